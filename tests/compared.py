@@ -1,6 +1,14 @@
 """Runs of a comparison that were never run, for tests of what is made of them."""
 
-from manyhands.compare.figures import Measured, Point
+from collections.abc import Sequence
+from typing import Any
+
+from manyhands.compare.figures import FailedTrial, Figures, Measured, Point, figures
+from manyhands.compare.narrate import Conditions, paragraph
+from manyhands.compare.plan import Target, parse_strategies
+from manyhands.strategy import Strategy
+
+TWO = parse_strategies("allreduce; ps consistency=async")
 
 
 def measured(
@@ -26,3 +34,15 @@ def measured(
         "busiest_bytes": 3000,
     }
     return Measured(**{**values, **changes})
+
+
+def found(
+    *runs: Measured | FailedTrial, target: Target | None = None, strategies: Sequence[Strategy] = TWO
+) -> Figures:
+    """The figures of such runs, with two workers each."""
+    return figures([(strategy, 2) for strategy in strategies], runs, target, 5)
+
+
+def told(one: Figures, **conditions: Any) -> str:
+    """What is said of them."""
+    return " ".join(paragraph(one, Conditions(**conditions)))

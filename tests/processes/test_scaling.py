@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import warm
+from manyhands.scaling.curve import fit_amdahl
 
 
 @pytest.mark.timeout(180)
@@ -21,7 +22,9 @@ def test_a_curve_of_two_numbers_of_workers(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "curve.json").read_text())
     assert [point["workers"] for point in found["points"]] == [1, 2]
     assert found["points"][0]["speedup"] == 1.0
-    assert 0 <= found["serial_share"] <= 1
+    speeds = {point["workers"]: point["speedup"] for point in found["points"]}
+    alone = {workers: speed for workers, speed in speeds.items() if workers <= found["cores"]}
+    assert found["serial_share"] == pytest.approx(fit_amdahl(alone))
     assert "Amdahl's fit" in html.unescape((tmp_path / "s" / "report.html").read_text())
     for name in ("001-workers-1", "002-workers-1"):
         assert json.loads((tmp_path / "s" / name / "summary.json").read_text())["steps"] == 20

@@ -1,4 +1,4 @@
-"""Comparisons without running any: what is run, what the numbers are, and what is said of them."""
+"""Comparisons without running any: what is run, what the numbers are, and how they are shown."""
 
 import dataclasses
 from xml.etree import ElementTree
@@ -6,10 +6,10 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
-from compared import measured
+from compared import TWO, found, measured, told
 from manyhands.allreduce.strategy import AllReduce
 from manyhands.compare.bandwidth import Rate, shaped_command, why_not
-from manyhands.compare.figures import FailedTrial, Figures, Measured, Point, Spread, figures
+from manyhands.compare.figures import FailedTrial, Figures, Point, Spread, figures
 from manyhands.compare.measure import Stops
 from manyhands.compare.narrate import Conditions, paragraph
 from manyhands.compare.plan import Target, Trial, default_target, parse_strategies, trials, workers_of
@@ -22,19 +22,7 @@ from manyhands.hogwild.strategy import Hogwild
 from manyhands.registry import STRATEGIES
 from manyhands.server.strategy import Ps
 from manyhands.single.strategy import Single
-from manyhands.slowdown import Slowdown
 from manyhands.strategy import Strategy
-
-TWO = parse_strategies("allreduce; ps consistency=async")
-
-
-def found(*runs: Measured | FailedTrial, target: Target | None = None, strategies=TWO) -> Figures:
-    return figures([(strategy, 2) for strategy in strategies], runs, target, 5)
-
-
-def told(one: Figures, **conditions: object) -> str:
-    return " ".join(paragraph(one, Conditions(**conditions)))
-
 
 # ── the plan ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -231,133 +219,6 @@ def test_one_who_evaluates_while_others_go_on_stops_its_share_of_the_clock() -> 
     meeting = ("allreduce", "ps", "hogwild")
     assert all(Strategy.parse(text).meets_to_evaluate for text in meeting)
     assert not Strategy.parse("ps consistency=async").meets_to_evaluate
-
-
-# ── what is said ──────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_a_difference_beyond_the_repeats_is_called_one() -> None:
-    runs = [measured(place, n, step_s=s + 0.01 * n) for place, s in ((0, 0.4), (1, 0.1)) for n in range(2)]
-    said = told(found(*runs))
-    assert "Every strategy reached accuracy ≥ 0.9, the worst value that any run ended with." in said
-    assert (
-        "ps consistency=async was there first, after 2.10 s: 3.9 times as fast as allreduce (8.10 s)." in said
-    )
-    assert "That is more than the repeats differ: each of 2 runs" in said
-
-
-def test_a_difference_within_the_repeats_is_not() -> None:
-    runs = [
-        measured(0, 0, step_s=0.1),
-        measured(0, 1, step_s=0.4),
-        measured(1, 0, step_s=0.2),
-        measured(1, 1, step_s=0.5),
-    ]
-    assert "That is no more than the repeats differ among themselves." in told(found(*runs))
-    assert "more than the repeats differ:" not in told(found(*runs))
-
-
-def test_one_run_each_says_nothing_about_chance() -> None:
-    said = told(found(measured(0), measured(1, step_s=0.2)))
-    assert "chance was not measured" in said
-    assert "repeats" not in said
-
-
-def test_equal_times_have_no_winner() -> None:
-    said = told(found(measured(0), measured(1)))
-    assert "allreduce and ps consistency=async took equally long to it: 2.00 s." in said
-    assert "first" not in said
-
-
-def test_less_than_one_evaluation_apart_is_said_to_be_so() -> None:
-    near = measured(1, step_s=0.12, final=1.2)  # there one evaluation earlier, at 15 steps of 0.12 s
-    said = told(found(measured(0), near, target=Target.parse("accuracy=0.9")))
-    assert "less than the time between two evaluations, 0.60 s" in said
-    assert "all were there at the same evaluation or the next" in said
-
-
-def test_who_does_not_reach_the_target_is_named() -> None:
-    said = told(found(measured(0), measured(1, final=0.3), target=Target.parse("accuracy=0.8")))
-    assert (
-        "allreduce reached accuracy ≥ 0.8 in every run. ps consistency=async reached it in 0 of 1 runs."
-        in said
-    )
-    assert "No strategy reached" in told(found(measured(0), target=Target.parse("accuracy=2")))
-
-
-def test_waiting_is_told_with_the_one_waited_for() -> None:
-    said = told(found(measured(0, waited_s=2.0, waited_for_s={0: 0.1, 1: 1.9}), measured(1)))
-    assert "Workers spent 50 % under allreduce (mostly for worker 1) of their time waiting." in said
-    assert "Nowhere did workers wait for more than 0 %" in told(found(measured(0), measured(1)))
-
-
-def test_a_slowed_worker_is_told_with_what_it_did() -> None:
-    one = found(measured(0, waited_s=2.0, waited_for_s={1: 1.6}), measured(1))
-    said = told(one, slow=Slowdown.parse("worker=1,factor=5"))
-    assert (
-        "Worker 1 was slowed on purpose, 5 times: of all workers' time, waiting for it took 40 % under allreduce"
-        in said
-    )
-    assert "under ps consistency=async workers waited less than 5 %" in said
-    said = told(one, slow=Slowdown.parse("worker=1,factor=2,probability=0.1,from=400"))
-    assert "Worker 1 was slowed on purpose, 2 times in 10 % of steps from step 401 on:" in said
-
-
-def test_staleness_is_told_where_there_is_some() -> None:
-    said = told(found(measured(0), measured(1, staleness_mean=0.5, staleness_max=3)))
-    assert "ps consistency=async 0.50 on average and 3 at most; under the others nothing was stale." in said
-    assert "stale" not in told(found(measured(0), measured(1)))
-
-
-def test_bandwidth_names_those_it_did_not_touch() -> None:
-    strategies = parse_strategies("allreduce; ps link=tcp; hogwild")
-    one = found(measured(0), measured(1), measured(2), strategies=strategies)
-    said = told(one, bandwidth="1 Gbit/s")
-    assert "TCP was held to 1 Gbit/s" in said
-    assert (
-        "allreduce and hogwild do not use the network on one host, so --bandwidth did not touch them." in said
-    )
-    assert [strategy.uses_network for strategy in strategies] == [False, True, False]
-    assert "bandwidth" not in told(one)
-
-
-def test_codecs_are_told_beside_the_one_that_hardly_compresses() -> None:
-    strategies = parse_strategies(
-        "allreduce link=tcp; allreduce link=tcp codec=fp16; allreduce link=tcp codec=int8; ps link=tcp;"
-        "allreduce link=tcp codec=topk:0.01; allreduce link=tcp codec=sign feedback=no; ps link=tcp codec=int8"
-    )
-    runs = [
-        measured(place, step_s=step_s, final=final)
-        for place, (step_s, final) in enumerate(
-            [(0.4, 0.9), (0.2, 0.9), (0.1, 0.9), (0.3, 0.9), (0.2, 0.9), (0.1, 0.4), (0.3, 0.9)]
-        )
-    ]
-    said = told(found(*runs, target=Target.parse("accuracy=0.8"), strategies=strategies))
-    assert (
-        "Under allreduce link=tcp, beside fp16 and by the time to the target: int8 (2.0 times as fast) paid; "
-        "topk:0.01 made no difference; no codec (2.0 times as long), sign feedback=no (not there in every run) lost."
-    ) in said
-    assert (
-        "Under ps link=tcp, beside no codec and by the time to the target: int8 made no difference." in said
-    )
-    assert "beside" not in told(found(measured(0), measured(1))), "no two differ by their codec alone"
-
-
-def test_what_was_measured_at_the_end_alone_is_an_upper_bound() -> None:
-    late = measured(1)
-    said = told(found(measured(0), dataclasses.replace(late, evaluations=late.evaluations[-1:])))
-    assert (
-        "ps consistency=async could be measured at the end alone, so its time to it is an upper bound" in said
-    )
-
-
-def test_all_who_end_alike_are_named() -> None:
-    strategies = parse_strategies("allreduce; central; hogwild")
-    said = told(found(measured(0), measured(1), measured(2, final=0.8), strategies=strategies))
-    assert "allreduce and central ended best, at accuracy 0.9, and hogwild worst, at 0.8." in said
-    assert "All ended at accuracy 0.9." in told(found(measured(0), measured(1)))
-    rounded = told(found(measured(0), measured(1, final=0.9 + 1e-7)))
-    assert "All ended at accuracy 0.9." in rounded, "best and worst at one number would be nonsense"
 
 
 # ── what is shown ─────────────────────────────────────────────────────────────────────────────────────────────────

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import scipy.stats
 from sklearn.datasets import load_svmlight_file
+from typer.testing import CliRunner
 
 from compared import measured
+from manyhands.cli.main import app
 from manyhands.compare.density import density_cells, density_page, density_rows, density_sentences
 from manyhands.compare.figures import Figures, figures
 from manyhands.compare.plan import parse_strategies
@@ -50,7 +52,9 @@ def test_examples_have_the_density_that_was_asked_for(tmp_path: Path) -> None:
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
-@pytest.mark.parametrize("change", [{"density": 0.0}, {"density": 1.5}, {"features": 0}, {"examples": 1}])
+@pytest.mark.parametrize(
+    "change", [{"density": 0.0}, {"density": 1.5}, {"features": 0}, {"examples": 1}, {"seed": -1}]
+)
 def test_problems_that_make_no_sense_are_refused(change: dict[str, float]) -> None:
     with pytest.raises(UserError, match=next(iter(change))):
         SparseProblem(**{"features": 10, "examples": 5, "density": 0.5, **change})  # type: ignore[arg-type]
@@ -112,3 +116,21 @@ def test_what_did_not_run_has_no_row() -> None:
     nothing = figures(strategies, [], None, 5)
     assert density_rows({0.1: (0.5, nothing)}) == []
     assert "nothing to compare" in density_sentences([])[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--density", "0.02,0.2,0.020"], "--density has 0.02 twice; leave one of them out"),
+        (["--density", "0.02,0.0200000001"], "--density has 0.02 twice; leave one of them out"),
+        (["--density", "much"], "--density 'much' is no number"),
+        (["--seed", "-1"], "seed=-1 must be at least 0"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_before_anything_is_written(
+    words: list[str], sentence: str, tmp_path: Path
+) -> None:
+    done = CliRunner().invoke(app, ["compare", "sparse", *words, "--out", str(tmp_path / "out")])
+    assert isinstance(done.exception, UserError), done.exception
+    assert sentence in str(done.exception)
+    assert not list(tmp_path.iterdir())

@@ -53,9 +53,10 @@ def test_density_is_a_row_and_each_strategy_a_column(tables: Any, tmp_path: Path
     runs = [measured(n, step_s=0.1 / (n + 1)).scored({"pass_loss": 0.5 + n}) for n in range(2)]
     both, one = (figures(strategies, runs[:count], None, 5) for count in (2, 1))
     rows = density_rows({0.001: (0.001, both), 1.0: (1.0, one)})
-    result = {"features": 1000, "workers": 2, "repeats": 3, "machine": MACHINE}
+    result = {"features": 1000, "workers": 2, "repeats": 3, "machine": MACHINE, "command": "manyhands c"}
     result |= {"rows": [row.to_dict() for row in rows], "told": density_sentences(rows)}
     (tmp_path / "density.json").write_text(json.dumps(result))
     text = tables.density_speed()
+    assert "loss above its loss, by `manyhands c`\n" in text
     assert "| 0.001 | 0.1 % | 100, 1.00×, +0.0000 | 200, 2.00×, +1.0000 |" in text
     assert "| 1 | 100.0 % | 100, 1.00×, +0.0000 | failed |" in text

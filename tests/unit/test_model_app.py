@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import time
 from collections.abc import Callable, Sequence
 from html.parser import HTMLParser
 from typing import Any
@@ -17,12 +18,13 @@ from manyhands.analyse.serving import Answered, ReplicaState, ServingTally, Serv
 from manyhands.draw.serving import serving_metrics, serving_report, serving_sections, serving_title
 from manyhands.errors import UserError
 from manyhands.inference.predictor import Predictor
+from manyhands.serve import replicas
 from manyhands.serve.batching import BatchLimits
 from manyhands.serve.guard import Guard
 from manyhands.serve.model_app import BodyLimits, ModelApp
 from manyhands.serve.model_server import ServeOptions
 from manyhands.serve.replica import LENGTH, answer_batch, answers_frame
-from manyhands.serve.replicas import Staffing
+from manyhands.serve.replicas import Replicas, Staffing
 from manyhands.serve.server import Drawn, PageApp
 from manyhands.serve.switchboard import Switchboard
 
@@ -310,6 +312,26 @@ def test_workers_are_replaced_unless_none_ever_answers() -> None:
     assert [staffing.replaces(worker) for worker in (60, 61)] == [True, True]
     staffing.ready(62)
     assert [staffing.replaces(worker) for worker in (62, 63, 64)] == [True, True, True]
+
+
+def test_ctrl_c_while_the_first_worker_loads_takes_the_workers_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(self: Replicas) -> None:
+        while self._wanted.is_set():
+            time.sleep(0.001)
+        self._ended.set()
+
+    def interrupted(_timeout_s: float) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Replicas, "_run", run)
+    monkeypatch.setattr(replicas, "warm", lambda: None)
+    started = Replicas(None, 1, lambda *_: None, lambda *_: None)  # type: ignore[arg-type]
+    monkeypatch.setattr(started._answers, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        started.start()
+    over = started.over
+    started.stop()
+    assert over
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 100, 999])

@@ -264,3 +264,13 @@ def test_the_room_leaves_most_descriptors_to_the_run(limit: int, room: int | Non
         assert 4 <= found <= 300 // 8
     else:
         assert found == room
+
+
+def test_a_server_of_a_model_has_more_room_and_leaves_half_of_the_descriptors() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (300, before[1]))
+    try:
+        assert 300 // 8 < room_here(512, 2) <= 300 // 2
+        assert room_here(40, 2) == 40
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

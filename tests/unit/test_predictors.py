@@ -6,6 +6,7 @@ import gzip
 import json
 import struct
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from manyhands.tasks.language import Transformer
 from manyhands.tasks.recurrent import RecurrentNetwork
 from manyhands.tasks.vision import ImageClassifier
 from manyhands.uses import USES, found_at
+from manyhands.words.predicting import VectorsPredictor
 from manyhands.words.vectors import Vectors
 
 SHAPE = ImageShape(8, 16)
@@ -194,12 +196,26 @@ def test_predict_prints_a_line_for_each_input(
         ([[[-1] * 8] * 8], "input 0: its values go from -1"),
         ([[[float("nan")] * 8] * 8], "input 0: its values"),
         ([[[10**400] * 8] * 8], "input 0"),
+        ([["a" * 1000, 1], [2, 3]], "input 0: it holds rows of different lengths or what is no number"),
     ],
 )
 def test_json_that_is_no_image_is_refused(values: list[Any], said: str) -> None:
     predictor = ImagePredictor(ImageClassifier(side=8, white=16, width=4))
     with pytest.raises(UserError, match=said):
         predictor.inputs(values)
+
+
+def test_one_long_text_among_many_does_not_take_its_length_for_each_of_them() -> None:
+    predictor = ImagePredictor(ImageClassifier(side=8, white=16, width=4))
+    for values in (["a" * 100_000, *["b"] * 1000], [["a" * 100_000, *["b"] * 1000]]):
+        tracemalloc.start()
+        try:
+            with pytest.raises(UserError, match="input 0: it holds"):
+                predictor.inputs(values)
+            _, most = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert most < 10e6, "1000 times 100,000 letters would be 400 MB"
 
 
 def written_plainly(model: nn.Module, context: int, prompt: str, length: int) -> bytes:
@@ -317,6 +333,13 @@ def test_words_are_asked(tmp_path: Path) -> None:
         predictor.inputs(["x" * 10**6])
 
 
+@pytest.mark.parametrize("first", ["+", "-", "−", "x" * 2000, "a\u00a0b"])
+def test_the_example_is_a_word_that_can_be_asked(first: str) -> None:
+    predictor = VectorsPredictor(Vectors([first, "king", "cat"], np.eye(3, dtype=np.float32)))
+    assert predictor.example == "king"
+    assert predictor.answers(predictor.inputs([predictor.example]))
+
+
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [
@@ -368,6 +391,15 @@ def test_rows_are_projected_and_predicted(tmp_path: Path) -> None:
     assert np.isnan(rows.values[1, 0])
     both = boosted.together([boosted.inputs([[1, 2, 3]]), boosted.inputs([[None, 8, 0.5]])])
     assert boosted.answers(both) == boosted.answers(rows)
+
+
+def test_skip_bad_is_refused_where_lines_are_not_left_out_and_counted(tmp_path: Path) -> None:
+    (tmp_path / "rows").write_text("1 1:1\n1 1:x\n")
+    for predictor in (trees(tmp_path), decomposition()):
+        with pytest.raises(UserError, match="--skip-bad is of logreg; leave it out for this run"):
+            list(predictor.blocks(str(tmp_path / "rows"), ReadAs(skip_bad=True)))
+    with pytest.raises(DataError, match=r"rows.*line 2"):
+        list(trees(tmp_path).blocks(str(tmp_path / "rows"), ReadAs()))
 
 
 @pytest.mark.parametrize(

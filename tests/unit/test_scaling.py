@@ -102,8 +102,22 @@ def test_on_one_core_amdahls_law_is_not_fitted() -> None:
     assert scaling_cells(curve)[1][6] == ""
     told = " ".join(scaling_sentences(curve))
     assert "1 worker is the fastest." in told
-    assert "Amdahl's law is not fitted" in told
+    assert (
+        "Amdahl's law is not fitted: only one of these numbers of workers has a core each on 1 core." in told
+    )
     assert "Amdahl's fit" not in scaling_page("t", curve, [], "c", {}).split("How this was made")[0]
+
+
+def test_where_only_one_number_of_workers_has_a_core_each_it_is_said_on_how_many_cores() -> None:
+    curve = scaling_curve({1: [100.0], 8: [150.0]}, {1: 1.0, 8: 2.0}, {}, cores=2)
+    told = " ".join(scaling_sentences(curve))
+    assert "not fitted: only one of these numbers of workers has a core each on 2 cores." in told
+
+
+def test_a_fit_without_a_serial_part_has_no_limit() -> None:
+    curve = scaling_curve({1: [100.0], 2: [210.0]}, {1: 1.0, 2: 2.0}, {}, cores=2)
+    told = " ".join(scaling_sentences(curve))
+    assert "all of a step gets shorter with more workers, so there is no limit" in told
 
 
 def test_where_every_run_is_slower_nothing_gets_shorter() -> None:
@@ -162,3 +176,23 @@ def test_what_makes_no_sense_gets_a_sentence(words: list[str], sentence: str) ->
     done = CliRunner().invoke(app, ["scaling", "digits", *words])
     assert isinstance(done.exception, UserError)
     assert sentence in str(done.exception)
+
+
+@pytest.mark.parametrize("below", [".", "below"])
+@pytest.mark.parametrize("words", [["scaling", "line", "--workers", "2"], ["compare", "sparse"]])
+def test_a_file_in_the_place_of_the_directory_gets_a_sentence(
+    words: list[str], below: str, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    done = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "file" / below)])
+    assert isinstance(done.exception, UserError), done.exception
+    assert "cannot be used: Not a directory" in str(done.exception)
+
+
+@pytest.mark.parametrize("words", [["scaling", "line", "--workers", "2"], ["compare", "sparse"]])
+def test_a_directory_that_holds_something_is_left_alone(words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").touch()
+    done = CliRunner().invoke(app, [*words, "--out", str(tmp_path)])
+    assert isinstance(done.exception, UserError), done.exception
+    assert "is not empty (it has 'mine.txt' in it); choose another" in str(done.exception)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]

@@ -9,8 +9,10 @@ import threading
 from pathlib import Path
 
 import pytest
+import typer
 
 from manyhands.cli.commands import command_elsewhere, command_to_resume, own_command
+from manyhands.cli.signals import ended_by_signal
 from manyhands.cluster.signals import as_exception, counted_signals, ending, signal_of
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -74,3 +76,37 @@ def test_the_command_to_go_on_can_be_typed_as_it_is() -> None:
     assert command_elsewhere(elsewhere) == "manyhands launch s.py -- --out 'its own'"
     module = ["/lib/manyhands/__main__.py", "train"]
     assert own_command(module) == f"{sys.executable} -m manyhands train"
+
+
+@pytest.mark.parametrize(
+    ("stop", "name", "status"), [(KeyboardInterrupt(), "SIGINT", 130), (SystemExit(143), "SIGTERM", 143)]
+)
+def test_a_command_that_a_signal_ends_says_what_is_kept(
+    stop: BaseException, name: str, status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(typer.Exit) as ended, ended_by_signal(lambda: "nothing is kept"):
+        raise stop
+    assert ended.value.exit_code == status
+    assert capsys.readouterr().err == f"manyhands: ended by {name}; nothing is kept\n"
+    with pytest.raises(typer.Exit), ended_by_signal():
+        raise stop
+    assert capsys.readouterr().err == ""
+
+
+def test_an_exit_of_the_program_is_no_signal(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended, ended_by_signal(lambda: "nothing is kept"):
+        raise SystemExit(3)
+    assert ended.value.code == 3
+    assert capsys.readouterr().err == ""
+
+
+def test_the_first_of_several_signals_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    def impatient() -> None:
+        with ended_by_signal(lambda: "nothing is kept") as end:
+            end.note(signal.SIGTERM)
+            raise KeyboardInterrupt
+
+    with pytest.raises(typer.Exit) as ended:
+        impatient()
+    assert ended.value.exit_code == 143
+    assert "ended by SIGTERM" in capsys.readouterr().err

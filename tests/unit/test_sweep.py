@@ -130,6 +130,32 @@ def test_what_the_data_show_is_the_best_run_and_the_mean_by_setting() -> None:
     assert "By width, on average: 0.65 with 4, 0.65 with 8." in told
 
 
+def test_a_run_that_ended_without_the_metric_is_not_said_to_go_on() -> None:
+    rows = [
+        row(1, {"rate": "0.1"}, accuracy=0.5),
+        row(2, {"rate": "0.2"}, accuracy=math.nan),
+        row(3, {"rate": "0.3"}, loss=1.0),
+        SweepRow(trial=SweepTrial(number=4, values={"rate": "0.4"}), final={}),
+    ]
+    told = " ".join(sentences(plan(rate=("0.1", "0.2", "0.3", "0.4")), rows))
+    assert "2 of 4 runs ended without a finite accuracy." in told
+    assert "1 of 4 runs have not ended." in told
+
+
+def test_means_are_over_the_same_combinations_of_the_other_settings() -> None:
+    values = {("0.1", "4"): 0.5, ("0.1", "8"): 0.7, ("0.2", "8"): 0.6}
+    found = plan(rate=("0.1", "0.2"), width=("4", "8"))
+    rows = [
+        row(n, {"rate": rate, "width": width}, accuracy=value)
+        for n, ((rate, width), value) in enumerate(values.items(), 1)
+    ]
+    told = " ".join(sentences(found, rows))
+    over = "over the 1 of 2 combinations that ended with each"
+    assert f"By rate, on average {over}: 0.7 with 0.1, 0.6 with 0.2." in told
+    assert f"By width, on average {over}: 0.5 with 4, 0.7 with 8." in told
+    assert "on average" not in " ".join(sentences(found, [rows[0], rows[2]])), "they share no combination"
+
+
 def test_a_failed_run_is_a_row_with_its_sentence() -> None:
     failed = SweepRow(trial=SweepTrial(number=2, values={"rate": "9"}), final={}, failure="it broke")
     found, rows = plan(rate=("0.1", "9")), [row(1, {"rate": "0.1"}, accuracy=0.5), failed]

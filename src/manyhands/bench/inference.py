@@ -11,6 +11,7 @@ import itertools
 import os
 import platform
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -32,9 +33,9 @@ from manyhands.store.exported import check_precision
 from manyhands.task import Task
 from manyhands.tasks import build
 
-__all__ = ["MODELS", "AskedModel", "format_table", "run_bench"]
+__all__ = ["MODELS", "AskedModel", "format_table", "measured_together", "run_bench"]
 
-_WAIT_S = 120.0
+_WAIT_S = 120.0  # for all to be ready, and again for what is under way when the time is over
 _BEFORE_S = 0.3  # from the last that is ready to the moment when all begin
 _LEAST_BATCHES = 2
 _COMPARED = 512
@@ -100,7 +101,7 @@ def run_bench(
                 )
                 about = {"model": name, "precision": precision, "batch": batch, "workers": count}
                 about |= {"threads": threads_per_role(count), "agreement": agrees[precision]}
-                rows.append({**about, **_measured(count, job)})
+                rows.append({**about, **_measured(count, job, seconds)})
                 phase.advance(1)
     return {
         "cores": len(os.sched_getaffinity(0)),
@@ -118,7 +119,9 @@ def _agreement(model: nn.Module, inputs: Tensor, precision: str) -> float:
         return float((ours == model(inputs).argmax(-1)).double().mean())
 
 
-def _measured(count: int, job: Callable[[RoleContext], Mapping[str, Any]]) -> dict[str, float]:
+def _measured(
+    count: int, job: Callable[[RoleContext], Mapping[str, Any]], seconds: float
+) -> dict[str, float]:
     """Have `count` workers compute at the same time; their inputs a second together, and how long batches took."""
     ended: list[Mapping[str, Any]] = []
     ready = 0
@@ -127,13 +130,16 @@ def _measured(count: int, job: Callable[[RoleContext], Mapping[str, Any]]) -> di
         members = [supervisor.start(Role(name=f"worker {number}", target=job)) for number in range(count)]
         while len(ended) < count:
             if time.monotonic() > deadline:
-                raise ManyhandsError(f"{count - len(ended)} workers did not answer within {_WAIT_S:g} s")
+                late = "answer within" if ready == count else "start within"
+                missing = count - len(ended)
+                raise ManyhandsError(f"{missing} worker{'s' * (missing > 1)} did not {late} {_WAIT_S:g} s")
             for event in supervisor.poll(0.1):
                 match event:
                     case Said():
                         ready += 1
                         if ready == count:
                             begin = time.monotonic() + _BEFORE_S
+                            deadline = begin + seconds + _WAIT_S
                             for member in members:
                                 supervisor.tell(member, {"begin": begin})
                     case Ended(payload=payload, failure=failure):
@@ -142,10 +148,19 @@ def _measured(count: int, job: Callable[[RoleContext], Mapping[str, Any]]) -> di
                                 failure.sentence if failure is not None else "a worker failed"
                             )
                         ended.append(payload)
+    return measured_together(ended)
+
+
+def measured_together(workers: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Their inputs a second in all, and the percentiles of the batches of all, as who asks any of them sees them."""
+    counted: Counter[int] = Counter()
+    for worker in workers:
+        counted.update(dict(worker["took_us"]))
+    took = sorted(counted.elements())
     return {
-        "inputs_per_s": sum(one["inputs_per_s"] for one in ended),
-        "p50_ms": sum(one["p50_ms"] for one in ended) / count,
-        "p95_ms": max(one["p95_ms"] for one in ended),
+        "inputs_per_s": sum(worker["inputs_per_s"] for worker in workers),
+        "p50_ms": percentile(took, 50) / 1e3,
+        "p95_ms": percentile(took, 95) / 1e3,
     }
 
 
@@ -168,12 +183,9 @@ def _work(
             computing(mine)
             took.append(time.perf_counter() - before)
         elapsed = time.perf_counter() - started
-    took.sort()
-    return {
-        "inputs_per_s": batch * len(took) / elapsed,
-        "p50_ms": percentile(took, 50) * 1e3,
-        "p95_ms": percentile(took, 95) * 1e3,
-    }
+    # Whole microseconds, counted: of a million batches each would be too much for one message.
+    counted = Counter(round(one * 1e6) for one in took)
+    return {"inputs_per_s": batch * len(took) / elapsed, "took_us": sorted(counted.items())}
 
 
 def _told_when(context: RoleContext) -> float:

@@ -32,7 +32,7 @@ class GbdtPredictor(Predictor[RowBlock]):
     def blocks(self, source: str, read_as: ReadAs) -> Iterator[RowBlock]:
         """All rows of a LIBSVM, npy or Parquet file, or of a data set inside scikit-learn."""
         self.check_read_as(read_as)
-        reading = Reading(format=read_as.format, skip_bad=read_as.skip_bad, threads=read_as.threads)
+        reading = Reading(format=read_as.format, threads=read_as.threads)
         for block in open_source(source, reading, None, labelled=False).blocks():
             yield block.for_columns(self.model.columns)
 

@@ -12,8 +12,9 @@ from manyhands.bench import backend as backend_bench
 from manyhands.bench import server as server_bench
 from manyhands.bench import step as step_bench
 from manyhands.bench.allreduce import DEFAULT_SIZES_BYTES, format_table, run_bench
-from manyhands.cli.commands import AllowOverload
+from manyhands.cli.commands import AllowOverload, print_next
 from manyhands.settings import parse_size
+from manyhands.sweep.plan import parse_values
 
 __all__ = ["bench_app"]
 
@@ -106,24 +107,28 @@ def inference(
     from manyhands.bench import inference as inference_bench
 
     result = inference_bench.run_bench(
-        models.split(","), precisions.split(","), _numbers(batches), _numbers(workers), seconds
+        parse_values(models, ","),
+        parse_values(precisions, ","),
+        _numbers(batches),
+        _numbers(workers),
+        seconds,
     )
     print(inference_bench.format_table(result))
     _write(result, json_file)
-    print("next  manyhands serve RUN --workers N --batch B --precision P, with what is fastest here")
+    print_next(with_what_is_fastest_here="serve RUN --workers N --batch B --precision P")
 
 
 def _numbers(text: str) -> list[int]:
     from manyhands.errors import UserError
 
     try:
-        return [int(word) for word in text.split(",")]
+        return [int(word) for word in parse_values(text, ",")]
     except ValueError:
         raise UserError(f"{text!r} must be whole numbers separated by commas, as in 1,8,64") from None
 
 
 def _parsed(sizes: str | None) -> list[int] | None:
-    return [parse_size(size) for size in sizes.split(",")] if sizes else None
+    return [parse_size(size) for size in parse_values(sizes, ",")] if sizes else None
 
 
 def _write(result: dict[str, Any], json_file: Path | None) -> None:

@@ -17,6 +17,7 @@ from manyhands.cli.commands import (
     add_command,
     check_writable,
     fresh_directory,
+    print_next,
 )
 from manyhands.cli.compare import Compared, run_comparison
 from manyhands.cli.environment import start_own_workers
@@ -177,7 +178,7 @@ def _train(asked: _TrainGbdt) -> None:
         grown = f"{summary['trees']} of {asked.trees} trees"
         raise interrupted(keep, end, f"the model is that after {grown}")
     leave_report(out)
-    print(f"next    manyhands predict {out} {asked.test or asked.train} > predictions.txt")
+    print_next(what_it_says_of_rows=f"predict {out} {asked.test or asked.train} > predictions.txt")
 
 
 def _source(asked: _Boosting, path: str) -> Any:

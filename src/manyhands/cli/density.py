@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,10 +16,9 @@ from manyhands.cli.commands import (
     command_elsewhere,
     fresh_directory,
     print_next,
-    write_json,
 )
 from manyhands.cli.compare import show_progress
-from manyhands.cli.status_line import table_console
+from manyhands.cli.leaving import Findings, leave_findings
 from manyhands.compare.plan import parse_strategies
 from manyhands.errors import UserError
 from manyhands.sweep.plan import parse_values
@@ -32,8 +30,6 @@ if TYPE_CHECKING:
 
 __all__ = ["add_sparse"]
 
-_REPORT = "report.html"
-_WIDTH = 110  # of the table in a file or a pipe
 _MOST_EXAMPLES = 200_000
 
 
@@ -74,13 +70,14 @@ def _compare(asked: _CompareSparse) -> None:
     from manyhands.cluster.signals import ending
     from manyhands.compare.density import density_rows
     from manyhands.regression.synthetic import shared_chance
+    from manyhands.store.outputs import make_output, require_empty
 
     check_writable(asked.json)
     parse_strategies(asked.strategies)
     problems = _problems(asked)
     out = asked.out or fresh_directory("compare-sparse")
-    if out.exists() and any(out.iterdir()):
-        raise UserError(f"--out {out} is not empty; choose another")
+    require_empty(out)
+    make_output(out)
     found, failed = {}, False
     with ending() as end:
         for problem in problems:
@@ -103,7 +100,7 @@ def _compare(asked: _CompareSparse) -> None:
 def _problems(asked: _CompareSparse) -> list[SparseProblem]:
     from manyhands.regression.synthetic import SparseProblem
 
-    problems = []
+    problems: dict[str, SparseProblem] = {}
     for text in parse_values(asked.density, ","):
         try:
             density = float(text)
@@ -111,10 +108,11 @@ def _problems(asked: _CompareSparse) -> list[SparseProblem]:
             raise UserError(f"--density {text!r} is no number; list several as in 0.002,0.02,0.2") from None
         problem = SparseProblem(features=asked.features, examples=2, density=density, seed=asked.seed)
         examples = max(2, min(_MOST_EXAMPLES, asked.nonzeros // problem.nonzeros))
-        problems.append(
-            SparseProblem(features=asked.features, examples=examples, density=density, seed=asked.seed)
-        )
-    return problems
+        name = f"{density:g}"  # of its files, too
+        if name in problems:
+            raise UserError(f"--density has {name} twice; leave one of them out")
+        problems[name] = replace(problem, examples=examples)
+    return list(problems.values())
 
 
 def _one(asked: _CompareSparse, problem: SparseProblem, out: Path) -> Comparison:
@@ -128,7 +126,6 @@ def _one(asked: _CompareSparse, problem: SparseProblem, out: Path) -> Comparison
     from manyhands.regression.task import LogregTask
     from manyhands.regression.training import parse_examples
 
-    out.mkdir(parents=True, exist_ok=True)
     path = out / f"density-{problem.density:g}.libsvm"
     write_examples(problem, path)
     options = LogregOptions(
@@ -152,31 +149,21 @@ def _one(asked: _CompareSparse, problem: SparseProblem, out: Path) -> Comparison
 
 def _leave(asked: _CompareSparse, rows: list[DensityRow], out: Path) -> None:
     from manyhands.compare.density import DENSITY_HEAD, density_cells, density_page, density_sentences
-    from manyhands.compare.machine import machine
-    from manyhands.draw.table import words_table
-    from manyhands.store.atomic import write_atomically
 
-    told, command = density_sentences(rows), shlex.join(["manyhands", *sys.argv[1:]])
+    told = density_sentences(rows)
     title = (
         f"Update density · {asked.features:,} features · {asked.workers} worker{'s' * (asked.workers != 1)}"
     )
-    page = density_page(title, rows, told, command, machine())
-    write_atomically(out / _REPORT, [page.encode()])
-    figures = {
-        "features": asked.features,
-        "workers": asked.workers,
-        "repeats": asked.repeats,
-        "command": command,
-        "machine": machine(),
-        "rows": [row.to_dict() for row in rows],
-        "told": told,
-    }
-    write_json(out / "figures.json", figures)
-    write_json(asked.json, figures)
-    console = table_console(_WIDTH)
-    console.print(words_table(title, DENSITY_HEAD, density_cells(rows)), highlight=False)
-    console.print(" ".join(told), highlight=False, markup=False)
-    console.print(f"report  {out / _REPORT}", highlight=False, markup=False, soft_wrap=True)
+    about = {"features": asked.features, "workers": asked.workers, "repeats": asked.repeats}
+    found = Findings(
+        title=title,
+        head=DENSITY_HEAD,
+        cells=density_cells(rows),
+        told=told,
+        figures={**about, "rows": [row.to_dict() for row in rows]},
+        page=lambda command, facts: density_page(title, rows, told, command, facts),
+    )
+    leave_findings(found, out, asked.json)
     largest = max(out.glob("*.libsvm"), key=lambda path: path.stat().st_size)
     print_next(
         one_of_the_problems_alone=f"train logreg --train {largest} --strategy hogwild --no-bias",

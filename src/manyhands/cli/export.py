@@ -52,7 +52,7 @@ def export_command(
     from dataclasses import asdict
 
     from manyhands.cli.commands import write_json
-    from manyhands.errors import UserError, format_bytes, nearest
+    from manyhands.errors import UserError, nearest
     from manyhands.exporting import ExportAsked
     from manyhands.inference.opening import use_of
     from manyhands.uses import found_at
@@ -68,6 +68,12 @@ def export_command(
         raise UserError(f"--format {file_format!r}: {nearest(file_format, formats)}")
     export: Export = found_at(formats[file_format])(asked)
     write_json(json_file, {**asdict(export), "path": str(export.path)})
+    _print_end(export)
+
+
+def _print_end(export: Export) -> None:
+    from manyhands.errors import format_bytes
+
     share = export.num_bytes / export.full_bytes if export.full_bytes else 1.0
     size = f"{format_bytes(export.num_bytes)}, {share:.0%} of single precision"
     print(f"{export.precision}, after {export.steps} steps: {size}")

@@ -209,18 +209,15 @@ def _train(asked: _TrainGlove) -> None:
     """Learn word vectors from text: GloVe, from counting words to nearest neighbours."""
     start_own_workers()
     # Imported here so that help texts do not wait for torch and compiled code.
-    from manyhands.errors import UserError
     from manyhands.words.corpus import Corpus
     from manyhands.words.demo import demo_corpus
     from manyhands.words.learning import learn_vectors
 
-    if asked.resume and asked.out is None:
-        raise UserError("--resume needs --out, the directory of the run to go on with")
     learning = _learning(asked)
     check_writable(asked.json_file)
     out = asked.out or fresh_directory("glove")
-    corpus = Corpus(*asked.corpus) if asked.corpus else demo_corpus()
     keep = keeping_unchecked(asked, out)
+    corpus = Corpus(*asked.corpus) if asked.corpus else demo_corpus()
     shown = Shown("glove", asked.strategy, learning.workers)
     with watched(asked, keep, shown, lambda: "there are no vectors yet") as (end, bars):
         learnt = learn_vectors(corpus, out, learning, bars=bars, resume=asked.resume, options=keep.options)

@@ -22,6 +22,7 @@ from manyhands.cli.runs import (
     live_page,
     live_tensorboard,
 )
+from manyhands.cli.signals import ended_by_signal
 
 if TYPE_CHECKING:
     from manyhands.cluster.signals import SignalEnding
@@ -60,23 +61,24 @@ class Shown:
 
 def keeping(asked: KeptRun, out: Path, *own_files: str) -> Keeping:
     """Where the run is kept, with files of the command's own; UserError where it cannot be, before anything is read."""
-    from manyhands.errors import UserError
     from manyhands.store.rundir import ON_COMMAND_LINE, RunDirectory, require_free
 
-    if not asked.resume:
-        require_free(out, frozenset(own_files), ON_COMMAND_LINE)
-    elif asked.out is None:
-        raise UserError("--resume needs --out, the directory of the run to go on with")
-    else:
+    keep = keeping_unchecked(asked, out, *own_files)
+    if asked.resume:
         RunDirectory.open(out, lock=False)
-    return keeping_unchecked(asked, out, *own_files)
+    else:
+        require_free(out, frozenset(own_files), ON_COMMAND_LINE)
+    return keep
 
 
 def keeping_unchecked(asked: KeptRun, out: Path, *own_files: str) -> Keeping:
     """The same for a training that looks at the directory itself."""
+    from manyhands.errors import UserError
     from manyhands.training.kept import Keeping
     from manyhands.training.options import Options
 
+    if asked.resume and asked.out is None:
+        raise UserError("--resume needs --out, the directory of the run to go on with")
     options = Options(
         checkpoint_every=asked.checkpoint_every,
         watchdog_s=asked.watchdog,
@@ -92,22 +94,24 @@ def watched(
     asked: KeptRun, keep: Keeping, shown: Shown, kept: Callable[[], str]
 ) -> Iterator[tuple[SignalEnding, Bars]]:
     """The page, the event files and the bars of a run; a signal that ends it leaves a sentence with what is `kept`."""
-    from manyhands.cluster.signals import ending, signal_of
     from manyhands.draw.bars import Bars
     from manyhands.store.rundir import RunDirectory
 
     out = keep.out
     page = live_page(asked.dashboard, out, shown.task, shown.strategy, asked.dashboard_port, shown.workers)
-    try:
-        with ending() as end, page, live_tensorboard(out, asked.tensorboard), Bars() as bars:
-            yield end, bars
-    except (KeyboardInterrupt, SystemExit) as stop:
-        if signal_of(stop) is None:
-            raise
+
+    def told() -> str:
         again = f"start again with: {own_command(sys.argv)}"
         how = f"go on with: {keep.options.resume_command}" if RunDirectory.is_one(out) else again
-        print(f"manyhands: ended by {end.name}; {kept()}; {how}", file=sys.stderr)
-        raise typer.Exit(end.status) from None
+        return f"{kept()}; {how}"
+
+    with (
+        ended_by_signal(told) as end,
+        page,
+        live_tensorboard(out, asked.tensorboard),
+        Bars() as bars,
+    ):
+        yield end, bars
 
 
 def leave_summary(asked: KeptRun, out: Path, summary: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from manyhands.cli.commands import AllowOverload, command_elsewhere
 from manyhands.cli.environment import start_own_workers
+from manyhands.cli.signals import ended_by_signal
 
 __all__ = ["launch_command"]
 
@@ -49,32 +50,22 @@ def launch_command(
     """Run your own training script on several workers; see `mh.join()`."""
     _refuse_unknown_option(context, str(script))
     start_own_workers()
-    from manyhands.cluster.signals import ending, signal_of
     from manyhands.draw.table import end_table
     from manyhands.loop.launch import launch  # here, so that help texts do not wait for torch
 
-    try:
-        with ending() as end:
-            summary = launch(
-                script,
-                arguments or [],
-                workers=workers,
-                strategy=strategy,
-                device=device,
-                watchdog_s=watchdog,
-                allow_overload=allow_overload,
-                out=out,
-            )
-    except (KeyboardInterrupt, SystemExit) as stop:
-        if signal_of(stop) is None:
-            raise
-        events = f"the events up to now are in {out}, and " if out is not None else ""
-        print(
-            f"manyhands: ended by {end.name}; all workers have stopped; {events}what the script saved itself is kept; "
-            f"start again with: {command_elsewhere(sys.argv)}",
-            file=sys.stderr,
+    events = f"the events up to now are in {out}, and " if out is not None else ""
+    kept = f"all workers have stopped; {events}what the script saved itself is kept"
+    with ended_by_signal(lambda: f"{kept}; start again with: {command_elsewhere(sys.argv)}"):
+        summary = launch(
+            script,
+            arguments or [],
+            workers=workers,
+            strategy=strategy,
+            device=device,
+            watchdog_s=watchdog,
+            allow_overload=allow_overload,
+            out=out,
         )
-        raise typer.Exit(end.status) from None
     for note in summary["notes"]:
         print(f"manyhands: {note}", file=sys.stderr)
     if not summary["joined"]:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
+
+if TYPE_CHECKING:
+    from manyhands.inference.predictor import Predictor, ReadAs
 
 __all__ = ["generate_command", "predict_command"]
 
@@ -53,28 +56,19 @@ def predict_command(
     `manyhands serve RUN` answers the same over HTTP; `mh.load(RUN)` gives the module, also of a Task of your own.
     """
     # Imported here so that help texts do not wait for torch.
-    from manyhands.draw.bars import Bars
     from manyhands.errors import UserError
     from manyhands.inference.opening import open_predictor
     from manyhands.inference.predictor import ReadAs
 
     predictor = open_predictor(run)
     read_as = ReadAs(format=file_format, skip_bad=skip_bad, threads=len(os.sched_getaffinity(0)))
-
-    def write_to(stream: TextIO) -> None:
-        with Bars() as bars, bars.phase("predicting", None, "lines") as phase:
-            for inputs in predictor.blocks(source, read_as):
-                lines = [f"{line}\n" for line in predictor.lines(inputs)]
-                stream.write("".join(lines))
-                phase.advance(len(lines))
-
     try:
         if out is None:
-            write_to(sys.stdout)
+            _write_answers(predictor, source, read_as, sys.stdout)
             sys.stdout.flush()
         else:
             with out.open("w", encoding="utf-8") as stream:
-                write_to(stream)
+                _write_answers(predictor, source, read_as, stream)
     except BrokenPipeError:  # whoever reads has seen enough; what is still buffered goes nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return
@@ -83,6 +77,16 @@ def predict_command(
     if predictor.left_out:
         print(f"manyhands: {predictor.left_out} bad lines of {source} were left out", file=sys.stderr)
     print(f"manyhands: manyhands serve {run} answers the same over HTTP", file=sys.stderr)
+
+
+def _write_answers(predictor: Predictor[Any], source: str, read_as: ReadAs, stream: TextIO) -> None:
+    from manyhands.draw.bars import Bars
+
+    with Bars() as bars, bars.phase("predicting", None, "lines") as phase:
+        for inputs in predictor.blocks(source, read_as):
+            lines = [f"{line}\n" for line in predictor.lines(inputs)]
+            stream.write("".join(lines))
+            phase.advance(len(lines))
 
 
 def generate_command(

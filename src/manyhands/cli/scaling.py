@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import statistics
 import sys
 from collections.abc import Callable, Iterator
@@ -22,12 +21,13 @@ from manyhands.cli.commands import (
     fresh_directory,
     option_parameters,
     print_next,
-    write_json,
 )
 from manyhands.cli.environment import start_own_workers
+from manyhands.cli.leaving import Findings, leave_findings
 from manyhands.cli.process import spare_the_compiler
+from manyhands.cli.signals import ended_by_signal
 from manyhands.cli.simulate import parse_seconds
-from manyhands.cli.status_line import status_line, table_console, time_left
+from manyhands.cli.status_line import status_line, time_left
 from manyhands.errors import UserError
 from manyhands.sweep.plan import flag, parse_values
 from manyhands.tasks import TASKS
@@ -45,9 +45,6 @@ scaling_app = typer.Typer(
     callback=start_own_workers,
 )
 
-_REPORT = "report.html"
-_WIDTH = 110  # of the table in a file or a pipe
-
 
 @dataclass(frozen=True, kw_only=True)
 class _Common:
@@ -60,7 +57,7 @@ class _Common:
         ),
     ] = None
     strategy: Annotated[str, typer.Option(help="How the work is spread.")] = "mirrored"
-    steps: Annotated[int, typer.Option(help="Global batches of each run.")] = 60
+    steps: Annotated[int, typer.Option(help="Global batches of each run.")] = 40
     repeats: Annotated[int, typer.Option(help="Runs with each number, interleaved.")] = 2
     latency: Annotated[str, typer.Option(help="Of every message, in the forecast.")] = "100us"
     bandwidth: Annotated[
@@ -79,9 +76,9 @@ class _Common:
 
 def _scaling(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[str, Any]) -> None:
     # Imported here so that help texts do not wait for torch.
-    from manyhands.cluster.signals import ending, signal_of
     from manyhands.scaling.curve import scaling_curve
     from manyhands.scaling.run import forecast_speedups, measure_scaling, require_counts
+    from manyhands.store.outputs import require_empty
     from manyhands.strategy import Strategy
     from manyhands.sweep.run import usable_cores
 
@@ -97,22 +94,13 @@ def _scaling(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict
     task, settings = entry.build(**task_options), _settings(common, cores)
     words = ["train", entry.name, *(f"{flag(name)}={value}" for name, value in task_options.items())]
     out = common.out or fresh_directory(f"scaling-{entry.name}")
-    if out.exists() and any(out.iterdir()):
-        raise UserError(f"--out {out} is not empty; choose another")
-    try:
-        with ending(), _told() as tell:
-            rates, waiting = measure_scaling(words, strategy, counts, out, settings, child_command, tell)
-    except (KeyboardInterrupt, SystemExit) as stop:
-        number = signal_of(stop)
-        if number is None:
-            raise
-        again = command_elsewhere(sys.argv)
-        print(f"manyhands: ended by {number.name}; begin again with: {again}", file=sys.stderr)
-        raise typer.Exit(128 + number) from None
+    require_empty(out)
+    with ended_by_signal(lambda: f"begin again with: {command_elsewhere(sys.argv)}"), _told() as tell:
+        rates, waiting = measure_scaling(words, strategy, counts, out, settings, child_command, tell)
     step_s = task.batch_size / statistics.median(rates[1])
     forecast = forecast_speedups(task, strategy, counts, step_s, settings)
     curve = scaling_curve(rates, forecast, waiting, len(cores))
-    _leave(entry.name, str(strategy), curve, common.repeats, out, common.json)
+    _leave(entry.name, curve, common, out)
 
 
 def _counts(text: str | None, cores: int) -> list[int]:
@@ -142,33 +130,22 @@ def _settings(common: _Common, cores: list[int]) -> ScalingSettings:
     )
 
 
-def _leave(
-    task: str, strategy: str, curve: ScalingCurve, repeats: int, out: Path, json_file: Path | None
-) -> None:
-    from manyhands.compare.machine import machine
-    from manyhands.draw.table import words_table
+def _leave(task: str, curve: ScalingCurve, common: _Common, out: Path) -> None:
     from manyhands.scaling.report import SCALING_HEAD, scaling_cells, scaling_page, scaling_sentences
-    from manyhands.store.atomic import write_atomically
+    from manyhands.strategy import Strategy
 
-    told, command = scaling_sentences(curve), shlex.join(["manyhands", *sys.argv[1:]])
+    told, strategy = scaling_sentences(curve), str(Strategy.parse(common.strategy))
     title = f"{task} · {strategy} · {curve.points[0].workers} to {curve.points[-1].workers} workers"
-    page = scaling_page(title, curve, told, command, machine())
-    write_atomically(out / _REPORT, [page.encode()])
-    figures = {
-        "task": task,
-        "strategy": strategy,
-        "repeats": repeats,
-        "command": command,
-        "machine": machine(),
-        **curve.to_dict(),
-        "told": told,
-    }
-    write_json(out / "figures.json", figures)
-    write_json(json_file, figures)
-    console = table_console(_WIDTH)
-    console.print(words_table(title, SCALING_HEAD, scaling_cells(curve)), highlight=False)
-    console.print(" ".join(told), highlight=False, markup=False)
-    console.print(f"report  {out / _REPORT}", highlight=False, markup=False, soft_wrap=True)
+    about = {"task": task, "strategy": strategy, "steps": common.steps, "repeats": common.repeats}
+    found = Findings(
+        title=title,
+        head=SCALING_HEAD,
+        cells=scaling_cells(curve),
+        told=told,
+        figures=about | curve.to_dict(),
+        page=lambda command, facts: scaling_page(title, curve, told, command, facts),
+    )
+    leave_findings(found, out, common.json)
     print_next(
         where_the_time_goes_there=f"explain {out / f'{curve.points[-1].workers:03d}-workers-1'}",
         with_more_workers_than_cores=f"simulate {task} --strategy ps --workers {4 * curve.points[-1].workers}",

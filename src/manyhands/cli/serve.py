@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from manyhands.serve.model_server import ModelServer
 
 __all__ = ["serve_command"]
 
@@ -43,7 +46,6 @@ def serve_command(
     # Imported here so that help texts do not wait for torch.
     from manyhands.cluster.signals import ending
     from manyhands.inference.opening import open_predictor
-    from manyhands.link.secure import is_loopback
     from manyhands.serve.batching import BatchLimits
     from manyhands.serve.model_server import ModelServer, ServeOptions
     from manyhands.serve.server import require_web
@@ -58,21 +60,27 @@ def serve_command(
     predictor = open_predictor(run)
     predictor.check_precision(precision)
     predictor.precision = precision
-    server = ModelServer(predictor, str(run), options)
     try:
-        with ending(), server:
-            print(f"page  {server.url}", file=sys.stderr)
-            print(_how(server.address, server.token, predictor.example), file=sys.stderr, flush=True)
-            if not is_loopback(host):
-                print(
-                    f"manyhands: {host} can be reached from other machines; whoever has the token can ask, and what is "
-                    "sent is not encrypted",
-                    file=sys.stderr,
-                )
-            print("Ctrl-C ends it", file=sys.stderr, flush=True)
+        with ending(), ModelServer(predictor, str(run), options) as server:
+            _say_how(server, predictor.example, host)
             server.wait()
     except KeyboardInterrupt:
         print(f"manyhands: the server has ended; manyhands serve {run} starts it again", file=sys.stderr)
+
+
+def _say_how(server: ModelServer, example: object, host: str) -> None:
+    """Where the page is, a request to paste into a shell, and who else can ask."""
+    from manyhands.link.secure import is_loopback
+
+    print(f"page  {server.url}", file=sys.stderr)
+    print(_how(server.address, server.token, example), file=sys.stderr, flush=True)
+    if not is_loopback(host):
+        print(
+            f"manyhands: {host} can be reached from other machines; whoever has the token can ask, and what is "
+            "sent is not encrypted",
+            file=sys.stderr,
+        )
+    print("Ctrl-C ends it", file=sys.stderr, flush=True)
 
 
 def _how(address: str, token: str, example: object) -> str:

@@ -20,6 +20,7 @@ from manyhands.cli.commands import (
     print_next,
 )
 from manyhands.cli.process import spare_the_compiler
+from manyhands.cli.signals import ended_by_signal
 from manyhands.cli.train import end_run, task_table
 from manyhands.errors import UserError
 from manyhands.tasks import TASKS
@@ -110,7 +111,6 @@ def _conditions(common: _Common) -> SimulatedConditions:
 
 def _simulate(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[str, Any]) -> None:
     # Imported here so that help texts do not wait for torch.
-    from manyhands.cluster.signals import ending, signal_of
     from manyhands.simulating import fit_simulated
     from manyhands.training.options import Options
     from manyhands.training.request import Length
@@ -124,27 +124,19 @@ def _simulate(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dic
     if steps is None and epochs is None:
         steps, epochs = half(entry.steps), half(entry.epochs)
     out = common.out or fresh_directory(f"simulated-{entry.name}")
-    try:
-        with ending():
-            run = fit_simulated(
-                task,
-                common.strategy,
-                workers=common.workers,
-                length=Length(steps=steps, epochs=epochs),
-                seed=common.seed,
-                out=out,
-                conditions=conditions,
-                options=Options(
-                    evaluate_every=common.evaluate_every, progress=common.progress, resume_command=""
-                ),
-            )
-    except (KeyboardInterrupt, SystemExit) as stop:
-        number = signal_of(stop)
-        if number is None:
-            raise
-        again = command_elsewhere(sys.argv)
-        print(f"manyhands: ended by {number.name}; begin again with: {again}", file=sys.stderr)
-        raise typer.Exit(128 + number) from None
+    with ended_by_signal(lambda: f"begin again with: {command_elsewhere(sys.argv)}"):
+        run = fit_simulated(
+            task,
+            common.strategy,
+            workers=common.workers,
+            length=Length(steps=steps, epochs=epochs),
+            seed=common.seed,
+            out=out,
+            conditions=conditions,
+            options=Options(
+                evaluate_every=common.evaluate_every, progress=common.progress, resume_command=""
+            ),
+        )
     end_run(run, out, common.json, task_table(entry, task, run))
     print_next(
         where_the_time_goes=f"explain {out}",

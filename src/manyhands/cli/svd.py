@@ -18,6 +18,7 @@ from manyhands.cli.commands import (
     add_command,
     check_writable,
     fresh_directory,
+    print_next,
 )
 from manyhands.cli.compare import Compared, run_comparison
 from manyhands.cli.environment import start_own_workers
@@ -135,8 +136,10 @@ def _train(asked: _TrainSvd) -> None:
         raise interrupted(keep, end, f"the result is that of {_passes(summary)}")
     leave_report(out)
     source = asked.path if asked.path is not None else "FILE"
-    print(f"next  manyhands predict {out} {source} --out coordinates.txt   projects rows on the components")
-    print(f"      manyhands watch {out}   shows the run")
+    print_next(
+        rows_projected_on_the_components=f"predict {out} {source} --out coordinates.txt",
+        the_page_of_the_run=f"watch {out}",
+    )
 
 
 def _options(asked: _Decomposing, seed: int, allow_overload: bool) -> SvdOptions:

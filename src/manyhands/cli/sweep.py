@@ -21,12 +21,13 @@ from manyhands.cli.commands import (
     half,
     option_parameters,
     print_next,
-    write_json,
 )
 from manyhands.cli.environment import start_own_workers
+from manyhands.cli.leaving import Findings, leave_findings
 from manyhands.cli.process import spare_the_compiler
 from manyhands.cli.runs import Resume
-from manyhands.cli.status_line import status_line, table_console, time_left
+from manyhands.cli.signals import ended_by_signal
+from manyhands.cli.status_line import status_line, time_left
 from manyhands.errors import UserError, nearest
 from manyhands.sweep.plan import SweepPlan, SweepSetting, parse_values
 from manyhands.tasks import TASKS
@@ -45,8 +46,6 @@ sweep_app = typer.Typer(
     callback=start_own_workers,
 )
 
-_REPORT = "report.html"
-_WIDTH = 110  # of the table in a file or a pipe
 _AROUND = (0.25, 1.0, 4.0)  # times the usual rate, where nothing was given several values
 
 
@@ -80,7 +79,6 @@ class _Common:
 
 def _sweep(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[str, Any]) -> None:
     # Imported here so that help texts do not wait for torch.
-    from manyhands.cluster.signals import ending, signal_of
     from manyhands.sweep.run import open_sweep, run_sweep, usable_cores
 
     common = _Common(**shared)
@@ -93,19 +91,12 @@ def _sweep(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[s
     plan = _plan(entry, task_options, common)
     out = common.out or fresh_directory(f"sweep-{entry.name}")
     open_sweep(out, plan, resume=common.resume)
-    try:
-        with ending(), _told() as tell:
-            rows = run_sweep(plan, out, child_command, cores=usable_cores(), jobs=common.jobs, tell=tell)
-    except (KeyboardInterrupt, SystemExit) as stop:
-        number = signal_of(stop)
-        if number is None:
-            raise
-        print(
-            f"manyhands: ended by {number.name}; what is done is kept in {out}; go on with: "
-            f"{command_to_resume(sys.argv, out)}",
-            file=sys.stderr,
-        )
-        raise typer.Exit(128 + number) from None
+    go_on = command_to_resume(sys.argv, out)
+    with (
+        ended_by_signal(lambda: f"what is done is kept in {out}; go on with: {go_on}"),
+        _told() as tell,
+    ):
+        rows = run_sweep(plan, out, child_command, cores=usable_cores(), jobs=common.jobs, tell=tell)
     _leave(plan, rows, out, common.json)
     if any(row.failure for row in rows):
         raise typer.Exit(1)
@@ -180,30 +171,20 @@ def _values(option: Option, text: str) -> tuple[str, ...]:
 
 
 def _leave(plan: SweepPlan, rows: list[SweepRow], out: Path, json_file: Path | None) -> None:
-    from manyhands.compare.machine import machine
-    from manyhands.draw.table import words_table
-    from manyhands.store.atomic import write_atomically
     from manyhands.sweep.report import sweep_cells, sweep_page
     from manyhands.sweep.results import best_first, sentences
 
-    told, command = sentences(plan, rows), shlex.join(["manyhands", *sys.argv[1:]])
+    ranked, told = best_first(rows, plan.metric), sentences(plan, rows)
     head, cells = sweep_cells(plan, rows)
-    page = sweep_page(plan, rows, told, command, machine())
-    write_atomically(out / _REPORT, [page.encode()])
-    ranked = best_first(rows, plan.metric)
-    figures = {
-        **plan.to_dict(),
-        "command": command,
-        "machine": machine(),
-        "rows": [row.to_dict() for row in ranked],
-        "told": told,
-    }
-    write_json(out / "figures.json", figures)
-    write_json(json_file, figures)
-    console = table_console(_WIDTH)
-    console.print(words_table(f"{plan.task}, by {plan.metric}", head, cells), highlight=False)
-    console.print(" ".join(told), highlight=False, markup=False)
-    console.print(f"report  {out / _REPORT}", highlight=False, markup=False, soft_wrap=True)
+    found = Findings(
+        title=f"{plan.task}, by {plan.metric}",
+        head=head,
+        cells=cells,
+        told=told,
+        figures={**plan.to_dict(), "rows": [row.to_dict() for row in ranked]},
+        page=lambda command, facts: sweep_page(plan, rows, told, command, facts),
+    )
+    leave_findings(found, out, json_file)
     if ranked and ranked[0].done:
         best = ranked[0].trial
         print_next(

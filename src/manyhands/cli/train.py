@@ -37,6 +37,7 @@ from manyhands.cli.runs import (
     live_page,
     live_tensorboard,
 )
+from manyhands.cli.signals import ended_by_signal
 from manyhands.registry import STRATEGIES
 from manyhands.strategy import Strategy
 from manyhands.tasks import TASKS
@@ -192,7 +193,6 @@ class _Asked:
 
 def _train(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[str, Any]) -> None:
     # Imported here so that help texts do not wait for torch.
-    from manyhands.cluster.signals import ending, signal_of
     from manyhands.errors import ManyhandsError, UserError
 
     common = _Common(**shared)
@@ -202,18 +202,14 @@ def _train(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[s
     asked = _asked(entry, task_options, common)
     try:
         if not asked.leads:
-            with ending():
+            with ended_by_signal():
                 asked.fit()
             return
         shown = (asked.out, entry.name, common.strategy, common.dashboard_port, asked.count)
         page = live_page(common.dashboard, *shown)
-        with ending(), page, live_tensorboard(asked.out, common.tensorboard):
+        # without a word of its own, for fit has said what is kept, and how to go on
+        with ended_by_signal(), page, live_tensorboard(asked.out, common.tensorboard):
             run = asked.fit()
-    except (KeyboardInterrupt, SystemExit) as stop:  # fit has said what is kept, and how to go on
-        number = signal_of(stop)
-        if number is None:
-            raise
-        raise typer.Exit(128 + number) from None
     except UserError:
         raise
     except ManyhandsError:

@@ -7,11 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Any
 
 from manyhands.compare.figures import Figures
-from manyhands.draw.charts import Series, data_table, document, line_chart, section
+from manyhands.draw.charts import (
+    Series,
+    data_table,
+    document,
+    line_chart,
+    made_section,
+    section,
+    told_section,
+)
 
 __all__ = ["DENSITY_HEAD", "DensityRow", "density_cells", "density_page", "density_rows", "density_sentences"]
 
@@ -145,16 +152,13 @@ def density_page(
             log_x=True,
         )
         charts.append(section(field, heading, chart))
-    machine = " · ".join(f"{name} {value}" for name, value in facts.items())
-    paragraphs = "".join(f"<p>{escape(sentence)}</p>" for sentence in told)
     table = data_table(DENSITY_HEAD, density_cells(rows), title=_TITLE)
-    made = f"<p><code>{escape(command)}</code></p><p>{escape(machine)}</p>"
     return document(
         title,
         [
-            section("shows", "What the data show", f'<div class="told">{paragraphs}</div>', "wide"),
+            told_section(told),
             *charts,
             section("table", "In numbers", table, "wide"),
-            section("made", "How this was made", made, "wide"),
+            made_section(command, facts),
         ],
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 
 from manyhands.compare.figures import CompareRow, Figures, Measured, Point
 from manyhands.compare.table import PROMISES, cells, columns, promise_cells, score_cells
@@ -15,9 +14,11 @@ from manyhands.draw.charts import (
     document,
     line_chart,
     loss_chart,
+    made_section,
     quiet,
     section,
     share_bars,
+    told_section,
 )
 
 __all__ = ["Made", "report"]
@@ -40,19 +41,20 @@ class Made:
 def report(found: Figures, sentences: Sequence[str], made: Made) -> str:
     """The page; it needs nothing from elsewhere."""
     rows = [row for row in found.rows if row.runs]
-    told = f'<div class="told">{"".join(f"<p>{escape(sentence)}</p>" for sentence in sentences)}</div>'
     head = ["strategy", *(name.replace("\n", " ") for name in columns(found))]
     table = data_table(head, [[row.name, *cells(found, row)] for row in found.rows], title=_caption(found))
     promises = [[row.name, *promise_cells(row.strategy.promises, words=True)] for row in found.rows]
     parts = [
-        section("shows", "What the data show", told, "wide"),
+        told_section(sentences),
         section("table", "Side by side", table, "wide"),
         *_scores(found),
         *_losses(rows),
         section("time", "Where the workers' time went", _shares(rows)),
         *_metrics(found, rows),
         # Beside the two curves of a metric there is room for it.
-        section("made", "How this was made", _made(found, made), "wide" if found.target is None else ""),
+        made_section(
+            made.command, made.facts, *_about(found, made), kind="wide" if found.target is None else ""
+        ),
         section(
             "promises",
             "What each promises",
@@ -163,8 +165,8 @@ def _short(name: str) -> str:
     return " ".join(part.rpartition("=")[2] for part in name.split())
 
 
-def _made(found: Figures, made: Made) -> str:
-    facts = " · ".join(f"{name} {value}" for name, value in made.facts.items())
+def _about(found: Figures, made: Made) -> list[str]:
+    """What a reader must know of the clock and the curves, and the notes."""
     clock = (
         "Seconds are those of training: starting processes does not count, and the clock stands still while a model is "
         f"evaluated. Metrics were measured every {found.evaluate_every} steps and at the end, so times to the target "
@@ -172,5 +174,4 @@ def _made(found: Figures, made: Made) -> str:
     )
     for sentence in sorted({row.strategy.when_evaluating for row in found.rows} - {""}):
         clock += f" {sentence}"
-    notes = "".join(f"<p>{escape(note)}</p>" for note in made.notes)
-    return f"<p><code>{escape(made.command)}</code></p><p>{escape(facts)}</p><p>{escape(clock)}</p>{notes}"
+    return [clock, *made.notes]

@@ -24,6 +24,7 @@ from manyhands.kernel import AnyTask
 from manyhands.randomness import preserved
 from manyhands.session import require_room_for
 from manyhands.slowdown import Slowdown
+from manyhands.store.outputs import require_empty
 from manyhands.strategy import Strategy
 from manyhands.training.options import Options
 from manyhands.training.passes import PASS_LOSS
@@ -116,7 +117,7 @@ def compare(
     requests, left_out = _checked(task, chosen, settings, score)
     order = trials(len(requests), settings.repeats)
     out = Path(out)
-    _require_free(out)
+    require_empty(out)
     runs: list[Measured | FailedTrial] = []
     interrupted = False
     try:
@@ -289,13 +290,3 @@ def _caught() -> Iterator[list[str]]:
         warnings.simplefilter("always", UserWarning)
         yield said
     said += [str(one.message) for one in caught if issubclass(one.category, UserWarning)]
-
-
-def _require_free(out: Path) -> None:
-    """A comparison begins in a new or empty directory."""
-    try:
-        taken = next(out.iterdir(), None) if out.exists() else None
-    except OSError as error:
-        raise UserError(f"--out {out} cannot be used: {error.strerror or error}") from error
-    if taken is not None:
-        raise UserError(f"--out {out} is not empty (it has {taken.name!r} in it); choose another")

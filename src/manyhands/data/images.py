@@ -26,6 +26,7 @@ __all__ = ["IMAGE_FORMATS", "ImageShape", "read_images"]
 IMAGE_FORMATS = ("auto", "picture", "npy", "idx", "json")
 _LIMIT_BYTES = 1 << 31
 _MOST_DEEP = 5
+_NO_NUMBERS = "rows of different lengths or what is no number"
 _PICTURES = ("PNG", "JPEG", "BMP", "GIF", "TIFF", "WEBP", "PPM")  # Pillow has others start programs
 
 
@@ -43,6 +44,8 @@ class ImageShape:
 
     def images(self, values: Any) -> NDArray[np.float32]:
         """Numbers as (count, side, side); ValueError says what they are instead."""
+        if isinstance(values, list) and not _all_numbers(values):
+            raise ValueError(f"it holds {_NO_NUMBERS}; an image is {self.told}")
         try:
             array = np.asarray(values)
         except ValueError as error:  # rows of different lengths
@@ -174,10 +177,14 @@ def _shape(array: NDArray[Any]) -> str:
     return "×".join(map(str, array.shape)) or "that of one number"
 
 
+def _all_numbers(values: list[Any]) -> bool:
+    """Looked at before numpy makes an array of them: one of texts would have room for the longest in every place."""
+    kinds = set(map(type, np.asarray(values, object).flat))
+    return all(issubclass(kind, (int, float, np.number, np.bool_)) for kind in kinds)
+
+
 def _kind(array: NDArray[Any]) -> str:
-    return (
-        "rows of different lengths or what is no number" if array.dtype.kind in "OUSV" else str(array.dtype)
-    )
+    return _NO_NUMBERS if array.dtype.kind in "OUSV" else str(array.dtype)
 
 
 _READERS = {"picture": _picture, "npy": _npy, "idx": _idx, "json": _json}

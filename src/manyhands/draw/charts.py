@@ -14,7 +14,17 @@ from html import escape
 
 from manyhands.draw.axes import Axis, Tick, linear, logarithmic, short_number, spans_powers
 from manyhands.draw.overlap import overlapping
-from manyhands.draw.paper import NUM_COLOURS, NUM_DASHES, NUM_HEATS, STYLE, document, quiet, section
+from manyhands.draw.paper import (
+    NUM_COLOURS,
+    NUM_DASHES,
+    NUM_HEATS,
+    STYLE,
+    document,
+    made_section,
+    quiet,
+    section,
+    told_section,
+)
 
 __all__ = [
     "STYLE",
@@ -25,11 +35,13 @@ __all__ = [
     "histogram",
     "line_chart",
     "loss_chart",
+    "made_section",
     "matrix",
     "quiet",
     "section",
     "share_bars",
     "short_number",
+    "told_section",
 ]
 
 _WIDTH, _HEIGHT = 360.0, 190.0

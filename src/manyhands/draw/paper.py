@@ -7,10 +7,20 @@ of its own, so that a content security policy can allow the one stylesheet and n
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from html import escape
 
-__all__ = ["NUM_COLOURS", "NUM_DASHES", "NUM_HEATS", "STYLE", "document", "quiet", "section"]
+__all__ = [
+    "NUM_COLOURS",
+    "NUM_DASHES",
+    "NUM_HEATS",
+    "STYLE",
+    "document",
+    "made_section",
+    "quiet",
+    "section",
+    "told_section",
+]
 
 STYLE = """
 :root { color-scheme: light dark; --paper: #f6f7f9; --card: #ffffff; --ink: #1f2328; --faint: #57606a;
@@ -139,6 +149,19 @@ def section(key: str, heading: str, body: str, kind: str = "") -> str:
         f'<section id="{escape(key)}" class="{escape(kind)}" aria-labelledby="{escape(key)}-name">\n'
         f'<h2 id="{escape(key)}-name">{escape(heading)}</h2>\n{body}\n</section>'
     )
+
+
+def told_section(sentences: Iterable[str]) -> str:
+    """The first part of a report: what the data show."""
+    paragraphs = "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences)
+    return section("shows", "What the data show", f'<div class="told">{paragraphs}</div>', "wide")
+
+
+def made_section(command: str, facts: Mapping[str, str], *told: str, kind: str = "wide") -> str:
+    """Its last part: the command, the machine by name and value, and what else there is to say."""
+    machine = " · ".join(f"{name} {value}" for name, value in facts.items())
+    paragraphs = "".join(f"<p>{escape(sentence)}</p>" for sentence in (machine, *told))
+    return section("made", "How this was made", f"<p><code>{escape(command)}</code></p>{paragraphs}", kind)
 
 
 def quiet(sentence: str) -> str:

@@ -5,7 +5,8 @@
         print(*predictor.lines(inputs), sep="\\n")
     predictor.answers(predictor.inputs([[[0, 3, ...], ...]]))    `manyhands serve`, one request
 
-An answer follows from its input alone: it may be computed again by another process, and beside any others.
+An answer may be computed again by another process, and beside any others. These change it by rounding, which may turn a
+byte of a text and so all that follow, and with int8 by the scale of the activations, which is that of the batch.
 """
 
 from __future__ import annotations
@@ -89,9 +90,11 @@ class Predictor(ABC, Generic[Inputs]):
             raise UserError(f"--precision {precision}: a model of {self.task} computes in fp32 only")
 
     def check_read_as(self, read_as: ReadAs) -> None:
-        """Refuse what makes no sense for these files."""
+        """Refuse what makes no sense for these files; those of lines that may be wrong look for themselves."""
         if read_as.format not in self.formats:
             raise UserError(f"--format {read_as.format!r}: {nearest(read_as.format, self.formats)}")
+        if read_as.skip_bad:
+            raise UserError("--skip-bad is of logreg; leave it out for this run")
 
 
 class ModulePredictor(Predictor[Inputs]):

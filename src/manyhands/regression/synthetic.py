@@ -37,6 +37,8 @@ class SparseProblem:
             )
         if not 0 < self.density <= 1:
             raise UserError(f"density={self.density:g} must be above 0 and at most 1")
+        if self.seed < 0:
+            raise UserError(f"seed={self.seed} must be at least 0")
 
     @property
     def nonzeros(self) -> int:

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from html import escape
 from itertools import pairwise
 
-from manyhands.draw.charts import Series, data_table, document, line_chart, section
+from manyhands.draw.charts import (
+    Series,
+    data_table,
+    document,
+    line_chart,
+    made_section,
+    section,
+    told_section,
+)
 from manyhands.scaling.curve import ScalingCurve, amdahl_speedup
 
 __all__ = ["SCALING_HEAD", "scaling_cells", "scaling_page", "scaling_sentences"]
@@ -22,6 +29,13 @@ SCALING_HEAD = (
     "Amdahl",
     "simulator",
     "waiting",
+)
+
+_HOW = (
+    "The same steps with each number of workers, one run after the other, repeats interleaved; each on as many cores "
+    "as it has workers, or all. Starting processes and evaluating do not count. The knee is the last number of workers "
+    "up to which the speed grew by at least half as much as their number. Amdahl's law is fitted to the runs with at "
+    "most as many workers as cores; for more workers its column says what it would be with a core for each."
 )
 
 
@@ -83,13 +97,18 @@ def _about_the_knee(curve: ScalingCurve) -> str:
 
 def _about_amdahl(curve: ScalingCurve) -> str:
     if curve.serial_share is None or curve.limit is None:
-        return "Amdahl's law is not fitted: with one core, no two numbers of workers have a core each."
+        cores = f"{curve.cores} core{'s' * (curve.cores > 1)}"
+        return f"Amdahl's law is not fitted: only one of these numbers of workers has a core each on {cores}."
     if curve.serial_share == 1:
         return "Amdahl's fit: nothing of a step gets shorter with more workers, even where each has a core."
-    limit = f"at most {curve.limit:.1f} times" if math.isfinite(curve.limit) else "without a limit"
+    if not math.isfinite(curve.limit):
+        return (
+            "Amdahl's fit, to the runs whose workers had a core each: all of a step gets shorter with more workers, so "
+            "there is no limit to how fast many of them would be."
+        )
     return (
         f"Amdahl's fit, to the runs whose workers had a core each: {100 * curve.serial_share:.0f} % of a step does not "
-        f"get shorter with more workers, so any number of them would be {limit} as fast."
+        f"get shorter with more workers, so any number of them would be at most {curve.limit:.1f} times as fast."
     )
 
 
@@ -114,22 +133,13 @@ def scaling_page(
         y_label="times as fast as one",
         from_zero=True,
     )
-    paragraphs = "".join(f"<p>{escape(sentence)}</p>" for sentence in told)
     table = data_table(SCALING_HEAD, scaling_cells(curve), title="Medians over the repeats, and their range")
-    machine = " · ".join(f"{name} {value}" for name, value in facts.items())
-    made = (
-        f"<p><code>{escape(command)}</code></p><p>{escape(machine)}</p><p>The same steps with each number of workers, "
-        "one run after the other, repeats interleaved; each on as many cores as it has workers, or all. "
-        "Starting processes and evaluating do not count. The knee is the last number of workers up to which the speed "
-        "grew by at least half as much as their number. Amdahl's law is fitted to the runs with at most as many "
-        "workers as cores; for more workers its column says what it would be with a core for each.</p>"
-    )
     return document(
         title,
         [
-            section("shows", "What the data show", f'<div class="told">{paragraphs}</div>', "wide"),
+            told_section(told),
             section("curve", "Speed over workers", chart, "broad"),
             section("table", "In numbers", table, "wide"),
-            section("made", "How this was made", made, "wide"),
+            made_section(command, facts, _HOW),
         ],
     )

@@ -14,6 +14,7 @@ from manyhands.compare.measure import measure
 from manyhands.compare.plan import Trial
 from manyhands.errors import ManyhandsError, UserError
 from manyhands.simulate import ComputeModel, NetworkModel, SimulationSpec, simulate
+from manyhands.store.outputs import make_output
 from manyhands.strategy import Strategy
 from manyhands.sweep.run import Launch, end_processes, last_said
 from manyhands.task import Task
@@ -92,6 +93,7 @@ def measure_scaling(
     with the last that it said. Each has a process of its own, on as many cores as it has workers: a lone worker would
     otherwise compute with all of them.
     """
+    make_output(out)
     rates: dict[int, list[float]] = defaultdict(list)
     waits: dict[int, list[float]] = defaultdict(list)
     order = [(repeat, workers) for repeat in range(settings.repeats) for workers in counts]
@@ -110,7 +112,6 @@ def measure_scaling(
 
 def _run(command: Sequence[str], log: Path, workers: int) -> None:
     """One run to its end; when this returns or raises, its process is gone."""
-    log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as told:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=told, stderr=subprocess.STDOUT, start_new_session=True

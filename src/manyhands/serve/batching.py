@@ -5,8 +5,8 @@
     a worker is gone ──► gone     │   kill a worker that computes for too long
     time has passed  ──► look     ┘   `wakes_at` is when to look again
 
-A batch leaves as soon as a worker is free and the requests that wait fill it, or the oldest has waited for `wait_s`. An
-answer follows from its input alone, so the requests of a worker that died go to another, before all others and each in
+A batch leaves as soon as a worker is free and the requests that wait fill it, or the oldest has waited for `wait_s`. A
+request may be computed twice, so those of a worker that died go to another, before all others and each in
 a batch of its own: one that kills workers takes no second request with it, and after `tries` workers it is refused.
 
 Two clocks: a request is refused when `deadline_s` have passed since it came, wherever it is then; a worker is killed

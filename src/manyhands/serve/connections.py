@@ -35,7 +35,7 @@ REQUEST_S = 3.0
 Who = TypeVar("Who")
 
 _LEAST = 4
-_SHARE = 8  # of the descriptors that are free, a page takes one of so many; the others are the run's
+_SHARE = 8  # a page takes one of so many descriptors that are free; the others are the run's
 
 
 class Admission(Generic[Who]):
@@ -67,13 +67,16 @@ class Admission(Generic[Who]):
         self._known.discard(who)
 
 
-def room_here() -> int:
-    """How many connections this process can keep without taking the descriptors that a run needs to recover."""
+def room_here(most: int = MAX_CONNECTIONS, share: int = _SHARE) -> int:
+    """How many connections this process can keep without taking the descriptors that a run needs to recover.
+
+    At most `most`, and one of `share` descriptors that are free.
+    """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
-        return MAX_CONNECTIONS
+        return most
     free = limit - len(os.listdir("/proc/self/fd"))
-    return max(_LEAST, min(MAX_CONNECTIONS, free // _SHARE))
+    return max(_LEAST, min(most, free // share))
 
 
 def connections_of(admission: Admission[Any]) -> Callable[..., asyncio.Protocol]:

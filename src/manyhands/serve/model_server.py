@@ -33,7 +33,8 @@ __all__ = ["ModelServer", "ServeOptions"]
 MOST_WORKERS = 256
 _FAREWELL_S = 3.0
 _LOOK_S = 0.05
-_ROOM = 512  # connections
+_MOST_CONNECTIONS = 512
+_SHARE = 2  # of the descriptors that are free, every second is for a connection; the others are the workers'
 
 _PAGE: Drawn[ServingView] = Drawn(title=serving_title, sections=serving_sections, report=serving_report)
 
@@ -58,6 +59,8 @@ class ModelServer:
 
     def __init__(self, predictor: Predictor[Any], model: str, options: ServeOptions | None = None) -> None:
         require_web()
+        from manyhands.serve.connections import room_here  # which needs the web extra
+
         self._options = options or ServeOptions()
         self._predictor, self._model = predictor, model
         self._listening = Listening(self._options.host, self._options.port, "the server")
@@ -72,7 +75,7 @@ class ModelServer:
         app = ModelApp(
             self._switchboard, self._page, self._listening.guard, self._tally, self._options.bodies
         )
-        self._web = WebThread(app, self._listening, _ROOM)
+        self._web = WebThread(app, self._listening, room_here(_MOST_CONNECTIONS, _SHARE))
         self._example = json.dumps(predictor.example)
 
     def __enter__(self) -> Self:

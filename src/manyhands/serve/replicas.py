@@ -77,14 +77,17 @@ class Replicas:
         """Begin, and wait until a worker answers; the failure of the first ones is raised."""
         self._wanted.set()
         warm()  # here: what workers are forked from would otherwise end with the thread that asked for it first
-        self._thread.start()
         deadline = time.monotonic() + START_S
-        while not self._answers.wait(_POLL_S):
-            if self.failure is not None or time.monotonic() > deadline:
-                self.stop()
-                raise ManyhandsError(
-                    f"no worker could serve the model: {self.failure or 'none was ready in time'}"
-                )
+        self._thread.start()
+        try:
+            while not self._answers.wait(_POLL_S):
+                if self.failure is not None or time.monotonic() > deadline:
+                    raise ManyhandsError(
+                        f"no worker could serve the model: {self.failure or 'none was ready in time'}"
+                    )
+        except BaseException:  # Ctrl-C, too: workers that load their model would stay behind
+            self.stop()
+            raise
 
     def kill(self, worker: int) -> None:
         """End a worker, which is then replaced; from any thread."""

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from html import escape
 
-from manyhands.draw.charts import data_table, document, section
+from manyhands.draw.charts import data_table, document, made_section, section, told_section
 from manyhands.draw.parallel import ParallelAxis, parallel_coordinates
 from manyhands.sweep.plan import SweepPlan
 from manyhands.sweep.results import SweepRow, best_first
 
 __all__ = ["sweep_cells", "sweep_page", "sweep_picture"]
+
+_AT_THE_SAME_TIME = (
+    "Runs went on at the same time, each on cores of its own: seconds compare them with one another, and not with a "
+    "run that has the machine to itself."
+)
 
 
 def sweep_cells(plan: SweepPlan, rows: Sequence[SweepRow]) -> tuple[list[str], list[list[str]]]:
@@ -67,20 +71,14 @@ def sweep_page(
     """The whole page; it needs nothing from elsewhere."""
     head, cells = sweep_cells(plan, rows)
     words = [0, *(place for place, name in enumerate(head) if name in ("strategy", "failed"))]
-    machine = " · ".join(f"{name} {value}" for name, value in facts.items())
-    paragraphs = "".join(f"<p>{escape(sentence)}</p>" for sentence in told)
-    made = (
-        f"<p><code>{escape(command)}</code></p><p>{escape(machine)}</p><p>Runs went on at the same time, each on cores "
-        "of its own: seconds compare them with one another, and not with a run that has the machine to itself.</p>"
-    )
     return document(
         f"{plan.task}: {len(rows)} combinations",
         [
-            section("shows", "What the data show", f'<div class="told">{paragraphs}</div>', "wide"),
+            told_section(told),
             section("picture", "Settings and what came of them", sweep_picture(plan, rows), "wide"),
             section(
                 "table", "All runs", data_table(head, cells, title="The best first", words=words), "wide"
             ),
-            section("made", "How this was made", made, "wide"),
+            made_section(command, facts, _AT_THE_SAME_TIME),
         ],
     )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,11 +98,15 @@ def sentences(plan: SweepPlan, rows: Sequence[SweepRow]) -> list[str]:
         if len(known) > 1:
             values = [row.final[metric] for row in known]
             told.append(f"The others end between {values[1]:.4g} and {values[-1]:.4g}.")
-        told += [_effect(plan, setting.name, known) for setting in plan.varying if len(plan.varying) > 1]
+        if len(plan.varying) > 1:
+            told += _effects(plan, known)
     failed = [row for row in rows if row.failure]
     if failed:
         told.append(f"{len(failed)} of {len(rows)} runs failed; the first: {failed[0].failure}")
-    missing = len(rows) - len(known) - len(failed)
+    empty = sum(row.done and not math.isfinite(row.final.get(metric, math.nan)) for row in rows)
+    if empty:
+        told.append(f"{empty} of {len(rows)} runs ended without a finite {metric}.")
+    missing = sum(not row.done and not row.failure for row in rows)
     if missing:
         told.append(f"{missing} of {len(rows)} runs have not ended.")
     return told
@@ -111,13 +116,27 @@ def _named(trial: SweepTrial, plan: SweepPlan) -> str:
     return ", ".join(f"{setting.name}={trial.values[setting.name]}" for setting in plan.varying)
 
 
-def _effect(plan: SweepPlan, name: str, rows: Sequence[SweepRow]) -> str:
-    """The mean of the metric for each value of a setting, over all values of the others."""
-    means: dict[str, float] = {}
+def _effects(plan: SweepPlan, rows: Sequence[SweepRow]) -> Iterator[str]:
+    """By each setting: the mean of the metric for each of its values, over the same combinations of the others.
+
+    A combination that did not end with every value is left out, or a value would be judged by what it was tried with.
+    """
     for setting in plan.varying:
-        for value in setting.values if setting.name == name else ():
-            of_value = [row.final[plan.metric] for row in rows if row.trial.values[name] == value]
-            if of_value:
-                means[value] = statistics.fmean(of_value)
-    shown = ", ".join(f"{mean:.4g} with {value}" for value, mean in means.items())
-    return f"By {name}, on average: {shown}."
+        found: dict[tuple[str, ...], dict[str, float]] = defaultdict(dict)
+        for row in rows:
+            others = tuple(row.trial.values[one.name] for one in plan.varying if one is not setting)
+            found[others][row.trial.values[setting.name]] = row.final[plan.metric]
+        whole = [values for values in found.values() if len(values) == len(setting.values)]
+        if not whole:
+            continue
+        means = ", ".join(
+            f"{statistics.fmean(values[value] for values in whole):.4g} with {value}"
+            for value in setting.values
+        )
+        of_all = math.prod(len(one.values) for one in plan.varying if one is not setting)
+        over = (
+            ""
+            if len(whole) == of_all
+            else f" over the {len(whole)} of {of_all} combinations that ended with each"
+        )
+        yield f"By {setting.name}, on average{over}: {means}."

@@ -65,8 +65,16 @@ class VectorsPredictor(Predictor[list[str]]):
 
     @property
     def example(self) -> Any:
-        """The most frequent word, which is there for sure."""
-        return self.vectors.words[0]
+        """The most frequent word that can be asked: no sign, and none that is too long or falls apart."""
+        words = self.vectors.words
+        return next((word for word in words if self._can_be_asked(word)), words[0])
+
+    def _can_be_asked(self, word: str) -> bool:
+        try:
+            self.inputs([word])
+        except UserError:
+            return False
+        return True
 
 
 def open_vectors(path: Path) -> VectorsPredictor:

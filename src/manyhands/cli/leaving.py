@@ -1,0 +1,51 @@
+"""What a command of many runs leaves: a report, its figures as JSON, and the same on the terminal."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from manyhands.cli.commands import write_json
+from manyhands.cli.status_line import table_console
+
+__all__ = ["Findings", "leave_findings"]
+
+_REPORT = "report.html"
+_WIDTH = 110  # of the table in a file or a pipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """What came out of all runs."""
+
+    title: str
+    head: Sequence[str]
+    cells: Sequence[Sequence[str]]
+    """The rows of the table."""
+    told: Sequence[str]
+    """What the data show, in sentences."""
+    figures: Mapping[str, Any]
+    """The numbers, as JSON has them."""
+    page: Callable[[str, Mapping[str, str]], str]
+    """The report, made of the command and the facts of the machine."""
+
+
+def leave_findings(found: Findings, out: Path, json_file: Path | None) -> None:
+    """Write report and figures into `out`, the figures also where asked for, and print the table and what it shows."""
+    from manyhands.compare.machine import machine
+    from manyhands.draw.table import words_table
+    from manyhands.store.atomic import write_atomically
+
+    command, facts = shlex.join(["manyhands", *sys.argv[1:]]), machine()
+    write_atomically(out / _REPORT, [found.page(command, facts).encode()])
+    figures = {**found.figures, "command": command, "machine": facts, "told": list(found.told)}
+    write_json(out / "figures.json", figures)
+    write_json(json_file, figures)
+    console = table_console(_WIDTH)
+    console.print(words_table(found.title, found.head, found.cells), highlight=False)
+    console.print(" ".join(found.told), highlight=False, markup=False)
+    console.print(f"report  {out / _REPORT}", highlight=False, markup=False, soft_wrap=True)
