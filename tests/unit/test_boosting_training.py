@@ -316,20 +316,55 @@ def test_tables_that_make_no_sense_are_refused(name: str) -> None:
 
 def test_files_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     (tmp_path / "cut.npy").write_bytes(b"\x93NUMPY\x01\x00")
-    (tmp_path / "cut.parquet").write_bytes(b"PAR1")
     np.save(tmp_path / "t.npy", np.zeros((3, 2)))
+    np.savez(tmp_path / "zip.npz", np.zeros((3, 2)))
+    (tmp_path / "zip.npz").rename(tmp_path / "zip.npy")
+    nested = b"{'descr': " + b"(" * 2000 + b"), 'fortran_order': False, 'shape': (3, 2)}\n"
+    for name, head in (("deep.npy", nested), ("none.npy", nested.replace(b"(" * 2000 + b")", b"()"))):
+        (tmp_path / name).write_bytes(b"\x93NUMPY\x01\x00" + len(head).to_bytes(2, "little") + head)
     for name, label, message in (
-        ("cut.npy", None, "cannot be read as npy"),
-        ("t.npy", "9", "has no column 9"),
-        ("t.npy", "age", "have numbers, not names"),
+        ("cut.npy", None, "the head of this npy file is damaged"),
+        ("zip.npy", None, "the head of this npy file is damaged"),
+        ("deep.npy", None, "the head of this npy file is damaged"),
+        ("none.npy", None, "the head of this npy file is damaged"),
+        ("t.npy", "9", "label=9: .* has 2 columns"),
+        ("t.npy", "age", "label='age': columns of an npy file are numbers"),
+        ("t.npy", "--1", "label='--1': columns of an npy file are numbers"),
+        ("t.npy", "²", "label='²': columns of an npy file are numbers"),
         ("breast-cancr", None, "embedded: breast-cancer, diabetes"),
     ):
         path = name if "." not in name else tmp_path / name
         with pytest.raises(UserError, match=message):
             open_source(path, label=label)
-    pytest.importorskip("pyarrow")
-    with pytest.raises(UserError, match="cannot be read as Parquet"):
-        open_source(tmp_path / "cut.parquet")
+
+
+def test_parquet_files_that_make_no_sense_are_refused(tmp_path: Path) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    (tmp_path / "cut.parquet").write_bytes(b"PAR1")
+    (tmp_path / "text.parquet").write_bytes(b"1 0:1")
+    one = np.arange(3.0)
+    for name, columns, names in (
+        ("t", [one, one], ["a", "b"]),
+        ("twice", [one, one, one], ["label", "a", "a"]),
+        ("label", [one], ["label"]),
+        ("words", [one, arrow.array(["x", "y", "z"])], ["label", "a"]),
+    ):
+        parquet.write_table(arrow.table(columns, names=names), tmp_path / f"{name}.parquet")
+    for name, label, message in (
+        ("cut", None, "is no Parquet file that can be read"),
+        ("text", None, "is no Parquet file that can be read"),
+        ("twice", None, "has two columns of the same name"),
+        ("label", None, "has 3 rows and 0 columns"),
+        ("words", None, "column 'a' is string, no number"),
+        ("t", "c", "has no column 'c'"),
+        ("t", "2", "has no column '2'"),
+        ("t", "--1", "has no column '--1'"),
+        ("t", "²", "has no column '²'"),
+    ):
+        with pytest.raises(UserError, match=message):
+            open_source(tmp_path / f"{name}.parquet", label=label)
+    (block,) = open_source(tmp_path / "t.parquet", label="-1").blocks()
+    assert block.columns == 1
 
 
 @pytest.mark.parametrize(
@@ -373,6 +408,8 @@ def test_weights_that_leave_nothing_to_learn_are_refused() -> None:
 def test_a_column_that_is_not_there_is_refused() -> None:
     with pytest.raises(UserError, match=r"categorical='9': there is no such column; use numbers from 0 to 5"):
         trained(choice(*drawn_table(), categorical=("9",)))
+    with pytest.raises(UserError, match="categorical='²': there is no such column"):
+        trained(choice(*drawn_table(), categorical=("²",)))
     with pytest.raises(UserError, match="both given"):
         choice(*drawn_table(), valid=open_source("diabetes"), valid_fraction=0.5)
     with pytest.raises(UserError, match=r"valid_fraction=1\.5"):

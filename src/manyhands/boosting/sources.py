@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from tokenize import TokenError
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from manyhands.data.matrix_files import NpyMatrix, ParquetMatrix
 from manyhands.data.row_files import Reading, RowFile
 from manyhands.data.rows import Rows
 from manyhands.errors import DataError, UserError, nearest
@@ -88,7 +89,7 @@ class RowSource(ABC):
 
 
 class ArraySource(RowSource):
-    """A table in memory or mapped: features, and labels beside them or in one of its columns."""
+    """A table in memory or mapped: features, and labels beside them."""
 
     def __init__(
         self,
@@ -97,7 +98,6 @@ class ArraySource(RowSource):
         *,
         name: str = "the table",
         names: Sequence[str] | None = None,
-        label_column: int | None = None,
         weights: NDArray[Any] | None = None,
     ) -> None:
         if values.ndim != 2 or not len(values):
@@ -109,15 +109,12 @@ class ArraySource(RowSource):
         for what, given in (("labels", labels), ("weights", weights)):
             if given is not None and given.shape != (len(values),):
                 raise DataError(f"{name} has {len(values)} rows, but its {what} have shape {given.shape}")
-        if label_column is not None and not -values.shape[1] <= label_column < values.shape[1]:
-            raise DataError(f"{name} has no column {label_column}; it has {values.shape[1]}, counted from 0")
         if weights is not None and not (
             np.isfinite(weights).all() and (weights >= 0).all() and weights.any()
         ):
             raise DataError(f"the weights of {name} must be numbers of at least 0, not all 0")
         self.name, self.names = name, names
         self._values, self._labels, self._weights = values, labels, weights
-        self._label_column = None if label_column is None else label_column % values.shape[1]
 
     def blocks(self, on_rows: Callable[[int], None] | None = None) -> Iterator[RowBlock]:
         """Views of the table, as far as that goes."""
@@ -125,9 +122,6 @@ class ArraySource(RowSource):
             values = self._values[begin : begin + _BLOCK_ROWS]
             span = slice(begin, begin + len(values))
             labels = None if self._labels is None else np.asarray(self._labels[span], np.float64)
-            if self._label_column is not None:
-                labels = np.asarray(values[:, self._label_column], np.float64)
-                values = np.delete(values, self._label_column, axis=1)
             if values.dtype not in (np.float32, np.float64):
                 values = values.astype(np.float64)
             elif not values.flags.writeable:  # compiled code is made for arrays that are
@@ -151,79 +145,35 @@ class _TextSource(RowSource):
             yield RowBlock(labels=labels, weights=weights, sparse=rows)
 
 
-class _ParquetSource(RowSource):
-    def __init__(self, path: str, label: str | None) -> None:
-        try:
-            import pyarrow
-            import pyarrow.parquet
-        except ImportError as error:
-            raise UserError(f"{path}: Parquet needs pyarrow; pip install 'manyhands[parquet]'") from error
-        self.name, self._path = path, path
-        try:
-            self._file = pyarrow.parquet.ParquetFile(path)
-        except (OSError, pyarrow.ArrowException) as error:
-            raise DataError(f"{path} cannot be read as Parquet: {error}") from error
-        found = list(self._file.schema_arrow.names)
-        for field in self._file.schema_arrow:
-            numeric = pyarrow.types.is_integer(field.type) or pyarrow.types.is_floating(field.type)
-            if not numeric and not pyarrow.types.is_boolean(field.type):
-                raise DataError(
-                    f"{path}: column {field.name!r} holds {field.type}; columns hold numbers, so number its values "
-                    "from 0 and name it in categorical"
-                )
-        self._label = _label_name(found, label, path)
-        self.names = [name for name in found if name != self._label]
+class _MatrixSource(RowSource):
+    def __init__(self, matrix: NpyMatrix | ParquetMatrix) -> None:
+        self.name, self.names, self._matrix = str(matrix.path), matrix.names, matrix
 
     def blocks(self, on_rows: Callable[[int], None] | None = None) -> Iterator[RowBlock]:
-        import pyarrow
-
-        assert self.names is not None, "set when opened"
-        try:
-            for batch in self._file.iter_batches(batch_size=_BLOCK_ROWS):
-                columns = {name: self._column(batch, name) for name in batch.schema.names}
-                labels = columns.pop(self._label) if self._label is not None else None
-                dense = np.column_stack([columns[name] for name in self.names])
-                if on_rows is not None:
-                    on_rows(len(dense))
-                yield RowBlock(labels=labels, dense=dense)
-        except (OSError, pyarrow.ArrowException) as error:
-            raise DataError(f"{self.name} cannot be read as Parquet: {error}") from error
-
-    @staticmethod
-    def _column(batch: Any, name: str) -> NDArray[np.float64]:
-        values = batch.column(name).cast("float64", safe=False)
-        found: NDArray[np.float64] = values.to_numpy(zero_copy_only=False).astype(np.float64)
-        return found
+        for block in self._matrix.blocks():
+            if on_rows is not None:
+                on_rows(len(block))
+            values, labels = np.asarray(block.dense(self._matrix.columns)), block.labels
+            if not values.flags.writeable:  # compiled code is made for arrays that are
+                values = values.copy()
+            yield RowBlock(labels=None if labels is None else labels.astype(np.float64), dense=values)
 
 
-def _label_name(found: Sequence[str], label: str | None, path: str) -> str | None:
+def _parquet(path: Path, label: str | None) -> RowSource:
+    table = ParquetMatrix(path, None)
+    chosen = _label_name(table.names, label, path)
+    return _MatrixSource(table if chosen is None else ParquetMatrix(path, chosen))
+
+
+def _label_name(found: Sequence[str], label: str | None, path: Path) -> str | None:
     """Which column of a Parquet file has the labels: the one named, numbered, or usually called so; else none."""
     if label is None:
         return next((name for name in _LABEL_NAMES if name in found), None)
     if label in found:
         return label
-    if label.lstrip("-").isdigit() and -len(found) <= int(label) < len(found):
+    with suppress(ValueError, IndexError):
         return found[int(label)]
     raise DataError(f"{path} has no column {label!r}; {nearest(label, found)}")
-
-
-def _npy(path: str, label: str | None, labelled: bool) -> RowSource:
-    try:
-        values = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (
-        OSError,
-        ValueError,
-        EOFError,
-        SyntaxError,
-        TypeError,
-        TokenError,
-        OverflowError,
-    ) as error:  # its header
-        raise DataError(f"{path} cannot be read as npy: {error}") from error
-    if label is not None and not label.lstrip("-").isdigit():
-        raise DataError(f"label={label!r}: the columns of {path} have numbers, not names; give one, from 0")
-    column = int(label) if label is not None else 0
-    return ArraySource(values, name=path, label_column=column if labelled else None)
 
 
 def _breast_cancer() -> RowSource:
@@ -261,9 +211,10 @@ def open_source(
         hint = "" if Path(text).suffix or "/" in text else f"; embedded: {', '.join(EMBEDDED)}"
         raise UserError(f"{text} cannot be read: there is no such file{hint}")
     if ending == ".npy":
-        return _npy(text, label, labelled)
+        usual = "0" if labelled else None
+        return _MatrixSource(NpyMatrix(Path(text), usual if label is None else label))
     if ending == ".parquet":
-        return _ParquetSource(text, label)
+        return _parquet(Path(text), label)
     if label is not None:
         raise UserError(f"label={label!r}: in text files the label is the first word of a line; leave it out")
     return _TextSource(text, reading or Reading())

@@ -320,7 +320,7 @@ def _columns(asked: Sequence[str], names: Sequence[str] | None, columns: int) ->
     for one in asked:
         if names is not None and one in names:
             found.add(list(names).index(one))
-        elif one.isdigit() and int(one) < columns:
+        elif one.isdecimal() and len(one) < 19 and int(one) < columns:
             found.add(int(one))
         else:
             called = f"names {', '.join(list(names)[:5])}, … or " if names else ""
