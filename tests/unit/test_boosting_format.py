@@ -167,6 +167,8 @@ DAMAGED = {
     "many classes": (lambda one: one.replace("num_class=1", "num_class=3"), "only one class is read"),
     "ranking": (lambda one: one.replace("objective=regression", "objective=lambdarank"), "its objective is"),
     "names": (lambda one: one.replace("max_feature_idx=4", "max_feature_idx=9"), "max_feature_idx is '9'"),
+    "label": (lambda one: one.replace("label_index=0", "label_index=6"), "label_index is '6'"),
+    "no label": (lambda one: one.replace("label_index=0", "label_index=-1"), "label_index is '-1'"),
     "feature": (lambda one: one.replace("split_feature=", "split_feature=77 ", 1), "has 4 numbers, not 3"),
     "no feature": (lambda one: _changed(one, "split_feature", "99"), "a feature that is none of 5"),
     "a loop": (lambda one: _changed(one, "left_child", "0"), "children are not every leaf"),

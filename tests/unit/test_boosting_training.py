@@ -15,8 +15,10 @@ from sklearn.datasets import make_hastie_10_2
 from sklearn.ensemble import HistGradientBoostingClassifier
 from sklearn.metrics import roc_auc_score
 
+from manyhands.boosting.measuring import measure_model
 from manyhands.boosting.model import GbdtModel
 from manyhands.boosting.options import GbdtOptions
+from manyhands.boosting.predicting import GbdtPredictor
 from manyhands.boosting.searching import area_words, told_words
 from manyhands.boosting.sources import ArraySource, RowBlock, open_source
 from manyhands.boosting.table import Holdout
@@ -26,6 +28,7 @@ from manyhands.boosting.text_format import parse_model, render_model
 from manyhands.boosting.training import GbdtResult, TableChoice, gbdt_task, train_gbdt
 from manyhands.boosting.trees import TreeMemory
 from manyhands.errors import UserError
+from manyhands.inference.predictor import ReadAs
 from manyhands.training.kept import Keeping
 
 DATA = Path(__file__).parents[2].parent / "shared" / "data"
@@ -272,10 +275,68 @@ def test_the_forms_of_a_table_give_one_model(tmp_path: Path) -> None:
         found = trained(TableChoice(train=open_source(tmp_path / name)), trees=5)
         assert render_model(found.model) == expected, name
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    columns = {f"Column_{at}": values[:, at] for at in range(6)} | {"label": labels}
+    columns = {"label": labels} | {f"Column_{at}": values[:, at] for at in range(6)}
     parquet.write_table(arrow.table(columns), tmp_path / "t.parquet", row_group_size=100)
     found = trained(TableChoice(train=open_source(tmp_path / "t.parquet")), trees=5)
     assert render_model(found.model) == expected
+
+
+def predicted_by(model: GbdtModel, path: Path) -> np.ndarray:
+    predictor = GbdtPredictor(parse_model(render_model(model).encode(), "the model"))
+    return np.concatenate([predictor.answers(block) for block in predictor.blocks(str(path), ReadAs())])
+
+
+@pytest.mark.parametrize("label", [0, 3, 6, -1])
+def test_rows_to_predict_have_their_label_where_training_had_it(label: int, tmp_path: Path) -> None:
+    values, labels = drawn_table(300)
+    np.save(tmp_path / "t.npy", np.insert(values, label % 7, labels, axis=1))
+    np.save(tmp_path / "features.npy", values)
+    model = trained(TableChoice(train=open_source(tmp_path / "t.npy", label=str(label))), trees=5).model
+    assert model.label_index == label % 7
+    for name in ("t.npy", "features.npy"):
+        assert np.array_equal(predicted_by(model, tmp_path / name), predictions(model, values)), name
+
+
+def test_columns_of_parquet_are_found_by_their_names(tmp_path: Path) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    values, labels = drawn_table(300)
+    names = ["age", "y", "label", "time of day", "carrier", "target"]  # features, whatever they are called
+    columns = {name: values[:, at] for at, name in enumerate(names)} | {"delayed": labels}
+
+    def written(name: str, *chosen: str) -> Path:
+        table = arrow.table({one: columns[one] for one in chosen})
+        parquet.write_table(table, tmp_path / name)
+        return tmp_path / name
+
+    train = written("train.parquet", *names, "delayed")
+    mixed = written("mixed.parquet", "target", "delayed", *reversed(names[:-1]))
+    both = [open_source(path, label="delayed") for path in (train, mixed)]
+    expected = trained(choice(values, labels, valid=ArraySource(values, labels)), trees=5)
+    found = trained(TableChoice(train=both[0], valid=both[1]), trees=5)
+    assert found.model.names[3] == "time_of_day"
+    assert found.valid_losses == expected.valid_losses
+    for path in (train, mixed, written("features.parquet", *reversed(names))):
+        assert np.array_equal(predicted_by(found.model, path), predictions(expected.model, values)), path.name
+    assert measure_model(found.model, both[1]) == measure_model(found.model, both[0])
+    rest = trained(TableChoice(train=both[1], start=found.model), trees=2)
+    assert rest.model.names == found.model.names
+    assert rest.train_losses[0] < found.train_losses[-1]
+    with pytest.raises(UserError, match=r"few.parquet has no column 'time_of_day', as the model has"):
+        predicted_by(found.model, written("few.parquet", "age", "y", "label", "carrier", "delayed"))
+    columns["time_of_day"] = labels
+    twice = open_source(written("twice.parquet", "time of day", "time_of_day", "delayed"), label="delayed")
+    with pytest.raises(UserError, match="columns 'time of day' and 'time_of_day' are both 'time_of_day'"):
+        trained(TableChoice(train=twice))
+
+
+def test_a_model_without_names_takes_parquet_by_position(tmp_path: Path) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    values, labels = drawn_table(300)
+    model = trained(choice(values, labels), trees=5).model
+    columns = {name: values[:, at] for at, name in enumerate("abcdef")}
+    for name, more in (("t", {}), ("u", {"label": labels})):
+        parquet.write_table(arrow.table({**columns, **more}), tmp_path / f"{name}.parquet")
+        assert np.array_equal(predicted_by(model, tmp_path / f"{name}.parquet"), predictions(model, values))
 
 
 def test_a_large_table_is_sampled_and_binned_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

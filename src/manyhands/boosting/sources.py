@@ -21,7 +21,7 @@ from manyhands.data.row_files import Reading, RowFile
 from manyhands.data.rows import Rows
 from manyhands.errors import DataError, UserError, nearest
 
-__all__ = ["EMBEDDED", "ArraySource", "RowBlock", "RowSource", "open_source"]
+__all__ = ["EMBEDDED", "ArraySource", "RowBlock", "RowSource", "model_names", "open_source", "unnamed"]
 
 _BLOCK_ROWS = 1 << 16
 _LABEL_NAMES = ("label", "target", "y")
@@ -50,11 +50,11 @@ class RowBlock:
         """One more than the last column."""
         return self.sparse.size if self.sparse is not None else int(self.values.shape[1])
 
-    def for_columns(self, columns: int) -> RowBlock:
-        """As a model of so many columns takes it: a dense table with one more has its labels in the first."""
+    def for_columns(self, columns: int, label: int) -> RowBlock:
+        """As a model of so many columns takes it: a dense table with one more has its labels in column `label`."""
         if self.sparse is not None or self.labels is not None or self.values.shape[1] != columns + 1:
             return self
-        return RowBlock(labels=None, weights=self.weights, dense=self.values[:, 1:])
+        return RowBlock(labels=None, weights=self.weights, dense=np.delete(self.values, label, axis=1))
 
     def take(self, chosen: NDArray[np.bool_]) -> RowBlock:
         """Some of the rows."""
@@ -82,10 +82,50 @@ class RowSource(ABC):
     name: str
     names: Sequence[str] | None = None
     """What the columns of features are called, where the source says."""
+    label_index: int = 0
+    """Which column of the file has the labels, where one has."""
 
     @abstractmethod
     def blocks(self, on_rows: Callable[[int], None] | None = None) -> Iterator[RowBlock]:
         """All rows, in order; DataError says what is wrong with the file."""
+
+    def for_names(self, names: Sequence[str] | None) -> RowSource:
+        """The same rows with the columns of these names, in this order; itself where one of both has no names.
+
+        DataError names a column that is missing.
+        """
+        del names
+        return self
+
+
+def model_names(names: Sequence[str], where: str) -> list[str]:
+    """Names as a model file has them: without blanks, which it has between them. DataError where two are the same."""
+    found: dict[str, str] = {}
+    for at, name in enumerate(names):
+        short = "_".join(name.split()) or f"Column_{at}"
+        if short in found:
+            raise DataError(
+                f"{where}: columns {found[short]!r} and {name!r} are both {short!r} in a model file; rename one"
+            )
+        found[short] = name
+    return list(found)
+
+
+def unnamed(columns: int) -> tuple[str, ...]:
+    """What a model calls columns that have no names."""
+    return tuple(f"Column_{column}" for column in range(columns))
+
+
+def _places(wanted: Sequence[str], found: Sequence[str], where: str) -> list[int] | None:
+    """Where the columns that are wanted are among those found; None where those wanted have no names of their own."""
+    known = {name: at for at, name in enumerate(model_names(found, where))}
+    names = model_names(wanted, "the model")
+    missing = next((name for name in names if name not in known), None)
+    if missing is None:
+        return [known[name] for name in names]
+    if tuple(names) == unnamed(len(names)):
+        return None
+    raise DataError(f"{where} has no column {missing!r}, as the model has; {nearest(missing, list(known))}")
 
 
 class ArraySource(RowSource):
@@ -131,6 +171,14 @@ class ArraySource(RowSource):
             weights = None if self._weights is None else np.asarray(self._weights[span], np.float64)
             yield RowBlock(labels=labels, dense=values, weights=weights)
 
+    def for_names(self, names: Sequence[str] | None) -> RowSource:
+        """A copy, where the order is another."""
+        places = _places(names, self.names, self.name) if names and self.names else None
+        if places is None or places == list(range(self._values.shape[1])):
+            return self
+        values, labels, weights = self._values[:, places], self._labels, self._weights
+        return ArraySource(values, labels, name=self.name, names=names, weights=weights)
+
 
 class _TextSource(RowSource):
     def __init__(self, path: str, reading: Reading) -> None:
@@ -146,8 +194,9 @@ class _TextSource(RowSource):
 
 
 class _MatrixSource(RowSource):
-    def __init__(self, matrix: NpyMatrix | ParquetMatrix) -> None:
+    def __init__(self, matrix: NpyMatrix | ParquetMatrix, label_index: int = 0) -> None:
         self.name, self.names, self._matrix = str(matrix.path), matrix.names, matrix
+        self.label_index = label_index
 
     def blocks(self, on_rows: Callable[[int], None] | None = None) -> Iterator[RowBlock]:
         for block in self._matrix.blocks():
@@ -158,11 +207,25 @@ class _MatrixSource(RowSource):
                 values = values.copy()
             yield RowBlock(labels=None if labels is None else labels.astype(np.float64), dense=values)
 
+    def for_names(self, names: Sequence[str] | None) -> RowSource:
+        """Columns that are not named are not read."""
+        matrix = self._matrix
+        if names is None or not isinstance(matrix, ParquetMatrix):
+            return self
+        places = _places(names, matrix.names, self.name)
+        chosen = [matrix.names[at] for at in places] if places is not None else list(matrix.names)
+        usual = _label_name(matrix.names, None, matrix.path)
+        if places is None and matrix.label is None and usual is not None and len(chosen) == len(names) + 1:
+            chosen.remove(usual)  # all that tells it from the columns of a model without names
+        return _MatrixSource(ParquetMatrix(matrix.path, matrix.label, chosen), self.label_index)
 
-def _parquet(path: Path, label: str | None) -> RowSource:
+
+def _parquet(path: Path, label: str | None, labelled: bool) -> RowSource:
     table = ParquetMatrix(path, None)
-    chosen = _label_name(table.names, label, path)
-    return _MatrixSource(table if chosen is None else ParquetMatrix(path, chosen))
+    chosen = _label_name(table.names, label, path) if labelled or label is not None else None
+    if chosen is None:
+        return _MatrixSource(table)
+    return _MatrixSource(ParquetMatrix(path, chosen), table.names.index(chosen))
 
 
 def _label_name(found: Sequence[str], label: str | None, path: Path) -> str | None:
@@ -201,7 +264,8 @@ def open_source(
     """The rows of a file by its ending (`.npy`, `.parquet`; else text), or one of `EMBEDDED` by its name.
 
     `label` is the column of the labels in npy and Parquet: a number from 0, or a name; usually column 0 of npy, and one
-    called label, target or y. Where rows are to be predicted, `labelled` may be False: npy then has no such column.
+    called label, target or y. Where rows are to be predicted, `labelled` may be False: without a `label`, no column is
+    one then.
     """
     text = str(path)
     if text in EMBEDDED and not Path(text).exists():
@@ -212,9 +276,10 @@ def open_source(
         raise UserError(f"{text} cannot be read: there is no such file{hint}")
     if ending == ".npy":
         usual = "0" if labelled else None
-        return _MatrixSource(NpyMatrix(Path(text), usual if label is None else label))
+        matrix = NpyMatrix(Path(text), usual if label is None else label)
+        return _MatrixSource(matrix, matrix.label or 0)
     if ending == ".parquet":
-        return _parquet(Path(text), label)
+        return _parquet(Path(text), label, labelled)
     if label is not None:
         raise UserError(f"label={label!r}: in text files the label is the first word of a line; leave it out")
     return _TextSource(text, reading or Reading())

@@ -19,7 +19,7 @@ from torch import Tensor
 from manyhands.boosting.bundling import bundled_layout, own_columns
 from manyhands.boosting.model import GbdtModel
 from manyhands.boosting.options import GbdtOptions
-from manyhands.boosting.sources import RowBlock, RowSource
+from manyhands.boosting.sources import RowBlock, RowSource, model_names
 from manyhands.boosting.table import Holdout, RowSample, bin_rows, sample_rows, shared_folder
 from manyhands.boosting.task import GbdtTask, check_strategy
 from manyhands.cluster.signals import signal_of
@@ -125,6 +125,9 @@ def gbdt_task(
     """
     bars = bars or Bars()
     holdout, source = Holdout(fraction=table.valid_fraction, seed=options.seed), table.train
+    _names(table)  # which may be refused
+    if table.start is not None:
+        source = source.for_names(table.start.names)
     with bars.phase("reading", None, "rows") as phase:
         sample = sample_rows(source, holdout, options.seed, phase.advance)
     if table.start is not None:
@@ -149,14 +152,15 @@ def gbdt_task(
         train = bin_rows(read, bins, layout, (targets, sample.weights), folder, score, threads)
         valid, weights = None, sample.weights
         if table.valid is not None:
-            held = sample_rows(table.valid, Holdout(), options.seed)
+            measured = table.valid.for_names(source.names)
+            held = sample_rows(measured, Holdout(), options.seed)
             if held.columns != sample.columns and held.blocks[0].dense is not None:
                 raise DataError(
                     f"{table.valid.name} has {held.columns} columns, {source.name} {sample.columns}"
                 )
             found = _targets(held.labels, options.objective, table.valid.name, _pair(sample.labels))
             layout = own_columns(bins)  # rows held out need not exclude what others do
-            valid = bin_rows(table.valid.blocks, bins, layout, (found, held.weights), valid_folder, score)
+            valid = bin_rows(measured.blocks, bins, layout, (found, held.weights), valid_folder, score)
             weights = held.weights
         elif sample.held_out:
             found = _targets(sample.held_labels, options.objective, source.name, _pair(sample.labels))
@@ -247,11 +251,12 @@ def _result(
         objective=options.objective,
         bias=0.0 if table.start is not None else float(task.train.opened()[3][0]),
         rate=options.rate,
-        names=_full_names(table.train.names, task.bins.columns),
+        names=_names(table),
         parameters=_parameters(options, best),
     )
     if table.start is not None:
         model = replace(model, trees=table.start.trees + model.trees)
+    model = replace(model, label_index=table.train.label_index)
     return GbdtResult(
         model=model,
         objective=options.objective,
@@ -330,11 +335,11 @@ def _columns(asked: Sequence[str], names: Sequence[str] | None, columns: int) ->
     return frozenset(found)
 
 
-def _full_names(names: Sequence[str] | None, columns: int) -> list[str] | None:
-    """Names without blanks, which a model file has between them."""
-    if names is None:
-        return None
-    return ["_".join(name.split()) or f"Column_{at}" for at, name in enumerate(names[:columns])]
+def _names(table: TableChoice) -> Sequence[str] | None:
+    """Of the model's columns; None where they have none."""
+    if table.start is not None:
+        return table.start.names
+    return None if table.train.names is None else model_names(table.train.names, table.train.name)
 
 
 def _pair(labels: NDArray[np.float64]) -> tuple[float, float] | None:

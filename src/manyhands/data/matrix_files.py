@@ -10,7 +10,7 @@ from __future__ import annotations
 import gzip
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tokenize import TokenError
 from typing import Any, Final, Literal
@@ -108,16 +108,18 @@ class NpyMatrix(MatrixFile):
 
 
 class ParquetMatrix(MatrixFile):
-    """A table whose columns are numbers; null is NaN. Needs pyarrow."""
+    """A table whose columns are numbers, all or those of `chosen`, in that order; null is NaN. Needs pyarrow."""
 
     names: tuple[str, ...]
     columns: int
 
-    def __init__(self, path: Path, label: str | None) -> None:
+    def __init__(self, path: Path, label: str | None, chosen: Sequence[str] | None = None) -> None:
         self.path, self.label = path, label
         with _parquet(path) as file:
             self.rows = int(file.metadata.num_rows)
             fields = list(file.schema_arrow)
+        if chosen is not None:
+            fields = [field for field in fields if field.name in (*chosen, label)]
         if label is not None and label not in [field.name for field in fields]:
             known = [field.name for field in fields]
             raise UserError(f"label={label!r}: {path} has no such column; {nearest(label, known)}")
@@ -133,6 +135,8 @@ class ParquetMatrix(MatrixFile):
             )
         if len(set(self._columns)) < len(self._columns):
             raise DataError(f"{path} has two columns of the same name; give each a name of its own")
+        if chosen is not None:
+            self._columns = tuple(chosen)
         singles = all(_fits_single(field.type) for field in fields)
         self._dtype = np.dtype(np.float32 if singles else np.float64)
         self.names, self.columns = self._columns, len(self._columns)
