@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +186,15 @@ DAMAGED = {
         "objective is 'not named'",
     ),
     "a forest": (lambda one: one.replace("objective=", "average_output\nobjective=", 1), "a random forest"),
+    "sets of wrapped size": (
+        lambda one: re.sub(r"num_cat=\d+", "num_cat=4", one, count=1).replace(
+            "is_linear=0",
+            "cat_boundaries=0 4611686018427387999 9223372036854775807 -9223372036854775803 3\n"
+            "cat_threshold=1 1 1\nis_linear=0",
+            1,
+        ),
+        "cat_boundaries do not ascend from 0",
+    ),
     "infinite": (lambda one: _changed(one, "leaf_value", "inf"), "leaf_value holds inf"),
     "underlines": (lambda one: _changed(one, "threshold", "1_0"), "something else than numbers"),
     "other digits": (lambda one: _changed(one, "threshold", "\u0663"), "something else than numbers"),

@@ -225,7 +225,7 @@ def _tree(number: int, text: str, columns: int) -> DecisionTree:
         starts = _array(
             fields.get("cat_boundaries", ""), np.int64, sets + 1, f"tree {number}: cat_boundaries"
         )
-        if starts[0] != 0 or (np.diff(starts) < 1).any():
+        if starts[0] != 0 or (starts[1:] <= starts[:-1]).any():  # differences may overflow
             raise _Wrong(f"tree {number}: cat_boundaries do not ascend from 0")
         words = _array(
             fields.get("cat_threshold", ""), np.uint32, int(starts[-1]), f"tree {number}: cat_threshold"
