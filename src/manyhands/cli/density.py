@@ -73,6 +73,7 @@ def _compare(asked: _CompareSparse) -> None:
     # Imported here so that help texts do not wait for torch.
     from manyhands.cluster.signals import ending
     from manyhands.compare.density import density_rows
+    from manyhands.compiled.warming import prepare
     from manyhands.regression.synthetic import shared_chance
 
     check_writable(asked.json)
@@ -81,6 +82,7 @@ def _compare(asked: _CompareSparse) -> None:
     out = asked.out or fresh_directory("compare-sparse")
     if out.exists() and any(out.iterdir()):
         raise UserError(f"--out {out} is not empty; choose another")
+    prepare("logreg")
     found, failed = {}, False
     with ending() as end:
         for problem in problems:
@@ -130,7 +132,6 @@ def _one(asked: _CompareSparse, problem: SparseProblem, out: Path) -> Comparison
 
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"density-{problem.density:g}.libsvm"
-    write_examples(problem, path)
     options = LogregOptions(
         learner=asked.learner,
         passes=asked.passes,
@@ -145,6 +146,7 @@ def _one(asked: _CompareSparse, problem: SparseProblem, out: Path) -> Comparison
         allow_overload=asked.allow_overload,
     )
     with Spool() as spool, show_progress(f"density {problem.density:g} · ") as tell:
+        write_examples(problem, path)
         parsed = parse_examples(Examples(RowFile(str(path), Reading())), 0, spool)
         task = LogregTask.of(parsed, options)
         return compare(task, asked.strategies, out=out / path.stem, settings=settings, tell=tell)
