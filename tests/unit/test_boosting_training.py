@@ -451,6 +451,15 @@ def test_rows_to_measure_on_with_other_columns_are_refused(columns: int) -> None
         trained(choice(values, labels, valid=held))
 
 
+def test_the_weights_of_rows_held_out_do_not_change_the_trees() -> None:
+    values, labels = drawn_table()
+    first = choice(values, labels, valid=ArraySource(values[:50], labels[:50]))
+    heavy = ArraySource(values[:50], labels[:50], weights=np.full(50, 1e12))
+    plain, weighted = trained(first, trees=4), trained(replace(first, valid=heavy), trees=4)
+    assert render_model(weighted.model) == render_model(plain.model)
+    assert weighted.valid_losses == pytest.approx(plain.valid_losses)
+
+
 def test_weights_that_leave_nothing_to_learn_are_refused() -> None:
     values, labels = drawn_table()
     one_sided = ArraySource(values, labels, weights=labels)

@@ -53,6 +53,7 @@ class GbdtTask(KernelTask):
     start_trees: int = 0
     """Of a model that training goes on with: the scores of rows begin with its."""
     largest_weight: float = 1.0
+    """Of the rows to train on: gradients are counted in units that follow from it."""
     gbdt: GbdtOptions
 
     @property
@@ -148,7 +149,8 @@ class GbdtStep(KernelStep):
         rank, world = meeting.rank, meeting.world
         self._train = _Rows(task.train, rank, world, task.gbdt.num_leaves)
         self._held = _Rows(task.valid, rank, world, task.gbdt.num_leaves) if task.valid is not None else None
-        self._valid_weight = float(task.valid.opened()[2].sum()) if task.valid is not None else 0.0
+        weights = task.valid.opened()[2] if task.valid is not None else np.zeros(1)
+        self._valid_weight, self._largest_valid_weight = float(weights.sum()), float(weights.max())
         offsets, kinds = task.bins.offsets, task.kinds
         self._search = SEARCHES[task.gbdt.parallel](meeting, offsets, kinds, task.gbdt)
         count = len(self._train.span)
@@ -257,7 +259,7 @@ class GbdtStep(KernelStep):
         else:
             errors = (held.scores - held.targets) ** 2
             measure, largest = histogram_kernels.squared_loss, self._largest(errors)
-        unit = units_for(task.valid.rows, largest * task.largest_weight, 1.0).gradient / 4
+        unit = units_for(task.valid.rows, largest * self._largest_valid_weight, 1.0).gradient / 4
         total = self._meeting.total(int(measure(held.scores, held.targets, held.weights, unit)))
         return total / unit / self._valid_weight
 

@@ -150,7 +150,7 @@ def gbdt_task(
 
         layout = bundled_layout(bins, sample.blocks)
         train = bin_rows(read, bins, layout, (targets, sample.weights), folder, score, threads)
-        valid, weights = None, sample.weights
+        valid = None
         if table.valid is not None:
             measured = table.valid.for_names(source.names)
             held = sample_rows(measured, Holdout(), options.seed)
@@ -161,7 +161,6 @@ def gbdt_task(
             found = _targets(held.labels, options.objective, table.valid.name, _pair(sample.labels))
             layout = own_columns(bins)  # rows held out need not exclude what others do
             valid = bin_rows(measured.blocks, bins, layout, (found, held.weights), valid_folder, score)
-            weights = held.weights
         elif sample.held_out:
             found = _targets(sample.held_labels, options.objective, source.name, _pair(sample.labels))
             valid = bin_rows(
@@ -172,13 +171,12 @@ def gbdt_task(
                 valid_folder,
                 score,
             )
-            weights = sample.held_weights
         yield GbdtTask(
             train=train,
             valid=valid,
             bins=bins,
             start_trees=len(table.start.trees) if table.start is not None else 0,
-            largest_weight=float(max(sample.weights.max(), weights.max())),
+            largest_weight=float(sample.weights.max()),
             gbdt=options,
         )
 
