@@ -353,6 +353,17 @@ def test_a_large_table_is_sampled_and_binned_in_blocks(monkeypatch: pytest.Monke
     assert sampled.rows == 2_000
 
 
+def test_more_rows_than_can_be_numbered_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from manyhands.boosting import table
+
+    values, labels = drawn_table()
+    monkeypatch.setattr(table, "_MOST_ROWS", 700)
+    trained(choice(values, labels), trees=1)
+    monkeypatch.setattr(table, "_MOST_ROWS", 699)
+    with pytest.raises(UserError, match="the table has more than 699 rows"):
+        trained(choice(values, labels), trees=1)
+
+
 BAD = {
     "labels that are no numbers": (lambda v, y: (v, np.where(y > 0, np.nan, y)), {}, "row .* has no label"),
     "nothing to split": (lambda v, y: (np.ones_like(v), y), {}, "no feature has two values"),

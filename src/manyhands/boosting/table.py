@@ -31,6 +31,7 @@ from manyhands.memory.segment import available_bytes
 __all__ = ["BinnedRows", "Holdout", "RowSample", "bin_rows", "sample_rows"]
 
 _SAMPLE_ROWS = 200_000
+_MOST_ROWS = (1 << 31) - 1  # leaves hold the numbers of their rows in 32 bits
 _WORD = np.uint64(0xFFFFFFFFFFFFFFFF)
 
 
@@ -170,6 +171,8 @@ def sample_rows(
     held, limit, first, columns = 0, _WORD, 0, 0
     parts: dict[str, list[NDArray[np.float64]]] = {"train": [], "train_w": [], "held": [], "held_w": []}
     for block in source.blocks(on_rows):
+        if first + len(block) > _MOST_ROWS:
+            raise DataError(f"{source.name} has more than {_MOST_ROWS:,} rows; use some of them")
         if block.labels is None or not np.isfinite(block.labels).all():
             at = first + (0 if block.labels is None else int(np.argmin(np.isfinite(block.labels))))
             raise DataError(f"{source.name}: row {at + 1} has no label; every row needs a number")
