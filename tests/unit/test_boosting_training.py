@@ -364,6 +364,31 @@ def test_more_rows_than_can_be_numbered_are_refused(monkeypatch: pytest.MonkeyPa
         trained(choice(values, labels), trees=1)
 
 
+@pytest.mark.parametrize("last", [(1 << 31) - 2, 1 << 25])
+def test_an_absurd_index_is_refused_before_it_fills_the_memory(last: int, tmp_path: Path) -> None:
+    (tmp_path / "rows").write_text(f"1 3:1 7:2\n2 {last}:1\n")
+    with pytest.raises(UserError, match=f"rows has feature {last}, but here a model has .* columns at most"):
+        trained(TableChoice(train=open_source(tmp_path / "rows")))
+
+
+def test_of_sparse_rows_only_columns_with_values_and_categories_are_looked_at(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from manyhands.boosting import table
+
+    asked, numbers = [], table.bins_of_numbers
+    monkeypatch.setattr(
+        table, "bins_of_numbers", lambda column, *more: asked.append(column) or numbers(column, *more)
+    )
+    lines = (f"{at % 3} {3 if at % 2 else 90_000}:{at % 5} 7:{at}" for at in range(100))
+    (tmp_path / "rows").write_text("\n".join(lines) + "\n")
+    source = open_source(tmp_path / "rows")
+    sample = table.sample_rows(source, Holdout(), 0)
+    bins = sample.bins(255, frozenset({5}), "rows", threads=2)
+    assert sorted(asked) == [3, 7, 90_000]
+    assert [one.column for one in bins.features] == [3, 5, 7, 90_000]
+
+
 BAD = {
     "labels that are no numbers": (lambda v, y: (v, np.where(y > 0, np.nan, y)), {}, "row .* has no label"),
     "nothing to split": (lambda v, y: (np.ones_like(v), y), {}, "no feature has two values"),
