@@ -518,6 +518,10 @@ def test_a_column_that_is_not_there_is_refused() -> None:
         trained(choice(*drawn_table(), categorical=("²",)))
     with pytest.raises(UserError, match="both given"):
         choice(*drawn_table(), valid=open_source("diabetes"), valid_fraction=0.5)
+    with pytest.raises(UserError, match="train: gbdt reads rows twice or more; give a file, not stdin"):
+        TableChoice(train=open_source("-"))
+    with pytest.raises(UserError, match="valid: gbdt reads rows twice or more; give a file, not stdin"):
+        choice(*drawn_table(), valid=open_source("-"))
     with pytest.raises(UserError, match=r"valid_fraction=1\.5"):
         choice(*drawn_table(), valid_fraction=1.5)
 

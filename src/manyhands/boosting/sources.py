@@ -77,11 +77,13 @@ class RowBlock:
 
 
 class RowSource(ABC):
-    """Rows that can be gone through again and again; `name` is what messages call it."""
+    """Rows that can be gone through again and again, but for stdin; `name` is what messages call it."""
 
     name: str
     names: Sequence[str] | None = None
     """What the columns of features are called, where the source says."""
+    is_read_once: bool = False
+    """Whether rows that were gone through are gone, as those of stdin."""
     label_index: int = 0
     """Which column of the file has the labels, where one has."""
 
@@ -183,6 +185,7 @@ class ArraySource(RowSource):
 class _TextSource(RowSource):
     def __init__(self, path: str, reading: Reading) -> None:
         self.name, self._path, self._reading = path, path, reading
+        self.is_read_once = path == "-"
 
     def blocks(self, on_rows: Callable[[int], None] | None = None) -> Iterator[RowBlock]:
         for rows in RowFile(self._path, self._reading).blocks():

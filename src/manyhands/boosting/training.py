@@ -52,6 +52,9 @@ class TableChoice:
         if self.valid is not None and self.valid_fraction:
             raise UserError("valid and valid_fraction were both given; leave out one")
         Holdout(fraction=self.valid_fraction)
+        for name, source in (("train", self.train), ("valid", self.valid)):
+            if source is not None and source.is_read_once:
+                raise UserError(f"{name}: gbdt reads rows twice or more; give a file, not stdin")
 
 
 @dataclass(kw_only=True, slots=True)
