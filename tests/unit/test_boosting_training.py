@@ -496,6 +496,15 @@ def test_the_weights_of_rows_held_out_do_not_change_the_trees() -> None:
     assert weighted.valid_losses == pytest.approx(plain.valid_losses)
 
 
+@pytest.mark.parametrize("fraction", [1e-9, 0.2])
+def test_rows_held_out_need_a_weight(fraction: float) -> None:
+    values, labels = drawn_table()
+    weights = 1.0 - Holdout(fraction=fraction).chosen(0, len(labels))
+    table = TableChoice(train=ArraySource(values, labels, weights=weights), valid_fraction=fraction)
+    with pytest.raises(UserError, match="no row that is held out has a weight; use a larger valid_fraction"):
+        trained(table, trees=3, early_stopping=2)
+
+
 def test_weights_that_leave_nothing_to_learn_are_refused() -> None:
     values, labels = drawn_table()
     one_sided = ArraySource(values, labels, weights=labels)

@@ -133,6 +133,8 @@ def gbdt_task(
         source = source.for_names(table.start.names)
     with bars.phase("reading", None, "rows") as phase:
         sample = sample_rows(source, holdout, options.seed, phase.advance)
+    if holdout.fraction and not sample.held_weights.any():
+        raise DataError(f"{source.name}: no row that is held out has a weight; use a larger valid_fraction")
     if table.start is not None:
         sample, options = _going_on(table.start, sample, options)
     categorical = _columns(table.categorical, source.names, sample.columns)
