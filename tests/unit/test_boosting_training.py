@@ -469,7 +469,7 @@ def test_parquet_files_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     [
         ("single", 2, "single is one process; use strategy=allreduce"),
         ("hogwild", 2, "strategy hogwild does not train gbdt"),
-        ("ps", 2, "does not train gbdt; allowed: single, mirrored, allreduce"),
+        ("ps", 2, "does not train gbdt; allowed: single, allreduce, mirrored"),
         ("tensor", 2, "does not train gbdt"),
         ("allreduce algorithm=ring", 2, "has no other algorithm"),
     ],
