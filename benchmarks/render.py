@@ -311,7 +311,7 @@ def svd_speed() -> str:
     about = (
         f"**Rank {result['rank']}, {result['threads']} thread of linear algebra for everyone, {result['cores']} cores "
         f"({result['machine']}), median of {result['rounds']}**; the largest file took {result['memory_mib']:.0f} MiB "
-        "more than none"
+        "more at its peak than digits"
     )
     return f"{about}\n\n{markdown(rows)}"
 

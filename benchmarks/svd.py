@@ -1,6 +1,7 @@
 """Truncated SVD: ours beside scikit-learn's `randomized_svd` and scipy's `svds`, at equal error.
 
     python benchmarks/svd.py [--rounds 5] [--scale 1] [--data FOLDER] [--json benchmarks/results/svd.json]
+    python benchmarks/svd.py --memory-only [--scale 1]      # measure the memory of the last again, and keep the rest
 
 Work: scikit-learn's digits; a9a, where FOLDER holds `a9a.gz`; a table; two sparse matrices with the columns of a
 vocabulary, of which one has far more than rows; and an npy file that is larger than the memory that we are given. The
@@ -129,6 +130,15 @@ def works(folder: Path, data: Path, scale: float) -> Iterator[Work]:
     yield Work(f"words, {rows:,} × 100,000, sparse", found, _exact_sparse(found))
     rows = int(100_000 * scale)
     path = folder / "large.npy"
+    gram = write_large(path, rows)
+    exact = np.sqrt(np.linalg.eigvalsh(gram)[::-1][:RANK])
+    mapped = np.load(path, mmap_mode="r")
+    name = f"npy file of {mapped.nbytes / 1e9:.2g} GB, {rows:,} × 1,200; ours within 128 MiB"
+    yield Work(name, mapped, exact, path, 128 << 20)
+
+
+def write_large(path: Path, rows: int) -> Any:
+    """Write the table that is larger than the memory that we are given; its AᵀA."""
     gram = np.zeros((1200, 1200))
     out = np.lib.format.open_memmap(path, "w+", np.float64, (rows, 1200))
     begin = 0
@@ -137,11 +147,7 @@ def works(folder: Path, data: Path, scale: float) -> Iterator[Work]:
         gram += block.T @ block
         begin += len(block)
     out.flush()
-    del out
-    exact = np.sqrt(np.linalg.eigvalsh(gram)[::-1][:RANK])
-    mapped = np.load(path, mmap_mode="r")
-    name = f"npy file of {mapped.nbytes / 1e9:.2g} GB, {rows:,} × 1,200; ours within 128 MiB"
-    yield Work(name, mapped, exact, path, 128 << 20)
+    return gram
 
 
 def _exact_sparse(found: Any) -> Any:
@@ -182,13 +188,18 @@ def measure(work: Work, rounds: int) -> Iterator[dict[str, Any]]:
 
 
 def most_memory(path: Path) -> float:
-    """MiB that a process has at most which decomposes a file within 128 MiB, beyond one that decomposes digits."""
+    """MiB that a process has at most which decomposes a file within 128 MiB, beyond one that decomposes digits.
+
+    The peak is that of the process's own memory: `ru_maxrss` begins with that of the process which started it.
+    """
     script = (
-        "import sys, resource\n"
+        "import sys\n"
+        "from pathlib import Path\n"
         "from manyhands.svd.options import SvdOptions\n"
         "from manyhands.svd.training import train_svd\n"
         "train_svd(sys.argv[1] or None, SvdOptions(tolerance=1e-4, memory_bytes=128 << 20))\n"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)\n"
+        "lines = Path('/proc/self/status').read_text().splitlines()\n"
+        "print(next(int(line.split()[1]) for line in lines if line.startswith('VmHWM:')) / 1024)\n"
     )
 
     def peak(of: str) -> float:
@@ -196,6 +207,19 @@ def most_memory(path: Path) -> float:
         return float(done.stdout.splitlines()[-1])
 
     return peak(str(path)) - peak("")
+
+
+def renew_memory(results: Path, scale: float) -> None:
+    """Measure the memory of a process again, on the file of `scale`."""
+    result = json.loads(results.read_text())
+    rows = int(100_000 * scale)
+    if not any(f"{rows:,} × 1,200" in row["work"] for row in result["rows"]):
+        sys.exit(f"{results} was measured at another scale; --scale is that of its file")
+    with tempfile.TemporaryDirectory() as folder:
+        write_large(Path(folder, "large.npy"), rows)
+        result["memory_mib"] = most_memory(Path(folder, "large.npy"))
+    print(f"memory beyond the start: {result['memory_mib']:.0f} MiB")
+    results.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def main() -> None:
@@ -208,8 +232,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="of linear algebra, for everyone")
     parser.add_argument("--data", type=Path, default=DATA)
     parser.add_argument("--json", type=Path, default=RESULTS)
+    parser.add_argument("--memory-only", action="store_true", help="measure memory alone, and keep the rest")
     asked = parser.parse_args()
     warm()
+    if asked.memory_only:
+        renew_memory(asked.json, asked.scale)
+        return
     torch.set_num_threads(asked.threads)
     limits = threadpool_limits(asked.threads)
     rows: list[dict[str, Any]] = []

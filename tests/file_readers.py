@@ -244,13 +244,28 @@ def _array(folder: Path) -> None:
     np.save(folder / "sample.npy", np.random.default_rng(0).integers(0, 5, (60, 4)).astype(np.float32))
 
 
-def _learn_array(folder: Path) -> object:
-    from manyhands.boosting.options import GbdtOptions
-    from manyhands.boosting.sources import open_source
-    from manyhands.boosting.training import TableChoice, train_gbdt
+def _columns(folder: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet
 
-    table = TableChoice(train=open_source(folder / "sample.npy"))
-    return train_gbdt(table, GbdtOptions(trees=2, num_leaves=3, objective="regression"))
+    drawn = np.random.default_rng(0).integers(0, 5, (3, 60))
+    table = pyarrow.table({"a": drawn[0].astype(float), "b": drawn[1], "label": drawn[2]})
+    parquet.write_table(table, folder / "sample.parquet", row_group_size=16)
+
+
+def _boost(name: str) -> Callable[[Path], object]:
+    def read(folder: Path) -> object:
+        from manyhands.boosting import table as tables
+        from manyhands.boosting.options import GbdtOptions
+        from manyhands.boosting.sources import open_source
+        from manyhands.boosting.training import TableChoice, train_gbdt
+
+        tables.available_bytes = lambda: 256 << 20  # as on a machine that has no more
+        table = TableChoice(train=open_source(folder / name))
+        options = GbdtOptions(trees=2, num_leaves=3, min_data_in_leaf=2, objective="regression")
+        return train_gbdt(table, options)
+
+    return read
 
 
 # ── words ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -580,7 +595,9 @@ READERS = {
         Reader(name="exported-model", make=_exported, read=_ask_model, files=("model.safetensors",)),
         Reader(name="svd-model", make=_decomposed, read=_ask_model, files=("model.safetensors",)),
         Reader(name="gbdt-model", make=_boosted, read=_read_boosted, files=("model.txt",)),
-        Reader(name="gbdt-npy", make=_array, read=_learn_array, files=("sample.npy",)),
+        Reader(name="gbdt-npy", make=_array, read=_boost("sample.npy"), files=("sample.npy",)),
+        Reader(name="gbdt-parquet", make=_columns, read=_boost("sample.parquet"), files=("sample.parquet",)),
+        Reader(name="gbdt-text", make=_write(_LIBSVM), read=_boost("sample")),
         Reader(name="vectors-text", make=_vectors("text"), read=_read_vectors),
         Reader(name="vectors-word2vec", make=_vectors("word2vec"), read=_read_vectors),
         Reader(name="vectors-binary", make=_vectors("binary"), read=_read_vectors),

@@ -6,7 +6,7 @@ imports the same.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from manyhands.hosts.place import Place
     from manyhands.kernel import AnyTask
     from manyhands.run import Run
+    from manyhands.training.kept import Keeping, Kept
 
-__all__ = ["await_workers", "fit", "place_among_others"]
+__all__ = ["await_workers", "fit", "fit_or_kept", "place_among_others"]
 
 
 def fit(
@@ -96,6 +97,37 @@ def fit(
         chosen, count = fitted(chosen, place, workers)
         request = Request.make(task, chosen, count, length, seed, options, device)
     return run_placed(request, place, out, resume)
+
+
+def fit_or_kept(
+    task: AnyTask,
+    strategy: Strategy,
+    *,
+    workers: int,
+    epochs: int,
+    seed: int,
+    options: Options,
+    keep: Keeping | None,
+    is_result: Callable[[Kept], bool] = lambda _: True,
+) -> Run | Kept:
+    """`fit`, or after a signal that ends it the last checkpoint of a run that is kept.
+
+    Where there is none, or `is_result` says that it is none yet, the signal's exception is raised.
+    """
+    from manyhands.cluster.signals import signal_of
+    from manyhands.training.kept import last_kept
+
+    out = keep.out if keep is not None else None
+    resume = keep is not None and keep.resume
+    try:
+        return fit(
+            task, strategy, workers=workers, epochs=epochs, seed=seed, out=out, resume=resume, options=options
+        )
+    except (KeyboardInterrupt, SystemExit) as stop:
+        kept = last_kept(out, task, strategy) if out is not None and signal_of(stop) is not None else None
+        if kept is None or not is_result(kept):
+            raise
+        return kept
 
 
 def await_workers(strategy: Strategy, modules: Sequence[str] = (), *, compiled: bool = False) -> None:

@@ -17,13 +17,14 @@ from typing import Any, ClassVar, TypeAlias
 from torch import Tensor, nn
 
 from manyhands.errors import UserError
+from manyhands.facts import Split, Truth
 from manyhands.group.gate import Turn
 from manyhands.group.shared import SharedGroup
 from manyhands.memory.segment import Segment
 from manyhands.strategy import Strategy
 from manyhands.task import Metric, Passes, RowsOf, Task
 
-__all__ = ["AnyTask", "KernelStep", "KernelTask", "Portion", "Taken"]
+__all__ = ["AnyTask", "KernelStep", "KernelTask", "Portion", "Taken", "check_shared_rows"]
 
 CHECKPOINT_SHARE = 50
 """Checkpoints write at most one byte for so many bytes of records that are read, so that they cost little time."""
@@ -203,6 +204,22 @@ class KernelTask(ABC):
         written = self.num_bytes + _CHECKPOINT_BYTES
         seldom = CHECKPOINT_SHARE * written / (self.record_bytes * self.batch_size)
         return max(1, math.ceil(max(steps / 10, seldom)))
+
+
+def check_shared_rows(strategy: Strategy, workers: int, task: str, no_settings: str) -> None:
+    """UserError unless `strategy` is one process, or copies whose workers each have a part of the rows.
+
+    `no_settings` says why the copies have no settings, and what to use instead.
+    """
+    if not isinstance(workers, int) or workers < 1:
+        raise UserError(f"workers={workers!r} must be a whole number of at least 1")
+    if strategy.most_workers is not None and workers > strategy.most_workers:
+        raise UserError(f"workers={workers}: {strategy.word} is one process; use strategy=allreduce for more")
+    copies = strategy.truth is Truth.EVERYONE and strategy.split is Split.DATA and strategy.trains_compiled
+    if not copies and strategy.most_workers != 1:
+        raise UserError(f"strategy {strategy} does not train {task}; allowed: single, allreduce, mirrored")
+    if copies and strategy != type(strategy)():
+        raise UserError(f"strategy {strategy}: {task} {no_settings}")
 
 
 AnyTask: TypeAlias = Task | KernelTask

@@ -57,6 +57,11 @@ class StoppingCount:
         return self._left <= 0
 
     @property
+    def best_step(self) -> int:
+        """After which step the best evaluation was; 0 where none was a number."""
+        return self._best_step
+
+    @property
     def sentence(self) -> str:
         """Why the run ended."""
         rule = self._rule

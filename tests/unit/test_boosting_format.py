@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,8 @@ DAMAGED = {
     "many classes": (lambda one: one.replace("num_class=1", "num_class=3"), "only one class is read"),
     "ranking": (lambda one: one.replace("objective=regression", "objective=lambdarank"), "its objective is"),
     "names": (lambda one: one.replace("max_feature_idx=4", "max_feature_idx=9"), "max_feature_idx is '9'"),
+    "label": (lambda one: one.replace("label_index=0", "label_index=6"), "label_index is '6'"),
+    "no label": (lambda one: one.replace("label_index=0", "label_index=-1"), "label_index is '-1'"),
     "feature": (lambda one: one.replace("split_feature=", "split_feature=77 ", 1), "has 4 numbers, not 3"),
     "no feature": (lambda one: _changed(one, "split_feature", "99"), "a feature that is none of 5"),
     "a loop": (lambda one: _changed(one, "left_child", "0"), "children are not every leaf"),
@@ -183,6 +186,15 @@ DAMAGED = {
         "objective is 'not named'",
     ),
     "a forest": (lambda one: one.replace("objective=", "average_output\nobjective=", 1), "a random forest"),
+    "sets of wrapped size": (
+        lambda one: re.sub(r"num_cat=\d+", "num_cat=4", one, count=1).replace(
+            "is_linear=0",
+            "cat_boundaries=0 4611686018427387999 9223372036854775807 -9223372036854775803 3\n"
+            "cat_threshold=1 1 1\nis_linear=0",
+            1,
+        ),
+        "cat_boundaries do not ascend from 0",
+    ),
     "infinite": (lambda one: _changed(one, "leaf_value", "inf"), "leaf_value holds inf"),
     "underlines": (lambda one: _changed(one, "threshold", "1_0"), "something else than numbers"),
     "other digits": (lambda one: _changed(one, "threshold", "\u0663"), "something else than numbers"),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
+import signal
 import stat
 import subprocess
 import sys
@@ -184,6 +186,44 @@ def test_nothing_is_prepared_twice_in_a_process(tmp_path, monkeypatch):
     assert warming.prepare("libsvm", "fit") > 0
     assert warming.prepare("fit") == 0.0
     assert told == [["libsvm", "group", "records", "reductions", "reductions_double"]]
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("on_terminal", [True, False])
+def test_a_terminal_shows_how_far_compiling_is(tmp_path, monkeypatch, on_terminal):
+    shown, start = _Terminal() if on_terminal else io.StringIO(), subprocess.Popen
+    monkeypatch.setattr(sys, "stderr", shown)
+    monkeypatch.setattr(warming, "_SHOWN_EVERY_S", 0.02)
+    monkeypatch.setattr(warming, "_mark", lambda job: tmp_path / job)
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda _, **more: start(["sh", "-c", "sleep 0.3; echo oh >&2; exit 3"], **more)
+    )
+    (tmp_path / "svd").touch()
+    warming._compile_elsewhere(["svd", "logreg"])
+    *lines, cleared = shown.getvalue().split("\r\x1b[K")
+    if on_terminal:
+        assert "manyhands: compiling: 1 of 2 parts done, 0 s" in lines
+        assert cleared == "manyhands: kernels could not be compiled beforehand: oh\n"
+    else:
+        assert (lines, cleared) == ([], "manyhands: kernels could not be compiled beforehand: oh\n")
+
+
+@pytest.mark.timeout(60)
+def test_what_compiles_too_long_is_ended(monkeypatch, capsys):
+    begun, start = [], subprocess.Popen
+    monkeypatch.setattr(warming, "_SHOWN_EVERY_S", 0.02)
+    monkeypatch.setattr(warming, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda _, **more: begun.append(start(["sleep", "60"], **more)) or begun[0]
+    )
+    warming._compile_elsewhere(["svd"])
+    assert "kernels were not compiled within 0 s; going on without them" in capsys.readouterr().err
+    assert begun[0].returncode == -signal.SIGKILL
 
 
 _WITHOUT_SCIPY = """

@@ -12,6 +12,8 @@ import pytest
 
 from manyhands.cluster.signals import ending
 from manyhands.errors import DataError
+from manyhands.strategy import Strategy
+from manyhands.words import glove_task
 from manyhands.words.glove import GloveOptions, Keeping, train_glove
 from manyhands.words.records import RECORD
 
@@ -97,3 +99,20 @@ def test_a_bad_record_ends_all_threads(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="record 4321 is"):
         train_glove(tmp_path / "records.bin", 3, OPTIONS, strategy="hogwild order=locked", workers=3)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("hand-")]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "in_turns"), [("single", False), ("hogwild", False), ("hogwild order=locked", True)]
+)
+def test_what_takes_turns_is_compiled_only_where_turns_are_taken(
+    strategy: str, in_turns: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = []
+    monkeypatch.setattr(glove_task, "warm", lambda dtype: compiled.append("free"))
+    monkeypatch.setattr(glove_task, "warm_in_order", lambda dtype: compiled.append("in turns"))
+    np.zeros(4, RECORD).tofile(tmp_path / "records")
+    task = glove_task.GloveTask.of(tmp_path / "records", 5, GloveOptions())
+    found = task.for_strategy(Strategy.parse(strategy), 1)
+    assert isinstance(found, glove_task.GloveTask)
+    found.warm()
+    assert compiled == ["free", "in turns"][: 1 + in_turns]

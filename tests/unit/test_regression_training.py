@@ -23,6 +23,7 @@ from manyhands.regression.labels import Labels, labels_of
 from manyhands.regression.metrics import Metrics, measure
 from manyhands.regression.model import MODEL_FILE, LogregModel
 from manyhands.regression.options import LogregOptions
+from manyhands.regression.task import LogregTask
 from manyhands.regression.training import LogregResult, train_logreg
 from manyhands.training.kept import Keeping
 
@@ -219,6 +220,17 @@ def test_an_interrupted_training_goes_on_to_the_bits_of_an_uninterrupted_one(
     assert resumed.progressive == pytest.approx(whole.progressive, rel=1e-12)
     with pytest.raises(UserError, match=r"rate is 0\.5, but the run was started with"):
         train_logreg(path, LogregOptions(rate=0.5), keep=replace(keep, resume=True))
+
+
+@pytest.mark.parametrize(("strategy", "workers"), [("single", 1), ("hogwild", 2)])
+def test_kernels_are_compiled_before_the_first_step(
+    strategy: str, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told, step = [], LogregTask.step
+    monkeypatch.setattr(LogregTask, "warm", lambda task: told.append("compiled"))
+    monkeypatch.setattr(LogregTask, "step", lambda *given: told.append("step") or step(*given))
+    train(small_file(tmp_path), strategy, workers, passes=1)
+    assert told == ["compiled", *["step"] * workers]
 
 
 def test_without_a_directory_an_interruption_is_raised(tmp_path: Path) -> None:

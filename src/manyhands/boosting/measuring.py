@@ -17,11 +17,11 @@ __all__ = ["measure_model"]
 
 def measure_model(model: GbdtModel, source: RowSource) -> dict[str, Any]:
     """Accuracy, AUC and log loss of two labels, or the root of the mean squared error and R² of a number."""
-    scores, labels, weights = [], [], []
+    source, scores, labels, weights = source.for_names(model.names), [], [], []
     for block in source.blocks():
         if block.labels is None:
             raise DataError(f"{source.name} has rows without labels; to predict them use `manyhands predict`")
-        scores.append(model.scores(block.for_columns(model.columns)))
+        scores.append(model.scores(block))
         labels.append(block.labels)
         weights.append(block.weights if block.weights is not None else np.ones(len(block)))
     score, label, weight = (np.concatenate(parts) for parts in (scores, labels, weights))

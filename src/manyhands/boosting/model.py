@@ -17,7 +17,7 @@ from torch import Tensor
 
 from manyhands.boosting import predict_kernels
 from manyhands.boosting.binning import BinTable, FeatureBins
-from manyhands.boosting.sources import RowBlock
+from manyhands.boosting.sources import RowBlock, unnamed
 from manyhands.boosting.split_kernels import CATEGORICAL, DEFAULT_LEFT
 from manyhands.boosting.trees import GrownTree, tree_of
 from manyhands.data.rows import Rows
@@ -150,6 +150,8 @@ class GbdtModel:
     infos: tuple[str, ...]
     parameters: Mapping[str, Any] = field(default_factory=dict)
     """What it was trained with; for a reader only."""
+    label_index: int = 0
+    """Which column of the table had the labels: in rows to predict that have one column more, it is left out."""
 
     @property
     def columns(self) -> int:
@@ -181,7 +183,7 @@ class GbdtModel:
         return GbdtModel(
             trees=made,
             objective="binary sigmoid:1" if objective == "binary" else objective,
-            names=tuple(names or (f"Column_{column}" for column in range(bins.columns))),
+            names=tuple(names or unnamed(bins.columns)),
             infos=_infos(bins),
             parameters=parameters,
         )

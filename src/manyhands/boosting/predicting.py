@@ -30,11 +30,12 @@ class GbdtPredictor(Predictor[RowBlock]):
         self.model = model
 
     def blocks(self, source: str, read_as: ReadAs) -> Iterator[RowBlock]:
-        """All rows of a LIBSVM, npy or Parquet file, or of a data set inside scikit-learn."""
+        """All rows of a LIBSVM, npy or Parquet file, or of a data set inside scikit-learn, without labels."""
         self.check_read_as(read_as)
         reading = Reading(format=read_as.format, threads=read_as.threads)
-        for block in open_source(source, reading, None, labelled=False).blocks():
-            yield block.for_columns(self.model.columns)
+        model = self.model
+        for block in open_source(source, reading, labelled=False).for_names(model.names).blocks():
+            yield block.for_columns(model.columns, model.label_index)
 
     def inputs(self, values: Sequence[Any]) -> RowBlock:
         """Each value is one row."""

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from tokenize import TokenError
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from manyhands.data.matrix_files import NpyMatrix, ParquetMatrix
 from manyhands.data.row_files import Reading, RowFile
 from manyhands.data.rows import Rows
 from manyhands.errors import DataError, UserError, nearest
 
-__all__ = ["EMBEDDED", "ArraySource", "RowBlock", "RowSource", "open_source"]
+__all__ = ["EMBEDDED", "ArraySource", "RowBlock", "RowSource", "model_names", "open_source", "unnamed"]
 
 _BLOCK_ROWS = 1 << 16
 _LABEL_NAMES = ("label", "target", "y")
@@ -49,11 +50,11 @@ class RowBlock:
         """One more than the last column."""
         return self.sparse.size if self.sparse is not None else int(self.values.shape[1])
 
-    def for_columns(self, columns: int) -> RowBlock:
-        """As a model of so many columns takes it: a dense table with one more has its labels in the first."""
+    def for_columns(self, columns: int, label: int) -> RowBlock:
+        """As a model of so many columns takes it: a dense table with one more has its labels in column `label`."""
         if self.sparse is not None or self.labels is not None or self.values.shape[1] != columns + 1:
             return self
-        return RowBlock(labels=None, weights=self.weights, dense=self.values[:, 1:])
+        return RowBlock(labels=None, weights=self.weights, dense=np.delete(self.values, label, axis=1))
 
     def take(self, chosen: NDArray[np.bool_]) -> RowBlock:
         """Some of the rows."""
@@ -76,19 +77,61 @@ class RowBlock:
 
 
 class RowSource(ABC):
-    """Rows that can be gone through again and again; `name` is what messages call it."""
+    """Rows that can be gone through again and again, but for stdin; `name` is what messages call it."""
 
     name: str
     names: Sequence[str] | None = None
     """What the columns of features are called, where the source says."""
+    is_read_once: bool = False
+    """Whether rows that were gone through are gone, as those of stdin."""
+    label_index: int = 0
+    """Which column of the file has the labels, where one has."""
 
     @abstractmethod
     def blocks(self, on_rows: Callable[[int], None] | None = None) -> Iterator[RowBlock]:
         """All rows, in order; DataError says what is wrong with the file."""
 
+    def for_names(self, names: Sequence[str] | None) -> RowSource:
+        """The same rows with the columns of these names, in this order; itself where one of both has no names.
+
+        DataError names a column that is missing.
+        """
+        del names
+        return self
+
+
+def model_names(names: Sequence[str], where: str) -> list[str]:
+    """Names as a model file has them: without blanks, which it has between them. DataError where two are the same."""
+    found: dict[str, str] = {}
+    for at, name in enumerate(names):
+        short = "_".join(name.split()) or f"Column_{at}"
+        if short in found:
+            raise DataError(
+                f"{where}: columns {found[short]!r} and {name!r} are both {short!r} in a model file; rename one"
+            )
+        found[short] = name
+    return list(found)
+
+
+def unnamed(columns: int) -> tuple[str, ...]:
+    """What a model calls columns that have no names."""
+    return tuple(f"Column_{column}" for column in range(columns))
+
+
+def _places(wanted: Sequence[str], found: Sequence[str], where: str) -> list[int] | None:
+    """Where the columns that are wanted are among those found; None where those wanted have no names of their own."""
+    known = {name: at for at, name in enumerate(model_names(found, where))}
+    names = model_names(wanted, "the model")
+    missing = next((name for name in names if name not in known), None)
+    if missing is None:
+        return [known[name] for name in names]
+    if tuple(names) == unnamed(len(names)):
+        return None
+    raise DataError(f"{where} has no column {missing!r}, as the model has; {nearest(missing, list(known))}")
+
 
 class ArraySource(RowSource):
-    """A table in memory or mapped: features, and labels beside them or in one of its columns."""
+    """A table in memory or mapped: features, and labels beside them."""
 
     def __init__(
         self,
@@ -97,7 +140,6 @@ class ArraySource(RowSource):
         *,
         name: str = "the table",
         names: Sequence[str] | None = None,
-        label_column: int | None = None,
         weights: NDArray[Any] | None = None,
     ) -> None:
         if values.ndim != 2 or not len(values):
@@ -109,15 +151,12 @@ class ArraySource(RowSource):
         for what, given in (("labels", labels), ("weights", weights)):
             if given is not None and given.shape != (len(values),):
                 raise DataError(f"{name} has {len(values)} rows, but its {what} have shape {given.shape}")
-        if label_column is not None and not -values.shape[1] <= label_column < values.shape[1]:
-            raise DataError(f"{name} has no column {label_column}; it has {values.shape[1]}, counted from 0")
         if weights is not None and not (
             np.isfinite(weights).all() and (weights >= 0).all() and weights.any()
         ):
             raise DataError(f"the weights of {name} must be numbers of at least 0, not all 0")
         self.name, self.names = name, names
         self._values, self._labels, self._weights = values, labels, weights
-        self._label_column = None if label_column is None else label_column % values.shape[1]
 
     def blocks(self, on_rows: Callable[[int], None] | None = None) -> Iterator[RowBlock]:
         """Views of the table, as far as that goes."""
@@ -125,9 +164,6 @@ class ArraySource(RowSource):
             values = self._values[begin : begin + _BLOCK_ROWS]
             span = slice(begin, begin + len(values))
             labels = None if self._labels is None else np.asarray(self._labels[span], np.float64)
-            if self._label_column is not None:
-                labels = np.asarray(values[:, self._label_column], np.float64)
-                values = np.delete(values, self._label_column, axis=1)
             if values.dtype not in (np.float32, np.float64):
                 values = values.astype(np.float64)
             elif not values.flags.writeable:  # compiled code is made for arrays that are
@@ -137,10 +173,19 @@ class ArraySource(RowSource):
             weights = None if self._weights is None else np.asarray(self._weights[span], np.float64)
             yield RowBlock(labels=labels, dense=values, weights=weights)
 
+    def for_names(self, names: Sequence[str] | None) -> RowSource:
+        """A copy, where the order is another."""
+        places = _places(names, self.names, self.name) if names and self.names else None
+        if places is None or places == list(range(self._values.shape[1])):
+            return self
+        values, labels, weights = self._values[:, places], self._labels, self._weights
+        return ArraySource(values, labels, name=self.name, names=names, weights=weights)
+
 
 class _TextSource(RowSource):
     def __init__(self, path: str, reading: Reading) -> None:
         self.name, self._path, self._reading = path, path, reading
+        self.is_read_once = path == "-"
 
     def blocks(self, on_rows: Callable[[int], None] | None = None) -> Iterator[RowBlock]:
         for rows in RowFile(self._path, self._reading).blocks():
@@ -151,79 +196,50 @@ class _TextSource(RowSource):
             yield RowBlock(labels=labels, weights=weights, sparse=rows)
 
 
-class _ParquetSource(RowSource):
-    def __init__(self, path: str, label: str | None) -> None:
-        try:
-            import pyarrow
-            import pyarrow.parquet
-        except ImportError as error:
-            raise UserError(f"{path}: Parquet needs pyarrow; pip install 'manyhands[parquet]'") from error
-        self.name, self._path = path, path
-        try:
-            self._file = pyarrow.parquet.ParquetFile(path)
-        except (OSError, pyarrow.ArrowException) as error:
-            raise DataError(f"{path} cannot be read as Parquet: {error}") from error
-        found = list(self._file.schema_arrow.names)
-        for field in self._file.schema_arrow:
-            numeric = pyarrow.types.is_integer(field.type) or pyarrow.types.is_floating(field.type)
-            if not numeric and not pyarrow.types.is_boolean(field.type):
-                raise DataError(
-                    f"{path}: column {field.name!r} holds {field.type}; columns hold numbers, so number its values "
-                    "from 0 and name it in categorical"
-                )
-        self._label = _label_name(found, label, path)
-        self.names = [name for name in found if name != self._label]
+class _MatrixSource(RowSource):
+    def __init__(self, matrix: NpyMatrix | ParquetMatrix, label_index: int = 0) -> None:
+        self.name, self.names, self._matrix = str(matrix.path), matrix.names, matrix
+        self.label_index = label_index
 
     def blocks(self, on_rows: Callable[[int], None] | None = None) -> Iterator[RowBlock]:
-        import pyarrow
+        for block in self._matrix.blocks():
+            if on_rows is not None:
+                on_rows(len(block))
+            values, labels = np.asarray(block.dense(self._matrix.columns)), block.labels
+            if not values.flags.writeable:  # compiled code is made for arrays that are
+                values = values.copy()
+            yield RowBlock(labels=None if labels is None else labels.astype(np.float64), dense=values)
 
-        assert self.names is not None, "set when opened"
-        try:
-            for batch in self._file.iter_batches(batch_size=_BLOCK_ROWS):
-                columns = {name: self._column(batch, name) for name in batch.schema.names}
-                labels = columns.pop(self._label) if self._label is not None else None
-                dense = np.column_stack([columns[name] for name in self.names])
-                if on_rows is not None:
-                    on_rows(len(dense))
-                yield RowBlock(labels=labels, dense=dense)
-        except (OSError, pyarrow.ArrowException) as error:
-            raise DataError(f"{self.name} cannot be read as Parquet: {error}") from error
-
-    @staticmethod
-    def _column(batch: Any, name: str) -> NDArray[np.float64]:
-        values = batch.column(name).cast("float64", safe=False)
-        found: NDArray[np.float64] = values.to_numpy(zero_copy_only=False).astype(np.float64)
-        return found
+    def for_names(self, names: Sequence[str] | None) -> RowSource:
+        """Columns that are not named are not read."""
+        matrix = self._matrix
+        if names is None or not isinstance(matrix, ParquetMatrix):
+            return self
+        places = _places(names, matrix.names, self.name)
+        chosen = [matrix.names[at] for at in places] if places is not None else list(matrix.names)
+        usual = _label_name(matrix.names, None, matrix.path)
+        if places is None and matrix.label is None and usual is not None and len(chosen) == len(names) + 1:
+            chosen.remove(usual)  # all that tells it from the columns of a model without names
+        return _MatrixSource(ParquetMatrix(matrix.path, matrix.label, chosen), self.label_index)
 
 
-def _label_name(found: Sequence[str], label: str | None, path: str) -> str | None:
+def _parquet(path: Path, label: str | None, labelled: bool) -> RowSource:
+    table = ParquetMatrix(path, None)
+    chosen = _label_name(table.names, label, path) if labelled or label is not None else None
+    if chosen is None:
+        return _MatrixSource(table)
+    return _MatrixSource(ParquetMatrix(path, chosen), table.names.index(chosen))
+
+
+def _label_name(found: Sequence[str], label: str | None, path: Path) -> str | None:
     """Which column of a Parquet file has the labels: the one named, numbered, or usually called so; else none."""
     if label is None:
         return next((name for name in _LABEL_NAMES if name in found), None)
     if label in found:
         return label
-    if label.lstrip("-").isdigit() and -len(found) <= int(label) < len(found):
+    with suppress(ValueError, IndexError):
         return found[int(label)]
     raise DataError(f"{path} has no column {label!r}; {nearest(label, found)}")
-
-
-def _npy(path: str, label: str | None, labelled: bool) -> RowSource:
-    try:
-        values = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (
-        OSError,
-        ValueError,
-        EOFError,
-        SyntaxError,
-        TypeError,
-        TokenError,
-        OverflowError,
-    ) as error:  # its header
-        raise DataError(f"{path} cannot be read as npy: {error}") from error
-    if label is not None and not label.lstrip("-").isdigit():
-        raise DataError(f"label={label!r}: the columns of {path} have numbers, not names; give one, from 0")
-    column = int(label) if label is not None else 0
-    return ArraySource(values, name=path, label_column=column if labelled else None)
 
 
 def _breast_cancer() -> RowSource:
@@ -251,7 +267,8 @@ def open_source(
     """The rows of a file by its ending (`.npy`, `.parquet`; else text), or one of `EMBEDDED` by its name.
 
     `label` is the column of the labels in npy and Parquet: a number from 0, or a name; usually column 0 of npy, and one
-    called label, target or y. Where rows are to be predicted, `labelled` may be False: npy then has no such column.
+    called label, target or y. Where rows are to be predicted, `labelled` may be False: without a `label`, no column is
+    one then.
     """
     text = str(path)
     if text in EMBEDDED and not Path(text).exists():
@@ -261,9 +278,11 @@ def open_source(
         hint = "" if Path(text).suffix or "/" in text else f"; embedded: {', '.join(EMBEDDED)}"
         raise UserError(f"{text} cannot be read: there is no such file{hint}")
     if ending == ".npy":
-        return _npy(text, label, labelled)
+        usual = "0" if labelled else None
+        matrix = NpyMatrix(Path(text), usual if label is None else label)
+        return _MatrixSource(matrix, matrix.label or 0)
     if ending == ".parquet":
-        return _ParquetSource(text, label)
+        return _parquet(Path(text), label, labelled)
     if label is not None:
         raise UserError(f"label={label!r}: in text files the label is the first word of a line; leave it out")
     return _TextSource(text, reading or Reading())

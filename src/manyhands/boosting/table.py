@@ -31,6 +31,10 @@ from manyhands.memory.segment import available_bytes
 __all__ = ["BinnedRows", "Holdout", "RowSample", "bin_rows", "sample_rows"]
 
 _SAMPLE_ROWS = 200_000
+_MOST_ROWS = (1 << 31) - 1  # leaves hold the numbers of their rows in 32 bits
+_MOST_COLUMNS = 1 << 25  # the names of more do not fit into a model file that is read again
+_COLUMN_BYTES = 256  # its name, what is known of it, its place among features, and copies of these
+_COLUMNS_AT_ONCE = 1024
 _WORD = np.uint64(0xFFFFFFFFFFFFFFFF)
 
 
@@ -104,17 +108,27 @@ class RowSample:
 
     def bins(self, max_bin: int, categorical: frozenset[int], where: str, threads: int = 1) -> BinTable:
         """The bins of every feature that has two or more; columns are sorted by several threads."""
-        values_of = _dense_values(self.blocks) if self.blocks[0].dense is not None else _sparse_values(self)
+        _require_room(self.columns, where)
+        if self.blocks[0].dense is not None:
+            columns, values_of = np.arange(self.columns), _dense_values(self.blocks)
+        else:
+            columns, values_of = _sparse_values(self, categorical)
+        sampled = self.sampled
 
         def bins_of(column: int) -> FeatureBins:
             values, counts = np.unique(values_of(column), return_counts=True)
-            values, counts = _with_zeros(values, counts.astype(np.int64), self.sampled)
+            values, counts = _with_zeros(values, counts.astype(np.int64), sampled)
             if column in categorical:
                 return bins_of_categories(column, values, counts, max_bin, where)
             return bins_of_numbers(column, values, counts, max_bin)
 
+        def bins_of_some(some: NDArray[np.int64]) -> list[FeatureBins]:
+            return [one for one in map(bins_of, some.tolist()) if one.count > 1]
+
+        size = max(1, min(_COLUMNS_AT_ONCE, -(-len(columns) // (4 * threads))))
+        parts = [columns[begin : begin + size] for begin in range(0, len(columns), size)]
         with ThreadPoolExecutor(threads) as pool:
-            found = [one for one in pool.map(bins_of, range(self.columns)) if one.count > 1]
+            found = [one for some in pool.map(bins_of_some, parts) for one in some]
         if not found:
             raise DataError(f"{where}: no feature has two values, so there is nothing to split")
         return BinTable(found, self.columns)
@@ -137,15 +151,31 @@ def _dense_values(blocks: list[RowBlock]) -> ValuesOf:
     return values_of
 
 
-def _sparse_values(sample: RowSample) -> ValuesOf:
+def _sparse_values(sample: RowSample, categorical: frozenset[int]) -> tuple[NDArray[np.int64], ValuesOf]:
+    """The columns that may have two bins, which those without a value have not unless they are categories."""
     rows = Rows.join([block.sparse for block in sample.blocks if block.sparse is not None])
     order = np.argsort(rows.indices, kind="stable")
-    begins = np.searchsorted(rows.indices[order], np.arange(sample.columns + 1))
+    named, begins = np.unique(rows.indices[order], return_index=True)
+    ends = np.append(begins[1:], len(order))[: len(begins)]
+    spans = dict(zip(named.tolist(), zip(begins.tolist(), ends.tolist(), strict=True), strict=True))
 
     def values_of(column: int) -> NDArray[np.float64]:
-        return rows.values[order[begins[column] : begins[column + 1]]].astype(np.float64)
+        begin, end = spans.get(column, (0, 0))
+        return rows.values[order[begin:end]].astype(np.float64)
 
-    return values_of
+    columns = np.union1d(named, np.array(sorted(categorical), np.int64)).astype(np.int64)
+    return columns[columns < sample.columns], values_of
+
+
+def _require_room(columns: int, where: str) -> None:
+    """UserError where there are too many columns to name, as one absurd index makes it."""
+    needed, room = columns * _COLUMN_BYTES, available_bytes()
+    if columns > _MOST_COLUMNS or needed > room:
+        most = min(_MOST_COLUMNS, room // _COLUMN_BYTES)
+        raise UserError(
+            f"{where} has feature {columns - 1}, but here a model has {most:,} columns at most; number the features "
+            "from 0 without gaps, or hash them into fewer"
+        )
 
 
 def _with_zeros(
@@ -170,6 +200,8 @@ def sample_rows(
     held, limit, first, columns = 0, _WORD, 0, 0
     parts: dict[str, list[NDArray[np.float64]]] = {"train": [], "train_w": [], "held": [], "held_w": []}
     for block in source.blocks(on_rows):
+        if first + len(block) > _MOST_ROWS:
+            raise DataError(f"{source.name} has more than {_MOST_ROWS:,} rows; use some of them")
         if block.labels is None or not np.isfinite(block.labels).all():
             at = first + (0 if block.labels is None else int(np.argmin(np.isfinite(block.labels))))
             raise DataError(f"{source.name}: row {at + 1} has no label; every row needs a number")

@@ -25,11 +25,9 @@ from manyhands.boosting.tally import HistogramMeeting, alone, meeting_bytes, sha
 from manyhands.boosting.trees import GrownTree, TreeMemory
 from manyhands.boosting.units import units_for
 from manyhands.data.plan import split
-from manyhands.errors import UserError
-from manyhands.facts import Split, Truth
 from manyhands.group.gate import Turn
 from manyhands.group.shared import SharedGroup
-from manyhands.kernel import AnyTask, KernelStep, KernelTask, Portion, Taken
+from manyhands.kernel import AnyTask, KernelStep, KernelTask, Portion, Taken, check_shared_rows
 from manyhands.memory.segment import CACHE_LINE, Segment, round_up
 from manyhands.stopping import EarlyStopping, StoppingCount
 from manyhands.strategy import Strategy
@@ -53,6 +51,7 @@ class GbdtTask(KernelTask):
     start_trees: int = 0
     """Of a model that training goes on with: the scores of rows begin with its."""
     largest_weight: float = 1.0
+    """Of the rows to train on: gradients are counted in units that follow from it."""
     gbdt: GbdtOptions
 
     @property
@@ -148,7 +147,8 @@ class GbdtStep(KernelStep):
         rank, world = meeting.rank, meeting.world
         self._train = _Rows(task.train, rank, world, task.gbdt.num_leaves)
         self._held = _Rows(task.valid, rank, world, task.gbdt.num_leaves) if task.valid is not None else None
-        self._valid_weight = float(task.valid.opened()[2].sum()) if task.valid is not None else 0.0
+        weights = task.valid.opened()[2] if task.valid is not None else np.zeros(1)
+        self._valid_weight, self._largest_valid_weight = float(weights.sum()), float(weights.max())
         offsets, kinds = task.bins.offsets, task.kinds
         self._search = SEARCHES[task.gbdt.parallel](meeting, offsets, kinds, task.gbdt)
         count = len(self._train.span)
@@ -257,7 +257,7 @@ class GbdtStep(KernelStep):
         else:
             errors = (held.scores - held.targets) ** 2
             measure, largest = histogram_kernels.squared_loss, self._largest(errors)
-        unit = units_for(task.valid.rows, largest * task.largest_weight, 1.0).gradient / 4
+        unit = units_for(task.valid.rows, largest * self._largest_valid_weight, 1.0).gradient / 4
         total = self._meeting.total(int(measure(held.scores, held.targets, held.weights, unit)))
         return total / unit / self._valid_weight
 
@@ -290,15 +290,7 @@ def _send_down(tree: GrownTree, bins: BinTable, divided: DividedRows) -> None:
 
 def check_strategy(strategy: Strategy, workers: int) -> None:
     """UserError where a strategy does not grow trees with so many workers."""
-    if not isinstance(workers, int) or workers < 1:
-        raise UserError(f"workers={workers!r} must be a whole number of at least 1")
-    if strategy.most_workers is not None and workers > strategy.most_workers:
-        raise UserError(f"workers={workers}: {strategy.word} is one process; use strategy=allreduce for more")
-    copies = strategy.truth is Truth.EVERYONE and strategy.split is Split.DATA and strategy.trains_compiled
-    if not copies and strategy.most_workers != 1:
-        raise UserError(f"strategy {strategy} does not train gbdt; allowed: single, mirrored, allreduce")
-    if copies and strategy != type(strategy)():
-        raise UserError(
-            f"strategy {strategy}: gbdt sends histograms through shared memory, so it has no other algorithm and no "
-            f"buckets; use {strategy.word}, and --parallel voting to send less"
-        )
+    why = "sends histograms through shared memory, so it has no other algorithm and no buckets"
+    check_shared_rows(
+        strategy, workers, "gbdt", f"{why}; use {strategy.word}, and --parallel voting to send less"
+    )

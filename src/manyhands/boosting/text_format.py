@@ -67,7 +67,7 @@ def render_model(model: GbdtModel) -> str:
         "version": "v4",
         "num_class": 1,
         "num_tree_per_iteration": 1,
-        "label_index": 0,
+        "label_index": model.label_index,
         "max_feature_idx": model.columns - 1,
         "objective": model.objective,
         "feature_names": " ".join(model.names),
@@ -136,6 +136,7 @@ def parse_model(content: bytes, where: str) -> GbdtModel:
             raise _Wrong("it is a random forest, whose trees are averaged, which is not read")
         header = _fields(lines)
         names, objective = _checked_header(header)
+        label_index = _label_index(header, len(names))
         trees = tuple(_tree(number, part, len(names)) for number, part in enumerate(parts))
         _check_sizes(header, len(trees))
     except UnicodeDecodeError as error:
@@ -151,6 +152,7 @@ def parse_model(content: bytes, where: str) -> GbdtModel:
         names=names,
         infos=infos if len(infos) == len(names) else ("none",) * len(names),
         parameters=_parameters(after),
+        label_index=label_index,
     )
 
 
@@ -175,6 +177,14 @@ def _checked_header(header: Mapping[str, str]) -> tuple[tuple[str, ...], str]:
             f"max_feature_idx is {header.get('max_feature_idx')!r}, but {len(names)} features have names"
         )
     return names, objective
+
+
+def _label_index(header: Mapping[str, str], columns: int) -> int:
+    """Of a table with one column more than there are features."""
+    text = header.get("label_index", "0").strip()
+    if not (text.isascii() and text.isdigit()) or len(text) > 9 or int(text) > columns:
+        raise _Wrong(f"label_index is {text[:20]!r}, none of {columns} features and a label")
+    return int(text)
 
 
 def _is_above_zero(text: str) -> bool:
@@ -215,7 +225,7 @@ def _tree(number: int, text: str, columns: int) -> DecisionTree:
         starts = _array(
             fields.get("cat_boundaries", ""), np.int64, sets + 1, f"tree {number}: cat_boundaries"
         )
-        if starts[0] != 0 or (np.diff(starts) < 1).any():
+        if starts[0] != 0 or (starts[1:] <= starts[:-1]).any():  # differences may overflow
             raise _Wrong(f"tree {number}: cat_boundaries do not ascend from 0")
         words = _array(
             fields.get("cat_threshold", ""), np.uint32, int(starts[-1]), f"tree {number}: cat_threshold"

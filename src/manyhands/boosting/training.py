@@ -6,7 +6,7 @@ Rows are read and put into bins once, by the caller's process; then it is a run 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,20 +16,21 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from manyhands.boosting.binning import BinTable
 from manyhands.boosting.bundling import bundled_layout, own_columns
 from manyhands.boosting.model import GbdtModel
 from manyhands.boosting.options import GbdtOptions
-from manyhands.boosting.sources import RowBlock, RowSource
-from manyhands.boosting.table import Holdout, RowSample, bin_rows, sample_rows, shared_folder
-from manyhands.boosting.task import GbdtTask, check_strategy
-from manyhands.cluster.signals import signal_of
+from manyhands.boosting.sources import RowBlock, RowSource, model_names
+from manyhands.boosting.table import BinnedRows, Holdout, RowSample, bin_rows, sample_rows, shared_folder
+from manyhands.boosting.task import VALID_LOSS, GbdtTask, check_strategy
 from manyhands.compiled.warming import prepare, spent_s
 from manyhands.draw.bars import Bars, bar_view
 from manyhands.errors import DataError, UserError
-from manyhands.fitting import await_workers, fit
+from manyhands.fitting import await_workers, fit_or_kept
 from manyhands.regression.labels import PAIRS
+from manyhands.stopping import EarlyStopping, StoppingCount
 from manyhands.strategy import Strategy
-from manyhands.training.kept import Keeping, last_kept
+from manyhands.training.kept import Keeping, Kept
 from manyhands.training.options import Options
 
 __all__ = ["GbdtResult", "TableChoice", "gbdt_task", "train_gbdt"]
@@ -52,6 +53,9 @@ class TableChoice:
         if self.valid is not None and self.valid_fraction:
             raise UserError("valid and valid_fraction were both given; leave out one")
         Holdout(fraction=self.valid_fraction)
+        for name, source in (("train", self.train), ("valid", self.valid)):
+            if source is not None and source.is_read_once:
+                raise UserError(f"{name}: gbdt reads rows twice or more; give a file, not stdin")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -124,9 +128,48 @@ def gbdt_task(
     The bounds of bins are found by `threads` threads.
     """
     bars = bars or Bars()
-    holdout, source = Holdout(fraction=table.valid_fraction, seed=options.seed), table.train
     with bars.phase("reading", None, "rows") as phase:
-        sample = sample_rows(source, holdout, options.seed, phase.advance)
+        first = _first_pass(table, options, phase.advance, threads)
+    with (
+        shared_folder(shared) as folder,
+        shared_folder(shared) as valid_folder,
+        bars.phase("binning", first.sample.rows, "rows") as phase,
+    ):
+        yield GbdtTask(
+            train=_binned(first, folder, phase.advance, threads),
+            valid=_binned_held(first, table.valid, valid_folder),
+            bins=first.bins,
+            start_trees=len(table.start.trees) if table.start is not None else 0,
+            largest_weight=float(first.sample.weights.max()),
+            gbdt=first.options,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FirstPass:
+    """What going through the rows once has decided."""
+
+    source: RowSource
+    holdout: Holdout
+    sample: RowSample
+    bins: BinTable
+    options: GbdtOptions
+    targets: NDArray[np.float64]
+    score: Callable[[RowBlock], NDArray[np.float64] | float]
+    """What a row's score begins with."""
+
+
+def _first_pass(
+    table: TableChoice, options: GbdtOptions, on_rows: Callable[[int], None], threads: int
+) -> _FirstPass:
+    """Read the rows to train on; UserError where there is nothing to learn from them."""
+    holdout, source = Holdout(fraction=table.valid_fraction, seed=options.seed), table.train
+    _names(table)  # which may be refused
+    if table.start is not None:
+        source = source.for_names(table.start.names)
+    sample = sample_rows(source, holdout, options.seed, on_rows)
+    if holdout.fraction and not sample.held_weights.any():
+        raise DataError(f"{source.name}: no row that is held out has a weight; use a larger valid_fraction")
     if table.start is not None:
         sample, options = _going_on(table.start, sample, options)
     categorical = _columns(table.categorical, source.names, sample.columns)
@@ -135,48 +178,49 @@ def gbdt_task(
     targets = _targets(sample.labels, options.objective, source.name)
     bias = _bias(targets, sample.weights, options.objective, source.name)
     score = table.start.scores if table.start is not None else partial(_always, bias)
-    with (
-        shared_folder(shared) as folder,
-        shared_folder(shared) as valid_folder,
-        bars.phase("binning", sample.rows, "rows") as phase,
-    ):
-        advance = iter([phase.advance])  # where rows are gone through twice, the bar shows the first time
+    return _FirstPass(
+        source=source,
+        holdout=holdout,
+        sample=sample,
+        bins=bins,
+        options=options,
+        targets=targets,
+        score=score,
+    )
 
-        def read() -> Iterator[RowBlock]:
-            return _only(source.blocks(next(advance, None)), holdout, held=False)
 
-        layout = bundled_layout(bins, sample.blocks)
-        train = bin_rows(read, bins, layout, (targets, sample.weights), folder, score, threads)
-        valid, weights = None, sample.weights
-        if table.valid is not None:
-            held = sample_rows(table.valid, Holdout(), options.seed)
-            if held.columns != sample.columns and held.blocks[0].dense is not None:
-                raise DataError(
-                    f"{table.valid.name} has {held.columns} columns, {source.name} {sample.columns}"
-                )
-            found = _targets(held.labels, options.objective, table.valid.name, _pair(sample.labels))
-            layout = own_columns(bins)  # rows held out need not exclude what others do
-            valid = bin_rows(table.valid.blocks, bins, layout, (found, held.weights), valid_folder, score)
-            weights = held.weights
-        elif sample.held_out:
-            found = _targets(sample.held_labels, options.objective, source.name, _pair(sample.labels))
-            valid = bin_rows(
-                lambda: _only(source.blocks(), holdout, held=True),
-                bins,
-                own_columns(bins),
-                (found, sample.held_weights),
-                valid_folder,
-                score,
-            )
-            weights = sample.held_weights
-        yield GbdtTask(
-            train=train,
-            valid=valid,
-            bins=bins,
-            start_trees=len(table.start.trees) if table.start is not None else 0,
-            largest_weight=float(max(sample.weights.max(), weights.max())),
-            gbdt=options,
-        )
+def _binned(first: _FirstPass, folder: str, on_rows: Callable[[int], None], threads: int) -> BinnedRows:
+    """The rows to train on."""
+    advance = iter([on_rows])  # where rows are gone through twice, the bar shows the first time
+
+    def read() -> Iterator[RowBlock]:
+        return _only(first.source.blocks(next(advance, None)), first.holdout, held=False)
+
+    layout = bundled_layout(first.bins, first.sample.blocks)
+    labels = first.targets, first.sample.weights
+    return bin_rows(read, first.bins, layout, labels, folder, first.score, threads)
+
+
+def _binned_held(first: _FirstPass, valid: RowSource | None, folder: str) -> BinnedRows | None:
+    """The rows to measure on: those of `valid`, or those that were held out; None where there are none."""
+    source, sample = first.source, first.sample
+    if valid is not None:
+        source = valid.for_names(source.names)
+        held = sample_rows(source, Holdout(), first.options.seed)
+        if held.columns != sample.columns and held.blocks[0].dense is not None:
+            raise DataError(f"{valid.name} has {held.columns} columns, {first.source.name} {sample.columns}")
+        labels, weights = held.labels, held.weights
+    elif sample.held_out:
+        labels, weights = sample.held_labels, sample.held_weights
+    else:
+        return None
+
+    def read() -> Iterator[RowBlock]:
+        return source.blocks() if valid is not None else _only(source.blocks(), first.holdout, held=True)
+
+    targets = _targets(labels, first.options.objective, source.name, _pair(sample.labels))
+    layout = own_columns(first.bins)  # rows held out need not exclude what others do
+    return bin_rows(read, first.bins, layout, (targets, weights), folder, first.score)
 
 
 def _going_on(start: GbdtModel, sample: RowSample, options: GbdtOptions) -> tuple[RowSample, GbdtOptions]:
@@ -206,24 +250,12 @@ def _learn(
     asked = keep.options if keep is not None else Options(resume_command="")
     phase = bars.phase("boosting", options.trees, "trees")
     asked = replace(asked, view=partial(bar_view, phase, float), allow_overload=options.allow_overload)
-    try:
-        run = fit(
-            task,
-            strategy,
-            workers=workers,
-            epochs=options.trees,
-            seed=options.seed,
-            out=keep.out if keep is not None else None,
-            resume=keep is not None and keep.resume,
-            options=asked,
-        )
-    except (KeyboardInterrupt, SystemExit) as stop:
-        is_kept = keep is not None and signal_of(stop) is not None
-        kept = last_kept(keep.out, task, strategy) if keep is not None and is_kept else None
-        if kept is None:
-            raise
-        return kept.values, kept.rows, {}
-    return dict(run.model.named_buffers()), list(run.history), run.summary
+    ended = fit_or_kept(
+        task, strategy, workers=workers, epochs=options.trees, seed=options.seed, options=asked, keep=keep
+    )
+    if isinstance(ended, Kept):
+        return ended.values, ended.rows, {}
+    return dict(ended.model.named_buffers()), list(ended.history), ended.summary
 
 
 def _result(
@@ -247,11 +279,12 @@ def _result(
         objective=options.objective,
         bias=0.0 if table.start is not None else float(task.train.opened()[3][0]),
         rate=options.rate,
-        names=_full_names(table.train.names, task.bins.columns),
+        names=_names(table),
         parameters=_parameters(options, best),
     )
     if table.start is not None:
         model = replace(model, trees=table.start.trees + model.trees)
+    model = replace(model, label_index=table.train.label_index)
     return GbdtResult(
         model=model,
         objective=options.objective,
@@ -295,13 +328,11 @@ def _parameters(options: GbdtOptions, trees: int) -> dict[str, Any]:
 
 def _best_number(losses: Sequence[float], patience: int) -> int:
     """How many trees the model keeps: up to the least loss that came before `patience` trees without a lesser one."""
-    best, number = float("inf"), 0
-    for count, loss in enumerate(losses, 1):
-        if loss < best:
-            best, number = loss, count
-        elif count - number >= patience:
+    count = StoppingCount(EarlyStopping(metric=VALID_LOSS, patience=patience))
+    for number, loss in enumerate(losses, 1):
+        if count.add(number, {VALID_LOSS: loss}):
             break
-    return max(number, 1)
+    return max(count.best_step, 1)
 
 
 def _only(blocks: Iterator[RowBlock], holdout: Holdout, *, held: bool) -> Iterator[RowBlock]:
@@ -320,7 +351,7 @@ def _columns(asked: Sequence[str], names: Sequence[str] | None, columns: int) ->
     for one in asked:
         if names is not None and one in names:
             found.add(list(names).index(one))
-        elif one.isdigit() and int(one) < columns:
+        elif one.isdecimal() and len(one) < 19 and int(one) < columns:
             found.add(int(one))
         else:
             called = f"names {', '.join(list(names)[:5])}, … or " if names else ""
@@ -330,11 +361,11 @@ def _columns(asked: Sequence[str], names: Sequence[str] | None, columns: int) ->
     return frozenset(found)
 
 
-def _full_names(names: Sequence[str] | None, columns: int) -> list[str] | None:
-    """Names without blanks, which a model file has between them."""
-    if names is None:
-        return None
-    return ["_".join(name.split()) or f"Column_{at}" for at, name in enumerate(names[:columns])]
+def _names(table: TableChoice) -> Sequence[str] | None:
+    """Of the model's columns; None where they have none."""
+    if table.start is not None:
+        return table.start.names
+    return None if table.train.names is None else model_names(table.train.names, table.train.name)
 
 
 def _pair(labels: NDArray[np.float64]) -> tuple[float, float] | None:

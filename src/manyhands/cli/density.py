@@ -69,6 +69,7 @@ def _compare(asked: _CompareSparse) -> None:
     # Imported here so that help texts do not wait for torch.
     from manyhands.cluster.signals import ending
     from manyhands.compare.density import density_rows
+    from manyhands.compiled.warming import prepare
     from manyhands.regression.synthetic import shared_chance
     from manyhands.store.outputs import make_output, require_empty
 
@@ -78,6 +79,7 @@ def _compare(asked: _CompareSparse) -> None:
     out = asked.out or fresh_directory("compare-sparse")
     require_empty(out)
     make_output(out)
+    prepare("logreg")
     found, failed = {}, False
     with ending() as end:
         for problem in problems:
@@ -127,7 +129,6 @@ def _one(asked: _CompareSparse, problem: SparseProblem, out: Path) -> Comparison
     from manyhands.regression.training import parse_examples
 
     path = out / f"density-{problem.density:g}.libsvm"
-    write_examples(problem, path)
     options = LogregOptions(
         learner=asked.learner,
         passes=asked.passes,
@@ -142,6 +143,7 @@ def _one(asked: _CompareSparse, problem: SparseProblem, out: Path) -> Comparison
         allow_overload=asked.allow_overload,
     )
     with Spool() as spool, show_progress(f"density {problem.density:g} · ") as tell:
+        write_examples(problem, path)
         parsed = parse_examples(Examples(RowFile(str(path), Reading())), 0, spool)
         task = LogregTask.of(parsed, options)
         return compare(task, asked.strategies, out=out / path.stem, settings=settings, tell=tell)

@@ -28,6 +28,7 @@ from manyhands.compiled.sources import digest_of, module_file
 __all__ = ["FAMILIES", "JOBS", "CompileJob", "missing_jobs", "prepare", "run_jobs", "spent_s"]
 
 _PATIENCE_S = 600.0
+_SHOWN_EVERY_S = 1.0
 _PREPARED: set[str] = set()
 """What this process has prepared, or tried to."""
 _SPENT_S: list[float] = []
@@ -190,17 +191,36 @@ def _compile_elsewhere(names: Sequence[str]) -> None:
         start_new_session=True, text=True,
     )  # fmt: skip
     try:
-        _, said = process.communicate(timeout=_PATIENCE_S)
-    except subprocess.TimeoutExpired:
-        _tell(f"kernels were not compiled within {_PATIENCE_S:.0f} s; going on without them")
-        return
+        said = _what_it_says(process, names)
     finally:
         if process.poll() is None:  # it took too long, or somebody pressed Ctrl-C
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    if process.returncode != 0:
+        if process.stderr is not None:
+            process.stderr.close()
+    if said is None:
+        _tell(f"kernels were not compiled within {_PATIENCE_S:.0f} s; going on without them")
+    elif process.returncode != 0:
         last = said.strip().splitlines()[-1:] or [f"exit status {process.returncode}"]
         _tell(f"kernels could not be compiled beforehand: {last[0]}")
+
+
+def _what_it_says(process: subprocess.Popen[str], names: Sequence[str]) -> str | None:
+    """All that it writes until it ends, while a terminal shows how far it is; None where it takes too long."""
+    began, shows = time.monotonic(), sys.stderr.isatty()
+    try:
+        while (seconds := time.monotonic() - began) < _PATIENCE_S:
+            try:
+                return process.communicate(timeout=_SHOWN_EVERY_S)[1]
+            except subprocess.TimeoutExpired:
+                if shows:
+                    done = sum(_mark(name).exists() for name in names)
+                    line = f"manyhands: compiling: {done} of {len(names)} parts done, {seconds:.0f} s"
+                    print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+        return None
+    finally:
+        if shows:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def run_jobs(names: Sequence[str], slots: int) -> list[str]:

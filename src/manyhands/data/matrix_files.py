@@ -10,7 +10,7 @@ from __future__ import annotations
 import gzip
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tokenize import TokenError
 from typing import Any, Final, Literal
@@ -75,6 +75,8 @@ class LibsvmMatrix(MatrixFile):
 class NpyMatrix(MatrixFile):
     """An array of two dimensions that numpy saved; it is mapped, not read."""
 
+    columns: int
+
     def __init__(self, path: Path, label: str | None) -> None:
         self.path = path
         self.dtype, shape, self.is_column_major, self.offset = _npy_header(path)
@@ -106,13 +108,18 @@ class NpyMatrix(MatrixFile):
 
 
 class ParquetMatrix(MatrixFile):
-    """A table whose columns are numbers; null is NaN. Needs pyarrow."""
+    """A table whose columns are numbers, all or those of `chosen`, in that order; null is NaN. Needs pyarrow."""
 
-    def __init__(self, path: Path, label: str | None) -> None:
+    names: tuple[str, ...]
+    columns: int
+
+    def __init__(self, path: Path, label: str | None, chosen: Sequence[str] | None = None) -> None:
         self.path, self.label = path, label
         with _parquet(path) as file:
             self.rows = int(file.metadata.num_rows)
             fields = list(file.schema_arrow)
+        if chosen is not None:
+            fields = [field for field in fields if field.name in (*chosen, label)]
         if label is not None and label not in [field.name for field in fields]:
             known = [field.name for field in fields]
             raise UserError(f"label={label!r}: {path} has no such column; {nearest(label, known)}")
@@ -128,6 +135,8 @@ class ParquetMatrix(MatrixFile):
             )
         if len(set(self._columns)) < len(self._columns):
             raise DataError(f"{path} has two columns of the same name; give each a name of its own")
+        if chosen is not None:
+            self._columns = tuple(chosen)
         singles = all(_fits_single(field.type) for field in fields)
         self._dtype = np.dtype(np.float32 if singles else np.float64)
         self.names, self.columns = self._columns, len(self._columns)
@@ -175,6 +184,11 @@ def _unzipped_head(path: Path) -> bytes:
         raise DataError(f"{path} is damaged: {error}") from error
 
 
+def _first_line(error: Exception) -> str:
+    told = str(error).splitlines()
+    return told[0] if told else type(error).__name__
+
+
 # ── npy ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -192,12 +206,19 @@ def _npy_header(path: Path) -> tuple[np.dtype[Any], tuple[int, int], bool, int]:
             offset, end = file.tell(), os.fstat(file.fileno()).st_size
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, SyntaxError, TokenError, MemoryError, RecursionError, TypeError) as error:
-        if isinstance(error, DataError):
-            raise
-        raise DataError(
-            f"{path}: the head of this npy file is damaged: {str(error).splitlines()[0]}"
-        ) from error
+    except DataError:
+        raise
+    except (
+        ValueError,
+        SyntaxError,
+        TokenError,
+        MemoryError,
+        RecursionError,
+        TypeError,
+        LookupError,
+        OverflowError,
+    ) as error:
+        raise DataError(f"{path}: the head of this npy file is damaged: {_first_line(error)}") from error
     if dtype.kind not in "biuf":
         raise DataError(f"{path} holds {dtype}, no numbers; save it as float64 or float32")
     if len(shape) != 2 or 0 in shape or any(not isinstance(size, int) or size < 0 for size in shape):
@@ -256,10 +277,7 @@ def _next_batch(path: Path, batches: Iterator[Any]) -> Any:
 
 
 def _damaged(path: Path, error: Exception) -> DataError:
-    told = str(error).splitlines()
-    return DataError(
-        f"{path} is no Parquet file that can be read: {told[0] if told else type(error).__name__}"
-    )
+    return DataError(f"{path} is no Parquet file that can be read: {_first_line(error)}")
 
 
 def _is_number(kind: Any) -> bool:

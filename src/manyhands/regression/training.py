@@ -20,12 +20,11 @@ from torch import Tensor
 
 from manyhands.cluster.capacity import Amount, MemoryCost, of_processes
 from manyhands.cluster.room import require_room as require_host_room
-from manyhands.cluster.signals import signal_of
 from manyhands.compiled.warming import prepare, spent_s
 from manyhands.data.row_files import Reading, RowFile
 from manyhands.draw.bars import Bars, bar_view
 from manyhands.errors import UserError
-from manyhands.fitting import fit
+from manyhands.fitting import fit_or_kept
 from manyhands.kernel import AnyTask
 from manyhands.regression.batches import table_of
 from manyhands.regression.examples import Examples, Labelled
@@ -36,7 +35,7 @@ from manyhands.regression.room import require_room, row_bytes
 from manyhands.regression.spool import Spool
 from manyhands.regression.task import LogregTask, check_strategy
 from manyhands.strategy import Strategy
-from manyhands.training.kept import Keeping, last_kept
+from manyhands.training.kept import Keeping, Kept
 from manyhands.training.options import Options
 from manyhands.training.passes import PASS_LOSS
 
@@ -170,24 +169,13 @@ def _learn(
     phase = bars.phase("learning", problem.samples * options.passes, "examples")
     view = partial(bar_view, phase, lambda step: step * problem.samples / passes.steps)
     asked = replace(asked, view=view, on_rows=heard, allow_overload=options.allow_overload)
-    try:
-        run = fit(
-            task,
-            strategy,
-            workers=workers,
-            epochs=options.passes,
-            seed=options.seed,
-            out=keep.out if keep is not None else None,
-            resume=keep is not None and keep.resume,
-            options=asked,
-        )
-    except (KeyboardInterrupt, SystemExit) as stop:
-        is_kept = keep is not None and signal_of(stop) is not None
-        kept = last_kept(keep.out, task, strategy) if keep is not None and is_kept else None
-        if kept is None:
-            raise
-        return _Learned(table=_table(task, kept.values), rows=kept.rows, summary={})
-    return _Learned(table=_table(task, run.model.state_dict()), rows=list(run.history), summary=run.summary)
+    ended = fit_or_kept(
+        task, strategy, workers=workers, epochs=options.passes, seed=options.seed, options=asked, keep=keep
+    )
+    if isinstance(ended, Kept):
+        return _Learned(table=_table(task, ended.values), rows=ended.rows, summary={})
+    table = _table(task, ended.model.state_dict())
+    return _Learned(table=table, rows=list(ended.history), summary=ended.summary)
 
 
 def _table(task: AnyTask, values: Mapping[str, Tensor]) -> Any:

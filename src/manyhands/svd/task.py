@@ -16,11 +16,9 @@ from typing import Any, ClassVar, Final
 import numpy as np
 from torch import nn
 
-from manyhands.errors import UserError
-from manyhands.facts import Split, Truth
 from manyhands.group.gate import Turn
 from manyhands.group.shared import SharedGroup
-from manyhands.kernel import AnyTask, KernelStep, KernelTask
+from manyhands.kernel import AnyTask, KernelStep, KernelTask, check_shared_rows
 from manyhands.memory.segment import Segment
 from manyhands.strategy import Strategy
 from manyhands.svd.kernels import warm
@@ -117,18 +115,5 @@ class SvdTask(SvdWork, KernelTask):
 
 def check_strategy(strategy: Strategy, workers: int) -> None:
     """UserError where a strategy does not decompose with so many workers."""
-    if not isinstance(workers, int) or workers < 1:
-        raise UserError(f"workers={workers!r} must be a whole number of at least 1")
-    if strategy.most_workers is not None and workers > strategy.most_workers:
-        raise UserError(f"workers={workers}: {strategy.word} is one process; use strategy=allreduce for more")
-    alone = strategy.most_workers == 1
-    by_rows = (
-        strategy.truth is Truth.EVERYONE and strategy.split is Split.DATA and strategy.record_order is None
-    )
-    if not alone and not (by_rows and strategy.trains_compiled):
-        raise UserError(f"strategy {strategy} does not train svd; allowed: single, allreduce, mirrored")
-    if by_rows and strategy != type(strategy)():
-        raise UserError(
-            f"strategy {strategy}: svd adds products up in shared memory once a pass, so it has no other algorithm and "
-            f"no buckets; use {strategy.word}"
-        )
+    why = "adds products up in shared memory once a pass, so it has no other algorithm and no buckets"
+    check_shared_rows(strategy, workers, "svd", f"{why}; use {strategy.word}")

@@ -14,19 +14,18 @@ import torch
 
 from manyhands.cluster.capacity import of_processes
 from manyhands.cluster.room import require_room
-from manyhands.cluster.signals import signal_of
 from manyhands.compiled.warming import prepare, spent_s
 from manyhands.data.matrix_files import open_matrix
 from manyhands.data.stored_matrix import MatrixStore, StoredMatrix
 from manyhands.draw.bars import Bars, bar_view
-from manyhands.fitting import await_workers, fit
+from manyhands.fitting import await_workers, fit_or_kept
 from manyhands.strategy import Strategy
 from manyhands.svd.model import SvdModel
 from manyhands.svd.options import SvdOptions
 from manyhands.svd.task import SvdTask, check_strategy
 from manyhands.svd.work import SvdMemory
 from manyhands.tasks.digits import read_digits
-from manyhands.training.kept import Keeping, last_kept
+from manyhands.training.kept import Keeping, Kept
 from manyhands.training.options import Options
 
 __all__ = ["AfterPass", "SvdResult", "stored", "train_svd"]
@@ -119,27 +118,19 @@ def _fit(
 
     phase = bars.phase("decomposing", task.samples * task.svd.passes, "rows")
     view = partial(bar_view, phase, lambda step: step * task.samples / passes)
-    try:
-        run = fit(
-            task,
-            strategy,
-            workers=task.workers,
-            epochs=task.svd.passes,
-            seed=task.svd.seed,
-            out=keep.out if keep is not None else None,
-            resume=keep is not None and keep.resume,
-            options=replace(asked, view=view, on_rows=heard, allow_overload=task.svd.allow_overload),
-        )
-    except (KeyboardInterrupt, SystemExit) as stop:
-        is_kept = keep is not None and signal_of(stop) is not None
-        kept = last_kept(keep.out, task, strategy) if keep is not None and is_kept else None
-        if kept is None:
-            raise
-        memory = _filled(task, kept.values)
-        if not memory.space.passes:
-            raise
-        return memory, {}
-    return _filled(task, run.model.state_dict()), run.summary
+    ended = fit_or_kept(
+        task,
+        strategy,
+        workers=task.workers,
+        epochs=task.svd.passes,
+        seed=task.svd.seed,
+        options=replace(asked, view=view, on_rows=heard, allow_overload=task.svd.allow_overload),
+        keep=keep,
+        is_result=lambda kept: bool(_filled(task, kept.values).space.passes),
+    )
+    if isinstance(ended, Kept):
+        return _filled(task, ended.values), {}
+    return _filled(task, ended.model.state_dict()), ended.summary
 
 
 def _filled(task: SvdTask, values: Mapping[str, torch.Tensor]) -> SvdMemory:

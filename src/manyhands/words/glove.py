@@ -15,13 +15,13 @@ from torch import nn
 
 from manyhands.cluster.capacity import Amount, MemoryCost, of_processes
 from manyhands.cluster.room import require_room
-from manyhands.cluster.signals import signal_of
 from manyhands.compiled.warming import prepare
 from manyhands.draw.bars import Bars, bar_view
-from manyhands.fitting import fit
+from manyhands.fitting import fit_or_kept
+from manyhands.kernel import AnyTask
 from manyhands.run import Run
 from manyhands.strategy import Strategy
-from manyhands.training.kept import Keeping, last_kept
+from manyhands.training.kept import Keeping, Kept
 from manyhands.training.options import Options
 from manyhands.training.passes import PASS_LOSS
 from manyhands.words.glove_model import GloveModel, GloveOptions
@@ -101,28 +101,26 @@ def train_glove(
         phase = bars.phase("training", work.num_records * options.passes, "records")
         asked = replace(asked, view=partial(bar_view, phase, heard.records_after))
     prepare("glove")
-    run: Run | None = None
     began = time.monotonic()
-    try:
-        run = fit(
-            task,
-            chosen,
-            workers=workers,
-            epochs=task.epochs,
-            seed=options.seed,
-            out=keep.out if keep is not None else None,
-            resume=keep is not None and keep.resume,
-            options=replace(asked, on_rows=heard.rows, allow_overload=options.allow_overload),
-        )
-        model, rows = run.model, list(run.history)
-    except (KeyboardInterrupt, SystemExit) as stop:
-        is_kept = keep is not None and signal_of(stop) is not None
-        kept = last_kept(keep.out, task, chosen) if keep is not None and is_kept else None
-        if kept is None:
-            raise
-        model, rows = task.model(), kept.rows
-        model.load_state_dict(kept.values)
-    seconds = time.monotonic() - began
+    ended = fit_or_kept(
+        task,
+        chosen,
+        workers=workers,
+        epochs=task.epochs,
+        seed=options.seed,
+        options=replace(asked, on_rows=heard.rows, allow_overload=options.allow_overload),
+        keep=keep,
+    )
+    return _result(task, ended, heard.records, time.monotonic() - began)
+
+
+def _result(task: AnyTask, ended: Run | Kept, records: int, seconds: float) -> GloveResult:
+    """Of a run that trained `records` records, to its end or until it was interrupted."""
+    if isinstance(ended, Kept):
+        model, rows, summary = task.model(), ended.rows, {}
+        model.load_state_dict(ended.values)
+    else:
+        model, rows, summary = ended.model, list(ended.history), ended.summary
     assert isinstance(model, GloveModel | GloveTables), "what the task builds"
     found = model.snapshot()
     return GloveResult(
@@ -132,9 +130,9 @@ def train_glove(
         word_bias=found.word_bias,
         context_bias=found.context_bias,
         seconds=seconds,
-        records_per_s=heard.records / seconds,
-        interrupted=run is None,
-        summary=run.summary if run is not None else {},
+        records_per_s=records / seconds,
+        interrupted=isinstance(ended, Kept),
+        summary=summary,
     )
 
 

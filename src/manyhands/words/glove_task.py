@@ -44,6 +44,8 @@ class GloveTask(GloveWork, KernelTask):
 
     any_batch: bool = False
     """Whether the batch is what a strategy usually has, instead of the one in `glove`."""
+    in_turns: bool = True
+    """Whether workers may take turns, which is compiled apart."""
 
     @classmethod
     def of(
@@ -131,7 +133,8 @@ class GloveTask(GloveWork, KernelTask):
             warm_batches(self.glove)
             return
         warm(self.glove.numpy_dtype)
-        warm_in_order(self.glove.numpy_dtype)
+        if self.in_turns:
+            warm_in_order(self.glove.numpy_dtype)
 
     def numbering(self, step: int) -> int:
         """STEP records go through the gate at once."""
@@ -144,7 +147,7 @@ class GloveTask(GloveWork, KernelTask):
         )
         check_together(strategy, task.glove, workers)
         if strategy.truth is not Truth.SERVERS:
-            return task
+            return replace(task, in_turns=strategy.record_order not in (None, "free"))
         from manyhands.words.glove_server import glove_tables  # what the others never need
 
         return glove_tables(task, workers)
