@@ -93,6 +93,8 @@ def test_a_bucket_is_summed_before_the_last_one_is_launched() -> None:
         buckets[0].fill_(collective.rank + 1)
         collective.launch(0)
         came = comes_true(lambda: bool((buckets[0] == 3).all()))
+        assert comes_true(lambda: collective._background.is_idle)
+        assert not collective.take_times().posts, "those of a step are told together, at its end"
         for number in (1, 2):
             buckets[number].fill_(1)
             collective.launch(number)

@@ -319,6 +319,7 @@ class ScheduleCollective(Collective):
         self._launched: list[int] = []
         self._waits: dict[int, int] = {}
         self._background = background or Background("manyhands sums of buckets")
+        self._begun = False
         self._leaves_early = False
         self._last_given = 0
 
@@ -372,6 +373,7 @@ class ScheduleCollective(Collective):
     def begin(self, step: int) -> None:
         """Buckets may leave from here on, unless codecs are weighed by all of them first."""
         super().begin(step)
+        self._begun = True
         self._executor.at(step)
         looks = self._chooser is not None and self._chooser.is_due(step)
         self._leaves_early = self.overlaps and not looks
@@ -390,6 +392,7 @@ class ScheduleCollective(Collective):
 
     def finish(self) -> None:
         """Wait for the sums of buckets that have left, or run the schedule on each launched one, in order."""
+        self._begun = False
         if self._arrive is not None:
             for peer, waited in self._arrive().items():
                 self._waits[peer] = self._waits.get(peer, 0) + waited
@@ -420,8 +423,8 @@ class ScheduleCollective(Collective):
     def take_times(self) -> Times:
         """The waiting for others; what backward does not hide of the exchange is timed by the caller."""
         waits, self._waits = self._waits, {}
-        posts = self._take_posts() if self._background.is_idle else {}  # all of a step's at its end
-        return Times(wait_ns=waits, posts=posts)
+        over = not self._begun and self._background.is_idle  # a step's posts stay together
+        return Times(wait_ns=waits, posts=self._take_posts() if over else {})
 
     def _take_posts(self) -> Mapping[int, Post]:
         return self._executor.take_posts()
