@@ -391,6 +391,8 @@ class _Turn:
         bad = body.complaint(done, f"worker {self._core.slot}, step {work.batch + 1}")
         if bad is not None and not self._job.skip_nonfinite:
             raise NonFinite(f"{bad}; {body.cause(done)}")
+        if body.own_steps is not None:
+            self._remark(body.own_steps.begin(work, self._core.slot))
         if bad is None and body.own_steps is not None:
             self._remark(body.own_steps.step(body.model, work.batch, work.part, done.share))
             computed = time.monotonic_ns()
