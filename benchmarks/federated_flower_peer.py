@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -78,15 +79,35 @@ def train(model: nn.Module, images: Tensor, labels: Tensor, said: dict[str, Any]
 def main(said: dict[str, Any]) -> None:
     """Run the rounds; write when each ended and how good the last model is."""
     import flwr
-    from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
-    from flwr.clientapp import ClientApp
-    from flwr.serverapp import Grid, ServerApp
-    from flwr.serverapp.strategy import FedAvg
     from flwr.simulation import run_simulation
 
-    client_app = ClientApp()
+    course = Course()
+    run_simulation(
+        server_app=server_app(said, course),
+        client_app=client_app(said),
+        num_supernodes=said["clients"],
+        backend_config={
+            "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
+            "init_args": {"num_cpus": os.cpu_count(), "address": "local"},
+        },
+    )
+    if len(course.trained) < said["rounds"]:
+        raise SystemExit(
+            f"clients answered in {len(course.trained)} of {said['rounds']} rounds; see what Flower printed"
+        )
+    seconds = [after - before for before, after in pairwise(course.ended)]
+    found = {"seconds": seconds, "accuracy": course.accuracy[-1], "flwr": flwr.__version__}
+    Path(said["out"]).write_text(json.dumps(found))
 
-    @client_app.train()
+
+def client_app(said: dict[str, Any]) -> Any:
+    """What every client does with the model that it is sent."""
+    from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+    from flwr.clientapp import ClientApp
+
+    app = ClientApp()
+
+    @app.train()
     def on_train(message: Message, context: Context) -> Message:
         torch.set_num_threads(1)
         data = held(said["file"])
@@ -100,24 +121,39 @@ def main(said: dict[str, Any]) -> None:
         }
         return Message(content=RecordDict(content), reply_to=message)
 
-    ended: list[float] = []
-    accuracy: list[float] = []
-    trained: list[int] = []
+    return app
+
+
+@dataclass
+class Course:
+    """How the rounds went, as the server sees it."""
+
+    ended: list[float] = field(default_factory=list)
+    accuracy: list[float] = field(default_factory=list)
+    trained: list[int] = field(default_factory=list)
+    """The rounds in which clients answered."""
+
+
+def server_app(said: dict[str, Any], course: Course) -> Any:
+    """FedAvg, whose evaluations tell when each round ended; the last measures the model."""
+    from flwr.app import ArrayRecord, Context, MetricRecord
+    from flwr.serverapp import Grid, ServerApp
+    from flwr.serverapp.strategy import FedAvg
 
     def evaluate(number: int, arrays: ArrayRecord) -> MetricRecord:
-        ended.append(time.perf_counter())
+        course.ended.append(time.perf_counter())
         if number < said["rounds"]:
             return MetricRecord({})
         data, model = held(said["file"]), MODELS[said["model"]]()
         model.load_state_dict(arrays.to_torch_state_dict())
         with torch.no_grad():
             found = (model(data["held_out"]).argmax(1) == data["true"]).float().mean()
-        accuracy.append(float(found))
+        course.accuracy.append(float(found))
         return MetricRecord({"accuracy": float(found)})
 
-    server_app = ServerApp()
+    app = ServerApp()
 
-    @server_app.main()
+    @app.main()
     def on_main(grid: Grid, context: Context) -> None:
         del context
         torch.manual_seed(0)
@@ -133,24 +169,9 @@ def main(said: dict[str, Any]) -> None:
             num_rounds=said["rounds"],
             evaluate_fn=evaluate,
         )
-        trained.extend(result.train_metrics_clientapp)
+        course.trained.extend(result.train_metrics_clientapp)
 
-    run_simulation(
-        server_app=server_app,
-        client_app=client_app,
-        num_supernodes=said["clients"],
-        backend_config={
-            "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
-            "init_args": {"num_cpus": os.cpu_count(), "address": "local"},
-        },
-    )
-    if len(trained) < said["rounds"]:
-        raise SystemExit(
-            f"clients answered in {len(trained)} of {said['rounds']} rounds; see what Flower printed"
-        )
-    seconds = [after - before for before, after in pairwise(ended)]
-    found = {"seconds": seconds, "accuracy": accuracy[-1], "flwr": flwr.__version__}
-    Path(said["out"]).write_text(json.dumps(found))
+    return app
 
 
 if __name__ == "__main__":

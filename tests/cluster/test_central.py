@@ -80,9 +80,9 @@ def task_and_reference(name: str) -> tuple[mh.Task, dict[str, torch.Tensor]]:
     return task, train_plainly(task, STEPS)
 
 
-def train_centrally(task: mh.Task, world: int) -> list[dict[str, torch.Tensor]]:
+def train_centrally(task: mh.Task, world: int, steps: int = STEPS) -> list[dict[str, torch.Tensor]]:
     with SharedGroup.create(world) as files:
-        return train_in_threads(task, world, lambda rank: connect("central", files, rank), STEPS)
+        return train_in_threads(task, world, lambda rank: connect("central", files, rank), steps)
 
 
 @pytest.mark.parametrize(
@@ -95,6 +95,12 @@ def test_weights_equal_the_plain_loop(name: str, world: int) -> None:
     assert distance(weights[0], reference) < 1e-9
     for other in weights:
         assert same_bits(weights[0], other)
+
+
+def test_weights_equal_the_plain_loop_after_many_steps() -> None:
+    task, steps = make_task(OPTIMIZERS["groups-adamw"]), 30
+    for weights in train_centrally(task, 3, steps):
+        assert distance(weights, train_plainly(task, steps)) < 1e-9
 
 
 def test_a_schedule_changes_the_rate_of_the_pieces() -> None:

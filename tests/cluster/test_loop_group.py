@@ -24,6 +24,10 @@ def one_thread_each() -> None:
     torch.set_num_threads(1)
 
 
+COUNTS = [2, 5, 3]
+"""Steps of workers that go different distances."""
+
+
 def prepared(group: WorkerGroup, *others: Any, lr: float = 0.1) -> Any:
     model = mlp()
     return group.prepare(model, torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9), *others)
@@ -291,32 +295,41 @@ def test_an_empty_stream_ends_the_loops_of_all() -> None:
     assert on_workers(3, loop) == [0, 0, 0]
 
 
+def loop_of_own_length(group: WorkerGroup) -> nn.Module:
+    """As many steps as `COUNTS` has for this worker, each on three rows of its own."""
+    model, optimizer = prepared(group)
+    x, y = regression().tensors
+    for number in range(COUNTS[group.rank]):
+        optimizer.zero_grad()  # before backward: at the end everyone holds a gradient
+        rows = slice(9 * number + 3 * group.rank, 9 * number + 3 * group.rank + 3)
+        nn.functional.mse_loss(model(x[rows]), y[rows]).backward()
+        optimizer.step()
+    return model
+
+
 def test_who_leaves_early_brings_nothing_and_ends_with_the_weights_of_the_others() -> None:
     """Each batch counts for a third, whoever is still there: as torch's own `Join` does it."""
-    counts = [2, 5, 3]
-
-    def loop(group: WorkerGroup) -> nn.Module:
-        model, optimizer = prepared(group)
-        x, y = regression().tensors
-        for number in range(counts[group.rank]):
-            optimizer.zero_grad()  # before backward: at the end everyone holds a gradient
-            rows = slice(9 * number + 3 * group.rank, 9 * number + 3 * group.rank + 3)
-            nn.functional.mse_loss(model(x[rows]), y[rows]).backward()
-            optimizer.step()
-        return model
-
     reference = mlp()
     optimizer = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
     x, y = regression().tensors
-    for number in range(max(counts)):
+    for number in range(max(COUNTS)):
         optimizer.zero_grad()
-        for rank, count in enumerate(counts):
+        for rank, count in enumerate(COUNTS):
             if number < count:
                 part = slice(9 * number + 3 * rank, 9 * number + 3 * rank + 3)
                 (nn.functional.mse_loss(reference(x[part]), y[part]) / 3).backward()
         optimizer.step()
-    for model in on_workers(3, loop):
+    for model in on_workers(3, loop_of_own_length):
         assert distance(weights(model), weights(reference)) < 1e-9
+
+
+@pytest.mark.parametrize("strategy", ["local steps=2", "allreduce link=tcp codec=auto:0.5"])
+def test_who_leaves_early_still_does_what_is_due_at_certain_steps(strategy: str) -> None:
+    """Averages after every second step, and the choice of a codec, need all: who has left counts with the others."""
+    first, *others = on_workers(3, loop_of_own_length, strategy=strategy, timeout_s=10.0)
+    assert distance(weights(first), weights(mlp())) > 1e-3, "they have learned"
+    for model in others:
+        assert same_bits(weights(model), weights(first))
 
 
 def test_under_central_nobody_leaves_early() -> None:

@@ -71,6 +71,8 @@ VARIANTS = {
     "tensor by tcp": Row(text="tensor link=tcp"),
 }
 """Other settings that reach another carrier: held to the promised numbers, and a death is noticed."""
+TOGETHER = Row(text="federated clients=4 batch=all", optimizer="sgd", calls=2)
+"""As it is by default: the run itself decides whether clients are trained as one stacked model."""
 OTHER_NUMBERS = ("federated",)
 """Whose steps are not those of one process on the same batches: what they are is tested with them."""
 
@@ -103,11 +105,10 @@ def test_weights_are_those_of_one_process_where_that_is_promised(row: Row) -> No
     assert run.summary["samples"] == sum((13, 13, 13, 6)) * 3
 
 
-@pytest.mark.parametrize("word", ROWS)
+@pytest.mark.parametrize("row", [*ROWS.values(), TOGETHER], ids=lambda row: row.text)
 def test_run_goes_on_from_its_directory_to_the_weights_of_an_uninterrupted_one(
-    word: str, tmp_path: Path
+    row: Row, tmp_path: Path
 ) -> None:
-    row = ROWS[word]
     task = make_task(OPTIMIZERS[row.optimizer])
     options = mh.Options(checkpoint_every=4)
     arguments: dict[str, Any] = {"workers": row.workers, "options": options, **row.length(STEPS)}
@@ -139,6 +140,7 @@ def breaking_loss(task: mh.Task, after: int) -> Any:
     "row",
     [
         *(ROWS[word] for word in ROWS if word != "single"),
+        TOGETHER,
         *(
             VARIANTS[name]
             for name in ("allreduce by tcp", "by priority", "helpers", "elastic", "elastic over links")

@@ -56,6 +56,7 @@ os.environ["NUMBA_BOUNDSCHECK"] = "1"
 import numba
 import numpy as np
 import fuzz_files, file_readers
+from file_reader import Reader, written
 from manyhands.errors import ManyhandsError
 
 @numba.njit
@@ -69,7 +70,7 @@ def read(folder):
 fuzz_files.LIMIT_S = 3.0
 if "outside" in {does!r}:
     outside(np.zeros(3), 1)  # compiled before the clock runs
-file_readers.READERS["broken"] = file_readers.Reader(name="broken", make=file_readers._write(b"good"), read=read)
+file_readers.READERS["broken"] = Reader(name="broken", make=written(b"good"), read=read)
 sys.exit(fuzz_files.work("broken", 0, range(20), Path(tempfile.mkdtemp(dir=sys.argv[1]))))
 """
     with tempfile.TemporaryDirectory() as place:

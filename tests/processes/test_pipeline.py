@@ -23,6 +23,8 @@ from pipelines import task_of
 
 pytestmark = pytest.mark.timeout(120)
 
+PATIENCE_S = 60.0
+
 
 def make(model: Any) -> mh.Task:
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -109,7 +111,7 @@ class Deadly(nn.Module):
         return x
 
 
-def test_killed_stage_is_named_with_its_microbatch_within_a_second(tmp_path: Path) -> None:
+def test_killed_stage_is_named_with_its_microbatch_long_before_the_time_is_over(tmp_path: Path) -> None:
     mark = tmp_path / "killed"
 
     def model() -> nn.Module:
@@ -117,6 +119,12 @@ def test_killed_stage_is_named_with_its_microbatch_within_a_second(tmp_path: Pat
 
     named = r"worker 1 .*was killed by SIGKILL.* last seen computing step 2, micro-batch 2 on stage 1, "
     with pytest.raises(WorkerFailed, match=named) as caught:
-        mh.fit(make(model), "pipeline stages=3 schedule=gpipe", workers=3, steps=4)
+        mh.fit(
+            make(model),
+            "pipeline stages=3 schedule=gpipe",
+            workers=3,
+            steps=4,
+            options=mh.Options(timeout_s=PATIENCE_S),
+        )
     assert caught.value.worker_rank == 1
-    assert time.monotonic() - float(mark.read_text()) < 1.5
+    assert time.monotonic() - float(mark.read_text()) < PATIENCE_S / 2, "by its end, not by a deadline"

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import os
+import re
 import shutil
+import signal
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -86,6 +90,24 @@ def test_optimizers_begin_anew_where_their_state_is_lost(tmp_path: Path) -> None
     resumed = mh.fit(task, "ps push=parameters", steps=STEPS, resume=True, **arguments)
     [note] = [note for note in resumed.summary["notes"] if "optimizers begin anew" in note]
     assert "nobody has the state" in note
+
+
+def test_the_run_says_that_the_optimizer_of_a_successor_begins_anew(tmp_path: Path) -> None:
+    task, calls, mark = make_task(OPTIMIZERS["momentum"]), [0], tmp_path / "killed"
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        calls[0] += 1
+        if calls[0] == 3:  # in each process of its own
+            with suppress(FileExistsError):
+                mark.touch(exist_ok=False)
+                os.kill(os.getpid(), signal.SIGKILL)
+        return task.loss(model, batch)
+
+    run = mh.fit(replace(task, loss=loss), "ps push=parameters", workers=2, steps=STEPS, out=tmp_path / "run")
+    assert mark.exists()
+    assert audit_run(tmp_path / "run").found.clean
+    [note] = [note for note in run.summary["notes"] if "begins anew" in note]
+    assert re.search(r"the optimizer of worker [01] begins anew at batch 3: who takes a place over has", note)
 
 
 def test_rows_of_tables_are_refused() -> None:

@@ -76,12 +76,14 @@ def test_a_thousand_requests_over_fifty_connections_with_a_worker_killed(server:
     expected = [one["label"] for one in predictor().answers(images.astype(np.float32))]
     answers: dict[int, tuple[int, Any]] = {}
     failures: list[BaseException] = []
+    go_on, early = threading.Event(), REQUESTS // 5
     deaths = server.view().deaths
 
     def ask_some(first: int) -> None:
         connection = connected(server)
         try:
             for number in range(first, REQUESTS, CONNECTIONS):
+                assert number < early or go_on.wait(60)
                 answers[number] = ask(connection, server, [images[number].tolist()])
         except BaseException as failure:
             failures.append(failure)
@@ -91,10 +93,15 @@ def test_a_thousand_requests_over_fifty_connections_with_a_worker_killed(server:
     clients = [threading.Thread(target=ask_some, args=(first,)) for first in range(CONNECTIONS)]
     for client in clients:
         client.start()
-    awaited(lambda: len(answers) > REQUESTS // 5 or bool(failures), "a fifth of the answers")
-    killed, pid = min(answering(server).items())
+    awaited(lambda: len(answers) == early or bool(failures), "a fifth of the answers")
+    (killed, pid), (_, other) = sorted(answering(server).items())
+    os.kill(other, signal.SIGSTOP)  # until requests wait for each other
     os.kill(pid, signal.SIGKILL)
-    assert len(answers) < REQUESTS, "the kill came in between"
+    try:
+        go_on.set()
+        awaited(lambda: server.view().waiting > 1 or len(answers) > early, "several requests")
+    finally:
+        os.kill(other, signal.SIGCONT)
     for client in clients:
         client.join(60)
     assert failures == []
@@ -122,6 +129,7 @@ def test_the_requests_of_a_worker_that_dies_with_them_are_answered_by_another(se
         target=lambda: said.append(ask(connection, server, [np.zeros((8, 8)).tolist()]))
     )
     asking.start()
+    busy = 0
     try:
         awaited(lambda: any(one.state == "computing" for one in server.view().workers), "it to be sent")
         (busy,) = [one.pid for one in server.view().workers if one.state == "computing"]
@@ -172,7 +180,7 @@ def test_a_worker_that_computes_for_too_long_is_replaced_and_its_request_told() 
         begun = time.monotonic()
         status, said = ask(connection, server, [np.zeros((8, 8)).tolist()])
         assert (status, "not computed within 1 s" in said["error"]) == (503, True)
-        assert 0.9 < time.monotonic() - begun < 10
+        assert time.monotonic() - begun > 0.9
         connection.close()
         awaited(lambda: bool(answering(server)) and number not in answering(server), "another worker")
         connection = connected(server)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import file_readers
+from file_readers_runs import ended_run
 from manyhands.analyse.source import existing_run
 from manyhands.compare.measure import measure
 from manyhands.compare.plan import Trial
@@ -54,7 +54,7 @@ def at_most(num_bytes: int) -> Iterator[None]:
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """A run on two servers that has ended."""
-    file_readers._run(tmp_path)
+    ended_run(tmp_path)
     return tmp_path / "run"
 
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from manyhands.allreduce.algorithms import ALGORITHMS
-from manyhands.allreduce.collective import ScheduleCollective, kept_by_codecs
+from manyhands.allreduce.collective import ScheduleCollective
 from manyhands.allreduce.compressed import Compressor, gathers
 from manyhands.allreduce.executor import ScheduleExecutor
+from manyhands.allreduce.riding import kept_by_codecs
 from manyhands.allreduce.schedule import chunk_bounds
 from manyhands.errors import ManyhandsError
 from manyhands.link.simulated import SimulatedNetwork

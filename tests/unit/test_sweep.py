@@ -7,7 +7,6 @@ import json
 import math
 import os
 import sys
-import threading
 import time
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from manyhands.compare.plan import lower_is_better
 from manyhands.draw.parallel import ParallelAxis, parallel_coordinates
 from manyhands.errors import DataError, UserError
 from manyhands.store.lock import RunLock
+from manyhands.store.rundir import RunDirectory
 from manyhands.sweep.plan import SweepPlan, SweepSetting, SweepTrial, parse_values
 from manyhands.sweep.report import sweep_cells, sweep_page
 from manyhands.sweep.results import SweepRow, best_first, sentences
@@ -299,24 +299,28 @@ def test_a_sweep_killed_before_its_first_run_goes_on(tmp_path: Path) -> None:
     assert done.final == {"accuracy": 0.1}
 
 
-def test_a_run_of_a_killed_sweep_is_waited_for(tmp_path: Path) -> None:
+def test_a_run_of_a_killed_sweep_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found, folder = plan(rate=("0.1",)), tmp_path / "s" / "runs" / "0001"
     open_sweep(tmp_path / "s", found, resume=False)
     folder.mkdir(parents=True)
     held = RunLock(folder / "run.lock")
     held.acquire()
-    let_go: list[float] = []
+    looks, let_go, is_live = 0, math.inf, RunDirectory.is_live
 
-    def leave() -> None:
-        let_go.append(time.monotonic())
-        held.close()
+    def look(path: Path) -> bool:
+        """The run ends when it is found at work for the second time."""
+        nonlocal looks, let_go
+        live = is_live(path)
+        looks += live
+        if looks == 2 and live:
+            let_go = time.monotonic()
+            held.close()
+        return live
 
-    timer = threading.Timer(0.3, leave)
-    timer.start()
+    monkeypatch.setattr(RunDirectory, "is_live", look)
     run_sweep(found, tmp_path / "s", launch, cores=[0])
-    timer.join()
     (begun,) = notes(tmp_path / "s")
-    assert begun["begin"] >= let_go[0]  # type: ignore[operator]
+    assert begun["begin"] >= let_go  # type: ignore[operator]
 
 
 def _children() -> list[str]:

@@ -20,7 +20,6 @@ from manyhands.allreduce.compressed import Compressor
 from manyhands.allreduce.executor import ScheduleExecutor
 from manyhands.allreduce.rows import GradientRows
 from manyhands.allreduce.schedule import Algorithm
-from manyhands.errors import ManyhandsError
 from manyhands.group.shared import Bucket, SharedGroup, slice_of
 from manyhands.link.base import Link
 from manyhands.link.wire import Wire, wire_of
@@ -29,7 +28,6 @@ from manyhands.training.exchange import Post, Times, Traffic
 from manyhands.training.resources import Resources
 from manyhands.wire.codec import ParcelCodec, codec_named
 from manyhands.wire.layout import side_by_side
-from manyhands.wire.memory import as_memory, as_one
 from manyhands.wire.names import RAW, auto_error, rounds_hops
 from manyhands.wire.parcels import Parcel
 
@@ -38,19 +36,11 @@ __all__ = [
     "ScheduleCollective",
     "SharedCollective",
     "across_hosts",
-    "broadcast",
     "carrier",
-    "kept_by_codecs",
     "meeting_in",
     "over_links",
-    "remember_kept",
-    "total",
     "without_barrier",
 ]
-
-
-_COUNT_BYTES = 8
-_SPARE_BYTES = 1 << 20  # for names and chunks that are longer than this worker's
 
 
 class Collective(ABC):
@@ -134,82 +124,6 @@ class Collective(ABC):
     @abstractmethod
     def close(self) -> None:
         """Let go of memory and links."""
-
-
-def kept_by_codecs(collective: Collective, index: int, bucket: torch.Tensor) -> Mapping[str, Any] | None:
-    """Collective: what all workers' codecs keep, on worker 0, for `remember_kept`; by way of bucket `index`."""
-    memory = collective.memory()
-    if not memory:
-        return None  # on all alike: they have sent the same buckets
-    found = _gathered(collective, index, bucket, as_one(memory))
-    return {"codec": collective.codec, "workers": found} if collective.rank == 0 else None
-
-
-def remember_kept(collective: Collective, kept: Mapping[str, Any] | None) -> None:
-    """Go on with what `kept_by_codecs` found; with another codec or other workers, nothing is kept to begin with."""
-    workers = kept["workers"] if kept is not None and kept["codec"] == collective.codec else ()
-    if len(workers) == collective.world:
-        collective.remember(as_memory(workers[collective.rank]))
-
-
-def total(collective: Collective, index: int, bucket: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Collective: the sum over workers of a vector of the bucket's type, through bucket `index`, piece by piece."""
-    pieces = []
-    for piece in torch.split(values, len(bucket)):
-        bucket.zero_()
-        bucket[: len(piece)] = piece
-        collective.launch(index)
-        collective.finish()
-        pieces.append(bucket[: len(piece)].clone())
-    return torch.cat(pieces)
-
-
-@torch.no_grad()
-def broadcast(
-    collective: Collective, index: int, bucket: torch.Tensor, tensors: Sequence[torch.Tensor]
-) -> None:
-    """Collective: give every worker worker 0's values; they ride in the bytes of bucket `index`, zero afterwards."""
-    carrier = bucket.view(torch.uint8)
-    for tensor in tensors:
-        flat = tensor.detach().contiguous().flatten().view(torch.uint8)
-        for piece in torch.split(flat, len(carrier)):
-            carrier[: len(piece)] = piece
-            collective.broadcast(index)
-            piece.copy_(carrier[: len(piece)])
-        tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
-    carrier.zero_()
-
-
-def _gathered(
-    collective: Collective, index: int, bucket: torch.Tensor, mine: torch.Tensor
-) -> list[torch.Tensor]:
-    """Collective: every worker's bytes, on worker 0; they ride in those of bucket `index`, zero afterwards.
-
-    All keep about as much: who says that it keeps far more than this worker is not believed.
-    """
-    carrier = bucket.view(torch.uint8)
-    room = carrier[:_COUNT_BYTES].view(torch.int64)
-    most = 2 * mine.numel() + _SPARE_BYTES
-    found = []
-    for root in range(collective.world):
-        room[0] = mine.numel()
-        collective.broadcast(index, root)
-        count = int(room[0])
-        if not 0 <= count <= most:
-            raise ManyhandsError(
-                f"worker {root} says that its codecs keep {count} bytes; at most {most} would fit what this one keeps"
-            )
-        theirs = torch.empty(count if collective.rank == 0 else 0, dtype=torch.uint8)
-        for begin in range(0, count, len(carrier)):
-            end = min(count, begin + len(carrier))
-            if root == collective.rank:
-                carrier[: end - begin] = mine[begin:end]
-            collective.broadcast(index, root)
-            if collective.rank == 0:
-                theirs[begin:end] = carrier[: end - begin]
-        found.append(theirs)
-    carrier.zero_()
-    return found if collective.rank == 0 else []
 
 
 class SharedCollective(Collective):
@@ -319,6 +233,7 @@ class ScheduleCollective(Collective):
         self._launched: list[int] = []
         self._waits: dict[int, int] = {}
         self._background = background or Background("manyhands sums of buckets")
+        self._begun = False
         self._leaves_early = False
         self._last_given = 0
 
@@ -372,6 +287,7 @@ class ScheduleCollective(Collective):
     def begin(self, step: int) -> None:
         """Buckets may leave from here on, unless codecs are weighed by all of them first."""
         super().begin(step)
+        self._begun = True
         self._executor.at(step)
         looks = self._chooser is not None and self._chooser.is_due(step)
         self._leaves_early = self.overlaps and not looks
@@ -390,6 +306,7 @@ class ScheduleCollective(Collective):
 
     def finish(self) -> None:
         """Wait for the sums of buckets that have left, or run the schedule on each launched one, in order."""
+        self._begun = False
         if self._arrive is not None:
             for peer, waited in self._arrive().items():
                 self._waits[peer] = self._waits.get(peer, 0) + waited
@@ -420,8 +337,8 @@ class ScheduleCollective(Collective):
     def take_times(self) -> Times:
         """The waiting for others; what backward does not hide of the exchange is timed by the caller."""
         waits, self._waits = self._waits, {}
-        posts = self._take_posts() if self._background.is_idle else {}  # all of a step's at its end
-        return Times(wait_ns=waits, posts=posts)
+        over = not self._begun and self._background.is_idle  # a step's posts stay together
+        return Times(wait_ns=waits, posts=self._take_posts() if over else {})
 
     def _take_posts(self) -> Mapping[int, Post]:
         return self._executor.take_posts()

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from manyhands.allreduce.collective import Collective, remember_kept
+from manyhands.allreduce.collective import Collective
 from manyhands.allreduce.reducer import Reducer, gradient_layouts
+from manyhands.allreduce.riding import remember_kept
 from manyhands.memory.heap import keep_freed_memory
 from manyhands.training.computing import Computed, Computer
 from manyhands.training.exchange import Exchange, LocalStep, SharedStep, Times, Traffic

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from manyhands.allreduce.collective import Collective, broadcast, kept_by_codecs, total
+from manyhands.allreduce.collective import Collective
+from manyhands.allreduce.riding import broadcast, kept_by_codecs, total
 from manyhands.allreduce.rows import GradientRows, row_sparse
 from manyhands.errors import UserError
 from manyhands.training.exchange import LocalStep, SharedStep

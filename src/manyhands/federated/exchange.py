@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from manyhands.allreduce.collective import Collective, broadcast, total
+from manyhands.allreduce.collective import Collective
+from manyhands.allreduce.riding import broadcast, total
 from manyhands.federated.algorithms import FederatedAlgorithm, FederatedFacts, algorithm_named
 from manyhands.federated.clients import held, held_names, selected, steps_in, work_of
 from manyhands.federated.coding import UpdateCoding

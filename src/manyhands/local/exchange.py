@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from manyhands.allreduce.collective import Collective, remember_kept
+from manyhands.allreduce.collective import Collective
+from manyhands.allreduce.riding import remember_kept
 from manyhands.local.gossip import Gossip
 from manyhands.local.outer import Mean, OuterStep
 from manyhands.local.replica import Replica

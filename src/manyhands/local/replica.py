@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from manyhands.allreduce.collective import Collective, broadcast, kept_by_codecs, total
+from manyhands.allreduce.collective import Collective
+from manyhands.allreduce.riding import broadcast, kept_by_codecs, total
 from manyhands.errors import UserError
 from manyhands.local.outer import Mean, OuterStep
 from manyhands.sharding.kept import kept_by

@@ -57,6 +57,7 @@ class Rounds:
         self._check_every = check_every if exchange.copies else 0
         self._agreement: Agreement | None = None
         self._says_stop = False
+        self._for_others = 0  # rounds that this worker has brought nothing to, since it left
         self._holding = 0
         self._stepping = False
         self._model: nn.Module | None = None
@@ -274,7 +275,8 @@ class Rounds:
 
     def _exchange(self, words: Sequence[Word], share: float) -> None:
         assert self._buffers is not None
-        self.exchange.agree(LocalStep(loss=0.0, share=share, step=self.clock.rounds))
+        step = self.clock.rounds + self._for_others  # on all alike: what is done together may hang on it
+        self.exchange.agree(LocalStep(loss=0.0, share=share, step=step))
         self._buffers.exchange(words, share)
         if self._watch is not None:
             self._watch.remember()
@@ -284,6 +286,7 @@ class Rounds:
         for parameter in self.require_model().parameters():
             parameter.grad = None
         self._exchange(words, share=0.0)
+        self._for_others += 1
         self.exchange.settle()
 
     @torch.no_grad()

@@ -7,7 +7,6 @@ each slice that it has and for each parameter that its backward reached.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -17,6 +16,7 @@ import torch
 from manyhands.allreduce.collective import ScheduleCollective
 from manyhands.allreduce.priority.order import Desk, SendOrder
 from manyhands.allreduce.priority.slices import GradientSlice
+from manyhands.allreduce.side_thread import SideThread
 from manyhands.training.exchange import LocalStep, Post, SharedStep
 
 __all__ = ["Agreed", "Courier", "Lateness"]
@@ -24,8 +24,6 @@ __all__ = ["Agreed", "Courier", "Lateness"]
 _LOSS, _STOP, _PAUSE, _BAD = range(4)
 _WORDS = 4
 _WORD_BYTES = 8
-_END_S = 10.0  # a thread that has not ended by then ends with the process
-_LOOK_S = 1.0  # how often a worker that waits sees whether there is still a courier
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +55,7 @@ class _Step:
     agreed: Agreed | None = None
 
 
-class Courier:
+class Courier(SideThread):
     """One worker's; it has the collective to itself from `begin` until the step `is_over`. `close` is idempotent.
 
     What goes wrong in the thread is raised in the worker's, at its next call.
@@ -70,19 +68,16 @@ class Courier:
         parameters: int,
         credit_bytes: int,
     ) -> None:
+        super().__init__("manyhands courier")
         self._collective = collective
         self._slices = slices
         self._parameters = parameters
         self._credit_bytes = credit_bytes
-        self._changed = threading.Condition()
         self._step: _Step | None = None
         self._arrived: list[int] = []
         self._late: list[Lateness] = []
         self._posts: dict[int, Post] = {}
-        self._error: BaseException | None = None
-        self._ends = False
-        self._thread = threading.Thread(target=self._run, name="manyhands courier", daemon=True)
-        self._thread.start()
+        self._start()
 
     # ── the worker's side ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -90,7 +85,7 @@ class Courier:
     def is_over(self) -> bool:
         """Whether the last step that was begun is over: every slice has arrived, or it was called off."""
         with self._changed:
-            return self._step is None or self._step.desk.is_over
+            return self._is_idle()
 
     def begin(self, step: int) -> None:
         """The next step; the last one is over."""
@@ -143,37 +138,20 @@ class Courier:
 
     def close(self) -> None:
         """End the thread and let go of the collective: at once, also in the middle of a step that has failed here."""
-        with self._changed:
-            self._ends = True
-            idle = self._step is None or self._step.desk.is_over
-            self._changed.notify_all()
-        if idle:
-            self._thread.join(_END_S)
-        self._collective.close()  # ends whatever the thread waits for
-        self._thread.join(_END_S)
+        self._end(self._collective.close)
 
-    def _wait(self) -> None:
-        """In the worker's thread, with the lock: until something has changed."""
-        if self._error is not None:
-            raise self._error
-        if not self._thread.is_alive():
-            raise RuntimeError("the thread that sums gradients has ended, and this worker waits for it")
-        self._changed.wait(_LOOK_S)
+    def _is_idle(self) -> bool:
+        return self._step is None or self._step.desk.is_over
 
     # ── the thread ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _run(self) -> None:
-        try:
-            while (step := self._next_report()) is not None:
-                found, waits = self._collective.gather(self._report(step))
-                for number in self._hear(step, found, waits):
-                    self._collective.step = step.number
-                    self._collective.sum_part(self._slices[number].parcel)
-                    self._deliver(step, number)
-        except BaseException as error:
-            with self._changed:
-                self._error = error
-                self._changed.notify_all()
+        while (step := self._next_report()) is not None:
+            found, waits = self._collective.gather(self._report(step))
+            for number in self._hear(step, found, waits):
+                self._collective.step = step.number
+                self._collective.sum_part(self._slices[number].parcel)
+                self._deliver(step, number)
 
     def _next_report(self) -> _Step | None:
         """Wait for the worker to have something to report; None where it is done."""

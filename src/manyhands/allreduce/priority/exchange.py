@@ -20,13 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from manyhands.allreduce.collective import (
-    ScheduleCollective,
-    broadcast,
-    kept_by_codecs,
-    remember_kept,
-    total,
-)
+from manyhands.allreduce.collective import ScheduleCollective
 from manyhands.allreduce.priority.booked import Blocked, exposed
 from manyhands.allreduce.priority.courier import Agreed, Courier
 from manyhands.allreduce.priority.gradients import SlicedGradients
@@ -34,6 +28,7 @@ from manyhands.allreduce.priority.guard import ParameterGuard
 from manyhands.allreduce.priority.slices import cut
 from manyhands.allreduce.priority.stepping import LateOptimizer
 from manyhands.allreduce.reducer import gradient_layouts
+from manyhands.allreduce.riding import broadcast, kept_by_codecs, remember_kept, total
 from manyhands.errors import UserError
 from manyhands.memory.heap import keep_freed_memory
 from manyhands.training.computing import Computed, Computer

@@ -9,6 +9,7 @@ from __future__ import annotations
 from manyhands.errors import CorruptCheckpoint
 from manyhands.server.live.owed import OwedMemory, is_kept
 from manyhands.server.live.replica_model import ReplicaModel
+from manyhands.server.messages import Work
 from manyhands.store.atomic import WriteFailed
 from manyhands.store.checkpoint import NonFiniteSnapshot
 from manyhands.training.computing import Built, TrainingPlan
@@ -17,24 +18,44 @@ __all__ = ["OwnSteps"]
 
 
 class OwnSteps:
-    """One worker's; where it `recalls`, the first step is taken with the state that was kept."""
+    """One worker's: `begin`, then `step`; where it `recalls`, the first is taken with the state that was kept."""
 
     def __init__(self, built: Built, owed: OwedMemory, plan: TrainingPlan, *, recalls: bool) -> None:
         self._built = built
         self._owed = owed
         self._plan = plan
         self._recalls = recalls
+        self._begun = False
         self._scheduled = 0
+
+    def begin(self, work: Work, slot: int) -> str | None:
+        """Before the first step of this process, whose place is `slot`; nothing before any later one.
+
+        A sentence where the optimizer has no state, and somebody's before it had.
+        """
+        if self._begun:
+            return None
+        self._begun = True
+        anew = f"the optimizer of worker {slot} begins anew at batch {work.batch + 1}"
+        if not self._recalls:
+            return f"{anew}: who takes a place over has no state of it" if work.clock else None
+        try:
+            kept = self._owed.optimizer(work.batch, work.part)
+        except CorruptCheckpoint as error:
+            return f"{anew}: {error}"
+        if kept is None:
+            return f"{anew}: its state was not kept"
+        optimizer = self._built.optimizer  # its groups as they are: the scheduler brings them to this batch
+        groups = optimizer.state_dict()["param_groups"]
+        optimizer.load_state_dict({"state": kept["state"], "param_groups": groups})
+        return None
 
     def step(self, model: ReplicaModel, batch: int, part: int, share: float) -> str | None:
         """Take the step of this part of a batch, and keep what came of it where that is due.
 
-        A sentence where the disk has lost, or does not take, the optimizer's state.
+        A sentence where the disk does not take the optimizer's state.
         """
-        optimizer, scheduler, said = self._built.optimizer, self._built.scheduler, None
-        if self._recalls:
-            self._recalls = False
-            said = self._recall(batch, part)
+        optimizer, scheduler = self._built.optimizer, self._built.scheduler
         while scheduler is not None and self._scheduled < batch:
             scheduler.step()
             self._scheduled += 1
@@ -44,16 +65,5 @@ class OwnSteps:
             try:
                 self._owed.save_optimizer(done, part, optimizer.state_dict())
             except (WriteFailed, NonFiniteSnapshot) as error:
-                said = f"the optimizer of worker {part} was not kept after {done} batches: {error}"
-        return said
-
-    def _recall(self, batch: int, part: int) -> str | None:
-        optimizer = self._built.optimizer
-        try:
-            kept = self._owed.optimizer(batch, part)
-        except CorruptCheckpoint as error:
-            return f"the optimizer of worker {part} begins anew: {error}"
-        if kept is not None:  # its groups as they are: the scheduler brings them to this batch
-            groups = optimizer.state_dict()["param_groups"]
-            optimizer.load_state_dict({"state": kept["state"], "param_groups": groups})
+                return f"the optimizer of worker {part} was not kept after {done} batches: {error}"
         return None

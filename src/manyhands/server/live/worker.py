@@ -7,7 +7,6 @@ deadline, and the error names the shards and servers that have not answered.
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -29,7 +28,8 @@ from manyhands.server.client_lane import ClientLane
 from manyhands.server.digests import gradient_hash
 from manyhands.server.live.hearing import FOR_WORKERS, require_shard
 from manyhands.server.live.job import Job
-from manyhands.server.live.records import message_number, wire_of_link
+from manyhands.server.live.own_steps import OwnSteps
+from manyhands.server.live.records import wire_of_link
 from manyhands.server.live.reports import (
     ORDERS,
     REPORTS,
@@ -45,19 +45,9 @@ from manyhands.server.live.reports import (
 )
 from manyhands.server.live.resources import MemberContext, MemberResources
 from manyhands.server.live.worker_body import WorkerBody
-from manyhands.server.live.worker_payloads import WorkerPayloads
-from manyhands.server.messages import (
-    Message,
-    Parameters,
-    Push,
-    ReadRows,
-    RowsUnknown,
-    RowValues,
-    View,
-    Welcome,
-    Work,
-)
-from manyhands.server.turns import TurnAnswer, WorkerTurn, in_turns
+from manyhands.server.live.worker_mail import WorkerMail
+from manyhands.server.messages import Parameters, RowsUnknown, RowValues, View, Welcome, Work
+from manyhands.server.turns import TurnAnswer, in_turns
 from manyhands.server.updates import ComputedRow
 from manyhands.training.booking import StepBook
 from manyhands.training.computing import Computed
@@ -129,8 +119,7 @@ class _Turn:
         self._lane = ClientLane(self._core)
         self._hub: Hub = job.hub(member, "worker", destination=self._destination)
         self._hub.register(context.control_fileno())
-        self._payloads = WorkerPayloads(body, job)
-        self._unsent: defaultdict[int, list[Message]] = defaultdict(list)
+        self._mail = WorkerMail(self._hub, body, job, ring)
         self._dialled: set[int] = set()
         self._unreached: dict[int, str] = {}  # by member of the view: why it is not connected
         self._again: list[int] = []
@@ -145,7 +134,6 @@ class _Turn:
         self._wait = LongWait()
         self._waited_for = NOBODY
         self._latest: View | None = None
-        self._roles: dict[int, int] = {}  # of servers in events, by member
         self._wire = wire_of_link(job.strategy)
         self._per_shard = 2 if job.confirms else 1  # messages of an update: else its read goes with its push
 
@@ -196,7 +184,7 @@ class _Turn:
         unheard, self._body.unheard = self._body.unheard, []
         for told in (*unheard, *map(ORDERS.read, self._context.told())):
             if isinstance(told, ViewPublished):
-                self._roles = dict(told.roles)
+                self._mail.roles = dict(told.roles)
                 self._follow(told.view, told.addresses)
         if self._context.stopping:
             raise Aborted("the launcher asked to stop")
@@ -216,8 +204,7 @@ class _Turn:
                     self._unreached.pop(member, None)
                     if self._job.strategy.link == "shared":
                         self._hub.share(member, self._body.area.segment, self._core.member)
-                    for message in self._unsent.pop(member, []):
-                        self._send(member, message)
+                    self._mail.joined(member)
                 case Lost(member=member, reason=reason):
                     self._dialled.discard(member)
                     self._unreached[member] = reason
@@ -245,26 +232,26 @@ class _Turn:
             raise ProtocolError("message", f"a {type(message).__name__} is not for a worker to hear")
         require_shard(message.shard, self._job.strategy.servers)
         self._hear_rows(member, message, payload)
-        self._record_message(EventKind.RECEIVE, time.monotonic_ns(), member, message, payload.nbytes)
+        self._mail.came(member, message, payload.nbytes)
         if isinstance(message, Parameters):
             self._waited_for = message.waited_for  # of the last shard to answer
             if self._core.awaits(message, member):
-                self._payloads.take(message, payload)
+                self._mail.payloads.take(message, payload)
         self._do(self._core.handle(message, member))
         if isinstance(message, Welcome) and self._core.welcomed_epoch is not None:
             self._report(ShardsWelcomed(epoch=self._core.welcomed_epoch))
 
     def _take_answer(self, member: int, answer: TurnAnswer, payload: memoryview) -> bool:
         """Take what answers a turn, in the common case; False, and nothing has changed, in any other."""
-        self._payloads.require_known(answer)
+        self._mail.payloads.require_known(answer)
         if not self._core.awaits(answer, member):
             return False
-        self._payloads.take(answer, payload)
+        self._mail.payloads.take(answer, payload)
         compute = self._lane.answered(answer, member)
         if compute is None:
             return False
         self._computing, self._waited_for = compute, answer.waited_for
-        self._record_message(EventKind.RECEIVE, time.monotonic_ns(), member, answer, payload.nbytes)
+        self._mail.came(member, answer, payload.nbytes)
         return True
 
     def _cut(self, member: int, error: ProtocolError) -> None:
@@ -300,9 +287,9 @@ class _Turn:
         for action, turn in in_turns(actions):
             match action:
                 case SendMessage(to=to) if turn is not None:
-                    self._send_turn(to, turn)
+                    self._mail.send_turn(to, turn)
                 case SendMessage(to=to, message=message):
-                    self._send(to, message)
+                    self._mail.send(to, message)
                 case Compute():
                     self._computing = action
                 case Flush():
@@ -312,48 +299,10 @@ class _Turn:
                 case Leave():
                     self._left = action
 
-    def _send_turn(self, to: int, turn: WorkerTurn) -> None:
-        """Send a push and the read behind it in one message."""
-        if to not in self._hub.members():
-            self._unsent[to] += [turn.push, turn.read]
-            return
-        payload, num_bytes = self._payloads.sent_with(to, turn)
-        now_ns = time.monotonic_ns()
-        self._hub.send(to, turn, payload)
-        self._body.bytes_sent += num_bytes
-        self._body.messages_sent += 1
-        self._record_message(EventKind.SEND, now_ns, to, turn, num_bytes)
-
-    def _send(self, to: int, message: Message) -> None:
-        if to not in self._hub.members():
-            self._unsent[to].append(message)
-            return
-        payload, num_bytes = self._payloads.sent_with(to, message)
-        now_ns = time.monotonic_ns()
-        self._hub.send(to, message, payload)
-        self._body.bytes_sent += num_bytes
-        self._body.messages_sent += 1
-        self._record_message(EventKind.SEND, now_ns, to, message, num_bytes)
-
-    def _record_message(
-        self, kind: EventKind, now_ns: int, server: int, message: Any, num_bytes: int
-    ) -> None:
-        if isinstance(message, Push | WorkerTurn | ReadRows | Parameters | TurnAnswer | RowValues):
-            self._ring.record(
-                kind,
-                now_ns,
-                step=message.batch if isinstance(message, Push | WorkerTurn) else self._context.step - 1,
-                peer=self._roles.get(server, NOBODY),
-                num_bytes=num_bytes,
-                count=1,
-                message=message_number(message, self._job.strategy.servers),
-                wire=self._wire,
-            )
-
     def _destination(self, member: int, message: Any, num_bytes: int) -> memoryview | None:
-        self._payloads.require_known(message)
+        self._mail.payloads.require_known(message)
         is_awaited = isinstance(message, Parameters | TurnAnswer) and self._core.awaits(message, member)
-        return self._payloads.room(message, num_bytes, is_awaited=is_awaited)
+        return self._mail.payloads.room(message, num_bytes, is_awaited=is_awaited)
 
     # ── one update ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -391,8 +340,8 @@ class _Turn:
         bad = body.complaint(done, f"worker {self._core.slot}, step {work.batch + 1}")
         if bad is not None and not self._job.skip_nonfinite:
             raise NonFinite(f"{bad}; {body.cause(done)}")
-        if bad is None and body.own_steps is not None:
-            self._remark(body.own_steps.step(body.model, work.batch, work.part, done.share))
+        if body.own_steps is not None:
+            self._step_here(body.own_steps, work, done.share, skip=bad is not None)
             computed = time.monotonic_ns()
         body.samples += done.samples
         book = StepBook(ring.record, work.batch, begin)
@@ -413,9 +362,14 @@ class _Turn:
             self._record(compute)
         turn = self._lane.turn(weight=done.share) if bad is None else None
         if turn is not None:
-            self._send_turn(*turn)
+            self._mail.send_turn(*turn)
         else:
             self._do(self._core.computed(weight=done.share, skip=bad is not None))
+
+    def _step_here(self, own: OwnSteps, work: Work, share: float, *, skip: bool) -> None:
+        self._remark(own.begin(work, self._core.slot))
+        if not skip:
+            self._remark(own.step(self._body.model, work.batch, work.part, share))
 
     def _remark(self, sentence: str | None) -> None:
         if sentence is not None:
