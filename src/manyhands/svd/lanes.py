@@ -1,7 +1,8 @@
 """What goes through the entries of one sparse row, some numbers at a time in one register.
 
 A plain loop over the numbers of a line is compiled so that it asks at each entry whether two lines overlap, and writes
-its sums to memory each time. Here a line is a vector, which stays in registers while the row lasts.
+its sums to memory each time. Here a line is a vector, which stays in registers while the row lasts. Which lines come is
+known, and to no processor: they are asked for some entries ahead.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from numba.extending import intrinsic
 __all__ = ["add_line_4", "add_line_8", "add_line_12", "sum_lines_4", "sum_lines_8", "sum_lines_12"]
 
 _INT = ir.IntType(64)
+_AHEAD = 16  # entries
+_CACHE_LINE = 8  # numbers
 _ANY_ORDER = ("contract", "nsz")  # a product and its sum may be one instruction
 
 
@@ -44,6 +47,29 @@ def _in_all_lanes(builder: Any, value: Any, lanes: int) -> Any:
     first = builder.insert_element(nothing, value, ir.IntType(32)(0))
     same = ir.Constant(ir.VectorType(ir.IntType(32), lanes), [0] * lanes)
     return builder.shuffle_vector(first, nothing, same)
+
+
+def _last(context: Any, builder: Any, kind: Any, array: Any) -> Any:
+    """The place of an array's last number."""
+    return builder.sub(context.make_array(kind)(context, builder, array).nitems, _INT(1))
+
+
+def _ask_ahead(builder: Any, arrays: tuple[Any, Any], places: tuple[Any, Any, Any, Any], lanes: int) -> None:
+    """Have the line on its way of which a later entry is the column, be it one of the next row.
+
+    `arrays` are columns and lines; `places` are those of the entry, of the last one, of a line's part, and the width.
+    """
+    (columns, lines), (entry, last, offset, width) = arrays, places
+    ahead = builder.add(entry, _INT(_AHEAD))
+    at = builder.select(builder.icmp_signed("<", ahead, last), ahead, last)
+    column = builder.zext(builder.load(builder.gep(columns, [at])), _INT)
+    byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+    kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+    prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+    begin = builder.add(builder.mul(column, width), offset)
+    for first in range(0, lanes, _CACHE_LINE):
+        address = builder.bitcast(builder.gep(lines, [builder.add(begin, _INT(first))]), byte)
+        builder.call(prefetch, [address, number(0), number(3), number(1)])
 
 
 def _signature(arrays: tuple[Any, ...]) -> Any:
@@ -87,8 +113,10 @@ def _summing(*pieces: int) -> Any:
                 total = cgutils.alloca_once(builder, ir.VectorType(ir.DoubleType(), lanes))
                 builder.store(builder.load(target, align=8), total)
                 sums.append((target, total))
+            last, count = _last(context, builder, kinds[0], args[0]), sum(pieces)
             with cgutils.for_range(builder, args[3], start=args[2]) as loop:
                 column, value = _entry(builder, row, found, loop.index)
+                _ask_ahead(builder, (row, lines), (loop.index, last, args[5], args[6]), count)
                 place = builder.add(builder.mul(column, args[6]), args[5])
                 for (first, lanes), (_, total) in zip(parts, sums, strict=True):
                     source = _line(builder, lines, builder.add(place, _INT(first)), lanes)
@@ -132,8 +160,10 @@ def _adding(*pieces: int) -> Any:
                 builder.load(_line(builder, given, builder.add(args[8], _INT(first)), lanes), align=8)
                 for first, lanes in parts
             ]
+            last, count = _last(context, builder, kinds[0], args[0]), sum(pieces)
             with cgutils.for_range(builder, args[3], start=args[2]) as loop:
                 column, value = _entry(builder, row, found, loop.index)
+                _ask_ahead(builder, (row, lines), (loop.index, last, args[5], args[6]), count)
                 place = builder.add(builder.mul(column, args[6]), args[5])
                 for (first, lanes), own in zip(parts, mine, strict=True):
                     target = _line(builder, lines, builder.add(place, _INT(first)), lanes)
