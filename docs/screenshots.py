@@ -3,7 +3,8 @@
 Trains digits on two servers and three workers, of which one is slowed from a third of the run on, opens the live page
 in headless Chromium while that goes on and after its end, at the width of a laptop and of a phone, light and dark, and
 writes docs/figures/page-*.png. Then compares strategies with a slowed worker, and writes docs/figures/compare.png of
-the report and benchmarks/results/compare.json with its figures.
+the report and benchmarks/results/compare.json with its figures. `--report FILE` takes one picture alone: of a report
+that is there already, into docs/figures/ under `--name`.
 """
 
 from __future__ import annotations
@@ -112,8 +113,15 @@ def main() -> None:
     """Take the pictures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=("page", "compare"), help="one of the two")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="a picture of this report and no other")
+    parser.add_argument("--name", default="report.png", help="of that picture")
+    parser.add_argument("--height", type=int, help="of that picture, in pixels", metavar="PIXELS")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, browser(Path(folder) / "profile") as driver:
+        if asked.report is not None:
+            driver.get(asked.report.resolve().as_uri())
+            picture(driver, asked.name, LAPTOP, height=asked.height)
+            return
         if asked.only != "compare":
             picture_run(driver, Path(folder))
         if asked.only != "page":
