@@ -1,11 +1,12 @@
 """Clients whose labels differ: FedAvg, FedProx, SCAFFOLD, FedAdam and Ditto side by side, by `manyhands compare`.
 
-    python benchmarks/federated_noniid.py [--rounds 60] [--repeats 3] [--clients 20] [--out runs/federated-noniid]
+    python benchmarks/federated_noniid.py [--rounds 40] [--repeats 3] [--clients 20] [--out FOLDER] [--fresh]
 
 The digits of scikit-learn, dealt to clients by Dirichlet(0.1) over the labels, half of the clients in each round, some
 epochs of plain SGD on each. The common model is measured on the test set. A client's own accuracy is that of the model
 which it uses itself on the test samples, weighted as its labels are: Ditto's own, the common one of all others, and
-FedAvg's after fine-tuning. Everything follows from the seed; nothing here is a time. Reports and pictures: --out.
+FedAvg's after fine-tuning. Everything follows from the seed; nothing here is a time. Reports and pictures: --out. The
+result is written after each seed; a seed whose runs have all ended is not run again, unless --fresh.
 """
 
 from __future__ import annotations
@@ -26,9 +27,11 @@ import torch
 from torch import Tensor, nn
 
 import manyhands as mh
+from manyhands.compare.figures import Figures, figures
 from manyhands.compare.machine import machine
+from manyhands.compare.measure import measure
 from manyhands.compare.narrate import Conditions, paragraph
-from manyhands.compare.plan import Target
+from manyhands.compare.plan import Target, trials
 from manyhands.compare.report import Made, report
 from manyhands.compare.run import CompareSettings, compare
 from manyhands.federated.clients import held
@@ -103,20 +106,59 @@ def own_accuracy(made: mh.Task, models: dict[int, nn.Module], mix: np.ndarray) -
     return {"mean": statistics.fmean(each), "worst": min(each), "deviation": statistics.pstdev(each)}
 
 
+def ended(out: Path, strategies: Sequence[Strategy], settings: CompareSettings) -> Figures | None:
+    """What came out of the runs of a seed, where all have ended before."""
+    order = trials(len(strategies), 1)
+    folders = [out / trial.folder(strategies[trial.place]) for trial in order]
+    if not all((folder / "summary.json").is_file() for folder in folders):
+        return None
+    runs = [
+        measure(trial, folder, strategies[trial.place]) for trial, folder in zip(order, folders, strict=True)
+    ]
+    every = settings.evaluate_every or 1
+    return figures([(strategy, 1) for strategy in strategies], runs, settings.target, every)
+
+
+def run_seed(
+    made: mh.Task, strategies: Sequence[Strategy], out: Path, settings: CompareSettings, title: str
+) -> Figures:
+    """All algorithms with one seed, and their report."""
+    shutil.rmtree(out, ignore_errors=True)
+    found = compare(made, "; ".join(map(str, strategies)), out=out, settings=settings)
+    if found.failed or found.interrupted:
+        raise SystemExit(f"seed {settings.seed}: a run failed or was ended: {found.figures.to_dict()}")
+    page = Made(title=title, command="benchmarks/federated_noniid.py", facts=machine(), notes=found.notes)
+    text = report(found.figures, paragraph(found.figures, Conditions()), page)
+    (out / "report.html").write_text(text)
+    return found.figures
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--repeats", type=int, default=3, help="seeds, from 0 on")
     parser.add_argument("--clients", type=int, default=20)
     parser.add_argument("--out", type=Path, default=Path("runs/federated-noniid"))
     parser.add_argument("--result", type=Path, default=RESULT)
+    parser.add_argument("--fresh", action="store_true")
     options = parser.parse_args()
     made = task()
-    strategies = [words(one, options.clients) for one in ALGORITHMS]
-    seeds: list[dict[str, Any]] = []
+    strategies = [Strategy.parse(words(one, options.clients)) for one in ALGORITHMS]
+    result: dict[str, Any] = {
+        "task": "digits",
+        "partition": PARTITION,
+        "clients": options.clients,
+        "fraction": FRACTION,
+        "epochs": EPOCHS,
+        "batch": BATCH,
+        "rate": RATE,
+        "rounds": options.rounds,
+        "machine": platform.processor() or platform.machine(),
+        "torch": torch.__version__,
+        "seeds": [],
+    }
     for seed in range(options.repeats):
         out = options.out / f"seed-{seed}"
-        shutil.rmtree(out, ignore_errors=True)
         settings = CompareSettings(
             workers=1,
             rounds=options.rounds,
@@ -124,41 +166,19 @@ def main() -> None:
             target=Target.parse(TARGET),
             evaluate_every=max(1, options.rounds // 30),
         )
-        found = compare(made, "; ".join(strategies), out=out, settings=settings)
-        if found.failed or found.interrupted:
-            raise SystemExit(f"seed {seed}: a run failed or was ended: {found.figures.to_dict()}")
-        sentences = paragraph(found.figures, Conditions())
         title = f"digits by {PARTITION} over {options.clients} clients, seed {seed}"
-        page = Made(title=title, command="benchmarks/federated_noniid.py", facts=machine(), notes=found.notes)
-        (out / "report.html").write_text(report(found.figures, sentences, page))
+        found = None if options.fresh else ended(out, strategies, settings)
+        found = found or run_seed(made, strategies, out, settings, title)
         mix = mixes(made, options.clients, seed)
         own: dict[str, dict[str, float]] = {}
-        for place, text in enumerate(strategies):
-            strategy = Strategy.parse(text)
-            run = out / f"{place + 1:02d}-federated-1"
+        for trial in trials(len(strategies), 1):
+            strategy = strategies[trial.place]
+            run = out / trial.folder(strategy)
             for name, models in own_models(run, made, strategy, seed):
                 own[name] = own_accuracy(made, models, mix)
-        seeds.append({"seed": seed, **found.figures.to_dict(), "own": own})
+        result["seeds"].append({"seed": seed, **found.to_dict(), "own": own})
         print(json.dumps({"seed": seed, "own": own}, indent=1), flush=True)
-    options.result.write_text(
-        json.dumps(
-            {
-                "task": "digits",
-                "partition": PARTITION,
-                "clients": options.clients,
-                "fraction": FRACTION,
-                "epochs": EPOCHS,
-                "batch": BATCH,
-                "rate": RATE,
-                "rounds": options.rounds,
-                "machine": platform.processor() or platform.machine(),
-                "torch": torch.__version__,
-                "seeds": seeds,
-            },
-            indent=1,
-        )
-        + "\n"
-    )
+        options.result.write_text(json.dumps(result, indent=1) + "\n")
     print(options.result)
 
 
