@@ -103,7 +103,9 @@ def federated_noniid() -> str:
             ]
         )
     rows.append(["`fedavg`, then fine-tuned", "", "", *own_columns(seeds, "fedavg, fine-tuned")])
-    about = f"{result['clients']} clients, {result['partition']}, {result['rounds']} rounds"
+    about = (
+        f"{result['clients']} clients, {result['partition']}, {result['rounds']} rounds, {len(seeds)} seeds"
+    )
     return f"**{about}**, torch {result['torch']}\n\n{markdown(rows)}"
 
 
