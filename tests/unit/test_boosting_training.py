@@ -1,8 +1,7 @@
-"""Gradient boosting in one process and by threads that meet: a tree by hand, equal trees, resume, peers, bad input."""
+"""Gradient boosting in one process and by threads that meet: a tree by hand, equal trees, resume, peers."""
 
 from __future__ import annotations
 
-import gzip
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,47 +14,21 @@ from sklearn.datasets import make_hastie_10_2
 from sklearn.ensemble import HistGradientBoostingClassifier
 from sklearn.metrics import roc_auc_score
 
-from manyhands.boosting.measuring import measure_model
+from boosted import choice, drawn_table, predictions, trained
 from manyhands.boosting.model import GbdtModel
 from manyhands.boosting.options import GbdtOptions
-from manyhands.boosting.predicting import GbdtPredictor
 from manyhands.boosting.searching import area_words, told_words
 from manyhands.boosting.sources import ArraySource, RowBlock, open_source
-from manyhands.boosting.table import Holdout
 from manyhands.boosting.tally import HistogramMeeting
 from manyhands.boosting.task import GbdtStep, GbdtTask
 from manyhands.boosting.text_format import parse_model, render_model
-from manyhands.boosting.training import GbdtResult, TableChoice, gbdt_task, train_gbdt
+from manyhands.boosting.training import TableChoice, gbdt_task, train_gbdt
 from manyhands.boosting.trees import TreeMemory
 from manyhands.errors import UserError
-from manyhands.inference.predictor import ReadAs
 from manyhands.training.kept import Keeping
 
 DATA = Path(__file__).parents[2].parent / "shared" / "data"
 needs_data = pytest.mark.skipif(not DATA.exists(), reason="needs the files of ../shared/data")
-
-
-def drawn_table(rows: int = 700, seed: int = 3) -> tuple[np.ndarray, np.ndarray]:
-    """Numbers, some of them missing, a categorical column (4), and labels that depend on all of it."""
-    drawn = np.random.default_rng(seed)
-    values = drawn.normal(size=(rows, 6)).round(3)
-    values[:, 4] = drawn.integers(0, 12, rows)
-    logit = values[:, 0] * 2 - values[:, 1] ** 2 + (values[:, 4] % 3 == 1) * 2
-    values[drawn.random((rows, 6)) < 0.1] = np.nan
-    logit += np.isnan(values[:, 2]) * 2
-    return values, (logit + drawn.logistic(size=rows) > 0).astype(float)
-
-
-def choice(values: np.ndarray, labels: np.ndarray, **more: Any) -> TableChoice:
-    return TableChoice(train=ArraySource(values, labels), **more)
-
-
-def trained(table: TableChoice, **options: Any) -> GbdtResult:
-    return train_gbdt(table, GbdtOptions(**options))
-
-
-def predictions(model: GbdtModel, values: np.ndarray) -> np.ndarray:
-    return model.predict(RowBlock(labels=None, dense=values))
 
 
 def test_one_split_is_the_one_found_by_hand() -> None:
@@ -253,217 +226,6 @@ def test_importance_counts_splits_and_gains() -> None:
         model.importance("weight")
 
 
-def test_held_out_rows_are_a_share_of_all_by_their_number() -> None:
-    chosen = Holdout(fraction=0.25, seed=1).chosen(0, 100_000)
-    assert 24_000 < chosen.sum() < 26_000
-    assert np.array_equal(chosen[500:600], Holdout(fraction=0.25, seed=1).chosen(500, 100))
-    assert not Holdout().chosen(0, 1000).any()
-    assert not np.array_equal(chosen, Holdout(fraction=0.25, seed=2).chosen(0, 100_000))
-
-
-def test_the_forms_of_a_table_give_one_model(tmp_path: Path) -> None:
-    values, labels = drawn_table(300)
-    values = np.nan_to_num(values).astype(np.float32).astype(np.float64)
-    np.save(tmp_path / "t.npy", np.column_stack([labels, values]))
-    lines = [
-        f"{label:g} " + " ".join(f"{at}:{float(x)!r}" for at, x in enumerate(row) if x)
-        for label, row in zip(labels, values, strict=True)
-    ]
-    (tmp_path / "t.svm.gz").write_bytes(gzip.compress("\n".join(lines).encode() + b"\n"))
-    expected = render_model(trained(choice(values, labels), trees=5).model)
-    for name in ("t.npy", "t.svm.gz"):
-        found = trained(TableChoice(train=open_source(tmp_path / name)), trees=5)
-        assert render_model(found.model) == expected, name
-    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    columns = {"label": labels} | {f"Column_{at}": values[:, at] for at in range(6)}
-    parquet.write_table(arrow.table(columns), tmp_path / "t.parquet", row_group_size=100)
-    found = trained(TableChoice(train=open_source(tmp_path / "t.parquet")), trees=5)
-    assert render_model(found.model) == expected
-
-
-def predicted_by(model: GbdtModel, path: Path) -> np.ndarray:
-    predictor = GbdtPredictor(parse_model(render_model(model).encode(), "the model"))
-    return np.concatenate([predictor.answers(block) for block in predictor.blocks(str(path), ReadAs())])
-
-
-@pytest.mark.parametrize("label", [0, 3, 6, -1])
-def test_rows_to_predict_have_their_label_where_training_had_it(label: int, tmp_path: Path) -> None:
-    values, labels = drawn_table(300)
-    np.save(tmp_path / "t.npy", np.insert(values, label % 7, labels, axis=1))
-    np.save(tmp_path / "features.npy", values)
-    model = trained(TableChoice(train=open_source(tmp_path / "t.npy", label=str(label))), trees=5).model
-    assert model.label_index == label % 7
-    for name in ("t.npy", "features.npy"):
-        assert np.array_equal(predicted_by(model, tmp_path / name), predictions(model, values)), name
-
-
-def test_columns_of_parquet_are_found_by_their_names(tmp_path: Path) -> None:
-    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    values, labels = drawn_table(300)
-    names = ["age", "y", "label", "time of day", "carrier", "target"]  # features, whatever they are called
-    columns = {name: values[:, at] for at, name in enumerate(names)} | {"delayed": labels}
-
-    def written(name: str, *chosen: str) -> Path:
-        table = arrow.table({one: columns[one] for one in chosen})
-        parquet.write_table(table, tmp_path / name)
-        return tmp_path / name
-
-    train = written("train.parquet", *names, "delayed")
-    mixed = written("mixed.parquet", "target", "delayed", *reversed(names[:-1]))
-    both = [open_source(path, label="delayed") for path in (train, mixed)]
-    expected = trained(choice(values, labels, valid=ArraySource(values, labels)), trees=5)
-    found = trained(TableChoice(train=both[0], valid=both[1]), trees=5)
-    assert found.model.names[3] == "time_of_day"
-    assert found.valid_losses == expected.valid_losses
-    for path in (train, mixed, written("features.parquet", *reversed(names))):
-        assert np.array_equal(predicted_by(found.model, path), predictions(expected.model, values)), path.name
-    assert measure_model(found.model, both[1]) == measure_model(found.model, both[0])
-    rest = trained(TableChoice(train=both[1], start=found.model), trees=2)
-    assert rest.model.names == found.model.names
-    assert rest.train_losses[0] < found.train_losses[-1]
-    with pytest.raises(UserError, match=r"few.parquet has no column 'time_of_day', as the model has"):
-        predicted_by(found.model, written("few.parquet", "age", "y", "label", "carrier", "delayed"))
-    columns["time_of_day"] = labels
-    twice = open_source(written("twice.parquet", "time of day", "time_of_day", "delayed"), label="delayed")
-    with pytest.raises(UserError, match="columns 'time of day' and 'time_of_day' are both 'time_of_day'"):
-        trained(TableChoice(train=twice))
-
-
-def test_a_model_without_names_takes_parquet_by_position(tmp_path: Path) -> None:
-    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    values, labels = drawn_table(300)
-    model = trained(choice(values, labels), trees=5).model
-    columns = {name: values[:, at] for at, name in enumerate("abcdef")}
-    for name, more in (("t", {}), ("u", {"label": labels})):
-        parquet.write_table(arrow.table({**columns, **more}), tmp_path / f"{name}.parquet")
-        assert np.array_equal(predicted_by(model, tmp_path / f"{name}.parquet"), predictions(model, values))
-
-
-def test_a_large_table_is_sampled_and_binned_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    from manyhands.boosting import sources, table
-
-    values, labels = drawn_table(2_000)
-    whole = trained(choice(values, labels), trees=3)
-    monkeypatch.setattr(sources, "_BLOCK_ROWS", 300)
-    in_blocks = trained(choice(values, labels), trees=3)
-    assert render_model(in_blocks.model) == render_model(whole.model)
-    monkeypatch.setattr(table, "_SAMPLE_ROWS", 500)
-    sampled = table.sample_rows(ArraySource(values, labels), Holdout(), 0)
-    assert 100 < sum(map(len, sampled.blocks)) <= 500
-    assert sampled.rows == 2_000
-
-
-def test_more_rows_than_can_be_numbered_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from manyhands.boosting import table
-
-    values, labels = drawn_table()
-    monkeypatch.setattr(table, "_MOST_ROWS", 700)
-    trained(choice(values, labels), trees=1)
-    monkeypatch.setattr(table, "_MOST_ROWS", 699)
-    with pytest.raises(UserError, match="the table has more than 699 rows"):
-        trained(choice(values, labels), trees=1)
-
-
-@pytest.mark.parametrize("last", [(1 << 31) - 2, 1 << 25])
-def test_an_absurd_index_is_refused_before_it_fills_the_memory(last: int, tmp_path: Path) -> None:
-    (tmp_path / "rows").write_text(f"1 3:1 7:2\n2 {last}:1\n")
-    with pytest.raises(UserError, match=f"rows has feature {last}, but here a model has .* columns at most"):
-        trained(TableChoice(train=open_source(tmp_path / "rows")))
-
-
-def test_of_sparse_rows_only_columns_with_values_and_categories_are_looked_at(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    from manyhands.boosting import table
-
-    asked, numbers = [], table.bins_of_numbers
-    monkeypatch.setattr(
-        table, "bins_of_numbers", lambda column, *more: asked.append(column) or numbers(column, *more)
-    )
-    lines = (f"{at % 3} {3 if at % 2 else 90_000}:{at % 5} 7:{at}" for at in range(100))
-    (tmp_path / "rows").write_text("\n".join(lines) + "\n")
-    source = open_source(tmp_path / "rows")
-    sample = table.sample_rows(source, Holdout(), 0)
-    bins = sample.bins(255, frozenset({5}), "rows", threads=2)
-    assert sorted(asked) == [3, 7, 90_000]
-    assert [one.column for one in bins.features] == [3, 5, 7, 90_000]
-
-
-BAD = {
-    "labels that are no numbers": (lambda v, y: (v, np.where(y > 0, np.nan, y)), {}, "row .* has no label"),
-    "nothing to split": (lambda v, y: (np.ones_like(v), y), {}, "no feature has two values"),
-    "three labels": (
-        lambda v, y: (v, y + (np.arange(len(y)) % 3)),
-        {"objective": "binary"},
-        "labels 0, 1, 2",
-    ),
-    "one label": (lambda v, y: (v, np.ones_like(y)), {"objective": "binary"}, "has labels 1;"),
-    "lengths that differ": (lambda v, y: (v, y[:-1]), {}, "has 700 rows, but its labels have shape"),
-    "no table": (lambda v, y: (v[:, 0], y), {}, r"has shape \(700,\)"),
-    "text": (lambda v, y: (v.astype(str), y), {}, "a table holds numbers"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_tables_that_make_no_sense_are_refused(name: str) -> None:
-    change, options, message = BAD[name]
-    with pytest.raises(UserError, match=message):
-        trained(choice(*change(*drawn_table())), **options)
-
-
-def test_files_that_make_no_sense_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "cut.npy").write_bytes(b"\x93NUMPY\x01\x00")
-    np.save(tmp_path / "t.npy", np.zeros((3, 2)))
-    np.savez(tmp_path / "zip.npz", np.zeros((3, 2)))
-    (tmp_path / "zip.npz").rename(tmp_path / "zip.npy")
-    nested = b"{'descr': " + b"(" * 2000 + b"), 'fortran_order': False, 'shape': (3, 2)}\n"
-    for name, head in (("deep.npy", nested), ("none.npy", nested.replace(b"(" * 2000 + b")", b"()"))):
-        (tmp_path / name).write_bytes(b"\x93NUMPY\x01\x00" + len(head).to_bytes(2, "little") + head)
-    for name, label, message in (
-        ("cut.npy", None, "the head of this npy file is damaged"),
-        ("zip.npy", None, "the head of this npy file is damaged"),
-        ("deep.npy", None, "the head of this npy file is damaged"),
-        ("none.npy", None, "the head of this npy file is damaged"),
-        ("t.npy", "9", "label=9: .* has 2 columns"),
-        ("t.npy", "age", "label='age': columns of an npy file are numbers"),
-        ("t.npy", "--1", "label='--1': columns of an npy file are numbers"),
-        ("t.npy", "²", "label='²': columns of an npy file are numbers"),
-        ("breast-cancr", None, "embedded: breast-cancer, diabetes"),
-    ):
-        path = name if "." not in name else tmp_path / name
-        with pytest.raises(UserError, match=message):
-            open_source(path, label=label)
-
-
-def test_parquet_files_that_make_no_sense_are_refused(tmp_path: Path) -> None:
-    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    (tmp_path / "cut.parquet").write_bytes(b"PAR1")
-    (tmp_path / "text.parquet").write_bytes(b"1 0:1")
-    one = np.arange(3.0)
-    for name, columns, names in (
-        ("t", [one, one], ["a", "b"]),
-        ("twice", [one, one, one], ["label", "a", "a"]),
-        ("label", [one], ["label"]),
-        ("words", [one, arrow.array(["x", "y", "z"])], ["label", "a"]),
-    ):
-        parquet.write_table(arrow.table(columns, names=names), tmp_path / f"{name}.parquet")
-    for name, label, message in (
-        ("cut", None, "is no Parquet file that can be read"),
-        ("text", None, "is no Parquet file that can be read"),
-        ("twice", None, "has two columns of the same name"),
-        ("label", None, "has 3 rows and 0 columns"),
-        ("words", None, "column 'a' is string, no number"),
-        ("t", "c", "has no column 'c'"),
-        ("t", "2", "has no column '2'"),
-        ("t", "--1", "has no column '--1'"),
-        ("t", "²", "has no column '²'"),
-    ):
-        with pytest.raises(UserError, match=message):
-            open_source(tmp_path / f"{name}.parquet", label=label)
-    (block,) = open_source(tmp_path / "t.parquet", label="-1").blocks()
-    assert block.columns == 1
-
-
 @pytest.mark.parametrize(
     ("strategy", "workers", "message"),
     [
@@ -477,62 +239,6 @@ def test_parquet_files_that_make_no_sense_are_refused(tmp_path: Path) -> None:
 def test_strategies_that_do_not_grow_trees_are_refused(strategy: str, workers: int, message: str) -> None:
     with pytest.raises(UserError, match=message):
         train_gbdt(choice(*drawn_table()), strategy=strategy, workers=workers)
-
-
-@pytest.mark.parametrize("columns", [4, 7])
-def test_rows_to_measure_on_with_other_columns_are_refused(columns: int) -> None:
-    values, labels = drawn_table()
-    held = ArraySource(np.zeros((20, columns)), labels[:20], name="held")
-    with pytest.raises(UserError, match=f"held has {columns} columns, the table 6"):
-        trained(choice(values, labels, valid=held))
-
-
-def test_the_weights_of_rows_held_out_do_not_change_the_trees() -> None:
-    values, labels = drawn_table()
-    first = choice(values, labels, valid=ArraySource(values[:50], labels[:50]))
-    heavy = ArraySource(values[:50], labels[:50], weights=np.full(50, 1e12))
-    plain, weighted = trained(first, trees=4), trained(replace(first, valid=heavy), trees=4)
-    assert render_model(weighted.model) == render_model(plain.model)
-    assert weighted.valid_losses == pytest.approx(plain.valid_losses)
-
-
-@pytest.mark.parametrize("fraction", [1e-9, 0.2])
-def test_rows_held_out_need_a_weight(fraction: float) -> None:
-    values, labels = drawn_table()
-    weights = 1.0 - Holdout(fraction=fraction).chosen(0, len(labels))
-    table = TableChoice(train=ArraySource(values, labels, weights=weights), valid_fraction=fraction)
-    with pytest.raises(UserError, match="no row that is held out has a weight; use a larger valid_fraction"):
-        trained(table, trees=3, early_stopping=2)
-
-
-def test_weights_that_leave_nothing_to_learn_are_refused() -> None:
-    values, labels = drawn_table()
-    one_sided = ArraySource(values, labels, weights=labels)
-    with pytest.raises(UserError, match="the rows of one label have no weight"):
-        trained(TableChoice(train=one_sided), objective="binary")
-    for weights, message in (
-        (np.zeros(700), "all rows have the weight 0"),
-        (labels - 0.5, "row .* has a weight"),
-    ):
-        source = ArraySource(values, labels)
-        source._weights = weights  # as a text file would have them
-        with pytest.raises(UserError, match=message):
-            trained(TableChoice(train=source))
-
-
-def test_a_column_that_is_not_there_is_refused() -> None:
-    with pytest.raises(UserError, match=r"categorical='9': there is no such column; use numbers from 0 to 5"):
-        trained(choice(*drawn_table(), categorical=("9",)))
-    with pytest.raises(UserError, match="categorical='²': there is no such column"):
-        trained(choice(*drawn_table(), categorical=("²",)))
-    with pytest.raises(UserError, match="both given"):
-        choice(*drawn_table(), valid=open_source("diabetes"), valid_fraction=0.5)
-    with pytest.raises(UserError, match="train: gbdt reads rows twice or more; give a file, not stdin"):
-        TableChoice(train=open_source("-"))
-    with pytest.raises(UserError, match="valid: gbdt reads rows twice or more; give a file, not stdin"):
-        choice(*drawn_table(), valid=open_source("-"))
-    with pytest.raises(UserError, match=r"valid_fraction=1\.5"):
-        choice(*drawn_table(), valid_fraction=1.5)
 
 
 def test_it_predicts_as_scikit_learn_does() -> None:
