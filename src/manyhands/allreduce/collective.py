@@ -109,6 +109,13 @@ class Collective(ABC):
     def finish(self) -> None:
         """Wait until every launched bucket holds its sum, or raise naming the worker waited for."""
 
+    def settle(self) -> bool:
+        """Wait until what `finish` gave is certain, where that goes on ahead of a GPU; before anything of it is kept.
+
+        Whether others may still need this worker for theirs.
+        """
+        return False
+
     @abstractmethod
     def broadcast(self, index: int, root: int = 0) -> None:
         """Collective: worker `root`'s bucket becomes everyone's."""

@@ -297,9 +297,10 @@ def gradient_layouts(model: nn.Module, cap_bytes: int, *, rows: bool = False) ->
 
 
 def _gpu_copies(parameters: Sequence[nn.Parameter], buckets: Sequence[torch.Tensor]) -> GpuCopies | None:
-    """For a model on a GPU, what copies its gradients; None for one on the CPU."""
+    """What copies gradients from a GPU to buckets of the host; None where buckets are where the model is."""
     devices = {parameter.device for parameter in parameters}
     if len(devices) > 1:
         raise UserError(f"the model is on {', '.join(sorted(map(str, devices)))}; put it on one device")
     device = devices.pop() if devices else torch.device("cpu")
-    return GpuCopies(device, buckets) if device.type == "cuda" else None
+    here = all(bucket.device.type == device.type for bucket in buckets)
+    return None if here else GpuCopies(device, buckets)
