@@ -12,13 +12,15 @@ import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 import manyhands as mh
 from manyhands.allreduce import gpu_sums
 from manyhands.allreduce.gpu_choice import GpuSeat
-from placed_script import RANK, STEPS, at_third, digest, expect, options, say, task
+from placed_script import RANK, STEPS, at_third, digest, expect, loss, options, say, task
 
 GPUS = {"equal": 10**9, "refused": 2, "killed": 10**9}
 
@@ -31,6 +33,26 @@ def pretend(gpus: int) -> None:
         return GpuSeat(host="here", gpu=f"GPU-{RANK % gpus}", nccl="0.0")
 
     gpu_sums.seat_of = seat
+
+
+class LossOfOwnGpu:
+    """A loss that makes every process that it is sent to seem to have a GPU of its own; `deadly` kills worker 2."""
+
+    def __init__(self, deadly: bool = False) -> None:
+        self.deadly = deadly
+        self.calls = 0
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        gpu_sums.seat_of = lambda _: GpuSeat(host="here", gpu=f"GPU-{os.getpid()}", nccl="0.0")
+
+    def __call__(self, of: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        self.calls += 1
+        if (
+            self.deadly and self.calls == 3 and len(batch[0]) == 2
+        ):  # of 8 samples, the last of three workers has 2
+            os.kill(os.getpid(), signal.SIGKILL)
+        return loss(of, batch)
 
 
 def equal(directory: Path) -> None:

@@ -131,6 +131,27 @@ def test_what_only_the_words_need_is_not_on_the_device() -> None:
     assert with_exchanges(3, act) == [([6.0] * 200, True), ([6.0] * 200, False), ([6.0] * 200, False)]
 
 
+def test_weights_of_any_layout_and_type_become_those_of_worker_0() -> None:
+    def act(exchange: AllReduceExchange) -> list[torch.Tensor]:
+        collective = exchange._collective
+        rank = exchange.rank
+        tensors = [
+            torch.full((3, 4), rank + 1.5).t(),
+            torch.tensor(rank),
+            torch.tensor([rank == 0]),
+            torch.empty(0),
+            torch.full((2,), rank + 0.5, dtype=torch.bfloat16),
+        ]
+        assert collective.spread(tensors)
+        return tensors
+
+    found = with_exchanges(3, act)
+    for tensors in found:
+        assert all(torch.equal(one, first) for one, first in zip(tensors, found[0], strict=True))
+    assert found[2][0].eq(1.5).all()
+    assert found[2][2].item() is True
+
+
 def test_torchs_engines_find_each_other_in_the_store_that_a_leader_keeps() -> None:
     shelf = Shelf()
 

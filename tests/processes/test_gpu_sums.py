@@ -17,6 +17,8 @@ import torch
 import gpu_sums_script
 import manyhands as mh
 from equality import distance
+from gpu_sums_script import LossOfOwnGpu
+from manyhands.errors import WorkerFailed
 from placed_script import STEPS, digest, options, task
 from processes.test_placed import run_ranks
 
@@ -61,6 +63,21 @@ def test_a_worker_that_is_killed_ends_the_others_with_its_name(tmp_path: Path) -
         assert f"worker 2 on {socket.gethostname()} (process " in lines["killed"]
         assert "is lost: the connection " in lines["killed"]
         assert float(lines["killed took"]) < 30.0
+
+
+def test_processes_that_fit_starts_find_each_other_as_well() -> None:
+    run = mh.fit(replace(task(), loss=LossOfOwnGpu()), "mirrored", workers=3, steps=STEPS, options=options())
+    alone = mh.fit(task(), "single", steps=STEPS, options=options())
+    assert run.summary["sums"] == {"by": "nccl", "why": "each of 3 workers has a GPU of its own"}
+    assert (
+        "gradients are summed on the GPUs by NCCL: each of 3 workers has a GPU of its own"
+        in run.summary["notes"]
+    )
+    assert distance(run.model.state_dict(), alone.model.state_dict()) < 1e-9
+    with pytest.raises(WorkerFailed, match=r"worker 2 .*was killed by SIGKILL"):
+        mh.fit(
+            replace(task(), loss=LossOfOwnGpu(deadly=True)), "mirrored", workers=3, steps=9, options=options()
+        )
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU")

@@ -120,6 +120,14 @@ class Collective(ABC):
     def broadcast(self, index: int, root: int = 0) -> None:
         """Collective: worker `root`'s bucket becomes everyone's."""
 
+    def spread(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Collective, where it can: give every worker worker 0's values straight away; whether it did.
+
+        Elsewhere they ride in a bucket.
+        """
+        del tensors
+        return False
+
     @abstractmethod
     def take_times(self) -> Times:
         """Where time went since the last call."""

@@ -138,7 +138,9 @@ class Reducer:
         return total(self._collective, self._status_index, self._status, values)
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Collective: give every worker worker 0's values; they ride in the bytes of the largest bucket."""
+        """Collective: give every worker worker 0's values; they ride in the bytes of the largest bucket, if need be."""
+        if self._collective.spread(tensors):
+            return
         index = self.carrier
         broadcast(self._collective, index, [*self._buckets, self._status][index], tensors)
 

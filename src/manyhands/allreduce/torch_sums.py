@@ -133,6 +133,21 @@ class TorchCollective(Collective):
         work = self._ask(lambda group: group.broadcast(bucket, root))
         self._await(work, "the weights of worker 0")
 
+    @torch.no_grad()
+    def spread(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Each by itself, from GPU to GPU."""
+        for tensor in tensors:
+            if tensor.numel():
+                self._spread_one(tensor)
+        return True
+
+    def _spread_one(self, tensor: torch.Tensor) -> None:
+        flat = tensor.detach().to(self._device).contiguous().flatten()
+        values = flat.view(torch.uint8)
+        self._await(self._ask(lambda group: group.broadcast(values, 0)), "its weights")
+        if flat.data_ptr() != tensor.data_ptr():
+            tensor.copy_(flat.view(tensor.shape))
+
     def take_times(self) -> Times:
         """Those of the words: a GPU's own waits are no part of the host's time."""
         return self._words.take_times()
