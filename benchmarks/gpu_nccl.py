@@ -69,7 +69,8 @@ def tasks() -> dict[str, tuple[mh.Task, int, float]]:
             1e-9,
         ),
         "language, float32": (steady(language, torch.float32), 20, 1e-4),
-        "digits, float32": (steady(digits, torch.float32), 20, 1e-4),
+        # In float64: cuDNN chooses how it convolves by the size of the batch, which two ranks halve.
+        "digits, float64": (steady(digits, torch.float64), 20, 1e-9),
     }
 
 
