@@ -20,6 +20,7 @@ from render_federated import (
     federated_noniid,
     federated_roles,
 )
+from render_gpu_nccl import nccl_steps
 from render_inference import inference_speed
 from render_links import helpers_live, helpers_played, hosts_speed, links_speed, ray_actor, tls_cost
 from render_models import codecs_speed, offload, pipeline_bubbles, pipeline_speed, wavefronts
@@ -412,6 +413,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "hosts": hosts_speed,
     "helpers played": helpers_played,
     "helpers live": helpers_live,
+    "nccl": nccl_steps,
     "priority": priority_gain,
     "inference": inference_speed,
     "local steps": local_steps,

@@ -16,6 +16,7 @@ import torch
 from manyhands.compiled.place import cache_folder
 from manyhands.compiled.warming import JOBS, missing_jobs
 from manyhands.errors import format_bytes
+from manyhands.link.torch_groups import nccl_version
 from manyhands.memory.segment import available_bytes
 
 __all__ = ["DoctorVerdict", "Finding", "examine"]
@@ -132,10 +133,10 @@ def _engines() -> list[Finding]:
         Finding(
             subject="NCCL",
             verdict=DoctorVerdict.GOOD if nccl else DoctorVerdict.NOTE,
-            found="found" if nccl else "not in this torch",
+            found=nccl_version() or "not in this torch",
             advice=""
             if nccl
-            else "only needed for tensors that stay on several GPUs; comes with CUDA builds of torch",
+            else "sums gradients on the GPUs where every worker has one of its own; comes with CUDA builds of torch",
         ),
     ]
 

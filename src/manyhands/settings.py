@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,9 +140,9 @@ def link_setting() -> Any:
     return setting("shared", str)
 
 
-def check_link(link: str) -> None:
-    """Raise the UserError that lists what `link` may be, unless it is among it."""
-    check_choice("link", link, LINKS)
+def check_link(link: str, more: Sequence[str] = ()) -> None:
+    """Raise the UserError that lists what `link` may be, `more` than usual, unless it is among it."""
+    check_choice("link", link, (*LINKS, *more))
 
 
 def check_buckets(num_bytes: int) -> None:

@@ -109,9 +109,24 @@ class Collective(ABC):
     def finish(self) -> None:
         """Wait until every launched bucket holds its sum, or raise naming the worker waited for."""
 
+    def settle(self) -> bool:
+        """Wait until what `finish` gave is certain, where that goes on ahead of a GPU; before anything of it is kept.
+
+        Whether others may still need this worker for theirs.
+        """
+        return False
+
     @abstractmethod
     def broadcast(self, index: int, root: int = 0) -> None:
         """Collective: worker `root`'s bucket becomes everyone's."""
+
+    def spread(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Collective, where it can: give every worker worker 0's values straight away; whether it did.
+
+        Elsewhere they ride in a bucket.
+        """
+        del tensors
+        return False
 
     @abstractmethod
     def take_times(self) -> Times:

@@ -37,6 +37,8 @@ class AllReduceExchange(Exchange):
         self._model: nn.Module | None = None
         self._optimizer: Optimizer | None = None
         self._reducer: Reducer | None = None
+        self.besides: Mapping[str, Any] = {}
+        """What it tells at the end of a run, besides what the collective does."""
 
     @property
     def wire(self) -> int:  # type: ignore[override]
@@ -114,7 +116,14 @@ class AllReduceExchange(Exchange):
     def optimizer_state(self) -> dict[str, Any] | None:
         """Every worker has all of it; worker 0 tells."""
         assert self._optimizer is not None, "attach comes before optimizer_state"
+        self._collective.settle()
         return self._optimizer.state_dict() if self.rank == 0 else None
+
+    def model_state(self, model: nn.Module) -> Mapping[str, torch.Tensor] | None:
+        """Every worker has all of it; and after this nobody needs another to end what was begun."""
+        if self._collective.settle():
+            self.total(torch.zeros(1, dtype=torch.float64))
+        return super().model_state(model)
 
     def memory(self) -> Mapping[str, Any]:
         """What the codec has left out so far, of every worker."""
@@ -140,8 +149,8 @@ class AllReduceExchange(Exchange):
         return self._collective.traffic()
 
     def told(self) -> Mapping[str, Any]:
-        """What the collective tells."""
-        return self._collective.told()
+        """What the collective tells, and what it was chosen for."""
+        return {**self._collective.told(), **self.besides}
 
     def close(self) -> None:
         """Release gradients, memory and links."""

@@ -138,7 +138,9 @@ class Reducer:
         return total(self._collective, self._status_index, self._status, values)
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Collective: give every worker worker 0's values; they ride in the bytes of the largest bucket."""
+        """Collective: give every worker worker 0's values; they ride in the bytes of the largest bucket, if need be."""
+        if self._collective.spread(tensors):
+            return
         index = self.carrier
         broadcast(self._collective, index, [*self._buckets, self._status][index], tensors)
 
@@ -297,9 +299,10 @@ def gradient_layouts(model: nn.Module, cap_bytes: int, *, rows: bool = False) ->
 
 
 def _gpu_copies(parameters: Sequence[nn.Parameter], buckets: Sequence[torch.Tensor]) -> GpuCopies | None:
-    """For a model on a GPU, what copies its gradients; None for one on the CPU."""
+    """What copies gradients from a GPU to buckets of the host; None where buckets are where the model is."""
     devices = {parameter.device for parameter in parameters}
     if len(devices) > 1:
         raise UserError(f"the model is on {', '.join(sorted(map(str, devices)))}; put it on one device")
     device = devices.pop() if devices else torch.device("cpu")
-    return GpuCopies(device, buckets) if device.type == "cuda" else None
+    here = all(bucket.device.type == device.type for bucket in buckets)
+    return None if here else GpuCopies(device, buckets)

@@ -29,12 +29,16 @@ from manyhands.wire.names import RAW, auto_error, check_codec, codec_setting, fe
 __all__ = ["AllReduce", "Mirrored"]
 
 ORDERS = ("arrival", "priority")
+NCCL = "nccl"
 _CREDIT = MIB
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mirrored(Strategy):
-    """Every worker of one host holds the model; gradients are summed in shared memory, in worker order."""
+    """Every worker of one host holds the model; gradients are summed in shared memory, in worker order.
+
+    Where every worker has a GPU of its own, NCCL sums on the GPUs.
+    """
 
     word: ClassVar[str] = "mirrored"
     about: ClassVar[str] = "all-reduce in the shared memory of one host"
@@ -63,10 +67,11 @@ class AllReduce(Strategy):
     `direct` runs in place in shared memory on one host; every other algorithm runs its schedule over links.
     `group` is the number of ranks that `hierarchical` takes as one host (0: as the cluster found them), `link` how
     processes of one host talk: through `shared` memory, or every algorithm by `tcp` on loopback. There, or between
-    hosts, `codec` makes gradients smaller on their way. With `elastic=yes` the run goes on without a worker that is
-    lost, and workers may join and leave. With `order=priority` gradients leave in slices, those that the next forward
-    needs first before all others, while that forward goes on; at most `credit` bytes are on their way at once.
-    `helpers=2` adds two processes that only sum, over links.
+    hosts, `codec` makes gradients smaller on their way. Where every worker has a GPU of its own, and no setting asks
+    for another way, NCCL sums on the GPUs: `link=nccl` insists on that, and `link=tcp` does without. With `elastic=yes`
+    the run goes on without a worker that is lost, and workers may join and leave. With `order=priority` gradients leave
+    in slices, those that the next forward needs first before all others, while that forward goes on; at most `credit`
+    bytes are on their way at once. `helpers=2` adds two processes that only sum, over links.
     """
 
     word: ClassVar[str] = "allreduce"
@@ -80,6 +85,7 @@ class AllReduce(Strategy):
     group: int = setting(0, whole_number)
     """Ranks that `hierarchical` takes as one host; 0: as the cluster found them."""
     link: str = link_setting()
+    """How processes of one host talk: by `shared` memory or `tcp`; `nccl` insists that gradients are summed on GPUs."""
     codec: str = codec_setting()
     """How gradients are made smaller on their way: `raw`, or a codec such as `bf16` or `topk:0.01+int8`."""
     feedback: bool = feedback_setting()
@@ -95,7 +101,7 @@ class AllReduce(Strategy):
 
     def __post_init__(self) -> None:
         check_choice("all-reduce algorithm", self.algorithm, ALGORITHMS)
-        check_link(self.link)
+        check_link(self.link, more=(NCCL,))
         check_codec(
             self.codec,
             link=self.link,
@@ -104,6 +110,8 @@ class AllReduce(Strategy):
             algorithm=self.algorithm,
         )
         check_buckets(self.buckets)
+        if self.link == NCCL and self.instead_of_nccl:
+            raise UserError(f"link=nccl {self.instead_of_nccl}; leave one of the two out")
         self._check_order()
         if self.elastic and not rounds_hops(self.codec):
             raise UserError(
@@ -170,6 +178,23 @@ class AllReduce(Strategy):
             )
 
     @property
+    def instead_of_nccl(self) -> str:
+        """The setting that asks for another way than NCCL to sum, with the reason; empty where none does."""
+        if self.helpers:
+            return f"helpers={self.helpers}: helpers sum in the memory of their hosts"
+        if self.elastic:
+            return "elastic=yes: a group of NCCL cannot go on when a worker is lost"
+        if self.order == "priority":
+            return "order=priority: NCCL sums whole buckets in the order in which they are filled"
+        if self.codec != RAW:
+            return f"codec={self.codec}: NCCL sums gradients as they are"
+        if self.algorithm != "direct":
+            return f"algorithm={self.algorithm}: NCCL has algorithms of its own"
+        if self.uses_network:
+            return f"link={self.link}: it asks for sockets of the host"
+        return ""
+
+    @property
     def cannot_clip(self) -> str:
         """With `order=priority` nobody sees the whole gradient."""
         if self.order == "arrival":
@@ -220,6 +245,8 @@ class AllReduce(Strategy):
         Elsewhere, where neither algorithm nor group is named, a ring; what is named stays. Codecs that are more than a
         rounding have forms of their own over all workers.
         """
+        if self.link == NCCL:
+            return replace(self, link="shared").across_hosts(hosts)  # as words travel beside it
         named = self.algorithm not in ("direct", "hierarchical") or self.group
         if named or self.helpers or not rounds_hops(self.codec):
             return self
@@ -250,6 +277,8 @@ class AllReduce(Strategy):
         """
         if self.helpers:
             return f"give mh.fit a Task for helpers={self.helpers}"
+        if self.link == NCCL:
+            return "give mh.fit a Task for link=nccl"
         if self.order == "priority":
             return "give mh.fit a Task for order=priority"
         return "give mh.fit a Task for elastic=yes" if self.elastic else ""
@@ -266,6 +295,10 @@ class AllReduce(Strategy):
     def check(self, workers: int, device: str, *, compiled: bool = False) -> None:
         """Compiled steps have no way back, say nothing of what they read, and know of no helpers."""
         super().check(workers, device, compiled=compiled)
+        if self.link == NCCL and device == "cpu":
+            raise UserError(
+                f"link=nccl device={device}: NCCL sums on GPUs; use device=cuda, or leave link=nccl out"
+            )
         if self.helpers and workers < 2:
             raise UserError(
                 f"helpers={self.helpers} workers={workers}: one worker has nothing to sum with others; leave helpers "

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from manyhands.allreduce.chosen import algorithm_of, collective_across_hosts, collective_for
 from manyhands.allreduce.collective import Collective, without_barrier
 from manyhands.allreduce.elastic.training import ElasticTraining
 from manyhands.allreduce.exchange import AllReduceExchange
+from manyhands.allreduce.gpu_choice import SUMS, sums_sentence
+from manyhands.allreduce.gpu_sums import chosen_sums, sums_on_gpus
 from manyhands.allreduce.helped import help_workers
 from manyhands.allreduce.priority.exchange import PriorityExchange
 from manyhands.allreduce.strategy import AllReduce, Mirrored
@@ -26,6 +28,18 @@ __all__ = ["AllReduceTraining"]
 
 class AllReduceTraining(ChoosingTraining):
     """Every worker holds the model."""
+
+    @classmethod
+    def end(cls, strategy: Mirrored | AllReduce, resources: Resources) -> Exchange:
+        """One worker's end: NCCL sums where every worker has a GPU of its own."""
+        choice = chosen_sums(strategy, resources) if resources.world > 1 else None
+        if choice is not None and choice.nccl:
+            exchange: Exchange = AllReduceExchange(sums_on_gpus(strategy, resources), strategy.buckets)
+        else:
+            exchange = super().end(strategy, resources)
+        if choice is not None and isinstance(exchange, AllReduceExchange):
+            exchange.besides = choice.told()
+        return exchange
 
     @classmethod
     def exchange(cls, strategy: Mirrored | AllReduce, resources: Resources) -> Exchange:
@@ -58,6 +72,16 @@ class AllReduceTraining(ChoosingTraining):
         if strategy.order == "priority":
             return PriorityExchange(gradients, strategy.buckets, strategy.credit), None
         return AllReduceExchange(gradients, strategy.buckets), words
+
+    def gather(self, finished: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, Any]]:
+        """With who sums, on GPUs."""
+        samples, besides = super().gather(finished)
+        return samples, {**besides, SUMS: finished[0][SUMS]} if SUMS in finished[0] else besides
+
+    def said(self, finished: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+        """Who sums, on GPUs, and why."""
+        told = finished[0].get(SUMS)
+        return (*super().said(finished), *((sums_sentence(told),) if told is not None else ()))
 
     @property
     def codec(self) -> str:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import threading
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from manyhands.errors import UserError
+from manyhands.link.torch_groups import gloo_backend, nccl_backend
 
 __all__ = ["Underneath"]
 
@@ -52,7 +52,8 @@ class Underneath:
                 self._group._set_default_backend(_Type.GLOO)
             if device.type not in self._made:
                 nccl = device.type == "cuda" and dist.is_nccl_available()
-                kind, backend = (_Type.NCCL, self._nccl()) if nccl else (_Type.GLOO, self._gloo())
+                kind, make = (_Type.NCCL, nccl_backend) if nccl else (_Type.GLOO, gloo_backend)
+                backend = make(self._store, *self._place, self._timeout)
                 self._group._register_backend(torch.device(device.type), kind, backend)
                 self._made.add(device.type)
             return self._group
@@ -64,13 +65,3 @@ class Underneath:
             self._made.clear()
         if group is not None:
             group.shutdown()
-
-    def _nccl(self) -> Any:
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = self._timeout
-        store = c10d.PrefixStore("nccl/", self._store)
-        return dist.ProcessGroupNCCL(store, *self._place, options)
-
-    def _gloo(self) -> Any:
-        store = c10d.PrefixStore("gloo/", self._store)
-        return c10d.ProcessGroupGloo(store, *self._place, timeout=self._timeout)

@@ -38,6 +38,14 @@ class ExchangeTraining(ProcessTraining):
         return cls.exchange(strategy, resources), None
 
     @classmethod
+    def end(cls, strategy: Any, resources: Resources) -> Exchange:
+        """One worker's end, wherever the others are."""
+        if not resources.several_hosts:
+            return cls.exchange(strategy, resources)
+        exchange, _ = cls.exchange_across_hosts(strategy.across_hosts(resources.hosts), resources)
+        return exchange
+
+    @classmethod
     @contextmanager
     def worker(
         cls,
@@ -47,21 +55,13 @@ class ExchangeTraining(ProcessTraining):
         checkpoints: CheckpointStore | None,
     ) -> Iterator[Train]:
         """The common loop."""
-        with closing(_end(cls, job.strategy, resources)) as exchange:
+        with closing(cls.end(job.strategy, resources)) as exchange:
 
             def train(start: Loaded | None) -> tuple[Trained, Mapping[str, Any]]:
                 trained = Trainer(job.plan, exchange, around, checkpoints).run(start)
                 return trained, {**told(exchange.traffic()), **exchange.told()}
 
             yield train
-
-
-def _end(training: type[ExchangeTraining], strategy: Strategy, resources: Resources) -> Exchange:
-    """One worker's end, wherever the others are."""
-    if not resources.several_hosts:
-        return training.exchange(strategy, resources)
-    exchange, _ = training.exchange_across_hosts(strategy.across_hosts(resources.hosts), resources)
-    return exchange
 
 
 def told(traffic: Traffic) -> dict[str, Any]:

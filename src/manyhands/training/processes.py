@@ -12,12 +12,14 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch
+from torch._C._distributed_c10d import FileStore, Store
 
 from manyhands.cluster.context import RoleContext
 from manyhands.cluster.local import LocalCluster, Role, threads_per_role
@@ -275,6 +277,8 @@ class WorkerFiles:
                 self._mesh = stack.enter_context(mesh_kind(network=strategy.uses_network)(world))
             self._weights = os.memfd_create("manyhands:weights", os.MFD_CLOEXEC)
             stack.callback(os.close, self._weights)
+            self._store = os.memfd_create("manyhands:store", os.MFD_CLOEXEC)
+            stack.callback(os.close, self._store)
             self._stack = stack.pop_all()
 
     def descriptors(self, rank: int) -> dict[str, int]:
@@ -291,6 +295,7 @@ class WorkerFiles:
             "arena": self.group.arena,
             "events": self.rings[rank].descriptor,
             "weights": self._weights,
+            "store": self._store,
             **links,
         }
 
@@ -392,10 +397,16 @@ def _resources(context: RoleContext, job: WorkerJob) -> Resources:
         }
         return kind.attach(context.rank, descriptors)
 
+    def torch_store() -> Store:
+        store = FileStore(f"/proc/self/fd/{context.descriptor('store')}", context.world)
+        store.set_timeout(timedelta(seconds=job.timeout_s))
+        return store
+
     return Resources(
         rank=context.rank,
         world=job.workers,
         helpers=context.world - job.workers,
+        torch_store=torch_store,
         timeout_s=job.timeout_s,
         group=group,
         links=links,

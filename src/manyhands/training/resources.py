@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch._C._distributed_c10d import Store
 
 from manyhands.group.shared import SharedGroup
 from manyhands.link.alarm import Alarm
@@ -43,6 +44,12 @@ class Resources:
 
     shares_memory: bool = True
     """Whether there is a `group` to ask for."""
+
+    torch_store: Callable[[], Store] | None = None
+    """A store for the process groups of torch's engines, with the run's deadline; None where nobody keeps one."""
+
+    in_the_clear: bool = False
+    """Whether the user trusts the network between hosts, so that what cannot be encrypted may go there, too."""
 
     alarm: Alarm | None = None
     """Ends waits for what comes over links, where somebody watches over the others."""

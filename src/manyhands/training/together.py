@@ -37,6 +37,7 @@ from manyhands.hosts.front import FrontEvent, Remarked
 from manyhands.hosts.line import Line
 from manyhands.hosts.links import open_links
 from manyhands.hosts.sharing import attach_group, no_group, share_group_files, share_links
+from manyhands.hosts.torch_store import RunStore
 from manyhands.link.alarm import Alarm
 from manyhands.link.base import Link
 from manyhands.link.tcp import TcpLink
@@ -185,6 +186,8 @@ def tied(
             seed=seed,
             device=device_of(device, meeting.local_rank),
             hosts=meeting.hosts if several else (),
+            torch_store=partial(RunStore, store, "torch", timeout_s, partial(_heed, alarm)),
+            in_the_clear=party.security.anywhere and not party.security.tls,
             alarm=alarm,
         )
         ties = Ties(resources, meeting, files, alarm)
@@ -204,6 +207,13 @@ def tied(
         alarm.mark = beats.mark
         with _own_share_of_cores(len(meeting.here)):
             yield ties
+
+
+def _heed(alarm: Alarm) -> None:
+    """While something is waited for in the run's store: raise if somebody was lost, who would have said it."""
+    lost = alarm.lost()
+    if lost is not None:
+        raise WorkerFailed(lost[1], lost[0])
 
 
 def _open_far(
