@@ -29,7 +29,7 @@ from manyhands.cluster.notes import TypedNotes
 from manyhands.cluster.roster import Ended, Said
 from manyhands.cluster.signals import as_exception, counted_signals
 from manyhands.device import device_of
-from manyhands.errors import Aborted, PeerTimeout, WorkerFailed, printable
+from manyhands.errors import Aborted, PeerTimeout, UserError, WorkerFailed, printable
 from manyhands.group.shared import SharedGroupFiles
 from manyhands.hosts.beats import open_beats
 from manyhands.hosts.company import Company, CompanyMember
@@ -37,6 +37,7 @@ from manyhands.hosts.front import FrontEvent, Remarked
 from manyhands.hosts.line import Line
 from manyhands.hosts.links import open_links
 from manyhands.hosts.sharing import attach_group, no_group, share_group_files, share_links
+from manyhands.hosts.waiting import comes_true
 from manyhands.link.alarm import Alarm
 from manyhands.link.base import Link
 from manyhands.link.tcp import TcpLink
@@ -166,7 +167,7 @@ def tied(
         stack.push(partial(_let_go, links))
         files = None
         if several:
-            strategy.across_hosts(meeting.hosts)  # refused before anything is opened
+            _require_hosts(strategy, meeting, store)
             links.update(share_links(meeting, timeout_s))
             links.update(_open_far(party, store, meeting, timeout_s))
         else:
@@ -204,6 +205,20 @@ def tied(
         alarm.mark = beats.mark
         with _own_share_of_cores(len(meeting.here)):
             yield ties
+
+
+def _require_hosts(strategy: Strategy, meeting: Meeting, store: MeetingStore) -> None:
+    """Collective: UserError where the strategy cannot be on these hosts, before anything is opened.
+
+    Nobody raises it before all have met: the run is then over for those who are still at it, and whoever has begun to
+    let others in would wait for them in vain.
+    """
+    try:
+        strategy.across_hosts(meeting.hosts)
+    except UserError:
+        store.add("refused", 1)
+        comes_true(lambda: int(store.get("refused")) >= meeting.world, _TOLD_S)
+        raise
 
 
 def _open_far(
