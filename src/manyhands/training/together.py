@@ -30,7 +30,7 @@ from manyhands.cluster.roster import Ended, Said
 from manyhands.cluster.signals import as_exception, counted_signals
 from manyhands.device import device_of
 from manyhands.errors import Aborted, PeerTimeout, UserError, WorkerFailed, printable
-from manyhands.group.shared import SharedGroupFiles
+from manyhands.group.shared import SharedGroup, SharedGroupFiles
 from manyhands.hosts.beats import open_beats
 from manyhands.hosts.company import Company, CompanyMember
 from manyhands.hosts.front import FrontEvent, Remarked
@@ -165,23 +165,26 @@ def tied(
         helpers = strategy.processes(1).get("helper", 0)
         links: dict[int, Link] = {}
         stack.push(partial(_let_go, links))
-        files = None
+        files: SharedGroupFiles | None = None
+        group: Callable[[], SharedGroup] = no_group
         if several:
             _require_hosts(strategy, meeting, store)
+        if not helpers:  # who would be in the group
+            files = stack.enter_context(share_group_files(meeting, "gradients", timeout_s))
+            group = partial(attach_group, files, meeting, timeout_s)
+        if several:
             links.update(share_links(meeting, timeout_s))
             links.update(_open_far(party, store, meeting, timeout_s))
-        else:
-            if not helpers:  # who would be in the group
-                files = stack.enter_context(share_group_files(meeting, "gradients", timeout_s))
-            if strategy.uses_links:
-                links.update(share_links(meeting, timeout_s, network=strategy.uses_network))
+        elif strategy.uses_links:
+            links.update(share_links(meeting, timeout_s, network=strategy.uses_network))
         resources = Resources(
             rank=place.rank,
             world=place.world - helpers,
             helpers=helpers,
             timeout_s=timeout_s,
-            group=partial(attach_group, files, meeting, timeout_s) if files is not None else no_group,
-            shares_memory=files is not None,
+            group=no_group if several else group,
+            host_group=group,
+            shares_memory=files is not None and not several,
             links=lambda: links,
             seed=seed,
             device=device_of(device, meeting.local_rank),
