@@ -178,8 +178,12 @@ class SharedCollective(Collective):
         """Worker `root`'s bytes to all."""
         self._group.broadcast(self._buckets[index], root)
 
+    def is_done(self, index: int) -> bool:
+        """Whether all workers have reduced their slices of a bucket that was launched; never waits."""
+        return self._group.is_done(self._buckets[index])
+
     def parts(self, index: int) -> Sequence[torch.Tensor]:
-        """Every worker's part of a bucket; those of others are to be read between two barriers."""
+        """Every worker's part of a bucket; read those of others between two barriers, or once all are done."""
         return self._buckets[index].parts
 
     def take_times(self) -> Times:
