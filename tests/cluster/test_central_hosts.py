@@ -62,15 +62,16 @@ def test_every_host_ends_with_the_weights_of_the_plain_loop(name: str, places: s
         assert same_bits(weights[0], other)
 
 
-def test_copies_of_unequal_hosts_have_the_same_bits_where_every_step_is_clipped() -> None:
-    """In float32, where each host rounds its part of the norm in its own way."""
-    plain = make_task(OPTIMIZERS["momentum"], torch.float32)
+@pytest.mark.parametrize("name", ["momentum", "adam"])
+def test_copies_of_unequal_hosts_have_the_same_bits_where_every_step_is_clipped(name: str) -> None:
+    """In float32, where each host rounds its part of the norm in its own way, and cuts its slices elsewhere."""
+    plain = make_task(OPTIMIZERS[name], torch.float32)
     fields = ("model", "loss", "data", "optimizer", "batch_size")
     clipped = mh.Task(**{field: getattr(plain, field) for field in fields}, clip_norm=1e-2)
     weights = train_on_hosts(clipped, "aaabb")
     assert all(same_bits(weights[0], other) for other in weights)
-    assert distance(weights[0], train_plainly(clipped, STEPS)) < 1e-5
-    assert distance(weights[0], train_plainly(plain, STEPS)) > 1e-2, "it makes a difference"
+    assert distance(weights[0], train_plainly(clipped, STEPS)) < {"momentum": 1e-5, "adam": 1e-3}[name]
+    assert distance(weights[0], train_plainly(plain, STEPS)) > 1e-3, "it makes a difference"
     assert same_bits(weights[0], train_on_hosts(clipped, "aaabb")[0]), "another run has the same bits"
 
 
