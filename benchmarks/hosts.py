@@ -38,6 +38,7 @@ WAYS = {
     "hierarchical": "allreduce",
     "ring": "allreduce algorithm=ring",
     "hierarchical, bf16": "allreduce link=tcp codec=bf16",
+    "central": "central",
     "ddp gloo": "",
     "ps sync": "ps",
 }
@@ -49,7 +50,7 @@ def build() -> nn.Sequential:
 
 def formula_bytes(way: str, num_bytes: float) -> float | None:
     """What one host sends to the other in a step, by the way's formula; None where it has none here."""
-    if way.startswith("hierarchical"):  # a ring of the two leaders
+    if way.startswith("hierarchical") or way == "central":  # a ring of the two leaders
         return 2 * (HOSTS - 1) / HOSTS * num_bytes * (0.5 if "bf16" in way else 1)
     if way == "ring":  # one link of the ring leaves each host
         return 2 * (WORLD - 1) / WORLD * num_bytes

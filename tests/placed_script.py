@@ -1,6 +1,7 @@
 """What every process of a run does that somebody else started: several calls of `fit`, one after the other.
 
-placed_script.py equal DIRECTORY            runs that must come out alike; prints `<name> <digest> <rows> <path>`
+placed_script.py equal DIRECTORY            runs that must come out alike; prints `<name> <digest> <rows> <path>`;
+                                            and one of `central` whose last worker is killed
 placed_script.py trouble DIRECTORY          runs that must fail; prints `<name>: <error>`, and `<name> took: <seconds>`
 """
 
@@ -72,7 +73,14 @@ def equal(directory: Path) -> None:
     mh.fit(task(), "allreduce", steps=STEPS // 2, out=out, options=options())
     run = mh.fit(task(), "allreduce", steps=STEPS, out=out, resume=True, options=options())
     say("equal", "resumed", digest(run), len(run.history), run.path)
-    expect("central", lambda: mh.fit(task(), "central", steps=STEPS, options=options()))
+    out = directory / f"central-{RANK}"
+    mh.fit(task(), "central", steps=STEPS // 2, out=out, options=options())
+    run = mh.fit(task(), "central", steps=STEPS, out=out, resume=True, options=options())
+    say("equal", "central", digest(run), len(run.history), run.path)
+    torch.save(run.model.state_dict(), directory / f"central-{RANK}.pt")
+    expect("hogwild", lambda: mh.fit(task(), "hogwild", steps=STEPS, options=options()))
+    kill = at_third(lambda: os.kill(os.getpid(), signal.SIGKILL), 3)
+    expect("killed", lambda: mh.fit(task(kill), "central", steps=100, options=options()))
 
 
 def expect(name: str, call: Callable[[], object]) -> None:

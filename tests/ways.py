@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TypeVar
 
+import pytest
+
+from manyhands.cluster.meeting import hosts_of
 from manyhands.group.shared import SharedGroup, SharedGroupFiles
+from manyhands.link.base import Link
+from manyhands.link.tcp import TcpLink
 from manyhands.strategy import Strategy
 from manyhands.training.exchange import Exchange, SingleExchange
-from manyhands.training.exchanging import exchange_for
+from manyhands.training.exchanging import exchange_for, exchanging
 from manyhands.training.resources import Resources
 
 BUCKET_BYTES = 512  # several buckets even for a small model
@@ -32,6 +39,55 @@ def connect(way: str, files: SharedGroupFiles, rank: int) -> Exchange:
         rank=rank, world=files.world, timeout_s=30, group=lambda: join(files, rank), links=dict
     )
     return exchange_for(Strategy.parse(BUCKETED.get(way, way)), resources)
+
+
+@contextmanager
+def on_hosts(
+    way: str,
+    places: str,
+    pair: Callable[[], tuple[Link, Link]] = TcpLink.pair,
+    timeout_s: float = 30,
+) -> Iterator[Callable[[int], Exchange]]:
+    """What connects each rank, by the wiring that `fit` uses, to others on several hosts: memory on each, and a link
+    between any two workers. `places` has a letter for each rank, its host: `aab`.
+    """
+    world, hosts = len(places), hosts_of(places)
+    links: list[dict[int, Link]] = [{} for _ in range(world)]
+    with ExitStack() as stack:
+        files = [stack.enter_context(SharedGroup.create(len(host))) for host in hosts]
+        for high in range(world):
+            for low in range(high):
+                links[low][high], links[high][low] = pair()
+                stack.callback(links[low][high].close)
+                stack.callback(links[high][low].close)
+
+        def connect(rank: int) -> Exchange:
+            number = next(number for number, host in enumerate(hosts) if rank in host)
+            strategy = Strategy.parse(BUCKETED.get(way, way)).across_hosts(hosts)
+
+            def host_group() -> SharedGroup:
+                return SharedGroup(
+                    control=os.dup(files[number].control),
+                    arena=os.dup(files[number].arena),
+                    rank=hosts[number].index(rank),
+                    world=len(hosts[number]),
+                    timeout_s=timeout_s,
+                    roles=hosts[number],
+                )
+
+            resources = Resources(
+                rank=rank,
+                world=world,
+                timeout_s=timeout_s,
+                group=lambda: pytest.fail("there is no memory that all share"),
+                host_group=host_group,
+                links=lambda: links[rank],
+                hosts=hosts,
+            )
+            exchange, _ = exchanging(strategy).exchange_across_hosts(strategy, resources)
+            return exchange
+
+        yield connect
 
 
 def in_threads(world: int, act: Callable[[int], Result]) -> list[Result]:
@@ -59,11 +115,19 @@ def in_threads(world: int, act: Callable[[int], Result]) -> list[Result]:
 
 
 def with_exchanges(way: str, world: int, act: Callable[[Exchange], Result]) -> list[Result]:
-    """`act(exchange)` on every rank, each with its own end, closed afterwards."""
-    with SharedGroup.create(world) as files:
+    """`act(exchange)` on every rank, each with its own end, closed afterwards.
+
+    A way may be `central on aab`: the first two workers on one host, the third on another.
+    """
+    word, _, places = way.partition(" on ")
+    with ExitStack() as stack:
+        if places:
+            link_up = stack.enter_context(on_hosts(word, places))
+        else:
+            link_up = partial(connect, way, stack.enter_context(SharedGroup.create(world)))
 
         def work(rank: int) -> Result:
-            exchange = connect(way, files, rank)
+            exchange = link_up(rank)
             try:
                 return act(exchange)
             finally:

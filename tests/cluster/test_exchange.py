@@ -21,6 +21,7 @@ from manyhands.training.exchange import Exchange, LocalStep
 from ways import BUCKET_BYTES, with_exchanges
 
 WAYS = [("single", 1), ("mirrored", 1), ("mirrored", 3), ("central", 1), ("central", 2), ("central", 3)]
+WAYS += [("central on ab", 2), ("central on aab", 3)]
 BATCH = 14
 MAX_NORM = 0.145  # below the norm of some steps and above that of others
 
@@ -170,13 +171,14 @@ def test_worker_0_has_the_state_of_a_plain_optimizer(way: str, world: int, make:
             torch.testing.assert_close(found, value, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("way", ["single", "mirrored", "central"])
-def test_sums_of_several_rounds_add_up_until_the_step(way: str) -> None:
+@pytest.mark.parametrize(
+    ("way", "world"), [("single", 1), ("mirrored", 2), ("central", 2), ("central on aab", 3)]
+)
+def test_sums_of_several_rounds_add_up_until_the_step(way: str, world: int) -> None:
     """The second round does not reach a parameter that the first one did: its gradient stays."""
     tokens, targets = torch.randint(1, 11, (6, 4)), torch.arange(6)
     rounds = [tokens.clone(), tokens]
     rounds[0][:, 0] = 0
-    world = 1 if way == "single" else 2
 
     def plain() -> Weights:
         model = Awkward(torch.float64)

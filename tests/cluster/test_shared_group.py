@@ -404,7 +404,7 @@ def test_a_wait_shows_the_number_that_the_launcher_knows_a_rank_by() -> None:
 
         with group, ThreadPoolExecutor(1) as pool:
             looking = pool.submit(look)
-            with pytest.raises(PeerTimeout, match="for rank 1 to arrive"):
+            with pytest.raises(PeerTimeout, match=r"rank 7 waited .* for rank 9 to arrive") as raised:
                 group.barrier()
             looking.result(30)
-        assert seen == [9]
+        assert seen == [raised.value.peer] == [9]

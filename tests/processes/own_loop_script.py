@@ -37,7 +37,8 @@ def main(path: str) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.7)
     loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=13, shuffle=True)
-    with mh.join(out=os.environ.get("OWN_LOOP_OUT")) as group:
+    asked = os.environ.get("OWN_LOOP_STRATEGY")
+    with mh.join(strategy=asked, out=os.environ.get("OWN_LOOP_OUT")) as group:
         torch.rand(group.rank)  # whose random numbers now differ from the others'
         model, statistics, optimizer, loader = group.prepare(model, statistics, optimizer, loader)
         for _ in range(3):

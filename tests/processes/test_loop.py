@@ -87,9 +87,13 @@ def test_torchrun_workers_end_with_the_weights_of_one_process(
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize(
+    ("asked", "said_first"), [("", "allreduce algorithm=hierarchical group=2"), ("central", "central")]
+)
 def test_torchrun_on_two_hosts_is_hierarchical_by_itself_and_ends_with_the_same_weights(
-    tmp_path: Path, alone: dict[str, torch.Tensor], two_hosts: Hosts
+    asked: str, said_first: str, tmp_path: Path, alone: dict[str, torch.Tensor], two_hosts: Hosts
 ) -> None:
+    wanted = {"OWN_LOOP_STRATEGY": asked} if asked else {}
     options = [
         "--nnodes",
         "2",
@@ -109,7 +113,7 @@ def test_torchrun_on_two_hosts_is_hierarchical_by_itself_and_ends_with_the_same_
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "OWN_LOOP_OUT": str(tmp_path / "run")},
+                env={**os.environ, **wanted, "OMP_NUM_THREADS": "1", "OWN_LOOP_OUT": str(tmp_path / "run")},
             )
         )
     try:
@@ -119,7 +123,7 @@ def test_torchrun_on_two_hosts_is_hierarchical_by_itself_and_ends_with_the_same_
             node.kill()
             node.wait(timeout=10)
     assert [node.returncode for node in nodes] == [0, 0], said
-    assert said[0][0].strip() == "allreduce algorithm=hierarchical group=2 on 4"
+    assert said[0][0].strip() == f"{said_first} on 4"
     assert said[1][0].strip() == ""
     kept = read_run_events(tmp_path / "run" / "events").roles
     assert [len(role.of(EventKind.STEP)) for role in kept] == [12, 12, 12, 12]

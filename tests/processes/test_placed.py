@@ -17,11 +17,14 @@ import torch
 import manyhands as mh
 import placed_script
 import warm
+from equality import distance, same_bits
 from hosts import Hosts, two_hosts
+from manyhands.allreduce.reducer import gradient_layouts
 from manyhands.analyse.explain import explain
+from manyhands.record.events import EventKind
 from manyhands.record.recorded import read_run_events
 from manyhands.tasks import TASKS
-from placed_script import EQUAL, STEPS, digest, options, task
+from placed_script import EQUAL, STEPS, digest, model, options, task
 
 __all__ = ["two_hosts"]
 
@@ -74,7 +77,7 @@ def test_two_hosts_end_with_the_weights_of_one_and_resume_without_a_common_file_
 ) -> None:
     commands = [two_hosts.script(host, SCRIPT, "equal", tmp_path) for host in (0, 0, 1, 1)]
     done = run_ranks(commands, two_hosts.address(0), tmp_path)
-    assert [one.returncode for one in done] == [0] * 4, done
+    assert [one.returncode for one in done] == [0, 0, 0, -9], done
     for other in done[1:]:  # nothing but what torch's store says of its sockets
         assert [line for line in other.stderr.splitlines() if "[c10d]" not in line] == []
     told = [one.stdout.splitlines() for one in done]
@@ -93,9 +96,12 @@ def test_two_hosts_end_with_the_weights_of_one_and_resume_without_a_common_file_
         path = str(tmp_path / "rank-0") if rank == 0 else "None"
         whole = alone["allreduce"]
         assert found["resumed"] == [digest(whole), str(len(whole.history) + 1), path]
-        refused = next(line for line in lines if line.startswith("central: "))
-        assert "strategy=central is for the workers of one host, but there are 2 hosts" in refused
-        assert "its one copy of the parameters lies in the memory of one host" in refused
+        refused = next(line for line in lines if line.startswith("hogwild: "))
+        assert "strategy=hogwild is for the workers of one host, but there are 2 hosts" in refused
+        assert "its workers write to one memory" in refused
+        took_s = next(line for line in lines if line.startswith("hogwild took: "))
+        assert float(took_s.split()[-1]) < 30.0, "nobody waits for who has left"
+    check_central(tmp_path, told)
     folder = tmp_path / "rank-0"
     assert sorted(path.name for path in tmp_path.glob("rank-*")) == ["rank-0"]
     kept = {path.name for path in (folder / "events").iterdir()}
@@ -104,6 +110,31 @@ def test_two_hosts_end_with_the_weights_of_one_and_resume_without_a_common_file_
     assert summary["workers"] == 4
     assert [one["steps"] for one in summary["per_worker"]] == [STEPS // 2] * 4
     assert torch.isfinite(torch.tensor(summary["final"]["loss"]))
+
+
+def check_central(folder: Path, told: Sequence[Sequence[str]]) -> None:
+    """A copy on each host: to the bit the same on all, near that of one host; what crossed; who was killed."""
+    alone = mh.fit(task(), "central", workers=4, steps=STEPS, options=options())
+    ended = [torch.load(folder / f"central-{rank}.pt") for rank in range(4)]
+    assert distance(ended[0], alone.model.state_dict()) < 1e-9
+    assert all(same_bits(ended[0], other) for other in ended)
+    for rank, lines in enumerate(told):
+        [found] = [line.split()[2:] for line in lines if line.startswith("equal central ")]
+        path = str(folder / "central-0") if rank == 0 else "None"
+        assert found[1:] == [str(len(alone.history) + 1), path]
+    gradients = sum(layout.count * layout.dtype.itemsize for layout in gradient_layouts(model(), 25 << 20))
+    status = 64 * torch.float64.itemsize  # what all agree on besides, at its smallest
+    for role in read_run_events(folder / "central-0" / "events").roles:
+        sends = role.of(EventKind.SEND)
+        crossed = [(int(one["peer"]), int(one["num_bytes"])) for one in sends]
+        leads = {0: 2, 2: 0}.get(role.role)
+        assert crossed == ([] if leads is None else [(leads, gradients + status)] * STEPS)
+    for rank, lines in enumerate(told[:3]):
+        killed = next(line for line in lines if line.startswith("killed: "))
+        assert "worker 3 on " in killed, (rank, killed)
+        assert "is lost: the connection " in killed
+        took_s = next(line for line in lines if line.startswith("killed took: "))
+        assert float(took_s.split()[-1]) < 30.0
 
 
 def test_trouble_in_one_process_is_told_in_a_sentence_by_all_within_seconds(tmp_path: Path) -> None:

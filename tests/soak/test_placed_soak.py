@@ -1,4 +1,4 @@
-"""`allreduce` over two hosts for minutes: a cable that goes dead, a process that is stopped, and TLS on every link."""
+"""Two hosts for minutes, most under `allreduce`: a cable that goes dead, a stopped process, TLS on every link."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def told_silent(text: str) -> list[tuple[int, str, float]]:
     return [(int(rank), address, float(seconds)) for rank, address, seconds in found]
 
 
-@pytest.mark.parametrize("strategy", ["allreduce", "local steps=2"])
+@pytest.mark.parametrize("strategy", ["allreduce", "central", "local steps=2"])
 def test_a_cable_that_goes_dead_is_named_on_both_sides_and_the_run_is_resumed(
     strategy: str, two_hosts: Hosts, tmp_path: Path
 ) -> None:

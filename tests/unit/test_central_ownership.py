@@ -89,6 +89,23 @@ def test_kept_whole_the_owners_differ_by_at_most_one_tensor(
     assert all(p.end - p.begin == parameters[p.parameter][0] for pieces in owned.pieces for p in pieces)
 
 
+@given(parameters=models, sizes=st.lists(st.integers(1, 9), min_size=2, max_size=4))
+def test_kept_whole_on_hosts_of_any_size_the_buckets_lie_alike(
+    parameters: list[tuple[int, torch.dtype]], sizes: list[int]
+) -> None:
+    layouts = lay_out(parameters, 4096, first_bytes=4096)
+    hosts = [keep_whole(layouts, world, max(sizes)) for world in sizes]
+    for world, owned in zip(sizes, hosts, strict=True):
+        assert owned.layouts == hosts[0].layouts
+        whole = [piece for pieces in owned.pieces for piece in pieces]
+        assert len(owned.pieces) == world
+        assert sorted(piece.parameter for piece in whole) == list(range(len(parameters)))
+        assert all(piece.end - piece.begin == parameters[piece.parameter][0] for piece in whole)
+        for layout, ranges in zip(owned.layouts, owned.ranges, strict=True):
+            assert [item for mine in ranges for item in mine] == list(range(layout.count))
+    assert hosts[sizes.index(max(sizes))] == keep_whole(layouts, max(sizes))
+
+
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_a_transformer_is_balanced_within_three_per_cent(way: Way, world: int) -> None:

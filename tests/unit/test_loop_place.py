@@ -54,6 +54,7 @@ def test_where_joining_makes_no_sense_one_sentence_says_why(environment: dict[st
     [
         (None, [[0, 1, 2]], "mirrored"),
         ("central", [[0, 1]], "central"),
+        ("central", [[0, 1], [2]], "central"),
         ("allreduce algorithm=ring", [[0, 1]], "allreduce algorithm=ring"),
         (None, [[0, 1], [2, 3]], "allreduce algorithm=hierarchical group=2"),
         (None, [[0, 1, 2], [3, 4, 5], [6]], "allreduce algorithm=hierarchical group=3"),
@@ -79,11 +80,6 @@ def test_the_hosts_choose_the_strategy(asked: str | None, hosts: list[list[int]]
 @pytest.mark.parametrize(
     ("asked", "hosts", "told"),
     [
-        (
-            "central",
-            [[0, 1], [2]],
-            "strategy=central is for the workers of one host, but there are 2 hosts (with the ranks [0, 1], [2])",
-        ),
         ("single", [[0, 1]], "strategy=single is one process, but there are 2 workers"),
         ("sharded", [[0, 1]], "strategy=sharded is not for a loop of your own"),
         ("single device_memory=1GiB", [[0]], "give the model and its loss to mh.fit for device_memory"),

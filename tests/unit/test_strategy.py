@@ -192,6 +192,15 @@ def test_strategy_knows_whom_its_workers_wait_for(text: str, waits_for: Waits, s
     assert bool(strategy.straggler_advice) == (waits_for is not Waits.NOBODY)
 
 
+def test_a_strategy_that_several_hosts_cannot_have_is_refused_with_the_reason() -> None:
+    sentence = (
+        "strategy=hogwild is for the workers of one host, but there are 2 hosts (with the ranks [0, 1], [2]): "
+        "its workers write to one memory"
+    )
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        Strategy.parse("hogwild").across_hosts([[0, 1], [2]])
+
+
 @pytest.mark.parametrize("text", ["pipeline", "tensor", "sharded", "single device_memory=1MiB"])
 def test_compiling_is_refused_before_anything_starts_where_no_worker_has_a_whole_model(text: str) -> None:
     task = manyhands.Task(

@@ -7,7 +7,7 @@ The reducer fills buckets and launches them in order; a collective makes each th
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -120,7 +120,7 @@ class Collective(ABC):
     def broadcast(self, index: int, root: int = 0) -> None:
         """Collective: worker `root`'s bucket becomes everyone's."""
 
-    def spread(self, tensors: Sequence[torch.Tensor]) -> bool:
+    def spread(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Collective, where it can: give every worker worker 0's values straight away; whether it did.
 
         Elsewhere they ride in a bucket.
@@ -193,8 +193,12 @@ class SharedCollective(Collective):
         """Worker `root`'s bytes to all."""
         self._group.broadcast(self._buckets[index], root)
 
+    def is_done(self, index: int) -> bool:
+        """Whether all workers have reduced their slices of a bucket that was launched; never waits."""
+        return self._group.is_done(self._buckets[index])
+
     def parts(self, index: int) -> Sequence[torch.Tensor]:
-        """Every worker's part of a bucket; those of others are to be read between two barriers."""
+        """Every worker's part of a bucket; read those of others between two barriers, or once all are done."""
         return self._buckets[index].parts
 
     def take_times(self) -> Times:

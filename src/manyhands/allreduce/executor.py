@@ -13,7 +13,7 @@ size, by every rank. With a codec, what leaves is rounded as `carrying` says; a 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
@@ -74,6 +74,7 @@ class ScheduleExecutor:
     that died or left raises WorkerFailed. Both name the rank, the peer, the round and the algorithm; the
     executor is then of no further use. An `alarm` ends every wait. Scratch space is kept between calls. Parcels that
     need not be exact travel in the `codec`, if there is one: the same on all ranks; or as the `Compressor` has it.
+    Where the ranks are some of many workers, `roles` are their numbers among all, by which errors name them.
     """
 
     def __init__(
@@ -85,12 +86,13 @@ class ScheduleExecutor:
         timeout_s: float,
         alarm: Alarm | None = None,
         codec: ParcelCodec | Compressor | None = None,
+        roles: Sequence[int] | None = None,
     ) -> None:
         algorithm.table(rank, world)  # refuses a rank outside the world
         self.algorithm = algorithm
         self.rank = rank
         self.world = world
-        self._mailbox = Mailbox(rank, links, timeout_s, alarm)
+        self._mailbox = Mailbox(rank, links, timeout_s, alarm, roles)
         self.carry_by(codec)
         self._rooms: dict[str, torch.Tensor] = {}
         self._calls = 0

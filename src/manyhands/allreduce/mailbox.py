@@ -34,11 +34,17 @@ class Mailbox:
 
     A message carries which collective (`kind`), which call of it (`call`) and which round it belongs to; a
     message of another place than this rank's own is refused. `messages_sent` and `bytes_sent` only grow. Where an
-    `alarm` is given, it ends every wait, and the one that it names is the one to blame.
+    `alarm` is given, it ends every wait, and the one that it names is the one to blame. `roles` says by which number
+    errors and posts name each rank, where that is not its rank.
     """
 
     def __init__(
-        self, rank: int, links: Mapping[int, Link], timeout_s: float, alarm: Alarm | None = None
+        self,
+        rank: int,
+        links: Mapping[int, Link],
+        timeout_s: float,
+        alarm: Alarm | None = None,
+        roles: Sequence[int] | None = None,
     ) -> None:
         if not timeout_s > 0:
             raise UserError(f"timeout_s={timeout_s}: must be above 0")
@@ -48,6 +54,7 @@ class Mailbox:
         self._links = links
         self._timeout_s = timeout_s
         self._alarm = alarm
+        self._roles = roles
         self._slice_s = LONG_WAIT_S if alarm is None else _ALARM_SLICE_S
         self._posts: dict[int, Post] = {}
         self._name = ""
@@ -63,7 +70,7 @@ class Mailbox:
     def take_posts(self) -> Mapping[int, Post]:
         """What went to and came from each peer since the last call."""
         posts, self._posts = self._posts, {}
-        return posts
+        return {self._role(peer): post for peer, post in posts.items()}
 
     def post(self, letters: Iterable[Letter]) -> list[Letter]:
         """Send what the links take at once; return the rest in order, to be posted again."""
@@ -90,14 +97,16 @@ class Mailbox:
                 try:
                     outcome = link.receive(slice_s, space)
                 except ProtocolError as error:
-                    raise ManyhandsError(f"{self._where()}: from rank {source}: {error}") from error
+                    raise ManyhandsError(
+                        f"{self._where()}: from rank {self._role(source)}: {error}"
+                    ) from error
                 if not isinstance(outcome, TimedOut):
                     break
                 left_s -= slice_s
                 self._heed_alarm()
                 if left_s <= 0:
                     self._late(source, "sent nothing")
-                wait.goes_on(source)
+                wait.goes_on(self._role(source))
                 refused = self.post(refused)
         if not isinstance(outcome, Received):
             self._lost(source, outcome)
@@ -120,7 +129,7 @@ class Mailbox:
 
     def refuse(self, source: int, why: str) -> NoReturn:
         """Raise: what `source` sent makes no sense."""
-        raise ManyhandsError(f"{self._where()}: from rank {source}: {why}")
+        raise ManyhandsError(f"{self._where()}: from rank {self._role(source)}: {why}")
 
     def _flush(self, peer: int, timeout_s: float) -> bool:
         """Whether all that was queued for `peer` has left."""
@@ -136,7 +145,7 @@ class Mailbox:
                 if timeout_s <= 0:
                     return False
                 self._heed_alarm()
-                wait.goes_on(peer)
+                wait.goes_on(self._role(peer))
 
     def _send(self, peer: int, payload: torch.Tensor) -> bool:
         kind, call, round_number = self._place
@@ -166,7 +175,8 @@ class Mailbox:
             return self._links[peer]
         except KeyError:
             raise UserError(
-                f"{self._where()}: there is no link to rank {peer}, only to {sorted(self._links)}"
+                f"{self._where()}: there is no link to rank {self._role(peer)}, only to "
+                f"{sorted(map(self._role, self._links))}"
             ) from None
 
     def _check(self, source: int, message: Message, least: int, most: int) -> None:
@@ -174,13 +184,14 @@ class Mailbox:
         place = (message.kind, message.step, message.tag)
         if place != self._place or not least <= message.payload_bytes <= most:
             raise ManyhandsError(
-                f"{self._where()}: rank {source} sent {message.payload_bytes} bytes of (kind, call, round) "
+                f"{self._where()}: rank {self._role(source)} sent {message.payload_bytes} bytes of (kind, call, round) "
                 f"{place}, due were {most} bytes of {self._place}; all ranks must make the same calls "
                 "in the same order with buffers of one length"
             )
 
     def _late(self, peer: int, what: str) -> NoReturn:
-        raise PeerTimeout(f"{self._where()}: rank {peer} {what} within {self._timeout_s:g} s", peer)
+        role = self._role(peer)
+        raise PeerTimeout(f"{self._where()}: rank {role} {what} within {self._timeout_s:g} s", role)
 
     def _heed_alarm(self, wait_s: float = 0.0) -> None:
         lost = self._alarm.lost(wait_s) if self._alarm is not None else None
@@ -190,8 +201,12 @@ class Mailbox:
     def _lost(self, peer: int, outcome: Closed | PeerDied) -> NoReturn:
         self._heed_alarm(_CAUSE_S)  # it may have left because of another, who will be named in a moment
         reason = outcome.reason if isinstance(outcome, PeerDied) else "the link was closed"
-        raise WorkerFailed(f"{self._where()}: lost rank {peer}: {reason}", peer)
+        role = self._role(peer)
+        raise WorkerFailed(f"{self._where()}: lost rank {role}: {reason}", role)
+
+    def _role(self, rank: int) -> int:
+        return rank if self._roles is None else self._roles[rank]
 
     def _where(self) -> str:
         _, call, round_number = self._place
-        return f"rank {self._rank}, {self._name}, call {call}, round {round_number}"
+        return f"rank {self._role(self._rank)}, {self._name}, call {call}, round {round_number}"

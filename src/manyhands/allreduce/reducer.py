@@ -13,7 +13,7 @@ A gradient of some rows (`nn.Embedding(sparse=True)`) takes no room in a bucket:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -137,7 +137,7 @@ class Reducer:
         """Collective: the sum over workers of a float64 vector, through the status bucket, piece by piece."""
         return total(self._collective, self._status_index, self._status, values)
 
-    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+    def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
         """Collective: give every worker worker 0's values; they ride in the bytes of the largest bucket, if need be."""
         if self._collective.spread(tensors):
             return

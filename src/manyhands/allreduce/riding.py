@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ def total(collective: Collective, index: int, bucket: torch.Tensor, values: torc
 
 @torch.no_grad()
 def broadcast(
-    collective: Collective, index: int, bucket: torch.Tensor, tensors: Sequence[torch.Tensor]
+    collective: Collective, index: int, bucket: torch.Tensor, tensors: Iterable[torch.Tensor]
 ) -> None:
     """Collective: give every worker worker 0's values; they ride in the bytes of bucket `index`, zero afterwards."""
     carrier = bucket.view(torch.uint8)

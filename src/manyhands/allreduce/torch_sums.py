@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NoReturn, TypeVar
 
 import torch
@@ -134,7 +134,7 @@ class TorchCollective(Collective):
         self._await(work, "the weights of worker 0")
 
     @torch.no_grad()
-    def spread(self, tensors: Sequence[torch.Tensor]) -> bool:
+    def spread(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Each by itself, from GPU to GPU."""
         for tensor in tensors:
             if tensor.numel():

@@ -9,13 +9,15 @@ A step, for P workers and S bytes of parameters:
     (barrier)   all slices are written: the next forward may begin
 
 So there is one copy of the parameters and one of the optimizer's state on the host, whatever the number of workers, and
-each optimizer does 1/P of the work. Gradients are still one copy per worker.
+each optimizer does 1/P of the work. Gradients are still one copy per worker. On several hosts (`across.py`) each has
+such copies, and between reducing and applying what they reduced is summed over hosts: all copies take the same step, to
+the bit.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -26,9 +28,10 @@ from torch.optim import Optimizer
 
 from manyhands.allreduce.collective import SharedCollective
 from manyhands.allreduce.reducer import Reducer, gradient_layouts
+from manyhands.central.across import BetweenHosts, HostsCollective
 from manyhands.central.gather import Carrier, gather_state
 from manyhands.central.home import ParameterHome
-from manyhands.central.ownership import cut, keep_whole
+from manyhands.central.ownership import Ownership, cut, keep_whole
 from manyhands.errors import UserError
 from manyhands.group.shared import SharedGroup
 from manyhands.link.wire import Wire
@@ -37,6 +40,7 @@ from manyhands.sharding.optimizers import is_elementwise
 from manyhands.sharding.slices import SlicedOptimizer
 from manyhands.training.clipping import scale_down, squares_of
 from manyhands.training.exchange import Exchange, LocalStep, SharedStep, Times, Traffic
+from manyhands.wire.layout import BucketLayout
 
 __all__ = ["CentralExchange"]
 
@@ -47,44 +51,90 @@ class _Attached:
 
     optimizer: Optimizer
     home: ParameterHome
-    collective: SharedCollective
+    collective: SharedCollective | HostsCollective
+    inside: SharedCollective
+    """Among the workers of this host."""
+
     reducer: Reducer
     slices: SlicedOptimizer
 
 
 class CentralExchange(Exchange):
-    """One worker's end: the gradients are its own, the parameters everyone's. Takes over `group`."""
+    """One worker's end: the gradients are its own, the parameters its host's. Takes over `group` and `between`.
+
+    `group` is of the workers of this host; `between` is there where some are on others.
+    """
 
     steps_itself = True
-    wire = Wire.MEMORY
 
-    def __init__(self, group: SharedGroup, bucket_bytes: int) -> None:
-        self.rank = group.rank
-        self.world = group.world
+    def __init__(self, group: SharedGroup, bucket_bytes: int, between: BetweenHosts | None = None) -> None:
+        self.rank = group.rank if between is None else between.rank
+        self.world = group.world if between is None else between.world
         self._group = group
+        self._between = between
         self._bucket_bytes = bucket_bytes
         self._attached: _Attached | None = None
+
+    @property
+    def wire(self) -> int:  # type: ignore[override]
+        """A host's leader sends to others; all else is memory."""
+        return Wire.MEMORY if self._between is None else self._between.wire
+
+    @property
+    def copies(self) -> Sequence[Sequence[int]]:
+        """One on each host, of which its leader tells."""
+        return () if self._between is None else (self._between.leaders,)
+
+    def held_parameters(self, model: nn.Module) -> Iterable[tuple[str, torch.Tensor | None]]:
+        """Of a host's copy only its leader needs to tell."""
+        tells = self._between is None or self._between.leads
+        return ((name, one if tells else None) for name, one in model.named_parameters())
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Collective: move worker 0's parameters into shared memory and share out who updates what.
 
         A UserError names an optimizer that cannot be shared out. Buffers stay each worker's own, from worker 0's.
         """
-        share_out = cut if is_elementwise(optimizer) else keep_whole
-        owned = share_out(gradient_layouts(model, self._bucket_bytes), self.world)
+        owned = self._share_out(gradient_layouts(model, self._bucket_bytes), optimizer)
         # The model's own memory goes before that of the gradients comes: the two never need room at the same time.
         home = ParameterHome(self._group, model, owned.layouts)
-        collective = SharedCollective(self._group, owned.ranges)
+        collective: SharedCollective | HostsCollective
+        if self._between is None:
+            collective = inside = SharedCollective(self._group, owned.ranges)
+        else:
+            collective = HostsCollective(self._group, owned.ranges, self._between)
+            inside = collective.inside
         reducer = Reducer(model, collective, owned.layouts, bring_back=False)
-        reducer.broadcast(list(model.buffers()))
+        if self._between is not None:
+            self._spread(home, reducer, self._between)
+        reducer.broadcast(model.buffers())
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         slices = SlicedOptimizer(
-            optimizer, owned.pieces[self.rank], trainable, home.values, reducer.gradients
+            optimizer, owned.pieces[self._group.rank], trainable, home.values, reducer.gradients
         )
         self._attached = _Attached(
-            optimizer=optimizer, home=home, collective=collective, reducer=reducer, slices=slices
+            optimizer=optimizer,
+            home=home,
+            collective=collective,
+            inside=inside,
+            reducer=reducer,
+            slices=slices,
         )
+        collective.take_times()  # what it took to begin is no part of the first step
         keep_freed_memory()  # every step frees what the next one takes
+
+    def _share_out(self, layouts: Sequence[BucketLayout], optimizer: Optimizer) -> Ownership:
+        """Who of this host updates what."""
+        if is_elementwise(optimizer):
+            return cut(layouts, self._group.world)
+        most = None if self._between is None else self._between.most_workers
+        return keep_whole(layouts, self._group.world, most)
+
+    def _spread(self, home: ParameterHome, reducer: Reducer, between: BetweenHosts) -> None:
+        """Collective: worker 0's values in every host's copy, written by its leader; the others lay them aside."""
+        reducer.broadcast(home.shared if between.leads else map(torch.empty_like, home.shared))
+        self._group.barrier()
+        home.refresh()
 
     def backward(self, loss: torch.Tensor, share: float) -> None:
         """Backward of this worker's weighted loss; slices are reduced while it runs."""
@@ -107,12 +157,16 @@ class CentralExchange(Exchange):
         return self._need().reducer.finish(local)
 
     def clip(self, max_norm: float) -> float:
-        """Collective: the norm from every worker's slices; each scales its own."""
+        """Collective: the norm from every worker's slices; each scales its own.
+
+        Every host has the whole gradient: the mean of their squares is the same number on all, however each cuts it.
+        """
         attached = self._need()
+        hosts = 1 if self._between is None else len(self._between.hosts)
         gradients = self.held_gradients()
         squares = squares_of(gradients)
         total = attached.reducer.total(torch.tensor([squares], dtype=torch.float64))
-        norm = math.sqrt(total.item())
+        norm = math.sqrt(total.item() / hosts)
         scale_down(gradients, norm, max_norm)
         return norm
 
@@ -129,17 +183,18 @@ class CentralExchange(Exchange):
         attached.home.refresh()
 
     def optimizer_state(self) -> dict[str, Any] | None:
-        """Collective: gathered at worker 0 through the memory of a gradient bucket."""
+        """Collective: gathered at worker 0 through the memory of a gradient bucket of its host."""
         attached = self._need()
         if not attached.reducer.is_idle:
             raise UserError(
                 "the optimizer's state can be had between steps; a gradient waits for its step here"
             )
+        if self._between is not None and self._between.number != 0:
+            return None  # worker 0's host has all of it
         carrier = Carrier(
-            rank=self.rank,
-            parts=[part.view(torch.uint8) for part in attached.collective.parts(attached.reducer.carrier)],
+            rank=self._group.rank,
+            parts=[part.view(torch.uint8) for part in attached.inside.parts(attached.reducer.carrier)],
             barrier=self._group.barrier,
-            total=attached.reducer.total,
         )
         shapes = [p.shape for group in attached.optimizer.param_groups for p in group["params"]]
         state = gather_state(carrier, attached.slices.state(), shapes)
@@ -157,11 +212,13 @@ class CentralExchange(Exchange):
         return self._attached.collective.take_times() if self._attached is not None else Times()
 
     def traffic(self) -> Traffic:
-        """The bytes of others' gradients that this worker read."""
+        """The bytes of others' gradients that this worker read, and what the leader of a host sent to others."""
         return self._attached.collective.traffic() if self._attached is not None else Traffic()
 
     def close(self) -> None:
-        """Release gradients and memory; the model keeps the shared parameters as long as it lives."""
+        """Release gradients, memory and links; the model keeps the shared parameters as long as it lives."""
+        if self._between is not None:
+            self._between.close()  # its thread reads the gradients
         if self._attached is not None:
             self._attached.slices.close()
             self._attached.reducer.close()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -21,24 +21,27 @@ from manyhands.store.state_tree import Json, flatten, unflatten
 
 __all__ = ["Carrier", "gather_state"]
 
+_NUMBER_BYTES: Final = 8
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Carrier:
-    """Memory that every worker sees: one part each, read by worker 0 between two barriers."""
+    """Memory that every worker of a host sees: one part each, read by the others between two barriers."""
 
     rank: int
     parts: Sequence[Tensor]
-    """Bytes, equally many for each worker."""
+    """Bytes, equally many for each worker, and at least 8."""
 
     barrier: Callable[[], None]
-    total: Callable[[Tensor], Tensor]
-    """Collective: the sum over workers of a small float64 vector."""
 
     def sizes(self, num_bytes: int) -> list[int]:
         """Collective: how many bytes each worker has to give."""
-        sizes = torch.zeros(len(self.parts), dtype=torch.float64)
-        sizes[self.rank] = num_bytes
-        return [int(size) for size in self.total(sizes).tolist()]
+        numbers = [part[:_NUMBER_BYTES].view(torch.int64) for part in self.parts]
+        numbers[self.rank][0] = num_bytes
+        self.barrier()
+        sizes = [int(number[0]) for number in numbers]
+        self.barrier()
+        return sizes
 
     def gather(
         self, sizes: Sequence[int], given: Sequence[Tensor], wanted: Sequence[Sequence[Tensor]]

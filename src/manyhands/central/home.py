@@ -27,7 +27,7 @@ __all__ = ["ParameterHome"]
 class ParameterHome:
     """Moves the parameters of `model` into shared memory; constructed on every worker (collective).
 
-    Worker 0's values win. `close` is idempotent; the model keeps its memory as long as it lives.
+    The values of the host's first worker win. `close` is idempotent; the model keeps its memory as long as it lives.
     """
 
     def __init__(self, group: SharedGroup, model: nn.Module, layouts: Sequence[BucketLayout]) -> None:
@@ -45,7 +45,8 @@ class ParameterHome:
             for view, parameter in zip(views, self._parameters, strict=True):
                 view.copy_(parameter.detach())
         group.barrier()
-        self._views = views
+        self.shared = views
+        """The shared copy of every parameter, in the order of the model."""
         self._on_gpu = any(parameter.device.type == "cuda" for parameter in self._parameters)
         if self._on_gpu:
             self.refresh()
@@ -61,12 +62,12 @@ class ParameterHome:
             torch.autograd.graph.increment_version(self._parameters)
             return
         with torch.no_grad():
-            for view, parameter in zip(self._views, self._parameters, strict=True):
+            for view, parameter in zip(self.shared, self._parameters, strict=True):
                 parameter.copy_(view, non_blocking=True)
 
     def close(self) -> None:
         """Let go of the descriptor and of what this object sees of the memory."""
-        self.values, self._views = [], []
+        self.values, self.shared = [], []
         if self._segment is not None:
             self._segment.close()
 

@@ -8,7 +8,9 @@ each bucket are put in the order of their owners, so that a worker's share of a 
     cut      a a a a b · b c c c d      both workers own a part of b
     whole    a a a a d · b b c c c      d has moved
 
-Pure: the same layouts give the same ownership on every worker.
+Pure: the same layouts give the same ownership on every worker. Where hosts have copies of their own, the order of the
+slots is the same on all of them, so that their buckets can be summed: where tensors stay whole, it is that of the host
+with the most workers, and on one with fewer a worker owns what several neighbours own there.
 """
 
 from __future__ import annotations
@@ -46,10 +48,15 @@ def cut(layouts: Sequence[BucketLayout], world: int) -> Ownership:
     return Ownership(layouts=tuple(layouts), ranges=ranges, pieces=_pieces(layouts, ranges, world))
 
 
-def keep_whole(layouts: Sequence[BucketLayout], world: int) -> Ownership:
-    """Give every parameter to one worker, as even in bytes as the sizes allow."""
-    owners = _owners(layouts, world)
-    sorted_layouts = tuple(_sorted(layout, owners) for layout in layouts)
+def keep_whole(layouts: Sequence[BucketLayout], world: int, most: int | None = None) -> Ownership:
+    """Give every parameter to one worker, as even in bytes as the sizes allow.
+
+    The slots are in the order of `most` owners (None: `world`, which is at most that), and of these each worker is one
+    or several neighbours.
+    """
+    places = _owners(layouts, most or world)
+    sorted_layouts = tuple(_sorted(layout, places) for layout in layouts)
+    owners = {number: place * world // (most or world) for number, place in places.items()}
     ranges = tuple(_ranges(layout, owners, world) for layout in sorted_layouts)
     return Ownership(layouts=sorted_layouts, ranges=ranges, pieces=_pieces(sorted_layouts, ranges, world))
 

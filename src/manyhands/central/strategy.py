@@ -15,12 +15,15 @@ __all__ = ["Central"]
 
 @dataclass(frozen=True, kw_only=True)
 class Central(Strategy):
-    """One copy of the parameters per host; each worker reduces and updates its slice of them."""
+    """One copy of the parameters per host; each worker reduces and updates its slice of them.
+
+    On several hosts the first worker of each sums what its host has reduced with those of the others.
+    """
 
     word: ClassVar[str] = "central"
     about: ClassVar[str] = "one copy of the parameters per host; each worker updates its slice"
     truth: ClassVar[Truth] = Truth.ONE_COPY
-    cannot_cross_hosts: ClassVar[str] = "its one copy of the parameters lies in the memory of one host"
+    cannot_cross_hosts: ClassVar[str] = ""
 
     buckets: int = buckets_setting()
 

@@ -65,6 +65,7 @@ __all__ = [
     "SCATTER",
     "abort_group",
     "advance",
+    "all_done",
     "word_offset",
 ]
 
@@ -126,6 +127,19 @@ def abort_group(control: int, world: int, word: int) -> bool:
         for phase in range(2):
             futex_wake(control + _word_offset(rank, phase))
     return first  # type: ignore[no-any-return]
+
+
+@njit("boolean(int64, int64)", nogil=True, cache=True)
+def all_done(group_address: int, bucket_address: int) -> bool:
+    """Whether every rank is done with the operation that a bucket was last launched as; without waiting."""
+    if group_address == 0:
+        return False
+    group = array_at(group_address, GROUP_WAITING_NS, int64)
+    number = array_at(bucket_address, BUCKET_TABLE, int64)[_BUCKET_NUMBER]
+    done = 0
+    for rank in range(group[GROUP_WORLD]):
+        done += reached(group[GROUP_CONTROL] + _word_offset(rank, DONE), number)
+    return done == group[GROUP_WORLD]  # type: ignore[no-any-return]
 
 
 @helper()

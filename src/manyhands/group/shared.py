@@ -167,11 +167,12 @@ class SharedGroup:
         timeout_s: float,
         roles: Sequence[int] | None = None,
     ) -> None:
-        """`roles` says by which number the launcher knows each rank, where that is not its rank."""
+        """`roles` says by which number the launcher knows each rank, and errors name it, where that is not its rank."""
         if not 0 <= rank < world:
             raise UserError(f"rank={rank}: must be at least 0 and less than world={world}")
         self.rank = rank
         self.world = world
+        self._roles = tuple(range(world) if roles is None else roles)
         os.set_inheritable(control, False)
         os.set_inheritable(arena, False)
         self._control = Segment.attach(control)
@@ -196,7 +197,7 @@ class SharedGroup:
             progress.GROUP_FINISHED: before,
         }.items():
             self._state[word] = value
-        self._state[progress.GROUP_WAITING_NS + world :] = range(world) if roles is None else roles
+        self._state[progress.GROUP_WAITING_NS + world :] = self._roles
         self._barrier = self._new_block(progress.BUCKET_TABLE + world)
         self.timeout_s = timeout_s
 
@@ -298,6 +299,10 @@ class SharedGroup:
         if status != REACHED:
             self._fail(status)
         return bool(self._state[progress.GROUP_OLDEST])
+
+    def is_done(self, bucket: Bucket) -> bool:
+        """Whether every rank has reduced its slice of a bucket that was launched; never waits."""
+        return bool(progress.all_done(self._address, bucket.address))
 
     def finish(self) -> None:
         """Wait until everything launched is complete: every rank's `Bucket.tensor` holds the result."""
@@ -408,8 +413,8 @@ class SharedGroup:
             raise self._timeout()
         assert status == ABORTED
         word = int(self._control.array(progress.ABORT_OFFSET, 1, np.uint32)[0])
-        reason = f"rank {word - 2} failed first" if word > 1 else "the run is being taken down"
-        raise Aborted(f"rank {self.rank} stops its exchange: {reason}")
+        reason = f"rank {self._roles[word - 2]} failed first" if word > 1 else "the run is being taken down"
+        raise Aborted(f"rank {self._roles[self.rank]} stops its exchange: {reason}")
 
     def _timeout(self) -> PeerTimeout:
         """Who is late, and where they were last seen."""
@@ -420,13 +425,13 @@ class SharedGroup:
         for rank in range(first, self.world):
             low = int(self._control.array(progress.word_offset(rank, phase), 1, np.uint32)[0])
             seen[rank] = number - ((number - low) & 0xFFFFFFFF)
-        others = [f"rank {rank}" for rank, at in seen.items() if rank != first and at < number]
+        others = [f"rank {self._roles[rank]}" for rank, at in seen.items() if rank != first and at < number]
         deed = "arrive at" if phase == progress.ARRIVED else "reduce its slice of"
         return PeerTimeout(
-            f"rank {self.rank} waited {waited_ns / 1e9:.1f} s for rank {first} to {deed} operation {number} (last seen "
-            f"at operation {seen[first]}){'; also late: ' if others else ''}{', '.join(others)}; see whether it still "
-            f"runs, or allow more than timeout_s={self.timeout_s:g}",
-            first,
+            f"rank {self._roles[self.rank]} waited {waited_ns / 1e9:.1f} s for rank {self._roles[first]} to {deed} "
+            f"operation {number} (last seen at operation {seen[first]}){'; also late: ' if others else ''}"
+            f"{', '.join(others)}; see whether it still runs, or allow more than timeout_s={self.timeout_s:g}",
+            self._roles[first],
         )
 
 

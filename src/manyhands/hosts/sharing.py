@@ -35,6 +35,7 @@ def attach_group(files: SharedGroupFiles, meeting: Meeting, timeout_s: float) ->
         rank=meeting.local_rank,
         world=len(meeting.here),
         timeout_s=timeout_s,
+        roles=meeting.here,
     )
 
 

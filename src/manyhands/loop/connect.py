@@ -2,7 +2,7 @@
 
     one host       shared memory for gradients and for words; links in shared memory where the algorithm needs them
     several hosts  a link to everyone, in shared memory on this host and over Gloo to others; `hierarchical` by itself,
-                   with the workers of a host as a group
+                   with the workers of a host as a group; and memory that the workers of a host share
 
 Gloo and torch's store authenticate nobody: several hosts need a network that is trusted. Gloo listens on the one
 address that leads to torchrun's master, or on GLOO_SOCKET_IFNAME where that is set; so do the heartbeats, which name a
@@ -152,11 +152,16 @@ def _on_several_hosts(
 ) -> GroupConnection:
     group = cast(dist.ProcessGroup, gloo)  # which it is not, but a link asks for nothing that it has not
     far = {rank: TorchLink(group, rank) for rank in range(meeting.world) if rank not in meeting.here}
+    shared = stack.enter_context(share_group(meeting, "gradients", timeout_s))
     links: dict[int, Link] = {**share_links(meeting, timeout_s, network=strategy.uses_network), **far}
     alarm = Alarm()
 
+    def abort(rank: int = meeting.rank) -> None:
+        shared.abort(meeting.here.index(rank) if rank in meeting.here else None)
+
     def lose(rank: int, sentence: str) -> None:
         alarm.ring(rank, sentence)
+        abort(rank)
         for link in far.values():  # the group is of no further use, and leaving it must not wait
             link.give_up(sentence)
 
@@ -176,12 +181,18 @@ def _on_several_hosts(
         world=meeting.world,
         timeout_s=timeout_s,
         group=no_group,
+        host_group=lambda: shared,
         links=lambda: links,
         hosts=meeting.hosts,
         alarm=alarm,
     )
     exchange, collective = exchanging(strategy).exchange_across_hosts(strategy, resources)
-    return GroupConnection(strategy=strategy, words=Words(collective), exchange=exchange, on_one_host=False)
+    connection = GroupConnection(
+        strategy=strategy, words=Words(collective), exchange=exchange, on_one_host=False, abort=abort
+    )
+    meeting.watch(lambda rank, in_peace: None if in_peace else abort(rank))
+    stack.callback(meeting.close)  # before the group: who watches must not find it closed
+    return connection
 
 
 def _open_gloo(

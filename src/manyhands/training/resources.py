@@ -8,11 +8,16 @@ from dataclasses import dataclass
 import torch
 from torch._C._distributed_c10d import Store
 
+from manyhands.errors import UserError
 from manyhands.group.shared import SharedGroup
 from manyhands.link.alarm import Alarm
 from manyhands.link.base import Link
 
 __all__ = ["Resources"]
+
+
+def _apart() -> SharedGroup:
+    raise UserError("the workers of this host share no memory")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +34,9 @@ class Resources:
 
     links: Callable[[], Mapping[int, Link]]
     """A link to each of the others; only where the strategy `uses_links`, or there are several hosts."""
+
+    host_group: Callable[[], SharedGroup] = _apart
+    """Memory that those of this worker's host share, by their places in it, where there are several hosts."""
 
     seed: int = 0
     """Of the run."""

@@ -29,8 +29,8 @@ from manyhands.cluster.notes import TypedNotes
 from manyhands.cluster.roster import Ended, Said
 from manyhands.cluster.signals import as_exception, counted_signals
 from manyhands.device import device_of
-from manyhands.errors import Aborted, PeerTimeout, WorkerFailed, printable
-from manyhands.group.shared import SharedGroupFiles
+from manyhands.errors import Aborted, PeerTimeout, UserError, WorkerFailed, printable
+from manyhands.group.shared import SharedGroup, SharedGroupFiles
 from manyhands.hosts.beats import open_beats
 from manyhands.hosts.company import Company, CompanyMember
 from manyhands.hosts.front import FrontEvent, Remarked
@@ -38,6 +38,7 @@ from manyhands.hosts.line import Line
 from manyhands.hosts.links import open_links
 from manyhands.hosts.sharing import attach_group, no_group, share_group_files, share_links
 from manyhands.hosts.torch_store import RunStore
+from manyhands.hosts.waiting import comes_true
 from manyhands.link.alarm import Alarm
 from manyhands.link.base import Link
 from manyhands.link.tcp import TcpLink
@@ -165,23 +166,26 @@ def tied(
         helpers = strategy.processes(1).get("helper", 0)
         links: dict[int, Link] = {}
         stack.push(partial(_let_go, links))
-        files = None
+        files: SharedGroupFiles | None = None
+        group: Callable[[], SharedGroup] = no_group
         if several:
-            strategy.across_hosts(meeting.hosts)  # refused before anything is opened
+            _require_hosts(strategy, meeting, store)
+        if not helpers:  # who would be in the group
+            files = stack.enter_context(share_group_files(meeting, "gradients", timeout_s))
+            group = partial(attach_group, files, meeting, timeout_s)
+        if several:
             links.update(share_links(meeting, timeout_s))
             links.update(_open_far(party, store, meeting, timeout_s))
-        else:
-            if not helpers:  # who would be in the group
-                files = stack.enter_context(share_group_files(meeting, "gradients", timeout_s))
-            if strategy.uses_links:
-                links.update(share_links(meeting, timeout_s, network=strategy.uses_network))
+        elif strategy.uses_links:
+            links.update(share_links(meeting, timeout_s, network=strategy.uses_network))
         resources = Resources(
             rank=place.rank,
             world=place.world - helpers,
             helpers=helpers,
             timeout_s=timeout_s,
-            group=partial(attach_group, files, meeting, timeout_s) if files is not None else no_group,
-            shares_memory=files is not None,
+            group=no_group if several else group,
+            host_group=group,
+            shares_memory=files is not None and not several,
             links=lambda: links,
             seed=seed,
             device=device_of(device, meeting.local_rank),
@@ -214,6 +218,20 @@ def _heed(alarm: Alarm) -> None:
     lost = alarm.lost()
     if lost is not None:
         raise WorkerFailed(lost[1], lost[0])
+
+
+def _require_hosts(strategy: Strategy, meeting: Meeting, store: MeetingStore) -> None:
+    """Collective: UserError where the strategy cannot be on these hosts, before anything is opened.
+
+    Nobody raises it before all have met: the run is then over for those who are still at it, and whoever has begun to
+    let others in would wait for them in vain.
+    """
+    try:
+        strategy.across_hosts(meeting.hosts)
+    except UserError:
+        store.add("refused", 1)
+        comes_true(lambda: int(store.get("refused")) >= meeting.world, _TOLD_S)
+        raise
 
 
 def _open_far(
