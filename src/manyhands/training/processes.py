@@ -43,6 +43,7 @@ from manyhands.training.computing import TrainingPlan
 from manyhands.training.reporting import NOTES, Surroundings
 from manyhands.training.resources import Resources
 from manyhands.training.rows import RowsInOrder
+from manyhands.training.ties import tied
 from manyhands.training.together import (
     ORDERS,
     BeginTraining,
@@ -50,7 +51,6 @@ from manyhands.training.together import (
     LeadingWorker,
     MemberWorker,
     PlacedWorker,
-    tied,
     wait_for_orders,
 )
 from manyhands.training.training import Result, Stage, Training
