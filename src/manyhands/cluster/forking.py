@@ -25,6 +25,7 @@ import struct
 import sys
 import time
 import traceback
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -50,6 +51,9 @@ MOST_PASSED = 250
 
 TEMPLATE_NAME = b"mh template"
 """What a list of processes shows."""
+
+_TAKEN_APART = ("torch", "numba", "llvmlite")
+"""Whose finalizers change nothing but memory that ends with the process."""
 
 _ADOPTED_S = 30.0
 _PR_SET_NAME = 15
@@ -143,8 +147,21 @@ def _import_all(names: Sequence[str]) -> None:
             importlib.import_module(name)
         except Exception:
             traceback.print_exc()
+    _spare_finalizers()
     gc.enable()
     gc.freeze()  # or collecting in a fork would copy what all forks share
+
+
+def _spare_finalizers() -> None:
+    """Have forks end without taking torch's and numba's tables apart, which takes as long as a short run.
+
+    Thousands of operators are registered while importing, and are to be removed one by one when a process ends; what
+    others ask for at the end is done.
+    """
+    for finalizer in list(getattr(weakref.finalize, "_registry", ())):
+        peeked = finalizer.peek()
+        if peeked is not None and str(peeked[1].__module__).partition(".")[0] in _TAKEN_APART:
+            finalizer.atexit = False
 
 
 def _serve(control: socket.socket, spec: TemplateSpec) -> tuple[ForkRequest, list[int]] | None:
