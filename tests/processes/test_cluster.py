@@ -255,6 +255,28 @@ def test_a_run_may_follow_one_of_another_thread() -> None:
     assert (done.returncode, done.stdout) == (0, "2\n2\n"), done.stderr
 
 
+_LARGE = """
+import mmap
+from pathlib import Path
+from manyhands.cluster.pages import LARGE_BYTES, use_large_pages
+def large_kb():
+    text = Path("/proc/self/smaps_rollup").read_text()
+    return int(text.partition("AnonHugePages:")[2].split()[0])
+held = mmap.mmap(-1, 4 * LARGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+held[:] = bytes(range(256)) * (4 * LARGE_BYTES // 256)
+count = use_large_pages()
+assert held[:] == bytes(range(256)) * (4 * LARGE_BYTES // 256)
+assert (large_kb() > 0) == (count > 0), (large_kb(), count)
+assert count == 0 or count >= 3
+print("read again")
+"""
+
+
+def test_memory_that_was_put_into_large_pages_is_as_it_was() -> None:
+    done = warm.run([sys.executable, "-c", _LARGE], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "read again\n"), done.stderr
+
+
 def test_an_exception_is_told_with_traceback_and_step() -> None:
     def job(context: RoleContext) -> None:
         from manyhands.cluster.board import State

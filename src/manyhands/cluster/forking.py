@@ -30,6 +30,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from manyhands.cluster.pages import use_large_pages
 from manyhands.cluster.parent import die_with_parent
 from manyhands.cluster.spec import RoleSpec
 
@@ -54,6 +55,10 @@ TEMPLATE_NAME = b"mh template"
 
 _TAKEN_APART = ("torch", "numba", "llvmlite")
 """Whose finalizers change nothing but memory that ends with the process."""
+
+_MANY_FORKS = 8
+"""After so many, and when nobody has asked for another in `_QUIET_MS`, it pays to make the next ones cheaper."""
+_QUIET_MS = 100
 
 _ADOPTED_S = 30.0
 _PR_SET_NAME = 15
@@ -170,10 +175,16 @@ def _serve(control: socket.socket, spec: TemplateSpec) -> tuple[ForkRequest, lis
     poll.register(control, select.POLLIN)
     poll.register(spec.launcher, select.POLLIN)
     later = list(spec.later)
+    num_forks, is_large = 0, False
     while True:
-        ready = {descriptor for descriptor, _ in poll.poll(0 if later else None)}
-        if not ready:
+        pays = num_forks >= _MANY_FORKS and not is_large
+        ready = {descriptor for descriptor, _ in poll.poll(0 if later else _QUIET_MS if pays else None)}
+        if not ready and later:
             _import_all([later.pop(0)])
+            continue
+        if not ready:
+            use_large_pages()
+            is_large = True
             continue
         if spec.launcher in ready:
             return None
@@ -198,6 +209,7 @@ def _serve(control: socket.socket, spec: TemplateSpec) -> tuple[ForkRequest, lis
             pidfd = os.pidfd_open(pid)
             socket.send_fds(control, [json.dumps({"pid": pid}).encode()], [pidfd])
             os.close(pidfd)
+            num_forks += 1
         for descriptor in passed:
             os.close(descriptor)
 
