@@ -50,23 +50,26 @@ _SET_LATER = (
 class Popen(subprocess.Popen):  # type: ignore[type-arg]
     """`subprocess.Popen` for this interpreter, or a program of Python beside it, forked instead of started.
 
-    `trains`: whether it calls `fit`; a process that will be its template is then kept at hand. The command line does.
+    `trains`: whether it calls `fit`, or how many templates it starts for that; a process for each is then kept at hand.
+    The command line does. `starts`: how many processes of Python it starts itself, as torchrun does: the first ones are
+    warm, too.
     """
 
-    def __init__(self, args: Sequence[str | Path], *, trains: bool = False, **options: Any) -> None:
+    def __init__(
+        self, args: Sequence[str | Path], *, trains: bool | int = False, starts: int = 0, **options: Any
+    ) -> None:
         words = [str(word) for word in args]
         if words[0] != sys.executable and Path(words[0]).parent == Path(sys.executable).parent:
             words.insert(0, sys.executable)
         if words[0] != sys.executable:
             raise ValueError(f"{words[0]} is not this interpreter: start it with subprocess")
-        ours = words[1:3] == ["-m", "manyhands"] or Path(words[1]).name == "manyhands"
-        self._trains = trains or ours
+        self._spares = [int(trains) or int(_is_ours(words)), starts]
         super().__init__(words, **options)
 
     def _execute_child(self, *arguments: Any) -> None:
         asked = _asked(self, arguments)
         environment = os.environ if asked["env"] is None else asked["env"]
-        order = {"words": asked["args"], "trains": self._trains, "base": _base_path(), **_numbers(asked)}
+        order = {"words": asked["args"], "spares": self._spares, "base": _base_path(), **_numbers(asked)}
         template = _warm_template(environment)
         folder = os.path.abspath(asked["cwd"] or ".")
         adopted = template.ask("a process", json.dumps(order), _descriptors(asked), dict(environment), folder)
@@ -76,29 +79,40 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
 
 
 class Spared:
-    """For a warm process that trains: its template, forked from it before it had done anything, and waiting."""
+    """For a warm process: those that it will start, forked from it before it had done anything, and waiting."""
 
-    def __init__(self, ask: Any, pid: int) -> None:
-        self._ask, self._pid = ask, pid
+    def __init__(self, templates: list[Any], others: list[Any]) -> None:
+        """Of each: the function that asks it, and its number."""
+        self._templates, self._others = templates, others
 
     def popen(self) -> type[subprocess.Popen[Any]]:
-        """`subprocess.Popen`, but that the first template to be started is the one that waits."""
+        """`subprocess.Popen`, but that the first templates, and the first other ones, are those that wait."""
         spared = self
 
         class SparedPopen(subprocess.Popen):  # type: ignore[type-arg]
             def _execute_child(self, *arguments: Any) -> None:
-                asked = _asked(self, arguments)
-                ask, spared._ask = spared._ask, None
-                if list(asked["args"])[-2:] != [entry.__file__, "template"] or ask is None:
-                    spared._ask = ask
+                words = list(_OF_POPEN.bind(self, *arguments).arguments["args"])
+                waiting = spared._waiting(words)
+                if not waiting:
                     super()._execute_child(*arguments)  # type: ignore[misc]
                     return
-                order = {"words": list(asked["args"]), "trains": False, **_numbers(asked)}
-                ask(json.dumps({"order": order, "environment": dict(asked["env"])}), _descriptors(asked))
-                self.pid = spared._pid
+                asked = _asked(self, arguments)
+                ask, self.pid = waiting.pop(0)
+                order = {"words": words, "spares": [int(_is_ours(words)), 0], **_numbers(asked)}
+                surroundings = {
+                    "environment": dict(os.environ if asked["env"] is None else asked["env"]),
+                    "folder": os.path.abspath(asked["cwd"] or "."),
+                    "leads_session": bool(asked["start_new_session"]),
+                }
+                ask(json.dumps({"order": order, **surroundings}), _descriptors(asked))
                 _begun(self, asked)
 
         return SparedPopen
+
+    def _waiting(self, words: Sequence[Any]) -> list[Any]:
+        if words[-2:] == [entry.__file__, "template"]:
+            return self._templates
+        return self._others if words[0] == sys.executable else []
 
 
 def run(
@@ -144,6 +158,12 @@ def _warm_template(environment: Mapping[str, str]) -> Template:
         differ = sorted(set(_early(environment).items()) ^ set(_read_early.items()))
         raise ValueError(f"{differ} are read while importing: start it with subprocess")
     return _kept[0]
+
+
+def _is_ours(words: Sequence[str]) -> bool:
+    """Whether it is the command line, which trains."""
+    commands = (["-m", "manyhands"], ["-m", "manyhands.cli.child"])
+    return words[1:3] in commands or Path(words[1]).name == "manyhands"
 
 
 def _early(environment: Mapping[str, str]) -> dict[str, str]:
