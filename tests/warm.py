@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +52,17 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
 
     `trains`: whether it calls `fit`, or how many templates it starts for that; a process for each is then kept at hand.
     The command line does. `starts`: how many processes of Python it starts itself, as torchrun does: the first ones are
-    warm, too.
+    warm, too, and have what it `imports` before it does anything.
     """
 
     def __init__(
-        self, args: Sequence[str | Path], *, trains: bool | int = False, starts: int = 0, **options: Any
+        self,
+        args: Sequence[str | Path],
+        *,
+        trains: bool | int = False,
+        starts: int = 0,
+        imports: Sequence[str] = (),
+        **options: Any,
     ) -> None:
         words = [str(word) for word in args]
         if words[0] != sys.executable and Path(words[0]).parent == Path(sys.executable).parent:
@@ -64,12 +70,19 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
         if words[0] != sys.executable:
             raise ValueError(f"{words[0]} is not this interpreter: start it with subprocess")
         self._spares = [int(trains) or int(_is_ours(words)), starts]
+        self._imports = list(imports)
         super().__init__(words, **options)
 
     def _execute_child(self, *arguments: Any) -> None:
         asked = _asked(self, arguments)
         environment = os.environ if asked["env"] is None else asked["env"]
-        order = {"words": asked["args"], "spares": self._spares, "base": _base_path(), **_numbers(asked)}
+        order = {
+            "words": asked["args"],
+            "spares": self._spares,
+            "imports": self._imports,
+            "base": _base_path(),
+            **_numbers(asked),
+        }
         template = _warm_template(environment)
         folder = os.path.abspath(asked["cwd"] or ".")
         adopted = template.ask("a process", json.dumps(order), _descriptors(asked), dict(environment), folder)
@@ -85,29 +98,29 @@ class Spared:
         """Of each: the function that asks it, and its number."""
         self._templates, self._others = templates, others
 
-    def popen(self) -> type[subprocess.Popen[Any]]:
-        """`subprocess.Popen`, but that the first templates, and the first other ones, are those that wait."""
-        spared = self
+    def stand_in(self) -> None:
+        """From now on, the first templates that `subprocess` starts here, and the first other ones, are those that wait."""
+        start = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 
-        class SparedPopen(subprocess.Popen):  # type: ignore[type-arg]
-            def _execute_child(self, *arguments: Any) -> None:
-                words = list(_OF_POPEN.bind(self, *arguments).arguments["args"])
-                waiting = spared._waiting(words)
-                if not waiting:
-                    super()._execute_child(*arguments)  # type: ignore[misc]
-                    return
-                asked = _asked(self, arguments)
-                ask, self.pid = waiting.pop(0)
-                order = {"words": words, "spares": [int(_is_ours(words)), 0], **_numbers(asked)}
-                surroundings = {
-                    "environment": dict(os.environ if asked["env"] is None else asked["env"]),
-                    "folder": os.path.abspath(asked["cwd"] or "."),
-                    "leads_session": bool(asked["start_new_session"]),
-                }
-                ask(json.dumps({"order": order, **surroundings}), _descriptors(asked))
-                _begun(self, asked)
+        @wraps(start)
+        def start_or_ask(process: Any, *arguments: Any) -> None:
+            words = list(_OF_POPEN.bind(process, *arguments).arguments["args"])
+            waiting = self._waiting(words)
+            if not waiting:
+                start(process, *arguments)
+                return
+            asked = _asked(process, arguments)
+            ask, process.pid = waiting.pop(0)
+            order = {"words": words, "spares": [int(_is_ours(words)), 0], **_numbers(asked)}
+            surroundings = {
+                "environment": dict(os.environ if asked["env"] is None else asked["env"]),
+                "folder": os.path.abspath(asked["cwd"] or "."),
+                "leads_session": bool(asked["start_new_session"]),
+            }
+            ask(json.dumps({"order": order, **surroundings}), _descriptors(asked))
+            _begun(process, asked)
 
-        return SparedPopen
+        subprocess.Popen._execute_child = start_or_ask  # type: ignore[attr-defined]
 
     def _waiting(self, words: Sequence[Any]) -> list[Any]:
         if words[-2:] == [entry.__file__, "template"]:

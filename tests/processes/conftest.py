@@ -2,6 +2,10 @@
 
 import pytest
 
+from manyhands.training.dynamo import defer
+
+defer()  # or stepping an optimizer here imports torch's compiler, for seconds; what needs it, imports it
+
 LONGEST_FIRST = (
     "test_hosts",
     "test_installed",

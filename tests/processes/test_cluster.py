@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +157,7 @@ def test_a_role_that_ends_has_written_everything_and_done_what_it_registered(
 def test_the_template_is_kept_when_torch_sets_variables_of_its_own() -> None:
     run(lambda context: None, num_roles=1)
     first = kept_pid()
-    torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)  # imports what sets the folder of its cache
+    import_module("torch._dynamo.convert_frame")  # which sets the folder of its cache
     assert "TORCHINDUCTOR_CACHE_DIR" in os.environ
     run(lambda context: None, num_roles=1)
     assert first is not None
@@ -241,11 +242,11 @@ print(fit())
 _IN_A_THREAD = """
 from manyhands.cluster.template import end_kept
 end_kept()  # the thread is to start one itself, and no fork of this process's beginning may stand in for it
-spared, subprocess.Popen = subprocess.Popen, subprocess.Popen.__base__
+spared, subprocess.Popen._execute_child = subprocess.Popen._execute_child, subprocess.Popen._execute_child.__wrapped__
 thread = threading.Thread(target=fit)
 thread.start()
 thread.join()
-subprocess.Popen = spared
+subprocess.Popen._execute_child = spared
 print(fit())
 """
 
