@@ -1,8 +1,12 @@
 """Files whose tests take longest come first, so that no one of them is left over at the end of a parallel run."""
 
+import os
+
 import pytest
 
 from manyhands.training.dynamo import defer
+
+os.environ.setdefault("KMP_DUPLICATE_LIB_OK", "True")  # as scikit-learn sets it where a test imports that
 
 defer()  # or stepping an optimizer here imports torch's compiler, for seconds; what needs it, imports it
 

@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Final
 
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from manyhands.cluster.host import host_identity
 from manyhands.cluster.meeting import hosts_of
@@ -38,7 +38,7 @@ from manyhands.version import __version__
 
 __all__ = ["Following", "Leading", "follow", "lead"]
 
-_HEARD_S = 2.0
+_HEARD_S: Final = 2.0
 _TOKEN_BYTES: Final = 32
 _PATIENT: Final = Settings(silence=Silence(silence_s=20.0, handshake_s=10.0))
 """A process trains in Python while its line beats in a thread: one long call must not pass for silence."""
@@ -223,7 +223,9 @@ def _wait_for_all(store: Store, place: Place, timeout_s: float) -> tuple[tuple[i
 
 
 def _await_readers(store: Store, place: Place) -> None:
-    """Stay for a moment, until all who are there have read why not: the store may end with this process."""
+    """Stay for a moment, until all who are there have read why not: a store that is a server may end with this process."""
+    if not isinstance(store, PrefixStore) or not isinstance(store.underlying_store, TCPStore):
+        return
     others = (rank for rank in range(place.world - place.later) if rank != place.rank)
     heard = [f"heard/{rank}" for rank in others if store.check([f"here/{rank}"])]
     comes_true(lambda: not heard or store.check(heard), _HEARD_S)
