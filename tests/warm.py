@@ -99,7 +99,7 @@ class Spared:
         self._templates, self._others = templates, others
 
     def stand_in(self) -> None:
-        """From now on, the first templates that `subprocess` starts here, and the first other ones, are those that wait."""
+        """From now on, the first templates that `subprocess` starts here, and other processes, are those that wait."""
         start = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 
         @wraps(start)

@@ -94,7 +94,7 @@ def _spare_all(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def _spare(base: Sequence[str]) -> Any:
-    """In this process, how to ask one that it will start, and its number; in that one, when it is wanted, its orders."""
+    """In this process, how to ask one that it will start, and its number; in that one, when wanted, its orders."""
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     launcher_pid = os.getpid()
     child = os.fork()

@@ -27,7 +27,6 @@ import manyhands.c10d  # noqa: F401 - registers the backend
 from manyhands.cluster.parent import die_with_parent
 from processes import integrations
 
-
 PATIENCE_S = 350.0
 
 

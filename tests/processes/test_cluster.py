@@ -20,7 +20,6 @@ from typing import Any
 
 import cloudpickle
 import pytest
-import torch
 
 import warm
 from descriptors import open_descriptors

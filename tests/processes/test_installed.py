@@ -240,7 +240,11 @@ def test_hugging_face_trainer_learns_on_two_workers(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="the example needs transformers and accelerate")
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     command = (*launch, EXAMPLES / "hugging_face.py", "--steps", "12")
-    slow = ["transformers.trainer", "transformers.models.gpt2.modeling_gpt2", "transformers.models.auto.modeling_auto"]
+    slow = [
+        "transformers.trainer",
+        "transformers.models.gpt2.modeling_gpt2",
+        "transformers.models.auto.modeling_auto",
+    ]
     printed = _warm_example(tmp_path, *command, starts=2, imports=slow)
     told = re.search(r"2 workers, .*: loss ([\d.]+) before, ([\d.]+) after", printed)
     assert told is not None, printed

@@ -111,7 +111,7 @@ time.sleep(600)
 def test_python_processes_that_it_starts_are_warm_too_and_its_own_children() -> None:
     code = """
 import os, subprocess, sys
-asked = "import os, sys; print(os.getppid(), os.getsid(0) == os.getpid(), 'torch' in sys.modules, os.getcwd(), flush=True)"
+asked = "import os, sys; print(os.getppid(), os.getsid(0) == os.getpid(), 'torch' in sys.modules, os.getcwd())"
 for sessions in (True, False):
     done = subprocess.run([sys.executable, "-u", "-c", asked], cwd="/", start_new_session=sessions, capture_output=True)
     parent, *others = done.stdout.decode().split()

@@ -223,7 +223,7 @@ def _wait_for_all(store: Store, place: Place, timeout_s: float) -> tuple[tuple[i
 
 
 def _await_readers(store: Store, place: Place) -> None:
-    """Stay for a moment, until all who are there have read why not: a store that is a server may end with this process."""
+    """Stay until all who are there have read why not, for a moment: a server of a store may end with this process."""
     if not isinstance(store, PrefixStore) or not isinstance(store.underlying_store, TCPStore):
         return
     others = (rank for rank in range(place.world - place.later) if rank != place.rank)
