@@ -20,7 +20,6 @@ from manyhands.boosting.training import TableChoice
 from manyhands.errors import UserError
 from manyhands.inference.predictor import ReadAs
 
-
 def test_held_out_rows_are_a_share_of_all_by_their_number() -> None:
     chosen = Holdout(fraction=0.25, seed=1).chosen(0, 100_000)
     assert 24_000 < chosen.sum() < 26_000
