@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
@@ -50,23 +50,39 @@ _SET_LATER = (
 class Popen(subprocess.Popen):  # type: ignore[type-arg]
     """`subprocess.Popen` for this interpreter, or a program of Python beside it, forked instead of started.
 
-    `trains`: whether it calls `fit`; a process that will be its template is then kept at hand. The command line does.
+    `trains`: whether it calls `fit`, or how many templates it starts for that; a process for each is then kept at hand.
+    The command line does. `starts`: how many processes of Python it starts itself, as torchrun does: the first ones are
+    warm, too, and have what it `imports` before it does anything.
     """
 
-    def __init__(self, args: Sequence[str | Path], *, trains: bool = False, **options: Any) -> None:
+    def __init__(
+        self,
+        args: Sequence[str | Path],
+        *,
+        trains: bool | int = False,
+        starts: int = 0,
+        imports: Sequence[str] = (),
+        **options: Any,
+    ) -> None:
         words = [str(word) for word in args]
         if words[0] != sys.executable and Path(words[0]).parent == Path(sys.executable).parent:
             words.insert(0, sys.executable)
         if words[0] != sys.executable:
             raise ValueError(f"{words[0]} is not this interpreter: start it with subprocess")
-        ours = words[1:3] == ["-m", "manyhands"] or Path(words[1]).name == "manyhands"
-        self._trains = trains or ours
+        self._spares = [int(trains) or int(_is_ours(words)), starts]
+        self._imports = list(imports)
         super().__init__(words, **options)
 
     def _execute_child(self, *arguments: Any) -> None:
         asked = _asked(self, arguments)
         environment = os.environ if asked["env"] is None else asked["env"]
-        order = {"words": asked["args"], "trains": self._trains, "base": _base_path(), **_numbers(asked)}
+        order = {
+            "words": asked["args"],
+            "spares": self._spares,
+            "imports": self._imports,
+            "base": _base_path(),
+            **_numbers(asked),
+        }
         template = _warm_template(environment)
         folder = os.path.abspath(asked["cwd"] or ".")
         adopted = template.ask("a process", json.dumps(order), _descriptors(asked), dict(environment), folder)
@@ -76,29 +92,40 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
 
 
 class Spared:
-    """For a warm process that trains: its template, forked from it before it had done anything, and waiting."""
+    """For a warm process: those that it will start, forked from it before it had done anything, and waiting."""
 
-    def __init__(self, ask: Any, pid: int) -> None:
-        self._ask, self._pid = ask, pid
+    def __init__(self, templates: list[Any], others: list[Any]) -> None:
+        """Of each: the function that asks it, and its number."""
+        self._templates, self._others = templates, others
 
-    def popen(self) -> type[subprocess.Popen[Any]]:
-        """`subprocess.Popen`, but that the first template to be started is the one that waits."""
-        spared = self
+    def stand_in(self) -> None:
+        """From now on, the first templates that `subprocess` starts here, and other processes, are those that wait."""
+        start = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 
-        class SparedPopen(subprocess.Popen):  # type: ignore[type-arg]
-            def _execute_child(self, *arguments: Any) -> None:
-                asked = _asked(self, arguments)
-                ask, spared._ask = spared._ask, None
-                if list(asked["args"])[-2:] != [entry.__file__, "template"] or ask is None:
-                    spared._ask = ask
-                    super()._execute_child(*arguments)  # type: ignore[misc]
-                    return
-                order = {"words": list(asked["args"]), "trains": False, **_numbers(asked)}
-                ask(json.dumps({"order": order, "environment": dict(asked["env"])}), _descriptors(asked))
-                self.pid = spared._pid
-                _begun(self, asked)
+        @wraps(start)
+        def start_or_ask(process: Any, *arguments: Any) -> None:
+            words = list(_OF_POPEN.bind(process, *arguments).arguments["args"])
+            waiting = self._waiting(words)
+            if not waiting:
+                start(process, *arguments)
+                return
+            asked = _asked(process, arguments)
+            ask, process.pid = waiting.pop(0)
+            order = {"words": words, "spares": [int(_is_ours(words)), 0], **_numbers(asked)}
+            surroundings = {
+                "environment": dict(os.environ if asked["env"] is None else asked["env"]),
+                "folder": os.path.abspath(asked["cwd"] or "."),
+                "leads_session": bool(asked["start_new_session"]),
+            }
+            ask(json.dumps({"order": order, **surroundings}), _descriptors(asked))
+            _begun(process, asked)
 
-        return SparedPopen
+        subprocess.Popen._execute_child = start_or_ask  # type: ignore[attr-defined]
+
+    def _waiting(self, words: Sequence[Any]) -> list[Any]:
+        if words[-2:] == [entry.__file__, "template"]:
+            return self._templates
+        return self._others if words[0] == sys.executable else []
 
 
 def run(
@@ -144,6 +171,12 @@ def _warm_template(environment: Mapping[str, str]) -> Template:
         differ = sorted(set(_early(environment).items()) ^ set(_read_early.items()))
         raise ValueError(f"{differ} are read while importing: start it with subprocess")
     return _kept[0]
+
+
+def _is_ours(words: Sequence[str]) -> bool:
+    """Whether it is the command line, which trains."""
+    commands = (["-m", "manyhands"], ["-m", "manyhands.cli.child"])
+    return words[1:3] in commands or Path(words[1]).name == "manyhands"
 
 
 def _early(environment: Mapping[str, str]) -> dict[str, str]:

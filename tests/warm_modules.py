@@ -18,5 +18,14 @@ for _home in STRATEGIES.values():
 for _name, _command in COMMANDS.items():
     if _name != "bench":  # which imports `manyhands.c10d`
         import_module(_command.home.partition(":")[0])
-for _name in ("session", "fitting", "compare.run", "compare.report", "draw.report", "draw.page", "loop.join"):
+for _name in (
+    "session",
+    "fitting",
+    "compare.run",
+    "compare.report",
+    "draw.report",
+    "draw.page",
+    "loop.join",
+    "training.loaded",
+):
     import_module(f"manyhands.{_name}")

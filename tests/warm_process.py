@@ -9,15 +9,16 @@ import fcntl
 import io
 import json
 import os
+import random
 import runpy
 import select
 import signal
 import socket
-import subprocess
 import sys
 import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from manyhands.cluster.parent import die_with_parent
 
 _FRAME_BYTES = 1 << 18
 _PR_SET_NAME = 15
+_PR_SET_PDEATHSIG = 1
 _first_filters = list(warnings.filters)
 _at_exit: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []
 
@@ -44,12 +46,10 @@ def main() -> None:
     order = json.loads(request.role)
     _place(passed, order["numbers"])
     take_surroundings(request)
-    if order["trains"]:
-        spared = _spare(order["base"])
-        if isinstance(spared, dict):
-            order = spared
-        else:
-            subprocess.Popen = spared.popen()  # type: ignore[misc]
+    for name in order["imports"]:
+        import_module(name)
+    while any(order["spares"]):  # one that was waiting may start others, too
+        order = _spare_all(order)
     status: list[int] = []
     atexit.register(_leave, status)
     try:
@@ -75,16 +75,32 @@ def _note(function: Callable[..., Any], *arguments: Any, **named: Any) -> Callab
     return function
 
 
-def _spare(base: Sequence[str]) -> Any:
-    """In this process, its template to be; in that one, when it is wanted, its orders."""
+def _spare_all(order: dict[str, Any]) -> dict[str, Any]:
+    """In this process, its own orders, with those that it will start waiting; in one of those, when wanted, its own."""
     from warm import Spared
 
+    if len(os.listdir("/proc/self/task")) > 1:
+        raise RuntimeError("what was imported has started threads, which a fork would not have")
+    spares: list[list[Any]] = []
+    for count in order["spares"]:
+        spares.append([])
+        for _ in range(count):
+            spared = _spare(order["base"])
+            if isinstance(spared, dict):
+                return spared
+            spares[-1].append(spared)
+    Spared(*spares).stand_in()
+    return {**order, "spares": (0, 0)}
+
+
+def _spare(base: Sequence[str]) -> Any:
+    """In this process, how to ask one that it will start, and its number; in that one, when wanted, its orders."""
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     launcher_pid = os.getpid()
     child = os.fork()
     if child:
         theirs.close()
-        return Spared(lambda text, passed: socket.send_fds(mine, [text.encode()], passed), child)
+        return (lambda text, passed: socket.send_fds(mine, [text.encode()], passed)), child
     kept = fcntl.fcntl(theirs.fileno(), fcntl.F_DUPFD_CLOEXEC, 1000)
     os.closerange(3, 1000)
     die_with_parent(launcher_pid, signal.SIGKILL)
@@ -93,13 +109,22 @@ def _spare(base: Sequence[str]) -> Any:
         data, passed, _, _ = socket.recv_fds(control, _FRAME_BYTES, MOST_PASSED)
     if not data:
         os._exit(0)
-    os.setsid()
     asked = json.loads(data)
-    order = asked["order"]
+    order: dict[str, Any] = {**asked["order"], "base": base}
+    if asked["leads_session"]:
+        os.setsid()
+    if order["words"][-2:] != [entry.__file__, "template"]:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)
     _place(passed, order["numbers"])
+    os.chdir(asked["folder"])
     os.environ.clear()
     os.environ.update(asked["environment"])
-    return {**order, "base": base}
+    random.seed()
+    sys.modules["numpy"].random.seed()
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    if threads.isdecimal():
+        sys.modules["torch"].set_num_threads(int(threads))
+    return order
 
 
 def _place(passed: Sequence[int], numbers: Sequence[int]) -> None:
@@ -117,21 +142,22 @@ def _be(words: Sequence[str], base: Sequence[str]) -> None:
     if words[-2:] != [entry.__file__, "template"]:
         ctypes.CDLL(None).prctl(_PR_SET_NAME, ctypes.c_char_p(Path(words[0]).name.encode()), 0, 0, 0)
     _show(words, os.environ)
-    _open_streams()
     _take_warnings(os.environ.get("PYTHONWARNINGS", ""))
     sys.orig_argv[:] = words
     words = list(words[1:])
-    safe = False
-    while words[0] in ("-P", "-X"):
-        if words.pop(0) == "-P":
-            safe = True
-        elif words.pop(0) == "faulthandler":
+    safe, unbuffered = False, bool(os.environ.get("PYTHONUNBUFFERED"))
+    while words[0] in ("-P", "-X", "-u"):
+        option = words.pop(0)
+        safe, unbuffered = safe or option == "-P", unbuffered or option == "-u"
+        if option == "-X" and words.pop(0) == "faulthandler":
             faulthandler.enable()
+    _open_streams(unbuffered=unbuffered)
     module = types.ModuleType("__main__")
     vars(module)["__builtins__"] = __builtins__
     sys.modules["warm_process"], sys.modules["__main__"] = sys.modules["__main__"], module
     path = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
-    ours = words[:2] == ["-m", "manyhands"] or words[0].endswith(("/manyhands", entry.__file__))
+    programs = (["-m", "manyhands"], ["-m", "manyhands.cli.child"])
+    ours = words[:2] in programs or words[0].endswith(("/manyhands", entry.__file__))
     _register_at_exit(after_first=ours)
     if words[0] == "-m":
         sys.path[:] = [os.getcwd(), *path, *base]
@@ -167,9 +193,8 @@ def _register_at_exit(*, after_first: bool) -> None:
         register(function, *arguments, **named)
 
 
-def _open_streams() -> None:
+def _open_streams(*, unbuffered: bool) -> None:
     """Those of the new descriptors, buffered as Python does."""
-    unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
     errors = sys.stdout.errors
     sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", errors=errors, closefd=False)  # type: ignore[misc]  # noqa: SIM115
     for number, name in ((1, "stdout"), (2, "stderr")):

@@ -1,38 +1,58 @@
 """Files whose tests take longest come first, so that no one of them is left over at the end of a parallel run."""
 
+import os
+
 import pytest
+
+from manyhands.training.dynamo import defer
+
+os.environ.setdefault("KMP_DUPLICATE_LIB_OK", "True")  # as scikit-learn sets it where a test imports that
+
+defer()  # or stepping an optimizer here imports torch's compiler, for seconds; what needs it, imports it
 
 LONGEST_FIRST = (
     "test_hosts",
     "test_installed",
-    "test_placed",
-    "test_ps",
-    "test_integrations",
-    "test_cluster",
     "test_tour",
     "test_contract",
+    "test_ps",
     "test_fit",
-    "test_sweep",
-    "test_private_rounds",
-    "test_lossy_runs",
-    "test_loop",
+    "test_integrations",
     "test_compare",
-    "test_svd_runs",
+    "test_ray",
+    "test_cluster",
+    "test_placed",
     "test_fuzz_files",
-    "test_scaling",
+    "test_page_browser",
+    "test_svd_runs",
+    "test_lossy_runs",
+    "test_serve",
+    "test_private_rounds",
     "test_cli",
-    "test_pipeline",
-    "test_first_run",
+    "test_serve_browser",
     "test_quota",
     "test_elastic",
-    "test_watchdog",
-    "test_callbacks",
-    "test_replay",
-    "test_devices_https",
-    "test_roles",
-    "test_c10d_failures",
     "test_page_strangers",
-    "test_page_cli",
+    "test_watchdog",
+    "test_devices_https",
+    "test_first_run",
+    "test_c10d_table",
+    "test_replay",
+    "test_pipeline",
+    "test_disk_full",
+    "test_federated_algorithms",
+    "test_callbacks",
+    "test_boosting_cli",
+    "test_roles",
+    "test_resume",
+    "test_hostile",
+    "test_sharded_memory",
+    "test_supervisor",
+    "test_loop",
+    "test_links",
+    "test_ps_parameters",
+    "test_federated",
+    "test_c10d_collectives",
 )
 
 

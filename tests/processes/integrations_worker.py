@@ -1,4 +1,4 @@
-"""One worker of the integration tests: `python -m processes.integrations_worker RANK WORLD FOLDER PROGRAMS`.
+"""The workers of the integration tests: `python -m processes.integrations_worker WORLD FOLDER PROGRAMS` starts them.
 
 A program is a check of `processes.integrations`, or a page whose snippets are run as one script. Each has the
 environment that torchrun sets; what became of it is written to a file in FOLDER.
@@ -10,11 +10,13 @@ import contextlib
 import gc
 import json
 import os
+import signal
 import socket
+import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -22,7 +24,10 @@ import torch
 import torch.distributed as dist
 
 import manyhands.c10d  # noqa: F401 - registers the backend
+from manyhands.cluster.parent import die_with_parent
 from processes import integrations
+
+PATIENCE_S = 350.0
 
 
 class TorchrunWorkers:
@@ -82,10 +87,9 @@ def run_page(workers: TorchrunWorkers, page: Path) -> None:
             exec(compile("\n" * line + match.group(1), str(page), "exec"), namespace)
 
 
-def main() -> None:
-    rank, world, folder, *given = sys.argv[1:]
+def work(rank: int, world: int, folder: Path, given: Sequence[str]) -> None:
     torch.set_num_threads(1)
-    workers = TorchrunWorkers(int(rank), int(world), Path(folder))
+    workers = TorchrunWorkers(rank, world, folder)
     outcomes: dict[str, str] = {}
     for name in given:
         began = time.monotonic()
@@ -97,6 +101,26 @@ def main() -> None:
             break  # the others may now be anywhere
         print(f"{name}: {time.monotonic() - began:.1f} s", flush=True)
     (workers.folder / f"{rank}.json").write_text(json.dumps(outcomes))
+
+
+def main() -> None:
+    world, folder, *given = sys.argv[1:]
+    if "RANK" in os.environ:
+        die_with_parent(os.getppid(), signal.SIGKILL)
+        work(int(os.environ["RANK"]), int(world), Path(folder), given)
+        return
+    command = [sys.executable, "-m", "processes.integrations_worker", *sys.argv[1:]]
+    processes = []
+    try:
+        for rank in range(int(world)):
+            processes.append(subprocess.Popen(command, env={**os.environ, "RANK": str(rank)}))
+        statuses = [process.wait(PATIENCE_S) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait(20)
+    if any(statuses):
+        sys.exit(f"the workers ended with {statuses}")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,9 @@ import time
 import torch
 
 import manyhands as mh
+from manyhands.training.dynamo import defer
+
+defer()  # torch's compiler takes seconds to import, and nothing is compiled
 
 
 def main(size: int, steps: int, pause_s: float) -> None:

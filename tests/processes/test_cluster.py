@@ -14,12 +14,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import pytest
-import torch
 
 import warm
 from descriptors import open_descriptors
@@ -156,7 +156,7 @@ def test_a_role_that_ends_has_written_everything_and_done_what_it_registered(
 def test_the_template_is_kept_when_torch_sets_variables_of_its_own() -> None:
     run(lambda context: None, num_roles=1)
     first = kept_pid()
-    torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)  # imports what sets the folder of its cache
+    import_module("torch._dynamo.convert_frame")  # which sets the folder of its cache
     assert "TORCHINDUCTOR_CACHE_DIR" in os.environ
     run(lambda context: None, num_roles=1)
     assert first is not None
@@ -167,12 +167,12 @@ def test_what_is_expected_is_imported_before_the_next_fork_by_the_template_that_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def is_there(context: RoleContext) -> dict[str, Any]:
-        return {"there": "colorsys" in sys.modules}
+        return {"there": "tabnanny" in sys.modules}
 
     monkeypatch.setattr(template, "_expected", {})
     assert [one.payload for one in run(is_there, num_roles=1)] == [{"there": False}]
     first = kept_pid()
-    template.expect(["colorsys"])
+    template.expect(["tabnanny"])
     assert [one.payload for one in run(is_there)] == [{"there": True}] * 2
     assert kept_pid() == first
 
@@ -195,7 +195,7 @@ def test_what_is_foreseen_is_imported_before_anybody_asks(
 
 
 _TASK = """
-import sys, threading, torch
+import subprocess, sys, threading, torch
 import manyhands as mh
 task = mh.Task(
     model=lambda: torch.nn.Linear(2, 1),
@@ -240,10 +240,12 @@ print(fit())
 """
 _IN_A_THREAD = """
 from manyhands.cluster.template import end_kept
-end_kept()  # the thread is to start one
+end_kept()  # the thread is to start one itself, and no fork of this process's beginning may stand in for it
+spared, subprocess.Popen._execute_child = subprocess.Popen._execute_child, subprocess.Popen._execute_child.__wrapped__
 thread = threading.Thread(target=fit)
 thread.start()
 thread.join()
+subprocess.Popen._execute_child = spared
 print(fit())
 """
 
@@ -251,8 +253,30 @@ print(fit())
 def test_a_run_may_follow_one_of_another_thread() -> None:
     """What a thread starts ends with it: the next run must not count on it."""
     script = _TASK + _IN_THE_BACKGROUND + _IN_A_THREAD
-    done = warm.run([sys.executable, "-c", script], trains=True, capture_output=True, text=True, timeout=120)
+    done = warm.run([sys.executable, "-c", script], trains=3, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, "2\n2\n"), done.stderr
+
+
+_LARGE = """
+import mmap
+from pathlib import Path
+from manyhands.cluster.pages import LARGE_BYTES, use_large_pages
+def large_kb():
+    text = Path("/proc/self/smaps_rollup").read_text()
+    return int(text.partition("AnonHugePages:")[2].split()[0])
+held = mmap.mmap(-1, 4 * LARGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+held[:] = bytes(range(256)) * (4 * LARGE_BYTES // 256)
+count = use_large_pages()
+assert held[:] == bytes(range(256)) * (4 * LARGE_BYTES // 256)
+assert (large_kb() > 0) == (count > 0), (large_kb(), count)
+assert count == 0 or count >= 3
+print("read again")
+"""
+
+
+def test_memory_that_was_put_into_large_pages_is_as_it_was() -> None:
+    done = warm.run([sys.executable, "-c", _LARGE], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "read again\n"), done.stderr
 
 
 def test_an_exception_is_told_with_traceback_and_step() -> None:

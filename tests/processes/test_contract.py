@@ -9,7 +9,9 @@ import copy
 import os
 import re
 import signal
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -105,20 +107,49 @@ def test_weights_are_those_of_one_process_where_that_is_promised(row: Row) -> No
     assert run.summary["samples"] == sum((13, 13, 13, 6)) * 3
 
 
+@dataclass(frozen=True)
+class Finished:
+    """What an uninterrupted run has left."""
+
+    path: Path
+    summary: Mapping[str, Any]
+    weights: Mapping[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Row], Finished]:
+    """Runs that are looked at several times, each made when it is first asked for."""
+
+    @cache
+    def finish(row: Row) -> Finished:
+        run = mh.fit(
+            make_task(OPTIMIZERS[row.optimizer]),
+            row.text,
+            workers=row.workers,
+            options=mh.Options(checkpoint_every=4),
+            out=tmp_path_factory.mktemp("finished") / "run",
+            **row.length(STEPS),
+        )
+        assert run.path is not None
+        weights = {name: value.clone() for name, value in run.model.state_dict().items()}
+        return Finished(run.path, run.summary, weights)
+
+    return finish
+
+
 @pytest.mark.parametrize("row", [*ROWS.values(), TOGETHER], ids=lambda row: row.text)
 def test_run_goes_on_from_its_directory_to_the_weights_of_an_uninterrupted_one(
-    row: Row, tmp_path: Path
+    row: Row, tmp_path: Path, finished: Callable[[Row], Finished]
 ) -> None:
     task = make_task(OPTIMIZERS[row.optimizer])
     options = mh.Options(checkpoint_every=4)
     arguments: dict[str, Any] = {"workers": row.workers, "options": options, **row.length(STEPS)}
-    whole = mh.fit(task, row.text, **arguments)
     broken = replace(task, loss=breaking_loss(task, after=5 * row.calls))
     with pytest.raises(Exception, match="on purpose"):
         mh.fit(broken, row.text, out=tmp_path / "run", **arguments)
     resumed = mh.fit(task, row.text, out=tmp_path / "run", resume=True, **arguments)
     assert resumed.summary["resumed_from_step"] in (4, 8)
-    assert same_bits(whole.model.state_dict(), resumed.model.state_dict())
+    assert same_bits(dict(finished(row).weights), resumed.model.state_dict())
     assert [entry["step"] for entry in resumed.history.steps] == list(range(1, STEPS + 1))
 
 
@@ -193,12 +224,10 @@ def killing_loss(task: mh.Task, mark: Path) -> Any:
 
 
 @pytest.mark.parametrize("word", ROWS)
-def test_every_worker_records_where_its_time_goes(word: str, tmp_path: Path) -> None:
+def test_every_worker_records_where_its_time_goes(word: str, finished: Callable[[Row], Finished]) -> None:
     row = ROWS[word]
-    task = make_task(OPTIMIZERS[row.optimizer])
-    run = mh.fit(task, row.text, workers=row.workers, out=tmp_path / "run", **row.length(STEPS))
+    run = finished(row)
     assert len(run.summary["per_worker"]) == row.workers
-    assert run.path is not None
     roles = read_run_events(run.path / "events").roles
     workers = [role for role in roles if role.name.startswith("worker")]
     assert len(workers) == row.workers

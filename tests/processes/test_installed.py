@@ -1,7 +1,7 @@
 """What users install: a wheel, alone in an environment, has every command, all data, and a place for its cache.
 
-The notebook and the script for Hugging Face of `examples/` are run there, the other scripts by forks of a process that
-has imported the same sources, as their docstrings say, and all do what they claim; timing decides nothing.
+The notebook of `examples/` is run there, the scripts by forks of a process that has imported the same sources, as their
+docstrings say, and all do what they claim; timing decides nothing.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sysconfig
 import tarfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -170,12 +171,13 @@ def _example(installed: Path, folder: Path, *command: str | Path) -> str:
     return done.stdout
 
 
-def _warm_example(folder: Path, *command: str | Path) -> str:
+def _warm_example(folder: Path, *command: str | Path, **options: Any) -> str:
     """The same of one that asks nothing more of an installation, run by forks that have imported the same sources."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # beside others, two threads wait for each other
     done = warm.run(
         [sys.executable, *command],
         trains=True,
+        **options,
         cwd=folder,
         env=environment,
         capture_output=True,
@@ -198,7 +200,7 @@ def test_own_loop_has_the_same_losses_alone_and_on_two_workers(tmp_path: Path) -
     script, words = EXAMPLES / "own_loop_cnn.py", ("--epochs", "1")
     alone = _warm_example(tmp_path, script, *words)
     launch = ("-m", "manyhands", "launch", script, "--workers", "2", "--")
-    launched = _warm_example(tmp_path, *launch, *words)
+    launched = _warm_example(tmp_path, *launch, *words, imports=["sklearn.datasets"])  # once for both workers
     line = re.compile(r"epoch 1: loss ([\d.]+), test accuracy ([\d.]+)")
     (loss, right), (other_loss, other_right) = (line.findall(text)[0] for text in (alone, launched))
     assert float(loss) == pytest.approx(float(other_loss), abs=2e-3)
@@ -234,10 +236,16 @@ def test_notebook_runs_cell_by_cell(installed: Path, tmp_path: Path) -> None:
     assert "largest difference of a weight" in _example(installed, tmp_path, "-c", _NOTEBOOK, file)
 
 
-def test_hugging_face_trainer_learns_on_two_workers(installed: Path, tmp_path: Path) -> None:
+def test_hugging_face_trainer_learns_on_two_workers(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="the example needs transformers and accelerate")
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    printed = _example(installed, tmp_path, *launch, EXAMPLES / "hugging_face.py", "--steps", "12")
+    command = (*launch, EXAMPLES / "hugging_face.py", "--steps", "12")
+    slow = [
+        "transformers.trainer",
+        "transformers.models.gpt2.modeling_gpt2",
+        "transformers.models.auto.modeling_auto",
+    ]
+    printed = _warm_example(tmp_path, *command, starts=2, imports=slow)
     told = re.search(r"2 workers, .*: loss ([\d.]+) before, ([\d.]+) after", printed)
     assert told is not None, printed
     assert float(told[2]) < float(told[1]) - 0.3

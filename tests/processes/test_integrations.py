@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+import warm
 from processes import integrations
-from processes.c10d_launch import started
+from processes.c10d_launch import TESTS
 from processes.c10d_worker import checks_of
 from unit.test_docs import SCRIPTS
 
@@ -26,6 +29,14 @@ NEEDS = {
 }
 """The packages that a check or page with such a word in its name needs."""
 
+IMPORTS = {
+    "lightning": ("lightning.pytorch",),
+    "fabric": ("lightning.fabric",),
+    "accelerate": ("accelerate",),
+    "hugging": ("transformers.trainer", "transformers.models.gpt2.modeling_gpt2"),
+}
+"""What takes seconds to import is imported once for all workers."""
+
 PROGRAMS = [*checks_of(integrations), *SCRIPTS]
 
 
@@ -41,14 +52,18 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     folder = tmp_path_factory.mktemp("integrations")
     here = [program for program in PROGRAMS if not missing(program)]
     given = [str(DOCS / program) if program.endswith(".md") else program for program in here]
-    commands = [
-        ["-m", "processes.integrations_worker", str(rank), str(WORLD), str(folder), *given]
-        for rank in range(WORLD)
-    ]
-    with started(commands, warnings="default") as processes:
-        for rank, process in enumerate(processes):
-            output, _ = process.communicate(timeout=PATIENCE_S)
-            assert process.returncode == 0, f"rank {rank}:\n{output}"
+    slow = sorted({name for program in here for word in IMPORTS if word in program for name in IMPORTS[word]})
+    done = warm.run(
+        [sys.executable, "-m", "processes.integrations_worker", str(WORLD), folder, *given],
+        starts=WORLD,
+        imports=slow,
+        capture_output=True,
+        text=True,
+        cwd=TESTS,
+        env={**os.environ, "PYTHONWARNINGS": "default", "OMP_NUM_THREADS": "1"},
+        timeout=PATIENCE_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
 
 

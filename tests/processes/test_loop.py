@@ -30,10 +30,13 @@ LAUNCH = [str(BIN / "manyhands"), "launch"]
 TORCHRUN = [str(BIN / "torchrun")]
 
 
-def run(*command: str | Path, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def run(
+    *command: str | Path, starts: int = 0, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     return warm.run(
         command,
         trains=True,
+        starts=starts,
         capture_output=True,
         text=True,
         timeout=120,
@@ -80,7 +83,7 @@ def test_launched_workers_end_with_the_weights_of_one_process(
 def test_torchrun_workers_end_with_the_weights_of_one_process(
     tmp_path: Path, alone: dict[str, torch.Tensor]
 ) -> None:
-    done = run(*TORCHRUN, "--standalone", "--nproc-per-node", "2", SCRIPT, tmp_path / "weights.pt")
+    done = run(*TORCHRUN, "--standalone", "--nproc-per-node", "2", SCRIPT, tmp_path / "weights.pt", starts=2)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "mirrored on 2"
     assert distance(torch.load(tmp_path / "weights.pt"), alone) < 1e-9

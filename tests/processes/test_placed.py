@@ -176,8 +176,9 @@ def test_the_command_under_torchrun_prints_once_and_ends_as_local_workers_do(tmp
     out, told = tmp_path / "run", tmp_path / "told.json"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     asked = ["-m", "manyhands", "train", "digits", "--strategy", "mirrored", "--steps", "6"]
-    done = subprocess.run(
+    done = warm.run(
         [*launcher, *asked, "--out", str(out), "--json", str(told), "--progress", "none"],
+        starts=2,
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,

@@ -51,8 +51,8 @@ def test_sync_ends_with_the_weights_of_the_plain_loop(strategy: str, workers: in
 def test_six_kills_of_workers_and_servers(tmp_path: Path) -> None:
     out = tmp_path / "run"
     with Assassin(out, kills=6, seed=3, done=tmp_path / "done") as assassin:
-        slow = _until(tmp_path / "done", TASKS["digits"].build(), 0.1)
-        run = mh.fit(slow, "ps servers=2 replicas=1", workers=2, epochs=TASKS["digits"].epochs, out=out)
+        slow = _until(tmp_path / "done", TASKS["digits"].build())
+        run = mh.fit(slow, "ps servers=2 replicas=1", workers=2, epochs=6, out=out)
     assert len(assassin.struck) == 6, f"training was over after {assassin.struck}"
     assert run.summary["final"]["accuracy"] > 0.97
     recoveries = [event for event in events(out) if event["event"] == "recovered"]

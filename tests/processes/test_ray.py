@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -9,6 +12,15 @@ import manyhands as mh
 from equality import OPTIMIZERS, make_task
 
 pytest.importorskip("ray", reason="Ray is an extra: pip install 'manyhands[ray]'")
+
+
+@pytest.fixture(autouse=True)
+def variables_are_left_as_they_were() -> Iterator[None]:
+    """Ray sets some that processes read while they import, and those of later tests would no longer be alike."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 @pytest.mark.timeout(120)

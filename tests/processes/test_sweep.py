@@ -33,7 +33,7 @@ def test_a_killed_sweep_goes_on_where_it_was(tmp_path: Path) -> None:
     out = tmp_path / "sweep"
     words = [sys.executable, "-m", "manyhands", "sweep", "line", "--learning-rate", "0.02,0.1,0.4"]
     words += ["--epochs", "40", "--jobs", "1", "--out", str(out)]
-    first = warm.Popen(words, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    first = warm.Popen(words, starts=2, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
     while not (out / "runs" / "0002" / "metrics.jsonl").exists():
         assert time.monotonic() < deadline, "the second run did not begin"
@@ -45,7 +45,7 @@ def test_a_killed_sweep_goes_on_where_it_was(tmp_path: Path) -> None:
     summary = out / "runs" / "0001" / "summary.json"
     kept = summary.stat().st_mtime_ns
     done = warm.run(  # at once, while the second run may still be leaving
-        [*words, "--resume"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+        [*words, "--resume"], starts=2, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
     assert not set(orphans) & set(alive_in(out)), "a run has outlived its sweep"

@@ -108,6 +108,20 @@ time.sleep(600)
         os.close(watched)
 
 
+def test_python_processes_that_it_starts_are_warm_too_and_its_own_children() -> None:
+    code = """
+import os, subprocess, sys
+asked = "import os, sys; print(os.getppid(), os.getsid(0) == os.getpid(), 'torch' in sys.modules, os.getcwd())"
+for sessions in (True, False):
+    done = subprocess.run([sys.executable, "-u", "-c", asked], cwd="/", start_new_session=sessions, capture_output=True)
+    parent, *others = done.stdout.decode().split()
+    print(int(parent) == os.getpid(), *others, done.stderr.decode())
+"""
+    done = warm.run([sys.executable, "-c", code], starts=1, timeout=60, capture_output=True, text=True)
+    told = [line.split() for line in done.stdout.splitlines()]
+    assert told == [["True", "True", "True", "/"], ["True", "False", "False", "/"]], done.stderr
+
+
 def test_what_it_cannot_do_is_refused() -> None:
     with pytest.raises(ValueError, match="is not this interpreter"):
         warm.Popen(["/bin/true"])

@@ -185,7 +185,7 @@ def test_nothing_is_prepared_twice_in_a_process(tmp_path, monkeypatch):
     (tmp_path / "waiting.done").touch()
     assert warming.prepare("libsvm", "fit") > 0
     assert warming.prepare("fit") == 0.0
-    assert told == [["libsvm", "group", "records", "reductions", "reductions_double"]]
+    assert told == [["libsvm", "group", "records", "reductions", "reductions_double", "hashing"]]
 
 
 class _Terminal(io.StringIO):

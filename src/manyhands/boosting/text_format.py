@@ -17,9 +17,9 @@ Written by the description of the format in LightGBM's documentation and by the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,7 @@ __all__ = ["MODEL_TEXT", "parse_model", "read_model", "render_model", "write_mod
 
 MODEL_TEXT = "model.txt"
 _MOST_BYTES = 1 << 30
+_PART_BYTES = 1 << 20
 _BY_NODE = {
     "split_feature": ("feature", np.int64),
     "split_gain": ("gain", np.float64),
@@ -106,12 +107,20 @@ def _numbers(values: NDArray[Any]) -> str:
     return " ".join(map(repr, values.tolist()))
 
 
+def _parts(stream: BinaryIO) -> Iterator[bytes]:
+    """What there is, and not much more than is allowed; memory for the whole of that is not asked for beforehand."""
+    num_bytes = 0
+    while num_bytes <= _MOST_BYTES and (part := stream.read(_PART_BYTES)):
+        num_bytes += len(part)
+        yield part
+
+
 def read_model(path: Path | str) -> GbdtModel:
     """Read a file, or that in the directory of a run; DataError says what is wrong with it."""
     file = Path(path) / MODEL_TEXT if Path(path).is_dir() else Path(path)
     try:
         with file.open("rb") as stream:
-            content = stream.read(_MOST_BYTES + 1)
+            content = b"".join(_parts(stream))
     except OSError as error:
         raise DataError(f"model {file} cannot be read: {error.strerror}") from error
     if len(content) > _MOST_BYTES:

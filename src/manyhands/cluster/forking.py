@@ -25,10 +25,12 @@ import struct
 import sys
 import time
 import traceback
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from manyhands.cluster.pages import use_large_pages
 from manyhands.cluster.parent import die_with_parent
 from manyhands.cluster.spec import RoleSpec
 
@@ -50,6 +52,13 @@ MOST_PASSED = 250
 
 TEMPLATE_NAME = b"mh template"
 """What a list of processes shows."""
+
+_TAKEN_APART = ("torch", "numba", "llvmlite")
+"""Whose finalizers change nothing but memory that ends with the process."""
+
+_MANY_FORKS = 8
+"""After so many, and when nobody has asked for another in `_QUIET_MS`, it pays to make the next ones cheaper."""
+_QUIET_MS = 100
 
 _ADOPTED_S = 30.0
 _PR_SET_NAME = 15
@@ -143,8 +152,21 @@ def _import_all(names: Sequence[str]) -> None:
             importlib.import_module(name)
         except Exception:
             traceback.print_exc()
+    _spare_finalizers()
     gc.enable()
     gc.freeze()  # or collecting in a fork would copy what all forks share
+
+
+def _spare_finalizers() -> None:
+    """Have forks end without taking torch's and numba's tables apart, which takes as long as a short run.
+
+    Thousands of operators are registered while importing, and are to be removed one by one when a process ends; what
+    others ask for at the end is done.
+    """
+    for finalizer in list(getattr(weakref.finalize, "_registry", ())):
+        peeked = finalizer.peek()
+        if peeked is not None and str(peeked[1].__module__).partition(".")[0] in _TAKEN_APART:
+            finalizer.atexit = False
 
 
 def _serve(control: socket.socket, spec: TemplateSpec) -> tuple[ForkRequest, list[int]] | None:
@@ -153,10 +175,16 @@ def _serve(control: socket.socket, spec: TemplateSpec) -> tuple[ForkRequest, lis
     poll.register(control, select.POLLIN)
     poll.register(spec.launcher, select.POLLIN)
     later = list(spec.later)
+    num_forks, is_large = 0, False
     while True:
-        ready = {descriptor for descriptor, _ in poll.poll(0 if later else None)}
-        if not ready:
+        pays = num_forks >= _MANY_FORKS and not is_large
+        ready = {descriptor for descriptor, _ in poll.poll(0 if later else _QUIET_MS if pays else None)}
+        if not ready and later:
             _import_all([later.pop(0)])
+            continue
+        if not ready:
+            use_large_pages()
+            is_large = True
             continue
         if spec.launcher in ready:
             return None
@@ -181,6 +209,7 @@ def _serve(control: socket.socket, spec: TemplateSpec) -> tuple[ForkRequest, lis
             pidfd = os.pidfd_open(pid)
             socket.send_fds(control, [json.dumps({"pid": pid}).encode()], [pidfd])
             os.close(pidfd)
+            num_forks += 1
         for descriptor in passed:
             os.close(descriptor)
 

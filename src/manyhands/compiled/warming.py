@@ -87,7 +87,7 @@ JOBS: Mapping[str, CompileJob] = {
 
 _CORE = ("waiting", "group", "records")
 FAMILIES: Mapping[str, tuple[str, ...]] = {
-    "fit": (*_CORE, "reductions", "reductions_double"),
+    "fit": (*_CORE, "reductions", "reductions_double", "hashing"),
     "codecs": ("codecs",),
     "logreg": (*_CORE, "libsvm", "logreg"),
     "svd": (*_CORE, "reductions_double", "libsvm", "svd"),

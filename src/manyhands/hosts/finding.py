@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Final
 
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from manyhands.cluster.host import host_identity
 from manyhands.cluster.meeting import hosts_of
@@ -38,6 +38,7 @@ from manyhands.version import __version__
 
 __all__ = ["Following", "Leading", "follow", "lead"]
 
+_HEARD_S: Final = 2.0
 _TOKEN_BYTES: Final = 32
 _PATIENT: Final = Settings(silence=Silence(silence_s=20.0, handshake_s=10.0))
 """A process trains in Python while its line beats in a thread: one long call must not pass for silence."""
@@ -103,6 +104,7 @@ def lead(
         return Leading(front=front, token=token, address=address)
     except ManyhandsError as error:
         store.set("leader", json.dumps({**_mine(place), "refused": str(error)}))
+        _await_readers(store, place)
         raise
 
 
@@ -220,6 +222,15 @@ def _wait_for_all(store: Store, place: Place, timeout_s: float) -> tuple[tuple[i
     return hosts_of([seat["host"] for seat in seats])
 
 
+def _await_readers(store: Store, place: Place) -> None:
+    """Stay until all who are there have read why not, for a moment: a server of a store may end with this process."""
+    if not isinstance(store, PrefixStore) or not isinstance(store.underlying_store, TCPStore):
+        return
+    others = (rank for rank in range(place.world - place.later) if rank != place.rank)
+    heard = [f"heard/{rank}" for rank in others if store.check([f"here/{rank}"])]
+    comes_true(lambda: not heard or store.check(heard), _HEARD_S)
+
+
 def _require_version(other: Mapping[str, str], place: Place) -> None:
     if other["version"] != __version__:
         raise UserError(
@@ -240,6 +251,7 @@ def _read_leader(store: Store, place: Place, timeout_s: float) -> dict[str, str]
     told: dict[str, str] = json.loads(store.get("leader").decode())
     _require_version(told, place)
     if "refused" in told:
+        store.set(f"heard/{place.rank}", "")
         raise ManyhandsError(f"the leader, {told['name']}, cannot begin: {told['refused']}")
     return told
 

@@ -10,5 +10,5 @@ from importlib import import_module
 from manyhands.training.dynamo import defer
 
 defer()
-for _name in ("cluster.role", "training.processes", "training.worker"):
+for _name in ("cluster.role", "training.processes", "training.worker", "training.loaded"):
     import_module(f"manyhands.{_name}")
