@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -53,7 +54,9 @@ def named(text: str, worker: int, *, sums: bool = False) -> ParcelCodec:
     return codec
 
 
+@cache
 def values_of(rank: int, step: int, count: int = COUNT) -> torch.Tensor:
+    """Not to be written to."""
     return torch.randn(count, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
@@ -77,7 +80,7 @@ def run(
             sums, sent = [], 0
             for step in steps:
                 executor.at(step)
-                vector = values_of(rank, step, parcel.count)
+                vector = values_of(rank, step, parcel.count).clone()
                 sent = executor.all_reduce(vector, parcel=parcel).num_bytes
                 sums.append(vector)
             return sums, sent
