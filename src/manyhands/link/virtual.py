@@ -113,15 +113,13 @@ class VirtualTime:
         """`role` may be ready now: it counts as running until it waits again; `changed` is held."""
         if self._waiting.pop(role, None) is not None:
             self._woken.append(role)
-            if not self._awake:
-                self._ring()
+            self._let_go_on()
 
     def wake_all(self) -> None:
         """Deadlines may have changed: everybody looks again before time passes; `changed` is held."""
         self._woken.extend(self._waiting)
         self._waiting.clear()
-        if not self._awake:
-            self._ring()
+        self._let_go_on()
 
     def run(self, roles: Mapping[str, Callable[[], T]]) -> dict[str, T]:
         """Run each function in a thread as that role; return what those that lived to the end returned.
@@ -134,6 +132,8 @@ class VirtualTime:
 
         def act(role: str, function: Callable[[], T]) -> None:
             try:
+                with self.changed:
+                    self._await_turn(role)
                 results[role] = function()
             except RoleKilled:
                 pass
@@ -146,11 +146,12 @@ class VirtualTime:
                     self._running.discard(role)
                     self._awake -= 1
                     self._expire_one(role)
-                    self._ring()
+                    self._let_go_on()
 
         with self.changed:
             self._running |= set(roles)
-            self._awake += len(roles)
+            self._woken.extend(roles)
+            self._let_go_on()
         threads = [
             threading.Thread(target=act, args=item, name=f"simulated {item[0]}", daemon=True)
             for item in roles.items()
@@ -177,23 +178,38 @@ class VirtualTime:
 
     def _sleep(self, role: str) -> bool:
         """Let the next one go on, and sleep until `role` is woken; False if that takes more than `stall_s`."""
-        is_run = role in self._running
-        self._awake -= is_run
-        self._ring()
-        bell, give_up_s = self._bell(role), time.monotonic() + self._stall_s
+        self._awake -= role in self._running
+        self._let_go_on()
+        give_up_s = time.monotonic() + self._stall_s
         while role in self._waiting and time.monotonic() < give_up_s:
-            self.changed.release()
-            bell.acquire(timeout=min(_PATIENCE_S, self._stall_s))
-            self.changed.acquire()
-        self._awake += is_run
-        if role in self._woken:  # it did not wait for its turn any longer
-            self._woken.remove(role)
-        return role not in self._waiting
+            self._hear(role)
+        if role in self._waiting:
+            self._awake += role in self._running
+            return False
+        self._await_turn(role, heard=True)
+        return True
 
-    def _ring(self) -> None:
-        """Let the role go on whose turn it is."""
-        if self._woken:
-            bell = self._bell(self._woken.popleft())
+    def _await_turn(self, role: str, *, heard: bool = False) -> None:
+        """Be one of those that are awake, when none is or patience has an end."""
+        if role in self._woken and not heard:
+            self._hear(role)
+        if role in self._woken:  # it was not told to go on
+            self._woken.remove(role)
+            self._awake += role in self._running
+
+    def _hear(self, role: str) -> None:
+        """Wait for this role's bell, not for long."""
+        bell = self._bell(role)
+        self.changed.release()
+        bell.acquire(timeout=min(_PATIENCE_S, self._stall_s))
+        self.changed.acquire()
+
+    def _let_go_on(self) -> None:
+        """If nobody is awake, let the role go on whose turn it is."""
+        if self._woken and not self._awake:
+            role = self._woken.popleft()
+            self._awake += role in self._running
+            bell = self._bell(role)
             if bell.locked():
                 bell.release()
 
