@@ -253,7 +253,9 @@ def ask_work(served: Served, *devices: object) -> list[dict[str, object]]:
     target, asked = "/work?have=1&after=0", []
     for device in devices:
         home = device._home  # type: ignore[attr-defined]
-        asked.append(served.begin("GET", target, b"", served.headers(home.client, home.secret, "GET", target)))
+        asked.append(
+            served.begin("GET", target, b"", served.headers(home.client, home.secret, "GET", target))
+        )
     return [json.loads(reply.result(_STEP_S).body) for reply in asked]
 
 

@@ -138,7 +138,11 @@ def test_a_broken_server_is_caught_for_the_right_reason(
 @pytest.mark.parametrize(
     ("name", "first_seed", "pattern"),
     [
-        ("hasty", 3, "was acknowledged by shard"),  # 60 runs later than from 0, where its first 65 show nothing
+        (
+            "hasty",
+            3,
+            "was acknowledged by shard",
+        ),  # 60 runs later than from 0, where its first 65 show nothing
         ("forgetful", 0, "did not end|twice"),
         ("lax", 0, "without update"),
         ("impatient", 0, "was over with update|acknowledged update|ended with update"),

@@ -265,9 +265,7 @@ def test_mnist_files_that_do_not_fit_are_named(
         ("recurrent", {"layers": 1, "learning_rate": 1e-2}, 60),
     ],
 )
-def test_models_of_text_beat_the_frequencies_of_bytes(
-    name: str, options: dict[str, Any], steps: int
-) -> None:
+def test_models_of_text_beat_the_frequencies_of_bytes(name: str, options: dict[str, Any], steps: int) -> None:
     """The entropy of single bytes is the best that any model without context can reach."""
     task = build(name, context=32, width=64, evaluation_bytes=16_384, **options)
     counts = np.bincount(task.evaluation[:, 1:].ravel(), minlength=256)

@@ -168,7 +168,7 @@ class VirtualTime:
         return self._running - self._waiting.keys()
 
     def _expire_one(self, awake: str) -> None:
-        """If everybody waits, tell the role with the earliest deadline that it has passed; `awake` need not be woken."""
+        """If everybody waits, tell the role with the earliest deadline that it has passed; `awake` is not woken."""
         if self._waiting and not self._busy():
             role = min(self._waiting, key=lambda name: (self._waiting[name], name))
             del self._waiting[role]
