@@ -91,6 +91,12 @@ def run(
     return [found[str(rank)][0] for rank in range(world)], [found[str(rank)][1] for rank in range(world)]
 
 
+@cache
+def run_whole(text: str, world: int) -> tuple[list[list[torch.Tensor]], list[int]]:
+    """`run` of one parcel that is all there is; several tests look at the same runs, which nobody writes to."""
+    return run(text, world, Parcel.whole(0, COUNT, torch.float32))
+
+
 def coded(codec: ParcelCodec, parcel: Parcel, values: torch.Tensor, step: int) -> torch.Tensor:
     codec.at(step)
     room = torch.empty(codec.size(parcel), dtype=torch.uint8)
@@ -104,7 +110,7 @@ def test_gathering_adds_up_what_every_worker_sent(text: str) -> None:
     world, parcel = GATHERED[text], Parcel.whole(0, COUNT, torch.float32)
     codecs = [named(text, rank) for rank in range(world)]
     assert gathers(codecs[0], parcel, world)
-    results, sent = run(text, world, parcel)
+    results, sent = run_whole(text, world)
     for step in range(STEPS):
         expected = torch.zeros(COUNT)
         for rank, codec in enumerate(codecs):
@@ -121,7 +127,7 @@ def test_two_phases_encode_the_sum_of_each_chunk_once_more(text: str) -> None:
     given = [named(text, rank) for rank in range(world)]
     sums = [named(text, (1 << 20) + rank, sums=True) for rank in range(world)]
     assert not gathers(given[0], parcel, world)
-    results, sent = run(text, world, parcel)
+    results, sent = run_whole(text, world)
     for step in range(STEPS):
         expected = torch.zeros(COUNT)
         for owner in range(world):
@@ -138,7 +144,7 @@ def test_two_phases_encode_the_sum_of_each_chunk_once_more(text: str) -> None:
 
 @pytest.mark.parametrize(("world", "share"), [(7, 0.8), (8, 0.8), (24, 0.25)])
 def test_the_first_steps_of_a_warm_up_give_many_items_a_sum_in_either_form(world: int, share: float) -> None:
-    results, _ = run("dgc:0.001,warmup=64", world, Parcel.whole(0, COUNT, torch.float32))
+    results, _ = run_whole("dgc:0.001,warmup=64", world)
     for step in range(STEPS):
         assert float((results[0][step] != 0).float().mean()) >= share
 
