@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -46,51 +47,73 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    """And what has been imported since (torch's compiler is half as large again), when a module's tests are over."""
+    """And what has come since, when a module's tests are over: imports, caches, compiled kernels.
+
+    A collection looks at all that is not left out: 60 ms when only large imports were. Done every time, this one has
+    little to look at, and so have those of the next module's tests.
+    """
     _Held.is_last = nextitem is None or nextitem.path != item.path
     yield
     if _Held.is_last:
-        _freeze(at_least=100)
+        _freeze()
 
 
-def _freeze(at_least: int = 0) -> None:
-    """If so many modules are new, keep them, and all else that lives now, out of later collections."""
-    global _frozen_modules
-    if len(sys.modules) - _frozen_modules >= at_least:
-        gc.collect()
-        gc.freeze()
-        _frozen_modules = len(sys.modules)
-
-
-_frozen_modules = 0
+def _freeze() -> None:
+    """Keep all that lives now out of later collections."""
+    gc.collect()
+    gc.freeze()
 
 
 def children() -> set[int]:
     found: set[int] = set()
-    for task in Path("/proc/self/task").iterdir():
+    for task in os.listdir("/proc/self/task"):
         try:
-            found |= {int(pid) for pid in (task / "children").read_text().split()}
+            with open(f"/proc/self/task/{task}/children", "rb", buffering=0) as file:
+                found.update(map(int, file.read().split()))
         except OSError:  # the thread ended while we looked
             continue
     return found - {kept_pid(), warm.pid()}  # the templates wait for the next run, as they should
 
 
-def segments() -> set[str]:
-    """The shared memory that this process holds, by inode: descriptors of it and mappings."""
-    found = {str(os.fstat(descriptor).st_ino) for descriptor in _descriptors(("/memfd:", "/dev/shm/"))}
+class Left(NamedTuple):
+    """What a test may leave as it found it: child processes, and by inode memory segments and listening sockets."""
+
+    children: set[int]
+    segments: set[str]
+    listening: set[str]
+
+
+def left() -> Left:
+    """What this process has now; its descriptors are looked through once."""
+    segments, listening = set(), set()
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            kind = os.readlink(f"/proc/self/fd/{descriptor}")
+            if kind.startswith(("/memfd:", "/dev/shm/")):
+                segments.add(str(os.fstat(int(descriptor)).st_ino))
+            elif kind.startswith("socket:") and _getsockopt(int(descriptor), socket.SO_ACCEPTCONN):
+                listening.add(str(os.fstat(int(descriptor)).st_ino))
+        except OSError:  # closed while we looked
+            continue
+    return Left(children(), segments | _mapped(), listening)
+
+
+def _mapped() -> set[str]:
+    """The shared memory that this process has mapped."""
     resident = _resident_shared()
     if resident <= _Held.others_kb and not _Held.is_last and _kernel_counts_pages():
         _Held.others_kb = resident
-        return found
+        return set()
     mapped = _mapped_segments()
     if not mapped:
         _Held.others_kb = resident
-    return found | mapped
+    return mapped
 
 
 def _resident_shared() -> int:
     """KiB of shared memory that this process maps and has touched, whose ever it is."""
-    status = Path("/proc/self/status").read_bytes()
+    with open("/proc/self/status", "rb", buffering=0) as file:
+        status = file.read()
     return int(status[status.index(b"RssShmem:") :].split(None, 2)[1])
 
 
@@ -126,13 +149,13 @@ def _mapped_segments() -> set[str]:
 
 
 class _Held:
-    """The shared memory that the last test left, which is what the next one finds.
+    """What the last test left, which is what the next one finds.
 
     Looking takes a millisecond, in which most tests are over. Only what lives longer than a test, set up meanwhile,
     makes it necessary to look again.
     """
 
-    segments: set[str] | None = None
+    left: Left | None = None
     others_kb = 0
     """Resident when no mapping was a segment (it is locks then, and the like): with no more than that, none is now.
 
@@ -145,26 +168,8 @@ class _Held:
 @pytest.hookimpl(wrapper=True)
 def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object]) -> Iterator[None]:
     if fixturedef.scope != "function":
-        _Held.segments = None
+        _Held.left = None
     return (yield)
-
-
-def listening() -> set[str]:
-    """The sockets of this process that wait for connections, by inode."""
-    return {
-        str(os.fstat(descriptor).st_ino)
-        for descriptor in _descriptors(("socket:",))
-        if _getsockopt(descriptor, socket.SO_ACCEPTCONN)
-    }
-
-
-def _descriptors(kinds: tuple[str, ...]) -> Iterator[int]:
-    for descriptor in os.listdir("/proc/self/fd"):
-        try:
-            if os.readlink(f"/proc/self/fd/{descriptor}").startswith(kinds):
-                yield int(descriptor)
-        except OSError:  # closed while we looked
-            continue
 
 
 def _getsockopt(descriptor: int, option: int) -> int:
@@ -183,33 +188,32 @@ def settles(condition: Callable[[], bool], within_s: float = 2.0) -> bool:
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    children_before, threads_before = children(), set(threading.enumerate())
-    segments_before = segments() if _Held.segments is None else _Held.segments
-    listening_before = listening()
-    _Held.segments = None
+    threads_before, before = set(threading.enumerate()), _Held.left or left()
+    _Held.left = None
     yield
     new_threads = lambda: [t for t in threading.enumerate() if t not in threads_before and not t.daemon]  # noqa: E731
     assert settles(lambda: not new_threads()), f"threads left behind: {new_threads()}"
-    new_children = lambda: children() - children_before  # noqa: E731
-    assert settles(lambda: not new_children()), f"processes left behind: {new_children()}"
+    _Held.left = left()
 
-    def no_more_segments() -> bool:
-        _Held.segments = segments()
-        return _Held.segments <= segments_before
+    def more(kind: str, *, again: bool = True) -> set[object]:
+        if again:
+            _Held.left = left()
+        return getattr(_Held.left, kind) - getattr(before, kind)
 
-    assert _collected(no_more_segments), (
-        f"memory left behind, by this test or one before it in this file: inodes {segments() - segments_before}"
+    assert not more("children", again=False) or settles(lambda: not more("children")), (
+        f"processes left behind: {more('children')}"
+    )
+    assert not more("segments", again=False) or _collected(lambda: not more("segments")), (
+        f"memory left behind, by this test or one before it in this file: inodes {more('segments')}"
     )
     if request.node.get_closest_marker("gloo") is None:
-        assert _collected(lambda: listening() <= listening_before), (
-            f"listening sockets left: {listening() - listening_before}"
+        assert not more("listening", again=False) or _collected(lambda: not more("listening")), (
+            f"listening sockets left: {more('listening')}"
         )
 
 
 def _collected(condition: Callable[[], bool]) -> bool:
     """Tensors on a segment keep it, and cycles keep tensors: collected only where something is left."""
-    if condition():
-        return True
     gc.collect()
     return settles(condition)
 

@@ -158,14 +158,17 @@ def gradients_of(
     *,
     recompute: bool = False,
     around: Callable[[int], AbstractContextManager[object]] = lambda _: nullcontext(),
+    model: nn.Module | None = None,
 ) -> tuple[float, State]:
     """Loss and gradients of the first batch, by stages that are threads and share one model; each inside `around`.
 
-    Nothing is summed here over stages that share a parameter: they add up in the one that there is.
+    Nothing is summed here over stages that share a parameter: they add up in the one that there is. A `model` that was
+    used before will do: it has no gradients at the beginning, and its weights stay as they are.
     """
     microbatches = 1 if table.over_time else table.microbatches
     computer = Computer(plan_of(replace(task, microbatches=microbatches), 1), 0)
-    model = task.model()
+    model = task.model() if model is None else model
+    model.zero_grad()
     chain, links = chain_of(model), links_between(table.stages)
     cuts = [len(chain) * part // table.parts for part in range(1, table.parts)]
     losses, errors = [0.0] * table.stages, []

@@ -131,7 +131,7 @@ def test_an_open_round_is_tried_again_after_a_restart(tmp_path: Path) -> None:
     with serving(job, out) as served:
         given = tokens(out)
         first, second = (make_device(served, tmp_path, number, given[number]) for number in range(2))
-        ask_work(served, first), ask_work(served, second)
+        ask_work(served, first, second)
         first._fetch(served.server.model_hash, 0)
         first._report(1)
         assert served.server.state.reported.keys() == {0}
@@ -259,7 +259,7 @@ def test_reports_sent_again_late_or_for_another_model_do_not_count(hostile: Host
     hostile.honest._report(1)
     assert (server.state.done, server.state.attempt) == (1, 1)
     assert hostile.report(body)[0] == 409
-    ask_work(hostile.served, hostile.device), ask_work(hostile.served, hostile.honest)
+    ask_work(hostile.served, hostile.device, hostile.honest)
     assert server.state.attempt == 2
     assert hostile.report(body, attempt=1)[0] == 409  # the one before, sent again
     assert hostile.report(body, attempt=3)[0] == 409

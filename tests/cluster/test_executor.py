@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any, get_args
 
 import pytest
@@ -86,12 +87,18 @@ def in_threads(algorithm: Algorithm, links: list[dict[int, SharedLink]], work: W
 
 
 def vectors(world: int, count: int, dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:
+    """New ones, of the same values in every call."""
+    return [one.clone() for one in drawn_vectors(world, count, dtype, seed)]
+
+
+@cache
+def drawn_vectors(world: int, count: int, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(count, generator=generator, dtype=torch.float64).to(dtype) for _ in range(world)]
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    return bytes(tensor.contiguous().view(torch.uint8).tolist()) if tensor.numel() else b""
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def check(results: list[torch.Tensor], inputs: list[torch.Tensor], op: Op) -> None:
@@ -112,7 +119,7 @@ def test_every_length_dtype_and_reduction(algorithm: Algorithm, world: int) -> N
     def work(executor: ScheduleExecutor) -> list[tuple[torch.Tensor, Sent]]:
         done = []
         for length, dtype, op in cases:
-            mine = vectors(world, length, dtype)[executor.rank].clone()
+            mine = drawn_vectors(world, length, dtype, 0)[executor.rank].clone()
             done.append((mine, executor.all_reduce(mine, op)))
         assert executor.messages_sent == sum(sent.messages for _, sent in done)
         assert executor.bytes_sent == sum(sent.num_bytes for _, sent in done)
@@ -146,7 +153,7 @@ def test_two_runs_give_the_same_bits_whatever_the_timing(algorithm: Algorithm, w
     def work(executor: ScheduleExecutor) -> bytes:
         total = b""
         for dtype in DTYPES:
-            mine = vectors(world, 101, dtype)[executor.rank]
+            mine = drawn_vectors(world, 101, dtype, 0)[executor.rank].clone()
             executor.all_reduce(mine)
             total += bits(mine)
         return total
@@ -191,7 +198,7 @@ def test_the_simulated_network_takes_the_time_that_the_cost_model_says(name: str
 @pytest.mark.parametrize("world", [2, 3, 5])
 def test_over_shared_memory_with_messages_larger_than_the_ring(algorithm: Algorithm, world: int) -> None:
     def work(executor: ScheduleExecutor) -> torch.Tensor:
-        mine = vectors(world, 20_011, torch.float64)[executor.rank]
+        mine = drawn_vectors(world, 20_011, torch.float64, 0)[executor.rank].clone()
         executor.all_reduce(mine)
         executor.all_reduce(
             mine, "mean"

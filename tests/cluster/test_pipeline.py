@@ -43,19 +43,23 @@ def alone(name: str) -> tuple[float, State]:
 @pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "wavefront"])
 def test_loss_and_every_gradient_are_those_of_one_process(name: str, schedule: str) -> None:
     expected, gradients = alone(name)
+    task = task_of(name)
+    model = task.model()
     for stages in (1, 2, 3, 4):
         fitting = [m for m in COUNTS if schedule != "interleaved" or m % stages == 0] or [stages]
         for microbatches in fitting:
-            found, ours = gradients_of(task_of(name), SCHEDULES[schedule](stages, microbatches))
+            found, ours = gradients_of(task, SCHEDULES[schedule](stages, microbatches), model=model)
             assert found == pytest.approx(expected, rel=1e-9), (stages, microbatches)
             assert distance(ours, gradients) < 1e-9, (stages, microbatches)
 
 
 def test_slices_of_time_give_the_gradients_of_whole_sequences() -> None:
     expected, gradients = alone("lstm")
+    task = task_of("lstm")
+    model = task.model()
     for stages in (1, 2, 3, 4):
         for slices in (1, 2, 4, 6):
-            found, ours = gradients_of(task_of("lstm"), SCHEDULES["wavefront"](stages, slices))
+            found, ours = gradients_of(task, SCHEDULES["wavefront"](stages, slices), model=model)
             assert found == pytest.approx(expected, rel=1e-9), (stages, slices)
             assert distance(ours, gradients) < 1e-9, (stages, slices)
 

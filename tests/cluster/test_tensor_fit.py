@@ -1,4 +1,7 @@
-"""`tensor` through the common loop, in virtual time: weights and optimizer are those of one process after 20 steps."""
+"""`tensor` through the common loop, in virtual time: weights and optimizer are those of one process.
+
+Every model is trained for 20 steps on one grid, and on others for the samples twice and one batch more.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,7 @@ from manyhands.training.exchange import SingleExchange
 from sliced import train, train_sliced
 
 STEPS = 20
+TWICE = 11
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -140,27 +144,27 @@ class Loaded:
 
 
 @pytest.mark.parametrize(
-    ("name", "slices", "data"),
+    ("name", "slices", "data", "steps"),
     [
-        ("transformer", 1, 2),
-        ("transformer", 2, 1),
-        ("transformer", 3, 1),
-        ("transformer", 2, 2),
-        ("untied transformer", 2, 2),
-        ("classifier", 2, 1),
-        ("classifier", 4, 1),
-        ("classifier", 3, 2),
-        ("rows", 3, 1),
-        ("batch norms", 3, 1),
-        ("lstm", 3, 1),
-        ("awkward", 2, 1),
-        ("awkward", 4, 2),
+        ("transformer", 1, 2, TWICE),
+        ("transformer", 2, 1, TWICE),
+        ("transformer", 3, 1, STEPS),
+        ("transformer", 2, 2, TWICE),
+        ("untied transformer", 2, 2, STEPS),
+        ("classifier", 2, 1, TWICE),
+        ("classifier", 4, 1, STEPS),
+        ("classifier", 3, 2, TWICE),
+        ("rows", 3, 1, STEPS),
+        ("batch norms", 3, 1, STEPS),
+        ("lstm", 3, 1, STEPS),
+        ("awkward", 2, 1, TWICE),
+        ("awkward", 4, 2, STEPS),
     ],
 )
-def test_weights_and_state_are_those_of_one_process(name: str, slices: int, data: int) -> None:
+def test_weights_and_state_are_those_of_one_process(name: str, slices: int, data: int, steps: int) -> None:
     task = TASKS[name]()
-    expected, state, evaluated = alone(name)
-    found = train_sliced(task, Grid(slices=slices, data=data), STEPS)
+    expected, state, evaluated = alone(name, steps)
+    found = train_sliced(task, Grid(slices=slices, data=data), steps)
     (weights, optimizer, _), *others = found
     assert distance(weights, expected) < 1e-9
     assert largest_difference(optimizer, state) < 1e-9

@@ -145,13 +145,13 @@ def test_hierarchical_sends_one_vector_per_group_between_groups() -> None:
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=lambda algorithm: algorithm.name)
-@pytest.mark.parametrize("world", WORLDS)
-def test_no_time_beats_the_lower_bounds(algorithm: Algorithm, world: int) -> None:
-    n = world * algorithm.chunks(world)
-    found = cost(algorithm, world, n)
-    assert found.time(1, 0, 0) >= log2(world)
-    assert found.time(0, 1, 0) * world >= 2 * (world - 1) * n
-    assert found.time(0, 0, 1) * world >= (world - 1) * n
+def test_no_time_beats_the_lower_bounds(algorithm: Algorithm) -> None:
+    for world in WORLDS:
+        n = world * algorithm.chunks(world)
+        found = cost(algorithm, world, n)
+        assert found.time(1, 0, 0) >= log2(world), world
+        assert found.time(0, 1, 0) * world >= 2 * (world - 1) * n, world
+        assert found.time(0, 0, 1) * world >= (world - 1) * n, world
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=lambda algorithm: algorithm.name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -53,7 +54,9 @@ def named(text: str, worker: int, *, sums: bool = False) -> ParcelCodec:
     return codec
 
 
+@cache
 def values_of(rank: int, step: int, count: int = COUNT) -> torch.Tensor:
+    """Not to be written to."""
     return torch.randn(count, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
@@ -77,7 +80,7 @@ def run(
             sums, sent = [], 0
             for step in steps:
                 executor.at(step)
-                vector = values_of(rank, step, parcel.count)
+                vector = values_of(rank, step, parcel.count).clone()
                 sent = executor.all_reduce(vector, parcel=parcel).num_bytes
                 sums.append(vector)
             return sums, sent
@@ -86,6 +89,12 @@ def run(
 
     found = network.run({str(rank): role(rank) for rank in range(world)})
     return [found[str(rank)][0] for rank in range(world)], [found[str(rank)][1] for rank in range(world)]
+
+
+@cache
+def run_whole(text: str, world: int) -> tuple[list[list[torch.Tensor]], list[int]]:
+    """`run` of one parcel that is all there is; several tests look at the same runs, which nobody writes to."""
+    return run(text, world, Parcel.whole(0, COUNT, torch.float32))
 
 
 def coded(codec: ParcelCodec, parcel: Parcel, values: torch.Tensor, step: int) -> torch.Tensor:
@@ -101,7 +110,7 @@ def test_gathering_adds_up_what_every_worker_sent(text: str) -> None:
     world, parcel = GATHERED[text], Parcel.whole(0, COUNT, torch.float32)
     codecs = [named(text, rank) for rank in range(world)]
     assert gathers(codecs[0], parcel, world)
-    results, sent = run(text, world, parcel)
+    results, sent = run_whole(text, world)
     for step in range(STEPS):
         expected = torch.zeros(COUNT)
         for rank, codec in enumerate(codecs):
@@ -118,7 +127,7 @@ def test_two_phases_encode_the_sum_of_each_chunk_once_more(text: str) -> None:
     given = [named(text, rank) for rank in range(world)]
     sums = [named(text, (1 << 20) + rank, sums=True) for rank in range(world)]
     assert not gathers(given[0], parcel, world)
-    results, sent = run(text, world, parcel)
+    results, sent = run_whole(text, world)
     for step in range(STEPS):
         expected = torch.zeros(COUNT)
         for owner in range(world):
@@ -135,7 +144,7 @@ def test_two_phases_encode_the_sum_of_each_chunk_once_more(text: str) -> None:
 
 @pytest.mark.parametrize(("world", "share"), [(7, 0.8), (8, 0.8), (24, 0.25)])
 def test_the_first_steps_of_a_warm_up_give_many_items_a_sum_in_either_form(world: int, share: float) -> None:
-    results, _ = run("dgc:0.001,warmup=64", world, Parcel.whole(0, COUNT, torch.float32))
+    results, _ = run_whole("dgc:0.001,warmup=64", world)
     for step in range(STEPS):
         assert float((results[0][step] != 0).float().mean()) >= share
 

@@ -1,12 +1,11 @@
 """`torch._dynamo` is not imported by eager training, and is the real one for whoever asks more of it."""
 
 import json
+import subprocess
 import sys
 import textwrap
 
 import pytest
-
-import warm
 
 # Forks itself for every script that it is given: each has torch, and of its compiler what is of others.
 _EACH = """
@@ -35,7 +34,7 @@ for script in json.loads(sys.argv[1]):
 def _tell(*scripts: str) -> list[str]:
     """What each script printed."""
     given = json.dumps([textwrap.dedent(script) for script in scripts])
-    done = warm.run([sys.executable, "-c", _EACH, given], capture_output=True, text=True, timeout=170)
+    done = subprocess.run([sys.executable, "-c", _EACH, given], capture_output=True, text=True, timeout=170)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.lstrip("\n").split("-----\n")[:-1]
 
@@ -70,12 +69,6 @@ for name, kind in sorted(vars(torch.optim).items()):
 assert made >= 10
 assert ("torch._dynamo.convert_frame" in sys.modules) != {deferred}
 """
-
-
-@pytest.mark.timeout(180)
-def test_every_optimizer_steps_as_ever_without_it() -> None:
-    deferred, imported = _tell(_TRAIN.format(deferred=True), _TRAIN.format(deferred=False))
-    assert deferred == imported
 
 
 _COMPILES = """
@@ -150,8 +143,9 @@ assert "torch._dynamo.convert_frame" in sys.modules
 
 
 @pytest.mark.timeout(180)
-def test_who_asks_for_more_gets_the_real_one_once() -> None:
+def test_every_optimizer_steps_as_ever_without_it_and_who_asks_for_more_gets_the_real_one_once() -> None:
     scripts = [*(_ONCE.format(asked=asked) for asked in _ASKED), _IMPORTED_ALREADY, _MADE_TO_BE_LOOKED_AT]
-    assert _tell(_COMPILES, *scripts) == [""] * (1 + len(scripts)), (
-        "each ran to its end, and had nothing to say"
-    )
+    trained = (_TRAIN.format(deferred=deferred) for deferred in (True, False))
+    deferred, imported, *told = _tell(*trained, _COMPILES, *scripts)
+    assert deferred == imported
+    assert told == [""] * (1 + len(scripts)), "each ran to its end, and had nothing to say"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -141,15 +142,20 @@ HOSTILE = samples(6, 77, -400.0)
 """Who has learned from lies is as bad as who lies: its targets are those of other weights, far away."""
 
 
-@pytest.mark.parametrize("algorithm", ["median", "trimmed:0.3", "krum:2", "multikrum:2"])
-def test_two_hostile_clients_of_seven_do_not_move_a_robust_mean(algorithm: str) -> None:
+@cache
+def beside_the_truth(algorithm: str) -> float:
+    """How far from it five honest clients and two hostile ones come."""
     honest = {f"honest {at}": samples(30, at) for at in range(5)}
     both = {"hostile 1": HOSTILE, "hostile 2": (HOSTILE[0] * 2, HOSTILE[1] * 2)}
-    words = "federated batch=all partition=natural algorithm="
-    robust = play_rounds(regression(mh.Parties({**honest, **both})), words + algorithm, 60)
-    mean = play_rounds(regression(mh.Parties({**honest, **both})), words + "fedavg", 60)
-    assert np.abs(weight_of(robust) - TRUE.numpy().flatten()).max() < 0.1
-    assert np.abs(weight_of(mean) - TRUE.numpy().flatten()).max() > 10
+    words = f"federated batch=all partition=natural algorithm={algorithm}"
+    run = play_rounds(regression(mh.Parties({**honest, **both})), words, 60)
+    return float(np.abs(weight_of(run) - TRUE.numpy().flatten()).max())
+
+
+@pytest.mark.parametrize("algorithm", ["median", "trimmed:0.3", "krum:2", "multikrum:2"])
+def test_two_hostile_clients_of_seven_do_not_move_a_robust_mean(algorithm: str) -> None:
+    assert beside_the_truth(algorithm) < 0.1
+    assert beside_the_truth("fedavg") > 10
 
 
 def test_a_client_with_broken_data_spoils_neither_its_state_nor_the_others() -> None:

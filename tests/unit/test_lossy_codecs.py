@@ -348,15 +348,15 @@ def test_without_feedback_the_known_failure_shows(text: str) -> None:
     ends = {}
     for feedback in (True, False):
         codec, x = made(text, feedback=feedback), torch.tensor([0.0, 1.0])
-        for step in range(3000):
+        for step in range(900):
             slope = x[1] if text == "topk:0.5" else (4.0, -1.0, -1.0)[step % 3]
             x -= 0.01 * through(codec, torch.tensor([30.0 * (-1) ** step, slope]))
         ends[feedback] = float(x[1])
     if text == "topk:0.5":  # down to the minimum at 0, or never moved
         assert abs(ends[True]) < 0.1
         assert ends[False] == 1.0
-    else:  # a line that falls by 2/3: down by about 0.01 · 2/3 · 3000, or up
-        assert abs(ends[True] - (1 - 20)) < 2
+    else:  # a line that falls by 2/3: down by about 0.01 · 2/3 · 900, or up
+        assert abs(ends[True] - (1 - 6)) < 0.6
         assert ends[False] > 1
 
 

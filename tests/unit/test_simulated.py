@@ -195,6 +195,24 @@ def test_a_role_that_neither_waits_nor_ends_is_reported() -> None:
         network.run({"alice": lambda: over.wait(10), "bob": listen})
 
 
+def test_a_role_that_waits_for_another_by_other_means_keeps_it_back_for_a_moment_only() -> None:
+    network, heard = SimulatedNetwork(), threading.Event()
+    alice, bob = network.link("alice", "bob"), network.link("bob", "alice")
+
+    def speaks() -> bool:
+        alice.send(Message(kind=1))
+        return heard.wait(30)
+
+    def hears() -> bool:
+        came = isinstance(bob.receive(1.0), Received)
+        heard.set()
+        return came
+
+    assert network.run({"alice": speaks, "bob": hears}) == {"alice": True, "bob": True}
+    heard.clear()
+    assert network.run({"bob": hears, "alice": speaks}) == {"alice": True, "bob": True}
+
+
 def test_a_close_is_received_after_everything_sent_before() -> None:
     network = SimulatedNetwork(latency_s=0.1, bandwidth_bytes_per_s=1000)
     alice, bob = network.link("alice", "bob"), network.link("bob", "alice")

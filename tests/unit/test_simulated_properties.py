@@ -124,28 +124,34 @@ def test_a_server_knows_before_it_looks_at_a_gradient_whether_it_will_keep_it() 
 def test_a_broken_server_is_caught_for_the_right_reason(
     name: str, consistency: str, wanted: tuple[str, ...]
 ) -> None:
-    """By the judge and, where the log shows it, by the auditor."""
-    specs = (drawn(seed, consistency, replicas=1) for seed in range(25))
-    found = "\n".join(
-        complaint for spec in specs for complaint in complaints(spec, MUTANTS[name].make_server)
-    )
-    for pattern in wanted:
-        assert re.search(pattern, found), pattern
+    """By the judge and, where the log shows it, by the auditor, within 25 runs."""
+    found: list[str] = []
+    missing = set(wanted)
+    for seed in range(25):
+        found += complaints(drawn(seed, consistency, replicas=1), MUTANTS[name].make_server)
+        missing = {pattern for pattern in wanted if not re.search(pattern, "\n".join(found))}
+        if not missing:
+            break
+    assert not missing
 
 
 @pytest.mark.parametrize(
-    ("name", "pattern"),
+    ("name", "first_seed", "pattern"),
     [
-        ("hasty", "was acknowledged by shard"),
-        ("forgetful", "did not end|twice"),
-        ("lax", "without update"),
-        ("impatient", "was over with update|acknowledged update|ended with update"),
-        ("silent", "did not end|does not say so"),
-        ("untold", "did not end"),
-        ("trusting", "steps of the shards for update"),
-        ("forsaking", "steps of the shards for update"),
+        (
+            "hasty",
+            3,
+            "was acknowledged by shard",
+        ),  # 60 runs later than from 0, where its first 65 show nothing
+        ("forgetful", 0, "did not end|twice"),
+        ("lax", 0, "without update"),
+        ("impatient", 0, "was over with update|acknowledged update|ended with update"),
+        ("silent", 0, "did not end|does not say so"),
+        ("untold", 0, "did not end"),
+        ("trusting", 0, "steps of the shards for update"),
+        ("forsaking", 1, "steps of the shards for update"),  # 20 runs later, of the 22 that it takes
     ],
 )
-def test_a_broken_server_is_caught_among_all_runs(name: str, pattern: str) -> None:
-    count, found = runs_until_caught(MUTANTS[name], first_seed=0, limit=200)
+def test_a_broken_server_is_caught_among_all_runs(name: str, first_seed: int, pattern: str) -> None:
+    count, found = runs_until_caught(MUTANTS[name], first_seed, limit=200)
     assert re.search(pattern, "\n".join(found)), f"not within {count} runs: {MUTANTS[name].what}"

@@ -43,6 +43,7 @@ __all__ = [
     "TemplateSpec",
     "await_birth",
     "run_template",
+    "spare_finalizers",
     "take_surroundings",
 ]
 
@@ -152,12 +153,12 @@ def _import_all(names: Sequence[str]) -> None:
             importlib.import_module(name)
         except Exception:
             traceback.print_exc()
-    _spare_finalizers()
+    spare_finalizers()
     gc.enable()
     gc.freeze()  # or collecting in a fork would copy what all forks share
 
 
-def _spare_finalizers() -> None:
+def spare_finalizers() -> None:
     """Have forks end without taking torch's and numba's tables apart, which takes as long as a short run.
 
     Thousands of operators are registered while importing, and are to be removed one by one when a process ends; what
@@ -165,7 +166,7 @@ def _spare_finalizers() -> None:
     """
     for finalizer in list(getattr(weakref.finalize, "_registry", ())):
         peeked = finalizer.peek()
-        if peeked is not None and str(peeked[1].__module__).partition(".")[0] in _TAKEN_APART:
+        if peeked is not None and str(getattr(peeked[1], "__module__", "")).partition(".")[0] in _TAKEN_APART:
             finalizer.atexit = False
 
 

@@ -4,21 +4,29 @@ A role that waits says until when. Virtual time passes only when every running r
 the earliest deadline (ties go by name) is told that it has passed. Any other role wakes later in virtual time
 and can send nothing into that one's past, so what a role sees does not depend on how its thread was
 scheduled.
+
+That leaves the order in which threads run to us: a role that is woken goes on once the one that woke it waits itself,
+so that threads take turns instead of competing for the interpreter's lock at every message. A role that waits for
+something else than a link keeps the others back for `_PATIENCE_S` of real time, no longer.
 """
 
 from __future__ import annotations
 
 import math
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from manyhands.errors import ManyhandsError, UserError
 
 __all__ = ["RoleClock", "RoleKilled", "VirtualTime"]
 
 T = TypeVar("T")
+
+_PATIENCE_S: Final = 0.05
 
 
 class RoleKilled(ManyhandsError):
@@ -53,12 +61,14 @@ class VirtualTime:
 
     def __init__(self, stall_s: float) -> None:
         self.changed = threading.RLock()
-        self._bells: dict[str, threading.Condition] = {}  # of those who wait; all of the one lock
+        self._bells: dict[str, threading.Lock] = {}  # let go to ring it, taken to hear it
         self._stall_s = stall_s
         self._clocks: dict[str, RoleClock] = {}
         self._running: set[str] = set()
         self._waiting: dict[str, float] = {}
         self._expired: set[str] = set()
+        self._woken: deque[str] = deque()  # asleep, and not waiting any more: whose turn it is next
+        self._awake = 0  # threads of roles that do not sleep
 
     def clock(self, role: str) -> RoleClock:
         """The clock of `role`, always the same one."""
@@ -73,7 +83,7 @@ class VirtualTime:
             self.wake_all()
 
     def wait(self, role: str, until_s: Callable[[], float], ready: Callable[[], bool]) -> bool:
-        """Wait until `ready` (True), or until virtual time reaches `until_s` (False); `changed` is held.
+        """Wait until `ready` (True), or until virtual time reaches `until_s` (False); `changed` is held, once.
 
         Neither moves the clock. Whoever makes a waiting role ready must `wake` it.
         """
@@ -88,8 +98,8 @@ class VirtualTime:
                 if role in self._expired:
                     return False
                 self._waiting[role] = min(until_s(), self.clock(role).dies_s)
-                self._expire_one()
-                if role not in self._expired and not self._bell(role).wait(self._stall_s):
+                self._expire_one(role)
+                if role not in self._expired and not self._sleep(role):
                     raise ManyhandsError(
                         f"{role} waited {self._stall_s:g} s of real time for {sorted(self._busy())}, which "
                         "neither wait on a simulated link nor have ended"
@@ -102,13 +112,14 @@ class VirtualTime:
     def wake(self, role: str) -> None:
         """`role` may be ready now: it counts as running until it waits again; `changed` is held."""
         if self._waiting.pop(role, None) is not None:
-            self._bell(role).notify_all()
+            self._woken.append(role)
+            self._let_go_on()
 
     def wake_all(self) -> None:
         """Deadlines may have changed: everybody looks again before time passes; `changed` is held."""
+        self._woken.extend(self._waiting)
         self._waiting.clear()
-        for bell in self._bells.values():
-            bell.notify_all()
+        self._let_go_on()
 
     def run(self, roles: Mapping[str, Callable[[], T]]) -> dict[str, T]:
         """Run each function in a thread as that role; return what those that lived to the end returned.
@@ -121,6 +132,8 @@ class VirtualTime:
 
         def act(role: str, function: Callable[[], T]) -> None:
             try:
+                with self.changed:
+                    self._await_turn(role)
                 results[role] = function()
             except RoleKilled:
                 pass
@@ -131,10 +144,14 @@ class VirtualTime:
             finally:
                 with self.changed:
                     self._running.discard(role)
-                    self._expire_one()
+                    self._awake -= 1
+                    self._expire_one(role)
+                    self._let_go_on()
 
         with self.changed:
             self._running |= set(roles)
+            self._woken.extend(roles)
+            self._let_go_on()
         threads = [
             threading.Thread(target=act, args=item, name=f"simulated {item[0]}", daemon=True)
             for item in roles.items()
@@ -150,16 +167,55 @@ class VirtualTime:
     def _busy(self) -> set[str]:
         return self._running - self._waiting.keys()
 
-    def _expire_one(self) -> None:
-        """If everybody waits, tell the role with the earliest deadline that it has passed."""
+    def _expire_one(self, awake: str) -> None:
+        """If everybody waits, tell the role with the earliest deadline that it has passed; `awake` is not woken."""
         if self._waiting and not self._busy():
             role = min(self._waiting, key=lambda name: (self._waiting[name], name))
             del self._waiting[role]
             self._expired.add(role)
-            self._bell(role).notify_all()
+            if role != awake:
+                self._woken.append(role)
 
-    def _bell(self, role: str) -> threading.Condition:
+    def _sleep(self, role: str) -> bool:
+        """Let the next one go on, and sleep until `role` is woken; False if that takes more than `stall_s`."""
+        self._awake -= role in self._running
+        self._let_go_on()
+        give_up_s = time.monotonic() + self._stall_s
+        while role in self._waiting and time.monotonic() < give_up_s:
+            self._hear(role)
+        if role in self._waiting:
+            self._awake += role in self._running
+            return False
+        self._await_turn(role, heard=True)
+        return True
+
+    def _await_turn(self, role: str, *, heard: bool = False) -> None:
+        """Be one of those that are awake, when none is or patience has an end."""
+        if role in self._woken and not heard:
+            self._hear(role)
+        if role in self._woken:  # it was not told to go on
+            self._woken.remove(role)
+            self._awake += role in self._running
+
+    def _hear(self, role: str) -> None:
+        """Wait for this role's bell, not for long."""
+        bell = self._bell(role)
+        self.changed.release()
+        bell.acquire(timeout=min(_PATIENCE_S, self._stall_s))
+        self.changed.acquire()
+
+    def _let_go_on(self) -> None:
+        """If nobody is awake, let the role go on whose turn it is."""
+        if self._woken and not self._awake:
+            role = self._woken.popleft()
+            self._awake += role in self._running
+            bell = self._bell(role)
+            if bell.locked():
+                bell.release()
+
+    def _bell(self, role: str) -> threading.Lock:
         bell = self._bells.get(role)
         if bell is None:
-            bell = self._bells[role] = threading.Condition(self.changed)
+            bell = self._bells[role] = threading.Lock()
+            bell.acquire()
         return bell

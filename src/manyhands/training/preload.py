@@ -10,5 +10,6 @@ from importlib import import_module
 from manyhands.training.dynamo import defer
 
 defer()
+import_module("numpy.ma")  # numba asks of the first array that a kernel gets whether it is one of these
 for _name in ("cluster.role", "training.processes", "training.worker", "training.loaded"):
     import_module(f"manyhands.{_name}")
