@@ -19,6 +19,7 @@ def nccl_steps() -> str:
     about = (
         f"Two ranks on one {result['gpu']}, which NCCL takes for two hosts, so that it sends over sockets (torch "
         f"{result['torch']}, {speed['parameters'] / 1e6:.1f} M parameters, autocast). Weights differ from those of one "
-        f"process by {double:.0e} in float64. A rank that was killed was named after {result['killed']['seconds']:.1f} s."
+        f"process by {double:.0e} in float64. A rank that was killed was named after "
+        f"{result['killed']['seconds']:.1f} s."
     )
     return f"{about}\n\n{markdown(rows)}"

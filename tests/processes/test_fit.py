@@ -20,6 +20,7 @@ import warm
 from equality import OPTIMIZERS, distance, make_task, same_bits, train_plainly
 from manyhands.errors import NonFinite, UserError, WorkerFailed
 from manyhands.store.rundir import RunDirectory
+from manyhands.threads import choose_functions
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -53,12 +54,15 @@ def _compiler_is_imported() -> bool:
 
 
 @pytest.mark.filterwarnings("ignore:hogwild on a dense model")
-@pytest.mark.parametrize("strategy", ["mirrored", "central", "ps", "hogwild", "local"])
-def test_workers_that_compile_nothing_do_not_import_torchs_compiler(strategy: str) -> None:
+@pytest.mark.parametrize(
+    "strategy", ["mirrored", "central", "ps", "hogwild", "local", "allreduce elastic=yes"]
+)
+def test_workers_begin_with_functions_chosen_and_without_torchs_compiler(strategy: str) -> None:
     task = make_task(OPTIMIZERS["adamw"])
 
     def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
         assert not _compiler_is_imported()
+        assert choose_functions.cache_info().currsize == 1
         return task.loss(model, batch)
 
     assert mh.fit(replace(task, loss=loss), strategy, workers=2, steps=4).summary["steps"] == 4

@@ -24,6 +24,7 @@ from manyhands.loop.rounds import Rounds
 from manyhands.record.events import EventKind
 from manyhands.record.ring import EventRing
 from manyhands.strategy import Strategy
+from manyhands.threads import choose_functions
 from manyhands.training.reporting import NOTES, Surroundings
 
 __all__ = ["join", "open_group"]
@@ -85,6 +86,7 @@ def open_group(
 ) -> WorkerGroup:
     """Collective: join from a place that is known; `join` finds it, and minds the names."""
     check_mode(buffers)
+    choose_functions()
     if not timeout_s > 0:
         raise UserError(f"timeout_s={timeout_s} must be above 0")
     if check_every is not None and check_every < 0:

@@ -35,6 +35,7 @@ from manyhands.store.rundir import RunDirectory
 from manyhands.strategy import Strategy
 from manyhands.task import Task
 from manyhands.tasks import TASKS, build
+from manyhands.threads import with_threads
 
 __all__ = ["Difference", "Replayed", "replay"]
 
@@ -123,12 +124,8 @@ def replay(run: str | Path, task: Task | None = None, *, until: int | None = Non
 def _threads(count: int) -> Iterator[None]:
     if not 1 <= count <= _MOST_THREADS:
         raise UserError(f"the run was recorded with {count} threads, which no run has; its record is damaged")
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
+    with with_threads(count):
         yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _strategy(path: Path, record: RunRecord, logs: ShardLogs) -> Ps:

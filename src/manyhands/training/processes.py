@@ -39,6 +39,7 @@ from manyhands.store.portable import pack_tree, unpack_tree
 from manyhands.store.rundir import RunDirectory
 from manyhands.store.tensorfile import encode_tensors, read_tensors
 from manyhands.strategy import Strategy
+from manyhands.threads import use_threads
 from manyhands.training.computing import TrainingPlan
 from manyhands.training.reporting import NOTES, Surroundings
 from manyhands.training.resources import Resources
@@ -325,7 +326,7 @@ class WorkerFiles:
 def _work(context: RoleContext, job: WorkerJob, training: type[ProcessTraining]) -> Mapping[str, Any]:
     """The whole life of a worker process, from joining to its report."""
     joined = time.monotonic_ns()
-    torch.set_num_threads(job.threads)
+    use_threads(job.threads)
     with ExitStack() as stack:
         ring = stack.enter_context(EventRing.attach(context.descriptor("events")))
         around = _Process(context, ring)
@@ -348,7 +349,7 @@ def _work(context: RoleContext, job: WorkerJob, training: type[ProcessTraining])
 def _help(context: RoleContext, job: WorkerJob, training: type[ProcessTraining]) -> Mapping[str, Any]:
     """The whole life of a helper's process."""
     joined = time.monotonic_ns()
-    torch.set_num_threads(job.threads)
+    use_threads(job.threads)
     with EventRing.attach(context.descriptor("events")) as ring:
         around = _Process(context, ring)
         around.record(EventKind.JOIN, joined, time.monotonic_ns() - joined)

@@ -9,8 +9,6 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Final
 
-import torch
-
 from manyhands.cluster.local import threads_per_role
 from manyhands.cluster.meeting import Meeting, MeetingStore, meet
 from manyhands.device import device_of
@@ -26,6 +24,7 @@ from manyhands.link.alarm import Alarm
 from manyhands.link.base import Link
 from manyhands.link.tcp import TcpLink
 from manyhands.strategy import Strategy
+from manyhands.threads import with_threads
 from manyhands.training.resources import Resources
 
 __all__ = ["Ties", "tied"]
@@ -145,7 +144,7 @@ def tied(
         )
         stack.callback(beats.close)
         alarm.mark = beats.mark
-        with _own_share_of_cores(len(meeting.here)):
+        with with_threads(threads_per_role(len(meeting.here))):
             yield ties
 
 
@@ -190,13 +189,3 @@ def _let_go(links: Mapping[int, Link], kind: type[BaseException] | None, *_: obj
         if kind is not None and isinstance(link, TcpLink):
             link.abandon()
         link.close()
-
-
-@contextmanager
-def _own_share_of_cores(workers_here: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads_per_role(workers_here))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

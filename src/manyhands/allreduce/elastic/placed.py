@@ -16,12 +16,9 @@ from __future__ import annotations
 import select
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Self
-
-import torch
 
 from manyhands.allreduce.elastic.changes import EpochView
 from manyhands.allreduce.elastic.linked import LinkedEpochs, Wiring
@@ -40,6 +37,7 @@ from manyhands.store.atomic import WriteFailed
 from manyhands.store.checkpoint import CheckpointStore, Loaded, Snapshot
 from manyhands.store.portable import pack_tree, unpack_tree
 from manyhands.store.tensorfile import encode_tensors
+from manyhands.threads import with_threads
 
 __all__ = ["ElasticKeeper", "PlacedElasticMembers", "TakeSlot", "take_slot", "wiring_of"]
 
@@ -253,7 +251,7 @@ def take_slot(party: CompanyMember, job: ElasticJob) -> Mapping[str, Any]:
         early=early,
     )
     try:
-        with _threads(part.threads):
+        with with_threads(part.threads):
             return train(job, mine, LinkedEpochs(wiring_of(party), job.timeout_s))
     except Aborted:
         if line.over is not None:  # it knows more than that this one was to stop
@@ -297,13 +295,3 @@ class _SentCheckpoints(CheckpointStore):
 def _copied(chunks: Iterator[Any]) -> list[bytes]:
     """Chunks leave while the tensors behind them may change."""
     return [bytes(chunk) for chunk in chunks]
-
-
-@contextmanager
-def _threads(number: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -26,6 +26,7 @@ from manyhands.record.ring import EventRing
 from manyhands.store.checkpoint import CheckpointStore, Loaded
 from manyhands.store.rundir import RunDirectory
 from manyhands.store.tensorfile import encode_tensors
+from manyhands.threads import use_threads
 from manyhands.training.computing import TrainingPlan
 from manyhands.training.exchanging import told
 from manyhands.training.reporting import WorkerNote
@@ -73,7 +74,7 @@ class ElasticPart:
 def work(context: RoleContext, *, slot: int) -> Mapping[str, Any]:
     """Be the worker of `slot` as a child of the launcher; what it tells at its end."""
     job: ElasticJob = load(context.descriptor("job"))
-    torch.set_num_threads(job.threads)
+    use_threads(job.threads)
     files = socket.socket(fileno=context.descriptor("files"))
     with files, EventRing.attach(context.descriptor("events")) as ring:
         directory = RunDirectory.open(job.run_path, lock=False) if job.run_path is not None else None

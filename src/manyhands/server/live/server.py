@@ -15,7 +15,6 @@ from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from manyhands.cluster.board import State
@@ -67,6 +66,7 @@ from manyhands.server.server import ServerCore
 from manyhands.server.store import Contribution
 from manyhands.server.turns import WorkerTurn
 from manyhands.server.updates import ShardRecorder
+from manyhands.threads import use_threads
 
 __all__ = ["serve", "serve_with"]
 
@@ -103,7 +103,7 @@ class _Server:
         self._member = context.rank
         _, _, self._layout = job.build()
         largest = max(map(self._layout.range_bytes, range(self._layout.shards)))
-        torch.set_num_threads(job.threads if largest >= _THREADS_FROM_BYTES else 1)
+        use_threads(job.threads if largest >= _THREADS_FROM_BYTES else 1)
         self._core = ServerCore(job.shard_config(), self._member)
         self._home = job.home(resources.shared, self._layout)
         coding = RangeCoding(self._layout, job.strategy.codec)

@@ -11,8 +11,6 @@ from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from typing import Any
 
-import torch
-
 from manyhands.cluster.board import State
 from manyhands.cluster.context import RoleContext
 from manyhands.errors import Aborted, NonFinite, PeerTimeout
@@ -49,6 +47,7 @@ from manyhands.server.live.worker_mail import WorkerMail
 from manyhands.server.messages import Parameters, RowsUnknown, RowValues, View, Welcome, Work
 from manyhands.server.turns import TurnAnswer, in_turns
 from manyhands.server.updates import ComputedRow
+from manyhands.threads import use_threads
 from manyhands.training.booking import StepBook
 from manyhands.training.computing import Computed
 from manyhands.training.exchange import Traffic
@@ -68,7 +67,7 @@ def work(context: RoleContext, slot: int) -> Mapping[str, Any]:
 def work_with(context: MemberContext, resources: MemberResources, slot: int) -> Mapping[str, Any]:
     """The whole life of a worker, wherever it is, in one slot after another if it is fenced and given a new place."""
     job = resources.job()
-    torch.set_num_threads(job.threads)
+    use_threads(job.threads)
     joined = time.monotonic_ns()
     with ExitStack() as stack:
         ring = stack.enter_context(resources.events())
