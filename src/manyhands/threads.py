@@ -30,7 +30,7 @@ _ITEMS: Final = 16  # more than one vector, and far too few to be shared by thre
 @cache
 def choose_functions() -> None:
     """Have MKL choose the code of its functions in this process, by one thread; in a few milliseconds."""
-    if not torch.backends.mkl.is_available():
+    if not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
         return
     for dtype in (torch.float32, torch.float64):
         items = torch.full((_ITEMS,), 0.5, dtype=dtype)
