@@ -118,11 +118,19 @@ def test_a_worker_that_was_asked_for_something_else_is_named_on_every_role(
             assert one.said.count("\n") == 1
 
 
+def near() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+
+
 @pytest.mark.parametrize("kind", ["ps", "chief"])
 def test_a_port_in_use_is_told(tmp_path: Path, kind: str) -> None:
     """By a server's role to everybody; of the leader nobody can know but itself, the others wait for it in vain."""
-    with cluster(tmp_path, LEAST) as roles, socket.create_server(("127.0.0.1", 0)) as taken:
+    with cluster(tmp_path, LEAST) as roles, socket.create_server(("127.0.0.1", 0)) as taken, near() as other:
         roles.spec[kind] = [f"127.0.0.1:{taken.getsockname()[1]}"]
+        if kind == "chief":  # which is led by a socket of its host where it is on loopback
+            name = _near(roles.spec[kind][0])
+            assert name is not None
+            other.bind("\0" + name.removeprefix("unix:"))
         for one in LEAST:
             roles.start(one, 0, [SCRIPT, "ps", "20", "timeout=20"])
         assert [one.ended() for one in roles.roles.values()] == [1] * 3

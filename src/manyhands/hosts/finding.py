@@ -10,6 +10,7 @@ At an address that all know, it listens by TCP, or on a Unix socket named after 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -82,7 +83,7 @@ def lead(
         token = security.token or _open_token(place.leader)
         with ExitStack() as stack:
             front = stack.enter_context(Front(place, terms, token, settings=settings))
-            front.listen(_near(place.leader) or listening_at(place.leader))
+            _listen(front, place.leader)
             stack.pop_all()
         return Leading(front=front, token=token, address=place.leader.rpartition(":")[0])
     store = _store(place, name, timeout_s)
@@ -254,6 +255,21 @@ def _read_leader(store: Store, place: Place, timeout_s: float) -> dict[str, str]
         store.set(f"heard/{place.rank}", "")
         raise ManyhandsError(f"the leader, {told['name']}, cannot begin: {told['refused']}")
     return told
+
+
+def _listen(front: Front, leader: str) -> None:
+    """Listen where a specification has its leader; UserError where somebody else does."""
+    near = _near(leader)
+    try:
+        front.listen(near or listening_at(leader))
+    except UserError as error:
+        cause = error.__cause__
+        if near is None or not isinstance(cause, OSError) or cause.errno != errno.EADDRINUSE:
+            raise
+        raise UserError(
+            f"address {leader!r}: cannot listen there: it is in use by another run that is led from this host; give "
+            "the leader another port"
+        ) from error
 
 
 def _near(leader: str) -> str | None:
