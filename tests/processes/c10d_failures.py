@@ -68,8 +68,8 @@ def killed_first(rank: int, world: int, store: str) -> None:
     dist.barrier()
     if rank == 0:
         os.kill(os.getpid(), signal.SIGKILL)
-    work = dist.irecv(torch.ones(3), 0) if rank == 1 else dist.all_reduce(torch.ones(3), async_op=True)
-    try:
+    try:  # it may be dead before the others have begun to wait for it
+        work = dist.irecv(torch.ones(3), 0) if rank == 1 else dist.all_reduce(torch.ones(3), async_op=True)
         work.wait()
     except Exception as error:
         tell(error)
