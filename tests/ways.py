@@ -7,18 +7,25 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
+import torch
 
+import manyhands as mh
+from equality import Silent
 from manyhands.cluster.meeting import hosts_of
 from manyhands.group.shared import SharedGroup, SharedGroupFiles
 from manyhands.link.base import Link
 from manyhands.link.tcp import TcpLink
+from manyhands.store.checkpoint import CheckpointStore
 from manyhands.strategy import Strategy
+from manyhands.training.computing import TrainingPlan
 from manyhands.training.exchange import Exchange, SingleExchange
 from manyhands.training.exchanging import exchange_for, exchanging
 from manyhands.training.resources import Resources
+from manyhands.training.worker import Trainer
 
 BUCKET_BYTES = 512  # several buckets even for a small model
 BUCKETED = {way: f"{way} buckets={BUCKET_BYTES}" for way in ("mirrored", "central")}
@@ -134,3 +141,19 @@ def with_exchanges(way: str, world: int, act: Callable[[Exchange], Result]) -> l
                 exchange.close()
 
         return in_threads(world, work)
+
+
+def train_on(
+    task: mh.Task, way: str, world: int, folder: Path, steps: int, start: int | None
+) -> list[dict[str, torch.Tensor]]:
+    """Every rank's weights after `steps`, from the checkpoint of step `start`; saves after every third step."""
+    plan = TrainingPlan(task=task, steps=steps, seed=0, evaluate_every=0, checkpoint_every=3)
+
+    def act(exchange: Exchange) -> dict[str, torch.Tensor]:
+        store = CheckpointStore(folder)
+        loaded = store.load(start) if start is not None else None
+        model = Trainer(plan, exchange, Silent(), store).run(loaded).model
+        assert loaded is None or not loaded.model, "the checkpoint is still in memory"
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+    return with_exchanges(way, world, act)

@@ -16,16 +16,13 @@ import torch
 from torch import nn, optim
 
 import manyhands as mh
-from equality import Silent, distance, make_task, same_bits, train_in_threads, train_plainly
+from equality import distance, make_task, same_bits, train_in_threads, train_plainly
 from manyhands.central.exchange import CentralExchange
 from manyhands.errors import UserError
 from manyhands.group import progress
 from manyhands.group.shared import SharedGroup
-from manyhands.store.checkpoint import CheckpointStore
-from manyhands.training.computing import TrainingPlan
 from manyhands.training.exchange import Exchange, LocalStep
-from manyhands.training.worker import Trainer
-from ways import BUCKET_BYTES, connect, in_threads, join, with_exchanges
+from ways import BUCKET_BYTES, connect, in_threads, join, train_on, with_exchanges
 
 
 class Whole(optim.AdamW):
@@ -322,29 +319,13 @@ def test_the_state_can_not_be_had_in_the_middle_of_a_step() -> None:
     with_exchanges("central", 2, act)
 
 
-def train_on(
-    task: mh.Task, way: str, world: int, folder: Path, steps: int, start: int | None
-) -> dict[str, torch.Tensor]:
-    """Train to `steps`, from the checkpoint of step `start`; saves after every third step and at the end."""
-    plan = TrainingPlan(task=task, steps=steps, seed=0, evaluate_every=0, checkpoint_every=3)
-
-    def act(exchange: Exchange) -> dict[str, torch.Tensor]:
-        store = CheckpointStore(folder)
-        loaded = store.load(start) if start is not None else None
-        model = Trainer(plan, exchange, Silent(), store).run(loaded).model
-        assert loaded is None or not loaded.model, "the checkpoint is still in memory"
-        return {name: value.clone() for name, value in model.state_dict().items()}
-
-    return with_exchanges(way, world, act)[0]
-
-
 @pytest.mark.parametrize("name", ["groups-adamw", "momentum", "adagrad", "whole-adafactor"])
 def test_a_checkpoint_is_gone_on_from_by_any_strategy(name: str, tmp_path: Path) -> None:
     task = make_task(OPTIMIZERS[name])
     start = None
     for number, (way, world) in enumerate([("central", 3), ("single", 1), ("central", 4), ("mirrored", 2)]):
         steps = 5 * (number + 1)
-        weights = train_on(task, way, world, tmp_path, steps, start)
+        weights = train_on(task, way, world, tmp_path, steps, start)[0]
         start = steps
     assert distance(weights, train_plainly(task, 20)) < 1e-9
 
@@ -352,9 +333,9 @@ def test_a_checkpoint_is_gone_on_from_by_any_strategy(name: str, tmp_path: Path)
 @pytest.mark.parametrize("name", ["groups-adamw", "momentum", "whole-adafactor"])
 def test_resumed_on_as_many_workers_it_ends_with_the_same_bits(name: str, tmp_path: Path) -> None:
     task = make_task(OPTIMIZERS[name], torch.float32)
-    whole = train_on(task, "central", 3, tmp_path / "whole", 14, None)
-    train_on(task, "central", 3, tmp_path / "parts", 8, None)
-    assert same_bits(whole, train_on(task, "central", 3, tmp_path / "parts", 14, 8))
+    whole = train_on(task, "central", 3, tmp_path / "whole", 14, None)[0]
+    train_on(task, "central", 3, tmp_path / "parts", 8, None)[0]
+    assert same_bits(whole, train_on(task, "central", 3, tmp_path / "parts", 14, 8)[0])
 
 
 def test_the_model_outlives_the_exchange() -> None:

@@ -14,18 +14,15 @@ import torch
 from torch import nn, optim
 
 import manyhands as mh
-from equality import Silent, distance, make_task, same_bits, train_in_threads, train_plainly
+from equality import distance, make_task, same_bits, train_in_threads, train_plainly
 from manyhands.central.exchange import CentralExchange
 from manyhands.errors import Aborted, Desync, PeerTimeout, WorkerFailed
 from manyhands.link.base import Link
 from manyhands.link.shared import SharedLink
 from manyhands.link.tcp import TcpLink
-from manyhands.store.checkpoint import CheckpointStore
 from manyhands.training.agreement import Agreement
-from manyhands.training.computing import TrainingPlan
 from manyhands.training.exchange import Exchange, LocalStep, Post
-from manyhands.training.worker import Trainer
-from ways import in_threads, on_hosts, with_exchanges
+from ways import in_threads, on_hosts, train_on, with_exchanges
 
 STEPS = 13
 SOON_S = 20.0
@@ -164,20 +161,6 @@ def test_a_bucket_leaves_for_other_hosts_while_backward_goes_on() -> None:
     assert with_exchanges("central on aab", 3, act) == [[True], [False], [True]]
 
 
-def train_on(
-    task: mh.Task, way: str, world: int, folder: Path, steps: int, start: int | None
-) -> dict[str, torch.Tensor]:
-    plan = TrainingPlan(task=task, steps=steps, seed=0, evaluate_every=0, checkpoint_every=3)
-
-    def act(exchange: Exchange) -> dict[str, torch.Tensor]:
-        store = CheckpointStore(folder)
-        loaded = store.load(start) if start is not None else None
-        model = Trainer(plan, exchange, Silent(), store).run(loaded).model
-        return {name: value.clone() for name, value in model.state_dict().items()}
-
-    return with_exchanges(way, world, act)[-1]
-
-
 @pytest.mark.parametrize("name", ["adam", "whole-adafactor"])
 def test_a_checkpoint_is_gone_on_from_by_other_hosts_and_strategies(name: str, tmp_path: Path) -> None:
     task = make_task(OPTIMIZERS[name])
@@ -190,7 +173,7 @@ def test_a_checkpoint_is_gone_on_from_by_other_hosts_and_strategies(name: str, t
         ("central on ab", 2),
     ]
     for number, (way, world) in enumerate(ways, start=1):
-        weights = train_on(task, way, world, tmp_path, 4 * number, start)
+        weights = train_on(task, way, world, tmp_path, 4 * number, start)[-1]
         start = 4 * number
     assert distance(weights, train_plainly(task, 20)) < 1e-9
 
