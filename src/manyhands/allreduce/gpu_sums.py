@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -14,12 +15,11 @@ from manyhands.allreduce.strategy import AllReduce, Mirrored
 from manyhands.allreduce.torch_sums import TorchCollective, done_in_time
 from manyhands.cluster.meeting import MeetingStore
 from manyhands.errors import ManyhandsError, PeerTimeout, first_line
+from manyhands.hosts.waiting import comes_true
 from manyhands.link.torch_groups import SumGroup
 from manyhands.training.resources import Resources
 
 __all__ = ["announced", "chosen_sums", "sums_on_gpus"]
-
-_LOOK_S = 0.01
 
 
 def chosen_sums(strategy: Mirrored | AllReduce, resources: Resources) -> SumsChoice | None:
@@ -39,12 +39,10 @@ def announced(store: MeetingStore, mine: GpuSeat, rank: int, world: int, timeout
     deadline = time.monotonic() + timeout_s
     seats = []
     for worker in range(world):
-        while not store.check([f"gpu/{worker}"]):
-            if time.monotonic() >= deadline:
-                raise PeerTimeout(
-                    f"worker {worker} did not say within {timeout_s:g} s which GPU it computes on", worker
-                )
-            time.sleep(_LOOK_S)
+        if not comes_true(partial(store.check, [f"gpu/{worker}"]), deadline - time.monotonic()):
+            raise PeerTimeout(
+                f"worker {worker} did not say within {timeout_s:g} s which GPU it computes on", worker
+            )
         seats.append(GpuSeat.from_text(store.get(f"gpu/{worker}").decode()))
     return seats
 

@@ -7,7 +7,6 @@ torch's are bytes, those of the leader's store text: bytes are written down in b
 from __future__ import annotations
 
 import base64
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Final
@@ -16,10 +15,10 @@ from torch._C._distributed_c10d import Store
 
 from manyhands.cluster.meeting import MeetingStore
 from manyhands.errors import ManyhandsError
+from manyhands.hosts.waiting import comes_true
 
 __all__ = ["RunStore"]
 
-_LOOK_S: Final = 0.005
 _BYTES: Final = "base64:"
 
 
@@ -54,13 +53,16 @@ class RunStore(Store):
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """As torch's; ManyhandsError names what was never said."""
         timeout_s = timeout.total_seconds() if timeout is not None else self._timeout_s
-        deadline = time.monotonic() + timeout_s
-        while not self.check(keys):
-            self._still()
-            if time.monotonic() >= deadline:
-                late = next((key for key in keys if not self.check([key])), keys[0])
-                raise ManyhandsError(f"nobody has said {late!r} in the run's store within {timeout_s:.0f} s")
-            time.sleep(_LOOK_S)
+
+        def are_there() -> bool:
+            found = self.check(keys)
+            if not found:
+                self._still()
+            return found
+
+        if not comes_true(are_there, timeout_s):
+            late = next((key for key in keys if not self.check([key])), keys[0])
+            raise ManyhandsError(f"nobody has said {late!r} in the run's store within {timeout_s:.0f} s")
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """As torch's."""
