@@ -20,6 +20,7 @@ LONGEST_FIRST = (
     "test_integrations",
     "test_compare",
     "test_ray",
+    "test_template_scripts",
     "test_cluster",
     "test_placed",
     "test_fuzz_files",

@@ -1,0 +1,100 @@
+"""The template that workers are forked from, in scripts of their own: begun early, by a thread, in large pages."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import warm
+from kills import await_that
+from processes.test_cluster import nothing_stays_open
+
+__all__ = ["nothing_stays_open"]  # for every test here, too
+
+
+_TASK = """
+import subprocess, sys, threading, torch
+import manyhands as mh
+task = mh.Task(
+    model=lambda: torch.nn.Linear(2, 1),
+    loss=lambda model, batch: model(batch).square().mean(),
+    data=torch.ones(8, 2),
+    optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    batch_size=4,
+)
+def fit(strategy="mirrored"):
+    return mh.fit(task, strategy, workers=2, steps=2).summary["steps"]
+"""
+_WARM = """
+import sys
+import manyhands as mh
+mh.warm()
+from manyhands.cluster.template import kept_pid
+assert "torch" not in sys.modules, "it returns at once"
+first = kept_pid()
+print(first)
+"""
+_FIT = """
+for strategy in ("mirrored", "ps", "central"):
+    assert fit(strategy) == 2
+    assert "torch._dynamo" not in sys.modules, f"{strategy} imports torch's compiler here, which nobody uses"
+assert kept_pid() == first, "fit takes what is there"
+"""
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_script_may_start_the_template_before_it_imports_torch(fits: bool) -> None:
+    script = _WARM + _TASK + _FIT if fits else _WARM
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr
+    template = Path(f"/proc/{int(done.stdout.split()[0])}")
+    await_that(lambda: not template.exists(), "the end of the template", 10.0)
+
+
+_IN_THE_BACKGROUND = """
+with mh.start(task, "ps", workers=1, steps=3) as running:
+    running.result(60)
+print(fit())
+"""
+_IN_A_THREAD = """
+from manyhands.cluster.template import end_kept
+end_kept()  # the thread is to start one itself, and no fork of this process's beginning may stand in for it
+spared, subprocess.Popen._execute_child = subprocess.Popen._execute_child, subprocess.Popen._execute_child.__wrapped__
+thread = threading.Thread(target=fit)
+thread.start()
+thread.join()
+subprocess.Popen._execute_child = spared
+print(fit())
+"""
+
+
+def test_a_run_may_follow_one_of_another_thread() -> None:
+    """What a thread starts ends with it: the next run must not count on it."""
+    script = _TASK + _IN_THE_BACKGROUND + _IN_A_THREAD
+    done = warm.run([sys.executable, "-c", script], trains=3, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "2\n2\n"), done.stderr
+
+
+_LARGE = """
+import mmap
+from pathlib import Path
+from manyhands.cluster.pages import LARGE_BYTES, use_large_pages
+def large_kb():
+    text = Path("/proc/self/smaps_rollup").read_text()
+    return int(text.partition("AnonHugePages:")[2].split()[0])
+held = mmap.mmap(-1, 4 * LARGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+held[:] = bytes(range(256)) * (4 * LARGE_BYTES // 256)
+count = use_large_pages()
+assert held[:] == bytes(range(256)) * (4 * LARGE_BYTES // 256)
+assert (large_kb() > 0) == (count > 0), (large_kb(), count)
+assert count == 0 or count >= 3
+print("read again")
+"""
+
+
+def test_memory_that_was_put_into_large_pages_is_as_it_was() -> None:
+    done = warm.run([sys.executable, "-c", _LARGE], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "read again\n"), done.stderr
