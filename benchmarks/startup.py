@@ -3,7 +3,8 @@
 Run: `python benchmarks/startup.py`, on a quiet machine. Every case is a new process that imports torch and manyhands
 (both timed) and then fits a small linear model for two steps several times. The first step has come when every worker
 has called the loss, which notes the time; the whole `fit`, its end included, is shown beside it. A `warm` script calls
-`mh.warm()` before it imports torch. Cases are interleaved, round by round; the median is shown.
+`mh.warm()` before it imports torch. Cases are interleaved, round by round; the median is shown. Beside the times stands
+the processor time of a next `fit`: of the script, of the template that it forks its workers from, and of the workers.
 
 `--source FOLDER` times another tree (its `src/`) in the same rounds, for before and after.
 """
@@ -25,7 +26,7 @@ RESULTS = Path(__file__).resolve().parent / "results" / "startup.json"
 HERE = Path(__file__).resolve().parent.parent
 CASES = (("mirrored", 2), ("mirrored", 8), ("ps", 2), ("ps", 8))
 WAYS = ("", "warm")
-FITS = 4
+FITS = 6
 
 # What one case runs: a script, as a user has one.
 SCRIPT = """
@@ -38,6 +39,20 @@ if sys.argv[5]:
 package_s = time.monotonic() - began
 import torch
 torch_s = time.monotonic() - began - package_s
+
+def processor_s():
+    "Processor seconds so far of this process, of those it has started, and of all that these have waited for."
+    ticks, parents = {}, {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            fields = open(f"/proc/{name}/stat").read().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        ticks[int(name)], parents[int(name)] = sum(map(int, fields[11:15])), int(fields[1])
+    family = {os.getpid()}
+    while more := {pid for pid, parent in parents.items() if parent in family} - family:
+        family |= more
+    return sum(ticks[pid] for pid in family) / os.sysconf("SC_CLK_TCK")
 
 def loss(model, batch):
     with open(os.path.join(folder, f"{os.getpid()}"), "a") as file:
@@ -53,7 +68,9 @@ task = mh.Task(
 )
 told = []
 seen = set()
-for _ in range(fits):
+for number in range(fits):
+    if number == 1:
+        spent_s = -processor_s()
     called = time.monotonic()
     mh.fit(task, strategy, workers=workers, steps=2)
     ended = time.monotonic()
@@ -61,7 +78,8 @@ for _ in range(fits):
     seen.update(new)
     firsts = [float(open(os.path.join(folder, name)).readline()) for name in new]
     told.append({"first_step_s": max(firsts) - called, "fit_s": ended - called})
-print(json.dumps({"torch_s": torch_s, "package_s": package_s, "fits": told}))
+spent_s += processor_s()
+print(json.dumps({"torch_s": torch_s, "package_s": package_s, "fits": told, "next_processor_s": spent_s / (fits - 1)}))
 """
 
 
@@ -90,6 +108,7 @@ def run(source: Path, strategy: str, workers: int, way: str) -> dict[str, float]
         "next": statistics.median(one["first_step_s"] for one in next_ones),
         "first_whole": first["fit_s"],
         "next_whole": statistics.median(one["fit_s"] for one in next_ones),
+        "next_processor": told["next_processor_s"],
     }
 
 

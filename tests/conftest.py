@@ -76,7 +76,7 @@ def children() -> set[int]:
 
 
 class Left(NamedTuple):
-    """What a test may leave as it found it: child processes, and by inode memory segments and listening sockets."""
+    """What a test may leave as it found it: child processes, and memory segments by inode, listening sockets by address."""
 
     children: set[int]
     segments: set[str]
@@ -91,8 +91,8 @@ def left() -> Left:
             kind = os.readlink(f"/proc/self/fd/{descriptor}")
             if kind.startswith(("/memfd:", "/dev/shm/")):
                 segments.add(str(os.fstat(int(descriptor)).st_ino))
-            elif kind.startswith("socket:") and _getsockopt(int(descriptor), socket.SO_ACCEPTCONN):
-                listening.add(str(os.fstat(int(descriptor)).st_ino))
+            elif kind.startswith("socket:"):
+                listening |= _listened_at(int(descriptor))
         except OSError:  # closed while we looked
             continue
     return Left(children(), segments | _mapped(), listening)
@@ -172,9 +172,15 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object]) -> Iterator[None
     return (yield)
 
 
-def _getsockopt(descriptor: int, option: int) -> int:
+def _listened_at(descriptor: int) -> set[str]:
+    """The socket and its address, if it listens; CUDA's driver listens for as long as a process lives that asked for it."""
     with socket.socket(fileno=os.dup(descriptor)) as copy:
-        return copy.getsockopt(socket.SOL_SOCKET, option)
+        if not copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            return set()
+        address = copy.getsockname()
+    if isinstance(address, bytes) and address.startswith(b"\0cuda-uvmfd-"):
+        return set()
+    return {f"{os.fstat(descriptor).st_ino} at {address!r}"}
 
 
 def settles(condition: Callable[[], bool], within_s: float = 2.0) -> bool:

@@ -127,7 +127,7 @@ def reopened(rank: int, world: int, store: str) -> None:
         dist.all_reduce(tensor)
         assert tensor.item() == turn * world
         dist.destroy_process_group()
-    say(f"{threading.active_count()} thread")
+    say([thread.name for thread in threading.enumerate()])
 
 
 if __name__ == "__main__":

@@ -75,4 +75,4 @@ def test_a_rank_that_just_ends_is_named_by_those_who_wait_for_it(tmp_path: Path)
 def test_ranks_on_several_hosts_go_through_gloo_and_groups_can_be_opened_again(tmp_path: Path) -> None:
     with scene("several_hosts", 2, tmp_path) as processes:
         ended = [lines(process) for process in processes]
-        assert ended == [["[0, 1]", "1 thread"]] * 2
+        assert ended == [["[0, 1]", "['MainThread']"]] * 2
