@@ -76,7 +76,7 @@ def children() -> set[int]:
 
 
 class Left(NamedTuple):
-    """What a test may leave as it found it: child processes, and memory segments by inode, listening sockets by address."""
+    """What a test may leave as it found it: child processes, memory segments by inode, listening sockets by address."""
 
     children: set[int]
     segments: set[str]
@@ -173,7 +173,7 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object]) -> Iterator[None
 
 
 def _listened_at(descriptor: int) -> set[str]:
-    """The socket and its address, if it listens; CUDA's driver listens for as long as a process lives that asked for it."""
+    """The socket and its address, if it listens and is not that of CUDA's driver, which stays open."""
     with socket.socket(fileno=os.dup(descriptor)) as copy:
         if not copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             return set()
