@@ -3,11 +3,18 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+PYTEST = $(BIN)/python -m pytest -m "not soak"
+GIVE_WAY := nice -n 10
+
+# Of several that run at once, each line says whose it is.
+SHELL := bash
+.SHELLFLAGS := -o pipefail -c
+says = 2>&1 | sed -u 's/^/$(1): /'
 
 # Hundreds of processes of the tests import the same sources: they are compiled once, whatever the caller's shell says.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup run test test-processes check layout types bench soak clean
+.PHONY: help setup run test test-processes test-units check layout layers types bench soak clean
 
 help:
 	@echo "make run    train digits on 2 workers (the main job, on data that comes with a dependency)"
@@ -26,23 +33,27 @@ $(READY): pyproject.toml
 run: setup
 	$(BIN)/manyhands train digits --workers 2
 
-check: layout types
+check: layout layers types
 
 layout: setup
 	$(BIN)/ruff format --check src tests benchmarks docs examples
 	$(BIN)/ruff check src tests benchmarks docs examples
-	$(BIN)/lint-imports
+
+layers: setup
+	$(GIVE_WAY) $(BIN)/lint-imports
 
 types: setup
-	$(BIN)/mypy
+	$(GIVE_WAY) $(BIN)/mypy
 
+# Process tests mostly wait: for processes to start, to be missed, to end. What computes, does so meanwhile and gives way.
 test: layout
-	$(BIN)/python -m pytest -m "not soak" -n 2 tests/unit tests/cluster
-	$(MAKE) --no-print-directory -j 2 types test-processes
+	$(MAKE) --no-print-directory -j 3 test-processes test-units layers types
 
-# Most of its time is waiting: for processes to start, to be missed, to end.
 test-processes: setup
-	$(BIN)/python -m pytest -m "not soak" -n 3 --dist loadfile --no-loadscope-reorder tests/processes
+	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder tests/processes $(call says,processes)
+
+test-units: setup
+	$(GIVE_WAY) $(PYTEST) -n 2 tests/unit tests/cluster $(call says,units)
 
 bench: setup
 	$(BIN)/manyhands bench allreduce --workers 2 --json benchmarks/results/allreduce-2.json

@@ -1,6 +1,7 @@
 """Every test leaves as many threads, children, memory segments and listening sockets behind as it found."""
 
 import gc
+import logging
 import mmap
 import os
 import socket
@@ -33,6 +34,16 @@ ROOT = Path(__file__).resolve().parent.parent
 SHARED_DATA = ROOT.parent / "shared" / "data"
 
 
+def pytest_collectstart() -> None:
+    """What makes or steps an optimizer does not import torch's compiler, for seconds; what needs it, imports it.
+
+    Asked of here, and not above, by those who run tests: the process that hands them out needs no torch.
+    """
+    from manyhands.training.dynamo import defer
+
+    defer()
+
+
 def pytest_collection_finish() -> None:
     """Collecting, which fixtures that count descriptors do twice a test, leaves torch and the test modules out.
 
@@ -40,9 +51,17 @@ def pytest_collection_finish() -> None:
     wait for each other on a core that another process has spend most of their time at that.
     """
     _freeze()
+    _join_loggers()
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(1)
+
+
+def _join_loggers() -> None:
+    """Have torch's forty loggers tell their parent, or pytest gives a handler to each of them six times a test."""
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("torch.") and isinstance(logger, logging.Logger):
+            logger.propagate = True
 
 
 @pytest.hookimpl(wrapper=True)

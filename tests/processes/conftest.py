@@ -4,11 +4,7 @@ import os
 
 import pytest
 
-from manyhands.training.dynamo import defer
-
 os.environ.setdefault("KMP_DUPLICATE_LIB_OK", "True")  # as scikit-learn sets it where a test imports that
-
-defer()  # or stepping an optimizer here imports torch's compiler, for seconds; what needs it, imports it
 
 LONGEST_FIRST = (
     "test_hosts",
