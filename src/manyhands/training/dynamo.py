@@ -1,8 +1,9 @@
 """`torch._dynamo` when somebody compiles, and not before: torch imports it to make and step any optimizer.
 
-That import is nearly as long as torch's own, and a worker that trains eagerly uses two functions of it, which do
-nothing there: `graph_break`, and `disable`, which keeps the compiler away from code. So the process that workers come
-from puts a stand-in in its place that has these two. Whatever else is asked of it (`torch.compile`, a submodule, a
+That import is nearly as long as torch's own, and a worker that trains eagerly uses three functions of it, which do
+nothing there: `graph_break`, `disable`, which keeps the compiler away from code, and `compiled_autograd._disable`,
+inside which `torch.func` takes gradients. So the process that workers come from puts a stand-in in its place that has
+these three. Whatever else is asked of it (`torch.compile`, a submodule, a
 setting) imports the real module first, and the stand-in is gone for good.
 
 Only processes of ours are treated so; the caller's own is left as it is. There an optimizer may be made to be looked at
@@ -18,6 +19,7 @@ import importlib.util
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any, Final
 
@@ -76,6 +78,7 @@ class _StandIn(ModuleType):
             __path__=list(spec.submodule_search_locations or ()),
             graph_break=_graph_break,
             disable=self._disable,
+            compiled_autograd=_CompiledAutograd(self),
             _replacing=threading.Lock(),
         )
 
@@ -117,6 +120,26 @@ class _StandIn(ModuleType):
             return compiled(*args, **kwargs)
 
         return call
+
+
+class _CompiledAutograd:
+    """In the place of `torch._dynamo.compiled_autograd`: gradients are not compiled as long as nothing is."""
+
+    def __init__(self, stand_in: _StandIn) -> None:
+        vars(self)["_stand_in"] = stand_in
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real(), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._real(), name, value)
+
+    def _disable(self) -> AbstractContextManager[Any]:
+        disabled: AbstractContextManager[Any] = nullcontext() if is_deferred() else self._real()._disable()
+        return disabled
+
+    def _real(self) -> Any:
+        return vars(self)["_stand_in"].real().compiled_autograd
 
 
 class _SubmoduleFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
