@@ -43,9 +43,9 @@ def trace_json(timeline: Timeline, about: Mapping[str, str]) -> Iterator[bytes]:
     head = json.dumps({"displayTimeUnit": "ms", "otherData": details})
     yield head.removesuffix("}").encode() + b', "traceEvents": [\n'
     separator = b""
-    encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode  # json.dumps would make one for each
+    encoder = json.JSONEncoder(separators=(",", ":"), allow_nan=False)  # json.dumps makes one for each event
     for event in _events(timeline, names):
-        yield separator + encode(event).encode()
+        yield separator + encoder.encode(event).encode()
         separator = b",\n"
     yield b"\n]}\n"
 

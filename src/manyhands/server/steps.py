@@ -345,8 +345,8 @@ class Steps:
         steps.version, steps.step, steps.resume = state["version"], state["step"], state["resume"]
         steps._free = dict(state["free"])
         steps.lives = [(term, version) for term, version in state["lives"]]
-        for fields in state["waiting"]:
-            push = Push(**fields)
+        for told in state["waiting"]:
+            push = Push(**told)
             steps._waiting[push.slot, push.clock] = push
             table.records[push.slot].waiting.append(push.clock)
         steps._arrived = dict(state["arrived"])

@@ -128,7 +128,7 @@ class _StandIn(ModuleType):
 
 
 class _Part:
-    """In the place of a submodule: what is `idle` while nothing is compiled; whatever else is asked is the real one's."""
+    """In the place of a submodule: what is `idle` while nothing is compiled; all else is the real one's."""
 
     def __init__(self, stand_in: _StandIn, name: str, idle: Mapping[str, Callable[[], Any]]) -> None:
         vars(self).update(_stand_in=stand_in, _name=name, _idle=idle)
