@@ -64,7 +64,7 @@ class Memory:
     """By the donor: the step, and what it has trained."""
 
     def all_at(self, where: dict[int, int], number: int) -> bool:
-        return all(where.get(seat.member, 0) >= number for seat in self.view.seats)
+        return not any([where.get(seat.member, 0) < number for seat in self.view.seats])  # noqa: C419 - half the time
 
 
 class Worker:

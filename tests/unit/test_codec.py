@@ -79,6 +79,7 @@ OWN = {1: Flat, 2: Named, 3: Picky, 4: Nothing, 5: Secret}
 ALL = dict(enumerate(get_args(messages.Message), 1))
 CODEC, SERVER = MessageCoder(OWN), MessageCoder(ALL)
 POINT = Point(x=-3, colour=Colour.BLUE, far=True)
+UNICODE = st.characters(exclude_categories=["Cs"])  # what UTF-8 has: without a word each character is tried
 
 
 def values_of(hint: Any) -> st.SearchStrategy[Any]:
@@ -88,7 +89,7 @@ def values_of(hint: Any) -> st.SearchStrategy[Any]:
         return st.floats(allow_nan=False)
     if hint in (bool, str) or (isinstance(hint, type) and issubclass(hint, IntEnum)):
         return (
-            st.text(max_size=8)
+            st.text(UNICODE, max_size=8)
             if hint is str
             else st.sampled_from([*hint] if hint is not bool else [False, True])
         )

@@ -91,10 +91,15 @@ def run(
     return [found[str(rank)][0] for rank in range(world)], [found[str(rank)][1] for rank in range(world)]
 
 
+def steps_of(world: int) -> range:
+    """What is left over from a step is in the next one; among dozens of ranks that is shown by two."""
+    return range(STEPS if world < 20 else 2)
+
+
 @cache
 def run_whole(text: str, world: int) -> tuple[list[list[torch.Tensor]], list[int]]:
     """`run` of one parcel that is all there is; several tests look at the same runs, which nobody writes to."""
-    return run(text, world, Parcel.whole(0, COUNT, torch.float32))
+    return run(text, world, Parcel.whole(0, COUNT, torch.float32), steps=steps_of(world))
 
 
 def coded(codec: ParcelCodec, parcel: Parcel, values: torch.Tensor, step: int) -> torch.Tensor:
@@ -128,7 +133,7 @@ def test_two_phases_encode_the_sum_of_each_chunk_once_more(text: str) -> None:
     sums = [named(text, (1 << 20) + rank, sums=True) for rank in range(world)]
     assert not gathers(given[0], parcel, world)
     results, sent = run_whole(text, world)
-    for step in range(STEPS):
+    for step in steps_of(world):
         expected = torch.zeros(COUNT)
         for owner in range(world):
             begin, end = chunk_bounds(COUNT, world, owner)
@@ -145,7 +150,7 @@ def test_two_phases_encode_the_sum_of_each_chunk_once_more(text: str) -> None:
 @pytest.mark.parametrize(("world", "share"), [(7, 0.8), (8, 0.8), (24, 0.25)])
 def test_the_first_steps_of_a_warm_up_give_many_items_a_sum_in_either_form(world: int, share: float) -> None:
     results, _ = run_whole("dgc:0.001,warmup=64", world)
-    for step in range(STEPS):
+    for step in steps_of(world):
         assert float((results[0][step] != 0).float().mean()) >= share
 
 

@@ -78,15 +78,27 @@ stand_in = torch._dynamo
 net = torch.nn.Linear(3, 1)
 optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
 optimizer.zero_grad()
+x = torch.randn(4, 3)
+gradient = torch.func.grad(lambda weight, row: torch.nn.functional.linear(row, weight).square().sum())
+rows = torch.func.vmap(gradient, (None, 0))(net.weight.detach(), x)
+assert torch.allclose(rows[:, 0], 2 * (x @ net.weight.T.detach()) * x)
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+parallel = torch.nn.parallel.DistributedDataParallel(net)
+parallel(x).sum().backward()
+torch.distributed.destroy_process_group()
+autograd, mode = torch._dynamo.compiled_autograd, torch._dynamo.utils.get_optimize_ddp_mode()
 assert dynamo.is_deferred()
 
-x = torch.randn(4, 3)
 compiled = torch.compile(net, backend="eager")
 assert torch.equal(compiled(x), net(x))
 assert not dynamo.is_deferred()
 assert torch._dynamo is sys.modules["torch._dynamo"] is not stand_in
 assert stand_in.config is torch._dynamo.config is sys.modules["torch._dynamo.config"]
 assert not any("manyhands" in type(finder).__module__ for finder in sys.meta_path)
+assert autograd.reset is sys.modules["torch._dynamo.compiled_autograd"].reset
+assert torch._dynamo.utils.get_optimize_ddp_mode() == mode
+with autograd._disable():
+    assert torch._dynamo.compiled_autograd.active_disable_ctx
 
 # what was decorated before is left alone by the compiler from now on, as torch means it
 try:

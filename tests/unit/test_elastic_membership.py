@@ -22,8 +22,10 @@ def _finished(run: Run) -> None:
 
 
 def _strike_by_chance(run: Run) -> None:
+    if run.losses >= 12:
+        return
     alive, dice = run.present(), run.chance
-    if run.losses < 12 and len(alive) > 2 and dice.random() < 0.01:
+    if len(alive) > 2 and dice.random() < 0.01:
         many = 2 if dice.random() < 0.3 and len(alive) > 3 else 1
         for worker in dice.sample(alive, many):
             if dice.random() < 0.2:

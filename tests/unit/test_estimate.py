@@ -113,7 +113,7 @@ def test_what_is_said_is_what_is_there(make: Callable[[], mh.Task]) -> None:
 def test_nothing_large_is_allocated() -> None:
     task = transformer()
     huge = mh.Task(
-        model=lambda: Transformer(context=32, layers=40, width=8192, heads=4),
+        model=lambda: Transformer(context=32, layers=10, width=16384, heads=4),
         loss=task.loss,
         data=task.data,
         optimizer=task.optimizer,

@@ -30,9 +30,10 @@ Row = tuple[EventKind, float, float, int, int]
 def role_of(role: int, rows: Sequence[Row], resumes: tuple[int, ...] = ()) -> RoleEvents:
     """Records of (kind, start, duration, step, peer), in milliseconds."""
     records = np.zeros(len(rows), RECORD)
-    for index, (kind, start, duration, step, peer) in enumerate(rows):
-        records[index]["kind"], records[index]["step"], records[index]["peer"] = kind, step, peer
-        records[index]["start_ns"], records[index]["duration_ns"] = round(start * MS), round(duration * MS)
+    for name, column in zip(
+        ("kind", "start_ns", "duration_ns", "step", "peer"), zip(*rows, strict=True), strict=False
+    ):
+        records[name] = [round(one * MS) for one in column] if name.endswith("_ns") else column
     records["role"], records["id"] = role, np.arange(len(rows))
     return RoleEvents(role=role, name=f"worker-{role}", records=records, resumes=resumes)
 

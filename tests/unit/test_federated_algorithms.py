@@ -114,20 +114,20 @@ def test_scaffold_finds_the_optimum_where_fedavg_stays_beside_it() -> None:
     gone = P * (1 - (1 - 0.1 * A) ** 5)
     biased = float((gone * B).sum() / gone.sum())
     assert abs(biased - OPTIMUM) > 0.1
-    fedavg = weight_of(play_rounds(quadratics(), f"{words} algorithm=fedavg", 60))
+    fedavg = weight_of(play_rounds(quadratics(), f"{words} algorithm=fedavg", 30))
     np.testing.assert_allclose(fedavg, biased, rtol=0, atol=1e-9)
-    scaffold = weight_of(play_rounds(quadratics(), f"{words} algorithm=scaffold", 150))
+    scaffold = weight_of(play_rounds(quadratics(), f"{words} algorithm=scaffold", 45))
     np.testing.assert_allclose(scaffold, OPTIMUM, rtol=0, atol=1e-9)
 
 
 def test_fednova_takes_off_what_unequal_steps_do_to_fedavg() -> None:
     """Batches of one sample: a client takes as many steps as it has samples, two or six."""
-    rate = 0.02
+    rate = 0.03
     words, left = "federated batch=1 partition=natural", (1 - rate * A) ** N
     avg, nova = P * (1 - left), P * (1 - left) / N
     at = {"fedavg": float((avg * B).sum() / avg.sum()), "fednova": float((nova * B).sum() / nova.sum())}
     for algorithm, closed in at.items():
-        run = play_rounds(quadratics(rate), f"{words} algorithm={algorithm}", 130)
+        run = play_rounds(quadratics(rate), f"{words} algorithm={algorithm}", 90)
         np.testing.assert_allclose(weight_of(run), closed, rtol=0, atol=1e-9)
     assert abs(at["fedavg"] - OPTIMUM) > 0.1 > 10 * abs(at["fednova"] - OPTIMUM)
 

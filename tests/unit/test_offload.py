@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import closing
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -56,14 +57,19 @@ def train_limited(one: mh.Task, steps: int, limit: int, home: str = "host") -> d
         return {name: value.clone() for name, value in weights.items()}
 
 
+@cache
+def in_one_process(tied: bool = False) -> dict[str, torch.Tensor]:
+    """What the plain loop makes of `task`, to which several tests compare; not to be written to."""
+    return train_plainly(task(tied=tied), STEPS)
+
+
 LIMITS = {"one layer at a time": 330 * KIB, "one ahead": 800 * KIB, "everything": 1 << 30}
 
 
 @pytest.mark.parametrize("limit", LIMITS.values(), ids=LIMITS)
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_same_bits_as_the_plain_loop(limit: int, tied: bool) -> None:
-    one = task(tied=tied)
-    assert same_bits(train_limited(one, STEPS, limit), train_plainly(one, STEPS))
+    assert same_bits(train_limited(task(tied=tied), STEPS, limit), in_one_process(tied))
 
 
 class Counted(OffloadExchange):
@@ -157,8 +163,7 @@ def test_layers_may_be_computed_again_in_backward() -> None:
 
 
 def test_layers_may_live_in_a_file(tmp_path: Path) -> None:
-    one = task()
-    assert same_bits(train_limited(one, STEPS, 500 * KIB, str(tmp_path)), train_plainly(one, STEPS))
+    assert same_bits(train_limited(task(), STEPS, 500 * KIB, str(tmp_path)), in_one_process())
     assert not list(tmp_path.iterdir()), "nothing is left behind"
 
 

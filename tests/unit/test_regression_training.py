@@ -7,6 +7,7 @@ import io
 import signal
 import sys
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,13 @@ needs_data = pytest.mark.skipif(not DATA.exists(), reason="needs the files of ..
 
 
 def small_file(folder: Path, labels: tuple[str, str] = ("-1", "1"), rows: int = 400) -> Path:
+    path = folder / "small"
+    path.write_text(small_text(labels, rows))
+    return path
+
+
+@cache
+def small_text(labels: tuple[str, str], rows: int) -> str:
     random = np.random.default_rng(11)
     truth = random.normal(size=31) * 2
     lines = []
@@ -41,9 +49,7 @@ def small_file(folder: Path, labels: tuple[str, str] = ("-1", "1"), rows: int = 
         is_yes = truth[features] @ values + random.logistic() > 0
         pairs = " ".join(f"{i}:{x}" for i, x in zip(features, values, strict=True))
         lines.append(f"{labels[bool(is_yes)]} {pairs}")
-    path = folder / "small"
-    path.write_text("\n".join(lines) + "\n")
-    return path
+    return "\n".join(lines) + "\n"
 
 
 def train(path: Path | str, strategy: str = "single", workers: int = 1, **options: Any) -> LogregResult:

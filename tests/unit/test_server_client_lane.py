@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -38,10 +37,10 @@ SLOT, MEMBER, FIRST = 0, 10, 1
 
 def told(core: ClientCore) -> tuple[Any, ...]:
     """All that a core knows, a kept turn being the push that it is."""
-    shards = deepcopy(core._shards)
-    for shard in shards:
-        if isinstance(shard.push, WorkerTurn):
-            shard.push = shard.push.push
+    shards = [
+        replace(shard, push=shard.push.push) if isinstance(shard.push, WorkerTurn) else shard
+        for shard in core._shards
+    ]
     rest = {name: value for name, value in vars(core).items() if name != "_shards"}
     return rest, shards
 

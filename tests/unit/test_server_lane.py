@@ -60,8 +60,10 @@ _PLAIN = frozenset({str, int, float, bool, type(None)})
 
 
 @cache
-def _field_names(kind: type) -> list[str]:
-    return [field.name for field in fields(kind)]
+def _field_names(kind: type) -> list[str] | None:
+    """None for a value that nobody changes: two of them are compared field by field as they are."""
+    params: Any = vars(kind)["__dataclass_params__"]
+    return None if params.frozen else [field.name for field in fields(kind)]
 
 
 def everything(value: Any) -> Any:
@@ -72,7 +74,8 @@ def everything(value: Any) -> Any:
     if kind is tuple or kind is list:
         return [everything(one) for one in value]
     if is_dataclass(kind):
-        return kind, [everything(getattr(value, name)) for name in _field_names(kind)]
+        names = _field_names(kind)
+        return value if names is None else (kind, [everything(getattr(value, name)) for name in names])
     if isinstance(value, Mapping):
         return [(everything(key), everything(one)) for key, one in value.items()]
     if isinstance(value, (set, frozenset)):

@@ -113,12 +113,12 @@ class Shards:
         batches: int = 1,
     ) -> None:
         """One step everywhere; torch alone gets the sum."""
+        given = [
+            (self.layout.views(buffer), reached, factor)
+            for (buffer, reached), factor in zip(gradients, factors, strict=True)
+        ]
         for name, parameter in self.parameters.items():
-            terms = [
-                factor * self.layout.views(buffer)[name]
-                for (buffer, reached), factor in zip(gradients, factors, strict=True)
-                if name in reached
-            ]
+            terms = [factor * views[name] for views, reached, factor in given if name in reached]
             parameter.grad = torch.stack(terms).sum(dim=0) if terms else None
         assert rate == 1, "torch has no rate of its own"
         self.single.optimizer.step()

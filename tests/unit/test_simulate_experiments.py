@@ -71,7 +71,7 @@ def test_staleness_centres_on_the_splitting_parameter(splits: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seed", "epochs"), [(0, 10), *(pytest.param(seed, 20, marks=pytest.mark.soak) for seed in (0, 1, 2))]
+    ("seed", "epochs"), [(0, 20), *(pytest.param(seed, 20, marks=pytest.mark.soak) for seed in (1, 2))]
 )
 def test_thirty_stale_learners_need_a_rate_that_follows_their_staleness(seed: int, epochs: int) -> None:
     """The synchronous steps are those of one learner: `sync` splits each batch, and its parts add up to the same."""

@@ -88,7 +88,7 @@ def test_clients_drop_out_as_often_as_was_said_and_the_same_ones_again() -> None
     assert abs(told["dropped"] - expected) < 4 * math.sqrt(expected * 0.7)
     assert sum(len(one.counted) for one in found) == told["asked"] - told["dropped"]
     assert courses(rounds_of(words, clients=50), 60) == found
-    assert courses(rounds_of(words, clients=50, seed=4), 60) != found
+    assert courses(rounds_of(words, clients=50, seed=4), 5) != found[:5]
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def barrier_run(workers: int, seconds: float, compute: Compute) -> Told:
     rows, now, step = [], 0.0, 0
     while now < seconds:
         own = [compute(worker, step) for worker in range(workers)]
-        last, whole = int(np.argmax(own)), max(own) * 1.02
+        last, whole = own.index(max(own)), max(own) * 1.02
         for worker in range(workers):
             rows.append((EventKind.COMPUTE, worker, now, own[worker], step, NOBODY))
             rows.append((EventKind.WAIT, worker, now + own[worker], max(own) - own[worker], step, last))
@@ -62,7 +62,7 @@ def free_run(workers: int, seconds: float, compute: Compute) -> Told:
     """Nobody waits: whoever is free takes the next batch."""
     rows, free, step = [], [0.0] * workers, 0
     while min(free) < seconds:
-        worker = int(np.argmin(free))
+        worker = free.index(min(free))
         took = compute(worker, step)
         rows.append((EventKind.COMPUTE, worker, free[worker], took, step, NOBODY))
         rows.append((EventKind.STEP, worker, free[worker], took, step, NOBODY))

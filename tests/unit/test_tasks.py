@@ -261,13 +261,13 @@ def test_mnist_files_that_do_not_fit_are_named(
 @pytest.mark.parametrize(
     ("name", "options", "steps"),
     [
-        ("language", {"heads": 2, "learning_rate": 2e-3}, 100),
-        ("recurrent", {"layers": 1, "learning_rate": 1e-2}, 60),
+        ("language", {"context": 16, "layers": 1, "heads": 2, "learning_rate": 2e-3}, 125),
+        ("recurrent", {"layers": 1, "learning_rate": 2e-2}, 40),
     ],
 )
 def test_models_of_text_beat_the_frequencies_of_bytes(name: str, options: dict[str, Any], steps: int) -> None:
     """The entropy of single bytes is the best that any model without context can reach."""
-    task = build(name, context=32, width=64, evaluation_bytes=16_384, **options)
+    task = build(name, **{"context": 32, "width": 64, "evaluation_bytes": 16_384} | options)
     counts = np.bincount(task.evaluation[:, 1:].ravel(), minlength=256)
     parts = counts[counts > 0] / counts.sum()
     entropy = float(-(parts * np.log2(parts)).sum())

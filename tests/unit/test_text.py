@@ -68,7 +68,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         read_text(tmp_path / "absent.txt")
 
 
-@given(st.text())
+@given(st.text(st.characters(exclude_categories=["Cs"])))  # what UTF-8 has: without a word each is tried
 def test_encoding_is_utf8_and_decoding_undoes_it(text: str) -> None:
     tokens = encode(text)
     assert tokens.tobytes() == text.encode()

@@ -6,7 +6,7 @@ Nothing else knows the algorithms by name. `docs/allreduce.md` shows each at wor
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from math import isqrt
 
 from manyhands.allreduce.schedule import (
@@ -235,6 +235,7 @@ def grouped(group_size: int) -> Algorithm:
     return _hierarchical_of(group_size)
 
 
+@lru_cache(maxsize=1024)
 def _one(chunk: int) -> range:
     return range(chunk, chunk + 1)
 

@@ -14,7 +14,6 @@ chunks.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, TypeVar
 
@@ -42,6 +41,8 @@ def prove(algorithm: Algorithm, world: int) -> None:
     givers = world - algorithm.helpers
     for chunk in range(chunks):
         for rank in range(givers):
+            if rank and held[rank][chunk] == held[0][chunk]:
+                continue
             if not expressions.is_whole(held[rank][chunk], givers):
                 missing, twice = expressions.faults(held[rank][chunk], world)
                 raise ScheduleError(
@@ -140,7 +141,7 @@ def _play_round(ranks: Sequence[_Rank[_V]], steps: Sequence[Step], where: str) -
                     f"{where}: rank {rank.rank} waits for ever for chunks {_text(receive.chunks)} from rank "
                     f"{receive.source}, who sends it nothing more in this round"
                 )
-            chunks, values = wire.popleft()
+            chunks, values = wire.pop(0)
             if chunks != receive.chunks:
                 raise ScheduleError(
                     f"{where}: rank {receive.source} sends chunks {_text(chunks)} to rank {rank.rank}, "
@@ -156,7 +157,7 @@ def _play_round(ranks: Sequence[_Rank[_V]], steps: Sequence[Step], where: str) -
             )
 
 
-_Wires = dict[tuple[int, int], deque[tuple[range, list[_V]]]]
+_Wires = dict[tuple[int, int], list[tuple[range, list[_V]]]]
 
 
 def _post(ranks: Sequence[_Rank[_V]], steps: Sequence[Step], where: str) -> _Wires[_V]:
@@ -171,7 +172,11 @@ def _post(ranks: Sequence[_Rank[_V]], steps: Sequence[Step], where: str) -> _Wir
                     f"{where}: rank {rank.rank} sends chunks {_text(send.chunks)} of {len(rank.held)}"
                 )
             values = rank.held[send.chunks.start : send.chunks.stop]
-            wires.setdefault((rank.rank, send.to), deque()).append((send.chunks, values))
+            wire = wires.get((rank.rank, send.to))
+            if wire is None:
+                wires[rank.rank, send.to] = [(send.chunks, values)]
+            else:
+                wire.append((send.chunks, values))
     return wires
 
 

@@ -156,7 +156,7 @@ def blend(
     total = sum(weights)
     base = 1.0 if len(weights) == parts else 1.0 / total
     rates = [policy.rate(tau) for tau in staleness]
-    if all(rate == rates[0] for rate in rates):
+    if rates.count(rates[0]) == len(rates):
         return [base] * len(weights), rates[0]
     mean = sum(weight * rate for weight, rate in zip(weights, rates, strict=True)) / total
     return [base * rate / mean for rate in rates], mean

@@ -53,6 +53,7 @@ from manyhands.server.turns import TurnAnswer, WorkerTurn
 __all__ = ["ClientAction", "ClientCore", "Compute", "Flush", "Leave", "Reason", "Wait"]
 
 _UNKNOWN = Work(kind=WorkKind.UNKNOWN)
+_OF_A_SHARD = (Parameters, Ack, Welcome, RowValues, RowsUnknown, Refused, NotPrimary)  # what a worker is told
 
 
 class Reason(Enum):
@@ -209,9 +210,7 @@ class ClientCore:
             return []
         if isinstance(message, Fenced):
             return self._fenced(message.holder) if message.holder > self.member else []
-        if not isinstance(
-            message, Welcome | Parameters | RowValues | RowsUnknown | Ack | Refused | NotPrimary
-        ):
+        if not isinstance(message, _OF_A_SHARD):
             raise ManyhandsError(
                 f"worker {self.slot} was sent {type(message).__name__}, which no worker is sent"
             )
@@ -219,10 +218,12 @@ class ClientCore:
         if source != shard.primary:
             return []
         match message:
-            case Welcome():
-                return self._welcomed(shard, message)
+            case Ack():
+                return []  # the answer to the Read behind the push says as much
             case Parameters():
                 return self._parameters(shard, message) if self.awaits(message, source) else []
+            case Welcome():
+                return self._welcomed(shard, message)
             case RowValues():
                 if self.awaits(message, source):
                     shard.rows, shard.rows_version = None, message.version
@@ -233,8 +234,6 @@ class ClientCore:
                 return self._refused(shard, message)
             case NotPrimary():
                 return self._not_primary(shard)
-            case Ack():
-                return []  # the answer to the Read behind the push says as much
 
     def read_rows(self, shards: Collection[int], whole: bool = False) -> list[ClientAction]:
         """Between Compute and `computed`: ask these shards for rows of their tables, of all others for none.
@@ -402,8 +401,9 @@ class ClientCore:
         To leave takes a welcome everywhere besides: who was restored meanwhile must hear from us what it has lost.
         """
         work = self._shards[LEAD].work
-        if any(shard.read is not None for shard in self._shards):
-            return []
+        for shard in self._shards:
+            if shard.read is not None:
+                return []
         if work.kind is not WorkKind.TRAIN:
             return self._begin(work) if all(shard.welcome for shard in self._shards) else []
         return self._ask_again(work.clock) or self._begin(work)

@@ -14,7 +14,7 @@ and answers no read from that clock on until all other shards keep the table.
 
 from __future__ import annotations
 
-from enum import Enum, auto
+from enum import IntEnum, auto
 from typing import Any
 
 from manyhands.consistency.policy import Group
@@ -43,7 +43,7 @@ from manyhands.server.steps import Change, ShardConfig, Steps
 __all__ = ["Hold", "ShardConfig", "ShardCore"]
 
 
-class Hold(Enum):
+class Hold(IntEnum):  # its members are keys: an int's hash is C's
     """Why a read cannot be answered yet."""
 
     OWN = auto()

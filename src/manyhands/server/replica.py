@@ -269,20 +269,20 @@ class ShardReplica:
     def handle(self, message: Message, sender: int) -> list[Action]:
         """What to do about a message of member `sender`."""
         match message:
+            case Read() | Push() | ReadRows() | Hello():
+                return self._serve_worker(message, sender)
             case Forward():
                 return self._take_forward(message, sender)
             case Forwarded():
                 return self._take_forwarded(message)
-            case Install():
-                return self._install(message, sender)
-            case Yield():
-                return self._step_down() if self._outlived(message) else []
-            case Hello() | Read() | ReadRows() | Push():
-                return self._serve_worker(message, sender)
             case Chosen():
                 return self._take_chosen(message, sender)
             case ChosenKept():
                 return self._take_kept(message, sender)
+            case Install():
+                return self._install(message, sender)
+            case Yield():
+                return self._step_down() if self._outlived(message) else []
             case _:
                 raise ValueError(f"shard {self.config.shard} was sent a {type(message).__name__}")
 
@@ -330,16 +330,16 @@ class ShardReplica:
             return [fenced]
         self._unconfirmed.meet(message.slot, message.member)
         match message:
-            case Hello():
-                self._held.pop(message.slot, None)  # asked again once the greeting is answered
-                self._hellos[message.slot] = message
-                return self._greet(message)
             case Push():
                 return self._take_push(message)
             case Read():
                 actions = self._resolve(message)
                 self._held[message.slot] = message
                 return actions + self._look_at(message.slot)
+            case Hello():
+                self._held.pop(message.slot, None)  # asked again once the greeting is answered
+                self._hellos[message.slot] = message
+                return self._greet(message)
             case ReadRows(slot=slot, clock=clock):
                 values = RowValues(shard=self.config.shard, slot=slot, clock=clock, version=self.core.version)
                 return [SendMessage(to=sender, message=values)]

@@ -62,14 +62,14 @@ class ServerCore:
     def handle(self, message: Message, sender: int) -> list[Action]:
         """What to do about a message of member `sender`."""
         match message:
+            case Read() | Push() | Forward() | Forwarded() | Chosen() | ReadRows() | Hello() | Yield():
+                return self._pass(message.shard, message, sender)
+            case ChosenKept():
+                return self._pass(LEAD, message, sender)
             case View():
                 return self.view(message)
             case Install():
                 return self._replica(message.shard).handle(message, sender)
-            case ChosenKept():
-                return self._pass(LEAD, message, sender)
-            case Hello() | Read() | ReadRows() | Push() | Chosen() | Forward() | Forwarded() | Yield():
-                return self._pass(message.shard, message, sender)
             case _:
                 raise ValueError(f"server {self.member} was sent a {type(message).__name__}")
 

@@ -76,6 +76,9 @@ class SlotTable:
 
     def generation_at(self, clock: int) -> Generation:
         """The one that update `clock` belongs to."""
+        newest = self.generations[-1]
+        if newest.start <= clock:
+            return newest
         for generation in reversed(self.generations):
             if generation.start <= clock:
                 return generation
@@ -83,6 +86,8 @@ class SlotTable:
 
     def rank_at(self, slot: int, clock: int) -> int | None:
         """The slot's place among those active at `clock`; None if it is not."""
+        if self.generations[-1].start <= clock:
+            return self._ranks[-1].get(slot)
         for generation, ranks in zip(reversed(self.generations), reversed(self._ranks), strict=True):
             if generation.start <= clock:
                 return ranks.get(slot)

@@ -7,7 +7,8 @@ which it was told. Where steps go by clock, closing one says what became of ever
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -21,6 +22,8 @@ from manyhands.server.slots import SlotRecord, SlotTable
 
 __all__ = ["Change", "ShardConfig", "Steps"]
 
+_OF_PUSH = tuple(field.name for field in fields(Push))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardConfig:
@@ -33,6 +36,12 @@ class ShardConfig:
     """How many global batches the run has."""
     slots: tuple[int, ...]
     """The slots that are active from clock 0 on."""
+    leads: bool = field(init=False, repr=False, compare=False)
+    """Whether this shard decides for all."""
+    confirms: bool = field(init=False, repr=False, compare=False)
+    """Whether an update counts at every shard or at none: no push counts before its worker has sent all of them."""
+    follows: bool = field(init=False, repr=False, compare=False)
+    """Whether its groups are chosen by another shard."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.shard < self.num_shards:
@@ -41,21 +50,10 @@ class ShardConfig:
             raise UserError(f"steps={self.steps} must not be negative")
         if not self.slots or len(set(self.slots)) < len(self.slots) or min(self.slots) < 0:
             raise UserError(f"slots={self.slots} must be at least one, distinct, and not negative")
-
-    @property
-    def leads(self) -> bool:
-        """Whether this shard decides for all."""
-        return self.shard == LEAD
-
-    @property
-    def confirms(self) -> bool:
-        """Whether an update counts at every shard or at none: no push counts before its worker has sent all of them."""
-        return self.policy.lockstep and self.num_shards > 1
-
-    @property
-    def follows(self) -> bool:
-        """Whether its groups are chosen by another shard."""
-        return self.policy.chosen_by_lead and not self.leads
+        set_once = partial(object.__setattr__, self)  # asked several times for every message
+        set_once("leads", self.shard == LEAD)
+        set_once("confirms", self.policy.lockstep and self.num_shards > 1)
+        set_once("follows", self.policy.chosen_by_lead and not self.leads)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -292,6 +290,8 @@ class Steps:
 
         Of a version that was read in an earlier life only what the snapshot kept is part of the history.
         """
+        if not self.lives:
+            return read_version
         return min([read_version, *(version for term, version in self.lives if term > read_term)])
 
     def _wanted(self, group: Group) -> frozenset[int]:
@@ -333,7 +333,7 @@ class Steps:
             "resume": self.resume,
             "free": list(self._free.items()),
             "lives": [list(life) for life in self.lives],
-            "waiting": [asdict(push) for push in self._waiting.values()],
+            "waiting": [{name: getattr(push, name) for name in _OF_PUSH} for push in self._waiting.values()],
             "arrived": list(self._arrived.items()),
             "groups": [[group.step, [list(name) for name in group.updates]] for group in self._groups],
         }
@@ -345,8 +345,8 @@ class Steps:
         steps.version, steps.step, steps.resume = state["version"], state["step"], state["resume"]
         steps._free = dict(state["free"])
         steps.lives = [(term, version) for term, version in state["lives"]]
-        for fields in state["waiting"]:
-            push = Push(**fields)
+        for told in state["waiting"]:
+            push = Push(**told)
             steps._waiting[push.slot, push.clock] = push
             table.records[push.slot].waiting.append(push.clock)
         steps._arrived = dict(state["arrived"])

@@ -23,7 +23,8 @@ class Agenda:
         """Plan `what(*arguments)`; what is planned `idly` happens as long as something else is planned too."""
         self._number += 1
         self._num_in_earnest += not idly
-        heapq.heappush(self._planned, (max(at_s, self.now_s), self._number, what, arguments, idly))
+        at_s = at_s if at_s > self.now_s else self.now_s
+        heapq.heappush(self._planned, (at_s, self._number, what, arguments, idly))
 
     def next(self) -> bool:
         """Let time pass until the next thing that is planned, and do it; False if nothing is."""

@@ -179,18 +179,17 @@ class _Simulation:
 
     def post(self, source: int, to: int, message: Message, payload: Any, after_s: float) -> float:
         """Send a message from a member to a member, this many seconds from now; in how many it arrives."""
-        self._observer.sends(source, to, message, self._agenda.now_s)
-        num_bytes = self._bytes_beside(message)
-        at_s = self._network.arrival_s(source, to, num_bytes, self._agenda.now_s + after_s)
+        now_s = self._agenda.now_s
+        self._observer.sends(source, to, message, now_s)
+        num_bytes = self._bytes_beside(message) if self._payload_bytes else 0
+        at_s = self._network.arrival_s(source, to, num_bytes, now_s + after_s)
         if to != LAUNCHER:
-            self._agenda.at(
-                at_s, self._arrive, to, SimulatedLetter(source, message, payload, self._agenda.now_s)
-            )
+            self._agenda.at(at_s, self._arrive, to, SimulatedLetter(source, message, payload, now_s))
         elif isinstance(message, Installed):
             self._agenda.at(at_s, self._installed, message)
         elif isinstance(message, Concluded):
             self._agenda.at(at_s, self._tell, message)
-        return at_s - self._agenda.now_s
+        return at_s - now_s
 
     def _bytes_beside(self, message: Message) -> int:
         return self._payload_bytes if isinstance(message, _CARRIERS) else 0
@@ -261,12 +260,12 @@ class _Simulation:
 
     def _arrive(self, to: int, item: Item) -> None:
         process = self._processes.get(to)
-        if process is None or (
-            self._died_s and isinstance(item, SimulatedLetter) and self._cut_off(to, item)
-        ):
+        if process is None:
             return
         if isinstance(item, SimulatedLetter):
-            num_bytes = self._bytes_beside(item.message)
+            if self._died_s and self._cut_off(to, item):
+                return
+            num_bytes = self._bytes_beside(item.message) if self._payload_bytes else 0
             self._observer.arrives(item.source, to, item.message, num_bytes, self._agenda.now_s)
         self._put(process, item)
 

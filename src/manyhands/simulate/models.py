@@ -180,6 +180,7 @@ class SimulatedTrained(Model):
             raise UserError(f"module={type(module).__name__}: a module with buffers cannot be simulated")
         self._module, self._loss, self._make_optimizer, self._weight = module, loss, optimizer, weight
         self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self._sizes = [parameter.numel() for parameter in self._parameters]
         self._initial = nn.utils.parameters_to_vector(self._parameters).detach().clone()
 
     def store(self, shard: int, num_shards: int) -> Store:
@@ -198,5 +199,7 @@ class SimulatedTrained(Model):
 
     def show(self, read: Sequence[Any]) -> nn.Module:
         """The module, with these values of all shards in it."""
-        nn.utils.vector_to_parameters(torch.cat(list(read)), self._parameters)
+        flat = read[0] if len(read) == 1 else torch.cat(list(read))
+        for parameter, values in zip(self._parameters, flat.split(self._sizes), strict=True):
+            parameter.data = values.view_as(parameter)
         return self._module

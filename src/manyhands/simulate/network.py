@@ -63,8 +63,8 @@ class Network:
             at_s = max(left_s + travel_s, self._enters_s.get(to, 0.0) + wire_s)
             self._enters_s[to] = at_s
         pair = (source, to)
-        at_s = max(at_s, self._last_s.get(pair, 0.0))
-        self._last_s[pair] = at_s
+        last_s = self._last_s.get(pair, 0.0)
+        self._last_s[pair] = at_s = at_s if at_s > last_s else last_s
         return at_s
 
     def _slowness(self, member: int, now_s: float) -> float:

@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # made for every message: to freeze one takes as long as to make it
 class SimulatedLetter:
     """A message on its way, with its payload."""
 
@@ -211,17 +211,17 @@ class ServerProcess(Process):
                     gradients = [(c.factor, self.held[shard].pop((c.slot, c.clock))) for c in contributions]
                     self.stores[shard].apply(gradients, rate)
                     seconds += self._spec.timing.apply_s
+                case Log(row=row):
+                    self.rows[row.shard].append(row)
+                    self.written[row.shard].append(row)
+                    if isinstance(row, StepRow):
+                        self._world.steps(self, row, seconds)
                 case Drop(shard=shard, slot=slot, clock=clock):
                     del self.held[shard][slot, clock]
                 case Load(shard=shard):
                     self._load(shard, payload)
                 case Discard(shard=shard):
                     self._empty(shard)
-                case Log(row=row):
-                    self.rows[row.shard].append(row)
-                    self.written[row.shard].append(row)
-                    if isinstance(row, StepRow):
-                        self._world.steps(self, row, seconds)
         return seconds
 
     def _look_around(self, view: View) -> None:

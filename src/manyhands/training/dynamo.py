@@ -1,8 +1,9 @@
 """`torch._dynamo` when somebody compiles, and not before: torch imports it to make and step any optimizer.
 
-That import is nearly as long as torch's own, and a worker that trains eagerly uses two functions of it, which do
-nothing there: `graph_break`, and `disable`, which keeps the compiler away from code. So the process that workers come
-from puts a stand-in in its place that has these two. Whatever else is asked of it (`torch.compile`, a submodule, a
+That import is nearly as long as torch's own, and a worker that trains eagerly uses a few functions of it, which do
+nothing there: `graph_break`, `disable`, which keeps the compiler away from code, and what `torch.func`, process groups
+and DistributedDataParallel ask of three submodules. So the process that workers come from puts a stand-in in its place
+that has these. Whatever else is asked of it (`torch.compile`, a submodule, a
 setting) imports the real module first, and the stand-in is gone for good.
 
 Only processes of ours are treated so; the caller's own is left as it is. There an optimizer may be made to be looked at
@@ -17,7 +18,8 @@ import importlib.machinery
 import importlib.util
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from types import ModuleType
 from typing import Any, Final
 
@@ -30,6 +32,11 @@ from manyhands.task import Task
 __all__ = ["defer", "is_deferred", "optimizer_of"]
 
 _NAME: Final = "torch._dynamo"
+_IDLE: Final[Mapping[str, Mapping[str, Callable[[], Any]]]] = {
+    "compiled_autograd": {"_disable": nullcontext},  # around every gradient of torch.func
+    "trace_rules": {"clear_lru_cache": lambda: None},  # of a process group that is made
+    "utils": {"get_optimize_ddp_mode": lambda: "ddp_optimizer"},  # as it is unless somebody sets it
+}
 _DISABLED: Final = "__dynamo_disable"  # what torch keeps a function under that its compiler is to leave alone
 
 
@@ -76,6 +83,7 @@ class _StandIn(ModuleType):
             __path__=list(spec.submodule_search_locations or ()),
             graph_break=_graph_break,
             disable=self._disable,
+            **{name: _Part(self, name, idle) for name, idle in _IDLE.items()},
             _replacing=threading.Lock(),
         )
 
@@ -117,6 +125,24 @@ class _StandIn(ModuleType):
             return compiled(*args, **kwargs)
 
         return call
+
+
+class _Part:
+    """In the place of a submodule: what is `idle` while nothing is compiled; all else is the real one's."""
+
+    def __init__(self, stand_in: _StandIn, name: str, idle: Mapping[str, Callable[[], Any]]) -> None:
+        vars(self).update(_stand_in=stand_in, _name=name, _idle=idle)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in vars(self)["_idle"] and is_deferred():
+            return vars(self)["_idle"][name]
+        return getattr(self._real(), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._real(), name, value)
+
+    def _real(self) -> Any:
+        return getattr(vars(self)["_stand_in"].real(), vars(self)["_name"])
 
 
 class _SubmoduleFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):

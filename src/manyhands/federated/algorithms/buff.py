@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -36,9 +37,14 @@ _SPREAD, _JITTER = 1.0, 0.25  # of the logarithms
 
 def duration_s(seed: int, client: int, trip: int) -> float:
     """How long a client takes, the `trip`-th to begin: it is a fast or a slow one, and a little different each time."""
-    own = np.random.default_rng(mix(seed, client, _SPEED)).standard_normal()
+    own = _speed_of(seed, client)
     now = np.random.default_rng(mix(seed, trip, _TRIP)).standard_normal()
     return math.exp(_SPREAD * own + _JITTER * now)
+
+
+@lru_cache(maxsize=1 << 16)  # making a generator takes all the time there is
+def _speed_of(seed: int, client: int) -> float:
+    return np.random.default_rng(mix(seed, client, _SPEED)).standard_normal()
 
 
 def next_client(seed: int, trip: int, free: Sequence[int]) -> int:
