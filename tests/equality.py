@@ -24,8 +24,8 @@ from manyhands.training.worker import Trainer
 
 STEPS = 50
 """In which rounding has time to add up."""
-THRICE = 13
-"""Steps for the samples three times, in another order each time, and for one batch more."""
+TWICE = 9
+"""Steps for the samples twice, in another order each time, and for one batch more."""
 
 
 class Awkward(nn.Module):

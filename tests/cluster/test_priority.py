@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import manyhands as mh
-from equality import OPTIMIZERS, Silent, distance, make_task, same_bits, train_plainly
+from equality import OPTIMIZERS, TWICE, Silent, distance, make_task, same_bits, train_plainly
 from manyhands.errors import PeerTimeout, UserError, WorkerFailed
 from manyhands.link.tcp import TcpLink
 from manyhands.record.events import EventKind
@@ -25,7 +25,7 @@ from manyhands.training.worker import Trainer
 from ways import in_threads
 
 pytestmark = pytest.mark.timeout(120)
-STEPS = 12
+STEPS = TWICE
 SMALL = "buckets=1KiB"  # several buckets even for this small model
 
 
