@@ -42,6 +42,7 @@ from manyhands.training.resources import Resources
 from manyhands.training.worker import Trained, Trainer
 
 State = dict[str, torch.Tensor]
+_RING_BYTES = 1 << 16  # the kernel clears all of it for every link; what passes here is a few KiB
 
 
 class Told(Silent):
@@ -75,7 +76,9 @@ def links_between(world: int) -> list[dict[int, Link]]:
     ends: list[dict[int, Link]] = [{} for _ in range(world)]
     for high in range(world):
         for low in range(high):
-            ends[low][high], ends[high][low] = SharedLink.pair((f"rank {low}", f"rank {high}"))
+            ends[low][high], ends[high][low] = SharedLink.pair(
+                (f"rank {low}", f"rank {high}"), capacity_bytes=_RING_BYTES
+            )
     return ends
 
 
