@@ -63,6 +63,35 @@ class Awkward(nn.Module):
         return out(hidden) * self.scale
 
 
+def replica(model: nn.Module) -> nn.Module:
+    """What `copy.deepcopy` gives of modules that have nothing but parameters, buffers, modules and plain values.
+
+    In a fifth of its time, which is that of several steps of a small model.
+    """
+    if any(isinstance(module, nn.RNNBase) for module in model.modules()):  # which list their parameters
+        return copy.deepcopy(model)
+    made: dict[int, Any] = {}
+
+    def once(one: Any, make: Callable[[Any], Any]) -> Any:
+        if one is not None and id(one) not in made:
+            made[id(one)] = make(one)
+        return None if one is None else made[id(one)]
+
+    def parameter(one: nn.Parameter) -> nn.Parameter:
+        return nn.Parameter(one.detach().clone(), one.requires_grad)
+
+    def module(one: nn.Module) -> nn.Module:
+        new = object.__new__(type(one))
+        kinds = (dict, list, set)
+        new.__dict__.update({k: v.copy() if isinstance(v, kinds) else v for k, v in one.__dict__.items()})
+        for held, make in ((new._parameters, parameter), (new._buffers, torch.clone), (new._modules, module)):
+            for name, value in held.items():
+                held[name] = once(value, make)  # type: ignore[assignment, arg-type]
+        return new
+
+    return module(model)
+
+
 def loss(model: nn.Module, batch: Any) -> torch.Tensor:
     tokens, targets = batch
     return nn.functional.cross_entropy(model(tokens), targets)
@@ -76,7 +105,7 @@ def make_task(
     targets = torch.randint(0, 11, (45,), generator=generator)
     template = Awkward(dtype)
     return mh.Task(
-        model=lambda: copy.deepcopy(template),
+        model=lambda: replica(template),
         loss=loss,
         data=(tokens, targets),
         optimizer=optimizer,

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import manyhands as mh
-from equality import Silent
+from equality import Silent, replica
 from manyhands.chain import chain_of
 from manyhands.errors import WorkerFailed
 from manyhands.link.base import Link
@@ -266,8 +266,8 @@ def task_of(name: str, optimizer: Callable[[Any], torch.optim.Optimizer] = adamw
             torch.randn(25, 1, 9, 9, generator=generator, dtype=torch.float64),
             torch.randint(0, 5, (25,), generator=generator),
         )
-        model = partial(copy.deepcopy, _built(name))
+        model = partial(replica, _built(name))
         return mh.Task(model=model, loss=_classified, data=data, optimizer=optimizer, batch_size=11, **more)
     data = torch.randint(0, 11, (25, 7), generator=generator, dtype=torch.uint8)
-    model = partial(copy.deepcopy, _built(name))
+    model = partial(replica, _built(name))
     return mh.Task(model=model, loss=next_byte_loss, data=data, optimizer=optimizer, batch_size=11, **more)

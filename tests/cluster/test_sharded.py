@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch import Tensor, nn, optim
 from torch.utils.checkpoint import checkpoint
 
 import manyhands as mh
-from equality import OPTIMIZERS, TWICE, Silent, distance, make_task, same_bits, train_plainly
+from equality import OPTIMIZERS, TWICE, Silent, distance, make_task, replica, same_bits, train_plainly
 from manyhands.errors import NonFinite, UserError
 from manyhands.store.checkpoint import CheckpointStore
 from manyhands.tasks.language import Transformer
@@ -81,7 +80,7 @@ def classify(model: nn.Module, batch: Any) -> Tensor:
 
 def task_of(model: nn.Module, data: Any, loss: Any, **more: Any) -> mh.Task:
     more = {"optimizer": OPTIMIZERS["adamw"], "batch_size": 5, **more}
-    return mh.Task(model=lambda: copy.deepcopy(model), loss=loss, data=data, **more)
+    return mh.Task(model=lambda: replica(model), loss=loss, data=data, **more)
 
 
 ONCE = 6

@@ -5,7 +5,6 @@ Every model is trained for the samples twice and one batch more; two kinds of th
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import manyhands as mh
-from equality import OPTIMIZERS, distance, make_task
+from equality import OPTIMIZERS, distance, make_task, replica
 from manyhands.errors import Desync
 from manyhands.grid.layout import Grid
 from manyhands.tasks.language import Transformer
@@ -40,7 +39,7 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 def task_of(model: Callable[[], nn.Module], loss: Any, data: Any, **more: Any) -> mh.Task:
     template = model().double()
     return mh.Task(
-        model=lambda: copy.deepcopy(template), loss=loss, data=data, optimizer=adamw, batch_size=7, **more
+        model=lambda: replica(template), loss=loss, data=data, optimizer=adamw, batch_size=7, **more
     )
 
 
