@@ -84,7 +84,7 @@ def task_of(model: nn.Module, data: Any, loss: Any, **more: Any) -> mh.Task:
 
 
 ONCE = 6
-"""Steps for the samples of a transformer once, and for one batch more."""
+"""Steps for the samples once, and for one batch more."""
 
 
 def transformer_task(*, tied: bool, **more: Any) -> mh.Task:
@@ -113,7 +113,7 @@ def task_named(name: str) -> mh.Task:
 @pytest.mark.parametrize("world", [2, 3])
 def test_weights_equal_the_plain_loop(name: str, world: int) -> None:
     task = task_named(name)
-    steps = 20 if (world, name) == (3, "tied") else 9  # in nine, the samples twice or nearly
+    steps = {2: ONCE, 3: 20 if name == "tied" else TWICE}[world]
     assert distance(weights_of(train_sharded(task, world, steps)), train_plainly(task, steps)) < 1e-9
 
 

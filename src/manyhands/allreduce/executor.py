@@ -225,8 +225,9 @@ class ScheduleExecutor:
         wide = self._room("wide", plan.fold_count, torch.float32) if vector.dtype in HALVES else None
         arithmetic = _Arithmetic(self.rank, vector, scratch, wide, _OPERATIONS[op])
         for number, work in enumerate(plan.rounds, start=1):
-            self._mailbox.enter(name, kind, self._calls, number)
-            self._run_round(work, arithmetic, encoded)
+            if work.departures or work.landings or work.folds:  # a rank of a tree has nothing to do in most
+                self._mailbox.enter(name, kind, self._calls, number)
+                self._run_round(work, arithmetic, encoded)
         if encoded is not None:
             encoded.settle(plan.own_results)
         self._calls += 1
