@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import manyhands as mh
-from equality import Silent
+from equality import Silent, replica
 from manyhands.chain import chain_of
 from manyhands.errors import WorkerFailed
 from manyhands.link.base import Link
@@ -42,6 +42,7 @@ from manyhands.training.resources import Resources
 from manyhands.training.worker import Trained, Trainer
 
 State = dict[str, torch.Tensor]
+_RING_BYTES = 1 << 16  # the kernel clears all of it for every link; what passes here is a few KiB
 
 
 class Told(Silent):
@@ -75,7 +76,9 @@ def links_between(world: int) -> list[dict[int, Link]]:
     ends: list[dict[int, Link]] = [{} for _ in range(world)]
     for high in range(world):
         for low in range(high):
-            ends[low][high], ends[high][low] = SharedLink.pair((f"rank {low}", f"rank {high}"))
+            ends[low][high], ends[high][low] = SharedLink.pair(
+                (f"rank {low}", f"rank {high}"), capacity_bytes=_RING_BYTES
+            )
     return ends
 
 
@@ -263,8 +266,8 @@ def task_of(name: str, optimizer: Callable[[Any], torch.optim.Optimizer] = adamw
             torch.randn(25, 1, 9, 9, generator=generator, dtype=torch.float64),
             torch.randint(0, 5, (25,), generator=generator),
         )
-        model = partial(copy.deepcopy, _built(name))
+        model = partial(replica, _built(name))
         return mh.Task(model=model, loss=_classified, data=data, optimizer=optimizer, batch_size=11, **more)
     data = torch.randint(0, 11, (25, 7), generator=generator, dtype=torch.uint8)
-    model = partial(copy.deepcopy, _built(name))
+    model = partial(replica, _built(name))
     return mh.Task(model=model, loss=next_byte_loss, data=data, optimizer=optimizer, batch_size=11, **more)

@@ -48,6 +48,7 @@ from manyhands.training.computing import TrainingPlan
 __all__ = ["ThreadedRun", "job_for"]
 
 _WITHIN_S = 60.0
+_LOOK_EVERY_S = 0.005
 
 
 def job_for(task: Task, strategy: str, *, steps: int, workers: int, evaluate_every: int = 0) -> Job:
@@ -90,6 +91,8 @@ class ThreadedRun:
     def __enter__(self) -> ThreadedRun:
         _, built, self._layout = self.job.build()
         self._model = built.model
+        self._packed = pack(self.job)  # each role loads it for itself
+        self._stack.callback(os.close, self._packed)
         self._board = self._stack.enter_context(Board.create(16))
         self._final = self._stack.enter_context(Segment.create(final_bytes(self._layout), "the end"))
         try:
@@ -159,11 +162,11 @@ class ThreadedRun:
     def said(self, *kinds: type) -> list[Any]:
         """What the roles reported of this kind so far."""
         self._listen()
-        return [report for _, report in self.heard if isinstance(report, kinds)]
+        return self._heard_of(kinds)
 
     def await_said(self, count: int, *kinds: type) -> None:
         """Wait until there are so many reports of this kind."""
-        self._await(lambda: len(self.said(*kinds)) >= count, f"{count} times {kinds}")
+        self._await(lambda: len(self._heard_of(kinds)) >= count, f"{count} times {kinds}")
 
     def await_joined(self, count: int) -> None:
         """Wait until so many servers and workers are there."""
@@ -188,6 +191,9 @@ class ThreadedRun:
                 parameter.copy_(values[name])
         return self._model
 
+    def _heard_of(self, kinds: tuple[type, ...]) -> list[Any]:
+        return [report for _, report in self.heard if isinstance(report, kinds)]
+
     def _role_of(self, server: int) -> int:
         return self.job.workers + server - 1
 
@@ -197,8 +203,6 @@ class ThreadedRun:
 
     def _start(self, member: int, target: Callable[[RoleContext], Any], files: Mapping[str, int]) -> None:
         ours, theirs = socket.socketpair()
-        packed = pack(self.job)
-        self._stack.callback(os.close, packed)
         for end in (ours, theirs):
             self._stack.callback(end.close)
         spec = RoleSpec(
@@ -209,7 +213,7 @@ class ThreadedRun:
             lifeline=-1,
             board=-1,
             line=member,
-            descriptors={"job": packed, **files},
+            descriptors={"job": self._packed, **files},
             path=(),
             python_path=None,
         )
@@ -242,7 +246,7 @@ class ThreadedRun:
             if condition():
                 return
             assert time.monotonic() < deadline, f"no {what} within {_WITHIN_S:g} s"
-            time.sleep(0.002)
+            time.sleep(_LOOK_EVERY_S)
 
     def _raise(self) -> None:
         if self._failures:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import nn, optim
 
 import manyhands as mh
-from equality import distance, make_task, same_bits, train_in_threads, train_plainly
+from equality import TWICE, distance, make_task, same_bits, train_in_threads, train_plainly
 from manyhands.central.exchange import CentralExchange
 from manyhands.errors import Aborted, Desync, PeerTimeout, WorkerFailed
 from manyhands.link.base import Link
@@ -24,7 +24,7 @@ from manyhands.training.agreement import Agreement
 from manyhands.training.exchange import Exchange, LocalStep, Post
 from ways import in_threads, on_hosts, train_on, with_exchanges
 
-STEPS = 13
+STEPS = TWICE
 SOON_S = 20.0
 OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
     "momentum": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=1e-3),
@@ -37,6 +37,12 @@ PAIRS: dict[str, Callable[[], tuple[Link, Link]]] = {"tcp": TcpLink.pair, "memor
 @pytest.fixture(autouse=True)
 def one_thread_each() -> None:
     torch.set_num_threads(1)
+
+
+@cache
+def task_and_reference(name: str) -> tuple[mh.Task, dict[str, torch.Tensor]]:
+    task = make_task(OPTIMIZERS[name])
+    return task, train_plainly(task, STEPS)
 
 
 def train_on_hosts(
@@ -52,9 +58,9 @@ def train_on_hosts(
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_host_ends_with_the_weights_of_the_plain_loop(name: str, places: str, pair: str) -> None:
     """Copies are compared on the way as well, as `check_every` has it."""
-    task = make_task(OPTIMIZERS[name])
+    task, expected = task_and_reference(name)
     weights = train_on_hosts(task, places, pair)
-    assert distance(weights[0], train_plainly(task, STEPS)) < 1e-9
+    assert distance(weights[0], expected) < 1e-9
     for other in weights:
         assert same_bits(weights[0], other)
 

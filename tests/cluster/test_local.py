@@ -15,7 +15,7 @@ import manyhands as mh
 from equality import (
     OPTIMIZERS,
     STEPS,
-    THRICE,
+    TWICE,
     Silent,
     distance,
     make_task,
@@ -50,7 +50,7 @@ def train(task: mh.Task, text: str, world: int, steps: int) -> list[dict[str, to
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
 def test_an_average_after_every_step_of_sgd_is_the_plain_loop(world: int) -> None:
     task = make_task(OPTIMIZERS["sgd"])
-    steps = STEPS if world == 3 else THRICE
+    steps = STEPS if world == 3 else TWICE
     reference = train_plainly(task, steps)
     results = train(task, "local steps=1", world, steps)
     assert all(distance(result, reference) < 1e-9 for result in results)
@@ -73,8 +73,9 @@ def small_task(optimizer: Any, batch_size: int = 12) -> mh.Task:
 @pytest.mark.parametrize("name", ["momentum", "sgd"])
 def test_where_every_worker_reaches_every_parameter_momentum_is_averaged_to_the_same(name: str) -> None:
     task = small_task(OPTIMIZERS[name])
-    reference = train_plainly(task)
-    assert distance(train(task, "local steps=1", 3, 50)[1], reference) < 1e-9
+    steps = 11  # the samples twice, and one batch more
+    reference = train_plainly(task, steps)
+    assert distance(train(task, "local steps=1", 3, steps)[1], reference) < 1e-9
 
 
 def taken(task: mh.Task, indices: Any) -> list[torch.Tensor]:

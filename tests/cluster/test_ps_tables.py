@@ -188,7 +188,7 @@ def test_groups_that_outlive_a_read_keep_their_rows(link: str) -> None:
 
 def test_a_change_of_primaries_in_the_middle_loses_no_row() -> None:
     optimizer = EQUAL_TO_DENSE[1]
-    steps = 60
+    steps = 40
     job = job_for(task_of(optimizer), "ps servers=2 replicas=1", steps=steps, workers=2)
     with ThreadedRun(job) as run:
         run.start_workers()

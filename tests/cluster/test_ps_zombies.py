@@ -21,7 +21,7 @@ from threaded_ps import ThreadedRun, job_for
 
 pytestmark = pytest.mark.timeout(120)
 
-STEPS = 40
+STEPS = 24
 
 
 @cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch import Tensor, nn, optim
 from torch.utils.checkpoint import checkpoint
 
 import manyhands as mh
-from equality import OPTIMIZERS, Silent, distance, make_task, same_bits, train_plainly
+from equality import OPTIMIZERS, TWICE, Silent, distance, make_task, replica, same_bits, train_plainly
 from manyhands.errors import NonFinite, UserError
 from manyhands.store.checkpoint import CheckpointStore
 from manyhands.tasks.language import Transformer
@@ -81,7 +80,11 @@ def classify(model: nn.Module, batch: Any) -> Tensor:
 
 def task_of(model: nn.Module, data: Any, loss: Any, **more: Any) -> mh.Task:
     more = {"optimizer": OPTIMIZERS["adamw"], "batch_size": 5, **more}
-    return mh.Task(model=lambda: copy.deepcopy(model), loss=loss, data=data, **more)
+    return mh.Task(model=lambda: replica(model), loss=loss, data=data, **more)
+
+
+ONCE = 6
+"""Steps for the samples once, and for one batch more."""
 
 
 def transformer_task(*, tied: bool, **more: Any) -> mh.Task:
@@ -110,13 +113,13 @@ def task_named(name: str) -> mh.Task:
 @pytest.mark.parametrize("world", [2, 3])
 def test_weights_equal_the_plain_loop(name: str, world: int) -> None:
     task = task_named(name)
-    steps = 20 if world == 3 and name in ("tied", "recurrent") else 9  # in nine, the samples twice
+    steps = {2: ONCE, 3: 20 if name == "tied" else TWICE}[world]
     assert distance(weights_of(train_sharded(task, world, steps)), train_plainly(task, steps)) < 1e-9
 
 
 def test_an_optimizer_that_keeps_rows_and_columns_has_whole_tensors() -> None:
     task = make_task(lambda parameters: optim.Adafactor(parameters, lr=1e-2))
-    assert distance(weights_of(train_sharded(task, 3, 12)), train_plainly(task, 12)) < 1e-9
+    assert distance(weights_of(train_sharded(task, 3, TWICE)), train_plainly(task, TWICE)) < 1e-9
 
 
 def test_workers_without_samples_and_layers_that_some_leave_out() -> None:
@@ -144,7 +147,7 @@ def test_optimizers_step_their_pieces_or_whole_tensors(kind: str) -> None:
                 return optim.SGD(rows, lr=0.1)
 
     task = transformer_task(tied=True, optimizer=make)
-    assert distance(weights_of(train_sharded(task, 3, 8)), train_plainly(task, 8)) < 1e-9
+    assert distance(weights_of(train_sharded(task, 3, ONCE)), train_plainly(task, ONCE)) < 1e-9
 
 
 @pytest.mark.parametrize(
@@ -152,7 +155,7 @@ def test_optimizers_step_their_pieces_or_whole_tensors(kind: str) -> None:
 )
 def test_clipping_and_microbatches(more: dict[str, Any]) -> None:
     task = transformer_task(tied=True, **more)
-    assert distance(weights_of(train_sharded(task, 2, 8)), train_plainly(task, 8)) < 1e-9
+    assert distance(weights_of(train_sharded(task, 2, ONCE)), train_plainly(task, ONCE)) < 1e-9
 
 
 def test_a_run_goes_on_from_a_checkpoint_of_any_strategy(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn, optim
 
 import manyhands as mh
-from equality import distance
+from equality import distance, replica
 from manyhands.chain import ChainFunction
 from manyhands.errors import UserError
 from manyhands.grid.layout import Grid
@@ -37,7 +37,7 @@ def task_of(model: Callable[[], nn.Module], **more: Any) -> mh.Task:
     torch.manual_seed(7)
     built = model().double()
     settings = {"loss": squared, "data": (X, Y), "optimizer": adamw, "batch_size": 9, **more}
-    return mh.Task(model=partial(copy.deepcopy, built), **settings)
+    return mh.Task(model=partial(replica, built), **settings)
 
 
 def layers(*between: nn.Module) -> nn.Module:

@@ -225,8 +225,9 @@ class ScheduleExecutor:
         wide = self._room("wide", plan.fold_count, torch.float32) if vector.dtype in HALVES else None
         arithmetic = _Arithmetic(self.rank, vector, scratch, wide, _OPERATIONS[op])
         for number, work in enumerate(plan.rounds, start=1):
-            self._mailbox.enter(name, kind, self._calls, number)
-            self._run_round(work, arithmetic, encoded)
+            if work.departures or work.landings or work.folds:  # a rank of a tree has nothing to do in most
+                self._mailbox.enter(name, kind, self._calls, number)
+                self._run_round(work, arithmetic, encoded)
         if encoded is not None:
             encoded.settle(plan.own_results)
         self._calls += 1
@@ -234,7 +235,7 @@ class ScheduleExecutor:
 
     def _run_round(self, work: Round, arithmetic: _Arithmetic, encoded: Encoded | None) -> None:
         if encoded is None:
-            refused = self._mailbox.post((d.to, arithmetic.vector[d.begin : d.end]) for d in work.departures)
+            refused = self._mailbox.post([(d.to, arithmetic.items(d.begin, d.end)) for d in work.departures])
         else:
             refused = self._mailbox.post(encoded.letters(work.departures))
         deferred: list[tuple[Landing, torch.Tensor]] = []
@@ -279,22 +280,27 @@ class _Arithmetic:
         operation: Callable[..., torch.Tensor],
     ) -> None:
         self.vector = vector
+        self._count = vector.numel()
         self._rank = rank
         self._scratch = scratch
         self._wide = wide
         self._operation = operation
 
+    def items(self, begin: int, end: int) -> torch.Tensor:
+        """A part of the vector, which is often all of it: cutting takes longer than adding a few items."""
+        return self.vector if not begin and end == self._count else self.vector[begin:end]
+
     def space(self, landing: Landing) -> torch.Tensor:
         """Where a message lands."""
         if landing.scratch is None:
-            return self.vector[landing.begin : landing.end]
+            return self.items(landing.begin, landing.end)
         return self._scratch[landing.scratch : landing.scratch + landing.end - landing.begin]
 
     def apply(self, landing: Landing, got: torch.Tensor) -> None:
         """Let a message that landed in its space take effect; one that is kept has none yet."""
         if landing.scratch is None or landing.how is How.KEEP:
             return
-        mine = self.vector[landing.begin : landing.end]
+        mine = self.items(landing.begin, landing.end)
         if landing.how is How.COPY:
             mine.copy_(got)
         elif landing.source < self._rank:
@@ -305,7 +311,7 @@ class _Arithmetic:
     def fold(self, fold: Fold) -> None:
         """Sum own and kept items in rank order."""
         count = fold.end - fold.begin
-        mine = self.vector[fold.begin : fold.end]
+        mine = self.items(fold.begin, fold.end)
         first, *rest = (mine if at is None else self._scratch[at : at + count] for at in fold.addends)
         if not rest:
             return

@@ -111,8 +111,9 @@ class Mailbox:
         if not isinstance(outcome, Received):
             self._lost(source, outcome)
         self._post_of(source).received_ns = time.monotonic_ns()
-        self._check(source, outcome.message, 0 if or_less else space.nbytes, space.nbytes)
-        return refused, outcome.message.payload_bytes
+        room, came = space.nbytes, outcome.message.payload_bytes
+        self._check(source, outcome.message, came, 0 if or_less else room, room)
+        return refused, came
 
     def flush(self, refused: Sequence[Letter], peers: Iterable[int]) -> None:
         """Post what is still refused, whichever link has room first, and wait until all has left."""
@@ -179,12 +180,12 @@ class Mailbox:
                 f"{sorted(map(self._role, self._links))}"
             ) from None
 
-    def _check(self, source: int, message: Message, least: int, most: int) -> None:
+    def _check(self, source: int, message: Message, came: int, least: int, most: int) -> None:
         """Refuse a message of another collective, call, round or length: some rank has gone its own way."""
         place = (message.kind, message.step, message.tag)
-        if place != self._place or not least <= message.payload_bytes <= most:
+        if place != self._place or not least <= came <= most:
             raise ManyhandsError(
-                f"{self._where()}: rank {self._role(source)} sent {message.payload_bytes} bytes of (kind, call, round) "
+                f"{self._where()}: rank {self._role(source)} sent {came} bytes of (kind, call, round) "
                 f"{place}, due were {most} bytes of {self._place}; all ranks must make the same calls "
                 "in the same order with buffers of one length"
             )

@@ -182,7 +182,7 @@ def hand_out(header: Header, payload: torch.Tensor | None, into: torch.Tensor | 
     if payload is not None and into is not None and payload.data_ptr() != into.data_ptr():
         wanted = room_for(header, into, peer)
         payload = payload if wanted is None else wanted.copy_(payload)
-    return Received(Message(header.kind, header.step, header.tag, payload))
+    return Received(Message.announced(header, payload))
 
 
 def check_size(num_bytes: int, max_payload_bytes: int, peer: str) -> None:

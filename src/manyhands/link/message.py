@@ -102,6 +102,17 @@ class Message:
         if self.payload is not None:
             _check_payload(self.payload)
 
+    @classmethod
+    def announced(cls, header: Header, payload: torch.Tensor | None) -> Message:
+        """The message that `header` came before; what makes a header has checked all of it."""
+        message = object.__new__(cls)
+        put = object.__setattr__  # as the constructor does, which would check it again
+        put(message, "kind", header.kind)
+        put(message, "step", header.step)
+        put(message, "tag", header.tag)
+        put(message, "payload", payload)
+        return message
+
     @property
     def payload_bytes(self) -> int:
         """Size of the payload; 0 where there is none."""

@@ -70,6 +70,7 @@ class _Arrival(NamedTuple):
     payload: torch.Tensor | None
 
 
+_FLUSHED = Flushed()
 _Seen = tuple[float, str, str, int, int]
 """A TraceEvent without its role."""
 
@@ -268,7 +269,9 @@ class SimulatedLink(Link):
                 self.counters.full_count += 1
                 self._note("full", number, num_bytes)
                 return Full(pending, self._network.queue_bytes)
-            payload = None if message.payload is None else message.payload.detach().clone()
+            payload = message.payload
+            if payload is not None:
+                payload = payload.detach().clone() if payload.requires_grad else payload.clone()
             arrives = self._network._transmit(self._out, Header.of(message, number), payload)
             self.counters.messages_sent += 1
             self.counters.bytes_sent += num_bytes
@@ -285,10 +288,7 @@ class SimulatedLink(Link):
             if ended is not None:
                 return ended
 
-            def until_s() -> float:
-                return min(deadline_s, self._network._death_noticed_s(self._in))
-
-            arrives = self._time.wait(self.role, until_s, lambda: self._closed or bool(self._in.arrivals))
+            arrives = bool(self._in.arrivals) or self._awaited(deadline_s)
             ended = self._ended()
             if ended is not None:
                 return ended
@@ -304,12 +304,20 @@ class SimulatedLink(Link):
             self._note("timed out", self.counters.messages_received)
             return TimedOut(timeout_s)
 
+    def _awaited(self, deadline_s: float) -> bool:
+        """Wait until something arrives or this end is closed, or until nothing can any more: False."""
+
+        def until_s() -> float:
+            return min(deadline_s, self._network._death_noticed_s(self._in))
+
+        return self._time.wait(self.role, until_s, lambda: self._closed or bool(self._in.arrivals))
+
     def flush(self, timeout_s: float) -> FlushOutcome:
         """Let time pass until the wire has taken everything; see `Link.flush`."""
         with self._time.changed:
             now_s = self._now_s()
             if self._out.pending_bytes(now_s) == 0:
-                return Flushed()
+                return _FLUSHED
             ended = self._ended()
             if ended is not None:
                 return ended

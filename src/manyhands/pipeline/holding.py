@@ -40,23 +40,22 @@ def holding_of(
     model: nn.Module, chain: Sequence[nn.Module], cuts: Sequence[int], stages: int, stage: int
 ) -> Holding:
     """What `stage` has of a model whose chain is cut so, part k on stage k mod `stages`."""
-    layers = {id(one) for module in chain for one in (*module.parameters(), *module.buffers())}
-    own = [one for one in (*model.parameters(), *model.buffers()) if id(one) not in layers]
-    parameters = [one for one in own if isinstance(one, nn.Parameter)]
+    places = parts_of(cuts, len(chain))
+    holders: dict[int, set[int]] = {}  # of parameters and buffers that layers have
+    for number, within in enumerate(places):
+        for module in chain[within.start : within.stop]:
+            for one in (*module.parameters(), *module.buffers()):
+                holders.setdefault(id(one), set()).add(number % stages)
+    parameters, buffers = list(model.parameters()), dict(model.named_buffers())
+    own = [one for one in (*parameters, *buffers.values()) if id(one) not in holders]
+    of_model = [one for one in own if isinstance(one, nn.Parameter)]
     parts = [
-        ChainPart(number, places.start, chain[places.start : places.stop], parameters)
-        for number, places in enumerate(parts_of(cuts, len(chain)))
+        ChainPart(number, within.start, chain[within.start : within.stop], of_model)
+        for number, within in enumerate(places)
     ]
-    holders: dict[int, set[int]] = {}
-    buffer_holders: dict[int, set[int]] = {}
-    for part in parts:
-        for parameter in part.parameters():
-            holders.setdefault(id(parameter), set()).add(part.number % stages)
-        for buffer in part.buffers():
-            buffer_holders.setdefault(id(buffer), set()).add(part.number % stages)
     mine, first = [], set()
     tied: dict[tuple[int, ...], list[nn.Parameter]] = {}
-    for parameter in model.parameters():
+    for parameter in parameters:
         having = tuple(sorted(holders.get(id(parameter), range(stages))))
         if stage in having:
             mine.append(parameter)
@@ -70,9 +69,5 @@ def holding_of(
         first=frozenset(first),
         tied=tuple((having, tuple(tied[having])) for having in sorted(tied)),
         own=tuple(own),
-        buffers=tuple(
-            name
-            for name, buffer in model.named_buffers()
-            if min(buffer_holders.get(id(buffer), {0})) == stage
-        ),
+        buffers=tuple(name for name, buffer in buffers.items() if min(holders.get(id(buffer), {0})) == stage),
     )

@@ -158,10 +158,9 @@ class FlatLayout:
 
     def flags(self, shard: int, reached: Collection[str]) -> Tensor:
         """The presence flags of a gradient that reached the parameters of these names."""
-        flags = torch.zeros(self.flag_bytes(shard), dtype=torch.uint8)
-        for number, piece in enumerate(self.pieces[shard]):
-            flags[number] = self.entries[piece.parameter].name in reached
-        return flags
+        names = (self.entries[piece.parameter].name for piece in self.pieces[shard])
+        flags = bytes(name in reached for name in names)
+        return torch.tensor(tuple(flags.ljust(self.flag_bytes(shard), b"\0")), dtype=torch.uint8)
 
     def views(self, buffer: Tensor) -> dict[str, Tensor]:
         """The parameters in a flat buffer of bytes, by name and in their shapes; tied ones under the first name."""
