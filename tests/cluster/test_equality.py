@@ -87,12 +87,6 @@ def over_simulated_links(algorithm: str) -> Callable[[str, int, int], list[dict[
 WAYS = {"mirrored": in_shared_memory, **{name: over_simulated_links(name) for name in ALGORITHMS}}
 
 
-@cache
-def trained(way: str, case: str, world: int, steps: int) -> list[dict[str, torch.Tensor]]:
-    """The weights of every rank; of one run, if two tests ask for it."""
-    return WAYS[way](case, world, steps)
-
-
 ALL_WORLDS = "momentum-float64"
 """The case that `make test` runs with every number of workers; `make soak` runs all of them with 5 to 7, too."""
 
@@ -115,7 +109,7 @@ def grid() -> list[Any]:
 def test_weights_equal_the_plain_loop(case: str, way: str, world: int) -> None:
     is_long = (case, world) == LONG or (way, world) == ("mirrored", LONG[1])
     steps = STEPS if is_long or soaks(case, world) else TWICE
-    weights = trained(way, case, world, steps)
+    weights = WAYS[way](case, world, steps)
     assert distance(weights[0], reference(case, steps)) < CASES[case][2]
     for rank, other in enumerate(weights):
         assert same_bits(weights[0], other), f"rank {rank} ended with other bits than rank 0"
@@ -123,7 +117,7 @@ def test_weights_equal_the_plain_loop(case: str, way: str, world: int) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_two_runs_end_with_the_same_bits(way: str) -> None:
-    first, second = trained(way, ALL_WORLDS, 5, TWICE), WAYS[way](ALL_WORLDS, 5, TWICE)
+    first, second = (WAYS[way]("sgd-float32", 5, TWICE) for _ in range(2))
     assert same_bits(first[0], second[0])
 
 

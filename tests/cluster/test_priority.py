@@ -109,16 +109,11 @@ def train(
         ("codec=int8", 2, "adamw"),
     ],
 )
-def test_weights_have_the_bits_of_order_arrival(
-    settings: str, world: int, optimizer: str, request: pytest.FixtureRequest
-) -> None:
+def test_weights_have_the_bits_of_order_arrival(settings: str, world: int, optimizer: str) -> None:
     """Sums in worker order are the same however they are cut; of two numbers there is one sum.
 
-    What a codec rounds depends on how the gradient is cut: there, slices are the buckets. Two workers have several
-    cores; more of them spend half of their time at handing the interpreter's lock to and fro there.
+    What a codec rounds depends on how the gradient is cut: there, slices are the buckets.
     """
-    if world > 2:
-        request.getfixturevalue("one_core")
     dtype = torch.float32 if "codec" in settings else torch.float64
     task = make_task(OPTIMIZERS[optimizer], dtype)
     whole, credit = ("buckets=25MiB", "credit=1MiB") if "codec" in settings else (SMALL, "credit=256")
@@ -130,7 +125,6 @@ def test_weights_have_the_bits_of_order_arrival(
         assert distance(ours[0], train_plainly(task, STEPS)) < 1e-9
 
 
-@pytest.mark.usefixtures("one_core")
 def test_a_ring_of_three_gives_one_process_weights_on_all_workers() -> None:
     """Where a chunk begins decides who adds first: with other slices than buckets a ring rounds elsewhere."""
     task = make_task(OPTIMIZERS["adamw"])
@@ -139,7 +133,6 @@ def test_a_ring_of_three_gives_one_process_weights_on_all_workers() -> None:
     assert all(same_bits(weights, ours[0]) for weights in ours)
 
 
-@pytest.mark.usefixtures("one_core")
 def test_schedules_accumulation_and_averages_in_the_loss_are_those_of_arrival() -> None:
     def averaged(model: nn.Module, batch: Any) -> torch.Tensor:
         tokens, targets = batch
