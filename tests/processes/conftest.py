@@ -4,11 +4,10 @@ import os
 
 import pytest
 
-from manyhands.training.dynamo import defer
+import warm
 
 os.environ.setdefault("KMP_DUPLICATE_LIB_OK", "True")  # as scikit-learn sets it where a test imports that
-
-defer()  # or stepping an optimizer here imports torch's compiler, for seconds; what needs it, imports it
+warm.fork_templates()
 
 LONGEST_FIRST = (
     "test_hosts",
@@ -55,6 +54,22 @@ LONGEST_FIRST = (
     "test_federated",
     "test_c10d_collectives",
 )
+
+
+@pytest.fixture(scope="session")
+def compiler_imported() -> None:
+    """For processes that `warm` starts with `compiler=True`; what is forked for it lives as long as the tests do."""
+    warm.import_compiler()
+
+
+def pytest_collectstart() -> None:
+    """Stepping an optimizer here imports torch's compiler, for seconds; what needs it, imports it.
+
+    Only where tests are collected: the process that hands them to others has no use for torch.
+    """
+    from manyhands.training.dynamo import defer
+
+    defer()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -196,11 +196,13 @@ def test_every_example_is_told_of_and_tested() -> None:
             assert file.name in Path(__file__).read_text()
 
 
+@pytest.mark.usefixtures("compiler_imported")
 def test_own_loop_has_the_same_losses_alone_and_on_two_workers(tmp_path: Path) -> None:
     script, words = EXAMPLES / "own_loop_cnn.py", ("--epochs", "1")
-    alone = _warm_example(tmp_path, script, *words)
+    alone = _warm_example(tmp_path, script, *words, compiler=True)
     launch = ("-m", "manyhands", "launch", script, "--workers", "2", "--")
-    launched = _warm_example(tmp_path, *launch, *words, imports=["sklearn.datasets"])  # once for both workers
+    once = {"compiler": True, "imports": ["sklearn.datasets"]}  # for both workers
+    launched = _warm_example(tmp_path, *launch, *words, **once)
     line = re.compile(r"epoch 1: loss ([\d.]+), test accuracy ([\d.]+)")
     (loss, right), (other_loss, other_right) = (line.findall(text)[0] for text in (alone, launched))
     assert float(loss) == pytest.approx(float(other_loss), abs=2e-3)
