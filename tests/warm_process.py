@@ -56,8 +56,10 @@ def main() -> None:
     try:
         _be(order["words"], order["base"])
     except SystemExit as end:
-        if end.code is None or isinstance(end.code, int):
-            status.append(end.code or 0)
+        status.append(end.code if isinstance(end.code, int) else int(end.code is not None))
+        raise
+    except Exception:  # told of before anything is called that is to be called at the end
+        status.append(1)
         raise
     status.append(0)
 

@@ -56,7 +56,7 @@ LONGEST_FIRST = (
 )
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def compiler_imported() -> None:
     """For processes that `warm` starts with `compiler=True`; what is forked for it lives as long as the tests do."""
     warm.import_compiler()
