@@ -27,7 +27,17 @@ from typing import Any
 from manyhands.cluster import entry
 from manyhands.cluster.template import Template, inherited_environment
 
-__all__ = ["COMPILER", "MODULES", "Popen", "Spared", "descriptor", "fork_templates", "import_compiler", "pid", "run"]
+__all__ = [
+    "COMPILER",
+    "MODULES",
+    "Popen",
+    "Spared",
+    "descriptor",
+    "fork_templates",
+    "import_compiler",
+    "pid",
+    "run",
+]
 
 MODULES = ("torch", "warm_modules")
 """What the process that others are forked from imports."""
@@ -55,8 +65,9 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
     """`subprocess.Popen` for this interpreter, or a program of Python beside it, forked instead of started.
 
     `trains`: whether it calls `fit`, or how many templates it starts for that; a process for each is then kept at hand.
-    The command line does. `compiler`: whether it will import torch's compiler anyhow, and may find it imported. `starts`: how many processes of Python it starts itself, as torchrun does: the first ones are
-    warm, too, and have what it `imports` before it does anything.
+    The command line does. `compiler`: whether it will import torch's compiler anyhow, and may find it imported.
+    `starts`: how many processes of Python it starts itself, as torchrun does: the first ones are warm, too, and have
+    what it `imports` before it does anything.
     """
 
     def __init__(
@@ -121,7 +132,7 @@ class Spared:
 
 
 def fork_templates() -> None:
-    """From now on, templates that this process starts for `fit` are warm, too, where they would read the same variables."""
+    """From now on, templates that this process starts for `fit` are warm, too, if they would read the same variables."""
     start = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 
     @wraps(start)

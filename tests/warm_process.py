@@ -29,9 +29,13 @@ from manyhands.cluster.parent import die_with_parent
 _FRAME_BYTES = 1 << 18
 _PR_SET_NAME = 15
 _PR_SET_PDEATHSIG = 1
-_before: Any = sys.modules.get("warm_process")  # of the process that this one, from which others come, is a fork of
+_before: Any = sys.modules.get(
+    "warm_process"
+)  # of the process that this one, from which others come, is a fork of
 _first_filters = list(warnings.filters) if _before is None else _before._first_filters
-_at_exit: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = [*getattr(_before, "_at_exit", ())]
+_at_exit: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = [
+    *getattr(_before, "_at_exit", ())
+]
 
 
 def main() -> None:

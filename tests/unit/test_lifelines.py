@@ -41,19 +41,25 @@ def test_whoever_forgets_a_peer_that_left_first_waits_for_the_thread(monkeypatch
         mine, theirs = socket.socketpair()
         with mine, theirs:
             gone: list[bool] = []
-            lifelines.watch(mine, lambda in_peace, gone=gone: (gone.append(in_peace), _SlowToClose.slowly.clear()))
+            lifelines.watch(
+                mine, lambda in_peace, gone=gone: (gone.append(in_peace), _SlowToClose.slowly.clear())
+            )
             theirs.send(lifelines.FAREWELL)
             _ends(gone)
             lifelines.forget(mine)
             assert _watching() == []
 
 
-def test_a_thread_that_is_about_to_end_is_followed_by_one_that_watches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_is_about_to_end_is_followed_by_one_that_watches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(lifelines.selectors, "DefaultSelector", _SlowToClose)
     pairs = [socket.socketpair() for _ in range(2)]
     for mine, theirs in pairs:
         gone: list[bool] = []
-        lifelines.watch(mine, lambda in_peace, gone=gone: (gone.append(in_peace), _SlowToClose.slowly.clear()))
+        lifelines.watch(
+            mine, lambda in_peace, gone=gone: (gone.append(in_peace), _SlowToClose.slowly.clear())
+        )
         assert len(_watching()) == 1
         theirs.close()
         _ends(gone)
