@@ -132,7 +132,7 @@ class Spared:
 
 
 def fork_templates() -> None:
-    """From now on, templates that this process starts for `fit` are warm, too, if they would read the same variables."""
+    """From now on, templates that this process starts for `fit` are warm, too, if they read the same variables."""
     start = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 
     @wraps(start)
