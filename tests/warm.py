@@ -27,12 +27,26 @@ from typing import Any
 from manyhands.cluster import entry
 from manyhands.cluster.template import Template, inherited_environment
 
-__all__ = ["MODULES", "Popen", "Spared", "descriptor", "pid", "run"]
+__all__ = [
+    "COMPILER",
+    "MODULES",
+    "Popen",
+    "Spared",
+    "descriptor",
+    "fork_templates",
+    "import_compiler",
+    "pid",
+    "run",
+]
 
 MODULES = ("torch", "warm_modules")
 """What the process that others are forked from imports."""
 
+COMPILER = ("torch._dynamo", "torch.distributed.tensor", "torch.fx.experimental.symbolic_shapes")
+"""What torch imports, for as long as all of itself, when a script steps an optimizer or shards a model."""
+
 _FIRST_FILE = str(Path(__file__).with_name("warm_process.py"))
+_NOTHING_MORE: Mapping[str, Any] = {"spares": (0, 0), "imports": ()}
 _ROOM = "WARM_ROOM"
 """A variable whose letters are there to be overwritten: a fork shows its own environment in their place."""
 
@@ -51,8 +65,9 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
     """`subprocess.Popen` for this interpreter, or a program of Python beside it, forked instead of started.
 
     `trains`: whether it calls `fit`, or how many templates it starts for that; a process for each is then kept at hand.
-    The command line does. `starts`: how many processes of Python it starts itself, as torchrun does: the first ones are
-    warm, too, and have what it `imports` before it does anything.
+    The command line does. `compiler`: whether it will import torch's compiler anyhow, and may find it imported.
+    `starts`: how many processes of Python it starts itself, as torchrun does: the first ones are warm, too, and have
+    what it `imports` before it does anything.
     """
 
     def __init__(
@@ -60,6 +75,7 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
         args: Sequence[str | Path],
         *,
         trains: bool | int = False,
+        compiler: bool = False,
         starts: int = 0,
         imports: Sequence[str] = (),
         **options: Any,
@@ -70,25 +86,12 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
         if words[0] != sys.executable:
             raise ValueError(f"{words[0]} is not this interpreter: start it with subprocess")
         self._spares = [int(trains) or int(_is_ours(words)), starts]
-        self._imports = list(imports)
+        self._imports, self._compiler = list(imports), compiler
         super().__init__(words, **options)
 
     def _execute_child(self, *arguments: Any) -> None:
-        asked = _asked(self, arguments)
-        environment = os.environ if asked["env"] is None else asked["env"]
-        order = {
-            "words": asked["args"],
-            "spares": self._spares,
-            "imports": self._imports,
-            "base": _base_path(),
-            **_numbers(asked),
-        }
-        template = _warm_template(environment)
-        folder = os.path.abspath(asked["cwd"] or ".")
-        adopted = template.ask("a process", json.dumps(order), _descriptors(asked), dict(environment), folder)
-        self.pid = adopted.pid
-        adopted.close()
-        _begun(self, asked)
+        order = {"spares": self._spares, "imports": self._imports}
+        _fork(self, _asked(self, arguments), order, compiler=self._compiler)
 
 
 class Spared:
@@ -128,6 +131,29 @@ class Spared:
         return self._others if words[0] == sys.executable else []
 
 
+def fork_templates() -> None:
+    """From now on, templates that this process starts for `fit` are warm, too, if they read the same variables."""
+    start = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+
+    @wraps(start)
+    def start_or_fork(process: Any, *arguments: Any) -> None:
+        given = _OF_POPEN.bind(process, *arguments).arguments
+        first_file, *role = list(given["args"])[-2:]
+        ours = first_file == entry.__file__ or (first_file == _FIRST_FILE and _kept)
+        if role == ["template"] and ours and _reads_the_same(given["env"]):
+            _fork(process, _asked(process, arguments))
+        else:
+            start(process, *arguments)
+
+    subprocess.Popen._execute_child = start_or_fork  # type: ignore[attr-defined]
+
+
+def import_compiler() -> None:
+    """Keep a fork at hand that imports torch's compiler, for those that ask for it; returns at once."""
+    if _reads_the_same(os.environ) and not _compiling:
+        _compiling.append(Template(_own_environment(), (*MODULES, *COMPILER), _FIRST_FILE))
+
+
 def run(
     args: Sequence[str | Path],
     *,
@@ -161,16 +187,47 @@ def descriptor() -> int | None:
     return _kept[0].fileno() if _kept else None
 
 
-def _warm_template(environment: Mapping[str, str]) -> Template:
-    with _keeping:
-        if not _kept:
-            own = {**inherited_environment(), _ROOM: "-" * 65536}
-            _kept.append(Template(own, MODULES, _FIRST_FILE))
-            _read_early.update(_early(os.environ))
-    if _early(environment) != _read_early:
+def _fork(
+    process: Any, asked: Mapping[str, Any], more: Mapping[str, Any] = _NOTHING_MORE, *, compiler: bool = False
+) -> None:
+    """What `_execute_child` does of `process`."""
+    environment = os.environ if asked["env"] is None else asked["env"]
+    order = {
+        "words": list(asked["args"]),
+        **more,
+        "base": _base_path(),
+        **_numbers(asked),
+    }
+    template = _warm_template(environment, compiler=compiler)
+    folder = os.path.abspath(asked["cwd"] or ".")
+    adopted = template.ask("a process", json.dumps(order), _descriptors(asked), dict(environment), folder)
+    process.pid = adopted.pid
+    adopted.close()
+    _begun(process, asked)
+
+
+def _warm_template(environment: Mapping[str, str], *, compiler: bool) -> Template:
+    if not _reads_the_same(environment):
         differ = sorted(set(_early(environment).items()) ^ set(_read_early.items()))
         raise ValueError(f"{differ} are read while importing: start it with subprocess")
-    return _kept[0]
+    if not compiler:
+        return _kept[0]
+    if not _compiling:
+        raise ValueError("a process with the compiler: the test needs the fixture `compiler_imported`")
+    return _compiling[0]
+
+
+def _reads_the_same(environment: Mapping[str, str]) -> bool:
+    """Whether a process with these variables imports as the warm one did, which is started if there is none."""
+    with _keeping:
+        if not _kept:
+            _kept.append(Template(_own_environment(), MODULES, _FIRST_FILE))
+            _read_early.update(_early(os.environ))
+    return _early(environment) == _read_early
+
+
+def _own_environment() -> dict[str, str]:
+    return {**inherited_environment(), _ROOM: "-" * 65536}
 
 
 def _is_ours(words: Sequence[str]) -> bool:
@@ -228,10 +285,14 @@ def _base_path() -> list[str]:
 
 _keeping = threading.Lock()
 _kept: list[Template] = []
+_compiling: list[Template] = []
+"""A fork of it that has the compiler, too."""
+
 _read_early: dict[str, str] = {}
 
 
 @atexit.register
 def _end() -> None:
-    while _kept:
-        _kept.pop().close()
+    for templates in (_compiling, _kept):
+        while templates:
+            templates.pop().close()

@@ -29,8 +29,13 @@ from manyhands.cluster.parent import die_with_parent
 _FRAME_BYTES = 1 << 18
 _PR_SET_NAME = 15
 _PR_SET_PDEATHSIG = 1
-_first_filters = list(warnings.filters)
-_at_exit: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []
+_before: Any = sys.modules.get(
+    "warm_process"
+)  # of the process that this one, from which others come, is a fork of
+_first_filters = list(warnings.filters) if _before is None else _before._first_filters
+_at_exit: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = [
+    *getattr(_before, "_at_exit", ())
+]
 
 
 def main() -> None:
@@ -55,8 +60,10 @@ def main() -> None:
     try:
         _be(order["words"], order["base"])
     except SystemExit as end:
-        if end.code is None or isinstance(end.code, int):
-            status.append(end.code or 0)
+        status.append(end.code if isinstance(end.code, int) else int(end.code is not None))
+        raise
+    except Exception:  # told of before anything is called that is to be called at the end
+        status.append(1)
         raise
     status.append(0)
 
@@ -139,7 +146,7 @@ def _place(passed: Sequence[int], numbers: Sequence[int]) -> None:
 
 def _be(words: Sequence[str], base: Sequence[str]) -> None:
     """Run `python WORDS`, with what an interpreter sets up before it does."""
-    if words[-2:] != [entry.__file__, "template"]:
+    if words[-1] != "template":
         ctypes.CDLL(None).prctl(_PR_SET_NAME, ctypes.c_char_p(Path(words[0]).name.encode()), 0, 0, 0)
     _show(words, os.environ)
     _take_warnings(os.environ.get("PYTHONWARNINGS", ""))
@@ -158,7 +165,8 @@ def _be(words: Sequence[str], base: Sequence[str]) -> None:
     path = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
     programs = (["-m", "manyhands"], ["-m", "manyhands.cli.child"])
     ours = words[:2] in programs or words[0].endswith(("/manyhands", entry.__file__))
-    _register_at_exit(after_first=ours)
+    if words != [__file__, "template"]:  # it passes them on to its forks
+        _register_at_exit(after_first=ours)
     if words[0] == "-m":
         sys.path[:] = [os.getcwd(), *path, *base]
         sys.argv[:] = words[1:]

@@ -18,7 +18,10 @@ PATIENCE_S = 110.0
 
 @contextmanager
 def started(
-    commands: Sequence[Sequence[str]], warnings: str = "error,ignore::FutureWarning"
+    commands: Sequence[Sequence[str]],
+    warnings: str = "error,ignore::FutureWarning",
+    *,
+    compiler: bool = False,
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """One process for each command; they are killed at the end of the block, if they still run.
 
@@ -32,6 +35,7 @@ def started(
             processes.append(
                 warm.Popen(
                     [sys.executable, *command],
+                    compiler=compiler,
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
@@ -47,15 +51,15 @@ def started(
             process.communicate(timeout=20)
 
 
-def run_checks(module: str, world: int, folder: Path) -> list[dict[str, str]]:
-    """What became of each check of a module of this folder on each of `world` ranks."""
+def run_checks(module: str, world: int, folder: Path, *, compiler: bool = False) -> list[dict[str, str]]:
+    """What became of each check of a module of this folder on each of `world` ranks, which have the compiler or not."""
     files = [folder / f"{module}-{world}-{rank}.json" for rank in range(world)]
     store = folder / f"store-{module}-{world}"
     commands = [
         ["-m", "processes.c10d_worker", f"processes.{module}", *map(str, (rank, world, store, files[rank]))]
         for rank in range(world)
     ]
-    with started(commands) as processes:
+    with started(commands, compiler=compiler) as processes:
         for rank, process in enumerate(processes):
             output, _ = process.communicate(timeout=PATIENCE_S)
             assert process.returncode == 0, f"rank {rank} of {world}:\n{output}"

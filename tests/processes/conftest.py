@@ -4,7 +4,10 @@ import os
 
 import pytest
 
+import warm
+
 os.environ.setdefault("KMP_DUPLICATE_LIB_OK", "True")  # as scikit-learn sets it where a test imports that
+warm.fork_templates()
 
 LONGEST_FIRST = (
     "test_hosts",
@@ -51,6 +54,12 @@ LONGEST_FIRST = (
     "test_federated",
     "test_c10d_collectives",
 )
+
+
+@pytest.fixture(scope="module")
+def compiler_imported() -> None:
+    """For processes that `warm` starts with `compiler=True`; what is forked for it lives as long as the tests do."""
+    warm.import_compiler()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -10,7 +10,7 @@ from processes import c10d_collectives
 from processes.c10d_launch import run_checks
 from processes.c10d_worker import checks_of
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = [pytest.mark.timeout(150), pytest.mark.usefixtures("compiler_imported")]
 CHECKS = [*checks_of(c10d_collectives), "descriptors"]
 
 
@@ -22,7 +22,7 @@ def outcomes(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> list[dict[str, str]]:
     folder: Path = tmp_path_factory.mktemp("c10d")
-    return run_checks("c10d_collectives", request.param, folder)
+    return run_checks("c10d_collectives", request.param, folder, compiler=True)
 
 
 @pytest.mark.parametrize("check", CHECKS)

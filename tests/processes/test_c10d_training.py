@@ -8,7 +8,7 @@ from processes import c10d_training
 from processes.c10d_launch import run_checks
 from processes.c10d_worker import checks_of
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = [pytest.mark.timeout(150), pytest.mark.usefixtures("compiler_imported")]
 CHECKS = [*checks_of(c10d_training), "descriptors"]
 
 
@@ -19,7 +19,7 @@ WORLDS = [2, pytest.param(3, marks=pytest.mark.soak)]
 def outcomes(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> list[dict[str, str]]:
-    return run_checks("c10d_training", request.param, tmp_path_factory.mktemp("c10d"))
+    return run_checks("c10d_training", request.param, tmp_path_factory.mktemp("c10d"), compiler=True)
 
 
 @pytest.mark.parametrize("check", CHECKS)

@@ -77,12 +77,13 @@ print("good")
 """
 
 
+@pytest.mark.usefixtures("compiler_imported")
 def test_buckets_are_exchanged_as_the_codec_says(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     commands = [[sys.executable, str(script), str(rank), str(tmp_path / "meet")] for rank in range(2)]
     workers = [
-        warm.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        warm.Popen(command, compiler=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         for command in commands
     ]
     try:

@@ -22,7 +22,7 @@ from manyhands.store.rundir import RunDirectory
 
 __all__ = ["two_hosts"]
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("compiler_imported")]
 
 BIN = Path(sys.executable).parent
 SCRIPT = Path(__file__).with_name("own_loop_script.py")
@@ -36,6 +36,7 @@ def run(
     return warm.run(
         command,
         trains=True,
+        compiler=True,  # stepping an optimizer imports it
         starts=starts,
         capture_output=True,
         text=True,
@@ -46,7 +47,7 @@ def run(
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+def alone(compiler_imported: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
     """The weights of the script in one process."""
     path = tmp_path_factory.mktemp("alone") / "weights.pt"
     done = run(sys.executable, SCRIPT, path)

@@ -19,7 +19,7 @@ from quota import cpu_quota
 
 pytestmark = pytest.mark.timeout(240)
 
-STEPS = 400
+STEPS = 240  # a starved one takes two of them a second
 SHARE = 0.015  # less than a busy machine leaves anyone
 STARVED_S = 8.0
 """Longer than the silence after which a process is given up."""

@@ -8,12 +8,20 @@ import select
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
 
 import warm
+from manyhands.cluster.context import RoleContext
+from manyhands.cluster.local import LocalCluster, Role
+from manyhands.cluster.template import end_kept
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -37,12 +45,13 @@ print(json.dumps({
 """
 
 
-@pytest.mark.parametrize("way", ["-c", "script", "-m"])
-def test_a_warm_process_sees_what_a_cold_one_sees(way: str, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("compiler_imported")
+@pytest.mark.parametrize(("way", "compiler"), [("-c", False), ("script", False), ("-m", False), ("-m", True)])
+def test_a_warm_process_sees_what_a_cold_one_sees(way: str, compiler: bool, tmp_path: Path) -> None:
     (tmp_path / "probe.py").write_text(PROBE)
     words = {"-c": ["-c", PROBE], "script": [str(tmp_path / "probe.py")], "-m": ["-m", "probe"]}[way]
 
-    def seen(popen: type[subprocess.Popen[str]]) -> dict[str, Any]:
+    def seen(popen: Callable[..., subprocess.Popen[str]]) -> dict[str, Any]:
         reading, writing = os.pipe()
         os.write(writing, b"hello")
         os.close(writing)
@@ -65,7 +74,7 @@ def test_a_warm_process_sees_what_a_cold_one_sees(way: str, tmp_path: Path) -> N
         told["environment"].pop("PASSED")
         return told
 
-    warm_one, cold_one = seen(warm.Popen), seen(subprocess.Popen)
+    warm_one, cold_one = seen(partial(warm.Popen, compiler=compiler)), seen(subprocess.Popen)
     assert warm_one.pop("parent") == cold_one.pop("parent") == os.getpid()
     assert warm_one == cold_one
 
@@ -87,6 +96,8 @@ def test_it_ends_as_a_cold_one_does(code: str, status: int, output: str) -> None
     assert (done.returncode, done.stdout) == (status, output), done.stderr
     if code == "1 / 0":
         assert done.stderr.endswith("ZeroDivisionError: division by zero\n")
+    if "'no'" in code:
+        assert done.stderr == "no\n"
 
 
 def test_its_template_is_a_child_of_its_own_and_ends_with_it() -> None:
@@ -120,6 +131,32 @@ for sessions in (True, False):
     done = warm.run([sys.executable, "-c", code], starts=1, timeout=60, capture_output=True, text=True)
     told = [line.split() for line in done.stdout.splitlines()]
     assert told == [["True", "True", "True", "/"], ["True", "False", "False", "/"]], done.stderr
+
+
+@pytest.mark.usefixtures("compiler_imported")
+def test_it_has_the_compiler_where_that_is_asked_for_and_all_that_is_to_be_called_at_its_end() -> None:
+    code = """
+import atexit, sys
+print("torch._dynamo" in sys.modules, atexit._ncallbacks())
+atexit.register(print, "last")
+"""
+    told = []
+    for compiler in (False, True):
+        command = [sys.executable, "-c", code]
+        done = warm.run(command, compiler=compiler, timeout=60, capture_output=True, text=True, check=True)
+        told.append(done.stdout.split())
+    (plain, fewest, _), (with_it, count, last) = told
+    assert (plain, with_it, last) == ("False", "True", "last")
+    assert int(count) >= int(fewest)
+
+
+def test_a_template_that_the_tests_own_process_starts_is_warm_too() -> None:
+    def is_warm(_: RoleContext) -> dict[str, bool]:
+        return {"warm": "warm_modules" in sys.modules}
+
+    end_kept()
+    with LocalCluster([Role(name="one", target=is_warm)]) as cluster:
+        assert [one.payload for one in cluster.run()] == [{"warm": True}]
 
 
 def test_what_it_cannot_do_is_refused() -> None:

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from sklearn.datasets import load_breast_cancer, load_diabetes
 
 from boosted import choice, drawn_table, predictions, trained
+from manyhands.boosting import sources
 from manyhands.boosting.measuring import measure_model
 from manyhands.boosting.model import GbdtModel
 from manyhands.boosting.predicting import GbdtPredictor
@@ -271,6 +273,29 @@ def test_weights_that_leave_nothing_to_learn_are_refused() -> None:
         source._weights = weights  # as a text file would have them
         with pytest.raises(UserError, match=message):
             trained(TableChoice(train=source))
+
+
+@pytest.mark.parametrize("kept_elsewhere", [False, True])
+def test_embedded_tables_are_those_of_scikit_learn(
+    kept_elsewhere: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kept_elsewhere:
+        monkeypatch.setattr(sources, "bundled_file", lambda *_: None)
+    cancer, diabetes = load_breast_cancer(), load_diabetes(scaled=False)
+    wanted = {
+        "breast-cancer": (
+            cancer.data,
+            cancer.target,
+            [one.replace(" ", "_") for one in cancer.feature_names],
+        ),
+        "diabetes": (diabetes.data, diabetes.target, diabetes.feature_names),
+    }
+    for name, (values, labels, names) in wanted.items():
+        source = open_source(name)
+        (block,) = source.blocks()
+        assert np.array_equal(block.values, values)
+        assert np.array_equal(block.labels, labels)
+        assert list(source.names) == names
 
 
 def test_a_column_that_is_not_there_is_refused() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from manyhands.data.bundled import bundled_file
 from manyhands.data.matrix_files import NpyMatrix, ParquetMatrix
 from manyhands.data.row_files import Reading, RowFile
 from manyhands.data.rows import Rows
@@ -25,6 +26,11 @@ __all__ = ["EMBEDDED", "ArraySource", "RowBlock", "RowSource", "model_names", "o
 
 _BLOCK_ROWS = 1 << 16
 _LABEL_NAMES = ("label", "target", "y")
+_OF_CELLS = (
+    *("radius", "texture", "perimeter", "area", "smoothness"),
+    *("compactness", "concavity", "concave_points", "symmetry", "fractal_dimension"),
+)
+_OF_PATIENTS = ("age", "sex", "bmi", "bp", "s1", "s2", "s3", "s4", "s5", "s6")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -243,18 +249,30 @@ def _label_name(found: Sequence[str], label: str | None, path: Path) -> str | No
 
 
 def _breast_cancer() -> RowSource:
-    from sklearn.datasets import load_breast_cancer
+    file = bundled_file("breast_cancer.csv", "the rows of breast-cancer")
+    if file is None:
+        from sklearn.datasets import load_breast_cancer
 
-    found = load_breast_cancer()
-    names = [name.replace(" ", "_") for name in found.feature_names]
-    return ArraySource(found.data, found.target, name="breast-cancer", names=names)
+        values, labels = load_breast_cancer(return_X_y=True)
+    else:
+        table = np.loadtxt(file, delimiter=",", skiprows=1)  # the first line says how many there are
+        values, labels = table[:, :-1], table[:, -1].astype(np.int64)
+    ways = ("mean_{}", "{}_error", "worst_{}")
+    names = [way.format(measured) for way in ways for measured in _OF_CELLS]
+    return ArraySource(values, labels, name="breast-cancer", names=names)
 
 
 def _diabetes() -> RowSource:
-    from sklearn.datasets import load_diabetes
+    files = [
+        bundled_file(f"diabetes_{part}.csv.gz", "the rows of diabetes") for part in ("data_raw", "target")
+    ]
+    if None in files:
+        from sklearn.datasets import load_diabetes
 
-    found = load_diabetes(scaled=False)
-    return ArraySource(found.data, found.target, name="diabetes", names=list(found.feature_names))
+        values, labels = load_diabetes(return_X_y=True, scaled=False)
+    else:
+        values, labels = (np.loadtxt(file) for file in files if file is not None)
+    return ArraySource(values, labels, name="diabetes", names=list(_OF_PATIENTS))
 
 
 EMBEDDED: dict[str, Callable[[], RowSource]] = {"breast-cancer": _breast_cancer, "diabetes": _diabetes}

@@ -33,7 +33,9 @@ class _Watcher:
     def watch(self, lifeline: socket.socket, on_end: OnEnd) -> None:
         with self._lock:
             self._watched[lifeline] = on_end
-            if self._thread is None:
+            if self._bell is None:
+                if self._thread is not None:
+                    self._thread.join()  # it needs the lock no more
                 self._bell = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
                 self._thread = threading.Thread(
                     target=self._run, args=(self._bell[1],), name="manyhands lifelines", daemon=True
@@ -44,7 +46,8 @@ class _Watcher:
     def forget(self, lifeline: socket.socket) -> None:
         with self._lock:
             self._watched.pop(lifeline, None)
-            thread = None if self._watched else self._thread  # it goes on for the others, or ends now
+            # It goes on for the others, or ends now; where the peer was the first to leave, it may be about to.
+            thread = None if self._watched else self._thread
             self._ring()
         if thread is not None and thread is not threading.current_thread():
             thread.join()
@@ -89,7 +92,6 @@ class _Watcher:
         for end in self._bell:
             end.close()
         self._bell = None
-        self._thread = None
 
     def let_go(self) -> None:
         """Close this process's copies, without the lock: another thread may hold it that a child does not have."""

@@ -24,6 +24,8 @@ _OURS = str(Path(__file__).resolve().parent.parent)
 _LIBRARIES = tuple(
     {_OURS, *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))}
 )
+_BEGINNING = str(Path(_OURS, "cluster", "entry.py"))
+"""The file that begins a role: whatever called it has started the process, and is nobody's training."""
 _ROOMS = ("allreduce", "central", "hogwild", "local", "loop", "server")
 """Packages of ours whose outermost frame is the call of a strategy."""
 
@@ -81,7 +83,8 @@ def main_stack(dump: str) -> tuple[Frame, ...]:
 
 def call_of(stack: Sequence[Frame]) -> str:
     """Where a role is, for one line: the user's own line where there is one, else the strategy's call."""
-    for frame in stack:
+    begun = next((at for at, frame in enumerate(stack) if frame.file == _BEGINNING), len(stack))
+    for frame in stack[:begun]:
         if frame.is_users:
             return f"in {frame.text or frame.function} ({frame.place})"
     for frame in reversed(stack):

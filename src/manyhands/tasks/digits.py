@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from manyhands.data.bundled import bundled_file
 from manyhands.data.plan import permutation
-from manyhands.errors import UserError
 from manyhands.task import Task
 from manyhands.tasks.builtin import BuiltinTask, about, check_options
 from manyhands.tasks.vision import ImageClassifier, accuracy, check_width, classification_loss
@@ -65,11 +63,8 @@ def _model(options: DigitsOptions) -> ImageClassifier:
 
 def read_digits() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     """Pixels, a row of 64 each, and classes; from the file inside scikit-learn, which takes seconds to import."""
-    found = importlib.util.find_spec("sklearn")
-    if found is None or not found.submodule_search_locations:
-        raise UserError("the digits come with scikit-learn, which is not installed: pip install scikit-learn")
-    file = Path(found.submodule_search_locations[0], "datasets", "data", "digits.csv.gz")
-    if not file.exists():  # another version keeps it elsewhere, and knows where
+    file = bundled_file("digits.csv.gz", "the digits")
+    if file is None:  # another version keeps it elsewhere, and knows where
         from sklearn.datasets import load_digits
 
         pixels, classes = load_digits(return_X_y=True)
