@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-PYTEST = $(BIN)/python -m pytest -m "not soak"
-GIVE_WAY := nice -n 10
+# Tests of a file stay together: what several of them compare to is computed once.
+PYTEST = $(BIN)/python -m pytest -m "not soak" -n 2 --dist loadfile --no-loadscope-reorder
+GIVE_WAY := nice -n 5
 
 # Of several that run at once, each line says whose it is.
 SHELL := bash
@@ -50,10 +51,10 @@ test: layout
 	$(MAKE) --no-print-directory -j 3 test-processes test-units layers types
 
 test-processes: setup
-	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder tests/processes $(call says,processes)
+	$(PYTEST) tests/processes $(call says,processes)
 
 test-units: setup
-	$(GIVE_WAY) $(PYTEST) -n 2 tests/unit tests/cluster $(call says,units)
+	$(GIVE_WAY) $(PYTEST) tests/cluster tests/unit $(call says,units)
 
 bench: setup
 	$(BIN)/manyhands bench allreduce --workers 2 --json benchmarks/results/allreduce-2.json
