@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # Tests of a file stay together: what several of them compare to is computed once.
 PYTEST = $(BIN)/python -m pytest -m "not soak" -n 2 --dist loadfile --no-loadscope-reorder
-GIVE_WAY := nice -n 5
+GIVE_WAY := nice -n 2
 
 # Of several that run at once, each line says whose it is.
 SHELL := bash
