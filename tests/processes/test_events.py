@@ -123,7 +123,7 @@ def test_reader_never_sees_half_a_record_and_accounts_for_every_one() -> None:
     assert written + dropped == total
     assert account.lost + (total - account.next_id) == dropped
     assert dropped > 0, "the ring was never full: this shows nothing about losses"
-    assert written > 20 * capacity, "the ring hardly went around: this shows nothing about wrapping"
+    assert written > 5 * capacity, "the ring hardly went around: this shows nothing about wrapping"
     assert looked_at > 0
     assert rounds > 5
 
