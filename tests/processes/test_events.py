@@ -21,28 +21,32 @@ from manyhands.record.ring import EventRing
 # Every field of an event follows from its id: a record with a part of another event in it gives itself away.
 # The loop is compiled, so that the writer spends its time inside records: any moment may well be amid one.
 WRITER = """
+import select
 import sys
 from numba import njit
 from manyhands.record.ring import EventRing, _record
 
 @njit
-def hammer(address, count):
-    for i in range(count):
+def hammer(address, first, last):
+    for i in range(first, last):
         _record(address, 3, 3 * i, i, i + 7, i % 1000, 5 * i, i % 997, i / 2)
 
 ring = EventRing.attach(int(sys.argv[1]))
-hammer(ring._address, 0)
+hammer(ring._address, 0, 0)
 print("ready", flush=True)
-hammer(ring._address, int(sys.argv[2]))
-sys.stdin.read()
+total = 0
+while not select.select([sys.stdin], [], [], 0)[0]:
+    hammer(ring._address, total, total + 1_000_000)
+    total += 1_000_000
+print(total, flush=True)
 """
 
 
 @contextmanager
-def writer(ring: EventRing, count: int) -> Iterator[subprocess.Popen[str]]:
-    """A process that records `count` events as fast as it can, then lives until its input closes."""
+def writer(ring: EventRing) -> Iterator[subprocess.Popen[str]]:
+    """A process that records events as fast as it can until its input closes, and then says how many."""
     process = warm.Popen(
-        [sys.executable, "-c", WRITER, str(ring.descriptor), str(count)],
+        [sys.executable, "-c", WRITER, str(ring.descriptor)],
         pass_fds=[ring.descriptor],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -99,11 +103,12 @@ def freeze(process: subprocess.Popen[str]) -> None:
 
 @pytest.mark.timeout(60)
 def test_reader_never_sees_half_a_record_and_accounts_for_every_one() -> None:
-    total, capacity = 20_000_000, 1 << 14
+    capacity = 1 << 14
     account = Account()
     rounds = looked_at = 0
-    with EventRing.create(role=5, capacity=capacity) as ring, writer(ring, total) as process:
-        while ring.written + ring.dropped < total:
+    with EventRing.create(role=5, capacity=capacity) as ring, writer(ring) as process:
+        # The ring goes around more than twenty times, however few of the events find room on a busy machine.
+        while ring.written + ring.dropped < 20_000_000 or ring.written <= 20 * capacity:
             rounds += 1
             drained = [ring.drain()]
             look = ring.last(capacity)  # the writer has room, and is overwriting what is being looked at
@@ -115,15 +120,14 @@ def test_reader_never_sees_half_a_record_and_accounts_for_every_one() -> None:
             looked_at += len(look)
             for records in drained:
                 account.take(records)
+        total = int(process.communicate(timeout=30)[0])
         account.take(ring.drain())
-        process.communicate(timeout=30)
         written, dropped = ring.written, ring.dropped
         assert len(ring.drain()) == 0
     assert account.count == written
     assert written + dropped == total
     assert account.lost + (total - account.next_id) == dropped
     assert dropped > 0, "the ring was never full: this shows nothing about losses"
-    assert written > 5 * capacity, "the ring hardly went around: this shows nothing about wrapping"
     assert looked_at > 0
     assert rounds > 5
 
@@ -133,7 +137,7 @@ def test_events_of_a_killed_writer_are_all_there(tmp_path: Path) -> None:
     with (
         EventRing.create(role=0, capacity=1 << 12) as ring,
         Collector({"worker-0": ring}, directory=tmp_path, interval_s=0.001) as collector,
-        writer(ring, 1 << 60) as process,
+        writer(ring) as process,
     ):
         deadline = time.monotonic() + 30
         while ring.written < 20_000:
