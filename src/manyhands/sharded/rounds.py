@@ -32,9 +32,6 @@ class Want(IntEnum):
     """That its gradient of a unit is added to those of others."""
 
 
-_WANTS = tuple(Want)  # by number: said before every exchange, and enumerations are slow
-
-
 class UnitWish(NamedTuple):
     """What one worker wants next."""
 
@@ -73,7 +70,7 @@ class UnitRounds:
             if wish.want is Want.MEETING:
                 for worker, waited in self._group.take_waits().items():
                     self.waits[worker] = self.waits.get(worker, 0) + waited
-            granted = grant([UnitWish(_WANTS[want], unit) for want, unit in (one.tolist() for one in told)])
+            granted = grant([UnitWish(Want(want), unit) for want, unit in (one.tolist() for one in told)])
             if granted.wish.want is not Want.MEETING:
                 self._act(granted)
             if self._group.index in granted.members:
