@@ -10,7 +10,7 @@ import json
 from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from manyhands.errors import ManyhandsError
 from manyhands.server.actions import Action, Apply, Discard, Drop, Keep, Load, Log, SendMessage
@@ -45,9 +45,8 @@ __all__ = [
 ]
 
 
-@dataclass(slots=True)  # made for every message: to freeze one takes as long as to make it
-class SimulatedLetter:
-    """A message on its way, with its payload."""
+class SimulatedLetter(NamedTuple):
+    """A message on its way, with its payload; made for every message, and a tuple in half the time."""
 
     source: int
     message: Message
