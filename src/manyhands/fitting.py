@@ -1,7 +1,7 @@
 """`fit`: one task, one strategy, some workers, one run.
 
-Light to import: what a run needs besides is imported when there is one, while the process that workers come from
-imports the same.
+Light to import: what a run needs besides, be it to look at its options, is imported when there is one, while the
+process that workers come from imports the same.
 """
 
 from __future__ import annotations
@@ -12,19 +12,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from manyhands.cluster.template import expect, warm
-from manyhands.device import check_device
 from manyhands.errors import UserError
 from manyhands.hosts.standing import may_be_placed
-from manyhands.onray.cluster import RayCluster
 from manyhands.registry import STRATEGIES
 from manyhands.strategy import Strategy
-from manyhands.training.options import Options
 
 if TYPE_CHECKING:
     from manyhands.hosts.place import Place
     from manyhands.kernel import AnyTask
+    from manyhands.onray.cluster import RayCluster
     from manyhands.run import Run
     from manyhands.training.kept import Keeping, Kept
+    from manyhands.training.options import Options
 
 __all__ = ["await_workers", "fit", "fit_or_kept", "place_among_others"]
 
@@ -62,8 +61,17 @@ def fit(
     chosen = Strategy.parse(strategy)
     if resume and out is None:
         raise UserError("resume=True needs out=, the directory of the run to go on with")
+    if chosen.kernels:
+        import_module("manyhands.compiled.warming").prepare(*chosen.kernels)
+    if cluster is None:
+        # before all that is imported here: the workers wait for it
+        await_workers(chosen, compiled=getattr(task, "compiled", False))
+    from manyhands.device import check_device
+    from manyhands.onray.cluster import RayCluster
+    from manyhands.training.options import Options
+
     options = options or Options()
-    options.security()  # a bad certificate is told before anything starts
+    options.security()  # a bad certificate is told before anything is trained
     ray_cluster = RayCluster.parse(cluster) if cluster is not None else None
     place = place_among_others()
     if place is not None and ray_cluster is not None:
@@ -75,11 +83,6 @@ def fit(
     )
     if follows and ray_cluster is None and (chosen.can_change_workers or options.max_workers is not None):
         raise UserError("min_workers and max_workers follow the size of a cluster; give cluster= as well")
-    if chosen.kernels:
-        import_module("manyhands.compiled.warming").prepare(*chosen.kernels)
-    if place is None and ray_cluster is None:
-        # before all that is imported here: the workers wait for it
-        await_workers(chosen, compiled=getattr(task, "compiled", False))
     from manyhands.session import run_session
     from manyhands.training.request import Length, Request
 

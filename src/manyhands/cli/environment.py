@@ -8,8 +8,8 @@ from collections.abc import Mapping
 
 import typer
 
-from manyhands.hosts.specification import EVALUATOR, TF_CONFIG, ClusterSpec
-from manyhands.hosts.standing import stand_alone
+from manyhands.hosts.specification import EVALUATOR, ClusterSpec
+from manyhands.hosts.standing import TF_CONFIG, stand_alone
 
 __all__ = ["ignored_variables", "leave_if_evaluator", "start_own_workers"]
 

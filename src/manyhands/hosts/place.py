@@ -19,8 +19,8 @@ from torch._C._distributed_c10d import FileStore, HashStore, Store, TCPStore
 from manyhands.cluster import entry
 from manyhands.cluster.context import RoleContext
 from manyhands.errors import ManyhandsError, UserError, first_line, nearest
-from manyhands.hosts.specification import TF_CONFIG, ClusterRole, ClusterSpec
-from manyhands.hosts.standing import LAUNCHER_VARIABLE, stands_at
+from manyhands.hosts.specification import ClusterRole, ClusterSpec
+from manyhands.hosts.standing import LAUNCHER_VARIABLE, TF_CONFIG, stands_at
 from manyhands.strategy import Strategy
 from manyhands.version import __version__
 

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from manyhands.errors import UserError, nearest, printable
+from manyhands.hosts.standing import TF_CONFIG
 
-__all__ = ["EVALUATOR", "ROLE_TYPES", "TF_CONFIG", "ClusterRole", "ClusterSpec"]
+__all__ = ["EVALUATOR", "ROLE_TYPES", "ClusterRole", "ClusterSpec"]
 
-TF_CONFIG: Final = "TF_CONFIG"
 EVALUATOR: Final = (
     "an evaluator has nothing to do here, and ends: workers evaluate while they train (--evaluate-every), and the "
     "leader at the end"

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Final, TypeVar
 
-from manyhands.hosts.specification import TF_CONFIG
+__all__ = ["LAUNCHER_VARIABLE", "TF_CONFIG", "may_be_placed", "stand_alone", "standing", "stands_at"]
 
-__all__ = ["LAUNCHER_VARIABLE", "may_be_placed", "stand_alone", "standing", "stands_at"]
+TF_CONFIG: Final = "TF_CONFIG"
+"""In TensorFlow's format: which roles there are, and which of them this process is."""
 
 LAUNCHER_VARIABLE = "MANYHANDS_LAUNCHER"
 """Set by `manyhands launch` to its version, in the environment of its workers."""
