@@ -13,8 +13,8 @@ import os
 import selectors
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -74,6 +74,7 @@ class Crew:
         self._lines: dict[int, int] = {}
         self._free_lines = deque(range(capacity))
         self._untold: list[Heard | Garbled | Exited] = []
+        self._batches: ExitStack | None = None
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -95,6 +96,16 @@ class Crew:
     ) -> None:
         self._stack.close()
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Roles that are started inside come right one after the other; all of them begin when this is left."""
+        with ExitStack() as self._batches:
+            try:
+                yield
+            finally:
+                batches, self._batches = self._batches, None
+                batches.close()
+
     def start(self, rank: int, role: Role, job: int) -> int:
         """Start `role` as `rank`, its target being item `rank` of the packed `job`; the process id.
 
@@ -104,7 +115,10 @@ class Crew:
         line = self._free_line()
         self._board.wipe(line)
         self._lines = {rank: of for rank, of in self._lines.items() if of != line}
-        child = Child(self._spec(rank, role, job, line), environment, obtain(environment))
+        template = obtain(environment)
+        if self._batches is not None:
+            self._batches.enter_context(template.batch())
+        child = Child(self._spec(rank, role, job, line), environment, template)
         self._processes.add(child)
         self._free_lines.remove(line)
         for source in _sources(child):

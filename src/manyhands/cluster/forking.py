@@ -1,12 +1,18 @@
 """The template process: it has imported what takes seconds to import and computed nothing, and workers are its forks.
 
-    launcher ──►  role, surroundings, descriptors      ──►  template
-                                                            forks twice: the fork in between ends at once,
-    launcher  ◄── pid, pidfd                           ◄──  so that the launcher is the worker's parent
+    launcher ──►  a batch                              ──►  template  forks once: a process in between
+    launcher ──►  role, surroundings, descriptors      ──►            in between  forks a worker
+    launcher  ◄── pid, pidfd                           ◄──            in between
+             …    for every worker of the batch
+    launcher ──►  that is all                          ──►            in between  ends
+    launcher  ◄── done                                 ◄──  template, when it has
+
+When the process in between ends, the launcher becomes the parent of its workers, which wait for that: it is a *child
+subreaper* during a batch, which makes the kernel give it the orphans. From then on a worker is a child of the launcher
+like any other.
 
 A fork of a process that has computed is not safe: threads of OpenMP and of CUDA do not come along. So nothing here, and
-nothing that is imported here, may compute. The launcher is a *child subreaper* while it asks, which makes the kernel
-give it the orphan; from then on a worker is a child of the launcher like any other.
+nothing that is imported here, may compute.
 """
 
 from __future__ import annotations
@@ -21,7 +27,6 @@ import resource
 import select
 import signal
 import socket
-import struct
 import sys
 import time
 import traceback
@@ -38,6 +43,8 @@ __all__ = [
     "FRAME_BYTES",
     "MOST_PASSED",
     "TEMPLATE_NAME",
+    "BatchEnd",
+    "BatchRequest",
     "ForkRequest",
     "ImportRequest",
     "TemplateSpec",
@@ -63,7 +70,6 @@ _QUIET_MS = 100
 
 _ADOPTED_S = 30.0
 _PR_SET_NAME = 15
-_PID = struct.Struct("=i")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,9 +106,6 @@ class ForkRequest:
     role: str
     """The text of a `RoleSpec`."""
 
-    modules: tuple[str, ...]
-    """What the template imports first, where it has not: the fork will need it, and so may its siblings."""
-
     environment: Mapping[str, str]
     folder: str
     umask: int
@@ -116,6 +119,27 @@ class ForkRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class BatchRequest:
+    """Forks are asked for now, one after the other, until a `BatchEnd`."""
+
+    modules: tuple[str, ...]
+    """What the template imports first, where it has not: they will need it, and so may those after them."""
+
+    def to_bytes(self) -> bytes:
+        """As it is sent."""
+        return json.dumps({"batch": self.modules}).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class BatchEnd:
+    """That is all: what was forked gets the launcher as its parent."""
+
+    def to_bytes(self) -> bytes:
+        """As it is sent."""
+        return json.dumps({"end": True}).encode()
+
+
+@dataclass(frozen=True, slots=True)
 class ImportRequest:
     """What forks that are asked for soon will need: it is imported as soon as nobody asks for anything."""
 
@@ -126,13 +150,20 @@ class ImportRequest:
         return json.dumps({"imports": self.modules}).encode()
 
 
+_Asked = tuple[ForkRequest | BatchRequest | BatchEnd | ImportRequest, list[int]]
+"""What the launcher sends, with the descriptors that came along."""
+
+_Born = tuple[ForkRequest, list[int]]
+"""What a fork is to be."""
+
+
 def run_template(text: str) -> int:
     """Import, then fork whatever is asked for until the launcher is gone; in a fork, the life of its role."""
     born = await_birth(text)
     return _live(*born) if born is not None else 0
 
 
-def await_birth(text: str) -> tuple[ForkRequest, list[int]] | None:
+def await_birth(text: str) -> _Born | None:
     """Import, then fork; it returns in every fork, with what was asked and its descriptors, and at the end with None.
 
     `text` is that of a `TemplateSpec`.
@@ -170,16 +201,16 @@ def spare_finalizers() -> None:
             finalizer.atexit = False
 
 
-def _serve(control: socket.socket, spec: TemplateSpec) -> tuple[ForkRequest, list[int]] | None:
+def _serve(control: socket.socket, spec: TemplateSpec) -> _Born | None:
     """In the template, None at the end; in a fork, what it is."""
-    poll = select.poll()
-    poll.register(control, select.POLLIN)
-    poll.register(spec.launcher, select.POLLIN)
+    poll = _poll_for(control, spec)
     later = list(spec.later)
     num_forks, is_large = 0, False
+    why_none = "no batch has begun"
     while True:
         pays = num_forks >= _MANY_FORKS and not is_large
-        ready = {descriptor for descriptor, _ in poll.poll(0 if later else _QUIET_MS if pays else None)}
+        # Those who were just forked need the cores more than whoever may be forked next.
+        ready = poll.poll(0 if later and not num_forks else _QUIET_MS if later or pays else None)
         if not ready and later:
             _import_all([later.pop(0)])
             continue
@@ -187,41 +218,113 @@ def _serve(control: socket.socket, spec: TemplateSpec) -> tuple[ForkRequest, lis
             use_large_pages()
             is_large = True
             continue
-        if spec.launcher in ready:
-            return None
-        asked = _receive(control)
-        if asked is None:
-            return None
-        request, passed = asked
-        if isinstance(request, ImportRequest):
-            later = [*request.modules, *later]
-            continue
-        if not sys.modules.keys() >= set(request.modules):
-            _import_all(request.modules)
-        try:
-            pid = _fork_twice()
-        except OSError as error:
-            control.send(json.dumps({"error": f"{error.strerror or error}"}).encode())
-        else:
-            if pid == 0:
-                _await_adoption(spec)
-                os.close(spec.launcher)
-                return request, passed
-            pidfd = os.pidfd_open(pid)
-            socket.send_fds(control, [json.dumps({"pid": pid}).encode()], [pidfd])
-            os.close(pidfd)
-            num_forks += 1
-        for descriptor in passed:
-            os.close(descriptor)
+        asked = _next_of(control, spec, ready)
+        match asked:
+            case None:
+                return None
+            case ImportRequest(modules), _:
+                later = [*modules, *later]
+            case BatchRequest(modules), _:
+                if not sys.modules.keys() >= set(modules):
+                    _import_all(modules)
+                born = _serve_batch(control, spec)
+                if isinstance(born, tuple):
+                    return born
+                if isinstance(born, str):
+                    why_none = born
+                else:
+                    num_forks += born
+                    _tell(control, done=True)
+            case BatchEnd(), _:
+                _tell(control, done=True)
+            case ForkRequest(), passed:
+                _tell(control, error=why_none)
+                _close_all(passed)
 
 
-def _receive(control: socket.socket) -> tuple[ForkRequest | ImportRequest, list[int]] | None:
+def _serve_batch(control: socket.socket, spec: TemplateSpec) -> _Born | int | str:
+    """In the template, how many were forked, or a word on why nobody else can be; in a fork, what it is."""
+    try:
+        between = os.fork()
+    except OSError as error:
+        return f"{error.strerror or error}"
+    if between == 0:
+        return _live_between(control, spec)
+    _, status = os.waitpid(between, 0)
+    if os.WIFSIGNALED(status):
+        why = f"the process that forks them was killed by signal {os.WTERMSIG(status)}"
+        _tell(control, error=why)  # to whoever waits for a fork; if nobody does, to the next
+        return why
+    return os.WEXITSTATUS(status)
+
+
+def _live_between(control: socket.socket, spec: TemplateSpec) -> _Born:
+    """Fork whoever is asked for, and end with the batch; it returns in these forks, when the launcher is their parent.
+
+    Its exit status is how many there were, as far as a status can say.
+    """
+    count = 0
+    try:
+        poll, own = _poll_for(control, spec), os.pidfd_open(os.getpid())
+        while True:
+            asked = _next_of(control, spec, poll.poll())
+            request, passed = asked if asked is not None else (None, ())
+            if not isinstance(request, ForkRequest):
+                os._exit(min(count, 255))
+            try:
+                worker = _fork_leader()
+            except OSError as error:
+                _tell(control, error=f"{error.strerror or error}")
+            else:
+                if worker == 0:
+                    _await_adoption(spec, own)
+                    return request, list(passed)
+                count += 1
+                pidfd = os.pidfd_open(worker)
+                socket.send_fds(control, [json.dumps({"pid": worker}).encode()], [pidfd])
+                os.close(pidfd)
+            _close_all(passed)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(min(count, 255))
+
+
+def _fork_leader() -> int:
+    """The process id of a child that leads a session; 0 in that child."""
+    reader, writer = os.pipe()
+    with os.fdopen(reader, "rb", 0) as told, os.fdopen(writer, "wb", 0) as telling:
+        worker = os.fork()
+        if worker == 0:
+            os.setsid()  # before anybody knows its number, so that it can be killed with its group at once
+            telling.write(b".")
+            return 0
+        telling.close()
+        if not told.read(1):
+            raise OSError("it ended as soon as it was made")
+        return worker
+
+
+def _poll_for(control: socket.socket, spec: TemplateSpec) -> select.poll:
+    poll = select.poll()
+    poll.register(control, select.POLLIN)
+    poll.register(spec.launcher, select.POLLIN)
+    return poll
+
+
+def _next_of(control: socket.socket, spec: TemplateSpec, ready: Sequence[tuple[int, int]]) -> _Asked | None:
+    """What the launcher asks, of which `ready` tells; None once it is gone."""
+    if any(descriptor == spec.launcher for descriptor, _ in ready):
+        return None
     data, passed, _, _ = socket.recv_fds(control, FRAME_BYTES, MOST_PASSED)
     if not data:
         return None
     told = json.loads(data)
     if "imports" in told:
         return ImportRequest(tuple(told["imports"])), []
+    if "batch" in told:
+        return BatchRequest(tuple(told["batch"])), []
+    if "end" in told:
+        return BatchEnd(), []
     request = ForkRequest(**told)
     while len(passed) < request.num_descriptors:
         more, others, _, _ = socket.recv_fds(control, 1, MOST_PASSED)
@@ -233,39 +336,27 @@ def _receive(control: socket.socket) -> tuple[ForkRequest | ImportRequest, list[
     return request, passed
 
 
-def _fork_twice() -> int:
-    """The process id of a grandchild that leads a session and whose parent has ended; 0 in that grandchild."""
-    reader, writer = os.pipe()
-    between = os.fork()
-    if between == 0:
-        worker = -1
-        try:
-            worker = os.fork()
-            if worker == 0:
-                os.setsid()  # before anybody knows its number, so that it can be killed with its group at once
-                os.write(writer, _PID.pack(os.getpid()))
-                os.close(reader)
-                os.close(writer)
-                return 0
-        finally:
-            if worker != 0:
-                os._exit(0)
-    os.close(writer)
-    told = os.read(reader, _PID.size)
-    os.close(reader)
-    os.waitpid(between, 0)
-    if not told:
-        raise OSError("no more processes can be made")
-    (worker,) = _PID.unpack(told)
-    return int(worker)
+def _tell(control: socket.socket, **told: Any) -> None:
+    control.send(json.dumps(told).encode())
 
 
-def _await_adoption(spec: TemplateSpec) -> None:
-    """Wait until the launcher is this worker's parent; leave if it never is."""
+def _close_all(descriptors: Sequence[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def _await_adoption(spec: TemplateSpec, between: int) -> None:
+    """Wait until the process in between has ended, of which `between` tells, and the launcher is this worker's parent.
+
+    Leave if it never is.
+    """
+    select.select([between, spec.launcher], [], [])
     deadline = time.monotonic() + _ADOPTED_S
     while os.getppid() != spec.launcher_pid:
         if time.monotonic() > deadline or select.select([spec.launcher], [], [], 0.0005)[0]:
             os._exit(1)
+    os.close(between)
+    os.close(spec.launcher)
 
 
 def _live(request: ForkRequest, passed: Sequence[int]) -> int:

@@ -149,9 +149,11 @@ class _Run:
 
     def __enter__(self) -> _Run:
         try:
-            started = [
-                (role.name, self._crew.start(rank, role, self._job)) for rank, role in enumerate(self._roles)
-            ]
+            with self._crew.together():
+                started = [
+                    (role.name, self._crew.start(rank, role, self._job))
+                    for rank, role in enumerate(self._roles)
+                ]
         except BaseException:
             self._crew.end()
             raise

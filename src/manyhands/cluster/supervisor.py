@@ -19,7 +19,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -121,6 +121,10 @@ class Supervisor:
     def stop_signal(self) -> signal.Signals | None:
         """The first signal that came to end it, if any; `signals.as_exception` is what Python makes of it."""
         return signal.Signals(self._signals[0]) if self._signals else None
+
+    def together(self) -> AbstractContextManager[None]:
+        """Members that are started inside come right one after the other; all of them begin when this is left."""
+        return self._open_crew().together()
 
     def start(self, role: Role, member: int | None = None) -> int:
         """Start `role` and return its number: `member`, or one more than the highest so far, from 1.

@@ -19,10 +19,17 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Final
+from typing import Any, Final
 
 from manyhands.cluster import entry
-from manyhands.cluster.forking import MOST_PASSED, ForkRequest, ImportRequest, TemplateSpec
+from manyhands.cluster.forking import (
+    MOST_PASSED,
+    BatchEnd,
+    BatchRequest,
+    ForkRequest,
+    ImportRequest,
+    TemplateSpec,
+)
 from manyhands.cluster.process import AdoptedProcess
 from manyhands.cluster.spec import RoleSpec
 from manyhands.errors import ManyhandsError, PeerTimeout
@@ -82,7 +89,8 @@ class Template:
     ) -> None:
         """Start it, and return at once: it imports while we go on. `first_file` is what it runs."""
         self.key = _key(environment, modules)
-        self._asking = threading.Lock()
+        self._asking = threading.RLock()
+        self._in_batch = False
         self._foreseen: set[str] = set()
         self._starter = threading.current_thread()  # the kernel ends a child with the thread that started it
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -123,6 +131,21 @@ class Template:
         """Whether it can be asked, and will be there for a while."""
         return self._starter.is_alive() and self._process.poll() is None and self._control.fileno() >= 0
 
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """Forks that are asked for inside come right one after the other; all of them begin when this is left."""
+        with self._asking:
+            if self._in_batch:
+                yield
+                return
+            with _adopting_orphans():
+                self._send(BatchRequest(tuple(_expected)))
+                self._in_batch = True
+                try:
+                    yield
+                finally:
+                    self._end_batch()
+
     def fork(self, spec: RoleSpec, output: tuple[int, int], environment: Mapping[str, str]) -> AdoptedProcess:
         """A child of this process that lives `spec`; `output` are the writing ends of its stdout and stderr.
 
@@ -136,7 +159,6 @@ class Template:
         """A fork for what the first file makes of `role`, in `folder` or here, with the descriptors in `passed`."""
         request = ForkRequest(
             role=role,
-            modules=tuple(_expected),
             environment=environment,
             folder=folder or os.readlink("/proc/self/cwd"),
             umask=_umask(),
@@ -144,28 +166,35 @@ class Template:
             limits={name: resource.getrlimit(getattr(resource, name)) for name in _LIMITS},
             num_descriptors=len(passed),
         )
-        with self._asking, _adopting_orphans():
+        with self.batch():
             try:
                 socket.send_fds(self._control, [request.to_bytes()], passed[:MOST_PASSED])
                 for begin in range(MOST_PASSED, len(passed), MOST_PASSED):
                     socket.send_fds(self._control, [b"+"], passed[begin : begin + MOST_PASSED])
-                return self._hear(name)
+                told: dict[str, Any] = {}
+                while not ("pid" in told or "error" in told):
+                    told, descriptors = self._hear(name)
             except OSError as error:
                 raise self._gone(name) from error
+            except (KeyboardInterrupt, SystemExit):  # a late answer would be taken for that of the next
+                self.close()
+                raise
+            if "error" in told:
+                raise ManyhandsError(f"{name} cannot be started: {told['error']}")
+            return AdoptedProcess(told["pid"], descriptors[0])
 
     def foresee(self, modules: Sequence[str]) -> None:
         """Have it import what forks will need before one is asked for; returns at once."""
         with self._asking:
             new = tuple(module for module in modules if module not in self._foreseen)
             self._foreseen.update(new)
-            try:
-                if new:
-                    self._control.send(ImportRequest(new).to_bytes())
-            except OSError:  # it is gone, which is told to whoever asks for a fork
-                return
+            if new:
+                self._send(ImportRequest(new))
 
     def close(self) -> None:
         """End it, which has nothing to lose; its forks live on."""
+        if self._in_batch:
+            self._send(BatchEnd())
         self._control.close()
         self._process.kill()
         self._process.wait()
@@ -175,7 +204,21 @@ class Template:
         self._control.close()
         self._process.returncode = 0
 
-    def _hear(self, name: str) -> AdoptedProcess:
+    def _send(self, message: BatchRequest | BatchEnd | ImportRequest) -> None:
+        try:
+            self._control.send(message.to_bytes())
+        except OSError:  # it is gone, which is told to whoever asks for a fork
+            return
+
+    def _end_batch(self) -> None:
+        """Have what was forked begin: when this returns, this process is its parent."""
+        self._in_batch = False
+        self._send(BatchEnd())
+        told: dict[str, Any] = {}
+        while self._control.fileno() >= 0 and "done" not in told:
+            told, _ = self._hear("a batch of processes")
+
+    def _hear(self, name: str) -> tuple[dict[str, Any], list[int]]:
         deadline = time.monotonic() + _START_S
         while not select.select([self._control], [], [], 0.2)[0]:
             if self._process.poll() is not None:
@@ -188,10 +231,7 @@ class Template:
         data, descriptors, _, _ = socket.recv_fds(self._control, 1 << 16, 1)
         if not data:
             raise self._gone(name)
-        told = json.loads(data)
-        if "error" in told:
-            raise ManyhandsError(f"{name} cannot be started: {told['error']}")
-        return AdoptedProcess(told["pid"], descriptors[0])
+        return json.loads(data), descriptors
 
     def _gone(self, name: str) -> ManyhandsError:
         self._control.close()

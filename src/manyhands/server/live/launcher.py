@@ -140,7 +140,8 @@ class Launcher:
         """Start everybody, see the run through, and return what came out of it."""
         with self._assemble(self._watched()) as members:
             self._members: RunMembers = members
-            self._do(self._membership.begin())
+            with members.together():
+                self._do(self._membership.begin())
             while not self._over:
                 self._turn()
             self._finish()

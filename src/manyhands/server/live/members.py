@@ -27,6 +27,9 @@ class RunMembers(Protocol):
     def members(self) -> tuple[int, ...]:
         """Who was asked for and is not told to have ended."""
 
+    def together(self) -> AbstractContextManager[None]:
+        """Those who are asked for inside are asked for at once, and may begin when this is left."""
+
     def start_server(self, member: int, place: int) -> str:
         """Ask for a server at this place; what to call it. Nothing is waited for: `poll` tells when it is there."""
 
@@ -91,6 +94,10 @@ class LocalMembers:
     def members(self) -> tuple[int, ...]:
         """Who was started and is not told to have ended."""
         return self._supervisor.members
+
+    def together(self) -> AbstractContextManager[None]:
+        """As forks that come one right after the other."""
+        return self._supervisor.together()
 
     def start_server(self, member: int, place: int) -> str:
         """As a child."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Self
@@ -161,6 +161,10 @@ class RoleMembers:
     def members(self) -> tuple[int, ...]:
         """Who is there; who is still waited for is not."""
         return (*self._at, *(self._local.members if self._has_child else ()))
+
+    def together(self) -> AbstractContextManager[None]:
+        """They are there already, but for the leader's own child."""
+        return nullcontext()
 
     def start_server(self, member: int, place: int) -> str:
         """The process of that place gets its part when it is there."""
