@@ -145,7 +145,14 @@ class Run:
         def gone() -> bool:
             return not self.processes() and not any(segments & set(_segments(pid)) for pid in _pids())
 
-        return await_that(gone, "every process and all shared memory of the run are gone", within_s)
+        try:
+            return await_that(gone, "every process and all shared memory of the run are gone", within_s)
+        except AssertionError as error:
+            left = {pid: _read(pid, "stat").decode().split()[:4] for pid in self.processes()}
+            error.add_note(
+                f"there are {left}, and holders of memory: {[p for p in _pids() if segments & set(_segments(p))]}"
+            )
+            raise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,28 +25,35 @@ def main() -> int:
     if text is None:
         print("this file is run by the launchers of manyhands.cluster, not by hand", file=sys.stderr)
         return 2
-    die_with_parent(json.loads(text)["launcher_pid"], signal.SIGKILL)
+    launcher_pid = json.loads(text)["launcher_pid"]
+    die_with_parent(launcher_pid, signal.SIGKILL)
     template_pid = os.getpid()
     left_with: list[int] = []
-    atexit.register(_leave, left_with)  # before anybody else, so that it is called after all others
-    status = run_template(text)
-    if os.getpid() != template_pid:
-        spare_finalizers()  # those of what a role has imported itself
-        left_with.append(status)
+    atexit.register(_leave, left_with, launcher_pid)  # before others: it is called after all of them
+    status = 1
+    try:
+        status = run_template(text)
+    finally:  # what a role cannot tell a launcher that is gone is raised
+        if os.getpid() != template_pid:
+            spare_finalizers()  # those of what a role has imported itself
+            left_with.append(status)
     return status
 
 
-def _leave(left_with: list[int]) -> None:
-    """In a fork, end here, with all that was written: to take the modules apart would copy what all forks share."""
+def _leave(left_with: list[int], launcher_pid: int) -> None:
+    """In a fork, end here, with all that was written: to take the modules apart would copy what all forks share.
+
+    Whatever a role has started ends with it. The launcher sees to that; where it has just died, nobody else does.
+    """
     if left_with:
-        stream = (
-            io.IOBase.__base__
-        )  # the plain class below it: to ask an abstract one of every type takes 5 ms
+        stream = io.IOBase.__base__  # a plain class: to ask an abstract one of every type takes 5 ms
         assert stream is not None
         for thing in gc.get_objects():
             if issubclass(type(thing), stream):
                 _flush(thing)
         ctypes.CDLL(None).fflush(None)
+        if os.getppid() != launcher_pid:
+            os.killpg(0, signal.SIGKILL)
         os._exit(left_with[0])
 
 
