@@ -22,10 +22,13 @@ class Home:
     kernel: str = ""
     """The training of tasks whose step is compiled; empty where it moves their gradients instead."""
 
+    roles: tuple[str, ...] = ()
+    """The modules that its processes need, where these are fewer than its training's or others."""
+
     @property
     def modules(self) -> tuple[str, ...]:
-        """The modules that these are in."""
-        homes = (self.value, self.training, self.kernel)
+        """The modules that its processes need."""
+        homes = (self.value, *(self.roles or (self.training,)), self.kernel)
         return tuple(f"manyhands.{home.partition(':')[0]}" for home in homes if home)
 
     def load_value(self) -> Any:
@@ -54,10 +57,15 @@ STRATEGIES: Final[dict[str, Home]] = {
         "allreduce.strategy:AllReduce",
         "allreduce.training:AllReduceTraining",
         "allreduce.kernel:AllReduceKernels",
+        roles=("allreduce.training", "allreduce.elastic.work"),
     ),
     "central": Home("central.strategy:Central", "central.training:CentralTraining"),
     "sharded": Home("sharded.strategy:Sharded", "sharded.training:ShardedTraining"),
-    "ps": Home("server.strategy:Ps", "server.training:PsTraining"),
+    "ps": Home(
+        "server.strategy:Ps",
+        "server.training:PsTraining",
+        roles=("server.live.server", "server.live.worker"),
+    ),
     "hogwild": Home(
         "hogwild.strategy:Hogwild", "hogwild.training:HogwildTraining", "hogwild.kernel:HogwildKernels"
     ),

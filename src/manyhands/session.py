@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from manyhands.callbacks import Beginning, Listeners
-from manyhands.cluster.local import threads_per_role
+from manyhands.cluster.cores import threads_per_role
 from manyhands.cluster.room import require_room
 from manyhands.cluster.signals import signal_of
 from manyhands.device import sharing_sentence

@@ -27,7 +27,8 @@ from kills import Run, await_that
 from manyhands.cluster import template
 from manyhands.cluster.context import RoleContext
 from manyhands.cluster.control import Finished
-from manyhands.cluster.local import LocalCluster, Role, threads_per_role
+from manyhands.cluster.cores import threads_per_role
+from manyhands.cluster.local import LocalCluster, Role
 from manyhands.cluster.template import kept_pid
 from manyhands.errors import NonFinite, UserError, WorkerFailed
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from manyhands.allreduce.chosen import algorithm_of, collective_across_hosts, collective_for
 from manyhands.allreduce.collective import Collective, without_barrier
-from manyhands.allreduce.elastic.training import ElasticTraining
 from manyhands.allreduce.exchange import AllReduceExchange
 from manyhands.allreduce.gpu_choice import SUMS, sums_sentence
 from manyhands.allreduce.gpu_sums import chosen_sums, sums_on_gpus
@@ -61,7 +60,11 @@ class AllReduceTraining(ChoosingTraining):
     @classmethod
     def chosen_for(cls, strategy: Strategy) -> type[Training]:
         """Among a fixed number of workers, or by those who are there."""
-        return ElasticTraining if isinstance(strategy, AllReduce) and strategy.elastic else cls
+        if not (isinstance(strategy, AllReduce) and strategy.elastic):
+            return cls
+        from manyhands.allreduce.elastic.training import ElasticTraining  # which workers have no use for
+
+        return ElasticTraining
 
     @classmethod
     def exchange_across_hosts(

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from manyhands.analyse.serving import percentile
 from manyhands.cluster.context import RoleContext
-from manyhands.cluster.crew import threads_per_role
+from manyhands.cluster.cores import threads_per_role
 from manyhands.cluster.supervisor import Ended, Role, Said, Supervisor
 from manyhands.draw.bars import Bars
 from manyhands.errors import ManyhandsError, UserError, nearest

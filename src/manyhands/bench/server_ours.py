@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from manyhands.bench.server_work import PARAMETER, Array, TimedExchange
+from manyhands.cluster.cores import threads_per_role
 from manyhands.cluster.job import pack
-from manyhands.cluster.local import threads_per_role
 from manyhands.cluster.supervisor import Ended, Role, Said, Started, Supervisor
 from manyhands.errors import ManyhandsError, PeerTimeout
 from manyhands.hub.hub import Arrived, Hub, Lost

@@ -28,7 +28,7 @@ from manyhands.bench.step_worker import ALONE, DDP, SINGLE, STRATEGIES, StepMeas
 from manyhands.bench.workers import Workers
 from manyhands.bench.workloads import WORKLOADS, Workload
 from manyhands.cluster.capacity import of_processes
-from manyhands.cluster.local import threads_per_role
+from manyhands.cluster.cores import threads_per_role
 from manyhands.cluster.room import require_room
 from manyhands.errors import ManyhandsError, UserError, nearest
 from manyhands.group.shared import SharedGroup, warm

@@ -23,13 +23,14 @@ from manyhands.cluster.board import Board, BoardLine
 from manyhands.cluster.child import Child
 from manyhands.cluster.context import RoleContext
 from manyhands.cluster.control import Channel, ControlError, Message
+from manyhands.cluster.cores import threads_per_role
 from manyhands.cluster.member import Exited, Garbled, Heard
 from manyhands.cluster.output import Output
 from manyhands.cluster.spec import RoleSpec
 from manyhands.cluster.template import inherited_environment, obtain
 from manyhands.errors import ManyhandsError, UserError
 
-__all__ = ["Crew", "Role", "threads_per_role"]
+__all__ = ["Crew", "Role"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,11 +52,6 @@ class Role:
             raise UserError("name='' must name the role, such as 'worker 0'")
         if not callable(self.target):
             raise UserError(f"target={self.target!r} must be a function of one RoleContext")
-
-
-def threads_per_role(num_roles: int) -> int:
-    """How many threads torch gets in each of `num_roles` processes: an equal share of the cores, or 1."""
-    return max(1, len(os.sched_getaffinity(0)) // num_roles)
 
 
 class Crew:

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any
 
 from manyhands.cluster.control import Finished, Stop
-from manyhands.cluster.crew import Crew, Role, threads_per_role
+from manyhands.cluster.crew import Crew, Role
 from manyhands.cluster.job import pack
 from manyhands.cluster.member import TICK_S, Exited, Garbled, Heard, KillProcess, Patience
 from manyhands.cluster.signals import as_exception, counted_signals
@@ -38,7 +38,7 @@ from manyhands.cluster.watchdog import Watchdog, Watched
 from manyhands.errors import UserError
 from manyhands.link.silence import SILENT_AFTER_S
 
-__all__ = ["LocalCluster", "OnFailure", "OnNote", "Role", "threads_per_role"]
+__all__ = ["LocalCluster", "OnFailure", "OnNote", "Role"]
 
 OnNote = Callable[[int, Mapping[str, Any]], None]
 OnFailure = Callable[[int], None]

@@ -28,7 +28,6 @@ from manyhands.analyse.totals import TotalsSnapshot
 from manyhands.draw.headline import headline, in_order
 
 __all__ = [
-    "PROGRESS",
     "Here",
     "Lines",
     "Notebook",
@@ -39,9 +38,6 @@ __all__ = [
     "look_around",
     "showing",
 ]
-
-PROGRESS = ("auto", "bar", "lines", "none")
-"""What may be asked for."""
 
 _BAR_AFTER_S, _BAR_EVERY_S = 1.0, 0.25
 _NOTEBOOK_EVERY_S = 0.5

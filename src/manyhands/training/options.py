@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from manyhands.callbacks import Callback
 from manyhands.cluster.patience import check_watchdog_s
-from manyhands.draw.showing import PROGRESS
+from manyhands.draw.asked import PROGRESS
 from manyhands.errors import UserError, nearest
 from manyhands.slowdown import Slowdown
 from manyhands.stopping import EarlyStopping

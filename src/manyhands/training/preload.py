@@ -1,5 +1,7 @@
 """Imported by the process that workers are forked from: what workers of every strategy import.
 
+What those of one strategy need besides, the registry says.
+
 Nothing here may compute; see `cluster.forking`.
 """
 
@@ -11,5 +13,5 @@ from manyhands.training.dynamo import defer
 
 defer()
 import_module("numpy.ma")  # numba asks of the first array that a kernel gets whether it is one of these
-for _name in ("cluster.role", "training.processes", "training.worker", "training.loaded"):
+for _name in ("cluster.role", "training.loaded"):
     import_module(f"manyhands.{_name}")

@@ -1,7 +1,8 @@
 """Workers as processes of the local cluster: what the launcher gives them, and what each child does with that.
 
 The parent makes the shared memory, links and rings of a run (`WorkerFiles`); each child attaches its own ends, trains,
-and leaves the final weights in a memory file that only worker 0 writes.
+and leaves the final weights in a memory file that only worker 0 writes. What the parent alone needs, or a run over
+hosts, is imported there: the process that children are forked from imports this module while the first run waits.
 """
 
 from __future__ import annotations
@@ -16,18 +17,15 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch._C._distributed_c10d import FileStore, Store
 
 from manyhands.cluster.context import RoleContext
-from manyhands.cluster.local import LocalCluster, Role, threads_per_role
-from manyhands.cluster.meeting import MeetingStore
-from manyhands.cluster.watchdog import Watched
+from manyhands.cluster.cores import threads_per_role
 from manyhands.device import device_of
 from manyhands.group.shared import SharedGroup, SharedGroupFiles, warm
-from manyhands.hosts.company import Company, CompanyMember
 from manyhands.link.base import Link
 from manyhands.link.mesh import Mesh, mesh_kind
 from manyhands.record.blackbox import BlackBoxes
@@ -44,18 +42,15 @@ from manyhands.training.computing import TrainingPlan
 from manyhands.training.reporting import NOTES, Surroundings
 from manyhands.training.resources import Resources
 from manyhands.training.rows import RowsInOrder
-from manyhands.training.ties import tied
-from manyhands.training.together import (
-    ORDERS,
-    BeginTraining,
-    Hearing,
-    LeadingWorker,
-    MemberWorker,
-    PlacedWorker,
-    wait_for_orders,
-)
 from manyhands.training.training import Result, Stage, Training
 from manyhands.training.worker import Trained
+
+if TYPE_CHECKING:
+    from manyhands.cluster.crew import Role
+    from manyhands.cluster.meeting import MeetingStore
+    from manyhands.cluster.watchdog import Watched
+    from manyhands.hosts.company import Company, CompanyMember
+    from manyhands.training.together import BeginTraining, PlacedWorker
 
 __all__ = ["ProcessTraining", "Train", "WorkerFiles", "WorkerJob"]
 
@@ -115,6 +110,8 @@ class ProcessTraining(Training):
         """Start the workers, listen to them, and read what worker 0 left."""
         if stage.company is not None:
             return self._lead(stage, stage.company)
+        from manyhands.cluster.local import LocalCluster
+
         request = self._request
         rows = RowsInOrder(self._start.step if self._start is not None else 0)
         warm({torch.float64, *(parameter.dtype for parameter in self._model.parameters())})
@@ -160,6 +157,8 @@ class ProcessTraining(Training):
 
     def _lead(self, stage: Stage, company: Company) -> Result:
         """Train as worker 0 in this process, and hear the others, who run the same."""
+        from manyhands.training.together import ORDERS, Hearing, LeadingWorker
+
         rows = RowsInOrder(self._start.step if self._start is not None else 0)
         with ExitStack() as stack:
             ring = stack.enter_context(EventRing.create(role=0))
@@ -184,10 +183,14 @@ class ProcessTraining(Training):
         return self._result([own, *others], observed)
 
     def _orders(self, stage: Stage) -> BeginTraining:
+        from manyhands.training.together import BeginTraining
+
         return BeginTraining(resumes=self._start is not None, keeps=stage.directory is not None)
 
     def take_part(self, member: CompanyMember) -> None:
         """Train as one worker of a run that another process leads, from its first word to the last step."""
+        from manyhands.training.together import MemberWorker, wait_for_orders
+
         line = member.line
         with MemberWorker(line) as around:
             orders = wait_for_orders(member)
@@ -207,6 +210,8 @@ class ProcessTraining(Training):
         start: Loaded | None,
     ) -> dict[str, Any]:
         """One worker's part, in this process; what it tells at its end. Worker 0's weights become the model's."""
+        from manyhands.training.ties import tied
+
         joined = time.monotonic_ns()
         job = self._job(None)
         plan, timeout_s = job.plan, job.timeout_s
@@ -244,6 +249,8 @@ class ProcessTraining(Training):
         )
 
     def _roles(self, files: WorkerFiles, stage: Stage) -> list[Role]:
+        from manyhands.cluster.crew import Role
+
         request = self._request
         job = self._job(stage.run_path)
         return [
@@ -259,6 +266,8 @@ class ProcessTraining(Training):
 
 def watched(deadline_s: float, rings: Sequence[EventRing]) -> Watched:
     """What the watchdog of a run looks at."""
+    from manyhands.cluster.watchdog import Watched
+
     boxes = BlackBoxes(dict(enumerate(rings)))
     return Watched(deadline_s=deadline_s, count_events=boxes.counts, last_events=boxes.last)
 

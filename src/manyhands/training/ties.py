@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Final
 
-from manyhands.cluster.local import threads_per_role
+from manyhands.cluster.cores import threads_per_role
 from manyhands.cluster.meeting import Meeting, MeetingStore, meet
 from manyhands.device import device_of
 from manyhands.errors import UserError, WorkerFailed

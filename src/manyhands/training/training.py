@@ -4,7 +4,8 @@
         ── resume ─►  where the kept run can go on
         ── run ────►  Stage: rows, events, views and checkpoints of the run  ──►  Result
 
-`fit` knows strategies through this alone; `registry.py` leads from a strategy to its class.
+`fit` knows strategies through this alone; `registry.py` leads from a strategy to its class. Workers import this as
+well, but not what gathers and shows their events.
 """
 
 from __future__ import annotations
@@ -15,14 +16,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from torch import Tensor, nn
 
-from manyhands.analyse.collect import Collector
-from manyhands.draw.showing import showing
 from manyhands.errors import UserError
-from manyhands.hosts.company import Company, CompanyMember
 from manyhands.record.ring import EventRing
 from manyhands.registry import STRATEGIES
 from manyhands.store.checkpoint import CheckpointStore, Loaded, NoCheckpoint
@@ -32,6 +30,10 @@ from manyhands.training.computing import TrainingPlan
 from manyhands.training.reporting import WorkerNote
 from manyhands.training.request import Request
 from manyhands.training.rows import RowsInOrder
+
+if TYPE_CHECKING:
+    from manyhands.analyse.collect import Collector
+    from manyhands.hosts.company import Company, CompanyMember
 
 __all__ = ["Result", "Stage", "Training", "training_class"]
 
@@ -105,12 +107,16 @@ class Stage:
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> Collector:
         """Gathers what these rings record by `clock`; the first `workers` of them are workers (None: all)."""
+        from manyhands.analyse.collect import Collector
+
         directory = self.directory.events_path if self.directory is not None else None
         return Collector(rings, workers=workers, directory=directory, clock=clock)
 
     @contextmanager
     def view(self, collector: Collector) -> Iterator[None]:
         """Shows the run while this is open, if somebody wants to see it."""
+        from manyhands.draw.showing import showing
+
         options, steps = self.request.options, self.request.plan.steps
         if options.view is not None:
             shown = options.view(steps, collector.snapshot)

@@ -25,8 +25,8 @@ from manyhands.allreduce.elastic.linked import LinkedEpochs, Wiring
 from manyhands.allreduce.elastic.members import LocalElasticMembers
 from manyhands.allreduce.elastic.state import write_file
 from manyhands.allreduce.elastic.work import ElasticJob, ElasticPart, train
+from manyhands.cluster.cores import threads_per_role
 from manyhands.cluster.host import host_identity
-from manyhands.cluster.local import threads_per_role
 from manyhands.cluster.notes import TypedNotes
 from manyhands.cluster.supervisor import Ended, Event, Hung, Said, Started
 from manyhands.errors import Aborted, ManyhandsError

@@ -19,8 +19,8 @@ from manyhands.allreduce.elastic.membership import ElasticPlan
 from manyhands.allreduce.elastic.placed import ElasticKeeper, PlacedElasticMembers, take_slot, wiring_of
 from manyhands.allreduce.elastic.work import ElasticJob
 from manyhands.allreduce.strategy import AllReduce
+from manyhands.cluster.cores import threads_per_role
 from manyhands.cluster.host import host_identity
-from manyhands.cluster.local import threads_per_role
 from manyhands.cluster.watchdog import Watched
 from manyhands.group.shared import warm
 from manyhands.hosts.company import CompanyMember

@@ -16,7 +16,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from manyhands.cluster.local import threads_per_role
+from manyhands.cluster.cores import threads_per_role
 from manyhands.cluster.watchdog import Watched
 from manyhands.hosts.company import Company
 from manyhands.memory.segment import Segment
