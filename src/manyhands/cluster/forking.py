@@ -67,6 +67,8 @@ _TAKEN_APART = ("torch", "numba", "llvmlite")
 _MANY_FORKS = 8
 """After so many, and when nobody has asked for another in `_QUIET_MS`, it pays to make the next ones cheaper."""
 _QUIET_MS = 100
+_SETTLED_MS = 1000
+"""When nobody has asked for so long after a fork, a run goes on: what another may need is imported meanwhile."""
 
 _ADOPTED_S = 30.0
 _PR_SET_NAME = 15
@@ -204,15 +206,16 @@ def spare_finalizers() -> None:
 def _serve(control: socket.socket, spec: TemplateSpec) -> _Born | None:
     """In the template, None at the end; in a fork, what it is."""
     poll = _poll_for(control, spec)
-    later = list(spec.later)
-    num_forks, is_large = 0, False
+    soon, later = list[str](), list(spec.later)
+    num_forks, is_large, is_settled = 0, False, True
     why_none = "no batch has begun"
     while True:
         pays = num_forks >= _MANY_FORKS and not is_large
-        # Those who were just forked need the cores more than whoever may be forked next.
-        ready = poll.poll(0 if later and not num_forks else _QUIET_MS if later or pays else None)
-        if not ready and later:
-            _import_all([later.pop(0)])
+        wait_ms = _QUIET_MS if pays else 0 if is_settled else _SETTLED_MS
+        ready = poll.poll(0 if soon else wait_ms if pays or later else None)
+        if not ready and (soon or not pays):
+            is_settled = is_settled or not soon
+            _import_all([(soon or later).pop(0)])
             continue
         if not ready:
             use_large_pages()
@@ -223,7 +226,7 @@ def _serve(control: socket.socket, spec: TemplateSpec) -> _Born | None:
             case None:
                 return None
             case ImportRequest(modules), _:
-                later = [*modules, *later]
+                soon += modules
             case BatchRequest(modules), _:
                 if not sys.modules.keys() >= set(modules):
                     _import_all(modules)
@@ -234,6 +237,7 @@ def _serve(control: socket.socket, spec: TemplateSpec) -> _Born | None:
                     why_none = born
                 else:
                     num_forks += born
+                    is_settled = False
                     _tell(control, done=True)
             case BatchEnd(), _:
                 _tell(control, done=True)
