@@ -27,6 +27,7 @@ HERE = Path(__file__).resolve().parent.parent
 CASES = (("mirrored", 2), ("mirrored", 8), ("ps", 2), ("ps", 8))
 WAYS = ("", "warm")
 FITS = 6
+"""In one process, unless said otherwise."""
 
 # What one case runs: a script, as a user has one.
 SCRIPT = """
@@ -83,7 +84,7 @@ print(json.dumps({"torch_s": torch_s, "package_s": package_s, "fits": told, "nex
 """
 
 
-def run(source: Path, strategy: str, workers: int, way: str) -> dict[str, float]:
+def run(source: Path, strategy: str, workers: int, way: str, fits: int = FITS) -> dict[str, float]:
     """One new process; seconds by name."""
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "script.py"
@@ -91,7 +92,7 @@ def run(source: Path, strategy: str, workers: int, way: str) -> dict[str, float]
         notes = Path(folder) / "notes"
         notes.mkdir()
         done = subprocess.run(
-            [sys.executable, script, strategy, str(workers), str(FITS), str(notes), way],
+            [sys.executable, script, strategy, str(workers), str(fits), str(notes), way],
             # with bytecode, as an installed package has it, whatever the shell says
             env={**os.environ, "PYTHONPATH": str(source / "src"), "PYTHONDONTWRITEBYTECODE": ""},
             stdout=subprocess.PIPE,
@@ -117,6 +118,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--fits", type=int, default=FITS, help="in one process; at least 2")
     parser.add_argument("--source", type=Path, action="append", default=[], help="another tree to time")
     parser.add_argument("--json", type=Path, default=RESULTS)
     options = parser.parse_args()
@@ -126,7 +128,7 @@ def main() -> None:
     for _ in range(options.rounds):
         for strategy, workers in CASES:
             for source, way in ways:
-                found = run(source, strategy, workers, way)
+                found = run(source, strategy, workers, way, options.fits)
                 rounds.setdefault((strategy, workers, source, way), []).append(found)
     table = Table(title=f"seconds, median of {options.rounds}, {os.cpu_count()} cores")
     names = tuple(next(iter(rounds.values()))[0])
