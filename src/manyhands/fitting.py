@@ -78,11 +78,8 @@ def fit(
         raise UserError(
             f"cluster={cluster}: {place.kind} has started the processes of this run; leave it out"
         )
-    follows = options.max_workers is not None or (
-        options.min_workers is not None and not chosen.goes_on_with_fewer
-    )
-    if follows and ray_cluster is None and (chosen.can_change_workers or options.max_workers is not None):
-        raise UserError("min_workers and max_workers follow the size of a cluster; give cluster= as well")
+    if ray_cluster is None:
+        _require_fixed_size(chosen, options)
     from manyhands.session import run_session
     from manyhands.training.request import Length, Request
 
@@ -100,6 +97,15 @@ def fit(
         chosen, count = fitted(chosen, place, workers)
         request = Request.make(task, chosen, count, length, seed, options, device)
     return run_placed(request, place, out, resume)
+
+
+def _require_fixed_size(strategy: Strategy, options: Options) -> None:
+    """UserError where a run that has no cluster is to follow the size of one."""
+    follows = options.max_workers is not None or (
+        options.min_workers is not None and not strategy.goes_on_with_fewer
+    )
+    if follows and (strategy.can_change_workers or options.max_workers is not None):
+        raise UserError("min_workers and max_workers follow the size of a cluster; give cluster= as well")
 
 
 def fit_or_kept(

@@ -23,7 +23,7 @@ class Home:
     """The training of tasks whose step is compiled; empty where it moves their gradients instead."""
 
     roles: tuple[str, ...] = ()
-    """The modules that its processes need, where these are fewer than its training's or others."""
+    """The modules that its processes need; empty where that is the training's."""
 
     @property
     def modules(self) -> tuple[str, ...]:

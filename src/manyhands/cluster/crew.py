@@ -95,12 +95,12 @@ class Crew:
     @contextmanager
     def together(self) -> Iterator[None]:
         """Roles that are started inside come right one after the other; all of them begin when this is left."""
-        with ExitStack() as self._batches:
+        with ExitStack() as batches:
+            self._batches = batches
             try:
                 yield
             finally:
-                batches, self._batches = self._batches, None
-                batches.close()
+                self._batches = None
 
     def start(self, rank: int, role: Role, job: int) -> int:
         """Start `role` as `rank`, its target being item `rank` of the packed `job`; the process id.
