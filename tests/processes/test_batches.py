@@ -112,7 +112,7 @@ def test_a_killed_process_in_between_is_told_of_and_the_next_batch_has_another(j
 
 
 _IN_A_BATCH = """
-import sys, time
+import time
 from manyhands.cluster.crew import Crew, Role
 from manyhands.cluster.job import pack
 from manyhands.cluster.template import kept_pid
@@ -129,9 +129,11 @@ with Crew(capacity=1, world=1) as crew:
 def test_the_launchers_death_in_a_batch_ends_all() -> None:
     process = subprocess.Popen([sys.executable, "-c", _IN_A_BATCH], stdout=subprocess.PIPE, text=True)
     with process:
-        assert process.stdout is not None
-        worker, template = map(int, process.stdout.readline().split())
-        (middle,) = Path(f"/proc/{template}/task/{template}/children").read_text().split()
-        process.kill()
+        try:
+            assert process.stdout is not None
+            worker, template = map(int, process.stdout.readline().split())
+            (middle,) = Path(f"/proc/{template}/task/{template}/children").read_text().split()
+        finally:
+            process.kill()
     for pid in (worker, template, int(middle)):
         await_that(lambda pid=pid: not exists(pid), f"the end of {pid}", 10.0)

@@ -8,10 +8,15 @@ Nothing here may compute; see `cluster.forking`.
 from __future__ import annotations
 
 from importlib import import_module
+from typing import Final
 
 from manyhands.training.dynamo import defer
 
+__all__ = ["MODULES"]
+
+MODULES: Final = ("manyhands.cluster.role", "manyhands.training.loaded")
+
 defer()
 import_module("numpy.ma")  # numba asks of the first array that a kernel gets whether it is one of these
-for _name in ("cluster.role", "training.loaded"):
-    import_module(f"manyhands.{_name}")
+for _module in MODULES:  # after the compiler was put off
+    import_module(_module)
