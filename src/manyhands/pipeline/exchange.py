@@ -238,6 +238,18 @@ class PipelineExchange(Exchange):
         """Collective: the sum over workers."""
         return self._all.all_reduce(values)
 
+    def held_buffers(self, model: nn.Module) -> Iterable[Tensor]:
+        """Those of this worker's layers, and the model's own."""
+        del model
+        modules = (module for part in self._holding.parts for module in part.modules)
+        layers = (buffer for module in modules for buffer in module.buffers())
+        own = (one for one in self._holding.own if not isinstance(one, nn.Parameter))
+        return dict.fromkeys((*layers, *own))
+
+    def total_of_copies(self, values: Tensor) -> Tensor:
+        """Collective: the sum over the replicas of this stage, or of this slice of it."""
+        return self._replicas.all_reduce(values.clone())
+
     def take_times(self) -> Times:
         """The turns of the last step; once all have agreed, its messages and whom this worker waited for."""
         posts, self._posts = self._posts, {}

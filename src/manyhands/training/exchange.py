@@ -186,6 +186,14 @@ class Exchange(ABC):
         """After `attach`: every parameter by name, in one order on all workers; None where another holds it."""
         return model.named_parameters()
 
+    def held_buffers(self, model: nn.Module) -> Iterable[torch.Tensor]:
+        """After `attach`: the buffers that this worker computes with, in one order on all who compute with them."""
+        return model.buffers()
+
+    def total_of_copies(self, values: torch.Tensor) -> torch.Tensor:
+        """Collective: the sum over the workers who hold the same part of the model, one for each part of a batch."""
+        return self.total(values)
+
     @abstractmethod
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Collective: take over the model's gradients and give every worker worker 0's weights."""

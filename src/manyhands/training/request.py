@@ -125,6 +125,7 @@ class Request:
             device=device,
             autocast=options.autocast,
             compile=options.compile,
+            buffers=options.buffers,
             check_every=options.check_every,
         )
         return cls(plan=plan, strategy=strategy, workers=workers, samples=samples, options=options)

@@ -25,6 +25,7 @@ from manyhands.store.checkpoint import CheckpointStore, Loaded
 from manyhands.store.optimizer_state import restore_optimizer
 from manyhands.training.agreement import Agreement
 from manyhands.training.booking import StepBook
+from manyhands.training.buffers import BufferKeeper
 from manyhands.training.clipping import clip
 from manyhands.training.computing import Computer, TrainingPlan
 from manyhands.training.diagnosis import Course, diagnose
@@ -78,6 +79,7 @@ class Trainer:
         self._samples = 0
         self._agreed_step = 0  # after which all held the same parameters
         self._course = Course()
+        self._buffers = BufferKeeper(plan.buffers)
         self._sent = Traffic()  # up to the last exchange that was booked
         self._unsettled: list[dict[str, Any]] = []  # rows of steps whose loss is not agreed on yet
 
@@ -121,6 +123,9 @@ class Trainer:
             last = stopped or step == self._plan.steps
             checks = last or is_due(settled, step, self._plan.check_every)
             settled = step
+            if self._reporter.uses_model(step, last=last):
+                alike = partial(self._make_buffers_alike, model)
+                self._exchange.whole(alike, steps_done=step, at_border=False)
             together = partial(self._together, step, model, called, checks=checks, last=last)
             ends = self._exchange.whole(together, steps_done=step, at_border=False)
             stopped = stopped or (ends and not last)
@@ -156,6 +161,14 @@ class Trainer:
             self._check(model, step)
         return self._reporter.after(step, model, called, last=last)
 
+    def _make_buffers_alike(self, model: nn.Module) -> None:
+        """Collective: before the model is evaluated, saved or handed over, all workers have the same buffers."""
+        exchange = self._exchange
+        if exchange.parts > 1:
+            self._buffers.make_alike(
+                list(exchange.held_buffers(model)), exchange.total_of_copies, first=exchange.part == 0
+            )
+
     def _for_newcomers(self) -> dict[str, Any]:
         return {**self._reporter.for_newcomers(), "samples": self._samples}
 
@@ -173,6 +186,7 @@ class Trainer:
             step=step,
             last=step + 1 == self._plan.steps,
         )
+        self._buffers.computed(mine.share)
         computed = time.monotonic_ns()
         during = exchange.take_times()
         overlapped = during.exchange_ns
