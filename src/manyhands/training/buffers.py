@@ -1,14 +1,14 @@
 """Buffers of a model, such as the running statistics of batch norm: the same on all workers before they are used.
 
 Gradients are summed, so parameters stay the same by themselves. Buffers are written by each worker's own forward, and
-differ from worker to worker. `Options.buffers` says what becomes of that before an evaluation, before a checkpoint and at
-the end of a run, so that a metric, a checkpoint and the trained model are of one and the same model:
+differ from worker to worker. `Options.buffers` says how they become the same before an evaluation, before a checkpoint
+and at the end of a run, so that a metric, a checkpoint and the trained model are of one and the same model:
 
     broadcast     everyone takes those of worker 0
-    mean          everyone takes the mean, each worker weighted by what it has computed since the last time; buffers that
-                  are not floating-point are taken from worker 0
-    synchronize   batch norm computes with the statistics of the whole global batch (`batch_norm.py`), so that its buffers
-                  never differ; all other buffers as under broadcast
+    mean          everyone takes the mean, each worker weighted by what it has computed since the last time; buffers
+                  that are not floating-point are taken from worker 0
+    synchronize   batch norm computes with the statistics of the whole global batch (`batch_norm.py`), so that its
+                  buffers never differ; all other buffers as under broadcast
 
 Only buffers that differ travel: hashes are compared first. A buffer that all have alike keeps its bits.
 """
@@ -48,9 +48,7 @@ class BufferKeeper:
 
 
 @torch.no_grad()
-def make_alike(
-    buffers: Sequence[Tensor], total: Total, *, first: bool, weight: float | None = None
-) -> None:
+def make_alike(buffers: Sequence[Tensor], total: Total, *, first: bool, weight: float | None = None) -> None:
     """Collective: every worker's `buffers` become those of the `first`, or with a `weight` the mean by weight.
 
     All bring buffers of the same shapes and types in one order. Of a mean, those that are not floating-point are the
@@ -66,7 +64,9 @@ def make_alike(
     if weight is None:
         found = total(flat if first else torch.zeros_like(flat))
     else:
-        averaged = torch.cat([torch.full_like(_values(one), one.is_floating_point()) for one in unlike]).bool()
+        averaged = torch.cat(
+            [torch.full_like(_values(one), one.is_floating_point()) for one in unlike]
+        ).bool()
         weights = float(total(torch.tensor([weight], dtype=torch.float64)))
         mine = weight / weights if weights > 0 else float(first)
         found = total(torch.where(averaged, flat * mine, flat if first else torch.zeros_like(flat)))

@@ -24,12 +24,14 @@ from manyhands.errors import NonFinite, UserError
 from manyhands.store.checkpoint import CheckpointStore, Loaded
 from manyhands.store.optimizer_state import restore_optimizer
 from manyhands.training.agreement import Agreement
+from manyhands.training.batch_norm import synchronize_batch_norms
 from manyhands.training.booking import StepBook
 from manyhands.training.buffers import BufferKeeper
 from manyhands.training.clipping import clip
 from manyhands.training.computing import Computer, TrainingPlan
 from manyhands.training.diagnosis import Course, diagnose
 from manyhands.training.exchange import Exchange, LocalStep, SharedStep, Traffic
+from manyhands.training.options import SYNCHRONIZE
 from manyhands.training.reporting import Reporter, Surroundings, WorkerNote, is_due
 
 __all__ = ["Trained", "Trainer"]
@@ -100,6 +102,10 @@ class Trainer:
         _require_plain_step(optimizer)
         if start is not None:
             self._exchange.recall(start.extra.get("exchange", {}))
+        if self._plan.buffers == SYNCHRONIZE and self._exchange.parts > 1:
+            synchronize_batch_norms(
+                model, self._exchange.total_in_step, self._exchange.part, self._exchange.parts
+            )
         self._model = model
         model.train()
         self._agreed_step = first
