@@ -22,7 +22,7 @@ from manyhands.memory.heap import keep_freed_memory
 from manyhands.pipeline.borders import Passed, StageBorders
 from manyhands.pipeline.check import most_held
 from manyhands.pipeline.ends import MeasureEnds, TrainingEnds
-from manyhands.pipeline.holding import Holding, holding_of
+from manyhands.pipeline.holding import Holding, holding_of, require_own_statistics
 from manyhands.pipeline.measure import layer_costs
 from manyhands.pipeline.post import StagePost
 from manyhands.pipeline.split import part_bytes, planned
@@ -121,6 +121,7 @@ class PipelineExchange(Exchange):
         self._model, self._optimizer = model, optimizer
         outline, chain = Outline.of(model), chain_of(model)
         self.cuts = self._agree_on_cuts(model, chain)
+        require_own_statistics(model, chain, self.cuts, self._strategy.stages)
         for tensor in (*model.parameters(), *model.buffers()):
             self._all.broadcast(tensor.detach())
         strategy, place = self._strategy, self._place
