@@ -86,7 +86,8 @@ def require_own_statistics(
                 having.setdefault(id(module), set()).add(number % stages)
     for name, module in model.named_modules():
         found = sorted(having.get(id(module), ()))
-        if isinstance(module, _NormBase) and module.running_mean is not None and len(found) > 1:
+        keeps = isinstance(module, _NormBase) and module.running_mean is not None
+        if keeps and len(found) > 1 and module.train().training:  # some stay as they are in training, too
             raise UserError(
                 f"layer {name!r} ({type(module).__name__}) is in stages {' and '.join(map(str, found))}, and each "
                 "would keep running statistics of its own; use a layer for each place, or cuts= that keep both in one "

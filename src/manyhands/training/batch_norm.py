@@ -40,7 +40,7 @@ def _forward(
 ) -> Tensor:
     if not module.training:
         return alone(x)
-    module._check_input_dim(x)
+    module._check_input_dim(x)  # type: ignore[no-untyped-call]
     dims = [0, *range(2, x.dim())]
     precise = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
     squares, mean = torch.var_mean(precise, dims, correction=0)
@@ -92,7 +92,7 @@ class _Summed(torch.autograd.Function):
         return _summed(values, total)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return _summed(gradient, ctx.total), None
 
 
