@@ -258,9 +258,7 @@ SYNCHRONIZED = {"single", "mirrored", "allreduce", "central", "sharded"}
 
 @pytest.mark.parametrize("word", sorted(STRATEGIES.keys() - SYNCHRONIZED))
 def test_a_strategy_without_synchronized_buffers_says_why(word: str) -> None:
-    with pytest.raises(
-        UserError, match=f"buffers=synchronize: strategy {word}.* does not have it: "
-    ):
+    with pytest.raises(UserError, match=f"buffers=synchronize: strategy {word}.* does not have it: "):
         mh.fit(make_task(), word, workers=2, options=mh.Options(buffers="synchronize"))
 
 

@@ -28,7 +28,7 @@ from manyhands.memory.heap import keep_freed_memory
 from manyhands.store.checkpoint import CheckpointStore, Loaded
 from manyhands.store.optimizer_state import restore_optimizer
 from manyhands.training.booking import StepBook
-from manyhands.training.buffers import BufferKeeper
+from manyhands.training.buffers import WorkerBuffers
 from manyhands.training.clipping import clip_own
 from manyhands.training.computing import Built, Computed, Computer, TrainingPlan
 from manyhands.training.diagnosis import Course, diagnose
@@ -71,7 +71,7 @@ class HogwildTrainer:
         self._broken = ""
         self._cause = ""
         self._course = Course()
-        self._buffers = BufferKeeper(plan.buffers)
+        self._buffers = WorkerBuffers(plan.buffers)
 
     def run(self, start: Loaded | None = None) -> Trained:
         """Train from `start` (or from nothing) to the last step; raises NonFinite on the worker whose loss broke.

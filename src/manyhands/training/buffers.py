@@ -24,13 +24,13 @@ from torch import Tensor
 from manyhands.training.agreement import parameter_hashes
 from manyhands.training.options import MEAN
 
-__all__ = ["BufferKeeper", "make_alike"]
+__all__ = ["WorkerBuffers", "make_alike"]
 
 Total = Callable[[Tensor], Tensor]
 """Collective: the sum over workers of a float64 vector."""
 
 
-class BufferKeeper:
+class WorkerBuffers:
     """One worker's side: counts what was computed since the buffers were alike, and makes them alike again."""
 
     def __init__(self, mode: str) -> None:

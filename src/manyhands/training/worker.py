@@ -26,7 +26,7 @@ from manyhands.store.optimizer_state import restore_optimizer
 from manyhands.training.agreement import Agreement
 from manyhands.training.batch_norm import synchronize_batch_norms
 from manyhands.training.booking import StepBook
-from manyhands.training.buffers import BufferKeeper
+from manyhands.training.buffers import WorkerBuffers
 from manyhands.training.clipping import clip
 from manyhands.training.computing import Computer, TrainingPlan
 from manyhands.training.diagnosis import Course, diagnose
@@ -81,7 +81,7 @@ class Trainer:
         self._samples = 0
         self._agreed_step = 0  # after which all held the same parameters
         self._course = Course()
-        self._buffers = BufferKeeper(plan.buffers)
+        self._buffers = WorkerBuffers(plan.buffers)
         self._sent = Traffic()  # up to the last exchange that was booked
         self._unsettled: list[dict[str, Any]] = []  # rows of steps whose loss is not agreed on yet
 
