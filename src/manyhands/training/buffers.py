@@ -19,15 +19,26 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from manyhands.training.agreement import parameter_hashes
 from manyhands.training.options import MEAN
 
-__all__ = ["WorkerBuffers", "make_alike"]
+__all__ = ["WorkerBuffers", "make_alike", "room_for"]
+
+_MOST_ITEMS = 1 << 17
 
 Total = Callable[[Tensor], Tensor]
 """Collective: the sum over workers of a float64 vector."""
+
+
+def room_for(model: nn.Module, world: int) -> int:
+    """How many items of float64 a `total` should carry at once, so that the buffers of `model` take few exchanges.
+
+    What `world` workers tell each other of the batch norms of one forward fits, too; 0 for a model without buffers.
+    """
+    items = sum(one.numel() if one.is_floating_point() else one.nbytes for one in model.buffers())
+    return min(items * world, _MOST_ITEMS)
 
 
 class WorkerBuffers:
