@@ -145,6 +145,7 @@ def _terms(request: Request, model: nn.Module) -> tuple[Term, ...]:
             "stopping": plan.stopping,
             "autocast": plan.autocast,
             "compile": plan.compile,
+            "buffers": plan.buffers,
             "check_every": plan.check_every,
             "slow": plan.slow,
         }

@@ -160,6 +160,11 @@ class Strategy(ABC):
         return ""
 
     @property
+    def refused_buffers(self) -> Mapping[str, str]:
+        """Choices of `Options.buffers` that it does not have, and why; a sentence each."""
+        return {"synchronize": "its workers do not compute on parts of the same batch at the same time"}
+
+    @property
     def uses_links(self) -> bool:
         """Whether the workers of one host exchange over links, besides the memory they share."""
         return False

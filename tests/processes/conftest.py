@@ -14,6 +14,7 @@ LONGEST_FIRST = (
     "test_installed",
     "test_tour",
     "test_contract",
+    "test_buffers",
     "test_ps",
     "test_fit",
     "test_integrations",

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from manyhands.allreduce.collective import Collective
-from manyhands.allreduce.riding import broadcast, kept_by_codecs, total
+from manyhands.allreduce.riding import broadcast, kept_by_codecs, room_for_buffers, total
 from manyhands.allreduce.rows import GradientRows, row_sparse
 from manyhands.errors import UserError
 from manyhands.training.exchange import LocalStep, SharedStep
@@ -63,8 +63,10 @@ class Reducer:
         shapes = [parameter.shape for parameter in self._parameters]
         parcels = [layout.parcel(number, shapes=shapes) for number, layout in enumerate(self._layouts)]
         status = Parcel.whole(len(parcels), status_size, torch.float64, exact=True)
-        *self._buckets, self._status = collective.allocate([*parcels, status])
+        rooms = collective.allocate([*parcels, status, *room_for_buffers(model, status, collective.world)])
+        self._buckets, self._status = rooms[: len(parcels)], rooms[len(parcels)]
         self._status_index = len(self._layouts)
+        self._totals, self._totals_index = rooms[-1], len(rooms) - 1  # for what is too long for the status
         self._gpu = _gpu_copies(self._parameters, self._buckets)
         self._bring_back = bring_back
         self._rows = {
@@ -134,7 +136,9 @@ class Reducer:
         return self._read_status(status.tolist())
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
-        """Collective: the sum over workers of a float64 vector, through the status bucket, piece by piece."""
+        """Collective: the sum over workers of a float64 vector, through a bucket that is exact, piece by piece."""
+        if len(values) > len(self._status):
+            return total(self._collective, self._totals_index, self._totals, values)
         return total(self._collective, self._status_index, self._status, values)
 
     def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -167,7 +171,7 @@ class Reducer:
         for parameter in self._parameters:
             parameter.grad = None
         self.gradients, self._buckets = [], []
-        self._status = torch.empty(0)
+        self._status = self._totals = torch.empty(0)
 
     def _make_views(self) -> list[torch.Tensor]:
         views: dict[int, torch.Tensor] = {}

@@ -6,12 +6,15 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from manyhands.allreduce.collective import Collective
 from manyhands.errors import ManyhandsError
+from manyhands.training.buffers import room_for
 from manyhands.wire.memory import as_memory, as_one
+from manyhands.wire.parcels import Parcel
 
-__all__ = ["broadcast", "kept_by_codecs", "remember_kept", "total"]
+__all__ = ["broadcast", "kept_by_codecs", "remember_kept", "room_for_buffers", "total"]
 
 _COUNT_BYTES = 8
 _SPARE_BYTES = 1 << 20  # for names and chunks that are longer than this worker's
@@ -31,6 +34,12 @@ def remember_kept(collective: Collective, kept: Mapping[str, Any] | None) -> Non
     workers = kept["workers"] if kept is not None and kept["codec"] == collective.codec else ()
     if len(workers) == collective.world:
         collective.remember(as_memory(workers[collective.rank]))
+
+
+def room_for_buffers(model: nn.Module, status: Parcel, world: int) -> list[Parcel]:
+    """A parcel after `status` in which the buffers of `model` take few sums; none where they fit into `status`."""
+    count = room_for(model, world)
+    return [Parcel.whole(status.number + 1, count, torch.float64, exact=True)] if count > status.count else []
 
 
 def total(collective: Collective, index: int, bucket: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

@@ -55,6 +55,11 @@ class Mirrored(Strategy):
         return AllReduce(buckets=self.buckets).across_hosts(hosts)
 
     @property
+    def refused_buffers(self) -> Mapping[str, str]:
+        """None."""
+        return {}
+
+    @property
     def promises(self) -> Promises:
         """All workers take every step together, so all are needed."""
         return IN_STEP
@@ -315,6 +320,17 @@ class AllReduce(Strategy):
             raise UserError(
                 "elastic=yes: a compiled step cannot be taken back when a worker is lost; leave it out"
             )
+
+    @property
+    def refused_buffers(self) -> Mapping[str, str]:
+        """Sums inside forward need everybody, and the links to themselves."""
+        if self.elastic:
+            return {
+                "synchronize": "with elastic=yes a worker may be lost inside a forward that the others wait in"
+            }
+        if self.order == "priority":
+            return {"synchronize": "with order=priority gradients are on their way during the next forward"}
+        return {}
 
     @property
     def promises(self) -> Promises:

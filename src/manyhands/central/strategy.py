@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -33,6 +34,11 @@ class Central(Strategy):
     def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
         """Parameters and optimizer state are there once."""
         return shared_copy(model, workers, workers)
+
+    @property
+    def refused_buffers(self) -> Mapping[str, str]:
+        """None."""
+        return {}
 
     @property
     def promises(self) -> Promises:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -102,6 +103,13 @@ class Hogwild(Strategy):
             "hogwild on a dense model: each step touches every parameter that others are changing; sparse updates are "
             "where the theory holds, so declare tables in Task.sparse, or use strategy=mirrored"
         )
+
+    @property
+    def refused_buffers(self) -> Mapping[str, str]:
+        """Nothing is left to synchronise."""
+        return {
+            "synchronize": "each batch is one worker's, whole, so that its statistics are those of the global batch"
+        }
 
     @property
     def promises(self) -> Promises:

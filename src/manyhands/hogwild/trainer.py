@@ -28,6 +28,7 @@ from manyhands.memory.heap import keep_freed_memory
 from manyhands.store.checkpoint import CheckpointStore, Loaded
 from manyhands.store.optimizer_state import restore_optimizer
 from manyhands.training.booking import StepBook
+from manyhands.training.buffers import WorkerBuffers
 from manyhands.training.clipping import clip_own
 from manyhands.training.computing import Built, Computed, Computer, TrainingPlan
 from manyhands.training.diagnosis import Course, diagnose
@@ -70,6 +71,7 @@ class HogwildTrainer:
         self._broken = ""
         self._cause = ""
         self._course = Course()
+        self._buffers = WorkerBuffers(plan.buffers)
 
     def run(self, start: Loaded | None = None) -> Trained:
         """Train from `start` (or from nothing) to the last step; raises NonFinite on the worker whose loss broke.
@@ -97,6 +99,8 @@ class HogwildTrainer:
                 return self._trained(model, step, stopped=True)
             stopped = stopped and step < self._plan.steps
             last = stopped or step == self._plan.steps
+            # buffers are in the memory of all, but for one that a module has replaced
+            self._buffers.make_alike(list(model.buffers()), self.total, first=self.rank == 0)
             ends = self._reporter.after(step, model, loop.called, last=last)
             stopped = stopped or (ends and not last)
         if first >= self._plan.steps:
@@ -107,10 +111,13 @@ class HogwildTrainer:
 
     def total(self, values: Tensor) -> Tensor:
         """Collective: the sum over workers."""
-        self._totals.tensor.zero_()
-        self._totals.tensor[: values.numel()] = values
-        self._group.all_reduce(self._totals)
-        return self._totals.tensor[: values.numel()].clone()
+        room, sums = self._totals.tensor, []
+        for piece in torch.split(values, room.numel()):
+            room.zero_()
+            room[: piece.numel()] = piece
+            self._group.all_reduce(self._totals)
+            sums.append(room[: piece.numel()].clone())
+        return torch.cat(sums)
 
     def optimizer_state(self) -> dict[str, Any] | None:
         """Collective, while all are met: worker 0 sees all of it."""
@@ -213,6 +220,7 @@ class HogwildTrainer:
         book.compute(end)
         book.end(end, mine.samples, mine.loss)
         self._samples += mine.samples
+        self._buffers.computed(mine.samples)
         if not self._broken:
             loss, samples = self._since_met
             self._course.add(mine.loss)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands.allreduce.collective import Collective
-from manyhands.allreduce.riding import broadcast, kept_by_codecs, total
+from manyhands.allreduce.riding import broadcast, kept_by_codecs, room_for_buffers, total
 from manyhands.errors import UserError
 from manyhands.local.outer import Mean, OuterStep
 from manyhands.sharding.kept import kept_by
@@ -78,7 +78,9 @@ class Replica:
         parcels = [layout.parcel(number, exact=exact) for number, (layout, exact) in enumerate(layouts)]
         count = max(_SMALLEST_STATUS, 2 * len(self._parameters))
         status = Parcel.whole(len(parcels), count, torch.float64, exact=True)
-        *self._buckets, self._status = collective.allocate([*parcels, status])
+        rooms = collective.allocate([*parcels, status, *room_for_buffers(model, status, collective.world)])
+        self._buckets, self._status = rooms[: len(parcels)], rooms[len(parcels)]
+        self._totals, self._totals_index = rooms[-1], len(rooms) - 1  # for what is too long for the status
         self._before = {
             parcel.number: torch.zeros(parcel.count, dtype=parcel.dtype)
             for parcel in parcels
@@ -143,6 +145,8 @@ class Replica:
 
     def total(self, values: Tensor) -> Tensor:
         """Collective: the sum over workers of a float64 vector."""
+        if len(values) > len(self._status):
+            return total(self._collective, self._totals_index, self._totals, values)
         return total(self._collective, len(self._buckets), self._status, values)
 
     def owed(self) -> Mapping[str, Any] | None:

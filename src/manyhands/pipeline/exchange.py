@@ -22,7 +22,7 @@ from manyhands.memory.heap import keep_freed_memory
 from manyhands.pipeline.borders import Passed, StageBorders
 from manyhands.pipeline.check import most_held
 from manyhands.pipeline.ends import MeasureEnds, TrainingEnds
-from manyhands.pipeline.holding import Holding, holding_of
+from manyhands.pipeline.holding import Holding, holding_of, require_own_statistics
 from manyhands.pipeline.measure import layer_costs
 from manyhands.pipeline.post import StagePost
 from manyhands.pipeline.split import part_bytes, planned
@@ -121,6 +121,7 @@ class PipelineExchange(Exchange):
         self._model, self._optimizer = model, optimizer
         outline, chain = Outline.of(model), chain_of(model)
         self.cuts = self._agree_on_cuts(model, chain)
+        require_own_statistics(model, chain, self.cuts, self._strategy.stages)
         for tensor in (*model.parameters(), *model.buffers()):
             self._all.broadcast(tensor.detach())
         strategy, place = self._strategy, self._place
@@ -237,6 +238,18 @@ class PipelineExchange(Exchange):
     def total(self, values: Tensor) -> Tensor:
         """Collective: the sum over workers."""
         return self._all.all_reduce(values)
+
+    def held_buffers(self, model: nn.Module) -> Iterable[Tensor]:
+        """Those of this worker's layers, and the model's own."""
+        del model
+        modules = (module for part in self._holding.parts for module in part.modules)
+        layers = (buffer for module in modules for buffer in module.buffers())
+        own = (one for one in self._holding.own if not isinstance(one, nn.Parameter))
+        return dict.fromkeys((*layers, *own))
+
+    def total_of_copies(self, values: Tensor) -> Tensor:
+        """Collective: the sum over the replicas of this stage, or of this slice of it."""
+        return self._replicas.all_reduce(values.clone())
 
     def take_times(self) -> Times:
         """The turns of the last step; once all have agreed, its messages and whom this worker waited for."""

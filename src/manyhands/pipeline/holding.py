@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
+from manyhands.errors import UserError
 from manyhands.pipeline.borders import ChainPart
 from manyhands.pipeline.split import parts_of
 
-__all__ = ["Holding", "holding_of"]
+__all__ = ["Holding", "holding_of", "require_own_statistics"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -71,3 +73,23 @@ def holding_of(
         own=tuple(own),
         buffers=tuple(name for name, buffer in buffers.items() if min(holders.get(id(buffer), {0})) == stage),
     )
+
+
+def require_own_statistics(
+    model: nn.Module, chain: Sequence[nn.Module], cuts: Sequence[int], stages: int
+) -> None:
+    """UserError for a layer with running statistics that several stages have, for each would keep its own."""
+    having: dict[int, set[int]] = {}
+    for number, within in enumerate(parts_of(cuts, len(chain))):
+        for layer in chain[within.start : within.stop]:
+            for module in layer.modules():
+                having.setdefault(id(module), set()).add(number % stages)
+    for name, module in model.named_modules():
+        found = sorted(having.get(id(module), ()))
+        keeps = isinstance(module, _NormBase) and module.running_mean is not None
+        if keeps and len(found) > 1 and module.train().training:  # some stay as they are in training, too
+            raise UserError(
+                f"layer {name!r} ({type(module).__name__}) is in stages {' and '.join(map(str, found))}, and each "
+                "would keep running statistics of its own; use a layer for each place, or cuts= that keep both in one "
+                "stage"
+            )

@@ -182,6 +182,11 @@ class Pipeline(Strategy):
         return "give the model and its loss to mh.fit for pipeline"
 
     @property
+    def refused_buffers(self) -> Mapping[str, str]:
+        """Batches are computed in pieces."""
+        return {"synchronize": "its batch norms see one micro-batch at a time, and never the whole batch"}
+
+    @property
     def promises(self) -> Promises:
         """All workers take every step together, so all are needed."""
         return IN_STEP

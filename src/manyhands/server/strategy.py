@@ -221,6 +221,12 @@ class Ps(Strategy):
         return () if rounds_hops(self.codec) else ("codecs",)
 
     @property
+    def refused_buffers(self) -> Mapping[str, str]:
+        """Workers end one by one."""
+        why = "its workers end one by one, and the model has the buffers of the last of them"
+        return {**super().refused_buffers, "mean": why}
+
+    @property
     def promises(self) -> Promises:
         """Nothing ends with a worker; what is left of a server depends on `replicas`."""
         return Promises(

@@ -190,6 +190,11 @@ class ShardedExchange(FlowListener, Exchange):
         self._meet()
         return self._run(lambda: self._group.all_reduce(values))
 
+    def total_in_step(self, values: Tensor) -> Tensor:
+        """Collective: the sum over workers; the layers that are here stay."""
+        self._meet()
+        return self._run(lambda: self._group.all_reduce(values))
+
     def take_times(self) -> Times:
         """What this worker stood still for exchanges while it computed, and whom it waited for at their end."""
         waited, self._waited_ns = self._waited_ns, 0

@@ -57,6 +57,11 @@ class Sharded(Strategy):
         ]
 
     @property
+    def refused_buffers(self) -> Mapping[str, str]:
+        """None."""
+        return {}
+
+    @property
     def promises(self) -> Promises:
         """All workers take every step together, so all are needed."""
         return IN_STEP

@@ -95,6 +95,11 @@ class Single(Strategy):
         ]
 
     @property
+    def refused_buffers(self) -> Mapping[str, str]:
+        """None."""
+        return {}
+
+    @property
     def promises(self) -> Promises:
         """It is what the others are held against."""
         same = Promise(answer=Answer.YES, words="it is the one process")

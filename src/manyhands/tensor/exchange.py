@@ -171,6 +171,10 @@ class TensorExchange(Exchange):
         """Collective: the sum over workers."""
         return self._everyone.all_reduce(values.clone())
 
+    def total_of_copies(self, values: torch.Tensor) -> torch.Tensor:
+        """Collective: the sum over the replicas of this slice."""
+        return self._data.all_reduce(values.clone())
+
     def take_times(self) -> Times:
         """What passed between slices inside forward and backward; messages, once all have agreed on the step.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -100,6 +101,13 @@ class Tensor(Strategy):
             raise UserError(
                 f"strategy {self}: word vectors are split over all workers through memory that they share; use tensor"
             )
+
+    @property
+    def refused_buffers(self) -> Mapping[str, str]:
+        """No sums over replicas inside a sliced layer."""
+        return {
+            "synchronize": "its slices compute on the same samples, and replicas of slices do not sum inside a layer"
+        }
 
     @property
     def promises(self) -> Promises:

@@ -6,7 +6,8 @@ random number that depends on the rank, a broken machine. Nothing else would sho
 nothing. Where a model is split (`pipeline data=2`), each part is compared with its copies.
 
 One check is one 64-bit hash over all parameters of a worker and one small sum over workers; only when that differs is
-each parameter's own hash exchanged. Buffers are not compared: running statistics are each worker's own.
+each parameter's own hash exchanged. Buffers are not compared: between evaluations, running statistics are each worker's
+own.
 """
 
 from __future__ import annotations

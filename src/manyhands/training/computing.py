@@ -65,6 +65,9 @@ class TrainingPlan:
     compile: bool = False
     """Let torch.compile make the model faster."""
 
+    buffers: str = "broadcast"
+    """How the workers' buffers become the same before they are used: see `Options.buffers`."""
+
     check_every: int = 0
     """Compare the workers' parameters after every so many steps, and at the end; 0: never."""
 

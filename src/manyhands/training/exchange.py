@@ -11,15 +11,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from manyhands.errors import UserError
 from manyhands.link.wire import Wire
 from manyhands.training.computing import Computed, Computer
 from manyhands.training.gradients import clippable
+from manyhands.training.options import SYNCHRONIZE
 
 __all__ = ["Exchange", "LocalStep", "Post", "SharedStep", "SingleExchange", "Times", "Traffic", "TurnTime"]
 
@@ -186,6 +189,14 @@ class Exchange(ABC):
         """After `attach`: every parameter by name, in one order on all workers; None where another holds it."""
         return model.named_parameters()
 
+    def held_buffers(self, model: nn.Module) -> Iterable[torch.Tensor]:
+        """After `attach`: the buffers that this worker computes with, in one order on all who compute with them."""
+        return model.buffers()
+
+    def total_of_copies(self, values: torch.Tensor) -> torch.Tensor:
+        """Collective: the sum over the workers who hold the same part of the model, one for each part of a batch."""
+        return self.total(values)
+
     @abstractmethod
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Collective: take over the model's gradients and give every worker worker 0's weights."""
@@ -205,7 +216,21 @@ class Exchange(ABC):
 
     def compute(self, computer: Computer, model: nn.Module, step: int) -> Computed:
         """Forward and backward of this worker's part of batch `step`."""
-        return computer.compute(model, step, self.part, self.parts, self.backward, accumulate=self.accumulate)
+        compute = partial(computer.compute, model, step, self.part, self.parts, self.backward)
+        if computer.plan.buffers != SYNCHRONIZE or self.parts == 1:
+            return compute(accumulate=self.accumulate)
+        with self.accumulate():  # nothing else is summed while layers sum their statistics
+            found = compute()
+        if not found.samples:
+            raise UserError(
+                f"buffers=synchronize: worker {self.worker} has no sample in step {step + 1}, and every worker needs "
+                "one; use fewer workers, larger batches, or buffers=mean"
+            )
+        return found
+
+    def total_in_step(self, values: torch.Tensor) -> torch.Tensor:
+        """Collective, inside the forward and backward of a step in which all compute: the sum over workers."""
+        return self.total(values)
 
     def cannot_go_on(self, computer: Computer, step: int) -> str:
         """Between steps, with `step` of them done: a sentence on why none may follow, the same on every worker.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from manyhands.callbacks import Callback
 from manyhands.cluster.patience import check_watchdog_s
@@ -22,7 +22,12 @@ if TYPE_CHECKING:
     from manyhands.link.secure import Security
     from manyhands.training.commands import Command
 
-__all__ = ["TLS_VARIABLE", "Options", "View"]
+__all__ = ["BUFFERS", "MEAN", "SYNCHRONIZE", "TLS_VARIABLE", "Options", "View"]
+
+MEAN: Final = "mean"
+SYNCHRONIZE: Final = "synchronize"
+BUFFERS: Final = ("broadcast", MEAN, SYNCHRONIZE)
+"""What `Options.buffers` may be."""
 
 TLS_VARIABLE = "MANYHANDS_TLS"
 """Where the environment names the folder of this host's certificate."""
@@ -59,6 +64,11 @@ class Options:
 
     compile: bool = False
     """Let torch.compile make the model faster."""
+
+    buffers: str = "broadcast"
+    """How the workers' buffers, such as the running statistics of batch norm, become the same before an evaluation, a
+    checkpoint and the end: `broadcast` takes those of worker 0, `mean` their mean; with `synchronize` batch norm
+    computes with the statistics of the whole global batch, as one process does."""
 
     timeout_s: float = 300.0
     """How long a worker waits for another that is alive before the run fails naming it."""
@@ -126,6 +136,8 @@ class Options:
             raise UserError(f"min_workers={self.min_workers} must be at least 1")
         if not self.timeout_s > 0:
             raise UserError(f"timeout_s={self.timeout_s} must be above 0")
+        if self.buffers not in BUFFERS:
+            raise UserError(f"buffers={self.buffers!r} is not known; {nearest(str(self.buffers), BUFFERS)}")
         if self.progress not in PROGRESS:
             raise UserError(f"progress={self.progress!r}: {nearest(str(self.progress), PROGRESS)}")
         if self.insecure and self.tls is not None:

@@ -176,6 +176,13 @@ class Reporter:
         saves = plan.checkpoint_every if self._checkpoints is not None else 0
         return min([plan.steps, *(step - step % every + every for every in (evaluates, saves) if every)])
 
+    def uses_model(self, step: int, *, last: bool) -> bool:
+        """Whether `after` is going to evaluate or save the model after `step` steps, or the run ends with them."""
+        plan, before = self._plan, self._reached
+        evaluates = plan.task.evaluation is not None and is_due(before, step, plan.evaluate_every)
+        saves = self._checkpoints is not None and is_due(before, step, plan.checkpoint_every)
+        return last or evaluates or saves
+
     def after(self, step: int, model: nn.Module, called: nn.Module, *, last: bool) -> bool:
         """Collective: do what is due after `step` steps; `called` is `model` as it is computed with.
 

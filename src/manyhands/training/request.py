@@ -19,7 +19,7 @@ from manyhands.strategy import Strategy
 from manyhands.task import Task
 from manyhands.training.clipping import check_clipping
 from manyhands.training.computing import TrainingPlan
-from manyhands.training.options import Options
+from manyhands.training.options import SYNCHRONIZE, Options
 from manyhands.version import __version__
 
 __all__ = ["Length", "Request"]
@@ -82,6 +82,7 @@ class Request:
         if options.compile and strategy.cannot_compile:
             raise UserError(f"compile: {strategy.cannot_compile}; leave it out")
         _check_microbatches(task, strategy)
+        _check_buffers(task, strategy, workers, options)
         _check_schedule(task, strategy)
         _check_stopping(task, strategy, options.early_stopping)
         if options.skip_nonfinite and not strategy.can_skip_updates:
@@ -125,6 +126,7 @@ class Request:
             device=device,
             autocast=options.autocast,
             compile=options.compile,
+            buffers=options.buffers,
             check_every=options.check_every,
         )
         return cls(plan=plan, strategy=strategy, workers=workers, samples=samples, options=options)
@@ -169,6 +171,32 @@ def _check_microbatches(task: AnyTask, strategy: Strategy) -> None:
         raise UserError(
             f"task.microbatches={task.microbatches}: strategy {strategy} reads the rows of task.sparse once for a "
             "whole batch; leave one of the two out"
+        )
+
+
+def _check_buffers(task: AnyTask, strategy: Strategy, workers: int, options: Options) -> None:
+    why = strategy.refused_buffers.get(options.buffers)
+    if why is not None:
+        raise UserError(
+            f"buffers={options.buffers}: strategy {strategy} does not have it: {why}; leave it out"
+        )
+    if options.buffers != SYNCHRONIZE or not isinstance(task, Task) or workers == 1:
+        return
+    if options.compile:
+        raise UserError(
+            "buffers=synchronize: torch.compile takes a model whose layers do not wait for other workers; leave out "
+            "one of the two"
+        )
+    if task.microbatches > 1:
+        raise UserError(
+            f"buffers=synchronize: with task.microbatches={task.microbatches} no layer sees a whole batch; leave out "
+            "one of the two"
+        )
+    fewest = task.samples % task.batch_size or min(task.batch_size, task.samples or task.batch_size)
+    if fewest < workers:
+        raise UserError(
+            f"buffers=synchronize: every worker needs a sample of each batch, and some batches have {fewest} for "
+            f"{workers} workers; use fewer workers, another batch_size, or buffers=mean"
         )
 
 

@@ -24,11 +24,14 @@ from manyhands.errors import NonFinite, UserError
 from manyhands.store.checkpoint import CheckpointStore, Loaded
 from manyhands.store.optimizer_state import restore_optimizer
 from manyhands.training.agreement import Agreement
+from manyhands.training.batch_norm import synchronize_batch_norms
 from manyhands.training.booking import StepBook
+from manyhands.training.buffers import WorkerBuffers
 from manyhands.training.clipping import clip
 from manyhands.training.computing import Computer, TrainingPlan
 from manyhands.training.diagnosis import Course, diagnose
 from manyhands.training.exchange import Exchange, LocalStep, SharedStep, Traffic
+from manyhands.training.options import SYNCHRONIZE
 from manyhands.training.reporting import Reporter, Surroundings, WorkerNote, is_due
 
 __all__ = ["Trained", "Trainer"]
@@ -78,6 +81,7 @@ class Trainer:
         self._samples = 0
         self._agreed_step = 0  # after which all held the same parameters
         self._course = Course()
+        self._buffers = WorkerBuffers(plan.buffers)
         self._sent = Traffic()  # up to the last exchange that was booked
         self._unsettled: list[dict[str, Any]] = []  # rows of steps whose loss is not agreed on yet
 
@@ -98,6 +102,10 @@ class Trainer:
         _require_plain_step(optimizer)
         if start is not None:
             self._exchange.recall(start.extra.get("exchange", {}))
+        if self._plan.buffers == SYNCHRONIZE and self._exchange.parts > 1:
+            synchronize_batch_norms(
+                model, self._exchange.total_in_step, self._exchange.part, self._exchange.parts
+            )
         self._model = model
         model.train()
         self._agreed_step = first
@@ -121,6 +129,9 @@ class Trainer:
             last = stopped or step == self._plan.steps
             checks = last or is_due(settled, step, self._plan.check_every)
             settled = step
+            if self._reporter.uses_model(step, last=last):
+                alike = partial(self._make_buffers_alike, model)
+                self._exchange.whole(alike, steps_done=step, at_border=False)
             together = partial(self._together, step, model, called, checks=checks, last=last)
             ends = self._exchange.whole(together, steps_done=step, at_border=False)
             stopped = stopped or (ends and not last)
@@ -156,6 +167,14 @@ class Trainer:
             self._check(model, step)
         return self._reporter.after(step, model, called, last=last)
 
+    def _make_buffers_alike(self, model: nn.Module) -> None:
+        """Collective: before the model is evaluated, saved or handed over, all workers have the same buffers."""
+        exchange = self._exchange
+        if exchange.parts > 1:
+            self._buffers.make_alike(
+                list(exchange.held_buffers(model)), exchange.total_of_copies, first=exchange.part == 0
+            )
+
     def _for_newcomers(self) -> dict[str, Any]:
         return {**self._reporter.for_newcomers(), "samples": self._samples}
 
@@ -173,6 +192,7 @@ class Trainer:
             step=step,
             last=step + 1 == self._plan.steps,
         )
+        self._buffers.computed(mine.share)
         computed = time.monotonic_ns()
         during = exchange.take_times()
         overlapped = during.exchange_ns

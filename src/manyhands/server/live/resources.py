@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -106,7 +107,9 @@ class MemberResources:
                 del memory
 
         def leave_buffers(state: Mapping[str, Tensor]) -> None:
-            with open(f"/proc/self/fd/{context.descriptor('buffers')}", "wb") as file:
+            with open(f"/proc/self/fd/{context.descriptor('buffers')}", "r+b") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)  # or those of two who finish at once would be mixed
+                file.truncate()
                 for chunk in encode_tensors(state):
                     file.write(chunk)
 

@@ -280,6 +280,7 @@ class ServerTraining:
         with torch.no_grad():
             for name, value in values.items():
                 named[name].copy_(value)
+        model.load_state_dict(dict(self._request.buffers), strict=False)
         if os.fstat(self._buffers).st_size:
             model.load_state_dict(read_tensors(Path(f"/proc/self/fd/{self._buffers}")), strict=False)
         return model.cpu()

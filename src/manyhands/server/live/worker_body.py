@@ -112,9 +112,12 @@ class WorkerBody:
         return WorkerArea.create(self.layout, self.home.values if self.home is not None else None)
 
     def leave_buffers(self) -> None:
-        """Leave the model's buffers where the launcher finds them; the last who finishes wins."""
+        """Leave the model's buffers where the launcher finds them; the last who finishes wins.
+
+        Who has computed nothing has none but those that the run began with.
+        """
         buffers = dict(self.model.model.named_buffers())
-        if buffers:
+        if buffers and self.samples:
             state = {name: value for name, value in self.model.model.state_dict().items() if name in buffers}
             self._leave_buffers(state)
 
