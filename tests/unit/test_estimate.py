@@ -198,7 +198,7 @@ def test_the_command_has_a_row_for_every_strategy_and_writes_it(tmp_path: Path) 
     [
         (["--strategy", "shraded"], "did you mean 'sharded'"),
         (["--strategy", "pipeline stages=3"], "must be a multiple of 3"),
-        (["--workers", "0"], "workers=0 must be at least 1"),
+        (["--workers", "0"], "workers=0 must be a whole number of at least 1"),
         (["--strategy", "pipeline stages=9", "--workers", "9"], "cannot be cut into 9 parts"),
         (["--strategy", "pipeline schedule=wavefront"], "is not known to take a sequence slice by slice"),
         (["--strategy", "tensor slices=5", "--workers", "5"], "which is too little for 5 slices"),

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from manyhands.cli.commands import add_task_command, check_writable, parameter, write_json
 from manyhands.errors import UserError, format_bytes
+from manyhands.settings import check_count
 from manyhands.tasks import TASKS
 from manyhands.tasks.builtin import BuiltinTask
 
@@ -46,8 +47,7 @@ def _tell(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[st
 
     check_writable(shared["json_file"])
     workers = shared["workers"]
-    if workers < 1:
-        raise UserError(f"workers={workers} must be at least 1")
+    check_count("workers", workers)
     asked = _asked(shared["strategy"], workers)
     task = entry.build(**task_options)
     found = estimate(task)

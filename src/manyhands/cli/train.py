@@ -22,6 +22,7 @@ from manyhands.cli.commands import (
     print_next,
     write_json,
 )
+from manyhands.cli.early import usual_workers
 from manyhands.cli.environment import leave_if_evaluator
 from manyhands.cli.process import spare_the_compiler
 from manyhands.cli.runs import (
@@ -51,9 +52,6 @@ __all__ = ["end_run", "task_table", "train_app"]
 
 train_app = typer.Typer(help="Train a built-in task.", no_args_is_help=True, callback=leave_if_evaluator)
 
-_WORKERS = 2
-"""Where nobody says how many."""
-
 _COMMON: dict[str, tuple[Any, Any]] = {
     "strategy": (
         Annotated[
@@ -68,7 +66,8 @@ _COMMON: dict[str, tuple[Any, Any]] = {
         Annotated[
             int | None,
             typer.Option(
-                help="Processes on this host; under torchrun, the processes it started.", show_default="2"
+                help="Processes on this host; under torchrun, the processes it started.",
+                show_default="2, or what the strategy takes",
             ),
         ],
         None,
@@ -235,7 +234,8 @@ def _asked(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Commo
     task = entry.build(**task_options)
     place = place_among_others()
     leads = place is None or place.leads
-    workers = common.workers if common.workers is not None or place is not None else _WORKERS
+    usual = usual_workers(Strategy.parse(common.strategy))
+    workers = common.workers if common.workers is not None or place is not None else usual
     out = common.out or (fresh_directory(entry.name) if leads else Path("runs"))  # the leader's to keep
     if leads:
         check_writable(common.json_file)
@@ -268,7 +268,7 @@ def _asked(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Commo
         ),
     )
     count = workers if place is None or workers is not None else place.world
-    return _Asked(task=task, fit=fit_here, out=out, leads=leads, count=count or _WORKERS)
+    return _Asked(task=task, fit=fit_here, out=out, leads=leads, count=count or usual)
 
 
 def task_table(entry: BuiltinTask[Any], task: Task, run: Run) -> TaskTable | None:
