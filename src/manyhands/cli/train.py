@@ -273,17 +273,9 @@ def _asked(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Commo
 
 def task_table(entry: BuiltinTask[Any], task: Task, run: Run) -> TaskTable | None:
     """What the task itself shows at the end of a run; None where it has nothing to show of one like this."""
-    strategy = Strategy.parse(run.summary["strategy"])
-    if entry.table is None or strategy.counts_rounds:
+    if entry.table is None or Strategy.parse(run.summary["strategy"]).counts_rounds:
         return None
-    end = TaskEnd(
-        model=run.model,
-        workers=run.summary["workers"],
-        steps=run.summary["steps"],
-        seed=run.summary["seed"],
-        splits_batches=strategy.splits_batches,
-    )
-    return entry.table(task, end)
+    return entry.table(task, TaskEnd(model=run.model, workers=run.summary["workers"]))
 
 
 def end_run(run: Run, out: Path, json_file: Path | None, table: TaskTable | None = None) -> None:
@@ -298,7 +290,7 @@ def end_run(run: Run, out: Path, json_file: Path | None, table: TaskTable | None
         Console().print(words_table(table.title, table.head, table.rows))
         summary["table"] = {"title": table.title, "head": table.head, "rows": table.rows}
     if run.path is not None:  # else a node of a cluster has it
-        leave_report(out)
+        leave_report(out, table)
     write_json(json_file, summary)  # last, for a disk that does not take it must not hide the rest
 
 
