@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import shlex
 import subprocess
 import sys
 from importlib import import_module
@@ -12,6 +13,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from manyhands.cli.commands import print_next
 from manyhands.cli.early import usual_workers
 from manyhands.cli.later import forks_workers
 from manyhands.cli.main import COMMANDS, app
@@ -153,3 +155,11 @@ def test_a_template_is_started_early_only_where_workers_are_forked_from_it(
 def test_hands_that_are_processes_are_forked() -> None:
     assert forks_workers(["glove", "--strategy", "hogwild hands=processes"])
     assert forks_workers(["digits", "--strategy", "hogwild"])
+
+
+def test_what_to_do_next_can_be_typed_as_it_stands(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("predict", Path("my runs/glove"), "|")
+    print_next(the_nearest_words=words)
+    head, line = capsys.readouterr().out.splitlines()
+    assert head == "next"
+    assert shlex.split(line, comments=True) == ["manyhands", *map(str, words)]

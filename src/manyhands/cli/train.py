@@ -218,9 +218,9 @@ def _train(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[s
     end_run(run, asked.out, common.json_file, task_table(entry, asked.task, run))
     if run.path is not None:
         print_next(
-            where_the_time_goes=f"explain {asked.out}",
-            the_page_of_the_run=f"watch {asked.out}",
-            the_model_over_HTTP=f"serve {asked.out}",
+            where_the_time_goes=("explain", asked.out),
+            the_page_of_the_run=("watch", asked.out),
+            the_model_over_HTTP=("serve", asked.out),
         )
 
 
