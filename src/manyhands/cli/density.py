@@ -171,11 +171,11 @@ def _leave(asked: _CompareSparse, rows: list[DensityRow], out: Path) -> None:
         one_of_the_problems_alone=(
             "train",
             "logreg",
-            "--train",
-            largest,
             "--strategy",
             "hogwild",
             "--no-bias",
+            "--train",
+            largest,
         ),
         other_densities=("compare", "sparse", "--density", "0.001,0.01,0.1,1"),
     )
