@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,41 @@ def test_the_command_has_a_row_for_every_strategy_and_writes_it(tmp_path: Path) 
     assert {row["strategy"] for row in rows} == STRATEGIES.keys()
     total = {row["strategy"]: row["total"] for row in rows if row["who"] == "worker"}
     assert total["sharded"] < total["mirrored"] < total["single"]
+
+
+def test_it_says_what_it_does_before_it_does_what_takes_long() -> None:
+    told: list[str] = []
+    heard: list[list[str]] = []
+    task = transformer()
+
+    def model() -> nn.Module:
+        heard.append([*told])
+        return task.model()
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        heard.append([*told])
+        return task.loss(model, batch)
+
+    found = estimate(replace(task, model=model, loss=loss), told.append)
+    building, first, second = heard
+    assert building[-1] == "building the model, without its memory"
+    assert (
+        first[-1]
+        == second[-1]
+        == (f"tracing a batch of {task.batch_size} through {found.footprint.parameters // 4:,} parameters")
+    )
+
+
+def test_the_command_is_not_silent_and_says_how_many_stages_it_takes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    memory_app(["line", "--strategy", "single"], standalone_mode=False)
+    printed = capsys.readouterr()
+    assert "building the model" in printed.err
+    assert "building" not in printed.out
+    memory_app(["digits", "--strategy", "pipeline", "--workers", "4"], standalone_mode=False)
+    words = " ".join(capsys.readouterr().out.split())
+    assert "with stages=2, taken as equal, and data=2;" in words
 
 
 @pytest.mark.parametrize(
