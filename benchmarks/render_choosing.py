@@ -48,7 +48,7 @@ def _on_one_host() -> list[Situation]:
         ),
         (
             "One host, and a step is mostly arithmetic",
-            "`mirrored` (default)",
+            "`mirrored`",
             f"a small CNN, batches of 128: {cnn['mirrored']:,.0f} samples/s on 8 workers, {cnn['single']:,.0f} in one "
             f"process, {cnn['ddp']:,.0f} with DDP on Gloo",
             "step-16core-8",

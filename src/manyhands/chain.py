@@ -12,7 +12,7 @@ or a `ChainFunction`, where what happens is no module's own forward.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -20,8 +20,8 @@ from manyhands.errors import UserError
 
 __all__ = ["ChainFunction", "OverTime", "SaysChain", "State", "chain_of", "named_chain"]
 
-State: TypeAlias = tuple[Tensor, ...]
-"""What a recurrent module carries from one time step to the next; the batch is dimension 1 of each tensor."""
+State: TypeAlias = Any
+"""What a recurrent module carries from one time step to the next: a tensor, or tensors in tuples, lists and dicts."""
 
 
 @runtime_checkable

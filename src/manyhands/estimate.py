@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +28,12 @@ from manyhands.sharding.units import Unit, units_of
 from manyhands.task import Task
 from manyhands.training.dynamo import optimizer_of
 
-__all__ = ["Estimate", "estimate"]
+__all__ = ["Estimate", "Tell", "estimate"]
+
+Tell: TypeAlias = Callable[[str], None]
 
 _FEW = 4  # samples that are computed in earnest, where shapes alone do not do
+_DOES = {True: "tracing", False: "computing"}
 _HOW = {True: "traced without taking memory", False: f"measured on {_FEW} samples and scaled"}
 
 
@@ -46,28 +49,35 @@ class Estimate:
     """The task's, whose tensors may have no memory."""
 
 
-def estimate(task: Task) -> Estimate:
-    """The memory that `task` needs; a UserError says what is wrong with a task that cannot be computed."""
+def estimate(task: Task, tell: Tell = lambda _: None) -> Estimate:
+    """The memory that `task` needs; a UserError says what is wrong with a task that cannot be computed.
+
+    `tell` hears what is done next: a model of hundreds of layers takes a while.
+    """
     try:
-        return _estimate(task, FakeTensorMode(allow_non_fake_inputs=True))
+        tell("starting torch's tracer")
+        return _estimate(task, FakeTensorMode(allow_non_fake_inputs=True), tell)
     except UserError:
         raise
     except (
         Exception
     ):  # whatever a model may do that shapes alone cannot answer: it is computed in earnest next
-        return _estimate(task, None)
+        return _estimate(task, None, tell)
 
 
-def _estimate(task: Task, mode: FakeTensorMode | None) -> Estimate:
+def _estimate(task: Task, mode: FakeTensorMode | None, tell: Tell) -> Estimate:
     """With tensors of `mode`, or real ones."""
     seed_all(0)
     with mode if mode is not None else nullcontext():
+        tell("building the model" + (", without its memory" if mode is not None else ""))
         model = task.model()
         optimizer = optimizer_of(task, model)
         units = units_of(model)
         source = _samples(task)
         most = min(task.batch_size, len(source)) if mode is not None else min(_FEW, len(source))
         few = max(1, most // 2)
+        numbers = sum(one.numel() for one in model.parameters())
+        tell(f"{_DOES[mode is not None]} a batch of {most} through {numbers:,} parameters")
         large, by_unit = _saved(task, model, units, _batch(source, most, mode))
         small = large if few == most else _saved(task, model, units, _batch(source, few, mode))[0]
     per_sample = (large - small) / (most - few) if most > few else large / most

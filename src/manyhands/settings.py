@@ -17,6 +17,7 @@ __all__ = [
     "buckets_setting",
     "check_buckets",
     "check_choice",
+    "check_count",
     "check_link",
     "enough",
     "link_setting",
@@ -88,6 +89,12 @@ def check_choice(name: str, value: str, allowed: Collection[str]) -> None:
     """Raise the UserError that lists what `name` may be, unless `value` is among it."""
     if value not in allowed:
         raise UserError(f"unknown {name} {value!r}; {nearest(value, allowed)}")
+
+
+def check_count(name: str, value: object) -> None:
+    """Raise UserError unless `value` is an integer of at least 1."""
+    if not isinstance(value, int) or value < 1:
+        raise UserError(f"{name}={value!r} must be a whole number of at least 1")
 
 
 def whole_number(text: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.timeout(60)
 STEPS, WORKERS, SERVERS = 12, 2, 2
 
 
-def task() -> mh.Task:
+def plain() -> mh.Task:
     x = torch.arange(64, dtype=torch.float64).view(32, 2) / 64
 
     def loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
@@ -36,9 +37,10 @@ def task() -> mh.Task:
     )
 
 
-def recorded(strategy: str) -> dict[int, Records]:
+def recorded(strategy: str, task: mh.Task | None = None, evaluate_every: int = 0) -> dict[int, Records]:
     """The events of a whole run, by role."""
-    with ThreadedRun(job_for(task(), strategy, steps=STEPS, workers=WORKERS)) as run:
+    job = job_for(task or plain(), strategy, steps=STEPS, workers=WORKERS, evaluate_every=evaluate_every)
+    with ThreadedRun(job) as run:
         run.start_workers()
         run.await_joined(WORKERS)
         run.publish(1, (1, 2))
@@ -68,8 +70,21 @@ def test_every_message_has_two_ends_with_one_number(link: str) -> None:
     assert wires == {Wire.TCP if link == "tcp" else Wire.MEMORY}
 
 
+def test_an_evaluation_is_recorded_when_it_begins_and_when_it_ends() -> None:
+    data = plain().data
+    events = recorded(f"ps servers={SERVERS}", replace(plain(), evaluation=data), evaluate_every=4)
+    found = np.concatenate([records[records["kind"] == EventKind.EVALUATE] for records in events.values()])
+    found = found[np.argsort(found["step"], kind="stable")]
+    assert found["step"].tolist() == [3, 3, 7, 7]
+    assert found["count"].tolist() == [0, len(data[0])] * 2
+    assert (found["duration_ns"][::2] == 0).all()
+    assert found["start_ns"][::2].tolist() == found["start_ns"][1::2].tolist()
+    nothing = recorded(f"ps servers={SERVERS}", evaluate_every=4)
+    assert not any((records["kind"] == EventKind.EVALUATE).any() for records in nothing.values())
+
+
 def test_every_update_is_applied_once_by_each_shard_with_the_staleness_that_the_server_reports() -> None:
-    with ThreadedRun(job_for(task(), "ps servers=2 consistency=async", steps=STEPS, workers=WORKERS)) as run:
+    with ThreadedRun(job_for(plain(), "ps servers=2 consistency=async", steps=STEPS, workers=WORKERS)) as run:
         run.start_workers()
         run.await_joined(WORKERS)
         run.publish(1, (1, 2))

@@ -236,6 +236,46 @@ def test_layers_over_time_may_change_what_they_get() -> None:
     assert distance(ended.weights, train_alone(task, 2).weights) < 1e-9
 
 
+class Gated(nn.Module):
+    """A GRU, whose state torch gives as one tensor; `kept` and `given` say what its `over_time` makes of it."""
+
+    def __init__(self, kept: Callable[[Tensor], Any], given: Callable[[Any], Tensor]) -> None:
+        super().__init__()
+        self.gru, self.kept, self.given = nn.GRU(6, 6, batch_first=True), kept, given
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gru(x)[0]
+
+    def over_time(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
+        output, after = self.gru(x, None if state is None else self.given(state))
+        return output, self.kept(after)
+
+
+@pytest.mark.parametrize(
+    ("kept", "given"),
+    [
+        (lambda one: one, lambda state: state),
+        (lambda one: {"h": [one, (3, torch.arange(2))]}, lambda state: state["h"][0]),
+    ],
+    ids=["a tensor", "a nest"],
+)
+def test_the_state_over_time_is_a_tensor_or_a_nest_of_them(kept: Any, given: Any) -> None:
+    model = lambda: nn.Sequential(Gated(kept, given), Gated(kept, given), nn.Linear(6, 3))  # noqa: E731
+    task = task_of(model, data=(SEQUENCES, SEQUENCES[..., :3]))
+    expected = mh.fit(task, "single", workers=1, steps=2, seed=0).model.state_dict()
+    for text in ("microbatches=2 schedule=wavefront", "microbatches=4 schedule=wavefront", "microbatches=2"):
+        assert distance(train_in_stages(task, f"pipeline cuts=1 {text}", 2, 2).weights, expected) < 1e-9, text
+
+
+def test_a_state_whose_gradient_would_be_lost_is_refused() -> None:
+    model = lambda: nn.Sequential(  # noqa: E731
+        Gated(lambda one: iter([one]), next), nn.Linear(6, 6), nn.Linear(6, 3)
+    )
+    task = task_of(model, data=(SEQUENCES, SEQUENCES[..., :3]))
+    with pytest.raises(UserError, match=r"Gated\.over_time gives holds a list_iterator; a state is a tensor"):
+        train_in_stages(task, "pipeline microbatches=2 schedule=wavefront cuts=1", 2, 1)
+
+
 class Trusting(optim.SGD):
     """Scales each step by the norms of whole tensors."""
 

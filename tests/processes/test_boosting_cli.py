@@ -72,7 +72,7 @@ def test_the_defaults_run_on_embedded_data_and_end_with_what_comes_next(
     assert run_command(monkeypatch, "train", "gbdt", "--out", "m", "--json", "s.json") == 0
     printed = capfd.readouterr().out
     assert "gbdt · binary · single · 1 workers" in printed
-    last = "  manyhands predict m breast-cancer > predictions.txt   # what it says of rows"
+    last = "  manyhands predict m breast-cancer --out predictions.txt   # what it says of rows"
     assert printed.splitlines()[-2:] == ["next", last]
     summary = json.loads(Path("s.json").read_text())
     assert summary["valid_loss"] < 0.15

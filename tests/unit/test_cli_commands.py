@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import inspect
+import shlex
 import subprocess
 import sys
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
+from manyhands.cli.commands import print_next
+from manyhands.cli.early import usual_workers
 from manyhands.cli.later import forks_workers
 from manyhands.cli.main import COMMANDS, app
+from manyhands.cli.trainable import train_app
+from manyhands.strategy import Strategy
+from manyhands.uses import USES
 
 
 def test_the_list_of_commands_waits_for_nothing_heavy() -> None:
@@ -22,6 +29,84 @@ def test_the_list_of_commands_waits_for_nothing_heavy() -> None:
         [sys.executable, "-c", code, *heavy, "typer"], capture_output=True, text=True, check=True, timeout=60
     )
     assert done.stdout == "['typer']\n"
+
+
+_REFUSE = """
+import sys
+from manyhands.cli.main import app
+from manyhands.errors import UserError
+for line in sys.stdin.read().splitlines():
+    try:
+        app(line.split("|"), standalone_mode=False)
+    except UserError as error:
+        heavy = [name for name in ("torch", "numpy", "numba", "manyhands.cluster.template") if name in sys.modules]
+        print(f"{error} {heavy}")
+"""
+
+
+def test_mistakes_that_words_alone_show_are_refused_before_anything_heavy_is_imported() -> None:
+    cases = {
+        "train|digits|--workers|0": "workers=0 must be a whole number of at least 1",
+        "train|digits|--workers=-3": "workers=-3 must be a whole number of at least 1",
+        "train|digits|--workers|two": "workers='two' must be a whole number of at least 1",
+        "train|digits|--steps|-1": "steps=-1 must be a whole number of at least 1",
+        "train|gbdt|--workers|0": "workers=0 must be a whole number of at least 1",
+        "train|language|--epochs|0": "epochs=0 must be a whole number of at least 1",
+        "train|digits|--strategy|federated|--rounds|0": "rounds=0 must be a whole number of at least 1",
+        "train|digitz": "there is no task 'digitz'; ",
+        "train|digits|--strategy|mirored": "unknown strategy 'mirored'; ",
+        "train|digits|--strategy|ps serv=2": "ps has no setting 'serv'",
+        "train|digits|--strategy|single|--workers|2": "workers=2: single is one process",
+        "train|digits|--strategy|pipeline stages=3|--workers|2": "workers=2",
+        "compare|digits|--workers|0": "workers=0 must be a whole number of at least 1",
+        "simulate|digits|--steps|0": "steps=0 must be a whole number of at least 1",
+        "memory|digits|--workers|0": "workers=0 must be a whole number of at least 1",
+        "graph|digits|--workers|0": "workers=0 must be a whole number of at least 1",
+        "scaling|digits|--steps|0": "steps=0 must be a whole number of at least 1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", _REFUSE],
+        input="\n".join(cases),
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    told = done.stdout.splitlines()
+    assert len(told) == len(cases)
+    for line, sentence in zip(told, cases.values(), strict=True):
+        assert line.startswith(sentence)
+        assert line.endswith(" []"), "nothing heavy is imported"
+
+
+def test_every_task_that_can_be_trained_passes_the_early_check_and_no_other() -> None:
+    assert sorted(USES) == sorted(str(command.name) for command in train_app.registered_commands)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "workers"),
+    [
+        ("single", 1),
+        ("mirrored", 2),
+        ("ps servers=3", 2),
+        ("pipeline", 2),
+        ("pipeline stages=3", 3),
+        ("pipeline stages=2 data=2", 4),
+        ("tensor slices=4", 4),
+        ("pipeline stages=200", 2),
+    ],
+)
+def test_where_nobody_says_how_many_workers_a_strategy_gets_what_it_takes(
+    strategy: str, workers: int
+) -> None:
+    assert usual_workers(Strategy.parse(strategy)) == workers
+
+
+def test_one_process_is_trained_without_saying_so(tmp_path: Path) -> None:
+    words = ["train", "line", "--strategy", "single", "--steps", "1", "--progress", "none"]
+    done = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "run")], catch_exceptions=False)
+    assert done.exit_code == 0
+    assert "line · single · 1 workers" in done.output
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -70,3 +155,11 @@ def test_a_template_is_started_early_only_where_workers_are_forked_from_it(
 def test_hands_that_are_processes_are_forked() -> None:
     assert forks_workers(["glove", "--strategy", "hogwild hands=processes"])
     assert forks_workers(["digits", "--strategy", "hogwild"])
+
+
+def test_what_to_do_next_can_be_typed_as_it_stands(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("predict", Path("my runs/glove"), "|")
+    print_next(the_nearest_words=words)
+    head, line = capsys.readouterr().out.splitlines()
+    assert head == "next"
+    assert shlex.split(line, comments=True) == ["manyhands", *map(str, words)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -193,12 +194,47 @@ def test_the_command_has_a_row_for_every_strategy_and_writes_it(tmp_path: Path) 
     assert total["sharded"] < total["mirrored"] < total["single"]
 
 
+def test_it_says_what_it_does_before_it_does_what_takes_long() -> None:
+    told: list[str] = []
+    heard: list[list[str]] = []
+    task = transformer()
+
+    def model() -> nn.Module:
+        heard.append([*told])
+        return task.model()
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        heard.append([*told])
+        return task.loss(model, batch)
+
+    found = estimate(replace(task, model=model, loss=loss), told.append)
+    building, first, second = heard
+    assert building[-1] == "building the model, without its memory"
+    assert (
+        first[-1]
+        == second[-1]
+        == (f"tracing a batch of {task.batch_size} through {found.footprint.parameters // 4:,} parameters")
+    )
+
+
+def test_the_command_is_not_silent_and_says_how_many_stages_it_takes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    memory_app(["line", "--strategy", "single"], standalone_mode=False)
+    printed = capsys.readouterr()
+    assert "building the model" in printed.err
+    assert "building" not in printed.out
+    memory_app(["digits", "--strategy", "pipeline", "--workers", "4"], standalone_mode=False)
+    words = " ".join(capsys.readouterr().out.split())
+    assert "with stages=2, taken as equal, and data=2;" in words
+
+
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
         (["--strategy", "shraded"], "did you mean 'sharded'"),
         (["--strategy", "pipeline stages=3"], "must be a multiple of 3"),
-        (["--workers", "0"], "workers=0 must be at least 1"),
+        (["--workers", "0"], "workers=0 must be a whole number of at least 1"),
         (["--strategy", "pipeline stages=9", "--workers", "9"], "cannot be cut into 9 parts"),
         (["--strategy", "pipeline schedule=wavefront"], "is not known to take a sequence slice by slice"),
         (["--strategy", "tensor slices=5", "--workers", "5"], "which is too little for 5 slices"),

@@ -8,6 +8,7 @@ import pytest
 from manyhands.analyse.curves import spread
 from manyhands.analyse.gather import Gather
 from manyhands.analyse.view import Phase, Presence, RunView, Shares
+from manyhands.draw.page import sections
 from manyhands.record.events import NOBODY, RECORD, EventKind, Records, Wire
 
 MS = 1_000_000
@@ -75,6 +76,14 @@ def gathered(records: Records, workers: int, **about: object) -> Gather:
 
 def at(gather: Gather, seconds: float, **how: bool) -> RunView:
     return gather.view(BEGIN + round(seconds * S), **how)
+
+
+def test_a_run_that_evaluates_says_so_and_no_time_that_is_left() -> None:
+    begun = [event(EventKind.EVALUATE, rank, 10.01, 0.0, step=454) for rank in range(2)]
+    view = at(gathered(joined([*training(10, [20, 5]), *begun]), 2), 12)
+    assert (view.phase, view.evaluating, view.seconds_left) == (Phase.RUNNING, True, None)
+    assert view.steps_per_s == pytest.approx(1 / 0.022, rel=0.02)
+    assert "<dt>state</dt><dd>evaluating</dd>" in sections(view)["now"]
 
 
 def test_a_running_run_is_shown_with_the_numbers_worked_out_by_hand() -> None:

@@ -1,33 +1,28 @@
-"""y = a x + b: least squares by scipy, lone workers by torch, and what they find together by `fit`."""
+"""y = a x + b: least squares by scipy, lone workers by numpy, and what they find together by `fit`."""
 
 from __future__ import annotations
 
 import json
 import math
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 import scipy.stats
-import torch
 from typer.testing import CliRunner
 
 import manyhands as mh
 from manyhands.cli.main import app
-from manyhands.data.plan import BatchPlan
 from manyhands.inference.opening import open_predictor
 from manyhands.inference.predictor import ReadAs
 from manyhands.tasks import build
 from manyhands.tasks.builtin import TaskEnd
-from manyhands.tasks.line import alone, least_squares, line_table, own_parts
+from manyhands.tasks.line import least_squares, line_table
 
 
 def columns(task: mh.Task) -> tuple[np.ndarray, np.ndarray]:
     return task.data[0].numpy()[:, 0], task.data[1].numpy()[:, 0]
-
-
-def end(model: torch.nn.Module, *, workers: int, steps: int, splits: bool = True) -> TaskEnd:
-    return TaskEnd(model=model, workers=workers, steps=steps, seed=0, splits_batches=splits)
 
 
 def test_least_squares_is_scipys() -> None:
@@ -36,73 +31,76 @@ def test_least_squares_is_scipys() -> None:
     assert least_squares(x, y) == pytest.approx((theirs.slope, theirs.intercept), rel=1e-12)
 
 
-@pytest.mark.parametrize("splits", [True, False])
-def test_a_lone_worker_finds_what_torch_finds_on_its_parts(splits: bool) -> None:
-    task = build("line", points=40, batch_size=7)
-    ended = end(task.model(), workers=3, steps=12, splits=splits)
-    for rank in range(3):
-        parts = own_parts(BatchPlan(40, 7, 0), ended, rank)
-        torch.manual_seed(0)
-        model = task.model()
-        start = (model.weight.item(), model.bias.item())
-        optimizer = task.optimizer(model.parameters())
-        for part in parts:
-            optimizer.zero_grad()
-            task.loss(model, [column[part.tolist()] for column in task.data]).backward()
-            optimizer.step()
-        assert alone(*columns(task), parts, 0.1, start) == pytest.approx(
-            (model.weight.item(), model.bias.item()), rel=1e-10
-        )
+def theirs(x: np.ndarray, y: np.ndarray) -> list[float]:
+    """By numpy's own solver."""
+    found, *_ = np.linalg.lstsq(np.stack([x, np.ones_like(x)], axis=1), y, rcond=None)
+    return [float(one) for one in found]
 
 
-def test_parts_of_all_workers_are_every_batch_once() -> None:
-    plan = BatchPlan(40, 7, 0)
-    for splits in (True, False):
-        ended = end(torch.nn.Linear(1, 1), workers=3, steps=6, splits=splits)
-        given = np.concatenate([part for rank in range(3) for part in own_parts(plan, ended, rank)])
-        assert sorted(given) == sorted(np.concatenate([plan.indices(step) for step in range(6)]))
-
-
-def test_the_first_step_together_is_the_mean_of_the_first_steps_alone() -> None:
-    """A gradient is linear in the points: from one start, equal parts average to the whole."""
-    task = build("line", points=40, batch_size=8)
-    run = mh.fit(task, "single", steps=1)
-    ended = end(run.model, workers=2, steps=1)
-    torch.manual_seed(0)
-    first = task.model()
-    start = (first.weight.item(), first.bias.item())
-    parts = [own_parts(BatchPlan(40, 8, 0), ended, rank) for rank in range(2)]
-    found = [alone(*columns(task), one, 0.1, start) for one in parts]
-    assert np.mean(found, axis=0) == pytest.approx(
-        [run.model.weight.item(), run.model.bias.item()], rel=1e-12
-    )
+@pytest.mark.parametrize(("workers", "points"), [(2, 512), (3, 50), (1, 9)])
+def test_each_worker_finds_the_line_of_its_own_points_which_no_other_has(workers: int, points: int) -> None:
+    task = build("line", points=points, noise=2.0)
+    x, y = columns(task)
+    table = line_table(task, TaskEnd(model=task.model(), workers=workers))
+    parts = np.array_split(np.arange(points), workers)
+    lines = [theirs(x[part], y[part]) for part in parts]
+    for curve, part, (a, b) in zip(table.curves, parts, lines, strict=False):
+        assert sorted(curve.dots) == sorted(zip(x[part], y[part], strict=True)), "its own points alone"
+        assert curve.ys == pytest.approx([a * end + b for end in curve.xs], rel=1e-10)
+    rows = {row[0]: row[1:] for row in table.rows}
+    for rank, (part, line) in enumerate(zip(parts, lines, strict=True)):
+        a, b, _, count = rows[f"worker {rank}, alone"]
+        assert [float(a), float(b)] == pytest.approx(line, abs=6e-5)
+        assert int(count) == len(part)
+    expected = {
+        "mean of these lines": np.average(lines, axis=0, weights=[len(part) for part in parts]),
+        "all points at once": theirs(x, y),
+    }
+    for name, line in expected.items():
+        assert [float(rows[name][0]), float(rows[name][1])] == pytest.approx(list(line), abs=6e-5)
 
 
 def test_the_table_names_everybody_and_the_truth() -> None:
     task = build("line", slope=-3.0, intercept=0.5, noise=0.0)
     run = mh.fit(task, "single", epochs=12)
-    table = line_table(task, end(run.model, workers=2, steps=run.summary["steps"]))
+    table = line_table(task, TaskEnd(model=run.model, workers=2))
     assert [row[0] for row in table.rows] == [
         "worker 0, alone",
         "worker 1, alone",
-        "together",
-        "least squares",
+        "mean of these lines",
+        "all points at once",
+        "trained together",
         "the line itself",
     ]
+    assert [curve.name for curve in table.curves] == [row[0] for row in table.rows[:-1]]
     assert all(len(row) == len(table.head) for row in table.rows)
-    for row in table.rows[2:]:
+    for row in table.rows:
         assert [float(row[1]), float(row[2])] == pytest.approx([-3.0, 0.5], abs=2e-3)
 
 
-def test_the_command_shows_the_table(tmp_path: Path) -> None:
-    words = ["train", "line", "--strategy", "single", "--workers", "1", "--epochs", "1", "--progress", "none"]
+def test_a_worker_with_one_point_has_no_line() -> None:
+    task = build("line", points=2)
+    table = line_table(task, TaskEnd(model=task.model(), workers=2))
+    assert [row[0] for row in table.rows] == ["all points at once", "trained together", "the line itself"]
+
+
+def test_the_command_shows_the_table_and_draws_it(tmp_path: Path) -> None:
+    words = ["train", "line", "--strategy", "single", "--epochs", "1", "--progress", "none"]
     words += ["--out", str(tmp_path / "run"), "--json", str(tmp_path / "run.json")]
     done = CliRunner().invoke(app, words, catch_exceptions=False)
     assert done.exit_code == 0
-    assert "what each worker found, and what they found together" in done.output
+    assert "what each worker finds in its own points" in done.output
+    assert f"picture  {tmp_path / 'run' / 'picture.html'}" in done.output.replace("\n", "")
     table = json.loads((tmp_path / "run.json").read_text())["table"]
-    alone_row, together = table["rows"][:2]
-    assert alone_row[1:] == together[1:]  # one worker is all of them
+    alone, mean, everything = table["rows"][:3]
+    assert alone[1:] == mean[1:] == everything[1:]  # one worker has all points
+    page = (tmp_path / "run" / "picture.html").read_text()
+    body = ElementTree.fromstring(page[page.index("<main") : page.index("</main>") + len("</main>")])
+    assert (
+        len([one for one in body.iter() if one.get("opacity") == ".5"]) == 256
+    )  # every second of 512 points
+    paths = [one for one in body.iter() if one.tag.endswith("path") and "curve" in one.get("class", "")]
+    assert len(paths) == 2 * 4, "the lines, and how far they are from that of all points"
 
 
 def test_a_line_that_was_found_is_asked_for_more_points(tmp_path: Path) -> None:

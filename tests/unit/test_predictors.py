@@ -180,8 +180,10 @@ def test_predict_prints_a_line_for_each_input(
     assert len(labels) == 50
     assert sum(ours == theirs for ours, theirs in zip(labels, right, strict=True)) >= 40
     exported = export_run(digits_run, precision="int8").path
+    capsys.readouterr()
     predict_command(exported, str(tmp_path / "some"), out=tmp_path / "lines")
     assert len((tmp_path / "lines").read_text().splitlines()) == 50
+    assert f"manyhands: wrote 50 lines to {tmp_path / 'lines'}\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -4,18 +4,27 @@ import io
 import re
 import sys
 import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import torch
 from rich.console import Console
+from torch import nn
 
+import manyhands as mh
 from manyhands.analyse.slowness import Straggler
 from manyhands.analyse.totals import TimeSplit, TotalsSnapshot, WorkerTotals
 from manyhands.draw.progress import LivePicture, RunPicture, split_bar
 from manyhands.draw.showing import Here, Lines, Notebook, Showing, chosen, look_around
 from manyhands.draw.table import end_table, end_text
 from manyhands.errors import UserError
+from manyhands.tasks import build
 from manyhands.training.request import Options
 
 
@@ -249,6 +258,38 @@ def test_lines_say_what_is_new_and_how_it_ended(capsys: pytest.CaptureFixture[st
     assert lines[0] == "manyhands: step 120/500  loss 0.2134  12,345 samples/s  0:32 left"
     assert lines[1].startswith("manyhands: step 240/500"), "the second look found nothing new"
     assert lines[-1].startswith("manyhands: step 500/500")
+
+
+def test_a_run_shows_that_it_evaluates_while_it_does() -> None:
+    asked: list[Callable[[], TotalsSnapshot]] = []
+    seen: list[TotalsSnapshot] = []
+
+    def view(_: int, snapshot: Callable[[], TotalsSnapshot]) -> AbstractContextManager[None]:
+        asked.append(snapshot)
+        return nullcontext()
+
+    def watched(model: nn.Module, batch: Any) -> torch.Tensor:
+        deadline = time.monotonic() + 20  # the collector looks twenty times a second
+        while not asked[0]().evaluating and time.monotonic() < deadline:
+            time.sleep(0.01)
+        seen.append(asked[0]())
+        return torch.zeros(())
+
+    task = replace(build("line"), metrics={"watched": watched})
+    mh.fit(task, "single", steps=1, options=Options(view=view))
+    assert {(one.step, one.evaluating) for one in seen} == {(1, True)}
+    assert not asked[0]().evaluating
+
+
+def test_an_evaluation_is_one_line_that_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = Lines(500)
+    for _ in range(5):
+        lines.show(replace(snapshot(step=500), evaluating=True))
+    lines.show(snapshot(step=500))
+    assert capsys.readouterr().err.splitlines() == [
+        "manyhands: step 500/500  loss 0.2134  12,345 samples/s  evaluating",
+        "manyhands: step 500/500  loss 0.2134  12,345 samples/s  0:00 left",
+    ]
 
 
 def test_a_closed_stderr_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

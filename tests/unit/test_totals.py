@@ -235,6 +235,31 @@ def test_steps_longer_than_the_window_still_have_a_pace() -> None:
     assert rates(totals.snapshot(199 * S)) == pytest.approx((3 * 8 / 99, 3 / 99))
 
 
+def test_an_evaluation_shows_and_leaves_the_pace_as_it_was() -> None:
+    totals = steady(2, 10.0)  # until second 110
+    before = rates(totals.snapshot(110 * S))
+    for worker in range(2):
+        totals.update(event(worker, EventKind.EVALUATE, 0, start_ns=110 * S, step=999))
+    for now_s in (111, 114, 130):
+        during = totals.snapshot(now_s * S)
+        assert during.evaluating
+        assert rates(during) == before
+    for worker in range(2):
+        totals.update(event(worker, EventKind.EVALUATE, 20 * S, start_ns=110 * S, step=999, count=64))
+    after = totals.snapshot(131 * S)
+    assert not after.evaluating
+    assert rates(after) == before, "nobody has trained since"
+    totals.update(event(0, EventKind.STEP, 10 * MS, start_ns=130 * S, step=1000, count=8))
+    assert not totals.snapshot(131 * S).evaluating
+
+
+def test_a_run_whose_other_workers_train_on_is_not_evaluating() -> None:
+    totals = steady(2, 10.0)
+    totals.update(event(0, EventKind.EVALUATE, 0, start_ns=110 * S, step=999))
+    totals.update(event(1, EventKind.STEP, 500 * MS, start_ns=110 * S, step=1000, count=8))
+    assert not totals.snapshot(111 * S).evaluating
+
+
 # --- stragglers
 
 

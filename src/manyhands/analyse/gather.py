@@ -187,7 +187,7 @@ class Gather:
         workers = self._worker_views(snapshot, now_ns, phase)
         servers = self._server_views(now_ns, phase)
         rate = self._rate_of(snapshot, phase)
-        running = phase is Phase.RUNNING and snapshot.steps_per_s > 0
+        running = phase is Phase.RUNNING and snapshot.steps_per_s > 0 and not snapshot.evaluating
         loss, *metrics = self._history.curves(self.training_began_s)
         roles = [worker.role for worker in workers]
         return RunView(
@@ -218,6 +218,7 @@ class Gather:
             warnings=self._warnings(snapshot, now_ns, phase, held),
             notes=(*self._notes, *self._odd()),
             remarks=tuple(privacy_words(self._summary or {})),
+            evaluating=phase is Phase.RUNNING and snapshot.evaluating,
         )
 
     def _odd(self) -> list[str]:

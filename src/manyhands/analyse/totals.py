@@ -83,6 +83,7 @@ class TotalsSnapshot:
     loss: float | None  # of the newest steps, weighted by samples
     samples_per_s: float  # recent, all workers together
     steps_per_s: float  # recent
+    evaluating: bool = False  # nobody trains meanwhile
     slow: tuple[Straggler, ...] = ()  # now, the slowest first
     suspects: frozenset[int] = frozenset()  # who may be, too early to say
 
@@ -103,6 +104,8 @@ class Totals:
         self._last_step = np.full(workers, -1, np.int64)
         self._last_samples = np.zeros(workers, np.int64)
         self._last_loss = np.zeros(workers, np.float64)
+        self._evaluation_ns = np.zeros(workers, np.int64)  # when each worker's newest evaluation began
+        self._is_evaluating = np.zeros(workers, bool)
         self._pace = _Pace()
         self._slowness = Slowness()
 
@@ -118,7 +121,10 @@ class Totals:
             return
         self._duration_ns = np.pad(self._duration_ns, ((0, more), (0, 0)))
         self._wait_for_ns = np.pad(self._wait_for_ns, (0, more))
-        for name in ("_bytes_sent", "_messages_sent", "_steps", "_samples", "_last_samples", "_last_loss"):
+        for name in (
+            *("_bytes_sent", "_messages_sent", "_steps", "_samples", "_last_samples", "_last_loss"),
+            *("_evaluation_ns", "_is_evaluating"),
+        ):
             setattr(self, name, np.pad(getattr(self, name), (0, more)))
         self._last_step = np.pad(self._last_step, (0, more), constant_values=-1)
         self._workers = workers
@@ -140,6 +146,11 @@ class Totals:
         np.add.at(self._bytes_sent, roles[exchanges], records["num_bytes"][exchanges].astype(np.int64))
         np.add.at(self._messages_sent, roles[exchanges], records["count"][exchanges])
 
+        evaluations = kinds == EventKind.EVALUATE
+        # Of several assignments to one place numpy keeps the last, which is each worker's newest.
+        self._evaluation_ns[roles[evaluations]] = records["start_ns"][evaluations]
+        self._is_evaluating[roles[evaluations]] = records["count"][evaluations] == 0
+
         self._slowness.add(records)
         steps = kinds == EventKind.STEP
         if steps.any():
@@ -148,7 +159,6 @@ class Totals:
     def _add_steps(self, roles: npt.NDArray[np.intp], records: Records) -> None:
         np.add.at(self._steps, roles, 1)
         np.add.at(self._samples, roles, records["count"])
-        # Of several assignments to one place numpy keeps the last, which is each worker's newest.
         self._last_step[roles] = records["step"]
         self._last_samples[roles] = records["count"]
         self._last_loss[roles] = records["value"]
@@ -176,13 +186,17 @@ class Totals:
 
     def snapshot(self, now_ns: int) -> TotalsSnapshot:
         """The run as of `now_ns`, on the clock of the events."""
-        samples_per_s, steps_per_s = self._pace.rates(now_ns)
+        idle = self._evaluation_ns >= self._pace.newest_ns  # evaluates, or has done nothing else since
+        # The pace of training stays as it was when the evaluation began.
+        until_ns = int(self._evaluation_ns[idle].min()) if idle.any() else now_ns
+        samples_per_s, steps_per_s = self._pace.rates(min(now_ns, until_ns))
         return TotalsSnapshot(
             workers=tuple(self.worker(worker) for worker in range(self._workers)),
             step=int(self._last_step.max()) + 1,
             loss=self._loss(),
             samples_per_s=samples_per_s,
             steps_per_s=steps_per_s,
+            evaluating=bool((idle & self._is_evaluating).any()),
             slow=self._slowness.now(),
             suspects=self._slowness.suspects(),
         )
@@ -207,6 +221,9 @@ class _Pace:
         self._samples_by_bin: dict[int, int] = {}
         self._samples = 0
         self._begin_ns: int | None = None
+        self.newest_ns = 1
+        """When the newest step ended."""
+
         self._step_range = range(0)  # the global batches seen so far
 
     def add(self, steps: Records) -> None:
@@ -222,7 +239,9 @@ class _Pace:
         self._begin_ns, self._step_range = begin_ns, range(first, end)
         self._samples += int(steps["count"].sum())
 
-        bins = (steps["start_ns"] + steps["duration_ns"]) // np.uint64(BIN_NS)
+        ends = steps["start_ns"] + steps["duration_ns"]
+        self.newest_ns = max(self.newest_ns, int(ends.max()))
+        bins = ends // np.uint64(BIN_NS)
         for index in np.unique(bins):
             samples = int(steps["count"][bins == index].sum())
             self._samples_by_bin[int(index)] = self._samples_by_bin.get(int(index), 0) + samples

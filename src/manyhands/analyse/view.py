@@ -218,3 +218,5 @@ class RunView:
     """Where a run has any."""
     remarks: tuple[str, ...] = ()
     """What a run that has ended says besides its figures: what it promised, and why it ended."""
+    evaluating: bool = False
+    """Whether an evaluation goes on, during which nobody trains."""

@@ -115,7 +115,9 @@ def inference(
     )
     print(inference_bench.format_table(result))
     _write(result, json_file)
-    print_next(with_what_is_fastest_here="serve RUN --workers N --batch B --precision P")
+    print_next(
+        with_what_is_fastest_here=("serve", "RUN", "--workers", "N", "--batch", "B", "--precision", "P")
+    )
 
 
 def _numbers(text: str) -> list[int]:

@@ -178,7 +178,8 @@ def _train(asked: _TrainGbdt) -> None:
         grown = f"{summary['trees']} of {asked.trees} trees"
         raise interrupted(keep, end, f"the model is that after {grown}")
     leave_report(out)
-    print_next(what_it_says_of_rows=f"predict {out} {asked.test or asked.train} > predictions.txt")
+    rows = asked.test or asked.train
+    print_next(what_it_says_of_rows=("predict", out, rows, "--out", "predictions.txt"))
 
 
 def _source(asked: _Boosting, path: str) -> Any:

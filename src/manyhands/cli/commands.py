@@ -148,9 +148,12 @@ def half(usual: int | None) -> int | None:
     return None if usual is None else max(1, usual // 2)
 
 
-def print_next(**commands: str) -> None:
-    """The last line of a command: what can be done with what it made, as commands to type."""
-    lines = [f"  manyhands {command}   # {what.replace('_', ' ')}" for what, command in commands.items()]
+def print_next(**commands: Sequence[object]) -> None:
+    """The last lines of a command: what can be done with what it made, as commands to type; each by its words."""
+    lines = [
+        f"  {shlex.join(['manyhands', *map(str, words)])}   # {what.replace('_', ' ')}"
+        for what, words in commands.items()
+    ]
     print("\n".join(["next", *lines]))
 
 

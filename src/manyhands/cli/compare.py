@@ -213,9 +213,12 @@ def _print_next(found: Comparison, task: str, out: Path) -> None:
         return
     best = max(ended, key=lambda row: row.samples_per_s.median if row.samples_per_s else 0.0)
     folder = out / Trial(place=best.runs[0].place, repeat=best.runs[0].repeat).folder(best.strategy)
-    commands = {"where_the_time_of_the_fastest_goes": f"explain {folder}", "its_page": f"watch {folder}"}
+    commands: dict[str, tuple[object, ...]] = {
+        "where_the_time_of_the_fastest_goes": ("explain", folder),
+        "its_page": ("watch", folder),
+    }
     if task in TASKS:
-        commands["how_far_more_workers_help"] = f"scaling {task}"
+        commands["how_far_more_workers_help"] = ("scaling", task)
     print_next(**commands)
 
 

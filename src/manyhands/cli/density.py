@@ -168,6 +168,14 @@ def _leave(asked: _CompareSparse, rows: list[DensityRow], out: Path) -> None:
     leave_findings(found, out, asked.json)
     largest = max(out.glob("*.libsvm"), key=lambda path: path.stat().st_size)
     print_next(
-        one_of_the_problems_alone=f"train logreg --train {largest} --strategy hogwild --no-bias",
-        other_densities="compare sparse --density 0.001,0.01,0.1,1",
+        one_of_the_problems_alone=(
+            "train",
+            "logreg",
+            "--strategy",
+            "hogwild",
+            "--no-bias",
+            "--train",
+            largest,
+        ),
+        other_densities=("compare", "sparse", "--density", "0.001,0.01,0.1,1"),
     )

@@ -232,9 +232,9 @@ def _train(asked: _TrainGlove) -> None:
             {word: learnt.vectors.neighbours(word) for word in _demo_words(learnt.vectors.index)}
         )
     print_next(
-        the_nearest_words=f"predict {out} {learnt.vectors.words[0]}",
-        what_they_know=f"glove eval {out / 'vectors.txt'} --analogies FILE",
-        the_same_over_HTTP=f"serve {out}",
+        the_nearest_words=("predict", out, learnt.vectors.words[0]),
+        what_they_know=("glove", "eval", out / "vectors.txt", "--analogies", "FILE"),
+        the_same_over_HTTP=("serve", out),
     )
 
 

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from manyhands.cli.commands import add_task_command, check_writable, parameter
+from manyhands.cli.early import usual_workers
 from manyhands.errors import UserError, format_bytes
+from manyhands.settings import check_count
 from manyhands.tasks import TASKS
 from manyhands.tasks.builtin import BuiltinTask
 
@@ -31,7 +33,8 @@ _COMMON: dict[str, tuple[Any, Any]] = {
     "strategy": (Annotated[str, typer.Option(help="How it is to be trained, as for `train`.")], "mirrored"),
     "workers": (
         Annotated[
-            int | None, typer.Option(help="Processes that share the work.", show_default="2; 1 for single")
+            int | None,
+            typer.Option(help="Processes that share the work.", show_default="2, or what the strategy takes"),
         ],
         None,
     ),
@@ -59,9 +62,8 @@ def _graph(entry: BuiltinTask[Any], task_options: dict[str, Any], common: dict[s
 
     check_writable(common["svg"], "--svg")
     strategy = Strategy.parse(common["strategy"])
-    workers = (strategy.most_workers or 2) if common["workers"] is None else common["workers"]
-    if workers < 1:
-        raise UserError(f"workers={workers}; it must be a whole number of at least 1")
+    workers = usual_workers(strategy) if common["workers"] is None else common["workers"]
+    check_count("workers", workers)
     strategy.check(workers, "cpu")
     where = _patterns(common["place"])
     task = entry.build(**task_options)

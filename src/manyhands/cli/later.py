@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command, get_group
 
+from manyhands.cli.early import check_counts, check_training, given_options
 from manyhands.errors import UserError
 from manyhands.strategy import Strategy
 
@@ -38,6 +39,9 @@ class Later:
     settings: Mapping[str, Any] = field(default_factory=dict)
     """How the arguments of a function are taken, for `typer`."""
 
+    counts: tuple[str, ...] = ()
+    """Its options that are integers of at least 1: looked at before anything is imported."""
+
     trains: bool = False
     """Whether it may start workers: what they are forked from then starts before anything is imported."""
 
@@ -55,8 +59,12 @@ def group_of(commands: Mapping[str, Later]) -> type[TyperGroup]:
         def resolve_command(self, ctx: Any, args: list[str]) -> Any:
             if args and args[0] in commands:
                 command = commands[args[0]]
-                if command.trains and len(args) > 1 and "--help" not in args:
-                    _prepare(args[1:])
+                if len(args) > 1 and "--help" not in args:
+                    check_counts(args[1:], command.counts)
+                    if args[0] == "train":
+                        check_training(args[1:], compiled=args[1] in _COMPILED)
+                    if command.trains:
+                        _prepare(args[1:])
                 self.add_command(_made(args[0], command), args[0])
             return super().resolve_command(ctx, args)
 
@@ -71,16 +79,14 @@ def group_of(commands: Mapping[str, Later]) -> type[TyperGroup]:
 
 def forks_workers(words: Sequence[str]) -> bool:
     """Whether a command with these words will have workers in processes, as far as can be seen before it is parsed."""
-    if not words or "--help" in words or any(word.partition("=")[0] == "--cluster" for word in words):
+    given = given_options(words)
+    if not words or "--help" in words or "cluster" in given:
         return False
-    compiled = words[0] in _COMPILED
-    for word, following in zip(words, [*words[1:], ""], strict=True):
-        name, _, text = word.partition("=")
-        if name == "--strategy":
-            try:
-                return Strategy.parse(text or following).forks_workers(compiled=compiled)
-            except UserError:  # which the command will say
-                return False
+    if "strategy" in given:
+        try:
+            return Strategy.parse(given["strategy"]).forks_workers(compiled=words[0] in _COMPILED)
+        except UserError:  # which the command will say
+            return False
     return _COMPILED.get(words[0], True)
 
 

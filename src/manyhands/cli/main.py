@@ -16,13 +16,21 @@ from manyhands.version import __version__
 
 __all__ = ["COMMANDS", "app", "main"]
 
+_LENGTHS = ("workers", "steps", "epochs", "rounds")
+
 COMMANDS = {
-    "train": Later(home="manyhands.cli.trainable:train_app", help="Train a built-in task.", trains=True),
+    "train": Later(
+        home="manyhands.cli.trainable:train_app",
+        help="Train a built-in task.",
+        counts=_LENGTHS,
+        trains=True,
+    ),
     "glove": Later(home="manyhands.cli.glove:glove_app", help="Ask trained word vectors."),
     "bench": Later(home="manyhands.cli.bench:bench_app", help="Measure, side by side with peers."),
     "compare": Later(
         home="manyhands.cli.trainable:compare_app",
         help="Train a built-in task under several strategies, side by side.",
+        counts=_LENGTHS,
         trains=True,
     ),
     "sweep": Later(
@@ -32,14 +40,17 @@ COMMANDS = {
     "scaling": Later(
         home="manyhands.cli.scaling:scaling_app",
         help="Say how much faster more workers are: a curve with its knee, beside Amdahl's fit and a forecast.",
+        counts=("steps", "epochs"),
     ),
     "simulate": Later(
         home="manyhands.cli.simulate:simulate_app",
         help="Train a built-in task on parameter servers in virtual time, with more workers than there are cores.",
+        counts=_LENGTHS,
     ),
     "memory": Later(
         home="manyhands.cli.memory:memory_app",
         help="Say what training needs in memory on each worker, before anything is trained.",
+        counts=("workers",),
     ),
     "schedule": Later(
         home="manyhands.cli.schedule:schedule_command",
@@ -76,6 +87,7 @@ COMMANDS = {
     "graph": Later(
         home="manyhands.cli.graph:graph_app",
         help="Draw the model of a built-in task as a graph: its modules, what they pass on, and where it is cut.",
+        counts=("workers",),
     ),
     "export": Later(
         home="manyhands.cli.export:export_command",

@@ -11,7 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from manyhands.cli.commands import add_task_command, check_writable, parameter, write_json
+from manyhands.cli.status_line import status_line
 from manyhands.errors import UserError, format_bytes
+from manyhands.settings import check_count
 from manyhands.tasks import TASKS
 from manyhands.tasks.builtin import BuiltinTask
 
@@ -46,21 +48,23 @@ def _tell(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[st
 
     check_writable(shared["json_file"])
     workers = shared["workers"]
-    if workers < 1:
-        raise UserError(f"workers={workers} must be at least 1")
+    check_count("workers", workers)
     asked = _asked(shared["strategy"], workers)
-    task = entry.build(**task_options)
-    found = estimate(task)
+    with status_line() as say:
+        say("reading the data")
+        task = entry.build(**task_options)
+        found = estimate(task, say)
+        say("dividing it as each strategy does")
+        rows = []
+        for text, strategy in asked or _all():
+            try:
+                needs = _needs(task, strategy, workers, found)
+            except UserError:
+                if asked:
+                    raise
+                continue  # not for this network, or not with so many workers
+            rows += [(text, one) for one in needs]
     model = found.footprint
-    rows = []
-    for text, strategy in asked or _all():
-        try:
-            needs = _needs(task, strategy, workers, found)
-        except UserError:
-            if asked:
-                raise
-            continue  # not for this network, or not with so many workers
-        rows += [(text, one) for one in needs]
     out = Console()
     if not out.is_terminal:
         out.width = 120

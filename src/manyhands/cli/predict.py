@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
@@ -68,7 +69,8 @@ def predict_command(
             sys.stdout.flush()
         else:
             with out.open("w", encoding="utf-8") as stream:
-                _write_answers(predictor, source, read_as, stream)
+                written = _write_answers(predictor, source, read_as, stream)
+            print(f"manyhands: wrote {written:,} line{'s' * (written != 1)} to {out}", file=sys.stderr)
     except BrokenPipeError:  # whoever reads has seen enough; what is still buffered goes nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return
@@ -76,17 +78,24 @@ def predict_command(
         raise UserError(f"predictions cannot be written to {out or 'stdout'}: {error.strerror}") from error
     if predictor.left_out:
         print(f"manyhands: {predictor.left_out} bad lines of {source} were left out", file=sys.stderr)
-    print(f"manyhands: manyhands serve {run} answers the same over HTTP", file=sys.stderr)
+    print(
+        f"manyhands: {shlex.join(['manyhands', 'serve', str(run)])} answers the same over HTTP",
+        file=sys.stderr,
+    )
 
 
-def _write_answers(predictor: Predictor[Any], source: str, read_as: ReadAs, stream: TextIO) -> None:
+def _write_answers(predictor: Predictor[Any], source: str, read_as: ReadAs, stream: TextIO) -> int:
+    """Returns how many lines that were."""
     from manyhands.draw.bars import Bars
 
+    written = 0
     with Bars() as bars, bars.phase("predicting", None, "lines") as phase:
         for inputs in predictor.blocks(source, read_as):
             lines = [f"{line}\n" for line in predictor.lines(inputs)]
             stream.write("".join(lines))
             phase.advance(len(lines))
+            written += len(lines)
+    return written
 
 
 def generate_command(

@@ -188,9 +188,9 @@ def _train(asked: _TrainLogreg) -> None:
     leave_report(out)
     files = [file for file in (asked.test, asked.train) if file not in (None, "-")]
     print_next(
-        what_it_answers=f"predict {out} {[*files, 'FILE'][0]} --out probabilities.txt",
-        in_fewer_bits=f"export {out} --precision int8",
-        the_same_over_HTTP=f"serve {out}",
+        what_it_answers=("predict", out, [*files, "FILE"][0], "--out", "probabilities.txt"),
+        in_fewer_bits=("export", out, "--precision", "int8"),
+        the_same_over_HTTP=("serve", out),
     )
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from manyhands.tasks.builtin import TaskTable
 
 __all__ = [
     "CheckpointEvery",
@@ -70,12 +73,14 @@ def live_tensorboard(out: Path, directory: Path | None) -> AbstractContextManage
     return LiveTensorboard(out, directory) if directory is not None else nullcontext()
 
 
-def leave_report(out: Path) -> None:
-    """The run's report, as the last line; a disk that does not take it fails no run that has ended well."""
-    from manyhands.draw.report import write_report
+def leave_report(out: Path, table: TaskTable | None = None) -> None:
+    """The run's report, and the picture of a task's table; a disk that takes neither fails no run that ended well."""
+    from manyhands.draw.report import write_picture, write_report
     from manyhands.errors import ManyhandsError
 
     try:
         print(f"report  {write_report(out)}")
+        if table is not None and table.curves:
+            print(f"picture  {write_picture(out, table)}")
     except ManyhandsError as error:
         print(f"manyhands: there is no report: {error}", file=sys.stderr)

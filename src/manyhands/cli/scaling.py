@@ -146,10 +146,11 @@ def _leave(task: str, curve: ScalingCurve, common: _Common, out: Path) -> None:
         page=lambda command, facts: scaling_page(title, curve, told, command, facts),
     )
     leave_findings(found, out, common.json)
+    most = curve.points[-1].workers
     print_next(
-        where_the_time_goes_there=f"explain {out / f'{curve.points[-1].workers:03d}-workers-1'}",
-        with_more_workers_than_cores=f"simulate {task} --strategy ps --workers {4 * curve.points[-1].workers}",
-        which_strategy_is_best=f"compare {task} --workers {max(2, curve.knee)}",
+        where_the_time_goes_there=("explain", out / f"{most:03d}-workers-1"),
+        with_more_workers_than_cores=("simulate", task, "--strategy", "ps", "--workers", 4 * most),
+        which_strategy_is_best=("compare", task, "--workers", max(2, curve.knee)),
     )
 
 

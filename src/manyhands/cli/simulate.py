@@ -139,10 +139,10 @@ def _simulate(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dic
         )
     end_run(run, out, common.json, task_table(entry, task, run))
     print_next(
-        where_the_time_goes=f"explain {out}",
-        who_waits_for_whom=f"timeline {out} --format svg",
-        the_page_of_the_run=f"watch {out}",
-        the_recorded_order_again=f"replay {out}",
+        where_the_time_goes=("explain", out),
+        who_waits_for_whom=("timeline", out, "--format", "svg"),
+        the_page_of_the_run=("watch", out),
+        the_recorded_order_again=("replay", out),
     )
 
 

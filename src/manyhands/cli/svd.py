@@ -137,8 +137,8 @@ def _train(asked: _TrainSvd) -> None:
     leave_report(out)
     source = asked.path if asked.path is not None else "FILE"
     print_next(
-        rows_projected_on_the_components=f"predict {out} {source} --out coordinates.txt",
-        the_page_of_the_run=f"watch {out}",
+        rows_projected_on_the_components=("predict", out, source, "--out", "coordinates.txt"),
+        the_page_of_the_run=("watch", out),
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -188,8 +187,8 @@ def _leave(plan: SweepPlan, rows: list[SweepRow], out: Path, json_file: Path | N
     if ranked and ranked[0].done:
         best = ranked[0].trial
         print_next(
-            the_best_run_for_longer=shlex.join(["train", plan.task, *best.words()]),
-            its_page=f"watch {out / 'runs' / best.folder}",
+            the_best_run_for_longer=("train", plan.task, *best.words()),
+            its_page=("watch", out / "runs" / best.folder),
         )
 
 

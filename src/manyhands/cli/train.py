@@ -22,6 +22,7 @@ from manyhands.cli.commands import (
     print_next,
     write_json,
 )
+from manyhands.cli.early import usual_workers
 from manyhands.cli.environment import leave_if_evaluator
 from manyhands.cli.process import spare_the_compiler
 from manyhands.cli.runs import (
@@ -51,9 +52,6 @@ __all__ = ["end_run", "task_table", "train_app"]
 
 train_app = typer.Typer(help="Train a built-in task.", no_args_is_help=True, callback=leave_if_evaluator)
 
-_WORKERS = 2
-"""Where nobody says how many."""
-
 _COMMON: dict[str, tuple[Any, Any]] = {
     "strategy": (
         Annotated[
@@ -68,7 +66,8 @@ _COMMON: dict[str, tuple[Any, Any]] = {
         Annotated[
             int | None,
             typer.Option(
-                help="Processes on this host; under torchrun, the processes it started.", show_default="2"
+                help="Processes on this host; under torchrun, the processes it started.",
+                show_default="2, or what the strategy takes",
             ),
         ],
         None,
@@ -219,9 +218,9 @@ def _train(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[s
     end_run(run, asked.out, common.json_file, task_table(entry, asked.task, run))
     if run.path is not None:
         print_next(
-            where_the_time_goes=f"explain {asked.out}",
-            the_page_of_the_run=f"watch {asked.out}",
-            the_model_over_HTTP=f"serve {asked.out}",
+            where_the_time_goes=("explain", asked.out),
+            the_page_of_the_run=("watch", asked.out),
+            the_model_over_HTTP=("serve", asked.out),
         )
 
 
@@ -235,7 +234,8 @@ def _asked(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Commo
     task = entry.build(**task_options)
     place = place_among_others()
     leads = place is None or place.leads
-    workers = common.workers if common.workers is not None or place is not None else _WORKERS
+    usual = usual_workers(Strategy.parse(common.strategy))
+    workers = common.workers if common.workers is not None or place is not None else usual
     out = common.out or (fresh_directory(entry.name) if leads else Path("runs"))  # the leader's to keep
     if leads:
         check_writable(common.json_file)
@@ -268,22 +268,14 @@ def _asked(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Commo
         ),
     )
     count = workers if place is None or workers is not None else place.world
-    return _Asked(task=task, fit=fit_here, out=out, leads=leads, count=count or _WORKERS)
+    return _Asked(task=task, fit=fit_here, out=out, leads=leads, count=count or usual)
 
 
 def task_table(entry: BuiltinTask[Any], task: Task, run: Run) -> TaskTable | None:
     """What the task itself shows at the end of a run; None where it has nothing to show of one like this."""
-    strategy = Strategy.parse(run.summary["strategy"])
-    if entry.table is None or strategy.counts_rounds:
+    if entry.table is None or Strategy.parse(run.summary["strategy"]).counts_rounds:
         return None
-    end = TaskEnd(
-        model=run.model,
-        workers=run.summary["workers"],
-        steps=run.summary["steps"],
-        seed=run.summary["seed"],
-        splits_batches=strategy.splits_batches,
-    )
-    return entry.table(task, end)
+    return entry.table(task, TaskEnd(model=run.model, workers=run.summary["workers"]))
 
 
 def end_run(run: Run, out: Path, json_file: Path | None, table: TaskTable | None = None) -> None:
@@ -298,7 +290,7 @@ def end_run(run: Run, out: Path, json_file: Path | None, table: TaskTable | None
         Console().print(words_table(table.title, table.head, table.rows))
         summary["table"] = {"title": table.title, "head": table.head, "rows": table.rows}
     if run.path is not None:  # else a node of a cluster has it
-        leave_report(out)
+        leave_report(out, table)
     write_json(json_file, summary)  # last, for a disk that does not take it must not hide the rest
 
 

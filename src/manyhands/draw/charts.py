@@ -66,6 +66,9 @@ class Series:
     note: str = ""
     """What the legend says beside the name."""
 
+    dots: Sequence[tuple[float, float]] = ()
+    """Points that are drawn by themselves, in the colour of the curve."""
+
 
 def line_chart(
     series: Sequence[Series],
@@ -87,6 +90,7 @@ def line_chart(
     points = [point for _, runs in shown for run in runs for point in run]
     if not points:
         return _nothing(title, empty)
+    points += [dot for one in series for dot in one.dots]
     across = [x for x, _ in points]
     if log_x:
         xs, x_ticks = logarithmic(across, _LEFT, _WIDTH - _RIGHT)
@@ -101,6 +105,11 @@ def line_chart(
         f"{label}, log scale" if is_log else label for label, is_log in ((x_label, log_x), (y_label, log_y))
     ]
     drawn = [*_frame(xs, x_ticks, ys, y_ticks, *labels)]
+    for index, one in enumerate(series):
+        drawn += [
+            f'<circle class="f{index % NUM_COLOURS}" cx="{xs.at(x):.1f}" cy="{ys.at(y):.1f}" r="1.3" opacity=".5"/>'
+            for x, y in one.dots[:: math.ceil(len(one.dots) / _MAX_POINTS) or 1]
+        ]
     groups = overlapping([[(xs.at(x), ys.at(y)) for run in runs for x, y in run] for _, runs in shown])
     for index, (name, runs) in enumerate(shown):
         drawn += _curve(index, name, runs, (xs, ys), _stroke(index, groups), (x_label, y_label))

@@ -11,8 +11,11 @@ def headline(snapshot: TotalsSnapshot, steps: int) -> list[str]:
     """What there is to say of a run of `steps` steps, the most important first."""
     words = [f"step {snapshot.step}/{steps}"]
     words.append("loss -" if snapshot.loss is None else f"loss {snapshot.loss:.4g}")
-    if snapshot.steps_per_s > 0:
+    if snapshot.evaluating:
+        words.append("evaluating")
+    elif snapshot.steps_per_s > 0:
         words.append(f"{clock((steps - snapshot.step) / snapshot.steps_per_s)} left")
+    if snapshot.steps_per_s > 0:
         words.append(f"{snapshot.samples_per_s:,.0f} samples/s")
     return words
 

@@ -102,7 +102,7 @@ def _now(view: RunView) -> tuple[str, str]:
     ended = view.phase is Phase.ENDED
     left = view.seconds_left
     values = {
-        "state": view.phase.value,
+        "state": "evaluating" if view.evaluating else view.phase.value,
         "loss": "–" if view.loss is None else f"{view.loss:.4g}",
         "samples/s": f"{view.samples_per_s:,.0f}",
         "elapsed": _duration(view.seconds),

@@ -167,7 +167,8 @@ class Pipeline(Strategy):
                 gradients=model.gradients // self.model_parts,
                 state=model.state // self.model_parts,
                 activations=round(model.per_sample * samples * held / table.parts),
-                what=f"nothing; stages are taken as equal, and the fullest has {held} micro-batches in flight",
+                what=f"nothing; with stages={self.stages}, taken as equal, and data={grid.data}; the fullest stage has "
+                f"{held} micro-batches in flight",
             )
         ]
 

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from manyhands.chain import OverTime, State
 from manyhands.data.plan import split
@@ -128,11 +130,11 @@ class WaveStage:
             gradient = arrived if kept.leaf is None else kept.leaf.grad
             roots = [(kept.output, gradient)]
             for after, gradients in zip(kept.after, self._state_gradients, strict=False):
-                roots += zip(after, gradients, strict=True)
+                roots += zip(_tensors(after), gradients, strict=True)
             reached = [(root, one) for root, one in roots if one is not None and root.requires_grad]
             if reached:
                 torch.autograd.backward([root for root, _ in reached], [one for _, one in reached])
-            self._state_gradients = [[one.grad for one in state or ()] for state in kept.before]
+            self._state_gradients = [[one.grad for one in _tensors(state)] for state in kept.before]
             borders.send_gradient(part, number, kept.input)
 
     def _loss(self, piece: int, ends: Ends) -> None:
@@ -151,7 +153,7 @@ class WaveStage:
                 ends.begin(piece * self._slices + number, place)
                 if isinstance(module, OverTime):
                     last = self._kept[number - 1].after[len(after)] if number else None
-                    state = tuple(one.detach().requires_grad_() for one in last) if last is not None else None
+                    state = tree_map(partial(_leaf, module), last)
                     x, reached = module.over_time(x, state)
                     before.append(state)
                     after.append(reached)
@@ -176,3 +178,19 @@ class WaveStage:
             self._whole = whole
         places = split(self._whole.shape[1], number, self._slices)
         return self._whole[:, places.start : places.stop]
+
+
+def _tensors(state: State | None) -> list[Tensor]:
+    return [one for one in tree_leaves(state) if isinstance(one, Tensor)]
+
+
+def _leaf(module: nn.Module, one: object) -> object:
+    """One item of a state as the next slice begins with it: outside the graph of the slice that gave it."""
+    if isinstance(one, Tensor):
+        return one.detach().requires_grad_(one.is_floating_point() or one.is_complex())
+    if one is None or isinstance(one, (bool, int, float, str)):
+        return one
+    raise UserError(  # it may hold a tensor, whose gradient would be lost
+        f"schedule=wavefront: the state that {type(module).__name__}.over_time gives holds a {type(one).__name__}; a "
+        "state is a tensor, or tensors and numbers in tuples, lists and dicts"
+    )

@@ -69,7 +69,10 @@ class EventKind(IntEnum):
     STEP = 4
     """One whole step, all of the above; `value` is the loss, `count` the samples of this role's share."""
     EVALUATE = 5
-    """Measuring the metrics on the evaluation data; `count` is the number of samples."""
+    """Measuring the metrics on the evaluation data; `count` is the number of samples.
+
+    A worker records its beginning as well, so that views can say what goes on: no duration, and `count` = 0.
+    """
     CHECKPOINT = 6
     """Writing a checkpoint of `num_bytes`."""
     JOIN = 7

@@ -54,6 +54,7 @@ class Ps(Strategy):
         "the servers of ps give out work up to the last step that was asked for, and the run ends here at once"
     )
     logs_updates: ClassVar[bool] = True
+    cannot_cross_hosts: ClassVar[str] = ""
 
     servers: int = setting(1, whole_number)
     """How many processes hold the parameters, a shard each."""
@@ -70,6 +71,8 @@ class Ps(Strategy):
     """What workers push: `gradients`, by which servers step, or `parameters`, which servers average."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.consistency, str):  # as in a text
+            object.__setattr__(self, "consistency", parse_consistency(self.consistency))
         if self.servers < 1:
             raise UserError(f"servers={self.servers} must be at least 1")
         if self.replicas not in (0, 1):

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from manyhands.errors import UserError, nearest, printable
 from manyhands.task import Task
 
-__all__ = ["BuiltinTask", "Option", "TaskEnd", "TaskTable", "about", "check_options"]
+__all__ = ["BuiltinTask", "Option", "TaskCurve", "TaskEnd", "TaskTable", "about", "check_options"]
 
 Options = TypeVar("Options")
 _SWITCH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
@@ -105,10 +105,16 @@ class TaskEnd:
 
     model: nn.Module
     workers: int
-    steps: int
-    seed: int
-    splits_batches: bool
-    """Whether each global batch was split over the workers; otherwise a batch was one worker's, whole."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskCurve:
+    """One named curve of a task's picture, and the points that belong to it."""
+
+    name: str
+    xs: tuple[float, ...]
+    ys: tuple[float, ...]
+    dots: tuple[tuple[float, float], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,6 +124,11 @@ class TaskTable:
     title: str
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
+    curves: tuple[TaskCurve, ...] = ()
+    """What is drawn of it, where something is: y over x, at the same xs."""
+
+    against: str = ""
+    """The name of the curve whose distance from the others is drawn as well."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,7 +1,8 @@
 """y = a x + b from noisy points: the smallest task there is, two numbers, to see what working together gives.
 
-At the end stands what each worker would have found alone, from the parts of the batches that were its own, beside what
-all found together; least squares, in closed form, says what there was to find.
+At the end stands the line that each worker finds in its own share of the points, dealt once, so that no two workers
+have a point in common; the mean of these lines; the line of all points; and the line that the run has trained. All but
+the last are by least squares, in closed form.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from manyhands.data.plan import BatchPlan
-from manyhands.randomness import preserved, seed_all
+from manyhands.data.plan import split
 from manyhands.task import Task
-from manyhands.tasks.builtin import BuiltinTask, TaskEnd, TaskTable, about, check_options
+from manyhands.tasks.builtin import BuiltinTask, TaskCurve, TaskEnd, TaskTable, about, check_options
 
-__all__ = ["LINE", "LineOptions", "alone", "least_squares", "line", "line_table", "own_parts"]
+__all__ = ["LINE", "LineOptions", "least_squares", "line", "line_table"]
 
 _NUM_TEST = 256
+_ALL = "all points at once"
 _POINTS = 0x11E  # whose draws are not those of a run's weights and batches
 
 
@@ -84,54 +85,50 @@ def _absolute_error(model: nn.Module, batch: list[Tensor]) -> Tensor:
 
 
 def line_table(task: Task, end: TaskEnd) -> TaskTable:
-    """What each worker would have found alone, what they found together, and what there was to find."""
+    """Each worker's line from its own share of the points, their mean, and the line of all points, as the run's."""
     assert task.options is not None, "a built-in task has them"
     options = LineOptions(**task.options)
     x, y = (column.numpy()[:, 0] for column in task.data)
-    with preserved():
-        seed_all(end.seed)
-        start = _found(task.model())
-    rows = []
-    for rank in range(end.workers):
-        mine = own_parts(BatchPlan(len(x), task.batch_size, end.seed), end, rank)
-        a, b = alone(x, y, mine, options.learning_rate, start)
-        rows.append([f"worker {rank}, alone", *_cells(task, a, b), f"{len(np.unique(np.concatenate(mine)))}"])
-    rows.append(["together", *_cells(task, *_found(end.model)), f"{len(x)}"])
-    rows.append(["least squares", *_cells(task, *least_squares(x, y)), f"{len(x)}"])
+    shares = [split(len(x), rank, end.workers) for rank in range(end.workers)]
+    named = {f"worker {rank}, alone": mine for rank, mine in enumerate(shares) if len(mine) > 1}
+    alone = {name: least_squares(x[mine], y[mine]) for name, mine in named.items()}
+    together = {_ALL: least_squares(x, y), "trained together": _found(end.model)}
+    if alone:  # a line takes two points
+        a, b = np.average(list(alone.values()), axis=0, weights=[len(mine) for mine in named.values()])
+        together = {"mean of these lines": (float(a), float(b)), **together}
+    rows = [[name, *_cells(task, *found), f"{len(named[name])}"] for name, found in alone.items()]
+    rows += [[name, *_cells(task, *found), f"{len(x)}"] for name, found in together.items()]
     rows.append(["the line itself", *_cells(task, options.slope, options.intercept), ""])
+    curves = [_curve(name, x, y, found, named[name]) for name, found in alone.items()]
+    curves += [_curve(name, x, y, found) for name, found in together.items()]
     return TaskTable(
-        title="y = a x + b: what each worker found, and what they found together",
+        title="y = a x + b: what each worker finds in its own points, and what they find together",
         head=("", "a", "b", "error on other points", "points"),
         rows=tuple(tuple(row) for row in rows),
+        curves=tuple(curves),
+        against=_ALL,
     )
 
 
-def own_parts(plan: BatchPlan, end: TaskEnd, rank: int) -> list[NDArray[np.int64]]:
-    """By step: the points that were this worker's; where batches are not split, every so many-th batch, whole."""
-    if end.splits_batches:
-        return [plan.share(step, rank, end.workers) for step in range(end.steps)]
-    return [plan.indices(step) for step in range(rank, end.steps, end.workers)] or [np.empty(0, np.int64)]
-
-
-def alone(
+def _curve(
+    name: str,
     x: NDArray[np.float64],
     y: NDArray[np.float64],
-    parts: list[NDArray[np.int64]],
-    rate: float,
-    start: tuple[float, float],
-) -> tuple[float, float]:
-    """The line that gradient descent finds from these points, one step for each part, and no word from others."""
-    a, b = start
-    for part in parts:
-        if len(part):
-            error = a * x[part] + b - y[part]
-            slope, shift = 2 * float(np.mean(error * x[part])), 2 * float(np.mean(error))
-            a, b = a - rate * slope, b - rate * shift
-    return a, b
+    found: tuple[float, float],
+    dots: range = range(0),
+) -> TaskCurve:
+    """A line from end to end, with the points that it was found in."""
+    (a, b), ends = found, (float(x.min()), float(x.max()))
+    return TaskCurve(
+        name=name,
+        xs=ends,
+        ys=tuple(a * end + b for end in ends),
+        dots=tuple((float(x[at]), float(y[at])) for at in dots),
+    )
 
 
 def least_squares(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[float, float]:
-    """The line nearest to all points: a = cov(x, y) / var(x), b = mean(y) - a mean(x)."""
+    """The line nearest to these points: a = cov(x, y) / var(x), b = mean(y) - a mean(x)."""
     centred = x - x.mean()
     a = float(centred @ y / (centred @ centred))
     return a, float(y.mean() - a * x.mean())

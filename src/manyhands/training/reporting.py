@@ -212,6 +212,7 @@ class Reporter:
             return False
         self._around.mark(step, State.EVALUATING)
         begin = time.monotonic_ns()
+        self._around.record(EventKind.EVALUATE, begin, step=step - 1)
         evaluated = self._evaluate(called)
         assert evaluated is not None, "there is evaluation data"
         self._evaluated, samples = evaluated

@@ -13,6 +13,7 @@ from torch import nn
 from manyhands.data.plan import BatchPlan
 from manyhands.errors import UserError, nearest
 from manyhands.kernel import AnyTask
+from manyhands.settings import check_count
 from manyhands.stopping import EarlyStopping
 from manyhands.store.fingerprint import parameter_shapes
 from manyhands.strategy import Strategy
@@ -45,8 +46,7 @@ class Length:
         said = {name: getattr(self, name) for name in ("steps", "epochs", "rounds")}
         said = {name: value for name, value in said.items() if value is not None}
         for name, value in said.items():
-            if not isinstance(value, int) or value < 1:
-                raise UserError(f"{name}={value!r} must be a whole number of at least 1")
+            check_count(name, value)
         if len(said) > 1:
             (one, first), (other, second), *_ = said.items()
             raise UserError(f"{one}={first} and {other}={second} say the same thing twice; give one of them")
@@ -74,8 +74,7 @@ class Request:
         device: str,
     ) -> Request:
         """Check what was asked for and fill in the rest."""
-        if not isinstance(workers, int) or workers < 1:
-            raise UserError(f"workers={workers!r} must be a whole number of at least 1")
+        check_count("workers", workers)
         task = task.for_strategy(strategy, workers)
         strategy.check(workers, device, compiled=task.compiled)
         check_clipping(task, strategy)

@@ -441,6 +441,8 @@ class _Turn:
             self._read_rows(self._body.tables.choose_whole(), whole=True)
         self._context.mark(work.batch, State.EVALUATING)
         begin = time.monotonic_ns()
+        if plan.task.evaluation is not None:
+            self._ring.record(EventKind.EVALUATE, begin, step=work.batch - 1)
         evaluated = self._body.computer.evaluate(self._body.model.model)
         if evaluated is not None:
             metrics, samples = evaluated
