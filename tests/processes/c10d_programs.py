@@ -94,7 +94,7 @@ def check_mistakes_are_named_on_every_rank_and_cost_nothing(ranks: Ranks) -> Non
 
     text = refused(lambda: dist.all_reduce(torch.ones(4, dtype=torch.float64 if odd else torch.float32)))
     assert f"{others} bring{s} float32[4], rank 1 brings float64[4]" in text, text
-    assert text.startswith("all_reduce(sum) #"), text
+    assert text.startswith("timed out: all_reduce(sum) #"), text
     text = refused(lambda: dist.all_reduce(torch.ones((3, 2) if odd else (2, 3))))
     assert f"{others} bring{s} float32[2, 3], rank 1 brings float32[3, 2]" in text, text
     text = refused(lambda: dist.broadcast(torch.ones(5 if odd else 4), 0))
@@ -146,7 +146,7 @@ def check_missing_ranks_are_named_with_the_call_each_is_in(ranks: Ranks) -> None
         with pytest.raises(PeerTimeout) as caught:
             dist.all_reduce(torch.ones(2, 3), group=group)
         text = str(caught.value)
-        assert text.startswith("all_reduce(sum) of float32[2, 3] #2: waited 1."), text
+        assert text.startswith("timed out: all_reduce(sum) of float32[2, 3] #2: waited 1."), text
         assert "for ranks 1, 2: rank 1 waits in recv from rank 2 (tag 5); " in text, text
         assert "rank 2 is in no call since broadcast(root 0) of float32[4] #1" in text, text
     elif ranks.rank == 1:
