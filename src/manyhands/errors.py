@@ -68,8 +68,8 @@ class Overload(UserError):
         self.most_workers = most_workers
 
 
-class NonFinite(UserError):
-    """The loss became NaN or infinite; the message names worker, step, what broke first and what to try."""
+class NonFinite(ManyhandsError):
+    """Training diverged: the loss became NaN or infinite; the message names worker, step, the cause and what to try."""
 
 
 class WorkerFailed(ManyhandsError):

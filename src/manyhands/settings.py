@@ -91,9 +91,9 @@ def check_choice(name: str, value: str, allowed: Collection[str]) -> None:
 
 
 def whole_number(text: str) -> int:
-    """Read digits."""
-    if not text.isdigit():
-        raise UserError(f"{text!r} is not a whole number")
+    """Read an integer; the strategy that it is for says which ones it takes."""
+    if re.fullmatch(r"[+-]?[0-9]+", text) is None:
+        raise UserError(f"{text!r} is not an integer")
     return int(text)
 
 

@@ -94,7 +94,7 @@ def check_mistakes_are_named_on_every_rank_and_cost_nothing(ranks: Ranks) -> Non
 
     text = refused(lambda: dist.all_reduce(torch.ones(4, dtype=torch.float64 if odd else torch.float32)))
     assert f"{others} bring{s} float32[4], rank 1 brings float64[4]" in text, text
-    assert text.startswith("timed out: all_reduce(sum) #"), text
+    assert text.startswith("all_reduce(sum) #"), text
     text = refused(lambda: dist.all_reduce(torch.ones((3, 2) if odd else (2, 3))))
     assert f"{others} bring{s} float32[2, 3], rank 1 brings float32[3, 2]" in text, text
     text = refused(lambda: dist.broadcast(torch.ones(5 if odd else 4), 0))

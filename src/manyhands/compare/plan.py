@@ -14,12 +14,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from manyhands.errors import UserError, nearest
+from manyhands.registry import STRATEGIES
 from manyhands.strategy import Strategy
 
 __all__ = [
     "DEFAULT_STRATEGIES",
     "Target",
     "Trial",
+    "check_separators",
     "default_target",
     "lower_is_better",
     "parse_strategies",
@@ -91,6 +93,7 @@ class Trial:
 
 def parse_strategies(text: str) -> tuple[Strategy, ...]:
     """Strategies separated by semicolons; a UserError names the first bad one, or one that stands there twice."""
+    check_separators("--strategies", text)
     strategies = [Strategy.parse(part) for part in text.split(";") if part.strip()]
     if not strategies:
         raise UserError(
@@ -102,6 +105,16 @@ def parse_strategies(text: str) -> tuple[Strategy, ...]:
                 f"--strategies has {str(strategy)!r} twice; --repeats runs each of them several times"
             )
     return tuple(strategies)
+
+
+def check_separators(option: str, text: str) -> None:
+    """UserError where commas separate strategies; settings may have commas, as in `cuts=1,2`."""
+    comma = rf"\s*,\s*(?=(?:{'|'.join(STRATEGIES)})(?:[\s,;]|$))"
+    if re.search(comma, text):
+        fixed = re.sub(comma, "; ", text)
+        raise UserError(
+            f"{option} {text!r}: strategies are separated by semicolons, not by commas; write {fixed!r}"
+        )
 
 
 def trials(strategies: int, repeats: int) -> list[Trial]:

@@ -106,6 +106,8 @@ class RunDirectory:
     def open(cls, path: Path | str, *, lock: bool = True) -> RunDirectory:
         """Go on with a run, or look at one (`lock=False`); UserError where there is none or it is in use."""
         path = Path(path)
+        if lock and not cls.is_one(path) and not path.is_file():
+            raise UserError(f"{path} holds no run ({_CONFIG} is missing); start one without resume")
         config = _read_config(path)
         if not lock:
             return cls(path, config, None)
@@ -278,7 +280,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     try:
         content = _read_object(file)
     except (FileNotFoundError, NotADirectoryError):
-        raise UserError(f"{path} holds no run ({_CONFIG} is missing); start one without resume") from None
+        raise UserError(_no_run(path)) from None
     match content:
         case {"format": str(name), "version": int(version), "config": dict(config)}:
             if (name, version) == (_FORMAT, _VERSION):
@@ -287,6 +289,18 @@ def _read_config(path: Path) -> dict[str, Any]:
                 f"{file} is of the format {name!r} version {version}, not {_FORMAT!r} version {_VERSION}"
             )
     raise DataError(f"{file} is no configuration of a run; {path} was made by something else, or is damaged")
+
+
+def _no_run(path: Path) -> str:
+    """That there is no run at `path`, and what would help: the runs below it, where there are some."""
+    if not path.exists():
+        return f"{path} holds no run: there is no such directory"
+    if not path.is_dir():
+        return f"{path} holds no run: it is a file; give the directory of a run"
+    inside = sorted(file.parent for file in (*path.glob(f"*/{_CONFIG}"), *path.glob(f"runs/*/{_CONFIG}")))
+    newest = max(inside, key=lambda run: (run / _CONFIG).stat().st_mtime, default=None)
+    hint = f"did you mean {newest}?" if newest is not None else "give the directory of a run"
+    return f"{path} holds no run ({_CONFIG} is missing); {hint}"
 
 
 def _read_object(file: Path) -> dict[str, Any]:
