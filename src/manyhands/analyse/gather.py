@@ -70,8 +70,17 @@ _DOING = {
 class Gather:
     """What is known of one run so far."""
 
-    def __init__(self, *, task: str = "", strategy: str = "", steps_asked: int = 0, workers: int = 1) -> None:
+    def __init__(
+        self,
+        *,
+        task: str = "",
+        strategy: str = "",
+        steps_asked: int = 0,
+        workers: int = 1,
+        about: tuple[tuple[str, str], ...] = (),
+    ) -> None:
         self._task, self._strategy, self._steps_asked = task, strategy, steps_asked
+        self._about = about
         self._workers = workers  # that were asked for
         self._servers = _servers_of(strategy, workers)
         self._offset_ns: int | None = None
@@ -218,6 +227,8 @@ class Gather:
             warnings=self._warnings(snapshot, now_ns, phase, held),
             notes=(*self._notes, *self._odd()),
             remarks=tuple(privacy_words(self._summary or {})),
+            best=self._history.best,
+            about=self._about,
         )
 
     def _odd(self) -> list[str]:

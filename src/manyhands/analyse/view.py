@@ -218,3 +218,8 @@ class RunView:
     """Where a run has any."""
     remarks: tuple[str, ...] = ()
     """What a run that has ended says besides its figures: what it promised, and why it ended."""
+    best: tuple[str, float, int] | None = None
+    """Of the run's first metric that is no loss, or its evaluation loss: name, best value so far, and after which
+    step."""
+    about: tuple[tuple[str, str], ...] = ()
+    """How the run was begun, by name: command, host, date, settings."""

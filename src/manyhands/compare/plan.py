@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from manyhands.analyse.better import lower_is_better
 from manyhands.errors import UserError, nearest
 from manyhands.registry import STRATEGIES
 from manyhands.strategy import Strategy
@@ -32,8 +33,6 @@ __all__ = [
 DEFAULT_STRATEGIES = "allreduce; central; ps; ps consistency=bounded:4; ps consistency=async; hogwild"
 """One of each kind that trains any task."""
 
-_LOWER = ("loss", "error", "perplexity", "cost", "distance", "mae", "mse", "rmse", "nll")
-_LOWER_BEGINS = ("bits_per_", "error_", "loss_")  # bits per byte, per character: of what is left to say
 _TARGET = re.compile(r"\s*(?P<metric>[^<>=\s]+)\s*(?P<sign><=|>=|=)\s*(?P<value>\S+)\s*")
 
 
@@ -127,12 +126,6 @@ def trials(strategies: int, repeats: int) -> list[Trial]:
 def workers_of(strategy: Strategy, workers: int) -> int:
     """How many workers a strategy is compared with: no more than it can have, whatever the others have."""
     return workers if strategy.most_workers is None else min(workers, strategy.most_workers)
-
-
-def lower_is_better(metric: str) -> bool:
-    """Whether a metric of this name is better when it is smaller."""
-    name = metric.lower()
-    return name.endswith(_LOWER) or name.startswith(_LOWER_BEGINS)
 
 
 def default_target(finals: Sequence[Mapping[str, float]]) -> Target | None:

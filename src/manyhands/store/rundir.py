@@ -1,7 +1,7 @@
 """A run on disk: what was asked for, what happened, and what is needed to go on.
 
 runs/digits/
-  config.json     what was asked for; its presence makes the directory a run
+  config.json     what was asked for, by which command, where and when; its presence makes the directory a run
   metrics.jsonl   one JSON object a line, each with its step
   events/         what each process did when
   checkpoints/    step-00000050/ ...
@@ -38,6 +38,7 @@ from manyhands.store.fingerprint import fingerprint
 from manyhands.store.lines import LineFile
 from manyhands.store.lock import RunLock
 from manyhands.store.metrics import MetricsLog
+from manyhands.store.origin import origin
 
 __all__ = ["IN_PYTHON", "ON_COMMAND_LINE", "RunDirectory", "require_free"]
 
@@ -96,7 +97,7 @@ class RunDirectory:
         lock.acquire()
         try:
             require_free(path, own_files, instead)  # again, now that nobody else can be creating it
-            _write_config(path, config)
+            _write_config(path, config, origin())
             return cls(path, _read_config(path), lock)._with_folders()
         except BaseException:
             lock.close()
@@ -122,8 +123,14 @@ class RunDirectory:
     def go_on_as(self, config: Mapping[str, Any]) -> None:
         """Write what is asked for from now on: a run that is resumed may have other workers and more steps."""
         if config != self.config:
-            _write_config(self.path, config)
+            _write_config(self.path, config, self.origin)
             self.config = _read_config(self.path)
+
+    @property
+    def origin(self) -> Mapping[str, Any]:
+        """Command, host and time of day that the run was begun with; empty of a run that does not tell."""
+        found = _read_object(self.path / _CONFIG).get("origin")
+        return found if isinstance(found, dict) else {}
 
     @staticmethod
     def is_one(path: Path) -> bool:
@@ -270,8 +277,8 @@ def require_free(path: Path, own_files: Collection[str] = (), instead: str = IN_
     )
 
 
-def _write_config(path: Path, config: Mapping[str, Any]) -> None:
-    write_json(path / _CONFIG, {"format": _FORMAT, "version": _VERSION, "config": config})
+def _write_config(path: Path, config: Mapping[str, Any], begun: Mapping[str, Any]) -> None:
+    write_json(path / _CONFIG, {"format": _FORMAT, "version": _VERSION, "config": config, "origin": begun})
 
 
 def _read_config(path: Path) -> dict[str, Any]:
