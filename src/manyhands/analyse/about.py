@@ -5,7 +5,7 @@ Both files are a user's: whatever stands there is shown as plain text of bounded
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -37,7 +37,13 @@ def about_run(config: Mapping[str, Any], origin: Mapping[str, Any]) -> tuple[tup
 
 def _shown(value: Any) -> str:
     if isinstance(value, Mapping):
-        return printable(", ".join(f"{name}={one}" for name, one in value.items() if one is not None)) or "–"
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return printable(", ".join(map(str, value))) or "–"
-    return printable(str(value))
+        named = [f"{name}={_plain(one)}" for name, one in value.items() if one is not None]
+        return printable(", ".join(named[:_MOST_SETTINGS])) or "–"
+    if isinstance(value, list):
+        return printable(", ".join(map(_plain, value[:_MOST_SETTINGS]))) or "–"
+    return printable(_plain(value))
+
+
+def _plain(value: Any) -> str:
+    """A value itself; of what holds others, which may be deep, that there is something."""
+    return "…" if isinstance(value, Mapping | list) else str(value)
