@@ -169,12 +169,12 @@ class HistoryCurves:
         self.step = 0
         self.loss: float | None = None
         self.final: dict[str, float] = {}
-        self.best: tuple[str, float, int] | None = None
-        """Of the first metric that is no loss, or of the evaluation loss: its name, best value and step."""
         self._loss = ThinnedCurve("loss")
         self._metrics: dict[str, ThinnedCurve] = {}
         self._before_s = 0.0  # what earlier parts of a resumed run took
         self._last_s = 0.0
+        self.best: tuple[str, float, int] | None = None
+        """Of the first metric that is no loss, or of the evaluation loss: its name, best value and step."""
 
     def add(self, row: Mapping[str, Any]) -> bool:
         """One row as it stands in metrics.jsonl; False where it is none that a run writes, and is left out."""
@@ -201,6 +201,10 @@ class HistoryCurves:
             self._judge(step, named)
         return True
 
+    def curves(self, later_s: float) -> list[Curve]:
+        """`loss` first, then one for each metric."""
+        return [self._loss.curve(later_s), *(curve.curve(later_s) for curve in self._metrics.values())]
+
     def _judge(self, step: int, measured: Mapping[str, float | None]) -> None:
         """Keep the best evaluation, by the metric that the first one had."""
         finite = {
@@ -215,7 +219,3 @@ class HistoryCurves:
         value = finite[first]
         if self.best is None or (value < self.best[1] if lower_is_better(first) else value > self.best[1]):
             self.best = (first, value, step)
-
-    def curves(self, later_s: float) -> list[Curve]:
-        """`loss` first, then one for each metric."""
-        return [self._loss.curve(later_s), *(curve.curve(later_s) for curve in self._metrics.values())]

@@ -202,6 +202,7 @@ class Gather:
         return RunView(
             task=self._task,
             strategy=self._strategy,
+            about=self._about,
             phase=phase,
             step=max(snapshot.step, self._history.step),
             steps_asked=self._steps_asked,
@@ -213,6 +214,7 @@ class Gather:
             if running
             else None,
             final=self._history.final,
+            best=self._history.best,
             curves=(loss, self._rate.curve(first_ns), *metrics),
             workers=workers,
             servers=servers,
@@ -227,8 +229,6 @@ class Gather:
             warnings=self._warnings(snapshot, now_ns, phase, held),
             notes=(*self._notes, *self._odd()),
             remarks=tuple(privacy_words(self._summary or {})),
-            best=self._history.best,
-            about=self._about,
         )
 
     def _odd(self) -> list[str]:
