@@ -21,7 +21,7 @@ class BadArguments(UserError, TypeError):
 
 def named_arguments(called: Called) -> Called:
     """Have a function, or a class with fields by name only, refuse unknown arguments by the nearest known name."""
-    inner = called.__init__ if inspect.isclass(called) else called  # type: ignore[misc]
+    inner = called.__init__ if inspect.isclass(called) else called
     name = called.__name__
     known = [one for one in inspect.signature(inner).parameters.values() if one.name != "self"]
     names = [one.name for one in known]
@@ -44,7 +44,7 @@ def named_arguments(called: Called) -> Called:
 
     if not inspect.isclass(called):
         return checked  # type: ignore[return-value]
-    called.__init__ = checked  # type: ignore[misc]
+    called.__init__ = checked  # type: ignore[method-assign]
     return called
 
 
