@@ -37,7 +37,7 @@ def task(**changes: Any) -> mh.Task:
             "EarlyStopping has no argument 'xyzzy'; allowed: metric, patience, min_delta, mode",
         ),
         (
-            lambda: mh.EarlyStopping("acc"),  # type: ignore[misc]
+            lambda: mh.EarlyStopping("acc"),  # type: ignore[call-arg]
             "EarlyStopping takes its arguments by name; write EarlyStopping(metric='acc')",
         ),
         (lambda: task(metric={}), "Task has no argument 'metric'; did you mean 'metrics'?"),
@@ -46,7 +46,7 @@ def task(**changes: Any) -> mh.Task:
             "fit has no argument 'step'; did you mean 'steps'?",
         ),
         (
-            lambda: mh.fit(task(), "single", 2),  # type: ignore[misc]
+            lambda: mh.fit(task(), "single", 2),  # type: ignore[call-arg]
             "fit takes its arguments by name; write fit(workers=2)",
         ),
         (
