@@ -135,5 +135,13 @@ def run_view(step: int = 120, workers: int = 3, **changes: Any) -> RunView:
             f"worker {slow} is 2.9× slower than the median since step 40: the others wait 60 % of their time",
         ),
         notes=("worker-0.bin stops at its bound",),
+        best=("accuracy", 1 - 9 / max(40, step), max(40, step)),
+        about=(
+            ("command", "manyhands train digits --strategy 'ps servers=2' --workers 3 --steps 400"),
+            ("host", "lab-7"),
+            ("begun", "2026-11-17 21:52:13 UTC"),
+            ("task options", "batch_size=64, learning_rate=0.004, width=16"),
+            ("seed", "0"),
+        ),
     )
     return replace(view, **changes)

@@ -19,7 +19,10 @@ def check_device(name: str) -> str:
         return name
     match = re.fullmatch(r"cuda(?::(\d+))?", name)
     if match is None:
-        raise UserError(f"device={name!r}: allowed: cpu, cuda, cuda:0, cuda:1, ...")
+        meant = name.lower().replace("gpu", "cuda")
+        known = re.fullmatch(r"cpu|cuda(:\d+)?", meant)
+        hint = f"; did you mean {meant!r}?" if known else ""
+        raise UserError(f"device={name!r}: allowed: cpu, cuda, cuda:0, cuda:1, ...{hint}")
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if found == 0:
         raise UserError(

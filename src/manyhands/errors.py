@@ -68,8 +68,8 @@ class Overload(UserError):
         self.most_workers = most_workers
 
 
-class NonFinite(UserError):
-    """The loss became NaN or infinite; the message names worker, step, what broke first and what to try."""
+class NonFinite(ManyhandsError):
+    """Training diverged: the loss became NaN or infinite; the message names worker, step, the cause and what to try."""
 
 
 class WorkerFailed(ManyhandsError):
@@ -94,10 +94,13 @@ class Desync(ManyhandsError):
 
 
 class PeerTimeout(ManyhandsError):
-    """A wait passed its deadline; `peer` is the one waited for."""
+    """A wait passed its deadline; `peer` is the one waited for. Every message has the words "timed out" in it.
+
+    Programs written for torch's own backends look for these words to tell a timeout from another failure.
+    """
 
     def __init__(self, message: str, peer: int) -> None:
-        super().__init__(message)
+        super().__init__(message if "timed out" in message else f"timed out: {message}")
         self.peer = peer
 
 

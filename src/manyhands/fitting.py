@@ -11,6 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from manyhands.arguments import named_arguments
 from manyhands.cluster.template import expect, warm
 from manyhands.errors import UserError
 from manyhands.hosts.standing import may_be_placed
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["await_workers", "fit", "fit_or_kept", "place_among_others"]
 
 
+@named_arguments
 def fit(
     task: AnyTask,
     strategy: str | Strategy = "allreduce",

@@ -98,9 +98,9 @@ def check_count(name: str, value: object) -> None:
 
 
 def whole_number(text: str) -> int:
-    """Read digits."""
-    if not text.isdigit():
-        raise UserError(f"{text!r} is not a whole number")
+    """Read an integer; the strategy that it is for says which ones it takes."""
+    if re.fullmatch(r"[+-]?[0-9]+", text) is None:
+        raise UserError(f"{text!r} is not an integer")
     return int(text)
 
 

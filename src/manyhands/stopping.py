@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from manyhands.arguments import named_arguments
 from manyhands.errors import UserError, nearest
 
 __all__ = ["EarlyStopping", "StoppingCount"]
 
 
+@named_arguments
 @dataclass(frozen=True, kw_only=True)
 class EarlyStopping:
     """End a run after `patience` evaluations in a row that were not better than the best before them."""

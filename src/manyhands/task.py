@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import IterableDataset
 
+from manyhands.arguments import named_arguments, require_parameters
 from manyhands.data.batches import BatchSource
 from manyhands.data.own import WorkerData, own_data
 from manyhands.data.shares import sample_weights
@@ -47,6 +48,7 @@ class Passes:
     total: float | None = None
 
 
+@named_arguments
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
     """One training problem, checked when made: a UserError names the field, its value and what is allowed.
@@ -147,6 +149,7 @@ class Task:
             _check_builder(
                 "scheduler", self.scheduler, LRScheduler, "a function (optimizer) -> LRScheduler, or None"
             )
+        require_parameters("loss", self.loss, ("model", "batch"))
         if self.collate is not None and not callable(self.collate):
             raise UserError(
                 f"collate is {self.collate!r}; it must be a function (list of samples) -> batch, or None"
@@ -206,6 +209,7 @@ class Task:
                 raise UserError(
                     f"metrics[{name!r}] is {metric!r}; it must be a string: function (model, batch) -> number"
                 )
+            require_parameters(f"metrics[{name!r}]", metric, ("model", "batch"))
         if self.metrics and self.evaluation is None:
             raise UserError(
                 f"metrics are {', '.join(self.metrics)}, but evaluation is None; metrics are measured on "

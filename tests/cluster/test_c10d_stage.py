@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -88,7 +90,10 @@ def test_a_call_that_some_rank_never_makes_ends_for_all_who_wait() -> None:
         )
         assert "for rank 1: rank 1 has made no call yet" in str(last)
         assert first.peer == last.peer == 1
-        with pytest.raises(PeerTimeout, match="rank 1 did not come in time"):
+        assert "timed out" in str(first), "what programs look for"
+        assert "timed out" in str(last)
+        assert re.search(" (Timed out|closed|timeout) ", str(first)), "as torch's own distributed suite does"
+        with pytest.raises(PeerTimeout, match=r"timed out: .* rank 1 did not come in time"):
             Collectives(ends[1]).barrier(TIMEOUT_S)
 
 
@@ -185,11 +190,17 @@ def test_much_post_arrives_whole_and_in_order(seed: int) -> None:
         all_ranks(world, act)
 
 
+def test_a_wait_for_a_call_that_is_not_complete_says_that_it_timed_out() -> None:
+    with pytest.raises(TimeoutError, match=r"timed out: .* after the timeout of 0\.001 s"):
+        PendingWork([]).wait(timedelta(milliseconds=1))
+
+
 def test_messages_that_can_not_come_are_failed() -> None:
     with posts(2) as ends:
         pending = ends[0].receive(torch.empty(3), 1, 0, 0.3)
         with pytest.raises(
-            PeerTimeout, match=r"recv of float32\[3\] from rank 1 \(tag 0\): nobody sent it in time: rank 1"
+            PeerTimeout,
+            match=r"timed out: recv of float32\[3\] from rank 1 \(tag 0\): nobody sent it in time: rank 1",
         ):
             pending.wait()
         with pytest.raises(PeerTimeout):

@@ -145,7 +145,7 @@ def test_two_processes_of_one_rank_a_missing_rank_and_another_release_are_told_t
     )
     assert isinstance(led, PeerTimeout)
     assert "rank 2 of 3 did not come within 0 s" in str(led)
-    assert "cannot begin: rank 2 of 3 did not come" in str(followed)
+    assert "cannot begin: timed out: rank 2 of 3 did not come" in str(followed)
 
     store = HashStore()
     seat(store, "old", 1, version="0.0.1", name="worker 1 on hostB")

@@ -146,7 +146,7 @@ def check_missing_ranks_are_named_with_the_call_each_is_in(ranks: Ranks) -> None
         with pytest.raises(PeerTimeout) as caught:
             dist.all_reduce(torch.ones(2, 3), group=group)
         text = str(caught.value)
-        assert text.startswith("all_reduce(sum) of float32[2, 3] #2: waited 1."), text
+        assert text.startswith("timed out: all_reduce(sum) of float32[2, 3] #2: waited 1."), text
         assert "for ranks 1, 2: rank 1 waits in recv from rank 2 (tag 5); " in text, text
         assert "rank 2 is in no call since broadcast(root 0) of float32[4] #1" in text, text
     elif ranks.rank == 1:

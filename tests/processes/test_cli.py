@@ -97,6 +97,21 @@ def test_bad_input_is_one_sentence_and_status_2(
     assert not (tmp_path / "runs").exists(), "nothing was started"
 
 
+@pytest.mark.parametrize("strategy", ["single", "mirrored"])
+def test_a_run_that_diverges_is_one_sentence_and_status_1(
+    strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", "line", "--learning-rate", "1e20", "--steps", "40", "--strategy", strategy]
+    workers = "1" if strategy == "single" else "2"
+    assert run_command(monkeypatch, *words, "--workers", workers, "--out", tmp_path / "run") == 1
+    output, error = capfd.readouterr()
+    assert error.count("\n") == 1, error
+    assert "the loss is not finite" in error
+    assert "lower the learning rate" in error
+    assert (tmp_path / "run/report.html").exists(), "it shows what went wrong"
+    assert "report.html" in output
+
+
 def test_doctor_and_help_and_version(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -130,7 +130,7 @@ def test_it_asks_nobody_else_for_anything(browser: Any, dashboard: Dashboard) ->
 def test_it_updates_without_a_reload_and_nothing_moves(
     browser: Any, dashboard: Dashboard, shown: Shown, width: int, height: int
 ) -> None:
-    shown.view = starting_view()
+    shown.view = starting_view(about=run_view().about)  # the configuration is there before the first event
     opened(browser, dashboard.url, width, height)
     assert "worker 2 (starting)" in text_of(browser, "workers")
     browser.execute_script("window.loadedOnce = true; document.querySelector('.fill').focus()")
@@ -151,7 +151,7 @@ def test_it_survives_the_end_of_the_run(browser: Any, shown: Shown) -> None:
         shown.view = run_view(step=400, phase=Phase.ENDED)
     awaited(browser, lambda: line_of(browser) == FAREWELL, "the farewell")
     assert "400 of 400" in text_of(browser, "now"), "the last state came before the end"
-    assert browser.execute_script("return document.querySelectorAll('section').length") == 12
+    assert browser.execute_script("return document.querySelectorAll('section').length") == 13
     assert complaints(browser) == []
 
 
@@ -275,7 +275,7 @@ def test_it_fits_and_the_keyboard_reaches_everything(
     levels = browser.execute_script(
         "return [...document.querySelectorAll('h1, h2, h3')].map((one) => one.tagName)"
     )
-    assert levels == ["H1"] + ["H2"] * 12
+    assert levels == ["H1"] + ["H2"] * 13
 
 
 BLANKS = """
@@ -380,3 +380,30 @@ def test_a_comparison_on_a_phone_is_whole(browser: Any, tmp_path: Path) -> None:
     browser.get(path.as_uri())
     assert browser.execute_script("return document.documentElement.scrollWidth") <= 390
     assert browser.execute_script(CUT) == []
+
+
+SCROLLS = """
+  const one = document.querySelector("#waits .fill"), style = getComputedStyle(one);
+  return { more: one.scrollHeight > one.clientHeight && one.scrollWidth > one.clientWidth,
+           bars: one.offsetWidth > one.clientWidth && one.offsetHeight > one.clientHeight,
+           shades: style.backgroundAttachment.split(", ").filter((word) => word === "scroll").length };
+"""
+
+
+@pytest.mark.parametrize(("width", "height"), [(390, 844), (1280, 800)])
+def test_a_part_that_scrolls_shows_it_on_a_phone_too(
+    browser: Any, dashboard: Dashboard, shown: Shown, width: int, height: int
+) -> None:
+    shown.view = run_view(workers=24)
+    opened(browser, dashboard.url, width, height)
+    assert browser.execute_script(SCROLLS) == {"more": True, "bars": True, "shades": 4}
+
+
+def test_a_page_that_is_open_before_the_run_waits_for_its_first_step(
+    browser: Any, dashboard: Dashboard, shown: Shown
+) -> None:
+    shown.view = starting_view()
+    opened(browser, dashboard.url)
+    assert "Waiting for the first step." in text_of(browser, "loss")
+    shown.view = run_view()
+    awaited(browser, lambda: "aiting for the first step" not in text_of(browser, "main"), "the first step")

@@ -75,6 +75,25 @@ def test_without_the_token_the_page_says_so_and_shows_nothing(browser: Any, serv
     assert text_of(browser, "workers") == ""
 
 
+CHARTS = """
+  return ["latency", "throughput"].map((key) => {
+    const box = document.querySelector("#" + key + " svg.chart").getBoundingClientRect();
+    return [Math.round(box.width), Math.round(box.height)];
+  });
+"""
+
+
+@pytest.mark.parametrize(("width", "height"), [(390, 844), (1280, 800)])
+def test_both_charts_have_the_same_proportions(
+    browser: Any, server: ModelServer, width: int, height: int
+) -> None:
+    opened(browser, server, width, height)
+    assert ask(server) == 200
+    awaited(browser, lambda: "1 × 200" in text_of(browser, "notes"), "the request to be shown")
+    latency, throughput = browser.execute_script(CHARTS)
+    assert latency == throughput
+
+
 SHADES = """
   const brightness = (colour) => colour.match(/[\\d.]+/g).slice(0, 3).reduce((sum, one) => sum + Number(one), 0) / 3;
   const card = getComputedStyle(document.querySelector("section"));

@@ -74,6 +74,6 @@ def test_a_killed_rank_is_named_by_all_others() -> None:
         workers[1].send_signal(signal.SIGKILL)
         for rank in (0, 2):
             output, _ = workers[rank].communicate(timeout=20)
-            assert output.startswith(f"PeerTimeout: rank {rank} waited 1."), output
+            assert output.startswith(f"PeerTimeout: timed out: rank {rank} waited 1."), output
             assert " for rank 1 to " in output
             assert workers[rank].returncode == 3

@@ -1,6 +1,7 @@
 """Comparisons without running any: what is run, what the numbers are, and how they are shown."""
 
 import dataclasses
+import re
 from xml.etree import ElementTree
 
 import pytest
@@ -16,6 +17,7 @@ from manyhands.compare.plan import Target, Trial, default_target, parse_strategi
 from manyhands.compare.price import Prices
 from manyhands.compare.report import Made, report, smooth
 from manyhands.compare.table import cells, columns, measures_table, promises_table, scores_table
+from manyhands.draw.paper import PART_COLOURS
 from manyhands.errors import UserError
 from manyhands.facts import Answer, Promises
 from manyhands.hogwild.strategy import Hogwild
@@ -259,6 +261,8 @@ def test_the_report_is_well_formed_and_has_every_strategy() -> None:
     assert len(root.findall(".//figure")) == 5, (
         "loss and metric against steps and seconds, and the shares of time"
     )
+    drawn = re.findall(r'class="f(\d)"[^>]*/></svg>waiting</li>', page)
+    assert drawn == [str(PART_COLOURS["waiting"])], "as on the page of a run"
     assert "http" not in page.replace("http-equiv", "").replace("http://www.w3.org", ""), (
         "nothing from elsewhere"
     )

@@ -1,17 +1,25 @@
 """The page of a run: everything a view holds is said, in place, escaped, and the same in a report."""
 
+import json
+import math
 import re
+import socket
+import sys
+import time
 import xml.etree.ElementTree as ET
 from dataclasses import replace
+from pathlib import Path
 
+from manyhands.analyse.follow import RunFollower
 from manyhands.analyse.gather import Gather
 from manyhands.analyse.view import Curve, Phase
-from manyhands.draw.page import report, sections
-from views import empty_view, run_view
+from manyhands.draw.page import report, sections, title_of
+from manyhands.store.rundir import RunDirectory
+from views import empty_view, run_view, starting_view
 
 KEYS = [
     "now", "wrong", "loss", "metrics", "throughput", "workers", "servers", "waits", "traffic", "staleness",
-    "members", "notes",
+    "members", "notes", "made",
 ]  # fmt: skip
 HOSTILE = '<script>alert(1)</script>"onload="x'
 
@@ -50,6 +58,52 @@ def test_the_page_says_what_the_view_holds() -> None:
     assert "server 0 took shard 3 over" in said["members"]
     assert said["members"].index("died") < said["members"].index("started"), "the newest first"
     assert "stops at its bound" in said["notes"]
+    assert "best accuracy0.925 step 120" in said["now"]
+
+
+def test_a_report_says_by_which_command_where_when_and_with_which_settings(tmp_path: Path) -> None:
+    said = words(sections(run_view())["made"])
+    for name, text in run_view().about:
+        assert f"{name} {text}" in re.sub(f"({name})", r"\1 ", said, count=1), name
+    config = {
+        "task": "t",
+        "seed": 3,
+        "batch_size": 8,
+        "samples": 4,
+        "parameters": {},
+        "task_options": {"width": 16},
+    }
+    RunDirectory.create(tmp_path / "run", config).close()
+    began = RunDirectory.open(tmp_path / "run", lock=False).origin["unix_s"]
+    page = words(sections(RunFollower(tmp_path / "run").poll())["made"])
+    assert socket.gethostname() in page
+    assert time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(began)) in page
+    assert Path(sys.argv[0]).name in page, "the command"
+    assert "width=16" in page
+
+
+def test_a_run_of_an_older_release_has_its_settings_and_no_command(tmp_path: Path) -> None:
+    config = {
+        "task": "t",
+        "strategy": "ps",
+        "seed": 3,
+        "batch_size": 8,
+        "samples": 4,
+        "parameters": {"w": "float32 4"},
+    }
+    kept = {"format": "manyhands run", "version": 1, "config": config}
+    (tmp_path / "config.json").write_text(json.dumps(kept))
+    about = dict(RunFollower(tmp_path).poll().about)
+    assert about == {"task": "t", "strategy": "ps", "seed": "3", "batch size": "8", "samples": "4"}
+
+
+def test_before_the_first_step_the_page_says_that_it_waits_for_it() -> None:
+    for view in (starting_view(), empty_view()):
+        said = {key: words(html) for key, html in sections(view).items()}
+        assert "Waiting for the first step." in said["loss"]
+        assert "Waiting for the first step." in said["throughput"]
+        assert "waiting for the first step" in said["wrong"]
+    assert title_of(Gather().view(0)) == "A run that has not begun"
 
 
 def test_who_has_not_come_yet_is_starting_and_not_gone() -> None:
@@ -74,6 +128,8 @@ def test_hostile_text_stays_text() -> None:
         task=HOSTILE,
         strategy=HOSTILE,
         warnings=(HOSTILE,),
+        best=(HOSTILE, 1.0, 1),
+        about=((HOSTILE, HOSTILE), ("command", HOSTILE)),
         notes=(HOSTILE,),
         curves=(*view.curves, Curve(name=HOSTILE, steps=(1.0,), seconds=(1.0,), values=(1.0,))),
         workers=tuple(replace(one, name=HOSTILE, waits_for=HOSTILE) for one in view.workers),
@@ -106,3 +162,22 @@ def test_every_part_that_scrolls_can_be_reached_and_has_a_name() -> None:
 
 def test_a_page_of_many_workers_stays_small() -> None:
     assert len(report(run_view(workers=64))) < 400_000
+
+
+def test_the_best_evaluation_is_that_of_the_first_metric_that_is_no_loss() -> None:
+    def best_of(*metrics: dict[str, float]) -> object:
+        gather = Gather(task="t", strategy="single")
+        gather.add_rows(
+            [{"step": 10 * (n + 1), "at_s": 1.0, "metrics": one} for n, one in enumerate(metrics)]
+        )
+        return gather.view(0).best
+
+    assert best_of() is None
+    rising = ({"evaluation_loss": 0.9, "accuracy": 0.7}, {"evaluation_loss": 0.5, "accuracy": 0.6})
+    assert best_of(*rising) == ("accuracy", 0.7, 10)
+    assert best_of({"absolute_error": 0.7}, {"absolute_error": 0.2}, {"absolute_error": 0.4}) == (
+        "absolute_error",
+        0.2,
+        20,
+    )
+    assert best_of({"evaluation_loss": math.nan}, {"evaluation_loss": 0.4}) == ("evaluation_loss", 0.4, 20)

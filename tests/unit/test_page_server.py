@@ -165,7 +165,7 @@ def test_a_stream_sends_all_then_what_changed_then_the_end() -> None:
         name, first = parse(await anext(stream))
         assert name == "sections"
         assert list(first) == ["now", "wrong", "loss", "metrics", "throughput", "workers", "servers", "waits",
-                               "traffic", "staleness", "members", "notes"]  # fmt: skip
+                               "traffic", "staleness", "members", "notes", "made"]  # fmt: skip
         shown[0] = empty_view(step=7)
         assert list(parse(await anext(stream))[1]) == ["now"]
         shown[0] = empty_view(step=8)

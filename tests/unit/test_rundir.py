@@ -50,8 +50,11 @@ def test_a_created_run_is_opened_again_with_the_same_configuration(tmp_path: Pat
 def test_a_run_that_goes_on_keeps_what_is_asked_for_now(tmp_path: Path) -> None:
     longer = {**CONFIG, "steps": 9000, "workers": 7}
     with RunDirectory.create(tmp_path / "run", CONFIG) as run:
+        began = run.origin
+        assert set(began) == {"command", "host", "unix_s"}
         run.go_on_as(longer)
         assert run.config == longer
+        assert run.origin == began
     assert RunDirectory.open(tmp_path / "run", lock=False).config == longer
 
 

@@ -81,7 +81,11 @@ def test_defaults_are_not_printed_and_spacing_does_not_matter() -> None:
         ("tensor dims=2", ["no setting 'dims'", "slices, data, link"]),
         ("single workers=2", ["no setting 'workers'", "device_memory, offload"]),
         ("allreduce algorithm=ring group=2", ["hierarchical"]),
-        ("allreduce algorithm=hierarchical group=x", ["group=x: 'x' is not a whole number"]),
+        ("allreduce algorithm=hierarchical group=x", ["group=x: 'x' is not an integer"]),
+        ("ps servers=-1", ["servers=-1 must be at least 1"]),
+        ("pipeline stages=-2", ["stages=-2: must be at least 1"]),
+        ("pipeline data=-1", ["data=-1: must be at least 1, or 0"]),
+        ("tensor slices=-1", ["slices=-1: must be at least 1, or 0"]),
     ],
 )
 def test_errors_name_the_word_and_the_fix(text: str, parts: list[str]) -> None:

@@ -17,6 +17,8 @@ from typer.testing import CliRunner
 from manyhands.analyse.picture import Row, Timeline
 from manyhands.analyse.timeline import build_timeline
 from manyhands.cli.main import app
+from manyhands.draw.page import sections
+from manyhands.draw.paper import STYLE
 from manyhands.draw.timeline_svg import MAX_SVG_SLICES, MAX_SVG_STEPS, timeline_svg
 from manyhands.draw.trace_json import MAX_TRACE_SLICES, trace_json
 from manyhands.errors import DataError, UserError
@@ -25,6 +27,7 @@ from manyhands.record.files import EventFileWriter
 from manyhands.record.recorded import RoleEvents, read_run_events
 from manyhands.store import RunDirectory
 from traces import assert_flows_bound
+from views import run_view
 
 MS = 1_000_000
 ZERO = 5_000 * MS
@@ -554,3 +557,12 @@ def test_the_command_writes_a_trace_and_a_picture(tmp_path: Path) -> None:
     for wrong in ("8:4", "x", "3"):
         with pytest.raises(UserError, match="--steps"):
             CliRunner().invoke(app, ["timeline", str(run), "--steps", wrong], catch_exceptions=False)
+
+
+@pytest.mark.parametrize("part", ["compute", "input", "exchange", "waiting"])
+def test_a_part_of_the_time_has_the_colour_that_it_has_on_the_page_of_a_run(part: str) -> None:
+    page = "".join(sections(run_view()).values())
+    drawn = re.search(rf'class="f(\d)"[^>]*><title>worker 0: {part}', page)
+    assert drawn is not None
+    svg = timeline_svg(build_timeline(every_kind(), max_slices=MAX_SVG_SLICES), "x")
+    assert re.findall(rf"--{part}: (#\w+)", svg) == re.findall(rf"--c{drawn[1]}: (#\w+)", STYLE)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from manyhands.analyse.better import lower_is_better
 from manyhands.analyse.view import Curve
 from manyhands.record.events import Records
 from manyhands.record.plain import number, text, whole
@@ -172,6 +173,8 @@ class HistoryCurves:
         self._metrics: dict[str, ThinnedCurve] = {}
         self._before_s = 0.0  # what earlier parts of a resumed run took
         self._last_s = 0.0
+        self.best: tuple[str, float, int] | None = None
+        """Of the first metric that is no loss, or of the evaluation loss: its name, best value and step."""
 
     def add(self, row: Mapping[str, Any]) -> bool:
         """One row as it stands in metrics.jsonl; False where it is none that a run writes, and is left out."""
@@ -195,8 +198,24 @@ class HistoryCurves:
                 if name in self._metrics or len(self._metrics) < _MAX_METRICS:
                     curve = self._metrics.setdefault(name, ThinnedCurve(name))
                     curve.add(step, self._before_s + at_s, value)
+            self._judge(step, named)
         return True
 
     def curves(self, later_s: float) -> list[Curve]:
         """`loss` first, then one for each metric."""
         return [self._loss.curve(later_s), *(curve.curve(later_s) for curve in self._metrics.values())]
+
+    def _judge(self, step: int, measured: Mapping[str, float | None]) -> None:
+        """Keep the best evaluation, by the metric that the first one had."""
+        finite = {
+            name: value for name, value in measured.items() if value is not None and math.isfinite(value)
+        }
+        if self.best is None:
+            first = next((name for name in finite if not name.endswith("loss")), next(iter(finite), None))
+        else:
+            first = self.best[0]
+        if first is None or first not in finite:
+            return
+        value = finite[first]
+        if self.best is None or (value < self.best[1] if lower_is_better(first) else value > self.best[1]):
+            self.best = (first, value, step)

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from manyhands.analyse.about import about_run
 from manyhands.analyse.gather import Gather
 from manyhands.analyse.view import RunView
 from manyhands.errors import DataError, UserError
@@ -99,6 +100,7 @@ class RunFollower:
             strategy=text(config.get("strategy")),
             steps_asked=max(0, whole(config.get("steps")) or 0),
             workers=min(MAX_SHOWN, max(1, whole(config.get("workers")) or 1)),
+            about=about_run(config, directory.origin),
         )
         self._metrics = _LineTail(directory.metrics_path)
         self._members = _LineTail(directory.members_path)

@@ -70,8 +70,17 @@ _DOING = {
 class Gather:
     """What is known of one run so far."""
 
-    def __init__(self, *, task: str = "", strategy: str = "", steps_asked: int = 0, workers: int = 1) -> None:
+    def __init__(
+        self,
+        *,
+        task: str = "",
+        strategy: str = "",
+        steps_asked: int = 0,
+        workers: int = 1,
+        about: tuple[tuple[str, str], ...] = (),
+    ) -> None:
         self._task, self._strategy, self._steps_asked = task, strategy, steps_asked
+        self._about = about
         self._workers = workers  # that were asked for
         self._servers = _servers_of(strategy, workers)
         self._offset_ns: int | None = None
@@ -193,6 +202,7 @@ class Gather:
         return RunView(
             task=self._task,
             strategy=self._strategy,
+            about=self._about,
             phase=phase,
             step=max(snapshot.step, self._history.step),
             steps_asked=self._steps_asked,
@@ -204,6 +214,7 @@ class Gather:
             if running
             else None,
             final=self._history.final,
+            best=self._history.best,
             curves=(loss, self._rate.curve(first_ns), *metrics),
             workers=workers,
             servers=servers,

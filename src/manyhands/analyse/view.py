@@ -187,6 +187,8 @@ class RunView:
 
     task: str
     strategy: str
+    about: tuple[tuple[str, str], ...] = ()
+    """How the run was begun, by name: command, host, date, settings."""
     phase: Phase
     step: int
     """Global batches done."""
@@ -198,6 +200,9 @@ class RunView:
     seconds_left: float | None
     final: Mapping[str, float]
     """The metrics of the newest evaluation."""
+    best: tuple[str, float, int] | None = None
+    """Of the run's first metric that is no loss, or its evaluation loss: name, best value so far, and after which
+    step."""
     curves: tuple[Curve, ...]
     """`loss` first, then `samples_per_s`, then one for each metric."""
     workers: tuple[WorkerView, ...]

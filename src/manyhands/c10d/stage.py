@@ -254,7 +254,8 @@ class CollectiveStage:
                 if status != TIMED_OUT:
                     break
                 now_ns = time.monotonic_ns()
-                self._look_around(words, call, began_ns, now_ns >= deadline_ns)
+                over_s = timeout_s if now_ns >= deadline_ns else None
+                self._look_around(words, call, began_ns, over_s)
         except BaseException:
             self.abort(self.rank, StageReason.FAILED)  # a reason that was given before stands
             raise
@@ -263,8 +264,10 @@ class CollectiveStage:
             self._refuse(call, int(words[rounds.ROUND]) & 1)
         raise self._stopped_in(words, call, began_ns)
 
-    def _look_around(self, words: np.ndarray, call: CollectiveCall, began_ns: int, over: bool) -> None:
-        """Raise if a rank that is waited for has left, or if the time is over."""
+    def _look_around(
+        self, words: np.ndarray, call: CollectiveCall, began_ns: int, over_s: float | None
+    ) -> None:
+        """Raise if a rank that is waited for has left, or if the call's time of `over_s` is over."""
         call = call._replace(number=int(words[0]))
         if self._closing:
             raise UserError(f"{call} #{call.number}: the process group was closed meanwhile")
@@ -273,10 +276,13 @@ class CollectiveStage:
         if gone:
             self.abort(gone[0], StageReason.LEFT)
             raise WorkerFailed(self._lateness(call, began_ns, gone), gone[0])
-        if over and late:
+        if over_s is not None and late:
             text = self._lateness(call, began_ns, late)
             self.abort(late[0], StageReason.LATE)
-            raise PeerTimeout(f"{text}; see whether it still runs and makes the same calls", late[0])
+            raise PeerTimeout(
+                f"{text}; see whether it still runs and makes the same calls, or set a timeout above {over_s:g} s",
+                late[0],
+            )
 
     def _late(self, words: np.ndarray) -> list[int]:
         """The ranks that a call waits for."""

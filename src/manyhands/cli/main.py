@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from manyhands.cli.later import Later, add_later, group_of
+from manyhands.cli.usage import UsageError, is_help, usage_sentence
 from manyhands.errors import ManyhandsError, UserError
 from manyhands.version import __version__
 
@@ -171,7 +172,18 @@ def options(
 def main() -> None:
     """Run the command line, and turn errors into exit statuses; `process.program` is the console script."""
     try:
-        app(standalone_mode=True)
+        status = app(standalone_mode=False)
+        if isinstance(status, int):  # what a command left with, instead of returning
+            sys.exit(status)
+    except UsageError as error:
+        if is_help(error):
+            error.show()  # type: ignore[attr-defined]
+        else:
+            print(f"manyhands: {usage_sentence(error)}", file=sys.stderr)
+        sys.exit(2)
+    except typer.Abort:
+        print("manyhands: aborted", file=sys.stderr)
+        sys.exit(1)
     except UserError as error:
         _complain(error)
         sys.exit(2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,7 @@ from manyhands.cli.process import spare_the_compiler
 from manyhands.cli.runs import Resume
 from manyhands.cli.signals import ended_by_signal
 from manyhands.cli.status_line import status_line, time_left
+from manyhands.compare.plan import check_separators
 from manyhands.errors import UserError, nearest
 from manyhands.sweep.plan import SweepPlan, SweepSetting, parse_values
 from manyhands.tasks import TASKS
@@ -88,6 +89,7 @@ def _sweep(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[s
     if common.jobs is not None and common.jobs < 1:
         raise UserError(f"--jobs {common.jobs} must be at least 1")
     plan = _plan(entry, task_options, common)
+    _tell_chosen(plan, task_options)
     out = common.out or fresh_directory(f"sweep-{entry.name}")
     open_sweep(out, plan, resume=common.resume)
     go_on = command_to_resume(sys.argv, out)
@@ -106,6 +108,7 @@ def _plan(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Common
     from manyhands.strategy import Strategy
     from manyhands.training.request import Length
 
+    check_separators("--strategy", common.strategy)
     strategies = [str(Strategy.parse(text)) for text in parse_values(common.strategy, ";")]
     settings = [SweepSetting(name=name, values=values) for name, values in task_options.items()]
     settings.append(SweepSetting(name="strategy", values=tuple(strategies)))
@@ -135,6 +138,22 @@ def _plan(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Common
         metric=_metric(task, common.metric),
         common={f"--{name}": str(value) for name, value in length.items() if value},
     )
+
+
+def _tell_chosen(plan: SweepPlan, asked: Mapping[str, Sequence[str]]) -> None:
+    """Where nobody said what varies: say what was chosen, and how to choose."""
+    for setting in plan.settings:
+        if (
+            len(setting.values) > 1
+            and setting.name == "learning_rate"
+            and len(asked.get(setting.name, ())) < 2
+        ):
+            text = ",".join(setting.values)
+            print(
+                f"manyhands: no option has several values, so the learning rate takes some: --learning-rate {text}; "
+                "every option takes several, separated by commas",
+                file=sys.stderr,
+            )
 
 
 def _typed(entry: BuiltinTask[Any], name: str, text: str) -> Any:

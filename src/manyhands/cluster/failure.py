@@ -42,7 +42,7 @@ KINDS: dict[str, type[ManyhandsError]] = {
         PeerTimeout,
     )
 }
-_KEPT = (UserError, Desync)
+_KEPT = (UserError, Desync, NonFinite)
 """What the launcher raises as what it was; anything else is told by a WorkerFailed."""
 
 _CONSEQUENCES = frozenset({Aborted.__name__, PeerTimeout.__name__})

@@ -13,13 +13,16 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from manyhands.analyse.better import lower_is_better
 from manyhands.errors import UserError, nearest
+from manyhands.registry import STRATEGIES
 from manyhands.strategy import Strategy
 
 __all__ = [
     "DEFAULT_STRATEGIES",
     "Target",
     "Trial",
+    "check_separators",
     "default_target",
     "lower_is_better",
     "parse_strategies",
@@ -30,8 +33,6 @@ __all__ = [
 DEFAULT_STRATEGIES = "allreduce; central; ps; ps consistency=bounded:4; ps consistency=async; hogwild"
 """One of each kind that trains any task."""
 
-_LOWER = ("loss", "error", "perplexity", "cost", "distance", "mae", "mse", "rmse", "nll")
-_LOWER_BEGINS = ("bits_per_", "error_", "loss_")  # bits per byte, per character: of what is left to say
 _TARGET = re.compile(r"\s*(?P<metric>[^<>=\s]+)\s*(?P<sign><=|>=|=)\s*(?P<value>\S+)\s*")
 
 
@@ -91,6 +92,7 @@ class Trial:
 
 def parse_strategies(text: str) -> tuple[Strategy, ...]:
     """Strategies separated by semicolons; a UserError names the first bad one, or one that stands there twice."""
+    check_separators("--strategies", text)
     strategies = [Strategy.parse(part) for part in text.split(";") if part.strip()]
     if not strategies:
         raise UserError(
@@ -104,6 +106,16 @@ def parse_strategies(text: str) -> tuple[Strategy, ...]:
     return tuple(strategies)
 
 
+def check_separators(option: str, text: str) -> None:
+    """UserError where commas separate strategies; settings may have commas, as in `cuts=1,2`."""
+    comma = rf"\s*,\s*(?=(?:{'|'.join(STRATEGIES)})(?:[\s,;]|$))"
+    if re.search(comma, text):
+        fixed = re.sub(comma, "; ", text)
+        raise UserError(
+            f"{option} {text!r}: strategies are separated by semicolons, not by commas; write {fixed!r}"
+        )
+
+
 def trials(strategies: int, repeats: int) -> list[Trial]:
     """All runs in their order: every strategy once, then every one again."""
     if repeats < 1:
@@ -114,12 +126,6 @@ def trials(strategies: int, repeats: int) -> list[Trial]:
 def workers_of(strategy: Strategy, workers: int) -> int:
     """How many workers a strategy is compared with: no more than it can have, whatever the others have."""
     return workers if strategy.most_workers is None else min(workers, strategy.most_workers)
-
-
-def lower_is_better(metric: str) -> bool:
-    """Whether a metric of this name is better when it is smaller."""
-    name = metric.lower()
-    return name.endswith(_LOWER) or name.startswith(_LOWER_BEGINS)
 
 
 def default_target(finals: Sequence[Mapping[str, float]]) -> Target | None:

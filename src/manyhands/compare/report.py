@@ -20,6 +20,7 @@ from manyhands.draw.charts import (
     share_bars,
     told_section,
 )
+from manyhands.draw.paper import PART_COLOURS
 
 __all__ = ["Made", "report"]
 
@@ -155,7 +156,12 @@ def _shares(rows: Sequence[CompareRow]) -> str:
     shares = [(_short(row.name), [1 - row.waiting.median, row.waiting.median]) for row in rows if row.waiting]
     names = quiet("Of the time that workers accounted for, medians over the repeats.")
     return (
-        share_bars(shares, ["computing and exchanging", "waiting"], title="Share of time", colours=[0, 3])
+        share_bars(
+            shares,
+            ["computing and exchanging", "waiting"],
+            title="Share of time",
+            colours=[PART_COLOURS["compute"], PART_COLOURS["waiting"]],
+        )
         + names
     )
 

@@ -1,7 +1,7 @@
 """What a page says of a run: a view as sections of HTML, the same on the live page and in a report.
 
 Every section is there from the beginning and keeps its place, with a quiet line where it has nothing to say
-yet, so that nothing jumps while a run goes on.
+yet, so that nothing jumps while a run goes on; only the last, of how it was begun, grows once it has.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from manyhands.draw.charts import (
     share_bars,
     short_number,
 )
-from manyhands.draw.paper import STYLE, document
+from manyhands.draw.paper import PART_COLOURS, STYLE, document
 from manyhands.draw.parties import parties_section
 from manyhands.errors import format_bytes
 
@@ -34,7 +34,11 @@ PAGE_STYLE = (
     STYLE
     + """
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(7rem, 1fr)); gap: .3rem .9rem; margin: 0; }
-.tiles div { min-width: 0; } .tiles dt { color: var(--faint); font-size: .82rem; }
+.tiles div, .facts div { min-width: 0; } .tiles dt, .facts dt { color: var(--faint); font-size: .82rem; }
+.tiles dt { white-space: nowrap; overflow: hidden; text-overflow: ellipsis; }
+.facts { display: grid; grid-template-columns: repeat(auto-fill, minmax(9rem, 1fr)); grid-auto-flow: dense;
+  gap: .3rem .9rem; margin: 0; }
+.facts dd { margin: 0; overflow-wrap: anywhere; } .facts .long { grid-column: 1 / -1; }
 .tiles dd { margin: 0; font-size: 1.2rem; font-weight: 600; white-space: nowrap; }
 .tiles dd small { font-size: .9rem; font-weight: 400; color: var(--faint); }
 progress { width: 100%; height: .55rem; margin-top: .5rem; accent-color: var(--c0); display: block; }
@@ -58,14 +62,13 @@ section.alarm { border-color: var(--bad) !important; background: var(--bad-paper
 )
 
 _TILE_LETTERS = 14
+_FACT_LETTERS = 24  # of a value that has room in one of two columns of a phone
 _MAX_NARROW_WAITS = 6  # workers whose waits one column of the page has room for
-_PARTS = ("compute", "input", "exchange", "waiting")
-_PART_COLOURS = (2, 3, 0, 1)
 
 
 def title_of(view: RunView) -> str:
     """What the page of a run is called."""
-    return f"{view.task} · {view.strategy}"
+    return f"{view.task} · {view.strategy}" if view.task else "A run that has not begun"
 
 
 def report(view: RunView) -> str:
@@ -93,6 +96,7 @@ def sections(view: RunView) -> dict[str, str]:
         *((_staleness(view),) if of_servers else ()),
         _members(view),
         _notes(view),
+        _made(view),
         *(() if of_servers else (_servers(view), _staleness(view))),
     )
     return dict(ordered)
@@ -115,6 +119,7 @@ def _now(view: RunView) -> tuple[str, str]:
     # A phone shows two tiles in a row; a number that may become too long for one of them has a row of its own.
     kind = ' class="long"' if len(f"{view.steps_asked:,}{of_all}") > _TILE_LETTERS else ""
     tiles.insert(1, f"<div{kind}><dt>step</dt><dd>{view.step:,}<small>{of_all}</small></dd></div>")
+    tiles.insert(3, _best(view))
     done, most = min(view.step, view.steps_asked), max(1, view.steps_asked)
     bar = f'<progress value="{done}" max="{most}" aria-label="step {view.step:,}{of_all}"></progress>'
     heading = "The whole run" if ended else "Now"
@@ -122,11 +127,22 @@ def _now(view: RunView) -> tuple[str, str]:
     return "now", section("now", heading, f'<dl class="tiles">{"".join(tiles)}</dl>{bar}{said}', "wide")
 
 
+def _best(view: RunView) -> str:
+    """The tile of the best evaluation, which has its place before there is one."""
+    if view.best is None:
+        return "<div><dt>best metric</dt><dd>–</dd></div>"
+    name, value, step = view.best
+    return (
+        f"<div><dt>best {escape(_words(name))}</dt>"
+        f"<dd>{escape(f'{value:.4g}')}<small> step {step:,}</small></dd></div>"
+    )
+
+
 def _wrong(view: RunView) -> tuple[str, str]:
     if view.warnings:
         body = _list(view.warnings)
     elif view.phase is Phase.STARTING:
-        body = quiet("Nothing so far; no step has ended yet.")
+        body = quiet("Nothing so far; waiting for the first step.")
     else:
         body = '<p class="good">Nothing that the events tell of.</p>'
     spoken = f'<div class="wrong" role="status" aria-live="polite">{body}</div>'
@@ -167,7 +183,7 @@ def _throughput(view: RunView) -> tuple[str, str]:
 
 
 def _none_yet(view: RunView) -> str:
-    return "No step was recorded." if view.phase is Phase.ENDED else "No step has ended yet."
+    return "No step was recorded." if view.phase is Phase.ENDED else "Waiting for the first step."
 
 
 def _workers(view: RunView) -> tuple[str, str]:
@@ -178,9 +194,9 @@ def _workers(view: RunView) -> tuple[str, str]:
     lately = f"the last {WINDOW_NS // 10**9} seconds"
     bars = share_bars(
         [(worker.name, _shares(worker.recent)) for worker in view.workers],
-        _PARTS,
+        list(PART_COLOURS),
         title="Time over the whole run" if is_over else f"Time in {lately}",
-        colours=_PART_COLOURS,
+        colours=list(PART_COLOURS.values()),
     )
     rows = [
         (
@@ -306,6 +322,18 @@ def _notes(view: RunView) -> tuple[str, str]:
     heading = "What is missing here"
     body = _list(view.notes) if view.notes else quiet("Nothing: every event was read.")
     return "notes", section("notes", heading, body, "wide slim")
+
+
+def _made(view: RunView) -> tuple[str, str]:
+    heading = "How this was made"
+    if not view.about:
+        return "made", section("made", heading, quiet("Nothing is known of that yet."), "wide")
+    facts = []
+    for name, text in view.about:
+        kind = ' class="long"' if name == "command" or len(text) > _FACT_LETTERS else ""
+        shown = f"<code>{escape(text)}</code>" if name == "command" else escape(text)
+        facts.append(f"<div{kind}><dt>{escape(name)}</dt><dd>{shown}</dd></div>")
+    return "made", section("made", heading, f'<dl class="facts">{"".join(facts)}</dl>', "wide")
 
 
 def _is_large(view: RunView) -> bool:

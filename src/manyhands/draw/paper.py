@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from html import escape
+from typing import Final
 
 __all__ = [
+    "COLOURS",
     "NUM_COLOURS",
     "NUM_DASHES",
     "NUM_HEATS",
+    "PART_COLOURS",
     "STYLE",
     "document",
     "made_section",
@@ -22,18 +25,31 @@ __all__ = [
     "told_section",
 ]
 
+COLOURS = (
+    ("#0067a5", "#58a9ee"),
+    ("#b35900", "#f0a23b"),
+    ("#007a5e", "#3fc295"),
+    ("#a3437c", "#e58fc0"),
+    ("#806300", "#d8bd4a"),
+    ("#4a5fc1", "#98a7ff"),
+    ("#6b4f3a", "#c7a386"),
+    ("#59636e", "#a4aeb9"),
+)
+"""What tells series apart, on light and on dark paper."""
+
+PART_COLOURS: Final = {"compute": 2, "input": 3, "exchange": 0, "waiting": 1}
+"""The colour of each part of a worker's time, the same on every page."""
+
 STYLE = """
 :root { color-scheme: light dark; --paper: #f6f7f9; --card: #ffffff; --ink: #1f2328; --faint: #57606a;
   --line: #d5dae0; --grid: #e7eaee; --on: #ffffff; --heat: #e08a1e; --bad: #b42318; --bad-paper: #fdecea;
   --good: #00704f; --link: #0067a5;
-  --c0: #0067a5; --c1: #b35900; --c2: #007a5e; --c3: #a3437c; --c4: #806300; --c5: #4a5fc1; --c6: #6b4f3a;
-  --c7: #59636e; }
+  LIGHT }
 @media (prefers-color-scheme: dark) {
   :root { --paper: #0d1117; --card: #161b22; --ink: #e6edf3; --faint: #9aa4af; --line: #343b44;
     --grid: #262c35; --on: #0d1117; --heat: #f0a23b; --bad: #ff8f85; --bad-paper: #3a1d1d; --good: #4cc79d;
     --link: #6cb6ff;
-    --c0: #58a9ee; --c1: #f0a23b; --c2: #3fc295; --c3: #e58fc0; --c4: #d8bd4a; --c5: #98a7ff; --c6: #c7a386;
-    --c7: #a4aeb9; } }
+    DARK } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; padding: 0 .75rem 2rem; max-width: 84rem; background: var(--paper); color: var(--ink);
   font: 15px/1.45 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; font-variant-numeric: tabular-nums; }
@@ -49,6 +65,7 @@ main > section { min-width: 0; padding: .75rem .85rem; background: var(--card); 
 main > section.wide { grid-column: 1 / -1; } main > section > div { min-width: 0; }
 @media (min-width: 46rem) { main > section.broad { grid-column: span 2; } }
 @media (min-width: 66rem) { main > section.roomy { grid-column: span 2; } }
+@media (max-width: 65.99rem) { main > section.beside { grid-column: 1 / -1; } }
 main > section.absent { display: none; }
 main > section.slim { flex-flow: row wrap; align-items: baseline; gap: .1rem .9rem; padding: .55rem .85rem; }
 .slim h2, .slim p { margin: 0; }
@@ -71,6 +88,20 @@ svg.chart text.on { fill: var(--on); font-size: 10px; font-weight: 600; }
 .legend li { display: flex; align-items: center; gap: .35rem; min-width: 0; overflow-wrap: anywhere; }
 .legend svg { width: 26px; height: 10px; flex: none; } .legend svg.swatch { width: 12px; }
 .scroll { overflow: auto; max-width: 100%; position: relative; }
+.scroll, .fill { --under: var(--card); --shade: color-mix(in srgb, var(--ink) 30%, transparent);
+  background:
+    linear-gradient(var(--under) 40%, transparent) 0 -1px / 100% 2.2rem local,
+    linear-gradient(transparent, var(--under) 60%) 0 calc(100% + 1px) / 100% 2.2rem local,
+    linear-gradient(to right, var(--under) 40%, transparent) -1px 0 / 2.2rem 100% local,
+    linear-gradient(to left, var(--under) 40%, transparent) calc(100% + 1px) 0 / 2.2rem 100% local,
+    linear-gradient(var(--shade), transparent) top / 100% .7rem scroll,
+    linear-gradient(transparent, var(--shade)) bottom / 100% .7rem scroll,
+    linear-gradient(to right, var(--shade), transparent) left / .7rem 100% scroll,
+    linear-gradient(to left, var(--shade), transparent) right / .7rem 100% scroll;
+  background-repeat: no-repeat; } .alarm .fill { --under: var(--bad-paper); }
+.scroll::-webkit-scrollbar, .fill::-webkit-scrollbar { width: .55rem; height: .55rem; }
+.scroll::-webkit-scrollbar-track, .fill::-webkit-scrollbar-track { background: var(--card); }
+.scroll::-webkit-scrollbar-thumb, .fill::-webkit-scrollbar-thumb { background: var(--faint); border-radius: .3rem; }
 table { border-collapse: collapse; width: 100%; font-size: .86rem; }
 caption { text-align: left; color: var(--faint); font-size: .85rem; padding-bottom: .15rem; }
 th, td { padding: .2rem .5rem; text-align: left; border-bottom: 1px solid var(--grid); vertical-align: top; }
@@ -95,9 +126,11 @@ tbody th { white-space: nowrap; position: sticky; left: 0; } .number { text-alig
 """
 
 _DASHES = ("none", "7 3", "2 3", "9 3 2 3", "4 2")
-NUM_COLOURS, NUM_DASHES, NUM_HEATS = 8, len(_DASHES), 10
+NUM_COLOURS, NUM_DASHES, NUM_HEATS = len(COLOURS), len(_DASHES), 10
 """Classes s0, f0, ... (strokes and fills), d0, ... (dashes; no two of 40 series look alike) and h0, ... (heat)."""
 
+for _word, _place in (("LIGHT", 0), ("DARK", 1)):
+    STYLE = STYLE.replace(_word, " ".join(f"--c{n}: {one[_place]};" for n, one in enumerate(COLOURS)))
 STYLE += "\n".join(
     [f".s{n} {{ stroke: var(--c{n}); }} .f{n} {{ fill: var(--c{n}); }}" for n in range(NUM_COLOURS)]
     + [f".d{n} {{ stroke-dasharray: {dash}; }}" for n, dash in enumerate(_DASHES)]
@@ -142,7 +175,8 @@ def document(
 def section(key: str, heading: str, body: str, kind: str = "") -> str:
     """A part of a page with its heading.
 
-    `kind` is "wide" for all columns, "broad" for two, "roomy" for two of three, "" for one, "absent" for none. One that
+    `kind` is "wide" for all columns, "broad" for two, "roomy" for two of three, "beside" for the last of
+    three and a row of its own where there are fewer columns, "" for one, "absent" for none. One that
     is wide and "slim" is a line with its heading at the left.
     """
     return (

@@ -104,12 +104,12 @@ def _throughput(view: ServingView) -> tuple[str, str]:
         from_zero=True,
         empty="Nothing was answered yet.",
     )
-    return "throughput", section("throughput", "Throughput", chart, "roomy")
+    return "throughput", section("throughput", "Throughput", chart)
 
 
 def _workers(view: ServingView) -> tuple[str, str]:
     if not view.workers:
-        return "workers", section("workers", "Workers", quiet("No worker is there yet."), "wide")
+        return "workers", section("workers", "Workers", quiet("No worker is there yet."), "beside")
     rows = [
         (f"worker {one.number}", str(one.pid), one.state, f"{one.batches:,}", f"{one.inputs:,}")
         for one in view.workers
@@ -117,7 +117,7 @@ def _workers(view: ServingView) -> tuple[str, str]:
     table = data_table(
         ("worker", "process", "state", "batches", "inputs"), rows, title="Replicas of one model", words=(0, 2)
     )
-    return "workers", section("workers", "Workers", table, "wide")
+    return "workers", section("workers", "Workers", table, "beside")
 
 
 def _how(view: ServingView) -> tuple[str, str]:

@@ -16,6 +16,7 @@ from xml.sax.saxutils import escape
 
 from manyhands.analyse.picture import Arrow, Mark, PictureStep, Row, Slice, Timeline, Window
 from manyhands.draw.axes import nice
+from manyhands.draw.paper import COLOURS, PART_COLOURS
 from manyhands.record.events import NO_STEP, NOBODY, EventKind
 
 __all__ = ["MAX_SVG_SLICES", "MAX_SVG_STEPS", "timeline_svg"]
@@ -63,13 +64,11 @@ _MARK_WORDS = {EventKind.JOIN: "joined", EventKind.LEAVE: "left", EventKind.FAUL
 _STYLE = """
 :root { color-scheme: light dark; }
 svg { --paper: #ffffff; --ink: #1f2328; --faint: #59636e; --line: #d1d9e0; --step: #eceff2;
-  --compute: #2f7d4f; --exchange: #2a6fc9; --waiting: #e0912f; --evaluate: #8250df; --checkpoint: #6e7781;
-  --input: #1f9e9e; --apply: #8a5a2b; --receive: #9c2f7b; --send: #e58ac0;
+  LIGHT --evaluate: #8250df; --checkpoint: #6e7781; --apply: #8a5a2b; --receive: #1fa8b8; --send: #8ad9e0;
   --fault: #cf222e; font: 12px system-ui, sans-serif; }
 @media (prefers-color-scheme: dark) {
   svg { --paper: #0d1117; --ink: #e6edf3; --faint: #9198a1; --line: #30363d; --step: #21262d;
-    --compute: #3fb068; --exchange: #4f9cf5; --waiting: #e8a23d; --evaluate: #a371f7; --checkpoint: #8b949e;
-    --input: #39c5c5; --apply: #c98f5a; --receive: #c0569f; --send: #f6bfe0;
+    DARK --evaluate: #a371f7; --checkpoint: #8b949e; --apply: #c98f5a; --receive: #1fd0d6; --send: #b4f0f0;
     --fault: #ff7b72; }
 }
 .paper { fill: var(--paper); } text { fill: var(--ink); } .faint { fill: var(--faint); font-size: 11px; }
@@ -83,6 +82,11 @@ svg { --paper: #ffffff; --ink: #1f2328; --faint: #59636e; --line: #d1d9e0; --ste
 .end { stroke: var(--ink); stroke-width: .8; }
 .mark { stroke: var(--faint); stroke-width: 2; stroke-dasharray: 2 2; } .mark.fault { stroke: var(--fault); }
 """
+
+
+for _word, _place in (("LIGHT", 0), ("DARK", 1)):
+    _parts = (f"--{part}: {COLOURS[number][_place]};" for part, number in PART_COLOURS.items())
+    _STYLE = _STYLE.replace(_word, " ".join(_parts))
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,6 +79,8 @@ class Pipeline(Strategy):
         for name in ("stages", "microbatches", "tensor"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name}={getattr(self, name)}: must be at least 1")
+        if self.data < 0:
+            raise UserError(f"data={self.data}: must be at least 1, or 0 for as many as fit the workers")
         table = self.table()
         if table.over_time and self.recompute:
             raise UserError(

@@ -1,7 +1,7 @@
 """A run on disk: what was asked for, what happened, and what is needed to go on.
 
 runs/digits/
-  config.json     what was asked for; its presence makes the directory a run
+  config.json     what was asked for, by which command, where and when; its presence makes the directory a run
   metrics.jsonl   one JSON object a line, each with its step
   events/         what each process did when
   checkpoints/    step-00000050/ ...
@@ -38,6 +38,7 @@ from manyhands.store.fingerprint import fingerprint
 from manyhands.store.lines import LineFile
 from manyhands.store.lock import RunLock
 from manyhands.store.metrics import MetricsLog
+from manyhands.store.origin import origin
 
 __all__ = ["IN_PYTHON", "ON_COMMAND_LINE", "RunDirectory", "require_free"]
 
@@ -96,7 +97,7 @@ class RunDirectory:
         lock.acquire()
         try:
             require_free(path, own_files, instead)  # again, now that nobody else can be creating it
-            _write_config(path, config)
+            _write_config(path, config, origin())
             return cls(path, _read_config(path), lock)._with_folders()
         except BaseException:
             lock.close()
@@ -106,6 +107,8 @@ class RunDirectory:
     def open(cls, path: Path | str, *, lock: bool = True) -> RunDirectory:
         """Go on with a run, or look at one (`lock=False`); UserError where there is none or it is in use."""
         path = Path(path)
+        if lock and not cls.is_one(path) and not path.is_file():
+            raise UserError(f"{path} holds no run ({_CONFIG} is missing); start one without resume")
         config = _read_config(path)
         if not lock:
             return cls(path, config, None)
@@ -120,8 +123,14 @@ class RunDirectory:
     def go_on_as(self, config: Mapping[str, Any]) -> None:
         """Write what is asked for from now on: a run that is resumed may have other workers and more steps."""
         if config != self.config:
-            _write_config(self.path, config)
+            _write_config(self.path, config, self.origin)
             self.config = _read_config(self.path)
+
+    @property
+    def origin(self) -> Mapping[str, Any]:
+        """Command, host and time of day that the run was begun with; empty of a run that does not tell."""
+        found = _read_object(self.path / _CONFIG).get("origin")
+        return found if isinstance(found, dict) else {}
 
     @staticmethod
     def is_one(path: Path) -> bool:
@@ -268,8 +277,8 @@ def require_free(path: Path, own_files: Collection[str] = (), instead: str = IN_
     )
 
 
-def _write_config(path: Path, config: Mapping[str, Any]) -> None:
-    write_json(path / _CONFIG, {"format": _FORMAT, "version": _VERSION, "config": config})
+def _write_config(path: Path, config: Mapping[str, Any], begun: Mapping[str, Any]) -> None:
+    write_json(path / _CONFIG, {"format": _FORMAT, "version": _VERSION, "config": config, "origin": begun})
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -278,7 +287,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     try:
         content = _read_object(file)
     except (FileNotFoundError, NotADirectoryError):
-        raise UserError(f"{path} holds no run ({_CONFIG} is missing); start one without resume") from None
+        raise UserError(_no_run(path)) from None
     match content:
         case {"format": str(name), "version": int(version), "config": dict(config)}:
             if (name, version) == (_FORMAT, _VERSION):
@@ -287,6 +296,18 @@ def _read_config(path: Path) -> dict[str, Any]:
                 f"{file} is of the format {name!r} version {version}, not {_FORMAT!r} version {_VERSION}"
             )
     raise DataError(f"{file} is no configuration of a run; {path} was made by something else, or is damaged")
+
+
+def _no_run(path: Path) -> str:
+    """That there is no run at `path`, and what would help: the runs below it, where there are some."""
+    if not path.exists():
+        return f"{path} holds no run: there is no such directory"
+    if not path.is_dir():
+        return f"{path} holds no run: it is a file; give the directory of a run"
+    inside = sorted(file.parent for file in (*path.glob(f"*/{_CONFIG}"), *path.glob(f"runs/*/{_CONFIG}")))
+    newest = max(inside, key=lambda run: (run / _CONFIG).stat().st_mtime, default=None)
+    hint = f"did you mean {newest}?" if newest is not None else "give the directory of a run"
+    return f"{path} holds no run ({_CONFIG} is missing); {hint}"
 
 
 def _read_object(file: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+from manyhands.arguments import named_arguments
 from manyhands.callbacks import Callback
 from manyhands.cluster.patience import check_watchdog_s
 from manyhands.draw.asked import PROGRESS
@@ -36,6 +37,7 @@ View: TypeAlias = "Callable[[int, Callable[[], TotalsSnapshot]], AbstractContext
 """Shows a run while it goes on: called with the number of steps and a function that gives the latest totals."""
 
 
+@named_arguments
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """What most runs leave as it is."""

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
-from manyhands.errors import PeerTimeout
+from manyhands.errors import Aborted, PeerTimeout
 from manyhands.group.shared import SharedGroupFiles
 from manyhands.link.mesh import Mesh, mesh_kind
 from manyhands.strategy import Strategy
@@ -120,7 +120,7 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     room = socket.CMSG_SPACE(4 * _MOST_IN_A_PACKET)
     data, control, _, _ = connection.recvmsg(_PACKET_BYTES, room, flags)
     if not data:
-        raise PeerTimeout("the launcher is gone", -1)
+        raise Aborted("the launcher is gone")
     descriptors = array.array("i")
     for level, kind, content in control:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
