@@ -197,7 +197,7 @@ class Gather:
             step=max(snapshot.step, self._history.step),
             steps_asked=self._steps_asked,
             seconds=max(0.0, (self._until_ns(now_ns, phase) - first_ns) / _NS_PER_S) if first_ns else 0.0,
-            loss=snapshot.loss if snapshot.loss is not None else self._history.loss,
+            loss=self._loss(snapshot, phase),
             samples_per_s=rate,
             steps_per_s=snapshot.steps_per_s,
             seconds_left=max(0, self._steps_asked - snapshot.step) / snapshot.steps_per_s
@@ -238,6 +238,13 @@ class Gather:
 
     def _until_ns(self, now_ns: int, phase: Phase) -> int:
         return self._seen.last_ns if phase is Phase.ENDED else max(now_ns, self._seen.last_ns)
+
+    def _loss(self, snapshot: TotalsSnapshot, phase: Phase) -> float | None:
+        """What the history ends with; before that the events are ahead of it."""
+        first, second = self._history.loss, snapshot.loss
+        if phase is not Phase.ENDED:
+            first, second = second, first
+        return first if first is not None else second
 
     def _rate_of(self, snapshot: TotalsSnapshot, phase: Phase) -> float:
         if phase is Phase.ENDED and self._summary is not None:

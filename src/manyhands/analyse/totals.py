@@ -80,7 +80,7 @@ class TotalsSnapshot:
 
     workers: tuple[WorkerTotals, ...]
     step: int  # global batches done, those before a resume included
-    loss: float | None  # of the newest steps, weighted by samples
+    loss: float | None  # of the last step, weighted by samples
     samples_per_s: float  # recent, all workers together
     steps_per_s: float  # recent
     slow: tuple[Straggler, ...] = ()  # now, the slowest first
@@ -193,10 +193,11 @@ class Totals:
 
     def _loss(self) -> float | None:
         """One number whether each worker reports the loss of its own share or that of the whole batch."""
-        total = int(self._last_samples.sum())
-        if total == 0:
-            return None
         shares = self._last_samples > 0  # a worker without samples may report anything
+        if not shares.any():
+            return None
+        shares &= self._last_step == self._last_step[shares].max()  # others may be steps behind
+        total = int(self._last_samples[shares].sum())
         return float((self._last_loss[shares] * self._last_samples[shares]).sum() / total)
 
 

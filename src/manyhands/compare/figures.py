@@ -15,11 +15,10 @@ from typing import Any
 
 from manyhands.compare.plan import Target, default_target
 from manyhands.compare.price import Prices
+from manyhands.record.final import final_loss, final_metrics
 from manyhands.strategy import Strategy
 
 __all__ = ["CompareRow", "FailedTrial", "Figures", "Measured", "Point", "Spread", "figures"]
-
-_LAST = 10  # the last loss is the mean over this part of the steps: 1 / _LAST of them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,10 +60,10 @@ class Measured:
 
     @property
     def final(self) -> dict[str, float]:
-        """The metrics at the end, and as `loss` the mean over the last tenth of the steps."""
-        last = [point.values["loss"] for point in self.losses[-max(1, len(self.losses) // _LAST) :]]
-        loss = {"loss": statistics.fmean(last)} if last else {}
-        return loss | (dict(self.evaluations[-1].values) if self.evaluations else {})
+        """What the run's summary has under the same name, and what was `scored`."""
+        loss = final_loss({"step": point.step, **point.values} for point in self.losses)
+        metrics = final_metrics({"step": point.step, "metrics": point.values} for point in self.evaluations)
+        return ({} if loss is None else {"loss": loss}) | metrics
 
     def scored(self, scores: Mapping[str, float]) -> Measured:
         """The same with what was measured of the model that it ended with, beside its last evaluation."""
