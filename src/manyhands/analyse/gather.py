@@ -406,12 +406,10 @@ class Gather:
     ) -> tuple[str, ...]:
         warnings = []
         if phase is Phase.ENDED:
-            warnings += about_workers(self._shown(snapshot), self._totals.slow_ever(), self._strategy)
+            late = self._totals.late_ever()
+            warnings += about_workers(self._totals.slow_ever(), late, self._strategy)
         else:
-            # The first steps of a run are late for reasons of their own.
-            is_warm = self._window_s(now_ns, phase) * _NS_PER_S >= WINDOW_NS
-            recent = self._recent_workers(snapshot, now_ns) if is_warm else []
-            warnings += about_workers(recent, snapshot.slow, self._strategy, snapshot.suspects)
+            warnings += about_workers(snapshot.slow, snapshot.late, self._strategy)
             warnings += self._imbalance(now_ns, phase)
         if phase is Phase.QUIET and held is False:
             warnings.append(
@@ -424,26 +422,6 @@ class Gather:
                 f"{self._name(role)} recorded faster than it was read: {lost} events are missing from all figures"
             )
         return tuple(warnings)
-
-    def _recent_workers(self, snapshot: TotalsSnapshot, now_ns: int) -> list[WorkerTotals]:
-        """The last seconds of each worker, as totals."""
-        durations, events = self._recent.durations_ns(now_ns), self._recent.events(now_ns)
-        waits = self._recent.wait_for_ns(now_ns)
-        return [
-            WorkerTotals(
-                worker=worker.worker,
-                steps=int(events[worker.worker, EventKind.STEP]),
-                samples=0,
-                compute_s=durations[worker.worker, EventKind.COMPUTE] / _NS_PER_S,
-                exchange_s=durations[worker.worker, EventKind.EXCHANGE] / _NS_PER_S,
-                wait_s=durations[worker.worker, EventKind.WAIT] / _NS_PER_S,
-                wait_for_s=tuple((waits[worker.worker] / _NS_PER_S).tolist()),
-                bytes_sent=0,
-                messages_sent=0,
-            )
-            for worker in self._shown(snapshot)
-            if worker.worker < len(durations)
-        ]
 
     def _imbalance(self, now_ns: int, phase: Phase) -> list[str]:
         servers = [server for server in self._server_views(now_ns, phase) if server.role >= 0]

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from manyhands.analyse.recent import BIN_NS, BINS
-from manyhands.analyse.slowness import Slowness, Straggler
+from manyhands.analyse.slowness import Late, Slowness, Straggler
 from manyhands.errors import UserError
 from manyhands.record.events import NOBODY, EventKind, Records
 
@@ -84,7 +84,7 @@ class TotalsSnapshot:
     samples_per_s: float  # recent, all workers together
     steps_per_s: float  # recent
     slow: tuple[Straggler, ...] = ()  # now, the slowest first
-    suspects: frozenset[int] = frozenset()  # who may be, too early to say
+    late: Late | None = None  # who is waited for now, and computes no longer
 
 
 class Totals:
@@ -184,12 +184,16 @@ class Totals:
             samples_per_s=samples_per_s,
             steps_per_s=steps_per_s,
             slow=self._slowness.now(),
-            suspects=self._slowness.suspects(),
+            late=self._slowness.late_now(),
         )
 
     def slow_ever(self) -> tuple[Straggler, ...]:
         """Every worker that is slow or was for a while, for the end of a run."""
         return self._slowness.ever()
+
+    def late_ever(self) -> Late | None:
+        """Who was waited for in the median step of the run, and computed no longer than the others."""
+        return self._slowness.late_ever()
 
     def _loss(self) -> float | None:
         """One number whether each worker reports the loss of its own share or that of the whole batch."""
