@@ -275,7 +275,9 @@ def _traffic(view: RunView) -> tuple[str, str]:
     steps = max(1, view.step)
     each = format_bytes(sum(one.num_bytes for one in view.traffic) / steps)
     columns = ("link", "codec", "sent", "messages")
-    table = data_table(columns, rows, title=f"All roles together; {each} a step", words=(0, 1), scrolls=False)
+    table = data_table(
+        columns, rows, title=f"In steps, all roles together; {each} each", words=(0, 1), scrolls=False
+    )
     return "traffic", section("traffic", heading, _fill(heading, table), kind)
 
 
