@@ -143,6 +143,8 @@ def _loss(view: RunView) -> tuple[str, str]:
 def _metrics(view: RunView) -> tuple[str, str]:
     curves = [one for one in view.curves if "loss" not in one.name and one.name != "samples_per_s"]
     empty = "Nothing was evaluated." if view.phase is Phase.ENDED else "Nothing was evaluated yet."
+    if view.final:
+        empty = "Losses alone were evaluated; they are in the chart of the loss."
     chart = line_chart(
         [_by_step(curve) for curve in curves],
         title="On the evaluation data",
@@ -372,7 +374,7 @@ def _duration(seconds: float) -> str:
         return "–"
     whole = round(seconds)
     if whole < 60:
-        return f"{whole} s"
+        return f"{whole} s" if seconds >= 1 else f"{seconds:.2g} s"
     minutes, rest = divmod(whole, 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
