@@ -26,6 +26,7 @@ from manyhands.errors import DataError, UserError, first_line, format_bytes, nea
 from manyhands.memory.segment import available_bytes
 from manyhands.randomness import preserved
 from manyhands.record.final import final_loss
+from manyhands.record.plain import number
 from manyhands.server.digests import layout_digest
 from manyhands.server.replay_order import ReplayOrder, steps_of
 from manyhands.server.replay_player import Difference, Player, ReplayStage
@@ -219,8 +220,9 @@ def _is_same(directory: RunDirectory, digests: list[str]) -> bool | None:
 
 
 def _run_loss(directory: RunDirectory, step: int) -> float | None:
-    """What the history has for this step; None where it has no row of it."""
-    return final_loss(row for row in directory.metrics.read() if row["step"] == step)
+    """What the history has for this step; None where it has no row of it, or one that no run writes."""
+    rows = directory.metrics.read()
+    return final_loss(row for row in rows if row["step"] == step and number(row.get("loss")) is not None)
 
 
 def _run_metrics(directory: RunDirectory) -> dict[str, float]:
