@@ -9,7 +9,7 @@ from typing import Any
 from manyhands.hogwild.strategy import Hogwild
 from manyhands.hogwild.trainer import HogwildTrainer
 from manyhands.store.checkpoint import CheckpointStore, Loaded
-from manyhands.training.exchange import Sent
+from manyhands.training.exchange import SentFor
 from manyhands.training.overlap import overlap_summary
 from manyhands.training.processes import ProcessTraining, Train, WorkerJob
 from manyhands.training.reporting import Surroundings
@@ -38,7 +38,7 @@ class HogwildTraining(ProcessTraining):
 
             def train(start: Loaded | None) -> tuple[Trained, Mapping[str, Any]]:
                 trained = trainer.run(start)
-                return trained, {"sent": Sent().to_dict(), "overlap": dict(trainer.overlap)}
+                return trained, {"sent": SentFor().to_dict(), "overlap": dict(trainer.overlap)}
 
             yield train
 

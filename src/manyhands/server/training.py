@@ -39,7 +39,7 @@ from manyhands.task import Task
 from manyhands.training.commands import MORE_WORKERS
 from manyhands.training.computing import TrainingPlan
 from manyhands.training.dynamo import optimizer_of
-from manyhands.training.exchange import Sent, Traffic
+from manyhands.training.exchange import SentFor, Traffic
 from manyhands.training.request import Request
 from manyhands.training.training import Result, Stage, Training
 
@@ -240,13 +240,13 @@ def most_workers(workers: int, place: Place | None, *, can_ask: bool) -> int:
     return workers + (MORE_WORKERS if can_ask else 0)
 
 
-def _sent(totals: Mapping[str, int], per_worker: Sequence[Mapping[str, Any]]) -> Sent:
+def _sent(totals: Mapping[str, int], per_worker: Sequence[Mapping[str, Any]]) -> SentFor:
     """What workers booked for their steps, and what they sent besides to come, to go and to be heard of."""
     steps = Traffic(
         **{name: sum(worker[name] for worker in per_worker) for name in ("bytes_sent", "messages_sent")}
     )
     whole = Traffic(bytes_sent=totals["bytes_sent"], messages_sent=totals["messages_sent"])
-    return Sent(gradients=steps, control=whole - steps)
+    return SentFor(gradients=steps, control=whole - steps)
 
 
 def _addresses(member: CompanyMember) -> dict[str, Any]:

@@ -25,7 +25,7 @@ __all__ = [
     "Exchange",
     "LocalStep",
     "Post",
-    "Sent",
+    "SentFor",
     "SharedStep",
     "SingleExchange",
     "Times",
@@ -152,7 +152,7 @@ class Traffic:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sent:
+class SentFor:
     """What was sent, by what it was for."""
 
     gradients: Traffic = Traffic()
@@ -169,8 +169,8 @@ class Sent:
         """All of it."""
         return self.gradients + self.control + self.checkpoints
 
-    def __add__(self, more: Sent) -> Sent:
-        return Sent(
+    def __add__(self, more: SentFor) -> SentFor:
+        return SentFor(
             gradients=self.gradients + more.gradients,
             control=self.control + more.control,
             checkpoints=self.checkpoints + more.checkpoints,
@@ -185,7 +185,7 @@ class Sent:
         }
 
     @classmethod
-    def from_dict(cls, told: Mapping[str, Mapping[str, int]]) -> Sent:
+    def from_dict(cls, told: Mapping[str, Mapping[str, int]]) -> SentFor:
         """Back from what a worker told."""
         return cls(**{name: Traffic(**sent) for name, sent in told.items()})
 

@@ -27,7 +27,7 @@ from manyhands.store.checkpoint import CheckpointStore, Loaded, NoCheckpoint
 from manyhands.store.rundir import RunDirectory
 from manyhands.strategy import Strategy
 from manyhands.training.computing import TrainingPlan
-from manyhands.training.exchange import Sent
+from manyhands.training.exchange import SentFor
 from manyhands.training.reporting import WorkerNote
 from manyhands.training.request import Request
 from manyhands.training.rows import RowsInOrder
@@ -52,7 +52,7 @@ class Result:
     """Of training alone, without starting processes."""
 
     stopped_early: bool = False
-    sent: Sent = field(default_factory=Sent)
+    sent: SentFor = field(default_factory=SentFor)
     """By all workers together."""
 
     observed: Mapping[str, Any] = field(default_factory=dict)

@@ -28,7 +28,7 @@ from manyhands.training.booking import StepBook
 from manyhands.training.clipping import clip
 from manyhands.training.computing import Computer, TrainingPlan
 from manyhands.training.diagnosis import Course, diagnose
-from manyhands.training.exchange import Exchange, LocalStep, Sent, SharedStep, Traffic
+from manyhands.training.exchange import Exchange, LocalStep, SentFor, SharedStep, Traffic
 from manyhands.training.reporting import Reporter, Surroundings, WorkerNote, is_due
 
 __all__ = ["Trained", "Trainer"]
@@ -136,11 +136,11 @@ class Trainer:
         self._reporter.saving += self._exchange.traffic() - before
         return self._trained(model, step, stopped, weights)
 
-    def sent(self) -> Sent:
+    def sent(self) -> SentFor:
         """What this worker has sent so far, by what it was for."""
         steps, saving = self._in_steps, self._reporter.saving
         between = self._exchange.traffic() - steps - saving
-        return Sent(gradients=steps, control=between, checkpoints=saving)
+        return SentFor(gradients=steps, control=between, checkpoints=saving)
 
     def _is_over(self, step: int) -> bool:
         """Whether the exchange takes no step after `step` of them, though there are more; worker 0 says why."""

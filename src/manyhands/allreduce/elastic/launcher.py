@@ -41,7 +41,7 @@ from manyhands.errors import Hang, PeerTimeout, UserError, WorkerFailed
 from manyhands.record.blackbox import BlackBoxes
 from manyhands.record.ring import EventRing
 from manyhands.training.commands import AddWorker, Command
-from manyhands.training.exchange import Sent
+from manyhands.training.exchange import SentFor
 from manyhands.training.reporting import WorkerNote
 
 __all__ = ["ElasticLauncher", "ElasticOutcome"]
@@ -56,7 +56,7 @@ class ElasticOutcome:
     done: Done
     """Of the one that left the weights."""
 
-    sent: Sent
+    sent: SentFor
     membership: Mapping[str, Any]
     recoveries: Sequence[Mapping[str, Any]]
 
@@ -263,7 +263,7 @@ class ElasticLauncher:
         assert self._done is not None, "a run is over when somebody is done"
         return ElasticOutcome(
             done=self._done,
-            sent=sum((Sent.from_dict(one["sent"]) for one in self._payloads.values()), Sent()),
+            sent=sum((SentFor.from_dict(one["sent"]) for one in self._payloads.values()), SentFor()),
             membership=self._story.summary(self._membership),
             recoveries=self._story.recoveries,
         )

@@ -28,7 +28,7 @@ from manyhands.store.rundir import RunDirectory
 from manyhands.store.tensorfile import encode_tensors
 from manyhands.threads import use_threads
 from manyhands.training.computing import TrainingPlan
-from manyhands.training.exchange import Sent
+from manyhands.training.exchange import SentFor
 from manyhands.training.reporting import WorkerNote
 from manyhands.training.worker import Trained, Trainer
 
@@ -123,7 +123,7 @@ def train(job: ElasticJob, part: ElasticPart, epochs: Epochs) -> Mapping[str, An
         except Departed:
             pass  # removed, or not needed any more
         part.ring.record(EventKind.LEAVE, time.monotonic_ns())
-        sent = trainer.sent() if trainer is not None else Sent(control=exchange.traffic())
+        sent = trainer.sent() if trainer is not None else SentFor(control=exchange.traffic())
     return {"sent": sent.to_dict()}
 
 
