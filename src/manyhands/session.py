@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +28,7 @@ from manyhands.errors import (
 from manyhands.footprint import cost_of, sizes_of
 from manyhands.hosts.company import Company
 from manyhands.randomness import preserved, seed_all
+from manyhands.record.final import final_loss, final_metrics
 from manyhands.registry import STRATEGIES
 from manyhands.run import History, Run
 from manyhands.store.atomic import WriteFailed
@@ -342,10 +342,9 @@ class _Session:
 
     def _summarise(self, result: Result, wall_s: float) -> dict[str, Any]:
         request = self._request
-        loss = self.history.loss[-1] if self.history.loss else math.nan
-        final = {} if math.isnan(loss) else {"loss": loss}
-        if self.history.evaluations:
-            final |= self.history.evaluations[-1]["metrics"]
+        loss = final_loss(self.history)
+        final = {} if loss is None else {"loss": loss}
+        final |= final_metrics(self.history)
         seconds, samples = result.seconds, round(result.samples * request.plan.task.records_each)
         return {
             "task": request.plan.task.name,
@@ -361,8 +360,9 @@ class _Session:
             "samples": samples,
             "samples_per_s": samples / seconds if seconds else 0.0,
             "final": final,
-            "bytes_sent": result.bytes_sent,
-            "messages_sent": result.messages_sent,
+            "bytes_sent": result.sent.total.bytes_sent,
+            "messages_sent": result.sent.total.messages_sent,
+            "sent": result.sent.to_dict(),
             "stopped_early": result.stopped_early,
             "notes": self._notes,
             **result.observed,

@@ -75,6 +75,10 @@ def test_the_defaults_run_on_embedded_data_and_end_with_what_comes_next(
     last = "  manyhands predict m breast-cancer --out predictions.txt   # what it says of rows"
     assert printed.splitlines()[-2:] == ["next", last]
     summary = json.loads(Path("s.json").read_text())
+    took = f"100 trees in {summary['train_seconds']:.2f} s ({summary['seconds']:.1f} s with reading and starting)"
+    assert took in " ".join(printed.split())
+    assert "Nothing was evaluated" not in Path("m/report.html").read_text()
+    assert "<dt>elapsed</dt><dd>0 s</dd>" not in Path("m/report.html").read_text()
     assert summary["valid_loss"] < 0.15
     assert summary["trees"] == 100
     assert summary["importance"][0]["feature"] in ("mean_concave_points", "worst_perimeter", "worst_area")

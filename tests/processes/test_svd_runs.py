@@ -129,6 +129,10 @@ def test_the_command_decomposes_digits_by_itself_and_says_what_comes_next(tmp_pa
     assert "manyhands predict run FILE" in done.stdout
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["converged"]
+    took = f"in {summary['train_seconds']:.2f} s ({summary['seconds']:.1f} s with reading and starting)"
+    assert took in " ".join(done.stdout.split()), "a pass is not what came before it"
+    *_, last = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
+    assert last["at_s"] <= summary["train_seconds"] < summary["seconds"]
     assert len(summary["explained_variance"]) == 10
     model = SvdModel.load(tmp_path / "run")
     np.save(tmp_path / "rows.npy", np.ones((5, 64)))

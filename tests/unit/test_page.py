@@ -106,6 +106,22 @@ def test_before_the_first_step_the_page_says_that_it_waits_for_it() -> None:
     assert title_of(Gather().view(0)) == "A run that has not begun"
 
 
+def test_losses_that_were_evaluated_are_not_nothing_and_a_short_run_took_some_time() -> None:
+    gather = Gather(task="gbdt", strategy="single", steps_asked=2, workers=1)
+    gather.meet(0, "worker-0")
+    gather.add_rows(
+        [{"step": 1, "loss": 0.6, "at_s": 0.1}, {"step": 1, "metrics": {"valid_loss": 0.7}, "at_s": 0.2}]
+    )
+    gather.end({})
+    view = replace(gather.view(0), seconds=0.276)
+    said = {key: words(html) for key, html in sections(view).items()}
+    assert "valid loss" in said["loss"]
+    assert "Nothing was evaluated" not in said["metrics"]
+    assert "chart of the loss" in said["metrics"]
+    assert "elapsed0.28 s" in said["now"]
+    assert "Nothing was evaluated" in words(sections(empty_view(phase=Phase.ENDED))["metrics"])
+
+
 def test_who_has_not_come_yet_is_starting_and_not_gone() -> None:
     view = Gather(strategy="ps servers=2", workers=2).view(0)
     said = words(sections(view)["workers"]) + words(sections(view)["servers"])

@@ -310,3 +310,24 @@ def test_what_makes_no_sense_is_refused(
 ) -> None:
     with pytest.raises(UserError, match=sentence):
         train(small_file(tmp_path), strategy, workers, **options)
+
+
+def test_threads_that_had_nothing_to_do_are_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = small_file(tmp_path)
+    alone, together = train(path, passes=3), train(path, "hogwild", 2, passes=3)
+    np.testing.assert_array_equal(together.model.table, alone.model.table)
+    (note,) = together.summary["notes"]
+    assert note.startswith(
+        "only 1 of 2 threads worked at a time, and the numbers are those of strategy=single: a pass over 400 records "
+        "is 1 step, and a step is one worker's"
+    )
+    assert note in caplog.text
+    assert alone.summary["notes"] == train(path, "hogwild", 1, passes=3).summary["notes"] == []
+
+
+@needs_data
+def test_threads_that_all_worked_are_not() -> None:
+    summary = train(DATA / "a9a.gz", "hogwild", 2).summary
+    assert summary["steps"] > 5, "there are several steps in a pass"
+    both_worked = all(worker["steps"] for worker in summary["per_worker"])
+    assert (summary["notes"] == []) == both_worked

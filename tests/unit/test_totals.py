@@ -6,10 +6,14 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from manyhands.analyse.explain import explain
+from manyhands.analyse.narrate import paragraph
 from manyhands.analyse.remarks import about_imbalance, about_workers, straggler_advice
+from manyhands.analyse.slowness import Late
 from manyhands.analyse.totals import TimeSplit, Totals, TotalsSnapshot, WorkerTotals
 from manyhands.errors import UserError
 from manyhands.record.events import NOBODY, RECORD, EventKind, Records
+from manyhands.record.recorded import RoleEvents
 
 MS = 1_000_000
 S = 1_000_000_000
@@ -48,6 +52,20 @@ def synchronous_run(
     elsewhere_ms: Sequence[int] | None = None,
     through_neighbours: bool = False,
 ) -> Totals:
+    """The totals of `synchronous_records`."""
+    records = synchronous_records(
+        compute_ms, steps, elsewhere_ms=elsewhere_ms, through_neighbours=through_neighbours
+    )
+    return totals_of(len(compute_ms), records)
+
+
+def synchronous_records(
+    compute_ms: Sequence[int],
+    steps: int = 20,
+    *,
+    elsewhere_ms: Sequence[int] | None = None,
+    through_neighbours: bool = False,
+) -> list[Records]:
     """Every step ends for everyone when the last has arrived, as an all-reduce makes it.
 
     Waits name the last one to arrive or, as in a ring, the neighbour (who itself waits for the last).
@@ -68,7 +86,7 @@ def synchronous_run(
                 event(rank, EventKind.EXCHANGE, 1 * MS, step=step, num_bytes=100, count=2, start_ns=at),
                 event(rank, EventKind.STEP, whole_ms * MS, start_ns=at, step=step, count=8),
             ]
-    return totals_of(world, records)
+    return records
 
 
 def workers_of(totals: Totals) -> tuple[WorkerTotals, ...]:
@@ -264,7 +282,7 @@ def test_a_run_whose_other_workers_train_on_is_not_evaluating() -> None:
 
 
 def said(totals: Totals, strategy: str = "mirrored") -> list[str]:
-    return about_workers(totals.snapshot(S).workers, totals.slow_ever(), strategy)
+    return about_workers(totals.slow_ever(), totals.late_ever(), strategy)
 
 
 ADVICE = "; a bound on staleness would not hide a lasting straggler, ps consistency=async would"
@@ -324,7 +342,7 @@ def test_pace_is_per_step_where_workers_take_different_numbers_of_steps() -> Non
 
 def test_worker_held_up_outside_its_compute_is_named_with_where_to_look() -> None:
     assert said(synchronous_run([10, 10, 10], elsewhere_ms=[15, 0, 0])) == [
-        "the others wait 58 % of their time for worker 0, which computes only 1.0 times their median; "
+        "the others wait 58 % of their median step for worker 0, which computes no longer than they do; "
         "look at its data loading, evaluation and checkpoints"
     ]
 
@@ -341,11 +359,58 @@ def test_a_live_run_blames_nobody_before_it_has_lasted() -> None:
 
 def test_first_steps_blame_nobody() -> None:
     assert said(synchronous_run([10, 50], steps=2)) == []
+    assert said(synchronous_run([10, 50], steps=4)) == [], "too few to call it a habit"
     assert said(synchronous_run([10, 50], steps=8)) != []
-    assert said(synchronous_run([10, 50], steps=4)) == [
-        "the others wait 78 % of their time for worker 1, which computes 5.0 times their median: it has more to do, or "
-        "a slower core"
+
+
+def a_run_with_a_slow_start(*, elsewhere: bool) -> list[Records]:
+    """Ten steps of 10 ms, of which the first takes worker 1 1.83 s; `elsewhere`: it does not compute meanwhile."""
+    records, at_ms = [], 0
+    for step in range(10):
+        busy_ms = [10, 1830 if step == 0 else 10]
+        for rank, ms in enumerate(busy_ms):
+            compute_ms = 8 if rank == 1 and elsewhere else ms
+            waited = (max(busy_ms) - ms) * MS
+            records += [
+                event(rank, EventKind.COMPUTE, compute_ms * MS, step=step, start_ns=at_ms * MS),
+                event(rank, EventKind.WAIT, waited, step=step, peer=1, start_ns=(at_ms + ms) * MS),
+                event(rank, EventKind.STEP, max(busy_ms) * MS, step=step, start_ns=at_ms * MS, count=8),
+            ]
+        at_ms += max(busy_ms)
+    return records
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_one_long_step_of_ten_blames_nobody_and_explain_agrees(elsewhere: bool) -> None:
+    records = a_run_with_a_slow_start(elsewhere=elsewhere)
+    totals = totals_of(2, records)
+    waited = totals.worker(0)
+    assert waited.wait_for_s[1] > 0.9 * waited.accounted_s, "on average it looks like a straggler"
+    assert said(totals) == []
+    assert about_workers(totals.snapshot(2 * S).slow, totals.snapshot(2 * S).late) == []
+    assert "No worker is slower than the others for long." in explained(records)
+
+
+def explained(records: Sequence[Records]) -> str:
+    joined = np.concatenate(records)
+    roles = [
+        RoleEvents(name=f"worker-{role}", role=role, records=joined[joined["role"] == role])
+        for role in np.unique(joined["role"]).tolist()
     ]
+    return paragraph(explain(roles, synchronous=True))
+
+
+def test_explain_names_who_is_late_in_the_words_of_the_table() -> None:
+    records = synchronous_records([10, 10, 10], elsewhere_ms=[15, 0, 0])
+    (sentence,) = said(totals_of(3, records))
+    assert sentence[1:] in explained(records)
+    assert "No worker is slow" not in explained(records)
+
+
+def test_who_was_late_is_in_the_summary_and_comes_back_from_it() -> None:
+    late = synchronous_run([10, 10, 10], elsewhere_ms=[15, 0, 0]).late_ever()
+    assert late is not None
+    assert Late.from_dict(late.to_dict() | {"more": 1}) == late == Late(worker=0, others_wait=15 / 26)
 
 
 @pytest.mark.parametrize(

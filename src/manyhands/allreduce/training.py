@@ -15,8 +15,7 @@ from manyhands.allreduce.priority.exchange import PriorityExchange
 from manyhands.allreduce.strategy import AllReduce, Mirrored
 from manyhands.strategy import Strategy
 from manyhands.training.choosing import ChoosingTraining
-from manyhands.training.exchange import Exchange, SingleExchange
-from manyhands.training.exchanging import told
+from manyhands.training.exchange import Exchange, SentFor, SingleExchange
 from manyhands.training.reporting import Surroundings
 from manyhands.training.resources import Resources
 from manyhands.training.training import Training
@@ -55,7 +54,7 @@ class AllReduceTraining(ChoosingTraining):
     def helper(cls, strategy: Strategy, resources: Resources, around: Surroundings) -> Mapping[str, Any]:
         """Sum until the workers are done."""
         assert isinstance(strategy, AllReduce), "mirrored has no helpers"
-        return told(help_workers(resources, strategy.codec, around))
+        return {"sent": SentFor(gradients=help_workers(resources, strategy.codec, around)).to_dict()}
 
     @classmethod
     def chosen_for(cls, strategy: Strategy) -> type[Training]:

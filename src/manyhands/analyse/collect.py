@@ -78,13 +78,14 @@ class Collector:
             return self._totals.snapshot(self._clock())
 
     def summary(self) -> dict[str, Any]:
-        """For a summary: totals `per_worker`, who was `slow`, the fate of the `events`; before the rings close."""
+        """For a summary: totals `per_worker`, who was `slow` or `late`, the `events` kept; before the rings close."""
         workers = self.snapshot().workers
         with self._adding:
-            slow = self._totals.slow_ever()
+            slow, late = self._totals.slow_ever(), self._totals.late_ever()
         return {
             "per_worker": [worker.to_dict() for worker in workers],
             "slow": [straggler.to_dict() for straggler in slow],
+            "late": late.to_dict() if late is not None else None,
             "events": self._keeper.counts(),
         }
 

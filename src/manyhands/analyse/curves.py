@@ -12,6 +12,7 @@ import numpy.typing as npt
 from manyhands.analyse.better import lower_is_better
 from manyhands.analyse.view import Curve
 from manyhands.record.events import Records
+from manyhands.record.final import final_loss, last_row
 from manyhands.record.plain import number, text, whole
 
 __all__ = ["MAX_POINTS", "HistoryCurves", "RateCurve", "ThinnedCurve", "spread"]
@@ -167,8 +168,9 @@ class HistoryCurves:
 
     def __init__(self) -> None:
         self.step = 0
-        self.loss: float | None = None
         self.final: dict[str, float] = {}
+        self._last: Mapping[str, Any] = {}  # the row of the last step
+        self._measured: Mapping[str, Any] = {}  # and that of the last evaluation
         self._loss = ThinnedCurve("loss")
         self._metrics: dict[str, ThinnedCurve] = {}
         self._before_s = 0.0  # what earlier parts of a resumed run took
@@ -189,17 +191,24 @@ class HistoryCurves:
         self._last_s = at_s
         self.step = max(self.step, step)
         if loss is not None:
-            self.loss = float(loss)
-            self._loss.add(step, self._before_s + at_s, self.loss)
+            self._last = last_row((self._last, row), "loss") or row
+            self._loss.add(step, self._before_s + at_s, float(loss))
         if metrics is not None:
             named = {text(name): number(value) for name, value in metrics.items()}
-            self.final = {name: value for name, value in named.items() if value is not None}
-            for name, value in self.final.items():
+            known = {name: value for name, value in named.items() if value is not None}
+            self._measured = last_row((self._measured, row), "metrics") or row
+            self.final = known if self._measured is row else self.final
+            for name, value in known.items():
                 if name in self._metrics or len(self._metrics) < _MAX_METRICS:
                     curve = self._metrics.setdefault(name, ThinnedCurve(name))
                     curve.add(step, self._before_s + at_s, value)
             self._judge(step, named)
         return True
+
+    @property
+    def loss(self) -> float | None:
+        """The final loss, as far as the run has come."""
+        return final_loss((self._last,))
 
     def curves(self, later_s: float) -> list[Curve]:
         """`loss` first, then one for each metric."""

@@ -20,7 +20,7 @@ parts add up to the whole.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from manyhands.analyse.pace import Pace, Slow, find_slow
+from manyhands.analyse.slowness import Late, Slowness
 from manyhands.errors import UserError
 from manyhands.record.events import EventKind, Records
 from manyhands.record.recorded import RoleEvents, role_name, step_keys
@@ -94,6 +95,7 @@ class Explanation:
     speedup: float  # steps per second in the ideal, over those of now
     workers: tuple[WorkerPath, ...]
     slow: tuple[Slow, ...]  # the slowest first
+    late: Late | None = None  # waited for in the median step, and computing no longer than the others
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON values, with the sums that the fields leave to the reader."""
@@ -178,7 +180,16 @@ def explain(roles: Sequence[RoleEvents], *, synchronous: bool) -> Explanation:
             for worker, share, late in zip(workers, shares, last, strict=True)
         ),
         slow=find_slow(paces, whole),
+        late=_late(roles, {worker.worker for worker in workers}),
     )
+
+
+def _late(roles: Sequence[RoleEvents], workers: Collection[int]) -> Late | None:
+    seen = Slowness()
+    for events in roles:
+        if events.role in workers:
+            seen.add(events.records)
+    return seen.late_ever()
 
 
 class _Applying:

@@ -207,7 +207,7 @@ class Gather:
             step=max(snapshot.step, self._history.step),
             steps_asked=self._steps_asked,
             seconds=max(0.0, (self._until_ns(now_ns, phase) - first_ns) / _NS_PER_S) if first_ns else 0.0,
-            loss=snapshot.loss if snapshot.loss is not None else self._history.loss,
+            loss=self._loss(snapshot, phase),
             samples_per_s=rate,
             steps_per_s=snapshot.steps_per_s,
             seconds_left=max(0, self._steps_asked - snapshot.step) / snapshot.steps_per_s
@@ -250,6 +250,13 @@ class Gather:
 
     def _until_ns(self, now_ns: int, phase: Phase) -> int:
         return self._seen.last_ns if phase is Phase.ENDED else max(now_ns, self._seen.last_ns)
+
+    def _loss(self, snapshot: TotalsSnapshot, phase: Phase) -> float | None:
+        """What the history ends with; before that the events are ahead of it."""
+        first, second = self._history.loss, snapshot.loss
+        if phase is not Phase.ENDED:
+            first, second = second, first
+        return first if first is not None else second
 
     def _rate_of(self, snapshot: TotalsSnapshot, phase: Phase) -> float:
         if phase is Phase.ENDED and self._summary is not None:
@@ -411,12 +418,10 @@ class Gather:
     ) -> tuple[str, ...]:
         warnings = []
         if phase is Phase.ENDED:
-            warnings += about_workers(self._shown(snapshot), self._totals.slow_ever(), self._strategy)
+            late = self._totals.late_ever()
+            warnings += about_workers(self._totals.slow_ever(), late, self._strategy)
         else:
-            # The first steps of a run are late for reasons of their own.
-            is_warm = self._window_s(now_ns, phase) * _NS_PER_S >= WINDOW_NS
-            recent = self._recent_workers(snapshot, now_ns) if is_warm else []
-            warnings += about_workers(recent, snapshot.slow, self._strategy, snapshot.suspects)
+            warnings += about_workers(snapshot.slow, snapshot.late, self._strategy)
             warnings += self._imbalance(now_ns, phase)
         if phase is Phase.QUIET and held is False:
             warnings.append(
@@ -429,26 +434,6 @@ class Gather:
                 f"{self._name(role)} recorded faster than it was read: {lost} events are missing from all figures"
             )
         return tuple(warnings)
-
-    def _recent_workers(self, snapshot: TotalsSnapshot, now_ns: int) -> list[WorkerTotals]:
-        """The last seconds of each worker, as totals."""
-        durations, events = self._recent.durations_ns(now_ns), self._recent.events(now_ns)
-        waits = self._recent.wait_for_ns(now_ns)
-        return [
-            WorkerTotals(
-                worker=worker.worker,
-                steps=int(events[worker.worker, EventKind.STEP]),
-                samples=0,
-                compute_s=durations[worker.worker, EventKind.COMPUTE] / _NS_PER_S,
-                exchange_s=durations[worker.worker, EventKind.EXCHANGE] / _NS_PER_S,
-                wait_s=durations[worker.worker, EventKind.WAIT] / _NS_PER_S,
-                wait_for_s=tuple((waits[worker.worker] / _NS_PER_S).tolist()),
-                bytes_sent=0,
-                messages_sent=0,
-            )
-            for worker in self._shown(snapshot)
-            if worker.worker < len(durations)
-        ]
 
     def _imbalance(self, now_ns: int, phase: Phase) -> list[str]:
         servers = [server for server in self._server_views(now_ns, phase) if server.role >= 0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from manyhands.analyse.explain import Explanation, Parts
 from manyhands.analyse.pace import Slow
-from manyhands.analyse.remarks import planned_waits, straggler_advice
+from manyhands.analyse.remarks import about_late, planned_waits, straggler_advice
 
 __all__ = ["PART_WORDS", "paragraph"]
 
@@ -26,7 +26,10 @@ _MAX_NAMED = 3
 def paragraph(found: Explanation, strategy: str = "mirrored") -> str:
     """What there is to say about a run under `strategy`, the cause before the remedy."""
     sentences = [_split(found), *(_about(slow) for slow in found.slow[:_MAX_NAMED])]
-    if len(found.workers) > 1 and not found.slow:
+    if found.late is not None and not found.slow:
+        said = about_late(found.late)
+        sentences.append(f"{said[:1].upper()}{said[1:]}.")
+    elif len(found.workers) > 1 and not found.slow:
         sentences.append("No worker is slower than the others for long.")
     if planned := planned_waits(strategy):
         sentences.append(planned)
@@ -92,6 +95,8 @@ def _advice(found: Explanation, strategy: str) -> str:
         return _about_straggler(lasting[0], strategy if found.synchronous else "")
     if losses[largest] < _WORTH_IT:
         return "Nearly all of it is compute: only faster computing, or more workers, makes it faster."
+    if largest == "wait_ms" and found.late is not None:
+        return f"What worker {found.late.worker} does besides computing is what the others wait for."
     if largest == "wait_ms":
         return (
             "No worker is slow for long, they take turns at being late: a bound on staleness "

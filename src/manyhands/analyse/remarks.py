@@ -5,21 +5,23 @@ A sentence names who, since when, what it costs the others and, where one fits t
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
-from manyhands.analyse.slowness import Straggler
-from manyhands.analyse.totals import WorkerTotals
+from manyhands.analyse.slowness import Late, Straggler
 from manyhands.errors import UserError
 from manyhands.strategy import Strategy
 
-__all__ = ["about_imbalance", "about_quiet", "about_workers", "planned_waits", "straggler_advice"]
+__all__ = [
+    "about_imbalance",
+    "about_late",
+    "about_quiet",
+    "about_workers",
+    "planned_waits",
+    "straggler_advice",
+]
 
 _MAX_NAMED = 3
-_LATE_SHARE = 0.25  # making the others spend this share of their time waiting is no accident
-_MIN_STEPS = 3  # the first steps warm caches up and say nothing
 _NOBODY_WAITS = 0.01
-_LONGER = 1.5  # times the others' computing that explains by itself why they wait
 _MOST = 2.0  # times its even share of the applying that makes a server worth a word
 
 
@@ -42,20 +44,19 @@ def planned_waits(strategy: str) -> str:
         return ""
 
 
-def about_workers(
-    workers: Sequence[WorkerTotals],
-    slow: Sequence[Straggler],
-    strategy: str = "",
-    suspects: Collection[int] = (),
-) -> list[str]:
-    """Who holds the others up, the worst first: by computing longer (`slow`) or, else, in some other way.
-
-    Of one of the `suspects`, which may just have begun to compute longer, the latter is not said.
-    """
+def about_workers(slow: Sequence[Straggler], late: Late | None, strategy: str = "") -> list[str]:
+    """Who holds the others up, the worst first: by computing longer (`slow`) or, else, in some other way (`late`)."""
     if slow:
         return [_about_straggler(straggler, strategy) for straggler in slow[:_MAX_NAMED]]
-    late = _about_late(workers, suspects)
-    return [late] if late else []
+    return [about_late(late)] if late is not None else []
+
+
+def about_late(late: Late) -> str:
+    """What is said of one that computes no longer than the others, and spends its time elsewhere."""
+    return (
+        f"the others wait {_percent(late.others_wait)} of their median step for worker {late.worker}, which computes "
+        "no longer than they do; look at its data loading, evaluation and checkpoints"
+    )
 
 
 def about_imbalance(applying: Sequence[tuple[str, float]]) -> list[str]:
@@ -97,42 +98,6 @@ def _about_straggler(straggler: Straggler, strategy: str) -> str:
         return f"{who} is {times} {when}: nobody waits for it"
     sentence = f"{who} is {times} {when}: the others wait {_percent(straggler.others_wait)} of their time"
     return "; ".join(part for part in (sentence, straggler_advice(strategy)) if part)
-
-
-def _about_late(workers: Sequence[WorkerTotals], suspects: Collection[int]) -> str | None:
-    """One that computes as fast as the others and is waited for all the same spends its time elsewhere.
-
-    In a few steps nobody is slow yet; of one that computed longer in them, that is said.
-    """
-    workers = [worker for worker in workers if worker.steps]
-    if len(workers) < 2 or min(worker.steps for worker in workers) < _MIN_STEPS:
-        return None
-    awaited = [_share_waited_for(workers, worker.worker) for worker in workers]
-    latest = awaited.index(max(awaited))
-    alone = awaited[latest] >= 2 * sorted(awaited)[-2]
-    pace = [worker.compute_s / worker.steps for worker in workers]
-    slowness = _ratio(pace[latest], statistics.median(pace[:latest] + pace[latest + 1 :]))
-    if awaited[latest] < _LATE_SHARE or not alone or slowness == 0 or workers[latest].worker in suspects:
-        return None
-    said = f"the others wait {_percent(awaited[latest])} of their time for worker {workers[latest].worker}, which"
-    if slowness >= _LONGER:  # in too few steps to say since when
-        return f"{said} computes {slowness:.1f} times their median: it has more to do, or a slower core"
-    return (
-        f"{said} computes only {slowness:.1f} times their median; "
-        "look at its data loading, evaluation and checkpoints"
-    )
-
-
-def _share_waited_for(workers: Sequence[WorkerTotals], awaited: int) -> float:
-    """The share of their time that all others spent waiting for one."""
-    others = [worker for worker in workers if worker.worker != awaited]
-    return _ratio(
-        sum(other.wait_for_s[awaited] for other in others), sum(other.accounted_s for other in others)
-    )
-
-
-def _ratio(part: float, whole: float) -> float:
-    return part / whole if whole > 0 else 0.0
 
 
 def _percent(share: float) -> str:

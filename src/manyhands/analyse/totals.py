@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from manyhands.analyse.recent import BIN_NS, BINS
-from manyhands.analyse.slowness import Slowness, Straggler
+from manyhands.analyse.slowness import Late, Slowness, Straggler
 from manyhands.errors import UserError
 from manyhands.record.events import NOBODY, EventKind, Records
 
@@ -80,12 +80,12 @@ class TotalsSnapshot:
 
     workers: tuple[WorkerTotals, ...]
     step: int  # global batches done, those before a resume included
-    loss: float | None  # of the newest steps, weighted by samples
+    loss: float | None  # of the last step, weighted by samples
     samples_per_s: float  # recent, all workers together
     steps_per_s: float  # recent
     evaluating: bool = False  # nobody trains meanwhile
     slow: tuple[Straggler, ...] = ()  # now, the slowest first
-    suspects: frozenset[int] = frozenset()  # who may be, too early to say
+    late: Late | None = None  # who is waited for now, and computes no longer
 
 
 class Totals:
@@ -198,19 +198,24 @@ class Totals:
             steps_per_s=steps_per_s,
             evaluating=bool((idle & self._is_evaluating).any()),
             slow=self._slowness.now(),
-            suspects=self._slowness.suspects(),
+            late=self._slowness.late_now(),
         )
 
     def slow_ever(self) -> tuple[Straggler, ...]:
         """Every worker that is slow or was for a while, for the end of a run."""
         return self._slowness.ever()
 
+    def late_ever(self) -> Late | None:
+        """Who was waited for in the median step of the run, and computed no longer than the others."""
+        return self._slowness.late_ever()
+
     def _loss(self) -> float | None:
         """One number whether each worker reports the loss of its own share or that of the whole batch."""
-        total = int(self._last_samples.sum())
-        if total == 0:
-            return None
         shares = self._last_samples > 0  # a worker without samples may report anything
+        if not shares.any():
+            return None
+        shares &= self._last_step == self._last_step[shares].max()  # others may be steps behind
+        total = int(self._last_samples[shares].sum())
         return float((self._last_loss[shares] * self._last_samples[shares]).sum() / total)
 
 

@@ -21,7 +21,7 @@ from manyhands.cli.commands import (
 )
 from manyhands.cli.compare import Compared, run_comparison
 from manyhands.cli.environment import start_own_workers
-from manyhands.cli.kept_runs import KeptRun, Shown, interrupted, keeping, leave_summary, watched
+from manyhands.cli.kept_runs import KeptRun, Shown, interrupted, keeping, leave_summary, took, watched
 from manyhands.cli.runs import leave_report
 
 if TYPE_CHECKING:
@@ -267,7 +267,7 @@ def _print(summary: dict[str, Any]) -> None:
     )
     out.print(
         f"gbdt · {summary['objective']} · {summary['strategy']} · {summary['workers']} workers · {rows} · "
-        f"{summary['features']:,} features · {summary['trees']} trees in {summary['seconds']:.1f} s",
+        f"{summary['features']:,} features · {summary['trees']} trees in {took(summary)}",
         highlight=False,
     )
     name = "log loss" if summary["objective"] == "binary" else "squared error"

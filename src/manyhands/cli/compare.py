@@ -61,7 +61,7 @@ class Compared:
         str | None,
         typer.Option(
             help="What to measure the time to, as in accuracy=0.95.",
-            show_default="the worst value that any run ends with",
+            show_default="what the better half of the strategies ends with",
         ),
     ] = None
     slow: Annotated[

@@ -29,7 +29,16 @@ if TYPE_CHECKING:
     from manyhands.draw.bars import Bars
     from manyhands.training.kept import Keeping
 
-__all__ = ["KeptRun", "Shown", "interrupted", "keeping", "keeping_unchecked", "leave_summary", "watched"]
+__all__ = [
+    "KeptRun",
+    "Shown",
+    "interrupted",
+    "keeping",
+    "keeping_unchecked",
+    "leave_summary",
+    "took",
+    "watched",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +130,11 @@ def leave_summary(asked: KeptRun, out: Path, summary: Mapping[str, Any]) -> None
     if not summary["interrupted"]:
         write_file(out / "summary.json", summary)
     write_json(asked.json_file, summary)
+
+
+def took(summary: Mapping[str, Any]) -> str:
+    """How long the work itself took, and all of the command with what had to come before it."""
+    return f"{summary['train_seconds']:.2f} s ({summary['seconds']:.1f} s with reading and starting)"
 
 
 def interrupted(keep: Keeping, end: SignalEnding, result: str) -> typer.Exit:

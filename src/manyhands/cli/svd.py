@@ -22,7 +22,7 @@ from manyhands.cli.commands import (
 )
 from manyhands.cli.compare import Compared, run_comparison
 from manyhands.cli.environment import start_own_workers
-from manyhands.cli.kept_runs import KeptRun, Shown, interrupted, keeping, leave_summary, watched
+from manyhands.cli.kept_runs import KeptRun, Shown, interrupted, keeping, leave_summary, took, watched
 from manyhands.cli.runs import leave_report
 
 if TYPE_CHECKING:
@@ -173,6 +173,7 @@ def _summary(result: SvdResult) -> dict[str, Any]:
         "converged": model.converged,
         "passes": model.passes,
         "seconds": result.seconds,
+        "train_seconds": result.train_seconds,
         "interrupted": result.interrupted,
     }
 
@@ -184,7 +185,7 @@ def _print(summary: dict[str, Any], asked: _TrainSvd) -> None:
     out.print(
         f"{name} · rank {summary['rank']} · {summary['strategy']} · {summary['workers']} workers · "
         f"{summary['rows']:,} × {summary['columns']:,} {kind} · {_passes(summary)} in "
-        f"{summary['seconds']:.1f} s · error {summary['error']:.1e}",
+        f"{took(summary)} · error {summary['error']:.1e}",
         highlight=False,
     )
     table = Table(box=None, pad_edge=False)

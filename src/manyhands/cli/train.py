@@ -39,6 +39,7 @@ from manyhands.cli.runs import (
     live_tensorboard,
 )
 from manyhands.cli.signals import ended_by_signal
+from manyhands.errors import format_bytes
 from manyhands.registry import STRATEGIES
 from manyhands.strategy import Strategy
 from manyhands.tasks import TASKS
@@ -314,6 +315,10 @@ def _print_end(summary: dict[str, Any], path: Path | None, table: Any) -> None:
     )
     out.print(f"final  {final}", highlight=False)
     out.print(table)
+    if summary["bytes_sent"]:
+        parts = summary["sent"].items()
+        said = "  ".join(f"{name} {format_bytes(sent['bytes_sent'])}" for name, sent in parts)
+        out.print(f"sent  {said}", highlight=False)
     if summary.get("membership", {}).get("changes"):
         counted, recoveries = summary["membership"], summary["recoveries"]
         took = f", in {max(one['seconds'] for one in recoveries):.1f} s at most" if recoveries else ""

@@ -15,11 +15,10 @@ from typing import Any
 
 from manyhands.compare.plan import Target, default_target
 from manyhands.compare.price import Prices
+from manyhands.record.final import final_loss, final_metrics
 from manyhands.strategy import Strategy
 
 __all__ = ["CompareRow", "FailedTrial", "Figures", "Measured", "Point", "Spread", "figures"]
-
-_LAST = 10  # the last loss is the mean over this part of the steps: 1 / _LAST of them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,10 +60,10 @@ class Measured:
 
     @property
     def final(self) -> dict[str, float]:
-        """The metrics at the end, and as `loss` the mean over the last tenth of the steps."""
-        last = [point.values["loss"] for point in self.losses[-max(1, len(self.losses) // _LAST) :]]
-        loss = {"loss": statistics.fmean(last)} if last else {}
-        return loss | (dict(self.evaluations[-1].values) if self.evaluations else {})
+        """What the run's summary has under the same name, and what was `scored`."""
+        loss = final_loss({"step": point.step, **point.values} for point in self.losses)
+        metrics = final_metrics({"step": point.step, "metrics": point.values} for point in self.evaluations)
+        return ({} if loss is None else {"loss": loss}) | metrics
 
     def scored(self, scores: Mapping[str, float]) -> Measured:
         """The same with what was measured of the model that it ended with, beside its last evaluation."""
@@ -127,6 +126,8 @@ class CompareRow:
     target_s: Spread | None
     """Over the runs that reached it; None where none did."""
     target_steps: Spread | None
+    seconds: Spread | None
+    """Of training, to the end."""
     samples_per_s: Spread | None
     waiting: Spread | None
     """The share of the workers' time."""
@@ -201,7 +202,10 @@ def figures(
     """
     measured = [run for run in runs if isinstance(run, Measured)]
     target = target or default_target(
-        [{name: value for name, value in run.final.items() if name not in scores} for run in measured]
+        [
+            [_without(scores, run.final) for run in measured if run.place == place]
+            for place in range(len(strategies))
+        ]
     )
     rows = [
         _row(
@@ -220,6 +224,10 @@ def figures(
     return Figures(
         target=target, evaluate_every=evaluate_every, rows=tuple(rows), prices=prices, scores=scores
     )
+
+
+def _without(names: Sequence[str], final: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in final.items() if name not in names}
 
 
 def _priced(row: CompareRow, prices: Prices) -> CompareRow:
@@ -259,6 +267,7 @@ def _row(
         reached=len(reached),
         target_s=_spread([point.at_s for point in reached]),
         target_steps=_spread([point.step for point in reached]),
+        seconds=_spread([run.seconds for run in runs]),
         samples_per_s=_spread([_ratio(run.samples, run.seconds) for run in runs]),
         waiting=_spread([_ratio(run.waited_s, run.accounted_s) for run in runs]),
         messages_per_step=_spread([_ratio(run.messages, run.steps) for run in runs]),
@@ -284,9 +293,9 @@ def _row_dict(row: CompareRow) -> dict[str, Any]:
     numbers = {
         name: dataclasses.asdict(value) if isinstance(value := getattr(row, name), Spread) else value
         for name in (
-            "workers", "reached", "target_s", "target_steps", "samples_per_s", "waiting", "waits_mostly_for",
-            "messages_per_step", "bytes_per_step", "busiest_bytes_per_step", "staleness_mean", "staleness_max",
-            "price_per_hour", "price_per_1000_steps", "price_to_target",
+            "workers", "reached", "target_s", "target_steps", "seconds", "samples_per_s", "waiting",
+            "waits_mostly_for", "messages_per_step", "bytes_per_step", "busiest_bytes_per_step", "staleness_mean",
+            "staleness_max", "price_per_hour", "price_per_1000_steps", "price_to_target",
         )
     }  # fmt: skip
     promises = row.strategy.promises

@@ -37,7 +37,7 @@ def paragraph(found: Figures, conditions: Conditions) -> list[str]:
     """The sentences, the most important first."""
     rows = [row for row in found.rows if row.runs]
     waiting = _waiting(rows) if conditions.slow is None else _slowed(rows, conditions.slow)
-    sentences = [*_target(found, rows), *_speed(rows), *waiting, *_staleness(rows)]
+    sentences = [*_frontier(found, rows), *_target(found, rows), *_speed(rows), *waiting, *_staleness(rows)]
     sentences += _quality(found, rows)
     sentences += _codecs(rows)
     sentences += _network(rows, conditions.bandwidth)
@@ -49,13 +49,49 @@ def paragraph(found: Figures, conditions: Conditions) -> list[str]:
     return sentences
 
 
+def _frontier(found: Figures, rows: Sequence[CompareRow]) -> list[str]:
+    """Quality and time together: who ended best, after how long, and who was faster for a worse end."""
+    ranked = _by_quality(found, rows)
+    if len(ranked) < 2:
+        return []
+    (value, best), metric = ranked[0], found.target.metric if found.target is not None else ""
+    bests = [row for shown, row in ranked if shown == value]
+    quick = [row for row in bests if _took(row) < _ALIKE * _took(best)]
+    faster = [(best, value)]
+    for shown, row in ranked:
+        if _ALIKE * _took(row) < _took(faster[-1][0]):
+            faster.append((row, shown))
+    worse = ", ".join(f"{row.name} ({shown:.4g} after {_took(row):.2f} s)" for row, shown in faster[1:])
+    rest = f"; faster, and worse: {worse}" if worse else ", and no other was faster"
+    after = f"after {_took(best):.2f} s"
+    if len(bests) == len(ranked):
+        least = f"; {_names(quick)} took the least time, {_took(best):.2f} s"
+        return [f"All ended at {metric} {value:.4g}{f' {after}' if len(quick) == len(bests) else least}."]
+    if len(quick) == len(bests):
+        return [f"{_names(bests)} ended best, at {metric} {value:.4g} {after}{rest}."]
+    return [
+        f"{_names(bests)} ended best, at {metric} {value:.4g}, {_names(quick)} {after} and the others later{rest}."
+    ]
+
+
+def _by_quality(found: Figures, rows: Sequence[CompareRow]) -> list[tuple[float, CompareRow]]:
+    """The strategies with what they ended with, to the digits that are told: the best first, of equals the fastest."""
+    if found.target is None:
+        return []
+    metric, sign = found.target.metric, 1 if found.target.lower else -1
+    known = [
+        (float(f"{row.final[metric].median:.4g}"), row) for row in rows if metric in row.final and row.seconds
+    ]
+    return sorted(known, key=lambda one: (sign * one[0], _took(one[1])))
+
+
 def _target(found: Figures, rows: Sequence[CompareRow]) -> list[str]:
     """Who reached it, and who did so first."""
     target = found.target
     if target is None or not rows:
         return []
     there = sorted((row for row in rows if row.always_reached), key=_seconds)
-    why = ", the worst value that any run ended with" if target.chosen else ""
+    why = " (the better half ended there or better)" if target.chosen and len(rows) > 1 else ""
     if not there:
         return [f"No strategy reached {target} in every run."]
     missed = [row for row in rows if not row.always_reached]
@@ -178,16 +214,27 @@ def _staleness(rows: Sequence[CompareRow]) -> list[str]:
 
 def _quality(found: Figures, rows: Sequence[CompareRow]) -> list[str]:
     """The metric at the end, and the scores."""
-    judged = {found.target.metric: found.target.lower} if found.target is not None else {}
-    judged |= {name: False for name in found.scores if name not in judged}
-    return [sentence for metric, lower in judged.items() for sentence in _ended(rows, metric, lower)]
+    ranked = _by_quality(found, rows)
+    said = _worst(found.target.metric, ranked) if found.target is not None and len(ranked) > 1 else []
+    scores = [name for name in found.scores if found.target is None or name != found.target.metric]
+    return said + [sentence for metric in scores for sentence in _ended(rows, metric)]
 
 
-def _ended(rows: Sequence[CompareRow], metric: str, lower: bool) -> list[str]:
+def _worst(metric: str, ranked: Sequence[tuple[float, CompareRow]]) -> list[str]:
+    """Who ended worst, and whether that is chance; the first sentence has the best."""
+    (value, worst), best = ranked[-1], ranked[0][1]
+    if value == ranked[0][0]:
+        return []
+    worsts = [row for shown, row in ranked if shown == value]
+    certainty = _certainty(best, worst, best.final[metric], worst.final[metric])
+    return [f"{_names(worsts)} ended worst, at {metric} {value:.4g}. {certainty}"]
+
+
+def _ended(rows: Sequence[CompareRow], metric: str) -> list[str]:
     known = [row for row in rows if metric in row.final]
     if len(known) < 2:
         return []
-    ranked = sorted(known, key=lambda row: row.final[metric].median, reverse=not lower)
+    ranked = sorted(known, key=lambda row: row.final[metric].median, reverse=True)
     best, worst = ranked[0], ranked[-1]
     high, low = best.final[metric], worst.final[metric]
     if f"{high.median:.4g}" == f"{low.median:.4g}":  # to the digits that are told
@@ -283,6 +330,7 @@ def _median(pick: Callable[[CompareRow], Spread | None]) -> Callable[[CompareRow
     return median
 
 
+_took = _median(lambda row: row.seconds)
 _seconds = _median(lambda row: row.target_s)
 _steps = _median(lambda row: row.target_steps)
 _pace = _median(lambda row: row.samples_per_s)

@@ -128,14 +128,31 @@ def workers_of(strategy: Strategy, workers: int) -> int:
     return workers if strategy.most_workers is None else min(workers, strategy.most_workers)
 
 
-def default_target(finals: Sequence[Mapping[str, float]]) -> Target | None:
-    """The worst final value, which all of these runs reached; of the first metric that is no loss, if there is one."""
-    shared = [name for name in finals[0] if all(name in final for final in finals)] if finals else []
+def default_target(finals: Sequence[Sequence[Mapping[str, float]]]) -> Target | None:
+    """What the better half of the strategies ended with or better in each of their runs, in four digits.
+
+    `finals` holds the runs of each strategy. Of the first metric that is no loss, if there is one; None for no metric.
+    """
+    finals = [runs for runs in finals if runs]
+    every = [final for runs in finals for final in runs]
+    shared = [name for name in every[0] if all(name in final for final in every)] if every else []
     shared = [name for name in shared if name != "loss"]  # of a single batch: it jumps about
-    shared = [name for name in shared if all(math.isfinite(final[name]) for final in finals)]
+    shared = [name for name in shared if all(math.isfinite(final[name]) for final in every)]
     if not shared:
         return None
     metric = next((name for name in shared if not lower_is_better(name)), shared[0])
     lower = lower_is_better(metric)
-    worst = (max if lower else min)(final[metric] for final in finals)
-    return Target(metric=metric, value=worst, lower=lower, chosen=True)
+    reached = sorted(
+        ((max if lower else min)(final[metric] for final in runs) for runs in finals), reverse=not lower
+    )
+    value = _eased(reached[(len(reached) - 1) // 2], lower)
+    return Target(metric=metric, value=value, lower=lower, chosen=True)
+
+
+def _eased(value: float, lower: bool) -> float:
+    """In four digits, and no harder to reach: whoever computes the same in another order reaches it, too."""
+    shown = float(f"{value:.4g}")
+    if value in (0, shown) or (value < shown) == lower:
+        return shown
+    unit = 10.0 ** (math.floor(math.log10(abs(value))) - 3)
+    return float(f"{shown + (unit if lower else -unit):.4g}")

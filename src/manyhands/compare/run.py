@@ -48,7 +48,7 @@ class CompareSettings:
     repeats: int = 1
     slow: Slowdown | None = None
     target: Target | None = None
-    """What the time is measured to; None: the worst value that any run ends with."""
+    """What the time is measured to; None: what the better half of the strategies ends with."""
     evaluate_every: int | None = None
     """Measure the metrics after every so many steps; None: ten times a run."""
     prices: Prices | None = None

@@ -13,6 +13,7 @@ from typing import Any
 
 from manyhands.analyse.totals import WorkerTotals
 from manyhands.draw.charts import STYLE, Series, loss_chart, short_number
+from manyhands.record.final import final_loss
 
 __all__ = ["facts_of", "loss_curve", "run_html", "run_line", "table_html"]
 
@@ -28,7 +29,7 @@ def facts_of(
     if "steps" in summary:
         facts.append(("steps", _steps(summary)))
     if steps:
-        first, last = (short_number(_number(row["loss"])) for row in (steps[0], steps[-1]))
+        first, last = _ends(steps)
         facts.append(("loss", f"{first} → {last}"))
     measured = [one for one in summary.get("final", {}).items() if one[0] != "loss"]
     facts += [(name, short_number(_number(value))) for name, value in measured]
@@ -62,6 +63,8 @@ def loss_curve(steps: Sequence[Mapping[str, Any]]) -> str:
     """The loss over the steps, as an image that holds its data itself; empty where there is no step."""
     if not steps:
         return ""
+    first, last = _ends(steps)
+    steps = sorted(steps, key=lambda row: row["step"])  # workers that do not wait end them in another order
     losses = [_number(row["loss"]) for row in steps]
     curve = Series(name="loss", xs=[float(row["step"]) for row in steps], ys=losses)
     figure = loss_chart([curve], title="Loss", x_label="step")
@@ -69,7 +72,6 @@ def loss_curve(steps: Sequence[Mapping[str, Any]]) -> str:
     opening, _, drawn = svg.partition(">")
     style = f"<style>{STYLE} svg.chart {{ background: var(--card); }}</style>"
     picture = base64.b64encode(f"{opening}>{style}{drawn}".encode(errors="backslashreplace")).decode()
-    first, last = short_number(losses[0]), short_number(losses[-1])
     return (
         f'<img width="{_WIDTH}" alt="loss over steps, from {escape(first)} to {escape(last)}" '
         f'src="data:image/svg+xml;base64,{picture}"/>'
@@ -80,6 +82,12 @@ def run_html(summary: Mapping[str, Any], steps: Sequence[Mapping[str, Any]], pat
     """The table and the curve."""
     html = f"<div>{table_html(facts_of(summary, steps, path))}{loss_curve(steps)}</div>"
     return html.encode(errors="backslashreplace").decode()  # what a task says may be no text
+
+
+def _ends(steps: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+    """The loss of the first step, and the final one."""
+    first = min(steps, key=lambda row: row["step"])
+    return short_number(_number(first["loss"])), short_number(_number(final_loss(steps)))
 
 
 def _in_words(name: str, value: str) -> str:

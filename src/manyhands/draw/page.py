@@ -159,6 +159,8 @@ def _loss(view: RunView) -> tuple[str, str]:
 def _metrics(view: RunView) -> tuple[str, str]:
     curves = [one for one in view.curves if "loss" not in one.name and one.name != "samples_per_s"]
     empty = "Nothing was evaluated." if view.phase is Phase.ENDED else "Nothing was evaluated yet."
+    if view.final:
+        empty = "Losses alone were evaluated; they are in the chart of the loss."
     chart = line_chart(
         [_by_step(curve) for curve in curves],
         title="On the evaluation data",
@@ -291,7 +293,9 @@ def _traffic(view: RunView) -> tuple[str, str]:
     steps = max(1, view.step)
     each = format_bytes(sum(one.num_bytes for one in view.traffic) / steps)
     columns = ("link", "codec", "sent", "messages")
-    table = data_table(columns, rows, title=f"All roles together; {each} a step", words=(0, 1), scrolls=False)
+    table = data_table(
+        columns, rows, title=f"In steps, all roles together; {each} each", words=(0, 1), scrolls=False
+    )
     return "traffic", section("traffic", heading, _fill(heading, table), kind)
 
 
@@ -398,7 +402,7 @@ def _duration(seconds: float) -> str:
         return "–"
     whole = round(seconds)
     if whole < 60:
-        return f"{whole} s"
+        return f"{whole} s" if seconds >= 1 else f"{seconds:.2g} s"
     minutes, rest = divmod(whole, 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"

@@ -80,7 +80,7 @@ class RunPicture:
             yield _worker_line(worker, options.max_width, options.ascii_only)
         if len(shown) < len(workers):
             yield _fitted(f"and {len(workers) - len(shown)} more workers", options.max_width)
-        remarks = about_workers(workers, self._snapshot.slow, self._strategy, self._snapshot.suspects)
+        remarks = about_workers(self._snapshot.slow, self._snapshot.late, self._strategy)
         if remarks and options.max_width >= _MIN_SENTENCE:
             yield Text(remarks[0])
 

@@ -59,7 +59,7 @@ def _of_run(view: RunView) -> list[_Family]:
         _gauge("staleness_max", "The most of them.", [({}, view.staleness.max)]),
     ]
     if view.loss is not None:
-        families.append(_gauge("loss", "Of the newest steps.", [({}, view.loss)]))
+        families.append(_gauge("loss", "Of the last step.", [({}, view.loss)]))
     if view.final:
         metrics = [({"metric": name}, value) for name, value in view.final.items()]
         families.append(_gauge("metric", "Of the newest evaluation.", metrics))

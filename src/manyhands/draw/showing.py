@@ -201,7 +201,7 @@ class Panel:
     def __init__(self, snapshot: TotalsSnapshot, steps: int, strategy: str) -> None:
         self._words = in_order(headline(snapshot, steps))
         self._done, self._steps = min(snapshot.step, steps), steps
-        remarks = about_workers(snapshot.workers, snapshot.slow, strategy, snapshot.suspects)
+        remarks = about_workers(snapshot.slow, snapshot.late, strategy)
         self._remark = remarks[0] if remarks else ""
 
     def __repr__(self) -> str:

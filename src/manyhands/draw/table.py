@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from manyhands.analyse.remarks import about_workers
-from manyhands.analyse.slowness import Straggler
+from manyhands.analyse.slowness import Late, Straggler
 from manyhands.analyse.totals import WorkerTotals
 
 __all__ = ["end_table", "end_text", "words_table"]
@@ -41,7 +41,8 @@ def end_table(summary: Mapping[str, Any]) -> Table:
             "" if peer is None else f"{peer} ({_seconds(worker.wait_for_s[peer])})",
         )
     slow = [Straggler.from_dict(row) for row in summary.get("slow", ())]
-    remarks = [*about_workers(workers, slow, summary.get("strategy", "")), *summary["events"]["notes"]]
+    late = Late.from_dict(summary["late"]) if summary.get("late") else None
+    remarks = [*about_workers(slow, late, summary.get("strategy", "")), *summary["events"]["notes"]]
     table.caption = "\n".join(remarks) or None
     return table
 

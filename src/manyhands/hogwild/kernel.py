@@ -13,7 +13,7 @@ from manyhands.store.rundir import RunDirectory
 from manyhands.strategy import Strategy
 from manyhands.training.kernel_processes import KernelProcesses
 from manyhands.training.kernel_threads import KernelThreads
-from manyhands.training.kernels import Control
+from manyhands.training.kernels import Control, kernel_task
 from manyhands.training.request import Request
 from manyhands.training.training import Result, Stage, Training
 
@@ -52,5 +52,23 @@ class HogwildKernels(Training):
         return self._training.notes
 
     def run(self, stage: Stage) -> Result:
-        """Train to the end."""
-        return self._training.run(stage)
+        """Train to the end, and say it where the data did not keep all workers busy."""
+        result = self._training.run(stage)
+        idle = self._idle(result)
+        if idle:
+            stage.say(idle)
+        return result
+
+    def _idle(self, result: Result) -> str:
+        """A sentence where fewer worked at a time than were asked for: short data has few steps a pass to give out."""
+        task, workers = kernel_task(self._request.plan), self._request.workers
+        took_steps = sum(worker["steps"] > 0 for worker in result.observed["per_worker"])
+        busy, steps = min(took_steps, task.passes.steps), task.passes.steps
+        if not 0 < busy < workers:
+            return ""
+        hands = "threads" if self._request.strategy.in_threads else "processes"
+        alone = ", and the numbers are those of strategy=single" if busy == 1 else ""
+        return (
+            f"only {busy} of {workers} {hands} worked at a time{alone}: a pass over {task.samples:,} records is "
+            f"{steps} step{'s' * (steps > 1)}, and a step is one worker's; more workers help on more data"
+        )

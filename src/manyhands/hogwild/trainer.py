@@ -32,6 +32,7 @@ from manyhands.training.buffers import WorkerBuffers
 from manyhands.training.clipping import clip_own
 from manyhands.training.computing import Built, Computed, Computer, TrainingPlan
 from manyhands.training.diagnosis import Course, diagnose
+from manyhands.training.exchange import Traffic
 from manyhands.training.reporting import Reporter, Surroundings
 from manyhands.training.worker import Trained
 
@@ -108,6 +109,10 @@ class HogwildTrainer:
         self._reporter.send(now=True)
         self._around.mark(step, State.FINISHED)
         return self._trained(model, step, stopped)
+
+    def traffic(self) -> Traffic:
+        """Memory is shared: nothing is sent."""
+        return Traffic()
 
     def total(self, values: Tensor) -> Tensor:
         """Collective: the sum over workers."""

@@ -9,8 +9,7 @@ from typing import Any
 from manyhands.hogwild.strategy import Hogwild
 from manyhands.hogwild.trainer import HogwildTrainer
 from manyhands.store.checkpoint import CheckpointStore, Loaded
-from manyhands.training.exchange import Traffic
-from manyhands.training.exchanging import told
+from manyhands.training.exchange import SentFor
 from manyhands.training.overlap import overlap_summary
 from manyhands.training.processes import ProcessTraining, Train, WorkerJob
 from manyhands.training.reporting import Surroundings
@@ -39,7 +38,7 @@ class HogwildTraining(ProcessTraining):
 
             def train(start: Loaded | None) -> tuple[Trained, Mapping[str, Any]]:
                 trained = trainer.run(start)
-                return trained, {**told(Traffic()), "overlap": dict(trainer.overlap)}
+                return trained, {"sent": SentFor().to_dict(), "overlap": dict(trainer.overlap)}
 
             yield train
 

@@ -21,7 +21,6 @@ from manyhands.task import Task
 from manyhands.tensor.slicing import check_plan
 from manyhands.tensor.telling import layers_together
 from manyhands.training.computing import TrainingPlan
-from manyhands.training.exchanging import told
 from manyhands.training.processes import ProcessTraining, Train, WorkerJob
 from manyhands.training.reporting import Surroundings
 from manyhands.training.request import Request
@@ -60,8 +59,9 @@ class PipelineTraining(ProcessTraining):
         with closing(PipelineExchange(job.strategy, resources, plan, around.mark)) as exchange:
 
             def train(start: Loaded | None) -> tuple[Trained, Mapping[str, Any]]:
-                trained = Trainer(plan, exchange, around, checkpoints).run(start)
-                return trained, {**told(exchange.traffic()), **exchange.told()}
+                trainer = Trainer(plan, exchange, around, checkpoints)
+                trained = trainer.run(start)
+                return trained, {"sent": trainer.sent().to_dict(), **exchange.told()}
 
             yield train
 

@@ -25,6 +25,8 @@ from manyhands.data.batches import BatchSource
 from manyhands.errors import DataError, UserError, first_line, format_bytes, nearest, printable
 from manyhands.memory.segment import available_bytes
 from manyhands.randomness import preserved
+from manyhands.record.final import final_loss
+from manyhands.record.plain import number
 from manyhands.server.digests import layout_digest
 from manyhands.server.replay_order import ReplayOrder, steps_of
 from manyhands.server.replay_player import Difference, Player, ReplayStage
@@ -57,13 +59,13 @@ class Replayed:
     """Gradients that were computed."""
 
     loss: float | None
-    """Of the last step of the lead shard."""
+    """Of the last step, which is the final loss of the run where the replay came to its end."""
 
     metrics: dict[str, float] | None
     """On the evaluation data, where the task has any."""
 
     run_loss: float | None
-    """What the run itself has in its history for the batches of `loss`."""
+    """What the run itself has in its history for that step."""
 
     run_metrics: dict[str, float]
     """What the run measured at its end; empty where it did not come there, or the replay stopped before."""
@@ -111,7 +113,7 @@ def replay(run: str | Path, task: Task | None = None, *, until: int | None = Non
                 updates=player.updates,
                 loss=player.loss,
                 metrics=None if difference is not None else stage.evaluate(model),
-                run_loss=_run_loss(directory, player.loss_of),
+                run_loss=_run_loss(directory, player.last_batch + 1),
                 run_metrics=_run_metrics(directory) if whole else {},
                 first_difference=difference,
                 same_bytes=_is_same(directory, player.digests()) if whole else None,
@@ -217,17 +219,10 @@ def _is_same(directory: RunDirectory, digests: list[str]) -> bool | None:
     return [recorded.get(shard) for shard in range(len(digests))] == digests
 
 
-def _run_loss(directory: RunDirectory, batches: Mapping[int, float]) -> float | None:
-    """The mean of what the history has for these batches, by their weights; None where a row is missing."""
-    wanted = {batch + 1: weight for batch, weight in batches.items()}
-    found = {
-        row["step"]: row["loss"]
-        for row in directory.metrics.read()
-        if row.get("step") in wanted and "loss" in row
-    }
-    if not wanted or found.keys() != wanted.keys() or None in found.values():
-        return None
-    return float(sum(found[step] * weight for step, weight in wanted.items()))
+def _run_loss(directory: RunDirectory, step: int) -> float | None:
+    """What the history has for this step; None where it has no row of it, or one that no run writes."""
+    rows = directory.metrics.read()
+    return final_loss(row for row in rows if row["step"] == step and number(row.get("loss")) is not None)
 
 
 def _run_metrics(directory: RunDirectory) -> dict[str, float]:

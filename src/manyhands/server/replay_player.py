@@ -6,6 +6,7 @@ worker's; the stores of all shards take the steps.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -143,9 +144,9 @@ class Player:
         self._stopped = False
         self.batches = [0 for _ in shards]
         self.updates = 0
-        self.loss: float | None = None
-        self.loss_of: dict[int, float] = {}
-        """The batches that `loss` is the mean over, and what each weighs in it."""
+        self.last_batch = -1
+        """The greatest of those that the lead shard applied; -1 before the first."""
+        self._last_parts: dict[int, Computed] = {}
         self.peak_bytes = 0
 
     def play(self) -> Difference | None:
@@ -167,6 +168,15 @@ class Player:
                     del self._kept[shard, version]
             self._count_bytes()
         return None
+
+    @property
+    def loss(self) -> float | None:
+        """That of the last batch, as the history has it; None before the first."""
+        parts = [self._last_parts[part] for part in sorted(self._last_parts)]
+        applied = sum(one.share for one in parts)
+        loss = sum(one.loss * one.share for one in parts)
+        # Of a batch of which a part came too late to count, the mean over the others.
+        return (loss if math.isclose(applied, 1) else loss / applied) if parts else None
 
     def digests(self) -> list[str]:
         """By shard: that of its values now."""
@@ -278,14 +288,13 @@ class Player:
         self._end(shard)
 
     def _note_lead(self, apply: ReplayApply) -> None:
-        """Take the loss of a step, and the buffers of who made its last update: those of the model, if it ends here."""
-        parts = [self._computed.pop(update.name) for update in apply.row.updates]
-        share = sum(part.share for part in parts)
-        if share:
-            self.loss = sum(part.loss * part.share for part in parts) / share
-            self.loss_of = {}
-            for update, part in zip(apply.row.updates, parts, strict=True):
-                self.loss_of[update.batch] = self.loss_of.get(update.batch, 0.0) + part.share / share
+        """Keep the losses of the last batch, and who made the last update, whose buffers a model that ends here has."""
+        for update in apply.row.updates:
+            done = self._computed.pop(update.name)
+            if done.share and update.batch > self.last_batch:
+                self.last_batch, self._last_parts = update.batch, {}
+            if done.share and update.batch == self.last_batch:
+                self._last_parts[update.part] = done
         self._process = self._order.process_of(apply.row.updates[-1])
 
     # ── values ────────────────────────────────────────────────────────────────────────────────────────────────────────

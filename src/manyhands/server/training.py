@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -39,6 +39,7 @@ from manyhands.task import Task
 from manyhands.training.commands import MORE_WORKERS
 from manyhands.training.computing import TrainingPlan
 from manyhands.training.dynamo import optimizer_of
+from manyhands.training.exchange import SentFor, Traffic
 from manyhands.training.request import Request
 from manyhands.training.training import Result, Stage, Training
 
@@ -157,8 +158,7 @@ class PsTraining(Training):
             steps_done=request.plan.steps,
             seconds=outcome.seconds,
             samples=outcome.totals["samples"],
-            bytes_sent=outcome.totals["bytes_sent"],
-            messages_sent=outcome.totals["messages_sent"],
+            sent=_sent(outcome.totals, observed["per_worker"]),
             observed={**observed, **server_summary(outcome)},
             notes=tuple(outcome.notes),
         )
@@ -238,6 +238,15 @@ def most_workers(workers: int, place: Place | None, *, can_ask: bool) -> int:
     if place is not None:
         return workers + place.later
     return workers + (MORE_WORKERS if can_ask else 0)
+
+
+def _sent(totals: Mapping[str, int], per_worker: Sequence[Mapping[str, Any]]) -> SentFor:
+    """What workers booked for their steps, and what they sent besides to come, to go and to be heard of."""
+    steps = Traffic(
+        **{name: sum(worker[name] for worker in per_worker) for name in ("bytes_sent", "messages_sent")}
+    )
+    whole = Traffic(bytes_sent=totals["bytes_sent"], messages_sent=totals["messages_sent"])
+    return SentFor(gradients=steps, control=whole - steps)
 
 
 def _addresses(member: CompanyMember) -> dict[str, Any]:

@@ -38,6 +38,7 @@ from manyhands.store.checkpoint import Snapshot
 from manyhands.store.rundir import RunDirectory
 from manyhands.strategy import Strategy
 from manyhands.task import Task
+from manyhands.training.exchange import SentFor
 from manyhands.training.request import Request
 from manyhands.training.training import Result, Stage, Training
 
@@ -205,8 +206,7 @@ class SimulatedTraining(Training):
             steps_done=self._request.plan.steps,
             seconds=book.training_s(run.seconds),
             samples=model.samples,
-            bytes_sent=book.sent.bytes_sent,
-            messages_sent=book.sent.messages_sent,
+            sent=SentFor(gradients=book.sent),
             observed={"simulated": {**self._conditions.to_dict(), "step_s": step_s}},
         )
 

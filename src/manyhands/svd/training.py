@@ -47,6 +47,8 @@ class SvdResult:
     is_sparse: bool
     seconds: float
     """Reading and decomposing; compiling kernels, where they were missing, not counted."""
+    train_seconds: float
+    """The passes alone, without reading and without starting workers."""
     interrupted: bool = False
     """Whether Ctrl-C ended it early; the model is the one that was kept."""
     summary: Mapping[str, Any] = field(default_factory=dict)
@@ -79,13 +81,16 @@ def train_svd(
         if matrix.is_sparse:
             prepare("svd")
         task = SvdTask(matrix=matrix, svd=options, workers=workers)
+        fitted_at = time.monotonic()
         memory, summary = _fit(task, chosen, bars, after_pass, keep)
+        train_seconds = float(summary.get("seconds", time.monotonic() - fitted_at))
     return SvdResult(
         model=SvdModel.of(memory.space, task.sizes, options),
         columns=matrix.columns,
         entries=matrix.entries,
         is_sparse=matrix.is_sparse,
         seconds=time.monotonic() - spent_s() - began,
+        train_seconds=train_seconds,
         interrupted=not summary,
         summary=summary,
     )

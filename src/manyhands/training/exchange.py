@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
@@ -24,7 +24,17 @@ from manyhands.training.computing import Computed, Computer
 from manyhands.training.gradients import clippable
 from manyhands.training.options import SYNCHRONIZE
 
-__all__ = ["Exchange", "LocalStep", "Post", "SharedStep", "SingleExchange", "Times", "Traffic", "TurnTime"]
+__all__ = [
+    "Exchange",
+    "LocalStep",
+    "Post",
+    "SentFor",
+    "SharedStep",
+    "SingleExchange",
+    "Times",
+    "Traffic",
+    "TurnTime",
+]
 
 _T = TypeVar("_T")
 
@@ -142,6 +152,45 @@ class Traffic:
             messages_sent=self.messages_sent - before.messages_sent,
             bytes_sent=self.bytes_sent - before.bytes_sent,
         )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SentFor:
+    """What was sent, by what it was for."""
+
+    gradients: Traffic = Traffic()
+    """In steps: gradients or parameters, and with them a few words on the loss and who wants to stop."""
+
+    control: Traffic = Traffic()
+    """Between steps: first weights, probes of codecs and algorithms, evaluations, checks, steps that were cut."""
+
+    checkpoints: Traffic = Traffic()
+    """What came together on worker 0 to be saved or returned: states, weights, what codecs keep."""
+
+    @property
+    def total(self) -> Traffic:
+        """All of it."""
+        return self.gradients + self.control + self.checkpoints
+
+    def __add__(self, more: SentFor) -> SentFor:
+        return SentFor(
+            gradients=self.gradients + more.gradients,
+            control=self.control + more.control,
+            checkpoints=self.checkpoints + more.checkpoints,
+        )
+
+    def to_dict(self) -> dict[str, dict[str, int]]:
+        """As a worker tells it, and as it stands in a summary."""
+        return {
+            one.name: {"bytes_sent": sent.bytes_sent, "messages_sent": sent.messages_sent}
+            for one in fields(self)
+            for sent in (getattr(self, one.name),)
+        }
+
+    @classmethod
+    def from_dict(cls, told: Mapping[str, Mapping[str, int]]) -> SentFor:
+        """Back from what a worker told."""
+        return cls(**{name: Traffic(**sent) for name, sent in told.items()})
 
 
 class Exchange(ABC):

@@ -10,14 +10,14 @@ from typing import Any
 from manyhands.errors import UserError
 from manyhands.store.checkpoint import CheckpointStore, Loaded
 from manyhands.strategy import Strategy
-from manyhands.training.exchange import Exchange, Traffic
+from manyhands.training.exchange import Exchange
 from manyhands.training.processes import ProcessTraining, Train, WorkerJob
 from manyhands.training.reporting import Surroundings
 from manyhands.training.resources import Resources
 from manyhands.training.training import training_class
 from manyhands.training.worker import Trained, Trainer
 
-__all__ = ["ExchangeTraining", "exchange_for", "exchanging", "told"]
+__all__ = ["ExchangeTraining", "exchange_for", "exchanging"]
 
 
 class ExchangeTraining(ProcessTraining):
@@ -58,15 +58,11 @@ class ExchangeTraining(ProcessTraining):
         with closing(cls.end(job.strategy, resources)) as exchange:
 
             def train(start: Loaded | None) -> tuple[Trained, Mapping[str, Any]]:
-                trained = Trainer(job.plan, exchange, around, checkpoints).run(start)
-                return trained, {**told(exchange.traffic()), **exchange.told()}
+                trainer = Trainer(job.plan, exchange, around, checkpoints)
+                trained = trainer.run(start)
+                return trained, {"sent": trainer.sent().to_dict(), **exchange.told()}
 
             yield train
-
-
-def told(traffic: Traffic) -> dict[str, Any]:
-    """What a worker says of its traffic at the end."""
-    return {"bytes_sent": traffic.bytes_sent, "messages_sent": traffic.messages_sent}
 
 
 def exchanging(strategy: Strategy) -> type[ExchangeTraining]:

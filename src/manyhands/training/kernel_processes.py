@@ -12,6 +12,7 @@ from manyhands.kernel import KernelStep, KernelTask
 from manyhands.store.checkpoint import CheckpointStore, Loaded
 from manyhands.store.rundir import RunDirectory
 from manyhands.strategy import Strategy
+from manyhands.training.exchange import SentFor
 from manyhands.training.kernels import Control, KernelTrainer, kernel_task, require_same_options
 from manyhands.training.overlap import overlap_told
 from manyhands.training.processes import ProcessTraining, Train, WorkerJob
@@ -63,7 +64,7 @@ class KernelProcesses(ProcessTraining):
                 def train(start: Loaded | None) -> tuple[Trained, Mapping[str, Any]]:
                     trainer = KernelTrainer(job.plan, step, control, around, checkpoints)
                     trained = trainer.run(start)
-                    sent = {"bytes_sent": trainer.bytes_sent, "messages_sent": trainer.messages_sent}
-                    return trained, {**sent, "overlap": dict(trainer.overlap)}
+                    sent = SentFor(gradients=trainer.traffic())
+                    return trained, {"sent": sent.to_dict(), "overlap": dict(trainer.overlap)}
 
                 yield train

@@ -92,21 +92,15 @@ class KernelTrainer:
         self._reporter = Reporter(plan, self, around, checkpoints)
         self._samples = 0
         self._since_met = (0.0, 0.0)  # this worker's sums of losses and of weights
-        self._sent = [0, 0]
+        self._sent = Traffic()
         self._broken = ""
         self._ends = ""
         self.overlap: collections.Counter[int] = collections.Counter()
         """Where nobody waits: how many steps of this worker had so many of others come between begin and end."""
 
-    @property
-    def bytes_sent(self) -> int:
-        """What others have read of this worker."""
-        return self._sent[0]
-
-    @property
-    def messages_sent(self) -> int:
-        """In how many pieces."""
-        return self._sent[1]
+    def traffic(self) -> Traffic:
+        """What others have read of this worker, and in how many pieces: all of it in steps."""
+        return self._sent
 
     def run(self, start: Loaded | None = None) -> Trained:
         """Train from `start` (or from nothing) to the last step; raises NonFinite on a worker where the loss broke."""
@@ -235,8 +229,7 @@ class KernelTrainer:
         book.compute(end)
         book.end(end, taken.samples, loss)
         self._samples += taken.samples
-        self._sent[0] += taken.bytes_sent
-        self._sent[1] += taken.messages_sent
+        self._sent += Traffic(bytes_sent=taken.bytes_sent, messages_sent=taken.messages_sent)
 
     def _refuse(self, rank: int) -> None:
         """All have stopped; if several broke at once, the last to say so is the one that tells."""

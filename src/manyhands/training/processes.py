@@ -39,6 +39,7 @@ from manyhands.store.tensorfile import encode_tensors, read_tensors
 from manyhands.strategy import Strategy
 from manyhands.threads import use_threads
 from manyhands.training.computing import TrainingPlan
+from manyhands.training.exchange import SentFor
 from manyhands.training.reporting import NOTES, Surroundings
 from manyhands.training.resources import Resources
 from manyhands.training.rows import RowsInOrder
@@ -149,8 +150,7 @@ class ProcessTraining(Training):
             samples=samples,
             seconds=finished[0]["seconds"],
             stopped_early=finished[0]["stopped_early"],
-            bytes_sent=sum(one["bytes_sent"] for one in finished),
-            messages_sent=sum(one["messages_sent"] for one in finished),
+            sent=sum((SentFor.from_dict(one["sent"]) for one in finished), SentFor()),
             observed={**observed, **besides},
             notes=self.said(finished),
         )

@@ -20,6 +20,7 @@ from manyhands.store.atomic import WriteFailed
 from manyhands.store.checkpoint import CheckpointStore, Snapshot
 from manyhands.task import Task
 from manyhands.training.computing import TrainingPlan
+from manyhands.training.exchange import Traffic
 
 __all__ = ["NOTES", "Peers", "Reporter", "Saved", "Surroundings", "WorkerNote", "is_due"]
 
@@ -99,6 +100,9 @@ class Peers(Protocol):
     def model_state(self, model: nn.Module) -> Mapping[str, torch.Tensor] | None:
         """Collective: the whole model's `state_dict()` on worker 0, None on the others."""
 
+    def traffic(self) -> Traffic:
+        """What this worker has sent so far."""
+
     def memory(self) -> Mapping[str, Any]:
         """Collective: what the exchange itself remembers from step to step, on worker 0."""
 
@@ -141,6 +145,9 @@ class Reporter:
         self._failed_to_save = False  # and said so
         self._patience = StoppingCount(plan.stopping) if plan.stopping is not None else None
         self._scheduler: LRScheduler | None = None
+        self.saving = Traffic()
+        """What this worker sent for checkpoints."""
+
         self.loss = math.nan
         """Of the newest steps: what a checkpoint is judged by where there is no evaluation."""
 
@@ -239,9 +246,10 @@ class Reporter:
     def _save(self, step: int, model: nn.Module, checkpoints: CheckpointStore) -> None:
         """Collective: worker 0 writes what the others may have a part of."""
         self._around.mark(step, State.SAVING)
-        begin = time.monotonic_ns()
+        begin, before = time.monotonic_ns(), self._peers.traffic()
         optimizer_state, model_state = self._peers.optimizer_state(), self._peers.model_state(model)
         memory = self._peers.memory()
+        self.saving += self._peers.traffic() - before
         if optimizer_state is None or model_state is None:
             self._owed = step
             return

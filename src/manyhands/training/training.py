@@ -27,6 +27,7 @@ from manyhands.store.checkpoint import CheckpointStore, Loaded, NoCheckpoint
 from manyhands.store.rundir import RunDirectory
 from manyhands.strategy import Strategy
 from manyhands.training.computing import TrainingPlan
+from manyhands.training.exchange import SentFor
 from manyhands.training.reporting import WorkerNote
 from manyhands.training.request import Request
 from manyhands.training.rows import RowsInOrder
@@ -51,8 +52,9 @@ class Result:
     """Of training alone, without starting processes."""
 
     stopped_early: bool = False
-    bytes_sent: int = 0
-    messages_sent: int = 0
+    sent: SentFor = field(default_factory=SentFor)
+    """By all workers together."""
+
     observed: Mapping[str, Any] = field(default_factory=dict)
     """What the run's summary says besides: who computed, who waited, and whatever else the strategy can tell."""
 

@@ -30,7 +30,7 @@ from manyhands.training.buffers import WorkerBuffers
 from manyhands.training.clipping import clip
 from manyhands.training.computing import Computer, TrainingPlan
 from manyhands.training.diagnosis import Course, diagnose
-from manyhands.training.exchange import Exchange, LocalStep, SharedStep, Traffic
+from manyhands.training.exchange import Exchange, LocalStep, SentFor, SharedStep, Traffic
 from manyhands.training.options import SYNCHRONIZE
 from manyhands.training.reporting import Reporter, Surroundings, WorkerNote, is_due
 
@@ -83,6 +83,7 @@ class Trainer:
         self._course = Course()
         self._buffers = WorkerBuffers(plan.buffers)
         self._sent = Traffic()  # up to the last exchange that was booked
+        self._in_steps = Traffic()
         self._unsettled: list[dict[str, Any]] = []  # rows of steps whose loss is not agreed on yet
 
     def run(self, start: Loaded | None = None) -> Trained:
@@ -141,8 +142,16 @@ class Trainer:
             self._exchange.whole(evaluate, steps_done=step, at_border=False)
         self._reporter.send(now=True)
         self._around.mark(step, State.FINISHED)
+        before = self._exchange.traffic()
         weights = self._exchange.model_state(model)
+        self._reporter.saving += self._exchange.traffic() - before
         return self._trained(model, step, stopped, weights)
+
+    def sent(self) -> SentFor:
+        """What this worker has sent so far, by what it was for."""
+        steps, saving = self._in_steps, self._reporter.saving
+        between = self._exchange.traffic() - steps - saving
+        return SentFor(gradients=steps, control=between, checkpoints=saving)
 
     def _is_over(self, step: int) -> bool:
         """Whether the exchange takes no step after `step` of them, though there are more; worker 0 says why."""
@@ -217,6 +226,7 @@ class Trainer:
         book.waits(times.wait_ns)
         if exchange.world > 1:
             self._sent = exchange.traffic()
+            self._in_steps += self._sent - before
             book.exchange(agreed, self._sent - before, exchange.wire, hidden_ns=overlapped)
             book.posts(times.posts, exchange.wire)
         closing = exchange.take_times().wait_ns
@@ -234,7 +244,9 @@ class Trainer:
         exchange, end = self._exchange, time.monotonic_ns()
         times = exchange.take_times()
         book.waits(times.wait_ns)
-        book.exchange(end, exchange.traffic() - self._sent, exchange.wire)
+        sent = exchange.traffic() - self._sent
+        self._in_steps += sent
+        book.exchange(end, sent, exchange.wire)
         book.posts(times.posts, exchange.wire)
         return end
 

@@ -41,6 +41,7 @@ from manyhands.errors import Hang, PeerTimeout, UserError, WorkerFailed
 from manyhands.record.blackbox import BlackBoxes
 from manyhands.record.ring import EventRing
 from manyhands.training.commands import AddWorker, Command
+from manyhands.training.exchange import SentFor
 from manyhands.training.reporting import WorkerNote
 
 __all__ = ["ElasticLauncher", "ElasticOutcome"]
@@ -55,8 +56,7 @@ class ElasticOutcome:
     done: Done
     """Of the one that left the weights."""
 
-    bytes_sent: int
-    messages_sent: int
+    sent: SentFor
     membership: Mapping[str, Any]
     recoveries: Sequence[Mapping[str, Any]]
 
@@ -261,11 +261,9 @@ class ElasticLauncher:
 
     def _outcome(self) -> ElasticOutcome:
         assert self._done is not None, "a run is over when somebody is done"
-        told = self._payloads.values()
         return ElasticOutcome(
             done=self._done,
-            bytes_sent=sum(one["bytes_sent"] for one in told),
-            messages_sent=sum(one["messages_sent"] for one in told),
+            sent=sum((SentFor.from_dict(one["sent"]) for one in self._payloads.values()), SentFor()),
             membership=self._story.summary(self._membership),
             recoveries=self._story.recoveries,
         )

@@ -154,8 +154,7 @@ class ElasticTraining(Training):
             samples=done.samples,
             seconds=done.seconds,
             stopped_early=done.stopped_early,
-            bytes_sent=outcome.bytes_sent,
-            messages_sent=outcome.messages_sent,
+            sent=outcome.sent,
             observed={
                 **observed,
                 "membership": dict(outcome.membership),

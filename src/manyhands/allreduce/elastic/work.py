@@ -28,7 +28,7 @@ from manyhands.store.rundir import RunDirectory
 from manyhands.store.tensorfile import encode_tensors
 from manyhands.threads import use_threads
 from manyhands.training.computing import TrainingPlan
-from manyhands.training.exchanging import told
+from manyhands.training.exchange import SentFor
 from manyhands.training.reporting import WorkerNote
 from manyhands.training.worker import Trained, Trainer
 
@@ -114,6 +114,7 @@ def train(job: ElasticJob, part: ElasticPart, epochs: Epochs) -> Mapping[str, An
         line = stack.enter_context(closing(MemberLine(part.context, part.member, job.timeout_s, part.early)))
         around = _Around(part.context, part.ring, line)
         exchange = stack.enter_context(closing(ElasticExchange(job.strategy, line, part.slot, epochs)))
+        trainer = None
         try:
             start = exchange.receive() or part.resume()
             part.ring.record(EventKind.JOIN, joined, time.monotonic_ns() - joined)
@@ -122,8 +123,8 @@ def train(job: ElasticJob, part: ElasticPart, epochs: Epochs) -> Mapping[str, An
         except Departed:
             pass  # removed, or not needed any more
         part.ring.record(EventKind.LEAVE, time.monotonic_ns())
-        traffic = exchange.traffic()
-    return told(traffic)
+        sent = trainer.sent() if trainer is not None else SentFor(control=exchange.traffic())
+    return {"sent": sent.to_dict()}
 
 
 def _end(

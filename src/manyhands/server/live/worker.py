@@ -134,6 +134,7 @@ class _Turn:
         self._waited_for = NOBODY
         self._latest: View | None = None
         self._wire = wire_of_link(job.strategy)
+        self._booked_bytes = body.bytes_sent
         self._per_shard = 2 if job.confirms else 1  # messages of an update: else its read goes with its push
 
     def __enter__(self) -> _Turn:
@@ -156,7 +157,7 @@ class _Turn:
                 self._turn(_AGAIN_S if self._again else _LOOK_S)
         if self._began_ns is not None:  # the answer to the last push, which no pull follows
             book = StepBook(self._ring.record, self._context.step - 1, self._pushed_ns)
-            book.exchange(time.monotonic_ns(), Traffic(), self._wire)
+            book.exchange(time.monotonic_ns(), self._take_sent(), self._wire)
         return self._left
 
     def _flush(self) -> None:
@@ -423,12 +424,17 @@ class _Turn:
 
     def _record_pull(self, work: Work, now_ns: int) -> None:
         """Book the time since the push: to the worker whose update the shards waited for, or to the exchange."""
-        num_bytes = sum(one.nbytes for one in self._body.encoded) or self._body.layout.num_bytes
-        sent = Traffic(bytes_sent=num_bytes, messages_sent=self._per_shard * self._body.layout.shards)
         book = StepBook(self._ring.record, work.batch, self._pushed_ns)
         if self._waited_for != NOBODY:
             book.waits({self._waited_for: now_ns - self._pushed_ns})
-        book.exchange(now_ns, sent, self._wire)
+        book.exchange(now_ns, self._take_sent(), self._wire)
+
+    def _take_sent(self) -> Traffic:
+        """The bytes of pushes since the last call, and in how many messages they went; nothing before the first."""
+        num_bytes = self._body.bytes_sent - self._booked_bytes
+        self._booked_bytes = self._body.bytes_sent
+        messages = self._per_shard * self._body.layout.shards if num_bytes else 0
+        return Traffic(bytes_sent=num_bytes, messages_sent=messages)
 
     def _evaluate(self, work: Work) -> None:
         """Who has the first part of a batch that an evaluation comes before does it, with the weights just pulled."""
