@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import IterableDataset
 
 from manyhands.data.batches import BatchSource
+from manyhands.data.loading import Loading
 from manyhands.data.own import WorkerData, own_data
 from manyhands.data.shares import sample_weights
 from manyhands.errors import UserError, nearest
@@ -89,6 +90,8 @@ class Task:
     microbatches: int = 1
     """Compute a worker's share of a batch in so many pieces, one after another, whose gradients add up to that of the
     whole share: less memory, the same step."""
+    loading: Loading = field(default_factory=Loading)
+    """Loader processes that get each worker's next batches ready while it computes; none unless told."""
     sparse: Mapping[str, RowsOf] = field(default_factory=dict)
     """Row-sparse tables: by the name of a parameter, (batch) -> the rows of it that the batch reads."""
     name: str = "task"
@@ -154,6 +157,8 @@ class Task:
         for name, count in (("batch_size", self.batch_size), ("microbatches", self.microbatches)):
             if not isinstance(count, int) or isinstance(count, bool) or count < 1:
                 raise UserError(f"{name} is {count!r}; it must be a whole number of at least 1")
+        if not isinstance(self.loading, Loading):
+            raise UserError(f"loading is {self.loading!r}; it must be a Loading, such as Loading(workers=2)")
         self._check_clipping()
         if not isinstance(self.name, str) or not self.name:
             raise UserError(f"name is {self.name!r}; it must be a string that is not empty")

@@ -37,7 +37,7 @@ from typing import Any
 
 from manyhands.cluster.pages import use_large_pages
 from manyhands.cluster.parent import die_with_parent
-from manyhands.cluster.spec import RoleSpec
+from manyhands.cluster.spec import LoaderSpec, RoleSpec
 
 __all__ = [
     "FRAME_BYTES",
@@ -106,7 +106,7 @@ class ForkRequest:
     """
 
     role: str
-    """The text of a `RoleSpec`."""
+    """The text of a `RoleSpec`, or of a `LoaderSpec`."""
 
     environment: Mapping[str, str]
     folder: str
@@ -366,7 +366,7 @@ def _await_adoption(spec: TemplateSpec, between: int) -> None:
 def _live(request: ForkRequest, passed: Sequence[int]) -> int:
     """Be the role: with its own output, surroundings and random numbers, as a process of its own would be."""
     stdout, stderr, *inherited = passed
-    spec = RoleSpec.from_text(request.role).received(inherited)
+    spec = LoaderSpec.from_text(request.role) or RoleSpec.from_text(request.role).received(inherited)
     for descriptor, number in ((stdout, 1), (stderr, 2)):
         os.dup2(descriptor, number)
         os.close(descriptor)
@@ -374,6 +374,10 @@ def _live(request: ForkRequest, passed: Sequence[int]) -> int:
     take_surroundings(request)
     _show_name(spec.name.encode())
     sys.orig_argv[-1] = spec.name
+    if isinstance(spec, LoaderSpec):
+        loader = importlib.import_module("manyhands.cluster.loader")
+        ended: int = loader.run_loader(spec, inherited)
+        return ended
     role = importlib.import_module("manyhands.cluster.role")
     status: int = role.run_role(spec)
     return status

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,16 +19,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from manyhands.data.batches import BatchSource
-from manyhands.data.plan import BatchPlan
-from manyhands.data.shares import (
-    BatchShares,
-    IndexedShares,
-    Microbatch,
-    OwnShares,
-    Share,
-    StreamShares,
-    sample_weights,
-)
+from manyhands.data.reading import Reading
+from manyhands.data.shares import Microbatch, Share
 from manyhands.device import NumberReader, device_of, moved
 from manyhands.errors import UserError
 from manyhands.kernel import AnyTask
@@ -39,8 +31,6 @@ from manyhands.task import Metric, Task
 from manyhands.training.dynamo import optimizer_of
 
 __all__ = ["Built", "Computed", "Computer", "TrainingPlan", "require_loss"]
-
-_READING = 1  # what a worker's own stream draws is not what its model draws
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +92,8 @@ class Computer:
         self._rank = worker_rank
         assert isinstance(plan.task, Task), "a compiled task computes its own steps"
         self._task = task = plan.task
-        self._shares = _shares_of(task, plan.seed)
+        self._reading = _reading_of(task, plan.seed)
+        self._shares = self._reading.shares()
         self.reader = NumberReader(self.device)
 
     def build(self, first_step: int = 0, *, on_host: bool = False) -> Built:
@@ -140,6 +131,25 @@ class Computer:
     def task(self) -> Task:
         """What is trained."""
         return self._task
+
+    @contextmanager
+    def loading_ahead(self) -> Iterator[None]:
+        """Within, loader processes get the next batches ready, if the task asks for them and they could save time."""
+        loading, shares = self._task.loading, self._shares
+        if not loading.workers or shares.gathers:
+            yield
+            return
+        from manyhands.training.ahead import loaded_ahead
+
+        owner = f"worker {self._rank}"
+        with loaded_ahead(
+            self._reading, shares, loading, steps=self.plan.steps, owner=owner, device=self.device
+        ) as ahead:
+            self._shares = ahead
+            try:
+                yield
+            finally:
+                self._shares = shares
 
     def batch_samples(self, step: int) -> int:
         """The number of samples in global batch `step`."""
@@ -264,27 +274,16 @@ class Computer:
         return torch.autocast(self.device.type, dtype=torch.bfloat16)
 
 
-def _shares_of(task: Task, seed: int) -> BatchShares:
-    """Who computes what, of samples that are looked up, of a stream, or of each worker's own."""
-    if task.own is not None:
-        return OwnShares(
-            task.own,
-            task.collate,
-            task.batch_size,
-            task.microbatches,
-            seeded=lambda step, part: seed_all(mix(seed, step, part, _READING)),
-        )
-    if task.streams:
-        return StreamShares(
-            task.data,
-            task.collate,
-            task.batch_size,
-            task.microbatches,
-            seeded=lambda step: seed_all(mix(seed, step)),
-        )
-    source = BatchSource(task.data, task.collate)
-    weights = sample_weights(task.weights, len(source)) if task.weights is not None else None
-    return IndexedShares(source, BatchPlan(len(source), task.batch_size, seed), task.microbatches, weights)
+def _reading_of(task: Task, seed: int) -> Reading:
+    return Reading(
+        data=task.data,
+        streams=task.streams,
+        collate=task.collate,
+        batch_size=task.batch_size,
+        microbatches=task.microbatches,
+        weights=task.weights,
+        seed=seed,
+    )
 
 
 def require_loss(loss: object) -> None:
