@@ -115,6 +115,14 @@ class Task:
         return 0 if self.streams else len(BatchSource(self.data, self.collate))
 
     @property
+    def loaders(self) -> int:
+        """How many loader processes each worker has use for; none where batches are gathered from arrays in memory."""
+        if self.streams:  # a stream has one beginning, and goes on from there
+            return min(1, self.loading.workers)
+        asked = self.loading.workers
+        return 0 if not asked or BatchSource(self.data, self.collate).gathers else asked
+
+    @property
     def streams(self) -> bool:
         """Whether the data can only be iterated."""
         return isinstance(self.data, IterableDataset) or self.own is not None

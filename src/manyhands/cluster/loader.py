@@ -1,5 +1,6 @@
 """A loader process: it reads what its worker asks for, one thing after another, and hands each over in shared memory.
 
+    worker ──►  {path} and descriptors of the reader to unpack and of where stacks go
     worker ──►  {ticket, key, kept_from}  or  {forget: tickets}     over a socket that the loader inherits
     worker ◄──  {ticket} and the descriptor of a file in memory     that holds what was read, or the error
 
@@ -15,12 +16,10 @@ import socket
 import sys
 import traceback
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from manyhands.cluster.job import load, pack
-from manyhands.cluster.spec import LoaderSpec
 from manyhands.cluster.stacks import answer_with_stacks
 from manyhands.errors import UserError
 
@@ -45,21 +44,37 @@ class LoadFailed:
     """Of the loader process."""
 
 
-def run_loader(spec: LoaderSpec, passed: Sequence[int]) -> int:
-    """Be the loader that `spec` describes until its worker needs it no more; the exit status."""
-    control, job, stacks = passed
-    sys.path[:] = spec.path
+def run_loader(line: socket.socket) -> int:
+    """Be a loader until its worker, at the other end of `line`, needs it no more; the exit status.
+
+    Leaves the process by itself: whose fork it is does not matter.
+    """
+    status = 1
+    try:
+        with line:
+            status = _live(line)
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(status)
+
+
+def _live(line: socket.socket) -> int:
+    data, descriptors, _, _ = socket.recv_fds(line, MESSAGE_BYTES, 2)
+    if not data:
+        return 0
+    job, stacks = descriptors
+    sys.path[:] = json.loads(data)["path"]
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     answer_with_stacks(stacks)
-    with socket.socket(fileno=control) as line:
-        try:
-            reader: Reader = load(job)()
-        except Exception as error:
-            _hand_over(line, -1, _failure(error))
-            return 1
-        os.close(job)
-        _serve(line, reader)
+    try:
+        reader: Reader = load(job)()
+    except Exception as error:
+        _hand_over(line, -1, _failure(error))
+        return 1
+    os.close(job)
+    _serve(line, reader)
     return 0
 
 

@@ -1,6 +1,7 @@
 """A worker's loader processes: what it will ask for next is read by them while it computes.
 
-They are forks of a template process that has computed nothing, children of the worker, and end with it however it ends.
+They are forks of a process that has computed nothing: of the worker itself, made before it began, where the launcher
+knew that it would need them, else of a template. Either way they are the worker's children, and end with it.
 What they read comes in files without a name, so nothing is left behind.
 """
 
@@ -20,6 +21,7 @@ from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 from manyhands.cluster.failure import describe_exit
+from manyhands.cluster.forking import born_loaders
 from manyhands.cluster.job import load, pack
 from manyhands.cluster.loader import LoadFailed, Reader
 from manyhands.cluster.process import AdoptedProcess, StillRunning
@@ -55,7 +57,8 @@ class Loaders(Generic[_Key]):
         prepare: Callable[[Any], Any] | None = None,
     ) -> None:
         self._make, self._loading, self._count, self._owner = make, loading, count, owner
-        self._template = obtain(inherited_environment())  # it imports while the worker builds its model
+        if len(born_loaders) < count:
+            obtain(inherited_environment())  # it imports while the worker builds its model
         self._prepare = prepare
         self._preparing = ThreadPoolExecutor(1, "prepare batches") if prepare is not None else None
         self._loaders: list[_Loader[_Key]] = []
@@ -127,26 +130,42 @@ class Loaders(Generic[_Key]):
             self._files.callback(os.close, stacks)
         self._stacks = stacks
         try:
-            with self._template.batch():
-                for number in range(self._count):
-                    self._loaders.append(self._start_one(number, job))
+            self._loaders = self._born() or self._forked()
+            for loader in self._loaders:
+                told = json.dumps({"path": sys.path}).encode()
+                socket.send_fds(loader.line, [told], [job, stacks])
+                self._poll.register(loader.line, select.POLLIN)
+                self._poll.register(loader.process.pidfd, select.POLLIN)
         finally:
             os.close(job)
-        for loader in self._loaders:
-            self._poll.register(loader.line, select.POLLIN)
-            self._poll.register(loader.process.pidfd, select.POLLIN)
 
-    def _start_one(self, number: int, job: int) -> _Loader[_Key]:
-        name = f"loader {number} of {self._owner}"
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            process = self._template.ask(
-                name,
-                LoaderSpec(name=name, parent_pid=os.getpid(), path=tuple(sys.path)).to_text(),
-                [1, 2, theirs.fileno(), job, self._stacks],
-                {**os.environ, "OMP_NUM_THREADS": "1"},
-            )
-        return _Loader(name, process, ours)
+    def _born(self) -> list[_Loader[_Key]]:
+        """Those that this process was born with, if they are enough."""
+        if len(born_loaders) < self._count:
+            return []
+        taken = born_loaders[: self._count]
+        del born_loaders[: self._count]
+        return [
+            _Loader(self._name(number), AdoptedProcess(pid, os.pidfd_open(pid)), line)
+            for number, (pid, line) in enumerate(taken)
+        ]
+
+    def _forked(self) -> list[_Loader[_Key]]:
+        """Of a template."""
+        template, loaders = obtain(inherited_environment()), []
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        with template.batch():
+            for number in range(self._count):
+                name = self._name(number)
+                ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                with theirs:
+                    spec = LoaderSpec(name=name, parent_pid=os.getpid())
+                    process = template.ask(name, spec.to_text(), [1, 2, theirs.fileno()], environment)
+                loaders.append(_Loader[_Key](name, process, ours))
+        return loaders
+
+    def _name(self, number: int) -> str:
+        return f"loader {number} of {self._owner}"
 
     def _ask(self, key: _Key, kept_from: int) -> None:
         self._last_ticket += 1

@@ -66,11 +66,10 @@ class RoleSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderSpec:
-    """A loader process of a worker: it has no place in the run, and three descriptors (see `loader`)."""
+    """A loader process of a worker: it has no place in the run, and one descriptor, its line (see `loader`)."""
 
     name: str
     parent_pid: int
-    path: tuple[str, ...]
 
     def to_text(self) -> str:
         """As the worker sends it."""
@@ -80,4 +79,4 @@ class LoaderSpec:
     def from_text(cls, text: str) -> LoaderSpec | None:
         """Read what `to_text` wrote; None where it is the text of a `RoleSpec`."""
         fields = json.loads(text).get("loader")
-        return cls(**{**fields, "path": tuple(fields["path"])}) if fields is not None else None
+        return cls(**fields) if fields is not None else None

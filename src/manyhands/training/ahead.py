@@ -11,21 +11,22 @@ from typing import Any
 import torch
 
 from manyhands.cluster.loaders import Loaders
-from manyhands.data.loading import Key, Loading, Upcoming
+from manyhands.data.loading import Key, Upcoming
 from manyhands.data.reading import Reading, ReadShare, ShareReader
 from manyhands.data.shares import BatchShares, Share
+from manyhands.task import Task
 
 __all__ = ["loaded_ahead"]
 
 
 @contextmanager
 def loaded_ahead(
-    reading: Reading, shares: BatchShares, loading: Loading, *, steps: int, owner: str, device: torch.device
+    reading: Reading, task: Task, shares: BatchShares, *, steps: int, owner: str, device: torch.device
 ) -> Iterator[BatchShares]:
-    """`shares`, those of `reading`, read by loader processes, which end with this; of so many steps in all."""
-    count = 1 if reading.streams else loading.workers  # a stream has one beginning, and goes on from there
+    """`shares`, those of `reading`, read by the task's loader processes, which end with this; of so many steps."""
+    loading = task.loading
     prepare = _pinned if loading.pinned and device.type == "cuda" else None
-    with Loaders[Key](partial(ShareReader, reading), loading, count, owner, prepare) as loaders:
+    with Loaders[Key](partial(ShareReader, reading), loading, task.loaders, owner, prepare) as loaders:
         kind = _StreamAhead if reading.streams else _IndexedAhead
         yield kind(shares, loaders, Upcoming(steps))
 

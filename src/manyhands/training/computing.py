@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from manyhands.cluster.forking import LOADERS_VARIABLE
 from manyhands.data.batches import BatchSource
 from manyhands.data.reading import Reading
 from manyhands.data.shares import Microbatch, Share
@@ -30,7 +31,7 @@ from manyhands.stopping import EarlyStopping
 from manyhands.task import Metric, Task
 from manyhands.training.dynamo import optimizer_of
 
-__all__ = ["Built", "Computed", "Computer", "TrainingPlan", "require_loss"]
+__all__ = ["Built", "Computed", "Computer", "TrainingPlan", "require_loss", "worker_environment"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,17 +135,16 @@ class Computer:
 
     @contextmanager
     def loading_ahead(self) -> Iterator[None]:
-        """Within, loader processes get the next batches ready, if the task asks for them and they could save time."""
-        loading, shares = self._task.loading, self._shares
-        if not loading.workers or shares.gathers:
+        """Within, loader processes get the next batches ready, where the task has use for them."""
+        task, shares = self._task, self._shares
+        if not task.loaders:
             yield
             return
         from manyhands.training.ahead import loaded_ahead
 
-        owner = f"worker {self._rank}"
-        with loaded_ahead(
-            self._reading, shares, loading, steps=self.plan.steps, owner=owner, device=self.device
-        ) as ahead:
+        steps, owner = self.plan.steps, f"worker {self._rank}"
+        reading, device = self._reading, self.device
+        with loaded_ahead(reading, task, shares, steps=steps, owner=owner, device=device) as ahead:
             self._shares = ahead
             try:
                 yield
@@ -272,6 +272,12 @@ class Computer:
         if not self.plan.autocast:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=torch.bfloat16)
+
+
+def worker_environment(plan: TrainingPlan, threads: int, *, loads: bool = True) -> dict[str, str]:
+    """Of a worker's process, or of one that `loads` nothing: its threads, and the loader processes it will need."""
+    loaders = plan.task.loaders if loads and isinstance(plan.task, Task) else 0
+    return {"OMP_NUM_THREADS": str(threads), **({LOADERS_VARIABLE: str(loaders)} if loaders else {})}
 
 
 def _reading_of(task: Task, seed: int) -> Reading:
