@@ -23,12 +23,12 @@ from manyhands.cluster.job import load, pack
 from manyhands.cluster.stacks import answer_with_stacks
 from manyhands.errors import UserError
 
-__all__ = ["LoadFailed", "Reader", "run_loader"]
+__all__ = ["KeyReader", "LoadFailed", "run_loader"]
 
 MESSAGE_BYTES = 1 << 20
 
 
-class Reader(Protocol):
+class KeyReader(Protocol):
     """Reads in a loader process."""
 
     def read(self, key: Any, kept_from: int) -> Any:
@@ -69,7 +69,7 @@ def _live(line: socket.socket) -> int:
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     answer_with_stacks(stacks)
     try:
-        reader: Reader = load(job)()
+        reader: KeyReader = load(job)()
     except Exception as error:
         _hand_over(line, -1, _failure(error))
         return 1
@@ -78,7 +78,7 @@ def _live(line: socket.socket) -> int:
     return 0
 
 
-def _serve(line: socket.socket, reader: Reader) -> None:
+def _serve(line: socket.socket, reader: KeyReader) -> None:
     asked: deque[dict[str, Any]] = deque()
     while True:
         if not _hear(line, asked):

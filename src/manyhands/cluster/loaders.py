@@ -23,10 +23,17 @@ from typing import Any, Generic, Self, TypeVar
 from manyhands.cluster.failure import describe_exit
 from manyhands.cluster.forking import born_loaders
 from manyhands.cluster.job import load, pack
-from manyhands.cluster.loader import LoadFailed, Reader
+from manyhands.cluster.loader import KeyReader, LoadFailed
 from manyhands.cluster.process import AdoptedProcess, StillRunning
 from manyhands.cluster.spec import LoaderSpec
-from manyhands.cluster.stacks import STACK_SIGNAL, answered_by, answers_to, call_of, main_stack
+from manyhands.cluster.stacks import (
+    LOADER_CALL,
+    STACK_SIGNAL,
+    answered_by,
+    answers_to,
+    call_of,
+    main_stack,
+)
 from manyhands.cluster.template import inherited_environment, obtain
 from manyhands.data.loading import Loading
 from manyhands.errors import ManyhandsError, UserError
@@ -50,7 +57,7 @@ class Loaders(Generic[_Key]):
 
     def __init__(
         self,
-        make: Callable[[], Reader],
+        make: Callable[[], KeyReader],
         loading: Loading,
         count: int,
         owner: str,
@@ -239,7 +246,7 @@ class Loaders(Generic[_Key]):
         os.kill(loader.process.pid, STACK_SIGNAL)
         time.sleep(_ANSWER_S)
         written = os.pread(self._stacks, os.fstat(self._stacks).st_size - told, told)
-        return call_of(main_stack(written.decode(errors="replace"))).removeprefix("its loader process is ")
+        return call_of(main_stack(written.decode(errors="replace"))).removeprefix(LOADER_CALL)
 
 
 class _Loader(Generic[_Key]):

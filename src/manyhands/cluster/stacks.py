@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 __all__ = [
+    "LOADER_CALL",
     "STACK_SIGNAL",
     "Frame",
     "answer_with_stacks",
@@ -39,6 +40,8 @@ _BEGINNING = str(Path(_OURS, "cluster", "entry.py"))
 """The file that begins a role: whatever called it has started the process, and is nobody's training."""
 _LOADER = str(Path(_OURS, "cluster", "loader.py"))
 """The file in which a loader process calls the user's data."""
+LOADER_CALL = "waiting for its loader process, which is "
+"""How `call_of` begins where the stack is that of a loader process."""
 _ROOMS = ("allreduce", "central", "hogwild", "local", "loop", "server")
 """Packages of ours whose outermost frame is the call of a strategy."""
 
@@ -132,7 +135,7 @@ def main_stack(dump: str) -> tuple[Frame, ...]:
 def call_of(stack: Sequence[Frame]) -> str:
     """Where a role is, for one line: the user's own line where there is one, else the strategy's call."""
     begun = next((at for at, frame in enumerate(stack) if frame.file == _BEGINNING), len(stack))
-    in_loader = "its loader process is " if any(frame.file == _LOADER for frame in stack) else ""
+    in_loader = LOADER_CALL if any(frame.file == _LOADER for frame in stack) else ""
     for frame in stack[:begun]:
         if frame.is_users:
             return f"{in_loader}in {frame.text or frame.function} ({frame.place})"

@@ -25,7 +25,7 @@ from manyhands.data.shares import (
 )
 from manyhands.randomness import drawn_apart, mix, seed_all
 
-__all__ = ["ReadShare", "Reading", "ShareReader"]
+__all__ = ["BatchReading", "ReadShare", "ShareReader"]
 
 _READING, _MAKING = (
     1,
@@ -34,7 +34,7 @@ _READING, _MAKING = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reading:
+class BatchReading:
     """The data of a task, and how its batches are made of them."""
 
     data: Any
@@ -126,7 +126,7 @@ class ReadShare:
 class ShareReader:
     """Reads shares in a loader process."""
 
-    def __init__(self, reading: Reading) -> None:
+    def __init__(self, reading: BatchReading) -> None:
         self._shares = reading.shares()
 
     def read(self, key: Key, kept_from: int) -> ReadShare:

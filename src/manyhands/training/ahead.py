@@ -12,7 +12,7 @@ import torch
 
 from manyhands.cluster.loaders import Loaders
 from manyhands.data.loading import Key, Upcoming
-from manyhands.data.reading import Reading, ReadShare, ShareReader
+from manyhands.data.reading import BatchReading, ReadShare, ShareReader
 from manyhands.data.shares import BatchShares, Share
 from manyhands.task import Task
 
@@ -21,7 +21,7 @@ __all__ = ["loaded_ahead"]
 
 @contextmanager
 def loaded_ahead(
-    reading: Reading, task: Task, shares: BatchShares, *, steps: int, owner: str, device: torch.device
+    reading: BatchReading, task: Task, shares: BatchShares, *, steps: int, owner: str, device: torch.device
 ) -> Iterator[BatchShares]:
     """`shares`, those of `reading`, read by the task's loader processes, which end with this; of so many steps."""
     loading = task.loading

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from manyhands.cluster.forking import LOADERS_VARIABLE
 from manyhands.data.batches import BatchSource
-from manyhands.data.reading import Reading
+from manyhands.data.reading import BatchReading
 from manyhands.data.shares import Microbatch, Share
 from manyhands.device import NumberReader, device_of, moved
 from manyhands.errors import UserError
@@ -280,8 +280,8 @@ def worker_environment(plan: TrainingPlan, threads: int, *, loads: bool = True) 
     return {"OMP_NUM_THREADS": str(threads), **({LOADERS_VARIABLE: str(loaders)} if loaders else {})}
 
 
-def _reading_of(task: Task, seed: int) -> Reading:
-    return Reading(
+def _reading_of(task: Task, seed: int) -> BatchReading:
+    return BatchReading(
         data=task.data,
         streams=task.streams,
         collate=task.collate,
