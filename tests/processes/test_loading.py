@@ -142,12 +142,21 @@ def waiting_loss(folder: Path) -> Callable[[nn.Module, Any], Tensor]:
     return compute
 
 
-@pytest.mark.parametrize("way", ["single", "mirrored", "ps", "hogwild"])
-def test_the_next_batch_is_loaded_while_the_last_is_computed(way: str, tmp_path: Path) -> None:
-    _, workers = WAYS[way]
-    share = 1 if way == "hogwild" else workers  # there a batch is one worker's
-    length = {"steps": STEPS * workers} if way == "hogwild" else {}
-    weights(task(Counted(tmp_path), loaders=1, batch_size=share, loss=waiting_loss(tmp_path)), way, **length)
+@pytest.mark.parametrize(
+    ("text", "workers", "batch_size", "length"),
+    [
+        ("single", 1, 1, {"steps": STEPS}),
+        ("mirrored", 2, 2, {"steps": STEPS}),
+        ("ps consistency=sync", 2, 2, {"steps": STEPS}),
+        ("hogwild order=turns", 2, 1, {"steps": 2 * STEPS}),  # there a batch is one worker's
+        ("federated clients=2 batch=1 together=1", 2, 1, {"rounds": 1}),
+    ],
+)
+def test_the_next_batch_is_loaded_while_the_last_is_computed(
+    text: str, workers: int, batch_size: int, length: dict[str, int], tmp_path: Path
+) -> None:
+    given = task(Counted(tmp_path), loaders=1, batch_size=batch_size, loss=waiting_loss(tmp_path))
+    mh.fit(given, text, workers=workers, **length)
 
 
 class Broken(Samples):
@@ -187,7 +196,7 @@ def test_an_error_that_cannot_be_sent_is_told() -> None:
 def test_data_and_batches_that_cannot_be_sent_are_refused() -> None:
     locked = Samples()
     locked.lock = threading.Lock()  # type: ignore[attr-defined]
-    with pytest.raises(mh.UserError, match="loading: data cannot be sent to loader processes .*workers=0"):
+    with pytest.raises(mh.UserError, match=r"loading: data cannot be sent to loader processes .*workers=0"):
         weights(task(locked), "single")
     told = "a loader process cannot hand over what it read .*workers=0"
     with pytest.raises(mh.UserError, match=told):

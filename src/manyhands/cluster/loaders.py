@@ -80,7 +80,7 @@ class Loaders(Generic[_Key]):
         """How many things they read ahead."""
         return self._count * self._loading.ahead
 
-    def get(self, key: _Key, upcoming: Sequence[_Key], kept_from: int) -> Any:
+    def get(self, key: _Key, upcoming: Sequence[_Key], kept_from: int = 0) -> Any:
         """What the reader reads for `key`; the processes go on with `upcoming`, and forget what is neither.
 
         Raises what reading raised; ManyhandsError where a loader process is gone or silent.
