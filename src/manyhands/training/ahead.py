@@ -94,4 +94,4 @@ def _pinned(found: ReadShare) -> ReadShare:
     """With its batches in memory that a GPU may read by itself."""
     from torch.utils.data._utils.pin_memory import pin_memory
 
-    return replace(found, batches=pin_memory(found.batches))
+    return replace(found, batches=pin_memory(found.batches))  # type: ignore[no-untyped-call]
