@@ -74,7 +74,7 @@ def answer_with_stacks(descriptor: int) -> None:
     """
     global _descriptor
     _descriptor = descriptor
-    signal.signal(STACK_SIGNAL, _pass_on)  # called after the stacks are written, when the interpreter runs again
+    signal.signal(STACK_SIGNAL, _pass_on)  # after the stacks are written, when the interpreter runs again
     faulthandler.register(STACK_SIGNAL, file=descriptor, all_threads=True, chain=True)
 
 
