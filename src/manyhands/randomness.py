@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-__all__ = ["GENERATORS", "drawn_apart", "mix", "preserved", "seed_all"]
+__all__ = ["GENERATORS", "drawn_apart", "mix", "preserved", "seed_all", "seed_host"]
 
 _MASK = (1 << 64) - 1
 _first: Final = iter((True,))  # of the seeds of this process
@@ -46,10 +46,11 @@ def seed_all(seed: int) -> None:
     """
     if _seeds_devices():  # else nobody looks for devices, which takes a quarter of a millisecond every time
         torch.manual_seed(seed & (_MASK >> 1))
-    _seed_host(seed)
+    seed_host(seed)
 
 
-def _seed_host(seed: int) -> None:
+def seed_host(seed: int) -> None:
+    """The same without the generators of GPUs."""
     torch.default_generator.manual_seed(seed & (_MASK >> 1))
     np.random.seed(seed & 0xFFFFFFFF)
     random.seed(seed)
@@ -92,5 +93,5 @@ def drawn_apart(seed: int) -> Iterator[None]:
     So the same is drawn whichever process does it, and nobody sees that it was.
     """
     with preserved():
-        _seed_host(seed)
+        seed_host(seed)
         yield

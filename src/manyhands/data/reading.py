@@ -23,7 +23,7 @@ from manyhands.data.shares import (
     StreamShares,
     sample_weights,
 )
-from manyhands.randomness import drawn_apart, mix, seed_all
+from manyhands.randomness import drawn_apart, mix, seed_all, seed_host
 
 __all__ = ["BatchReading", "ReadShare", "ShareReader"]
 
@@ -78,7 +78,11 @@ class BatchReading:
 
 
 class _DrawnApart(BatchShares):
-    """Shares whose pieces are made with random numbers of their own."""
+    """Shares whose pieces are made with random numbers of their own.
+
+    Who fetches the first piece sets the generators afterwards; a later one leaves them as they were, which takes longer
+    than to set them.
+    """
 
     def __init__(self, shares: BatchShares, seed: int) -> None:
         self._shares, self._seed = shares, seed
@@ -97,11 +101,18 @@ class _DrawnApart(BatchShares):
         pieces = tuple(
             replace(
                 piece,
-                fetch=partial(_apart, mix(self._seed, step, part, _MAKING, number), piece.fetch),
+                fetch=partial(
+                    _apart if number else _seeded, mix(self._seed, step, part, _MAKING, number), piece.fetch
+                ),
             )
             for number, piece in enumerate(share.pieces)
         )
         return replace(share, pieces=pieces)
+
+
+def _seeded(seed: int, fetch: Callable[[], Any]) -> Any:
+    seed_host(seed)
+    return fetch()
 
 
 def _apart(seed: int, fetch: Callable[[], Any]) -> Any:

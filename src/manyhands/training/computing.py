@@ -175,11 +175,12 @@ class Computer:
         asked_ns = time.monotonic_ns()
         share = self._shares.share(step, part, parts)
         value, input_ns = 0.0, time.monotonic_ns() - asked_ns
-        seed_all(mix(self.plan.seed, step, part))
         for number, piece in enumerate(share.pieces, 1):
             asked_ns = time.monotonic_ns()
             batch = self.fetch(piece)
             input_ns += time.monotonic_ns() - asked_ns
+            if number == 1:  # getting the first piece may have drawn
+                seed_all(mix(self.plan.seed, step, part))
             if prepare is not None and number == 1:
                 prepare(batch)
                 begin = time.monotonic()
