@@ -63,6 +63,7 @@ bench: setup
 	$(BIN)/manyhands bench backend --workers 4 --json benchmarks/results/backend-4.json
 	$(BIN)/manyhands bench step --workers 2 --json benchmarks/results/step-2.json
 	$(BIN)/manyhands bench server --json benchmarks/results/server.json
+	$(BIN)/python benchmarks/loading.py --json benchmarks/results/loading-2.json
 	$(BIN)/python benchmarks/stragglers.py
 	$(BIN)/python benchmarks/glove.py
 	$(BIN)/python benchmarks/regression.py

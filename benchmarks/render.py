@@ -23,6 +23,7 @@ from render_federated import (
 from render_gpu_nccl import nccl_steps
 from render_inference import inference_speed
 from render_links import helpers_live, helpers_played, hosts_speed, links_speed, ray_actor, tls_cost
+from render_loading import loading_rates
 from render_models import codecs_speed, offload, pipeline_bubbles, pipeline_speed, wavefronts
 from render_priority import priority_gain
 from render_startup import startup_times
@@ -430,6 +431,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "glove workers": glove_workers,
     "glove corpus": glove_corpus,
     "first minute": first_minute,
+    "loading": loading_rates,
     "offload": offload,
     "pipeline bubbles": pipeline_bubbles,
     "pipeline speed": pipeline_speed,

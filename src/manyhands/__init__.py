@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from manyhands.callbacks import Callback
     from manyhands.central.strategy import Central
     from manyhands.cluster.template import warm
+    from manyhands.data.loading import Loading
     from manyhands.data.own import Files, PerWorker
     from manyhands.data.parties import Parties
     from manyhands.errors import ManyhandsError, UserError
@@ -61,6 +62,7 @@ __all__ = [
     "History",
     "Hogwild",
     "KernelTask",
+    "Loading",
     "ManyhandsError",
     "Mirrored",
     "MlflowLogger",
@@ -98,6 +100,7 @@ _HOMES = {
     "Files": "data.own",
     "History": "run",
     "KernelTask": "kernel",
+    "Loading": "data.loading",
     "ManyhandsError": "errors",
     "MlflowLogger": "loggers",
     "Options": "training.options",

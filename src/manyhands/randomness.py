@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-__all__ = ["GENERATORS", "mix", "preserved", "seed_all"]
+__all__ = ["GENERATORS", "drawn_apart", "mix", "preserved", "seed_all", "seed_host"]
 
 _MASK = (1 << 64) - 1
 _first: Final = iter((True,))  # of the seeds of this process
@@ -44,10 +44,14 @@ def seed_all(seed: int) -> None:
 
     A GPU that nothing has used so far begins with the first of these seeds when something does.
     """
-    if _seeds_devices():
+    if _seeds_devices():  # else nobody looks for devices, which takes a quarter of a millisecond every time
         torch.manual_seed(seed & (_MASK >> 1))
-    else:  # the same without looking for devices, which takes a quarter of a millisecond every time
-        torch.default_generator.manual_seed(seed & (_MASK >> 1))
+    seed_host(seed)
+
+
+def seed_host(seed: int) -> None:
+    """The same without the generators of GPUs."""
+    torch.default_generator.manual_seed(seed & (_MASK >> 1))
     np.random.seed(seed & 0xFFFFFFFF)
     random.seed(seed)
 
@@ -80,3 +84,14 @@ def preserved() -> Iterator[None]:
     finally:
         for (_, put), state in zip(GENERATORS, states, strict=True):
             put(state)
+
+
+@contextmanager
+def drawn_apart(seed: int) -> Iterator[None]:
+    """Within, what the host draws follows from `seed` alone; afterwards its generators are as they were.
+
+    So the same is drawn whichever process does it, and nobody sees that it was.
+    """
+    with preserved():
+        seed_host(seed)
+        yield

@@ -19,6 +19,7 @@ from torch.utils.data import IterableDataset
 
 from manyhands.arguments import named_arguments, require_parameters
 from manyhands.data.batches import BatchSource
+from manyhands.data.loading import Loading
 from manyhands.data.own import WorkerData, own_data
 from manyhands.data.shares import sample_weights
 from manyhands.errors import UserError, nearest
@@ -91,6 +92,8 @@ class Task:
     microbatches: int = 1
     """Compute a worker's share of a batch in so many pieces, one after another, whose gradients add up to that of the
     whole share: less memory, the same step."""
+    loading: Loading = field(default_factory=Loading)
+    """Loader processes that get each worker's next batches ready while it computes; none unless told."""
     sparse: Mapping[str, RowsOf] = field(default_factory=dict)
     """Row-sparse tables: by the name of a parameter, (batch) -> the rows of it that the batch reads."""
     name: str = "task"
@@ -112,6 +115,14 @@ class Task:
     def samples(self) -> int:
         """Of one epoch; 0 where nobody knows."""
         return 0 if self.streams else len(BatchSource(self.data, self.collate))
+
+    @property
+    def loaders(self) -> int:
+        """How many loader processes each worker has use for; none where batches are gathered from arrays in memory."""
+        if self.streams:  # a stream has one beginning, and goes on from there
+            return min(1, self.loading.workers)
+        asked = self.loading.workers
+        return 0 if not asked or BatchSource(self.data, self.collate).gathers else asked
 
     @property
     def streams(self) -> bool:
@@ -157,6 +168,8 @@ class Task:
         for name, count in (("batch_size", self.batch_size), ("microbatches", self.microbatches)):
             if not isinstance(count, int) or isinstance(count, bool) or count < 1:
                 raise UserError(f"{name} is {count!r}; it must be a whole number of at least 1")
+        if not isinstance(self.loading, Loading):
+            raise UserError(f"loading is {self.loading!r}; it must be a Loading, such as Loading(workers=2)")
         self._check_clipping()
         if not isinstance(self.name, str) or not self.name:
             raise UserError(f"name is {self.name!r}; it must be a string that is not empty")

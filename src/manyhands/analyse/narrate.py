@@ -107,7 +107,8 @@ def _advice(found: Explanation, strategy: str) -> str:
     return {
         "exchange_ms": "Exchange is the largest loss: a larger batch gives each exchange more compute to pay for it.",
         "apply_ms": "Servers applying updates are the largest loss: more of them (ps servers=…) share the work.",
-        "input_ms": "Getting the samples is the largest loss: read ahead, or keep them in memory.",
+        "input_ms": "Getting the samples is the largest loss: have loader processes read ahead "
+        "(Task(loading=Loading(workers=2))), or keep them in memory.",
         "other_ms": "Look at what happens around compute: the step's time is in none of its parts.",
         "overhead": "Evaluate and save less often.",
     }[largest]

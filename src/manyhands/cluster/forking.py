@@ -32,15 +32,17 @@ import time
 import traceback
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from manyhands.cluster.pages import use_large_pages
 from manyhands.cluster.parent import die_with_parent
-from manyhands.cluster.spec import RoleSpec
+from manyhands.cluster.spec import LoaderSpec, RoleSpec
 
 __all__ = [
     "FRAME_BYTES",
+    "LOADERS_VARIABLE",
     "MOST_PASSED",
     "TEMPLATE_NAME",
     "BatchEnd",
@@ -49,6 +51,7 @@ __all__ = [
     "ImportRequest",
     "TemplateSpec",
     "await_birth",
+    "born_loaders",
     "run_template",
     "spare_finalizers",
     "take_surroundings",
@@ -60,6 +63,12 @@ MOST_PASSED = 250
 
 TEMPLATE_NAME = b"mh template"
 """What a list of processes shows."""
+
+LOADERS_VARIABLE = "MANYHANDS_LOADERS"
+"""In the environment of a role: with how many processes it is born that may become its loaders."""
+
+born_loaders: list[tuple[int, socket.socket]] = []
+"""Their numbers and this process's ends of their lines, for whoever needs loaders first."""
 
 _TAKEN_APART = ("torch", "numba", "llvmlite")
 """Whose finalizers change nothing but memory that ends with the process."""
@@ -106,7 +115,7 @@ class ForkRequest:
     """
 
     role: str
-    """The text of a `RoleSpec`."""
+    """The text of a `RoleSpec`, or of a `LoaderSpec`."""
 
     environment: Mapping[str, str]
     folder: str
@@ -366,7 +375,7 @@ def _await_adoption(spec: TemplateSpec, between: int) -> None:
 def _live(request: ForkRequest, passed: Sequence[int]) -> int:
     """Be the role: with its own output, surroundings and random numbers, as a process of its own would be."""
     stdout, stderr, *inherited = passed
-    spec = RoleSpec.from_text(request.role).received(inherited)
+    spec = LoaderSpec.from_text(request.role) or RoleSpec.from_text(request.role).received(inherited)
     for descriptor, number in ((stdout, 1), (stderr, 2)):
         os.dup2(descriptor, number)
         os.close(descriptor)
@@ -374,9 +383,47 @@ def _live(request: ForkRequest, passed: Sequence[int]) -> int:
     take_surroundings(request)
     _show_name(spec.name.encode())
     sys.orig_argv[-1] = spec.name
+    if isinstance(spec, LoaderSpec):
+        return _load(socket.socket(fileno=inherited[0]))
+    line = _bear_loaders(int(os.environ.pop(LOADERS_VARIABLE, "0")))
+    if line is not None:
+        _show_name(b"mh loader")
+        return _load(line)
     role = importlib.import_module("manyhands.cluster.role")
     status: int = role.run_role(spec)
     return status
+
+
+def _load(line: socket.socket) -> int:
+    _take_threads("1")
+    loader = importlib.import_module("manyhands.cluster.loader")
+    status: int = loader.run_loader(line)
+    return status
+
+
+def _bear_loaders(count: int) -> socket.socket | None:
+    """Fork so many processes while this one has a single thread and has computed nothing; in each of them, its line.
+
+    They hold nothing of the role's: a socket that they kept would hide its death.
+    """
+    role = os.getpid()
+    for _ in range(count):
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        pid = os.fork()
+        if pid == 0:
+            os.setsid()
+            die_with_parent(role, signal.SIGKILL)
+            for held in (ours, *(line for _, line in born_loaders)):
+                held.detach()  # or the object would close a number that means something else by then
+            born_loaders.clear()
+            for descriptor in map(int, os.listdir("/proc/self/fd")):
+                if descriptor > 2 and descriptor != theirs.fileno():
+                    with suppress(OSError):  # that of the listing itself is closed already
+                        os.close(descriptor)
+            return theirs
+        theirs.close()
+        born_loaders.append((pid, ours))
+    return None
 
 
 def take_surroundings(request: ForkRequest) -> None:

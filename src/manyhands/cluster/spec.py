@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
-__all__ = ["RoleSpec"]
+__all__ = ["LoaderSpec", "RoleSpec"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,3 +62,21 @@ class RoleSpec:
         """Read what `to_text` wrote."""
         fields = json.loads(text)
         return cls(**{**fields, "path": tuple(fields["path"])})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderSpec:
+    """A loader process of a worker: it has no place in the run, and one descriptor, its line (see `loader`)."""
+
+    name: str
+    parent_pid: int
+
+    def to_text(self) -> str:
+        """As the worker sends it."""
+        return json.dumps({"loader": asdict(self)})
+
+    @classmethod
+    def from_text(cls, text: str) -> LoaderSpec | None:
+        """Read what `to_text` wrote; None where it is the text of a `RoleSpec`."""
+        fields = json.loads(text).get("loader")
+        return cls(**fields) if fields is not None else None

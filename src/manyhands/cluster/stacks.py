@@ -7,14 +7,26 @@ holds, too. That needs neither the interpreter's lock nor a healthy thread; only
 from __future__ import annotations
 
 import faulthandler
+import os
 import re
 import signal
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
-__all__ = ["STACK_SIGNAL", "Frame", "answer_with_stacks", "call_of", "main_stack", "split_threads"]
+__all__ = [
+    "LOADER_CALL",
+    "STACK_SIGNAL",
+    "Frame",
+    "answer_with_stacks",
+    "answered_by",
+    "answers_to",
+    "call_of",
+    "main_stack",
+    "split_threads",
+]
 
 STACK_SIGNAL = signal.SIGRTMIN + 13
 """Among the signals that nobody uses by habit."""
@@ -26,6 +38,10 @@ _LIBRARIES = tuple(
 )
 _BEGINNING = str(Path(_OURS, "cluster", "entry.py"))
 """The file that begins a role: whatever called it has started the process, and is nobody's training."""
+_LOADER = str(Path(_OURS, "cluster", "loader.py"))
+"""The file in which a loader process calls the user's data."""
+LOADER_CALL = "waiting for its loader process, which is "
+"""How `call_of` begins where the stack is that of a loader process."""
 _ROOMS = ("allreduce", "central", "hogwild", "local", "loop", "server")
 """Packages of ours whose outermost frame is the call of a strategy."""
 
@@ -52,8 +68,43 @@ class Frame:
 
 
 def answer_with_stacks(descriptor: int) -> None:
-    """From now on `STACK_SIGNAL` makes this process write its stacks to `descriptor`, whatever it is doing."""
-    faulthandler.register(STACK_SIGNAL, file=descriptor, all_threads=True, chain=False)
+    """From now on `STACK_SIGNAL` makes this process write its stacks to `descriptor`, whatever it is doing.
+
+    Called in the main thread.
+    """
+    global _descriptor
+    _descriptor = descriptor
+    signal.signal(STACK_SIGNAL, _pass_on)  # after the stacks are written, when the interpreter runs again
+    faulthandler.register(STACK_SIGNAL, file=descriptor, all_threads=True, chain=True)
+
+
+def answers_to() -> int | None:
+    """Where this process writes its stacks when it is asked to; None where nobody asks it."""
+    return _descriptor
+
+
+@contextmanager
+def answered_by(pid: int) -> Iterator[None]:
+    """While this process waits for its child `pid`, who asks for its stacks gets those of the child after them.
+
+    The child writes to the same file: see `answers_to`. What counts as the stack of this process is the last, so the
+    child's.
+    """
+    global _waited_for
+    _waited_for = pid
+    try:
+        yield
+    finally:
+        _waited_for = None
+
+
+def _pass_on(*_: object) -> None:
+    if _waited_for is not None:
+        os.kill(_waited_for, STACK_SIGNAL)
+
+
+_descriptor: int | None = None
+_waited_for: int | None = None
 
 
 def split_threads(dump: str) -> list[str]:
@@ -84,9 +135,10 @@ def main_stack(dump: str) -> tuple[Frame, ...]:
 def call_of(stack: Sequence[Frame]) -> str:
     """Where a role is, for one line: the user's own line where there is one, else the strategy's call."""
     begun = next((at for at, frame in enumerate(stack) if frame.file == _BEGINNING), len(stack))
+    in_loader = LOADER_CALL if any(frame.file == _LOADER for frame in stack) else ""
     for frame in stack[:begun]:
         if frame.is_users:
-            return f"in {frame.text or frame.function} ({frame.place})"
+            return f"{in_loader}in {frame.text or frame.function} ({frame.place})"
     for frame in reversed(stack):
         if frame.file.startswith(_OURS) and PurePath(frame.file).relative_to(_OURS).parts[0] in _ROOMS:
             return f"in {frame.function}() ({PurePath(frame.file).relative_to(_OURS)}:{frame.line})"

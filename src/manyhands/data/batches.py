@@ -53,6 +53,11 @@ class BatchSource:
     def __len__(self) -> int:
         return self._length
 
+    @property
+    def gathers(self) -> bool:
+        """Whether the data are arrays, of which a batch is gathered at once and nothing is drawn by chance."""
+        return self._gather is not None
+
     def fetch(self, indices: Sequence[int] | Indices) -> Any:
         """The collated batch of these samples, at least one: a worker with an empty share has no batch."""
         if len(indices) == 0:
@@ -62,7 +67,14 @@ class BatchSource:
         wanted = [int(index) for index in indices]
         if getattr(self._samples, "__getitems__", None):
             return self._collate(self._samples.__getitems__(wanted))
-        return self._collate([self._samples[index] for index in wanted])
+        return self._collate([self._sample(index) for index in wanted])
+
+    def _sample(self, index: int) -> Any:
+        try:
+            return self._samples[index]
+        except Exception as error:
+            error.add_note(f"raised for sample {index} of data")
+            raise
 
 
 def as_dataset(data: Any, field: str) -> Any:

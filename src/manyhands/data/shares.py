@@ -64,6 +64,11 @@ class Share:
 class BatchShares(ABC):
     """The shares of every global batch; `batch_samples` is asked about the batch that was shared out last."""
 
+    @property
+    def gathers(self) -> bool:
+        """Whether batches are gathered from arrays in memory: that draws nothing, and takes no time to speak of."""
+        return False
+
     @abstractmethod
     def batch_samples(self, step: int) -> int:
         """The number of samples in global batch `step`."""
@@ -71,6 +76,9 @@ class BatchShares(ABC):
     @abstractmethod
     def share(self, step: int, part: int, parts: int) -> Share:
         """Part `part` of `parts` of global batch `step`."""
+
+    def keep_from(self, step: int) -> None:  # noqa: B027 - what is looked up by number needs no memory
+        """Remember what is drawn of `step` and later ones: they may be asked for in any order."""
 
 
 class IndexedShares(BatchShares):
@@ -91,6 +99,11 @@ class IndexedShares(BatchShares):
         self._plan = plan
         self._microbatches = microbatches
         self._weights = weights
+
+    @property
+    def gathers(self) -> bool:
+        """As the source does."""
+        return self._source.gathers
 
     def batch_samples(self, step: int) -> int:
         """As the plan has it."""
@@ -146,6 +159,10 @@ class StreamShares(BatchShares):
         self._collate = default_collate if collate is None else collate
         self._microbatches = microbatches
 
+    def keep_from(self, step: int) -> None:
+        """In the one stream."""
+        self._drawing.kept_from = step
+
     def batch_samples(self, step: int) -> int:
         """Of the batch at hand."""
         return len(self._drawing.batch(step))
@@ -178,6 +195,11 @@ class OwnShares(BatchShares):
         self._microbatches = microbatches
         self._seeded = seeded
         self._drawings: dict[tuple[int, int], _Drawing] = {}
+        self._kept_from: int | None = None
+
+    def keep_from(self, step: int) -> None:
+        """In every part's stream."""
+        self._kept_from = step
 
     def batch_samples(self, step: int) -> int:
         """The same for all batches."""
@@ -196,6 +218,7 @@ class OwnShares(BatchShares):
                 whose=f"data of worker {part}" if parts > 1 else "data",
             )
             self._drawings[part, parts] = drawing
+        drawing.kept_from = self._kept_from
         return _share(drawing.batch(step), self._batch_size, self._microbatches, self._collate)
 
 
@@ -220,26 +243,30 @@ class _Drawing:
         self._seeded = seeded
         self._across = across
         self._whose = whose
-        self._drawn: list[Any] = []
+        self.kept_from: int | None = None
+        """From which batch on those that were drawn are remembered; None: the last one alone."""
+        self._drawn: dict[int, list[Any]] = {}
         self._begin()
 
     def batch(self, step: int) -> list[Any]:
         """Number `step`, from 0."""
-        if step < self._next - 1:
+        if step < self._next and step not in self._drawn:
             self._begin()
         while self._next <= step:
             self._seeded(self._next)
             drawn = self._draw(self._size)
             while not drawn or (self._across and len(drawn) < self._size):
                 drawn += self._draw_again(self._size - len(drawn), is_empty=not (self._next or drawn))
-            self._drawn = drawn
+            first = self._next if self.kept_from is None else min(self.kept_from, step)
+            self._drawn = {number: kept for number, kept in self._drawn.items() if number >= first}
+            self._drawn[self._next] = drawn
             self._next += 1
-        return self._drawn
+        return self._drawn[step]
 
     def _begin(self) -> None:
         self._passes, self._next = 0, 0
         self._iterator: Iterator[Any] | None = None
-        self._drawn = []
+        self._drawn = {}
 
     def _draw(self, count: int) -> list[Any]:
         if self._iterator is None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +19,7 @@ from torch.optim import Optimizer
 
 from manyhands.federated.algorithms import FederatedAlgorithm, algorithm_named
 from manyhands.federated.products import plain_products
-from manyhands.federated.samples import Samples
+from manyhands.federated.samples import Batches, Samples
 from manyhands.federated.strategy import ALL, Federated
 from manyhands.federated.updates import ClientAssignment, ClientUpdate
 from manyhands.randomness import mix, seed_all
@@ -111,7 +113,8 @@ class ClientTrainer:
         self._device = next((one.device for one in model.parameters()), torch.device("cpu"))
         if self._device.type == "cpu" and any(isinstance(one, nn.Conv2d) for one in self._copy.modules()):
             self._copy.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # faster there
-        self._samples = Samples(task, self._device)
+        self.samples = Samples(task, self._device)
+        self._after: ClientAssignment | None = None  # the one that is played next
         self._tensors = held(self._copy)
         self._parameters = list(self._copy.parameters())
         counts = (buffer for buffer in self._copy.buffers() if not buffer.is_floating_point())
@@ -120,7 +123,8 @@ class ClientTrainer:
 
     def play(self, assigned: Sequence[ClientAssignment], like: Optimizer) -> Iterator[ClientUpdate]:
         """The updates of these clients, one after another; the optimizer of each begins anew, set as `like` is."""
-        for one in assigned:
+        for one, after in zip_longest(assigned, assigned[1:]):
+            self._after = after
             yield self._train(one, like)
 
     @property
@@ -157,10 +161,15 @@ class ClientTrainer:
         """Steps over the client's samples; their mean loss, and how many."""
         losses, steps = torch.zeros((), dtype=torch.float64, device=self._device), 0
         with plain_products(self._copy):
-            for chosen in batches(self._work, one.samples, self._seed, one.number, one.client):
-                losses += self._step(chosen, correct)
+            after = self._batches_of(self._after) if self._after is not None else None
+            for batch in self.samples.each(self._batches_of(one), after):
+                losses += self._step(batch, correct)
                 steps += 1
         return float(losses) / max(1, steps), steps
+
+    def _batches_of(self, one: ClientAssignment) -> Batches:
+        chosen = batches(self._work, one.samples, self._seed, one.number, one.client)
+        return Batches(list(chosen), mix(self._seed, one.number, one.client))
 
     @torch.no_grad()
     def _begin(self, weights: Sequence[Tensor], like: Optimizer) -> None:
@@ -173,8 +182,7 @@ class ClientTrainer:
             group.update({name: value for name, value in set_as.items() if name != "params"})
         self._copy.train()
 
-    def _step(self, indices: NDArray[np.int64], correct: Callable[[], None] | None) -> Tensor:
-        batch = self._samples.fetch(indices)
+    def _step(self, batch: Any, correct: Callable[[], None] | None) -> Tensor:
         loss = self._task.loss(self._copy, batch)
         require_loss(loss)
         loss.backward()  # type: ignore[no-untyped-call]

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from manyhands.federated.personal import tuned
 from manyhands.federated.playing import Crowd, Players, Playing, players_for
 from manyhands.federated.privacy.rounds import PrivateRounds
 from manyhands.federated.rounds.simulated import SimulatedCourse, SimulatedRounds, simulated_rounds
-from manyhands.federated.samples import Samples
+from manyhands.federated.samples import Samples, reading_ahead
 from manyhands.federated.spread import (
     DURING,
     ClientMeasures,
@@ -48,6 +48,9 @@ from manyhands.task import Metric, Task
 from manyhands.training.computing import Computed, Computer
 from manyhands.training.exchange import Exchange, LocalStep, SharedStep, Times, Traffic
 from manyhands.wire.parcels import Parcel
+
+if TYPE_CHECKING:
+    from manyhands.cluster.loaders import Loaders
 
 __all__ = ["FederatedExchange", "private_rounds", "split_over"]
 
@@ -103,6 +106,7 @@ class FederatedExchange(Exchange):
         self._trained: tuple[Task, nn.Module] | None = None
         self._measures: dict[str, Metric] = {}
         self._samples: Samples | None = None  # to be measured by
+        self._loaders: Loaders[tuple[int, ...]] | None = None
         self._spread: dict[str, dict[str, float]] = {}  # at the newest evaluation
         self._clients: list[int] = []
         self._samples_of: list[NDArray[np.int64]] = []
@@ -161,7 +165,8 @@ class FederatedExchange(Exchange):
             self._add(update, step)
         computer.slow_down(step, time.monotonic() - begin)
         loss = sum(losses) / len(losses) if losses else 0.0
-        return Computed(loss=loss, share=len(mine) / max(1, len(assigned)), samples=samples)
+        share, input_ns = len(mine) / max(1, len(assigned)), trainer.samples.take_input_ns()
+        return Computed(loss=loss, share=share, samples=samples, input_ns=input_ns)
 
     def _players(self, computer: Computer, model: nn.Module) -> Players:
         """Who trains this worker's clients; the first time, learn who they are, and what they have kept."""
@@ -177,6 +182,7 @@ class FederatedExchange(Exchange):
         self._trainer, self._playing = players_for(
             task, model, self._algorithm, self._work, self._seed, self._crowd()
         )
+        self._loaders = self._trainer.samples.loaders = reading_ahead(task, f"worker {self.rank}")
         return self._trainer
 
     def _meet_clients(self, task: Task) -> None:
@@ -477,6 +483,8 @@ class FederatedExchange(Exchange):
         yield from tuned(task, model, assigned, work, self._optimizer, self._seed, together=together)
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Let go of the memory, and end loader processes."""
+        if self._loaders is not None:
+            self._loaders.close()
         if self._collective is not None:
             self._collective.close()

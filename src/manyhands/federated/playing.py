@@ -48,6 +48,9 @@ _FEW_STEPS: Final = (
 class Players(Protocol):
     """Trains clients of a round."""
 
+    samples: Samples
+    """Of all of them."""
+
     def play(self, assigned: Sequence[ClientAssignment], like: Optimizer) -> Iterator[ClientUpdate]:
         """The updates of these clients, in their order; the optimizer of each begins anew, set as `like` is."""
 

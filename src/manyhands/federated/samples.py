@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -15,11 +18,58 @@ from torch.utils.data import StackDataset, TensorDataset
 from manyhands.data.batches import BatchSource, as_dataset
 from manyhands.data.parties import Parties
 from manyhands.device import moved
+from manyhands.randomness import drawn_apart, mix
 from manyhands.task import Task
 
-__all__ = ["Samples", "columns_of", "each_tensor"]
+if TYPE_CHECKING:
+    from manyhands.cluster.loaders import Loaders
+
+__all__ = ["Batches", "IndexReader", "Samples", "apart", "columns_of", "each_tensor", "reading_ahead"]
 
 _PART_OF_MEMORY = 0.25  # of what is free on a GPU, for the data
+
+
+_BatchKey: TypeAlias = tuple[int, ...]
+"""A seed, and the numbers of the samples."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """The samples of several batches, and the seed of what is drawn by chance in making them."""
+
+    indices: Sequence[NDArray[np.int64]]
+    seed: int
+
+    def keys(self) -> list[_BatchKey]:
+        """One for each batch."""
+        return [
+            (mix(self.seed, number), *indices.reshape(-1).tolist())
+            for number, indices in enumerate(self.indices)
+        ]
+
+
+class IndexReader:
+    """Reads batches in a loader process."""
+
+    def __init__(self, source: BatchSource) -> None:
+        self._source = source
+
+    def read(self, key: _BatchKey, kept_from: int = 0) -> Any:
+        """The samples of the key, whatever was read before."""
+        del kept_from
+        seed, *indices = key
+        with drawn_apart(seed):
+            return self._source.fetch(indices)
+
+
+def reading_ahead(task: Task, owner: str) -> Loaders[_BatchKey] | None:
+    """Loader processes for a task's samples, to be closed; None where it has no use for them."""
+    if not task.loaders:
+        return None
+    from manyhands.cluster.loaders import Loaders
+
+    source = BatchSource(task.data, task.collate)
+    return Loaders(partial(IndexReader, source), task.loading, task.loaders, owner)
 
 
 class Samples:
@@ -32,6 +82,9 @@ class Samples:
         if columns is not None and device.type != "cpu":
             columns = moved(columns, device) if _fits(columns, device) else None
         self._columns = columns
+        self.loaders: Loaders[_BatchKey] | None = None
+        """Who reads ahead, if anybody does."""
+        self._input_ns = 0
 
     @property
     def resident(self) -> bool:
@@ -44,6 +97,29 @@ class Samples:
             return self.gather(torch.from_numpy(np.ascontiguousarray(indices)).to(self._device))
         batch = self._source.fetch(indices)
         return batch if self._device.type == "cpu" else moved(batch, self._device)
+
+    def each(self, wanted: Batches, then: Batches | None = None) -> Iterator[Any]:
+        """The batches of these samples, one after another; the first of `then` come next, and may be read meanwhile.
+
+        What is drawn by chance in making one follows from its key alone.
+        """
+        if self._columns is not None or self._source.gathers:
+            yield from map(self.fetch, wanted.indices)
+            return
+        keys = wanted.keys()
+        upcoming = [*keys, *(then.keys() if then is not None else ())]
+        read, loaders = IndexReader(self._source).read, self.loaders
+        for number, key in enumerate(keys, 1):
+            begin_ns = time.monotonic_ns()
+            after = upcoming[number : number + loaders.window] if loaders is not None else []
+            batch = loaders.get(key, after) if loaders is not None else read(key)
+            self._input_ns += time.monotonic_ns() - begin_ns
+            yield batch if self._device.type == "cpu" else moved(batch, self._device)
+
+    def take_input_ns(self) -> int:
+        """What getting the samples took since this was asked last."""
+        taken, self._input_ns = self._input_ns, 0
+        return taken
 
     def fetch_apart(self, indices: NDArray[np.int64]) -> Any:
         """For indices of shape (clients, batch): a batch whose tensors have these two dimensions in front.

@@ -26,8 +26,9 @@ from manyhands.federated.algorithms import FederatedAlgorithm
 from manyhands.federated.clients import LocalWork, batches
 from manyhands.federated.products import plain_products
 from manyhands.federated.replayed import ReplayedGradients
-from manyhands.federated.samples import Samples
+from manyhands.federated.samples import Batches, Samples, apart
 from manyhands.federated.updates import ClientAssignment, ClientUpdate
+from manyhands.randomness import mix
 from manyhands.task import Task
 from manyhands.training.computing import require_loss
 
@@ -140,7 +141,8 @@ class StackedTrainer:
         parameters = list(self._model.parameters())
         self._parameters = len(parameters)
         self._device = parameters[0].device
-        self._samples = Samples(task, self._device)
+        self.samples = Samples(task, self._device)
+        self._coming: Iterator[Any] = iter(())  # batches of the steps to come
         self._gradients = StackedGradients(task, self._model)
         self._trained = self._gradients.trained
         self._optimizer = task.optimizer(self._model.parameters())
@@ -222,7 +224,11 @@ class StackedTrainer:
         """
         self._begin(starts, like)
         active = len(works)
-        for step in steps_of([work.batches for work in works]):
+        steps = list(steps_of([work.batches for work in works]))
+        wanted = [indices for step in steps for _, indices in step.parts]
+        seed = mix(self._seed, works[0].given.number, works[0].client)
+        self._coming = self.samples.each(Batches(wanted, seed))
+        for step in steps:
             if step.active < active:
                 active = self._shrink(step.active)
             with plain_products(self._model):
@@ -245,8 +251,8 @@ class StackedTrainer:
         count = len(starts)
         if not self._stacks:
             self._stacks = [one.new_empty((self._most, *one.shape)) for one in starts[0]]
-            if self._device.type == "cuda" and self._samples.resident:
-                self._replayed = ReplayedGradients(self._gradients, self._samples, self._stacks)
+            if self._device.type == "cuda" and self.samples.resident:
+                self._replayed = ReplayedGradients(self._gradients, self.samples, self._stacks)
         for stack, *begun in zip(self._stacks, *starts, strict=True):
             if all(one is begun[0] for one in begun):
                 stack[:count].copy_(begun[0].expand(count, *begun[0].shape))
@@ -280,17 +286,22 @@ class StackedTrainer:
             if self._replayed is not None:
                 return self._replayed(indices)
             stacks = [stack[: step.active] for stack in self._stacks]
-            return self._gradients(stacks, self._samples.fetch_apart(indices))
+            return self._gradients(stacks, self._next_apart(indices))
         gradients = [torch.empty_like(row) for row in self._rows]
         losses = self._losses.new_empty(step.active)
         for positions, indices in step.parts:
             where = torch.from_numpy(positions).to(self._device)
             stacks = [stack[where] for stack in self._stacks]
-            found, lost = self._gradients(stacks, self._samples.fetch_apart(indices))
+            found, lost = self._gradients(stacks, self._next_apart(indices))
             for gradient, one in zip(gradients, found, strict=True):
                 gradient[where] = one
             losses[where] = lost.to(losses.dtype)
         return gradients, losses
+
+    def _next_apart(self, indices: NDArray[np.int64]) -> Any:
+        if self.samples.resident:  # some steps may be replayed without a batch
+            return self.samples.fetch_apart(indices)
+        return apart(next(self._coming), indices.shape)
 
     def _parameters_of(self, position: int, start: Sequence[Tensor]) -> list[Tensor]:
         """One client's parameters with their gradients, as an algorithm corrects them: views of the stacks."""

@@ -79,6 +79,10 @@ class HogwildTrainer:
 
         Takes the tensors out of `start`.
         """
+        with self._computer.loading_ahead():
+            return self._run(start)
+
+    def _run(self, start: Loaded | None) -> Trained:
         first = start.step if start is not None else 0
         built = self._computer.build(first)
         model = built.model

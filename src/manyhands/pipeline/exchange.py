@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, Protocol
@@ -157,8 +158,10 @@ class PipelineExchange(Exchange):
         """This worker's turns of the schedule, on its replica's share of the batch."""
         del model  # the parts are its
         waits_of(self._groups())  # of what was done between steps
+        asked_ns = time.monotonic_ns()
         share = computer.share(step, self.part, self.parts)
         ends = TrainingEnds(computer, share, step, self.part)
+        ends.input_ns = time.monotonic_ns() - asked_ns
         stage = self._place.stage
         self._passed()  # of what was done between steps
         self._borders.slow_down = partial(computer.slow_down, step)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,17 +18,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from manyhands.cluster.forking import LOADERS_VARIABLE
 from manyhands.data.batches import BatchSource
-from manyhands.data.plan import BatchPlan
-from manyhands.data.shares import (
-    BatchShares,
-    IndexedShares,
-    Microbatch,
-    OwnShares,
-    Share,
-    StreamShares,
-    sample_weights,
-)
+from manyhands.data.reading import BatchReading
+from manyhands.data.shares import Microbatch, Share
 from manyhands.device import NumberReader, device_of, moved
 from manyhands.errors import UserError
 from manyhands.kernel import AnyTask
@@ -38,9 +31,7 @@ from manyhands.stopping import EarlyStopping
 from manyhands.task import Metric, Task
 from manyhands.training.dynamo import optimizer_of
 
-__all__ = ["Built", "Computed", "Computer", "TrainingPlan", "require_loss"]
-
-_READING = 1  # what a worker's own stream draws is not what its model draws
+__all__ = ["Built", "Computed", "Computer", "TrainingPlan", "require_loss", "worker_environment"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +96,8 @@ class Computer:
         self._rank = worker_rank
         assert isinstance(plan.task, Task), "a compiled task computes its own steps"
         self._task = task = plan.task
-        self._shares = _shares_of(task, plan.seed)
+        self._reading = _reading_of(task, plan.seed)
+        self._shares = self._reading.shares()
         self.reader = NumberReader(self.device)
 
     def build(self, first_step: int = 0, *, on_host: bool = False) -> Built:
@@ -144,6 +136,24 @@ class Computer:
         """What is trained."""
         return self._task
 
+    @contextmanager
+    def loading_ahead(self) -> Iterator[None]:
+        """Within, loader processes get the next batches ready, where the task has use for them."""
+        task, shares = self._task, self._shares
+        if not task.loaders:
+            yield
+            return
+        from manyhands.training.ahead import loaded_ahead
+
+        steps, owner = self.plan.steps, f"worker {self._rank}"
+        reading, device = self._reading, self.device
+        with loaded_ahead(reading, task, shares, steps=steps, owner=owner, device=device) as ahead:
+            self._shares = ahead
+            try:
+                yield
+            finally:
+                self._shares = shares
+
     def batch_samples(self, step: int) -> int:
         """The number of samples in global batch `step`."""
         return self._shares.batch_samples(step)
@@ -168,11 +178,12 @@ class Computer:
         asked_ns = time.monotonic_ns()
         share = self._shares.share(step, part, parts)
         value, input_ns = 0.0, time.monotonic_ns() - asked_ns
-        seed_all(mix(self.plan.seed, step, part))
         for number, piece in enumerate(share.pieces, 1):
             asked_ns = time.monotonic_ns()
             batch = self.fetch(piece)
             input_ns += time.monotonic_ns() - asked_ns
+            if number == 1:  # getting the first piece may have drawn
+                seed_all(mix(self.plan.seed, step, part))
             if prepare is not None and number == 1:
                 prepare(batch)
                 begin = time.monotonic()
@@ -267,27 +278,22 @@ class Computer:
         return torch.autocast(self.device.type, dtype=torch.bfloat16)
 
 
-def _shares_of(task: Task, seed: int) -> BatchShares:
-    """Who computes what, of samples that are looked up, of a stream, or of each worker's own."""
-    if task.own is not None:
-        return OwnShares(
-            task.own,
-            task.collate,
-            task.batch_size,
-            task.microbatches,
-            seeded=lambda step, part: seed_all(mix(seed, step, part, _READING)),
-        )
-    if task.streams:
-        return StreamShares(
-            task.data,
-            task.collate,
-            task.batch_size,
-            task.microbatches,
-            seeded=lambda step: seed_all(mix(seed, step)),
-        )
-    source = BatchSource(task.data, task.collate)
-    weights = sample_weights(task.weights, len(source)) if task.weights is not None else None
-    return IndexedShares(source, BatchPlan(len(source), task.batch_size, seed), task.microbatches, weights)
+def worker_environment(plan: TrainingPlan, threads: int, *, loads: bool = True) -> dict[str, str]:
+    """Of a worker's process, or of one that `loads` nothing: its threads, and the loader processes it will need."""
+    loaders = plan.task.loaders if loads and isinstance(plan.task, Task) else 0
+    return {"OMP_NUM_THREADS": str(threads), **({LOADERS_VARIABLE: str(loaders)} if loaders else {})}
+
+
+def _reading_of(task: Task, seed: int) -> BatchReading:
+    return BatchReading(
+        data=task.data,
+        streams=task.streams,
+        collate=task.collate,
+        batch_size=task.batch_size,
+        microbatches=task.microbatches,
+        weights=task.weights,
+        seed=seed,
+    )
 
 
 def require_loss(loss: object) -> None:

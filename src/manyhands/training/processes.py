@@ -38,7 +38,7 @@ from manyhands.store.rundir import RunDirectory
 from manyhands.store.tensorfile import encode_tensors, read_tensors
 from manyhands.strategy import Strategy
 from manyhands.threads import use_threads
-from manyhands.training.computing import TrainingPlan
+from manyhands.training.computing import TrainingPlan, worker_environment
 from manyhands.training.exchange import SentFor
 from manyhands.training.reporting import NOTES, Surroundings
 from manyhands.training.resources import Resources
@@ -258,7 +258,7 @@ class ProcessTraining(Training):
                 name=role_name(self._file_name(rank)),
                 target=partial(_work if rank < request.workers else _help, job=job, training=type(self)),
                 descriptors=files.descriptors(rank),
-                env={"OMP_NUM_THREADS": str(job.threads)},
+                env=worker_environment(job.plan, job.threads, loads=rank < request.workers),
             )
             for rank in range(len(files.rings))
         ]

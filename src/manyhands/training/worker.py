@@ -91,6 +91,10 @@ class Trainer:
 
         Takes the tensors out of `start`.
         """
+        with self._computer.loading_ahead():
+            return self._run(start)
+
+    def _run(self, start: Loaded | None) -> Trained:
         first = start.step if start is not None else 0
         built = self._computer.build(first, on_host=self._exchange.builds_on_host)
         model, optimizer, scheduler = built.model, built.optimizer, built.scheduler

@@ -16,6 +16,7 @@ from manyhands.cluster.job import pack
 from manyhands.cluster.supervisor import Ended, Event, Hung, Role, Supervisor
 from manyhands.cluster.watchdog import Watched
 from manyhands.record.ring import EventRing
+from manyhands.training.computing import worker_environment
 
 __all__ = ["AssembleElastic", "ElasticMembers", "LocalElasticMembers"]
 
@@ -95,7 +96,7 @@ class LocalElasticMembers:
                     "weights": self._weights,
                     "files": theirs.fileno(),
                 },
-                env={"OMP_NUM_THREADS": str(self._job.threads)},
+                env=worker_environment(self._job.plan, self._job.threads),
             )
             self._connections[member] = ours
             self._supervisor.start(role, member)

@@ -16,6 +16,7 @@ from manyhands.record.ring import EventRing
 from manyhands.server.live.job import Job
 from manyhands.server.live.server import serve
 from manyhands.server.live.worker import work
+from manyhands.training.computing import worker_environment
 
 __all__ = ["Assemble", "LocalMembers", "RunFiles", "RunMembers"]
 
@@ -132,7 +133,7 @@ class LocalMembers:
             name=name,
             target=target,
             descriptors={"job": self._packed, "final": self._files.final, **files},
-            env={"OMP_NUM_THREADS": str(self._job.threads)},
+            env=worker_environment(self._job.plan, self._job.threads, loads=target is not serve),
         )
         self._supervisor.start(role, member)
         return name

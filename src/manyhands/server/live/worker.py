@@ -73,6 +73,7 @@ def work_with(context: MemberContext, resources: MemberResources, slot: int) -> 
         ring = stack.enter_context(resources.events())
         body = WorkerBody(context, resources, job, slot)
         stack.callback(body.close)
+        stack.enter_context(body.computer.loading_ahead())
         ring.record(EventKind.JOIN, joined, time.monotonic_ns() - joined)
         member = context.rank
         while True:

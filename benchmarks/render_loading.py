@@ -1,0 +1,19 @@
+"""How much of loading is hidden behind computing, from the committed results."""
+
+from __future__ import annotations
+
+from results_read import load, markdown
+
+
+def loading_rates() -> str:
+    """A step of each loop, and our rate to that of the plain loop with as many loader processes."""
+    result = load("loading-2")
+    rows = [
+        ["data", "loader processes", "plain loop without", "with", "`fit` without", "with", "our rate to it"]
+    ]
+    for name, case in result["cases"].items():
+        steps = [f"{row['median_s'] * 1e3:.0f} ms" for row in case["contenders"].values()]
+        rows.append([name, str(case["loaders"]), *steps, f"**{case['rate_to_plain']:.2f}**"])
+    about = f"**{result['cores']} cores, batches of {result['batch']}, median of {result['rounds']} rounds**"
+    busy = f"other work on the machine: a load of {result['load_average']:.1f} at the beginning"
+    return f"{about}; {busy}\n\n{markdown(rows)}"
