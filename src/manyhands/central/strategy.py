@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from manyhands.facts import IN_STEP, Promises, Truth
+from manyhands.facts import IN_STEP, Promises, Stepping, Truth
 from manyhands.holding import ModelFootprint, WorkerMemory, shared_copy
 from manyhands.settings import buckets_setting, check_buckets
 from manyhands.strategy import Strategy
@@ -33,6 +33,11 @@ class Central(Strategy):
     def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
         """Parameters and optimizer state are there once."""
         return shared_copy(model, workers, workers)
+
+    @property
+    def stepping(self) -> tuple[Stepping, ...]:
+        """Each worker steps its slice, of pieces of tensors where the optimizer allows that."""
+        return Stepping.IN_PIECES, Stepping.APART
 
     @property
     def promises(self) -> Promises:

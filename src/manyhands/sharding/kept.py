@@ -7,7 +7,6 @@ so these tell the names, types and shapes of the real ones.
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands.errors import UserError
+from manyhands.sharding.probe import double_of, step_plainly
 
 __all__ = ["KeptState", "kept_by"]
 
@@ -62,22 +62,18 @@ def kept_by(optimizer: Optimizer) -> dict[nn.Parameter, list[KeptState]]:
 def _try_out(optimizer: Optimizer) -> dict[tuple[int, torch.dtype], dict[str, Any]]:
     """The state of stand-ins, by parameter group and type, after one step."""
     stand_ins: dict[tuple[int, torch.dtype], nn.Parameter] = {}
-    groups = []
+    groups = {}
     for number, group in enumerate(optimizer.param_groups):
         dtypes = dict.fromkeys(p.dtype for p in group["params"] if p.requires_grad)
         for dtype in dtypes:
             stand_in = nn.Parameter(torch.zeros(_STAND_IN, dtype=dtype))
             stand_in.grad = torch.ones_like(stand_in)
             stand_ins[number, dtype] = stand_in
-        groups.append({**group, "params": [stand_ins[number, dtype] for dtype in dtypes]})
-    double = object.__new__(type(optimizer))
-    double.__dict__.update(optimizer.__dict__)
-    double.__dict__.pop("step", None)  # a scheduler put its own there, around the optimizer's
-    double.param_groups, double.state = groups, defaultdict(dict)
-    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        setattr(double, hooks, OrderedDict())
+        groups[number] = [stand_ins[number, dtype] for dtype in dtypes]
+    double = double_of(optimizer, groups, {})
     try:
-        double.step()
+        with torch.no_grad():
+            step_plainly(double)
     except TypeError as error:
         raise UserError(
             f"optimizer {type(optimizer).__name__} takes no step by itself ({error}); use one whose step() needs no "
