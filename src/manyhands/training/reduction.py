@@ -101,7 +101,8 @@ def _few_samples(task: Task) -> tuple[Any, tuple[int, ...]] | None:
             return None
     else:
         samples = as_dataset(task.data, "data")
-    most = min(task.batch_size, len(samples))
+    piece = max(smallest, task.batch_size // task.microbatches)  # larger ones may be too much for the memory
+    most = min(task.batch_size, len(samples), piece)
     if most < smallest:
         return None
     count, counts = next(trial for trial in _TRIALS if trial[0] <= most)
