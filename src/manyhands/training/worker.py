@@ -106,8 +106,8 @@ class Trainer:
         self._exchange.joined_by(self._for_newcomers)
         if start is None and self._exchange.splits(self._computer.task):
             self._around.mark(first, State.EVALUATING)
-            evaluate = partial(self._exchange.evaluate_alike, model=called)
-            require_reduction(self._computer, self._exchange.worker, model, evaluate)
+            alike = partial(self._exchange.evaluate_alike, model=called)
+            require_reduction(self._computer, self._exchange.worker, model, alike)
             self._exchange.take_times()  # no part of the first step
         step, settled, stopped = first, first, self._is_over(first)
         while step < self._plan.steps and not stopped:
