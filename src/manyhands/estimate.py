@@ -176,7 +176,7 @@ def _state_bytes(optimizer: Optimizer, mode: FakeTensorMode | None) -> int:
     try:
         if is_elementwise(optimizer):
             return sum(one.nbytes for kept in kept_by(optimizer).values() for one in kept)
-    except UserError:  # it says why it cannot be shared out, which nobody asked for here
+    except UserError:  # it says why its state cannot be shared, which nobody asked for here
         pass
     with mode if mode is not None else nullcontext():
         for group in optimizer.param_groups:

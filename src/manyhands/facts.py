@@ -24,6 +24,7 @@ __all__ = [
     "Promise",
     "Promises",
     "Split",
+    "Stepping",
     "Truth",
     "Waits",
 ]
@@ -51,6 +52,20 @@ class Split(Enum):
     """Every worker has other dimensions of each vector, and sees all samples."""
     LAYERS = "layers"
     """Every worker has other layers of the model, and all samples pass through them."""
+
+
+@unique
+class Stepping(Enum):
+    """How the optimizer steps the parameters."""
+
+    TOGETHER = "together"
+    """Each optimizer steps all parameters at once."""
+    APART = "apart"
+    """Several optimizers each step some of the tensors."""
+    IN_TURN = "in turn"
+    """One optimizer steps some of the tensors at a time, with several calls to a step."""
+    IN_PIECES = "in pieces"
+    """Several optimizers each step some items of the tensors."""
 
 
 @unique

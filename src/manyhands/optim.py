@@ -30,9 +30,6 @@ class FTRL(Optimizer):
     A group keeps the lr that it was made with as `alpha`, for which its state is kept.
     """
 
-    elementwise = True
-    """Each item is updated from that item of gradient and state alone, so parameters may be cut anywhere."""
-
     def __init__(
         self, params: Any, lr: float = 0.1, beta: float = 1.0, l1: float = 0.0, l2: float = 0.0
     ) -> None:

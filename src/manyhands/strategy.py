@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar, cast
 
 from manyhands.errors import UserError, nearest
-from manyhands.facts import NOTHING_TRAVELS, ONE_DEVICE, ONE_ORDER, Promises, Split, Truth, Waits
+from manyhands.facts import NOTHING_TRAVELS, ONE_DEVICE, ONE_ORDER, Promises, Split, Stepping, Truth, Waits
 from manyhands.holding import ModelFootprint, WorkerMemory
 from manyhands.registry import ELSEWHERE, STRATEGIES
 from manyhands.settings import read_settings, settings_of
@@ -84,6 +84,11 @@ class Strategy(ABC):
     @abstractmethod
     def promises(self) -> Promises:
         """What its users may rely on, with these settings."""
+
+    @property
+    def stepping(self) -> tuple[Stepping, ...]:
+        """How several workers have the optimizer step: the preferred way first, of which an optimizer must fit one."""
+        return (Stepping.TOGETHER,)
 
     @property
     def waits_for(self) -> Waits:

@@ -61,7 +61,7 @@ class Task:
     model: Callable[[], nn.Module]
     """Builds the model; its initial weights follow from torch's seed."""
     loss: Callable[[nn.Module, Any], Tensor]
-    """(model, batch) -> scalar to minimise, the mean over the batch."""
+    """(model, batch) -> scalar to minimise, the mean over the batch, or as `reduction` says."""
     data: Any
     """Training data: a map-style dataset, a tensor or array, or a tuple, list or dict of them; an `IterableDataset`,
     which every worker draws in the same order; or what each worker reads of its own: `Files`, `PerWorker`, a Ray
@@ -70,6 +70,9 @@ class Task:
     """Builds the optimizer from the model's parameters."""
     batch_size: int = 64
     """Samples in a global batch, which the workers of a synchronous strategy split among them."""
+    reduction: str = "mean"
+    """What `loss` gives of a batch: the `mean` over its samples, or their `sum`. The parts of a batch that workers and
+    micro-batches compute are put together accordingly."""
     weights: Any | None = None
     """What each sample of `data` weighs: a number of at least 0 for each. `loss` then gives one loss per sample instead
     of their mean, and what is trained is their mean by weight over the global batch."""
@@ -170,6 +173,7 @@ class Task:
                 raise UserError(f"{name} is {count!r}; it must be a whole number of at least 1")
         if not isinstance(self.loading, Loading):
             raise UserError(f"loading is {self.loading!r}; it must be a Loading, such as Loading(workers=2)")
+        self._check_reduction()
         self._check_clipping()
         if not isinstance(self.name, str) or not self.name:
             raise UserError(f"name is {self.name!r}; it must be a string that is not empty")
@@ -198,6 +202,15 @@ class Task:
     def clips(self) -> bool:
         """Whether gradients are clipped."""
         return self.clip_norm is not None or self.clip_value is not None
+
+    def _check_reduction(self) -> None:
+        if self.reduction not in ("mean", "sum"):
+            raise UserError(f"reduction is {self.reduction!r}; it must be 'mean' or 'sum'")
+        if self.reduction == "sum" and self.weights is not None:
+            raise UserError(
+                "reduction is 'sum', but with weights loss gives one number for each sample, whose mean by weight "
+                "is trained; leave one of the two out"
+            )
 
     def _check_clipping(self) -> None:
         for name, value in (("clip_norm", self.clip_norm), ("clip_value", self.clip_value)):

@@ -288,12 +288,14 @@ def test_slices_cross_once_where_an_all_reduce_crosses_twice() -> None:
 
 
 def test_what_can_not_be_shared_is_refused_by_name() -> None:
-    def attach(model: nn.Module, make: Callable[..., optim.Optimizer] = optim.SGD) -> str:
+    def attach(model: nn.Module, make: Callable[..., optim.Optimizer] = optim.SGD, world: int = 1) -> str:
         with pytest.raises(UserError) as caught:
-            with_exchanges("central", 1, lambda exchange: exchange.attach(model, make(model.parameters())))
+            with_exchanges(
+                "central", world, lambda exchange: exchange.attach(model, make(model.parameters()))
+            )
         return str(caught.value)
 
-    assert "LBFGS" in attach(nn.Linear(2, 2), optim.LBFGS)
+    assert "LBFGS" in attach(nn.Linear(2, 2), optim.LBFGS, world=2)
     two = nn.Module()
     two.one = nn.Parameter(torch.ones(4, 4))
     two.other = nn.Parameter(two.one.data[2:])

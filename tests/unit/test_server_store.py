@@ -21,7 +21,13 @@ Make = Callable[[Any], optim.Optimizer]
 
 
 class Careful(optim.SGD):
-    """Not known to be elementwise, so its tensors stay whole."""
+    """Looks across the items of a tensor, so its tensors stay whole."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for one in (one for group in self.param_groups for one in group["params"] if one.grad is not None):
+            one.grad.div_(one.grad.norm() + 1)
+        return super().step(closure)
 
 
 def two_groups(parameters: Any) -> optim.Optimizer:

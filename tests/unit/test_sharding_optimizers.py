@@ -1,4 +1,4 @@
-"""Which optimizers may be cut, which stay whole, which are refused; steps of pieces against torch's plain steps."""
+"""Which optimizers may be cut, which stay whole, which are rejected; steps of pieces against torch's plain steps."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ import torch
 from torch import nn, optim
 
 from manyhands.errors import UserError
-from manyhands.sharding.optimizers import is_elementwise, may_fuse
+from manyhands.facts import Stepping
+from manyhands.sharding.optimizers import is_elementwise, may_fuse, stepping_for
 from manyhands.sharding.pieces import Piece
+from manyhands.sharding.probe import _stand_ins, cannot_step
 from manyhands.sharding.slices import SlicedOptimizer
+from published_optimizers import ClippedByAll, Lamb, Muon, Prodigy, Shampoo
 
 ELEMENTWISE: dict[str, Callable[[Any], optim.Optimizer]] = {
     "sgd": lambda p: optim.SGD(p, lr=0.1),
@@ -34,36 +37,130 @@ ELEMENTWISE: dict[str, Callable[[Any], optim.Optimizer]] = {
 }
 
 
-class Careful(optim.SGD):
-    """Somebody's own, which might do anything."""
+SHAPES = ((6, 5), (6,), (3, 6), (3,), (2, 3, 2, 2), ())
 
 
-class Declared(optim.SGD):
-    elementwise = True
+def parameters_of(*shapes: tuple[int, ...]) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(shape)) for shape in shapes or SHAPES]
+
+
+class PerTensor(optim.SGD):
+    """Scales each step by the norm of its tensor."""
+
+    def step(self, closure: Any = None) -> Any:
+        for one in (one for group in self.param_groups for one in group["params"] if one.grad is not None):
+            one.grad.div_(one.grad.norm() + 1)
+        return super().step(closure)
+
+
+class CountsCalls(optim.SGD):
+    """Decays its rate with each call, as optimizers do that count steps by group."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["lr"] *= 0.9
+        return super().step(closure)
+
+
+class Stacked(optim.SGD):
+    """Works item by item, on state of another shape than the parameter's."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for one in (one for group in self.param_groups for one in group["params"] if one.grad is not None):
+            state = self.state[one].setdefault("both", torch.zeros(2, *one.shape, dtype=one.dtype))
+            state[0].add_(one.grad)
+            one.sub_(state[0], alpha=0.1)
+
+
+class Listing(optim.SGD):
+    """Keeps its parameters in a list besides, as LBFGS does: whoever shows it others is not heard."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.listed = [one for group in self.param_groups for one in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for one in (one for one in self.listed if one.grad is not None):
+            one.sub_(one.grad)
+
+
+WAYS = (Stepping.APART, Stepping.IN_TURN, Stepping.IN_PIECES)
+
+
+def ways_of(optimizer: optim.Optimizer) -> tuple[Stepping, ...]:
+    return tuple(way for way in WAYS if not cannot_step(optimizer, way))
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
-def test_torchs_elementwise_optimizers_are_known(name: str) -> None:
-    assert is_elementwise(ELEMENTWISE[name]([nn.Parameter(torch.ones(3))]))
+def test_torchs_elementwise_optimizers_step_in_every_way(name: str) -> None:
+    assert ways_of(ELEMENTWISE[name](parameters_of())) == WAYS
 
 
-@pytest.mark.parametrize("kind", [optim.Adafactor, optim.Muon, Careful])
-def test_others_keep_tensors_whole(kind: type[optim.Optimizer]) -> None:
-    assert not is_elementwise(kind([nn.Parameter(torch.ones(3, 3))]))  # type: ignore[call-arg]
+WHOLE = (Stepping.APART, Stepping.IN_TURN)
+REACH: dict[str, tuple[Callable[[Any], optim.Optimizer], tuple[Stepping, ...]]] = {
+    "adafactor": (lambda p: optim.Adafactor(p), WHOLE),
+    "torch's muon": (lambda p: optim.Muon([one for one in p if one.dim() == 2]), WHOLE),
+    "per tensor": (lambda p: PerTensor(p, lr=0.1), WHOLE),
+    "lamb": (lambda p: Lamb(p, clip=None), WHOLE),
+    "muon": (Muon, WHOLE),
+    "shampoo": (Shampoo, WHOLE),
+    "state of another shape": (lambda p: Stacked(p), WHOLE),
+    "counts calls": (lambda p: CountsCalls(p, lr=0.1), (Stepping.APART, Stepping.IN_PIECES)),
+    "lamb with a norm of all": (Lamb, ()),
+    "prodigy": (Prodigy, ()),
+    "prodigy from next to nothing": (lambda p: Prodigy(p, d0=1e-6), ()),
+    "clips by all": (ClippedByAll, ()),
+    "clips by all, seldom": (lambda p: ClippedByAll(p, clip=1e3), ()),
+    "a list of its own": (Listing, ()),
+    "lbfgs": (lambda p: optim.LBFGS(p), ()),
+    "sparse adam": (lambda p: optim.SparseAdam(p), ()),
+}
 
 
-def test_an_optimizer_may_declare_itself() -> None:
-    assert is_elementwise(Declared([nn.Parameter(torch.ones(3))]))
+@pytest.mark.parametrize("name", REACH)
+def test_a_trial_finds_how_far_an_optimizer_looks(name: str) -> None:
+    make, ways = REACH[name]
+    assert ways_of(make(parameters_of())) == ways
 
 
-@pytest.mark.parametrize(("kind", "fix"), [(optim.LBFGS, "AdamW"), (optim.SparseAdam, r"sparse=False.*Adam")])
-def test_what_can_not_work_is_refused_by_name_with_a_way_out(kind: type[optim.Optimizer], fix: str) -> None:
-    class Derived(kind):  # type: ignore[misc,valid-type]
-        pass
+@pytest.mark.parametrize("name", ["clips by all", "lamb", "prodigy"])
+def test_a_warm_up_that_begins_with_zero_hides_nothing(name: str) -> None:
+    make, ways = REACH[name]
+    optimizer = make(parameters_of())
+    optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
+    assert optimizer.param_groups[0]["lr"] == 0
+    assert ways_of(optimizer) == ways
 
-    for refused in (kind, Derived):
-        with pytest.raises(UserError, match=rf"optimizer {refused.__name__} .*{fix}"):
-            is_elementwise(refused([nn.Parameter(torch.ones(3))]))  # type: ignore[call-arg]
+
+def test_a_trial_leaves_optimizer_parameters_and_generators_alone() -> None:
+    optimizer = ClippedByAll(parameters_of())
+    heard: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: heard.append("a step"))
+    before, drawn = copy.deepcopy(optimizer.state_dict()), torch.get_rng_state()
+    cannot_step(optimizer, Stepping.IN_PIECES)
+    assert optimizer.state_dict() == before
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert not heard
+    for one in optimizer.param_groups[0]["params"]:
+        assert one.grad is None
+        assert torch.equal(one, torch.ones_like(one))
+
+
+def test_many_groups_cost_no_more_than_few() -> None:
+    one_each = optim.AdamW([{"params": [one], "lr": 0.1} for one in parameters_of(*[(4, 3), (4,)] * 200)])
+    assert len(_stand_ins(one_each)) == 4
+    assert is_elementwise(one_each)
+
+
+def test_what_fits_no_way_is_rejected_with_the_reason_and_a_way_out() -> None:
+    with pytest.raises(
+        UserError,
+        match=r"^optimizer Prodigy would train another model under central than in one process: it looks across "
+        r"parameters \(.*\); use strategy=mirrored or allreduce, or another optimizer, such as AdamW$",
+    ):
+        stepping_for(Prodigy(parameters_of()), (Stepping.IN_PIECES, Stepping.APART), "central")
 
 
 PIECES = ([Piece(0, 0, 13)], [Piece(0, 13, 20), Piece(1, 0, 7)])  # of parameters with 20 and 7 items
@@ -189,7 +286,7 @@ def test_the_one_pass_step_is_taken_where_the_choice_is_open(name: str) -> None:
         lambda p: optim.AdamW(p, foreach=True),
         lambda p: optim.AdamW(p, lr=torch.tensor(0.1)),
         lambda p: optim.RMSprop(p),
-        lambda p: Declared(p),
+        lambda p: PerTensor(p),
     ],
 )
 def test_the_users_choice_stands(make: Callable[[Any], optim.Optimizer]) -> None:

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from manyhands.allreduce.algorithms import ALGORITHMS
 from manyhands.errors import UserError
-from manyhands.facts import ELASTIC, IN_STEP, ROUNDED, Promises, Truth
+from manyhands.facts import ELASTIC, IN_STEP, ROUNDED, Promises, Stepping, Truth
 from manyhands.holding import ModelFootprint, WorkerMemory
 from manyhands.settings import (
     MIB,
@@ -207,6 +207,11 @@ class AllReduce(Strategy):
         return (
             "order=priority steps the first parameters before the last gradients are there, and clips nothing"
         )
+
+    @property
+    def stepping(self) -> tuple[Stepping, ...]:
+        """With `order=priority`, each parameter when its gradient is there."""
+        return (Stepping.IN_TURN if self.order == "priority" else Stepping.TOGETHER,)
 
     @property
     def uses_links(self) -> bool:

@@ -32,11 +32,13 @@ from manyhands.central.across import BetweenHosts, HostsCollective
 from manyhands.central.gather import Carrier, gather_state
 from manyhands.central.home import ParameterHome
 from manyhands.central.ownership import Ownership, cut, keep_whole
+from manyhands.central.strategy import Central
 from manyhands.errors import UserError
+from manyhands.facts import Stepping
 from manyhands.group.shared import SharedGroup
 from manyhands.link.wire import Wire
 from manyhands.memory.heap import keep_freed_memory
-from manyhands.sharding.optimizers import is_elementwise
+from manyhands.sharding.optimizers import stepping_for
 from manyhands.sharding.slices import SlicedOptimizer
 from manyhands.training.clipping import scale_down, squares_of
 from manyhands.training.exchange import Exchange, LocalStep, SharedStep, Times, Traffic
@@ -125,7 +127,9 @@ class CentralExchange(Exchange):
 
     def _share_out(self, layouts: Sequence[BucketLayout], optimizer: Optimizer) -> Ownership:
         """Who of this host updates what."""
-        if is_elementwise(optimizer):
+        alone = self._group.world == 1 and self._between is None
+        ways = Central().stepping
+        if alone or stepping_for(optimizer, ways, Central.word) is Stepping.IN_PIECES:
             return cut(layouts, self._group.world)
         most = None if self._between is None else self._between.most_workers
         return keep_whole(layouts, self._group.world, most)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from manyhands.facts import IN_STEP, Promises, Truth
+from manyhands.facts import IN_STEP, Promises, Stepping, Truth
 from manyhands.holding import ModelFootprint, WorkerMemory, shared_copy
 from manyhands.settings import buckets_setting, check_buckets
 from manyhands.strategy import Strategy
@@ -39,6 +39,11 @@ class Central(Strategy):
     def refused_buffers(self) -> Mapping[str, str]:
         """None."""
         return {}
+
+    @property
+    def stepping(self) -> tuple[Stepping, ...]:
+        """Each worker steps its slice, of pieces of tensors where the optimizer allows that."""
+        return Stepping.IN_PIECES, Stepping.APART
 
     @property
     def promises(self) -> Promises:

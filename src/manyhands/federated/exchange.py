@@ -410,6 +410,11 @@ class FederatedExchange(Exchange):
             told["participation"] = self._rounds.told()
         return told if self._private is None else {**told, "privacy": self._private.told()}
 
+    def splits(self, task: Task) -> bool:
+        """A batch is one client's, whole."""
+        del task
+        return False
+
     def evaluate(self, computer: Computer, model: nn.Module) -> tuple[dict[str, float], int] | None:
         """Collective: the common model on the evaluation data, as ever; and how some of the clients fare."""
         self._players(computer, model)  # who is measured, also where no round is left to play

@@ -18,10 +18,11 @@ from torch.optim import Optimizer
 
 from manyhands.errors import UserError
 from manyhands.group.shared import SharedGroup
+from manyhands.hogwild.strategy import Hogwild
 from manyhands.memory.counters import Counter
 from manyhands.memory.segment import CACHE_LINE, round_up
 from manyhands.sharding.kept import KeptState, kept_by
-from manyhands.sharding.optimizers import require_elementwise
+from manyhands.sharding.optimizers import stepping_for
 
 __all__ = ["HomeSlot", "SharedHome"]
 
@@ -47,7 +48,7 @@ class SharedHome:
     def __init__(
         self, group: SharedGroup, model: nn.Module, optimizer: Optimizer, control_bytes: int
     ) -> None:
-        require_elementwise(optimizer, "hogwild")
+        stepping_for(optimizer, Hogwild().stepping, Hogwild.word)
         tensors = _tensors(model)
         kept = kept_by(optimizer)
         _require_known(kept, model)

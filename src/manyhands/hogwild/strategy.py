@@ -7,7 +7,18 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from manyhands.errors import UserError
-from manyhands.facts import BY_CHANCE, ENDS, NO_SERVERS, NOBODY_JOINS, Answer, Promise, Promises, Truth, Waits
+from manyhands.facts import (
+    BY_CHANCE,
+    ENDS,
+    NO_SERVERS,
+    NOBODY_JOINS,
+    Answer,
+    Promise,
+    Promises,
+    Stepping,
+    Truth,
+    Waits,
+)
 from manyhands.holding import ModelFootprint, WorkerMemory, shared_copy
 from manyhands.settings import check_choice, setting
 from manyhands.strategy import Strategy
@@ -52,6 +63,11 @@ class Hogwild(Strategy):
     def waits_for(self) -> Waits:
         """Each worker takes its own steps."""
         return Waits.NOBODY
+
+    @property
+    def stepping(self) -> tuple[Stepping, ...]:
+        """While one worker steps, others write to items of the same tensors."""
+        return (Stepping.IN_PIECES,)
 
     @property
     def stepwise(self) -> bool:

@@ -33,6 +33,7 @@ from manyhands.training.clipping import clip_own
 from manyhands.training.computing import Built, Computed, Computer, TrainingPlan
 from manyhands.training.diagnosis import Course, diagnose
 from manyhands.training.exchange import Traffic
+from manyhands.training.reduction import require_reduction
 from manyhands.training.reporting import Reporter, Surroundings
 from manyhands.training.worker import Trained
 
@@ -96,6 +97,8 @@ class HogwildTrainer:
         self._group.take_stats()  # who was late to start is no part of the training
         extra = start.extra if start is not None else None
         self._reporter.begin(first, extra, built.metric_scheduler)
+        if start is None and self._computer.task.microbatches > 1:
+            require_reduction(self._computer, self.rank, model, lambda trial: trial.evaluate(loop.called))
         step, stopped = first, False
         while step < self._plan.steps and not stopped:
             step, stopped = self._until_met(loop, step)

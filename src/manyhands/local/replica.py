@@ -73,7 +73,7 @@ class Replica:
         self._optimizer = optimizer
         self._parameters = list(trainable(model))
         self._reached = [False] * len(self._parameters)
-        held = [one for one in self._held() if one.state is None or not self._outer.keeps_apart]
+        held = self._held()
         layouts = _lay_out(held, state_as_is=not rounds_hops(collective.codec))
         parcels = [layout.parcel(number, exact=exact) for number, (layout, exact) in enumerate(layouts)]
         count = max(_SMALLEST_STATUS, 2 * len(self._parameters))
@@ -164,7 +164,8 @@ class Replica:
             _Held(number=number, state=None, shape=parameter.shape, dtype=parameter.dtype)
             for number, parameter in enumerate(self._parameters)
         ]
-        for parameter, states in kept_by(self._optimizer).items():
+        kept = {} if self._outer.keeps_apart else kept_by(self._optimizer)
+        for parameter, states in kept.items():
             held += [
                 _Held(number=numbers[parameter], state=one.name, shape=one.shape, dtype=one.dtype)
                 for one in states

@@ -68,7 +68,7 @@ class TrainingEnds:
         piece = self._share.pieces[microbatch]
         model = GivesOutput(output)
         self._seed_task(microbatch)
-        loss = self._computer.loss(model, self._batches.pop(microbatch), piece)
+        loss = self._computer.loss(model, self._batches.pop(microbatch), piece, self._share)
         require_call(model, "task.loss")
         self._collect()
         self._pending = self._computer.reader.ask(loss), piece.weight

@@ -32,7 +32,7 @@ from manyhands.pipeline.standin import input_of
 from manyhands.pipeline.strategy import Pipeline
 from manyhands.pipeline.table import Schedule
 from manyhands.pipeline.wave import WaveStage
-from manyhands.sharding.optimizers import check_sharing
+from manyhands.sharding.optimizers import stepping_for
 from manyhands.tensor.finding import find_plan
 from manyhands.tensor.plan import Slicing
 from manyhands.tensor.slicing import slice_modules
@@ -135,7 +135,7 @@ class PipelineExchange(Exchange):
             if name in outline.keys and place.data == 0
             if place.slice == 0 or name in self._sliced.buffers
         }
-        check_sharing(optimizer, sliced=bool(self._sliced.cut))
+        stepping_for(optimizer, strategy.stepping, strategy.word)
         self._held = HeldModel(outline, optimizer, held, told, self._sliced.buffers)
         self._held.drop_rest()
         local = {id(one.whole): one.local for one in held}
@@ -201,6 +201,10 @@ class PipelineExchange(Exchange):
         for part in parts:
             part.train()
         return computer.means(self.total(totals))
+
+    def evaluate_alike(self, computer: Computer, model: nn.Module) -> tuple[dict[str, float], int] | None:
+        """Collective: through the stages."""
+        return self.evaluate(computer, model)
 
     def backward(self, loss: Tensor, share: float) -> None:
         """The stages' turns are all there is."""

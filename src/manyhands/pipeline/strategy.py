@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from manyhands.errors import UserError
-from manyhands.facts import IN_STEP, Promises, Split, Truth
+from manyhands.facts import IN_STEP, Promises, Split, Stepping, Truth
 from manyhands.grid.layout import Grid
 from manyhands.holding import ModelFootprint, WorkerMemory
 from manyhands.pipeline.check import most_held
@@ -119,6 +119,13 @@ class Pipeline(Strategy):
         found = self.cuts or balanced(costs, parts)
         assert found is not None, "there are enough layers"
         return self.assignment(found, layers)
+
+    @property
+    def stepping(self) -> tuple[Stepping, ...]:
+        """Each worker steps its layers, or its slices of them."""
+        if self.tensor > 1:
+            return (Stepping.IN_PIECES,)
+        return (Stepping.APART if self.stages > 1 else Stepping.TOGETHER,)
 
     @property
     def uses_links(self) -> bool:

@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands.errors import UserError, nearest
+from manyhands.facts import Stepping
 from manyhands.memory.segment import round_up
-from manyhands.sharding.optimizers import is_elementwise, positions
+from manyhands.sharding.optimizers import positions, stepping_for
 from manyhands.sharding.pieces import Piece
 from manyhands.tables.placement import Placement, place
 from manyhands.tables.rows import require_lazy
@@ -108,9 +109,16 @@ class FlatLayout:
 
     @classmethod
     def of(
-        cls, model: nn.Module, optimizer: Optimizer, shards: int, sparse: Collection[str] = ()
+        cls,
+        model: nn.Module,
+        optimizer: Optimizer,
+        shards: int,
+        sparse: Collection[str] = (),
+        ways: Sequence[Stepping] = (Stepping.IN_PIECES, Stepping.APART),
     ) -> FlatLayout:
         """Lay out `model` for `shards` shards; the parameters named in `sparse` are row-sparse tables.
+
+        `ways` says how several shards have the optimizer step, as `Ps.stepping` does.
 
         A UserError names an optimizer that cannot be shared out, or a parameter of the wrong kind.
         """
@@ -122,7 +130,8 @@ class FlatLayout:
         _require_known(sparse, [name for names in named.values() for name in names])
         is_table = {parameter: any(name in sparse for name in names) for parameter, names in named.items()}
         dense = [parameter for parameter in named if not is_table[parameter]]
-        place = _cut if is_elementwise(optimizer) else _keep_whole
+        way = stepping_for(optimizer, ways, f"ps servers={shards}") if shards > 1 else Stepping.TOGETHER
+        place = _keep_whole if way is Stepping.APART else _cut
         offsets, bounds = place([parameter.nbytes for parameter in dense], shards)
         position_of = positions(optimizer)
         entries = tuple(

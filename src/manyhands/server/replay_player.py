@@ -69,7 +69,9 @@ class ReplayStage:
         )
         self.computer = Computer(plan, 0)
         built = self.computer.build()
-        self.layout = FlatLayout.of(built.model, built.optimizer, strategy.servers, task.sparse)
+        self.layout = FlatLayout.of(
+            built.model, built.optimizer, strategy.servers, task.sparse, strategy.stepping
+        )
         self._strategy, self._seed = strategy, record.seed
         self._codings: dict[int, RangeCoding] = {}
         self.parameters = parameter_shapes(built.model.named_parameters())

@@ -10,7 +10,7 @@ from manyhands.consistency.parse import parse_consistency
 from manyhands.consistency.policy import Policy
 from manyhands.consistency.sync import Sync
 from manyhands.errors import UserError
-from manyhands.facts import BY_CHANCE, ROUNDED, TO_ROUNDING, Answer, Promise, Promises, Truth, Waits
+from manyhands.facts import BY_CHANCE, ROUNDED, TO_ROUNDING, Answer, Promise, Promises, Stepping, Truth, Waits
 from manyhands.holding import ModelFootprint, WorkerMemory
 from manyhands.settings import check_choice, check_link, link_setting, setting, whole_number
 from manyhands.strategy import Strategy
@@ -105,6 +105,13 @@ class Ps(Strategy):
     def can_change_workers(self) -> bool:
         """Servers give each slot its part of the work."""
         return True
+
+    @property
+    def stepping(self) -> tuple[Stepping, ...]:
+        """Each server steps its shard; where workers step, each does all of it."""
+        if self.servers == 1 or self.averages:
+            return (Stepping.TOGETHER,)
+        return Stepping.IN_PIECES, Stepping.APART
 
     @property
     def waits_for(self) -> Waits:

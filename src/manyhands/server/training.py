@@ -122,7 +122,8 @@ class PsTraining(Training):
         if found is None:
             return None
         model = task.model()
-        layout = FlatLayout.of(model, optimizer_of(task, model), strategy.servers, task.sparse)
+        optimizer = optimizer_of(task, model)
+        layout = FlatLayout.of(model, optimizer, strategy.servers, task.sparse, strategy.stepping)
         values, _ = merge(layout, [one.state for one in found], model.state_dict())
         return found[0].state.batches, values
 

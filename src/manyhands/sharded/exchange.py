@@ -25,14 +25,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands.errors import UserError
+from manyhands.facts import Stepping
 from manyhands.grid.group import LinkGroup
 from manyhands.grid.held import Held, HeldModel, Outline
 from manyhands.link.wire import Wire
 from manyhands.memory.heap import keep_freed_memory
 from manyhands.sharded.pieces import KeptPieces
 from manyhands.sharded.rounds import Grant, UnitRounds, UnitWish, Want
+from manyhands.sharded.strategy import Sharded
 from manyhands.sharding.flow import Action, Await, Fetch, Hand, Release, UnitFlow
-from manyhands.sharding.optimizers import is_elementwise
+from manyhands.sharding.optimizers import stepping_for
 from manyhands.sharding.units import UnitMemory, move_buffers, units_of
 from manyhands.sharding.visits import FlowListener, UnitVisits
 from manyhands.training.clipping import scale_down, squares_of
@@ -84,7 +86,7 @@ class ShardedExchange(FlowListener, Exchange):
 
         A UserError names an optimizer that cannot be shared out.
         """
-        whole = not is_elementwise(optimizer)
+        whole = stepping_for(optimizer, Sharded().stepping, Sharded.word) is Stepping.APART
         outline = Outline.of(model)
         for unit in units_of(model):
             memory = UnitMemory(unit, self._device)
@@ -124,6 +126,12 @@ class ShardedExchange(FlowListener, Exchange):
         self._flow.begin("evaluation")
         with self._need_visits().watching():
             return computer.evaluate(model, self.rank, self.world, self.total)
+
+    def evaluate_alike(self, computer: Computer, model: nn.Module) -> tuple[dict[str, float], int] | None:
+        """With the layers that it needs, which all gather."""
+        self._flow.begin("evaluation")
+        with self._need_visits().watching():
+            return computer.evaluate(model)
 
     def backward(self, loss: Tensor, share: float) -> None:
         """Of this worker's weighted loss; the gradients of a layer leave as soon as they are there."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from manyhands.facts import IN_STEP, ONE_DEVICE, Promises, Truth
+from manyhands.facts import IN_STEP, ONE_DEVICE, Promises, Stepping, Truth
 from manyhands.holding import ModelFootprint, WorkerMemory
 from manyhands.settings import check_link, link_setting
 from manyhands.strategy import Strategy
@@ -60,6 +60,11 @@ class Sharded(Strategy):
     def refused_buffers(self) -> Mapping[str, str]:
         """None."""
         return {}
+
+    @property
+    def stepping(self) -> tuple[Stepping, ...]:
+        """Each worker steps its share, of pieces of tensors where the optimizer allows that."""
+        return Stepping.IN_PIECES, Stepping.APART
 
     @property
     def promises(self) -> Promises:

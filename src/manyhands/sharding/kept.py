@@ -1,13 +1,12 @@
 """What an optimizer keeps for each parameter, known before it is made, so that it can be shared.
 
 Torch's optimizers make their state in the first step that reaches a parameter. To lay it out beforehand, one step is
-taken on stand-ins of three items: an elementwise optimizer keeps tensors of the parameter's shape or of no dimension,
-so these tell the names, types and shapes of the real ones.
+taken on stand-ins of a few items and as many dimensions: an optimizer that can be shared keeps tensors of the
+parameter's shape or of no dimension, so these tell the names, types and shapes of the real ones.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +15,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands.errors import UserError
+from manyhands.sharding.probe import double_of, step_plainly
 
 __all__ = ["KeptState", "kept_by"]
 
-_STAND_IN = (3,)
+_SIZES = (3, 2, 4, 5)  # of the first dimensions of a stand-in; all others have 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +48,8 @@ def kept_by(optimizer: Optimizer) -> dict[nn.Parameter, list[KeptState]]:
             if not parameter.requires_grad:
                 continue
             known = {
-                name: _kept(optimizer, name, value, torch.Size(_STAND_IN), parameter.shape)
-                for name, value in made[number, parameter.dtype].items()
+                name: _kept(optimizer, name, value, _shape(parameter), parameter.shape)
+                for name, value in made[number, parameter.dtype, parameter.dim()].items()
             }
             known |= {
                 name: _kept(optimizer, name, value, parameter.shape, parameter.shape)
@@ -59,29 +59,30 @@ def kept_by(optimizer: Optimizer) -> dict[nn.Parameter, list[KeptState]]:
     return kept
 
 
-def _try_out(optimizer: Optimizer) -> dict[tuple[int, torch.dtype], dict[str, Any]]:
-    """The state of stand-ins, by parameter group and type, after one step."""
-    stand_ins: dict[tuple[int, torch.dtype], nn.Parameter] = {}
-    groups = []
+def _shape(parameter: Tensor) -> torch.Size:
+    return torch.Size((*_SIZES, *[1] * parameter.dim())[: parameter.dim()])
+
+
+def _try_out(optimizer: Optimizer) -> dict[tuple[int, torch.dtype, int], dict[str, Any]]:
+    """The state of stand-ins after one step, by parameter group, type and number of dimensions."""
+    stand_ins: dict[tuple[int, torch.dtype, int], nn.Parameter] = {}
+    groups: dict[int, list[nn.Parameter]] = {}
     for number, group in enumerate(optimizer.param_groups):
-        dtypes = dict.fromkeys(p.dtype for p in group["params"] if p.requires_grad)
-        for dtype in dtypes:
-            stand_in = nn.Parameter(torch.zeros(_STAND_IN, dtype=dtype))
-            stand_in.grad = torch.ones_like(stand_in)
-            stand_ins[number, dtype] = stand_in
-        groups.append({**group, "params": [stand_ins[number, dtype] for dtype in dtypes]})
-    double = object.__new__(type(optimizer))
-    double.__dict__.update(optimizer.__dict__)
-    double.__dict__.pop("step", None)  # a scheduler put its own there, around the optimizer's
-    double.param_groups, double.state = groups, defaultdict(dict)
-    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        setattr(double, hooks, OrderedDict())
+        groups[number] = []
+        for parameter in (one for one in group["params"] if one.requires_grad):
+            key = number, parameter.dtype, parameter.dim()
+            if key not in stand_ins:
+                stand_ins[key] = nn.Parameter(torch.zeros(_shape(parameter), dtype=parameter.dtype))
+                stand_ins[key].grad = torch.ones_like(stand_ins[key])
+                groups[number].append(stand_ins[key])
+    double = double_of(optimizer, groups, {})
     try:
-        double.step()
-    except TypeError as error:
+        with torch.no_grad():
+            step_plainly(double)
+    except Exception as error:  # whatever the user's class raises
         raise UserError(
             f"optimizer {type(optimizer).__name__} takes no step by itself ({error}); use one whose step() needs no "
-            "closure, such as SGD or Adam"
+            "closure and takes dense gradients, such as SGD or Adam"
         ) from error
     return {key: double.state.get(stand_in, {}) for key, stand_in in stand_ins.items()}
 

@@ -1,9 +1,4 @@
-"""What is known about optimizers in pieces: which may be cut anywhere, which need whole tensors, which cannot work.
-
-Torch's own are known by their exact type, because a subclass may do anything. An optimizer of your own says so itself,
-with a class attribute `elementwise = True`, if each item of a parameter is updated from that item of the gradient and
-of the state alone, and every tensor of its state has the parameter's shape or no dimension at all.
-"""
+"""Optimizers whose parameters several owners step: which way fits one, and when torch's fused step does."""
 
 from __future__ import annotations
 
@@ -12,75 +7,40 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import (
-    ASGD,
-    SGD,
-    Adadelta,
-    Adagrad,
-    Adam,
-    Adamax,
-    AdamW,
-    NAdam,
-    Optimizer,
-    RAdam,
-    RMSprop,
-    Rprop,
-)
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from manyhands.errors import UserError
+from manyhands.facts import Stepping
+from manyhands.sharding.probe import cannot_step
 
-__all__ = ["check_sharing", "is_elementwise", "may_fuse", "positions", "require_elementwise"]
+__all__ = ["is_elementwise", "may_fuse", "positions", "stepping_for"]
 
-_ELEMENTWISE = frozenset(
-    {SGD, Adagrad, Adam, AdamW, RMSprop, Adamax, NAdam, RAdam, Adadelta, Rprop, ASGD},
-)
 _FUSED = frozenset({SGD, Adagrad, Adam, AdamW})
 _FUSED_DTYPES = (
     torch.float32,
     torch.float64,
 )  # 16-bit weights would be rounded once where torch rounds often
 
-_ONE_RATE = "it estimates one step size from all parameters together; use strategy=mirrored"
-_REFUSED = {
-    "LBFGS": "it searches along one direction through all parameters and asks for the loss again and again; use "
-    "another optimizer, such as AdamW",
-    "SparseAdam": "it takes sparse gradients only; build embeddings with sparse=False and use Adam",
-    "Prodigy": _ONE_RATE,
-    "DAdaptAdaGrad": _ONE_RATE,
-    "DAdaptAdam": _ONE_RATE,
-    "DAdaptAdan": _ONE_RATE,
-    "DAdaptLion": _ONE_RATE,
-    "DAdaptSGD": _ONE_RATE,
-}
+
+def stepping_for(optimizer: Optimizer, ways: Sequence[Stepping], who: str) -> Stepping:
+    """The first of `ways`, those of the strategy or setting `who`, in which the optimizer steps as it does together.
+
+    UserError says why there is none.
+    """
+    why = ""
+    for way in ways:
+        why = cannot_step(optimizer, way)
+        if not why:
+            return way
+    raise UserError(
+        f"optimizer {type(optimizer).__name__} would train another model under {who} than in one process: {why}; use "
+        "strategy=mirrored or allreduce, or another optimizer, such as AdamW"
+    )
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether parameters may be cut anywhere; a UserError names an optimizer that cannot be shared out at all."""
-    kind = type(optimizer)
-    for base in kind.__mro__:
-        if base.__name__ in _REFUSED:
-            raise UserError(
-                f"optimizer {kind.__name__} cannot be shared out among several owners: {_REFUSED[base.__name__]}"
-            )
-    return kind in _ELEMENTWISE or getattr(kind, "elementwise", False) is True
-
-
-def require_elementwise(optimizer: Optimizer, who: str) -> None:
-    """UserError for an optimizer that `who`, who has it step parts of parameters, cannot use."""
-    if not is_elementwise(optimizer):
-        kind = type(optimizer).__name__
-        raise UserError(
-            f"optimizer {kind} is not known to treat each item of a parameter by itself, as {who} needs; use another "
-            f"such as SGD or Adagrad, or, if it does so, give class {kind} the attribute elementwise = True"
-        )
-
-
-def check_sharing(optimizer: Optimizer, *, sliced: bool) -> None:
-    """UserError for an optimizer that cannot step some parameters alone, or slices of them where they are `sliced`."""
-    if sliced:
-        require_elementwise(optimizer, "a slice of a layer")
-    else:
-        is_elementwise(optimizer)
+    """Whether parameters may be cut anywhere: each item is stepped by its own gradient and state."""
+    return not cannot_step(optimizer, Stepping.IN_PIECES)
 
 
 def positions(optimizer: Optimizer) -> dict[int, int]:

@@ -30,11 +30,12 @@ from torch.optim import Optimizer
 from manyhands.errors import UserError
 from manyhands.sharding.flow import Action, Await, Fetch, Hand, Release, UnitFlow
 from manyhands.sharding.kept import kept_by
-from manyhands.sharding.optimizers import is_elementwise
+from manyhands.sharding.optimizers import stepping_for
 from manyhands.sharding.units import Unit, UnitMemory, move_buffers, units_of
 from manyhands.sharding.visits import FlowListener, UnitVisits
 from manyhands.single.budget import UnitBytes, plan_budget
 from manyhands.single.movers import Move, Mover, mover_for
+from manyhands.single.strategy import Single
 from manyhands.training.clipping import scale_down, squares_of
 from manyhands.training.computing import Computed, Computer
 from manyhands.training.exchange import Exchange, LocalStep, SharedStep
@@ -73,7 +74,8 @@ class OffloadExchange(FlowListener, Exchange):
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Move the parameters to where they live; a UserError says the need where a layer does not fit."""
-        is_elementwise(optimizer)  # refuses what cannot step a part of the parameters
+        strategy = Single(device_memory=self._limit)
+        stepping_for(optimizer, strategy.stepping, str(strategy))
         self._optimizer = optimizer
         state = _state_sizes(optimizer)
         units = units_of(model)
@@ -109,6 +111,10 @@ class OffloadExchange(FlowListener, Exchange):
             found = computer.evaluate(model)
         self._carry_out(self._flow.end())
         return found
+
+    def evaluate_alike(self, computer: Computer, model: nn.Module) -> tuple[dict[str, float], int] | None:
+        """With the layers that it needs."""
+        return self.evaluate(computer, model)
 
     def backward(self, loss: Tensor, share: float) -> None:
         """Layers are stepped as their gradients become whole, unless the loss is not finite."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from manyhands.errors import UserError
-from manyhands.facts import ENDS, NO_SERVERS, NOBODY_JOINS, Answer, Promise, Promises, Truth, Waits
+from manyhands.facts import ENDS, NO_SERVERS, NOBODY_JOINS, Answer, Promise, Promises, Stepping, Truth, Waits
 from manyhands.holding import ModelFootprint, WorkerMemory
 from manyhands.settings import parse_size, setting, show_size
 from manyhands.single.budget import UnitBytes, plan_budget
@@ -40,6 +40,11 @@ class Single(Strategy):
             raise UserError(
                 f"offload={self.offload} only means something with device_memory, as in device_memory=2GiB"
             )
+
+    @property
+    def stepping(self) -> tuple[Stepping, ...]:
+        """With a limit, each layer when its gradients are there."""
+        return (Stepping.IN_TURN if self.device_memory else Stepping.TOGETHER,)
 
     @property
     def waits_for(self) -> Waits:

@@ -21,8 +21,9 @@ from manyhands.grid.layout import Grid, GridAxis
 from manyhands.link.base import Link
 from manyhands.link.wire import Wire, wire_of
 from manyhands.memory.heap import keep_freed_memory
-from manyhands.sharding.optimizers import check_sharing
+from manyhands.sharding.optimizers import stepping_for
 from manyhands.tensor.slicing import Sliced, slice_modules
+from manyhands.tensor.strategy import Tensor
 from manyhands.tensor.telling import layers_told
 from manyhands.training.clipping import scale_down, squares_of
 from manyhands.training.computing import Computed, Computer
@@ -112,7 +113,8 @@ class TensorExchange(Exchange):
             for key, value in model.named_buffers()
             if key in outline.shapes and first and (self.rank == 0 or key in self._sliced.buffers)
         }
-        check_sharing(optimizer, sliced=bool(self._sliced.cut))
+        if self._sliced.cut:
+            stepping_for(optimizer, Tensor().stepping, Tensor.word)
         self._held = HeldModel(outline, optimizer, held, buffers, self._sliced.buffers)
         self._held.drop_rest()
         self._optimizer = optimizer

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from manyhands.errors import UserError
-from manyhands.facts import IN_STEP, Promises, Split, Truth
+from manyhands.facts import IN_STEP, Promises, Split, Stepping, Truth
 from manyhands.grid.layout import Grid, require_multiple
 from manyhands.holding import ModelFootprint, WorkerMemory
 from manyhands.settings import check_link, link_setting, setting, whole_number
@@ -52,6 +52,11 @@ class Tensor(Strategy):
     def splits_batches(self) -> bool:
         """Every slice of a layer sees all samples of its replica."""
         return False
+
+    @property
+    def stepping(self) -> tuple[Stepping, ...]:
+        """Each worker steps its slices."""
+        return (Stepping.IN_PIECES,)
 
     @property
     def uses_links(self) -> bool:

@@ -6,6 +6,7 @@ replay computes the same bits.
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -110,6 +111,7 @@ class Computer:
         if not on_host:
             model = model.to(self.device)
         optimizer = optimizer_of(self._task, model)
+        _require_plain_step(optimizer)
         built = Built(model=model, optimizer=optimizer, **self._schedulers(optimizer))
         if built.scheduler is not None:
             optimizer._opt_called = True  # type: ignore[attr-defined]  # torch warns of a scheduler that goes first
@@ -188,7 +190,7 @@ class Computer:
                 prepare(batch)
                 begin = time.monotonic()
             with nullcontext() if number == len(share.pieces) else accumulate():
-                loss = self.loss(model, batch, piece)
+                loss = self.loss(model, batch, piece, share)
                 answer = self.reader.ask(loss)
                 backward(loss if piece.weight == 1 else loss * piece.weight, share.weight)
             value += answer() * piece.weight
@@ -255,13 +257,17 @@ class Computer:
         means = (totals[:-1] / totals[-1]).tolist()
         return dict(zip(self.measures(), means, strict=True)), int(totals[-1])
 
-    def loss(self, model: nn.Module, batch: Any, piece: Microbatch) -> Tensor:
-        """The mean over the samples of a piece, by their weights."""
+    def loss(self, model: nn.Module, batch: Any, piece: Microbatch, share: Share) -> Tensor:
+        """The mean over the samples of a piece of a share, by their weights.
+
+        Of a loss that is a sum, the mean times the size of the batch: by their weights, pieces add up to its sum.
+        """
         with self.precision():
             loss = self._task.loss(model, batch)
         if piece.sample_weights is None:
             require_loss(loss)
-            return loss
+            weight = share.weight * piece.weight
+            return loss / weight if self._task.reduction == "sum" and weight != 1 else loss
         require_losses(loss, piece.samples)
         weights = torch.as_tensor(piece.sample_weights, dtype=loss.dtype, device=loss.device)
         return (loss.reshape(-1) * weights).sum()
@@ -327,4 +333,16 @@ def _require_graph(loss: Tensor) -> None:
         raise UserError(
             "task.loss returned a tensor that no parameter leads to; compute it from model(…) without detach, no_grad "
             "or .item(), and leave some parameter trainable"
+        )
+
+
+def _require_plain_step(optimizer: Optimizer) -> None:
+    """UserError for an optimizer whose step computes the loss by itself: here that was done before the step."""
+    _, *asked = inspect.signature(
+        type(optimizer).step
+    ).parameters.values()  # a scheduler hides the optimizer's own
+    if any(one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD for one in asked):
+        raise UserError(
+            f"optimizer {type(optimizer).__name__} asks for the loss again and again within one step, and a run "
+            "computes it once for each; use another optimizer, such as AdamW"
         )

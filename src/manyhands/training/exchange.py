@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from manyhands.errors import UserError
 from manyhands.link.wire import Wire
+from manyhands.task import Task
 from manyhands.training.computing import Computed, Computer
 from manyhands.training.gradients import clippable
 from manyhands.training.options import SYNCHRONIZE
@@ -296,6 +297,14 @@ class Exchange(ABC):
     def evaluate(self, computer: Computer, model: nn.Module) -> tuple[dict[str, float], int] | None:
         """Collective: means over the evaluation data and the number of samples; each goes over its part."""
         return computer.evaluate(model, self.rank, self.world, self.total)
+
+    def splits(self, task: Task) -> bool:
+        """Whether a loss or a gradient is put together from those of parts of a batch."""
+        return self.parts > 1 or task.microbatches > 1
+
+    def evaluate_alike(self, computer: Computer, model: nn.Module) -> tuple[dict[str, float], int] | None:
+        """After `attach`, on every worker: means over all of the evaluation data, which are few."""
+        return computer.evaluate(model)
 
     def begin(self, step: int) -> None:  # noqa: B027 - not everybody sends before `agree`
         """Gradients that come from here on are of step `step`; where `compute` is not called, before the first."""

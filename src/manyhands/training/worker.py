@@ -6,7 +6,6 @@ are taken before the exchange, so that a straggler shows as itself and not as ev
 
 from __future__ import annotations
 
-import inspect
 import math
 import time
 from collections.abc import Mapping
@@ -16,11 +15,10 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands.cluster.board import State
-from manyhands.errors import NonFinite, UserError
+from manyhands.errors import NonFinite
 from manyhands.store.checkpoint import CheckpointStore, Loaded
 from manyhands.store.optimizer_state import restore_optimizer
 from manyhands.training.agreement import Agreement
@@ -32,6 +30,7 @@ from manyhands.training.computing import Computer, TrainingPlan
 from manyhands.training.diagnosis import Course, diagnose
 from manyhands.training.exchange import Exchange, LocalStep, SentFor, SharedStep, Traffic
 from manyhands.training.options import SYNCHRONIZE
+from manyhands.training.reduction import require_reduction
 from manyhands.training.reporting import Reporter, Surroundings, WorkerNote, is_due
 
 __all__ = ["Trained", "Trainer"]
@@ -104,7 +103,6 @@ class Trainer:
             start.model.clear()  # or every worker would hold the whole checkpoint for the length of the run
             start.optimizer.clear()
         self._exchange.attach(model, optimizer)
-        _require_plain_step(optimizer)
         if start is not None:
             self._exchange.recall(start.extra.get("exchange", {}))
         if self._plan.buffers == SYNCHRONIZE and self._exchange.parts > 1:
@@ -119,6 +117,11 @@ class Trainer:
         self._reporter.begin(first, extra, built.metric_scheduler)
         self._samples = (extra or {}).get("samples", 0)
         self._exchange.joined_by(self._for_newcomers)
+        if start is None and self._exchange.splits(self._computer.task):
+            self._around.mark(first, State.EVALUATING)
+            alike = partial(self._exchange.evaluate_alike, model=called)
+            require_reduction(self._computer, self._exchange.worker, model, alike)
+            self._exchange.take_times()  # no part of the first step
         step, settled, stopped = first, first, self._is_over(first)
         while step < self._plan.steps and not stopped:
             shared = self._exchange.whole(
@@ -308,16 +311,4 @@ class Trainer:
             seconds=self._reporter.seconds,
             stopped_early=stopped,
             weights=weights,
-        )
-
-
-def _require_plain_step(optimizer: Optimizer) -> None:
-    """UserError for an optimizer whose step computes the loss by itself: here that was done before the step."""
-    _, *asked = inspect.signature(
-        type(optimizer).step
-    ).parameters.values()  # a scheduler hides the optimizer's own
-    if any(one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD for one in asked):
-        raise UserError(
-            f"optimizer {type(optimizer).__name__} asks for the loss again and again within one step, and a run "
-            "computes it once for each; use another optimizer, such as AdamW"
         )

@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from manyhands.errors import UserError
-from manyhands.sharding.optimizers import is_elementwise
+from manyhands.facts import Stepping
+from manyhands.sharding.optimizers import stepping_for
 
 __all__ = ["LateOptimizer"]
 
@@ -23,12 +23,7 @@ class LateOptimizer:
     """Steps some parameters of `optimizer` at a time; UserError for one that needs all gradients at once."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        try:
-            is_elementwise(optimizer)  # refuses what cannot step some parameters alone
-        except UserError as error:
-            raise UserError(
-                f"order=priority steps each parameter when its gradient is there: {error}"
-            ) from None
+        stepping_for(optimizer, (Stepping.IN_TURN,), "allreduce order=priority")
         self._optimizer = optimizer
         self._settings: list[dict[str, Any]] = []
 

@@ -103,4 +103,5 @@ def off_shards(directory: RunDirectory, plan: TrainingPlan, strategy: Ps) -> Non
 def _built(plan: TrainingPlan, strategy: Ps, step: int) -> tuple[Built, FlatLayout]:
     computer = Computer(replace(plan, device="cpu"), 0)
     built = computer.build(step)
-    return built, FlatLayout.of(built.model, built.optimizer, strategy.servers, computer.task.sparse)
+    model, sparse = built.model, computer.task.sparse
+    return built, FlatLayout.of(model, built.optimizer, strategy.servers, sparse, strategy.stepping)

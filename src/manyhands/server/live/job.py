@@ -146,5 +146,6 @@ class Job:
         """The model before the first step and where its parameters lie; the same in every process."""
         computer = Computer(self.plan, worker_rank)
         built = computer.build()
-        layout = FlatLayout.of(built.model, built.optimizer, self.strategy.servers, self.plan.task.sparse)
+        strategy, sparse = self.strategy, self.plan.task.sparse
+        layout = FlatLayout.of(built.model, built.optimizer, strategy.servers, sparse, strategy.stepping)
         return computer, built, layout

@@ -152,8 +152,9 @@ class ServerTraining:
         with ExitStack() as stack:
             self._computer = Computer(request.plan, 0)
             built = self._computer.build()
+            strategy, sparse = request.strategy, request.plan.task.sparse
             self._layout = FlatLayout.of(
-                built.model, built.optimizer, request.strategy.servers, request.plan.task.sparse
+                built.model, built.optimizer, strategy.servers, sparse, strategy.stepping
             )
             self._model = built.model
             self._final = stack.enter_context(

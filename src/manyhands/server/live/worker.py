@@ -51,6 +51,7 @@ from manyhands.threads import use_threads
 from manyhands.training.booking import StepBook
 from manyhands.training.computing import Computed
 from manyhands.training.exchange import Traffic
+from manyhands.training.reduction import require_reduction
 
 __all__ = ["work", "work_with"]
 
@@ -316,6 +317,7 @@ class _Turn:
         self._context.mark(work.batch + 1, State.COMPUTING)
         body.model.pulled()
         try:
+            self._try_loss(work)
             self._evaluate(work)
             ready = self._begun_ns = time.monotonic_ns()
             body.model.begin()
@@ -436,6 +438,16 @@ class _Turn:
         self._booked_bytes = self._body.bytes_sent
         messages = self._per_shard * self._body.layout.shards if num_bytes else 0
         return Traffic(bytes_sent=num_bytes, messages_sent=messages)
+
+    def _try_loss(self, work: Work) -> None:
+        """Who has the first part of the first batch: UserError where the loss is not what the task says it is.
+
+        Not where there are tables, of which this worker has no row yet.
+        """
+        computer, model = self._body.computer, self._body.model.model
+        splits = work.parts > 1 or computer.task.microbatches > 1
+        if splits and not (work.batch or work.part or self._body.tables.exist):
+            require_reduction(computer, work.part, model, lambda trial: trial.evaluate(model))
 
     def _evaluate(self, work: Work) -> None:
         """Who has the first part of a batch that an evaluation comes before does it, with the weights just pulled."""
