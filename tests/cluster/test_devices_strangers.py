@@ -145,6 +145,22 @@ def test_a_token_that_is_none_is_refused(hostile: Hostile, token: Any) -> None:
     assert hostile.served.ask("POST", "/enrol", json.dumps(asked).encode()).status == 403
 
 
+def test_a_header_that_is_nested_far_too_deep_is_refused(hostile: Hostile) -> None:
+    """An error that shows a part of it would not come to its end."""
+    body = hostile.body()
+    header = b'{"weight": {"dtype": ' + b"[" * 900 + b"]" * 900 + b"}}"
+    status, said = hostile.report(len(header).to_bytes(8, "little") + header + body[-40:])
+    assert (status, "nested more than 64 deep" in said) == (400, True), said
+
+
+def test_a_request_with_two_lengths_is_refused_also_where_no_body_is_read(hostile: Hostile) -> None:
+    home, both = hostile.honest._home, {"content-length": "0", "transfer-encoding": "chunked"}
+    target = "/model"
+    signed = hostile.served.headers(home.client, home.secret, "GET", target)
+    assert hostile.served.ask("GET", target, b"", signed).status == 200
+    assert hostile.served.ask("GET", target, b"", {**signed, **both}).status == 411
+
+
 def test_a_number_that_would_spoil_the_model_is_refused(hostile: Hostile) -> None:
     status, said = hostile.report(hostile.body([hostile.zeros[0] + 1e30, hostile.zeros[1]]))
     assert (status, "too large" in said) == (422, True)
