@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from manyhands.cluster.template import expect, warm
-from manyhands.errors import UserError
+from manyhands.errors import UserError, limits_named
 from manyhands.hosts.standing import may_be_placed
 from manyhands.registry import STRATEGIES
 from manyhands.strategy import Strategy
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["await_workers", "fit", "fit_or_kept", "place_among_others"]
 
 
+@limits_named()
 def fit(
     task: AnyTask,
     strategy: str | Strategy = "allreduce",

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from manyhands.cli.later import Later, add_later, group_of
-from manyhands.errors import ManyhandsError, UserError
+from manyhands.errors import ManyhandsError, UserError, limits_named
 from manyhands.version import __version__
 
 __all__ = ["COMMANDS", "app", "main"]
@@ -159,7 +159,8 @@ def options(
 def main() -> None:
     """Run the command line, and turn errors into exit statuses; `process.program` is the console script."""
     try:
-        app(standalone_mode=True)
+        with limits_named():
+            app(standalone_mode=True)
     except UserError as error:
         _complain(error)
         sys.exit(2)
