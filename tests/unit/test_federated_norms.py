@@ -19,10 +19,10 @@ from torch import Tensor
 import manyhands as mh
 from manyhands.errors import NonFinite, UserError
 from manyhands.federated.bounding import RoundNorms
+from manyhands.federated.norms import described_norms, norm_class, rejected_by_norm
 from manyhands.federated.partition import Partition
 from manyhands.federated.rounds.core import RoundState, RoundTerms, as_json, handle, state_of
 from manyhands.federated.rounds.events import AbandonRound, ClientsSeen, CloseRound, ReportCame
-from manyhands.federated.rounds.norms import described_norms, norm_class, rejected_by_norm
 from manyhands.federated.tally import KeptTally, PlainTally
 from manyhands.federated.updates import ClientUpdate, RoundTally, TallySum
 from manyhands.training.computing import Computer, TrainingPlan

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from manyhands.federated.rounds.norms import (
+from manyhands.federated.norms import (
     described_clients,
     described_norms,
     largest_class,

@@ -25,11 +25,11 @@ from manyhands.federated.bounding import RoundNorms
 from manyhands.federated.clients import held, held_names, selected, steps_in, work_of
 from manyhands.federated.coding import UpdateCoding
 from manyhands.federated.layers import LocalLayers
+from manyhands.federated.norms import require_finite
 from manyhands.federated.partition import Partition, held_back
 from manyhands.federated.personal import tuned
 from manyhands.federated.playing import Crowd, Players, Playing, players_for
 from manyhands.federated.privacy.rounds import PrivateRounds
-from manyhands.federated.rounds.norms import require_finite
 from manyhands.federated.rounds.simulated import SimulatedCourse, SimulatedRounds, simulated_rounds
 from manyhands.federated.samples import Samples
 from manyhands.federated.spread import (

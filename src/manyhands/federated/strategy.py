@@ -11,9 +11,9 @@ from manyhands.errors import UserError
 from manyhands.facts import ENDS, NO_SERVERS, NOBODY_JOINS, Answer, Promise, Promises, Truth
 from manyhands.federated.algorithms import FederatedAlgorithm, algorithm_named
 from manyhands.federated.layers import EVERYTHING_SHARED
+from manyhands.federated.norms import check_norm_ratio
 from manyhands.federated.partition import NATURAL, Partition
 from manyhands.federated.privacy.terms import FIXED, SERVER, SYSTEM, PrivacyTerms
-from manyhands.federated.rounds.norms import check_norm_ratio
 from manyhands.federated.secure.fixedpoint import MOST_WEIGHT, FixedPoint
 from manyhands.federated.tuning import NOTHING_PERSONAL, Tuning
 from manyhands.holding import ModelFootprint, WorkerMemory

@@ -13,7 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from manyhands.federated.rounds.norms import norm_class
+from manyhands.federated.norms import norm_class
 from manyhands.federated.updates import ClientUpdate
 
 __all__ = ["ClassSums", "PartialSum"]

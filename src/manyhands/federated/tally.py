@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from manyhands.federated.algorithms import FederatedAlgorithm
+from manyhands.federated.norms import norm_class
 from manyhands.federated.privacy.rounds import PrivateRounds
 from manyhands.federated.privacy.tally import PrivateTally
-from manyhands.federated.rounds.norms import norm_class
 from manyhands.federated.secure.tally import SecureTally
 from manyhands.federated.strategy import Federated
 from manyhands.federated.sums import ClassSums

@@ -31,6 +31,12 @@ from manyhands.federated.deployed.letters import (
     whole_in,
 )
 from manyhands.federated.deployed.stages import SecureAttempt
+from manyhands.federated.norms import (
+    described_clients,
+    described_norms,
+    largest_class,
+    require_finite,
+)
 from manyhands.federated.rounds.core import RoundPhase, RoundState, handle
 from manyhands.federated.rounds.events import (
     AbandonRound,
@@ -48,12 +54,6 @@ from manyhands.federated.rounds.events import (
     SumCame,
     TakeReport,
     TimePassed,
-)
-from manyhands.federated.rounds.norms import (
-    described_clients,
-    described_norms,
-    largest_class,
-    require_finite,
 )
 from manyhands.federated.secure.primitives import ProtocolRefused, verify
 from manyhands.federated.secure.tally import hash_of

@@ -21,6 +21,7 @@ from typing import Any
 
 from manyhands.errors import DataError, UserError
 from manyhands.federated.clients import selected
+from manyhands.federated.norms import check_norm_ratio, described_norms, rejected_by_norm
 from manyhands.federated.rounds.events import (
     AbandonRound,
     BeginRound,
@@ -39,7 +40,6 @@ from manyhands.federated.rounds.events import (
     TakeReport,
     TimePassed,
 )
-from manyhands.federated.rounds.norms import check_norm_ratio, described_norms, rejected_by_norm
 
 __all__ = ["RoundPhase", "RoundState", "RoundTerms", "as_json", "handle", "state_of"]
 
@@ -82,7 +82,7 @@ class RoundTerms:
     patience_s: float = math.inf
     """After how long without a round that counts the server gives up."""
     norm_ratio: float = 0.0
-    """How many times the median of a round's norms an update may have (`norms.py`); 0: any."""
+    """How many times the median of a round's norms an update may have (`federated/norms.py`); 0: any."""
     seed: int = 0
 
     def __post_init__(self) -> None:
