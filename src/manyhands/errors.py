@@ -7,7 +7,11 @@ every other `ManyhandsError` is something that happened while running (exit stat
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import errno
+import os
+import resource
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 __all__ = [
     "Aborted",
@@ -24,6 +28,7 @@ __all__ = [
     "WorkerFailed",
     "first_line",
     "format_bytes",
+    "limits_named",
     "nearest",
     "printable",
 ]
@@ -128,6 +133,38 @@ def format_bytes(num_bytes: float) -> str:
 def first_line(error: BaseException) -> str:
     """What somebody else's error says first, without a full stop, to be a part of a sentence; else its type."""
     return (str(error).splitlines() or [""])[0].rstrip(".") or type(error).__name__
+
+
+@contextmanager
+def limits_named() -> Iterator[None]:
+    """Turn the OSError of a limit on this process into a UserError that names the limit; a decorator, too."""
+    try:
+        yield
+    except (OSError, ImportError) as error:
+        sentence = _limit_of(error)
+        if not sentence:
+            raise
+        raise UserError(sentence) from error
+
+
+def _limit_of(error: OSError | ImportError) -> str:
+    """Which limit an error is of, and how to raise it; empty where it is none."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number is None and os.strerror(errno.EMFILE) in str(error):  # of a library that could not be opened
+        number = errno.EMFILE
+    where = f" ({printable(str(error.filename))})" if isinstance(error, OSError) and error.filename else ""
+    if number == errno.EMFILE:
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return f"this process may have {most:,} files open at once, and needs more{where}; raise it: ulimit -n 4096"
+    if number == errno.ENFILE:
+        return f"this host has as many files open as it allows{where}; close some, or raise fs.file-max with sysctl"
+    if number == errno.EFBIG:
+        most, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+        return (
+            f"a file of this process, or memory that it shares, may have {format_bytes(most)} at most, and one would "
+            f"have more{where}; raise it: ulimit -f unlimited"
+        )
+    return ""
 
 
 def printable(text: str, at_most: int = 400) -> str:

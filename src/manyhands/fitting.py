@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from manyhands.arguments import named_arguments
 from manyhands.cluster.template import expect, warm
-from manyhands.errors import UserError
+from manyhands.errors import UserError, limits_named
 from manyhands.hosts.standing import may_be_placed
 from manyhands.registry import STRATEGIES
 from manyhands.strategy import Strategy
@@ -30,6 +30,7 @@ __all__ = ["await_workers", "fit", "fit_or_kept", "place_among_others"]
 
 
 @named_arguments
+@limits_named()
 def fit(
     task: AnyTask,
     strategy: str | Strategy = "allreduce",

@@ -212,11 +212,11 @@ def wrong_update(kind: str, hostile: Hostile) -> bytes:
 def test_a_wrong_update_is_refused_and_the_round_goes_on_without_it(
     hostile: Hostile, kind: str, status: int, sentence: str
 ) -> None:
-    before = [one.clone() for one in hostile.served.server._sum.sums]
+    before = [one.clone() for one in hostile.served.server._sum.total().sums]
     found, said = hostile.report(wrong_update(kind, hostile))
     assert (found, sentence in said) == (status, True), said
     assert said.count("\n") == 1
-    for mine, theirs in zip(hostile.served.server._sum.sums, before, strict=True):
+    for mine, theirs in zip(hostile.served.server._sum.total().sums, before, strict=True):
         assert torch.equal(mine, theirs)
     assert hostile.served.server.state.reported == {}
     if status != 413:  # who is refused before it is read may try again
@@ -246,7 +246,7 @@ def test_what_an_update_says_of_itself_must_make_sense(hostile: Hostile, about: 
 def test_a_lie_about_samples_weighs_no_more_than_the_bound(hostile: Hostile) -> None:
     status, _ = hostile.report(hostile.body([one + 1 for one in hostile.zeros], samples="1000000"))
     assert status == 200
-    assert hostile.served.server._sum.weight == 20
+    assert hostile.served.server._sum.total().weight == 20
 
 
 def test_reports_sent_again_late_or_for_another_model_do_not_count(hostile: Hostile) -> None:
@@ -271,9 +271,9 @@ def test_a_report_whose_answer_was_lost_is_summed_once(hostile: Hostile) -> None
     body = hostile.body([one + 1 for one in hostile.zeros])
     assert hostile.report(body)[0] == 200
     assert hostile.report(body)[0] == 200
-    assert hostile.served.server._sum.weight == 5
+    assert hostile.served.server._sum.total().weight == 5
     assert hostile.report(hostile.body())[0] == 409
-    assert hostile.served.server._sum.weight == 5
+    assert hostile.served.server._sum.total().weight == 5
 
 
 def test_nobody_reports_in_the_name_of_another(hostile: Hostile) -> None:

@@ -194,7 +194,7 @@ def test_with_too_few_left_the_round_is_abandoned_and_the_model_stays(
     assert server.state.done == 0
     assert any("abandoned" in sentence and "it takes 4" in sentence for sentence in party.served.told)
     assert all(torch.equal(mine, begun) for mine, begun in zip(server._weights, start, strict=True))
-    assert server._sum.weight == 0
+    assert server._sum.total().weight == 0
 
 
 def other_survivors(body: bytes) -> bytes:

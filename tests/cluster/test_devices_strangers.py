@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from devices import TOY, Hostile, job_for, serving, tokens, write_parts
-from manyhands.errors import ManyhandsError
+from devices import TOY, Hostile, ask_work, job_for, make_device, points, serving, tokens, write_parts
+from manyhands.errors import ManyhandsError, NonFinite
+from manyhands.federated.clients import held
 from manyhands.federated.deployed.asking import Reply
 from manyhands.federated.deployed.keeping import ServerFiles, new_run
 from manyhands.federated.deployed.letters import enrolment_text
-from manyhands.federated.deployed.rounds_server import shapes_of
+from manyhands.federated.deployed.rounds_server import RoundServer, initial_model, shapes_of
 from manyhands.federated.secure.primitives import public_identity, sign
 from manyhands.store.atomic import WriteFailed
+from manyhands.task import Task
 from manyhands.tasks import TASKS
 
 
@@ -128,7 +133,7 @@ def test_where_the_numbers_of_a_header_are_other_types_its_own_are_used(hostile:
     text = json.dumps(header).encode()
     status, _ = hostile.report(len(text).to_bytes(8, "little") + text + body[8 + length :])
     assert status == 200
-    for total in hostile.served.server._sum.sums:
+    for total in hostile.served.server._sum.total().sums:
         assert torch.equal(total, torch.full_like(total, 5.0))
 
 
@@ -140,9 +145,91 @@ def test_a_token_that_is_none_is_refused(hostile: Hostile, token: Any) -> None:
     assert hostile.served.ask("POST", "/enrol", json.dumps(asked).encode()).status == 403
 
 
+def test_a_header_that_is_nested_far_too_deep_is_refused(hostile: Hostile) -> None:
+    """An error that shows a part of it would not come to its end."""
+    body = hostile.body()
+    header = b'{"weight": {"dtype": ' + b"[" * 900 + b"]" * 900 + b"}}"
+    status, said = hostile.report(len(header).to_bytes(8, "little") + header + body[-40:])
+    assert (status, "nested more than 64 deep" in said) == (400, True), said
+
+
+def test_a_request_with_two_lengths_is_refused_also_where_no_body_is_read(hostile: Hostile) -> None:
+    home, both = hostile.honest._home, {"content-length": "0", "transfer-encoding": "chunked"}
+    target = "/model"
+    signed = hostile.served.headers(home.client, home.secret, "GET", target)
+    assert hostile.served.ask("GET", target, b"", signed).status == 200
+    assert hostile.served.ask("GET", target, b"", {**signed, **both}).status == 411
+
+
 def test_a_number_that_would_spoil_the_model_is_refused(hostile: Hostile) -> None:
     status, said = hostile.report(hostile.body([hostile.zeros[0] + 1e30, hostile.zeros[1]]))
     assert (status, "too large" in said) == (422, True)
+
+
+@pytest.fixture
+def deep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The points with two layers: weights of 1e19 are finite, and what they come to is not."""
+
+    def two_layers(_: Any = None) -> Task:
+        return replace(points(), model=lambda: nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)))
+
+    monkeypatch.setattr("devices.TOY", replace(TOY, make=two_layers))
+    monkeypatch.setitem(TASKS, "points", replace(TOY, make=two_layers))
+
+
+def hostile_round(tmp_path: Path, clients: int, words: str = "") -> tuple[int, str, list[str], RoundServer]:
+    """A round of devices that all report; client 0 sends a number that is finite, and too large for any model."""
+    write_parts(tmp_path, clients)
+    job = job_for(f"clients={clients} epochs=1 batch=8 {words}", rounds=2)
+    with serving(job, tmp_path / "run") as served:
+        server, given = served.server, tokens(tmp_path / "run")
+        devices = [make_device(served, tmp_path, number, given[number]) for number in range(clients)]
+        ask_work(served, *devices)
+        for number, device in enumerate(devices):
+            size = 1.8e19 if number == 0 else 0.01
+            change = [torch.full(shape, size) for _, _, shape in server.form.rows]
+            body = server.form.encode(change, {"samples": "5", "steps": "1", "loss": "0.5"})
+            home = device._home
+            reply = served.signed(home.client, home.secret, "POST", "/report/1", body, server.model_hash)
+        for device in devices:
+            device._home.close()
+        return reply.status, reply.body.decode(), list(served.told), server
+
+
+@pytest.mark.usefixtures("deep")
+def test_one_update_that_is_too_large_beside_the_others_does_not_count(tmp_path: Path) -> None:
+    status, _, told, server = hostile_round(tmp_path, 3)
+    assert (status, server.state.done, server.state.rejected) == (200, 1, 1)
+    row = server._files.directory.metrics.read()[0]
+    assert (row["counted"], list(row["rejected"])) == ([1, 2], ["0"])
+    assert row["rejected"]["0"] == pytest.approx(1.8e19 * math.sqrt(23))
+    assert any("rejected, since larger than norm_ratio=100 times the median of 0.048" in one for one in told)
+    assert any("client 0 (norm 8.6e+19)" in one for one in told)
+    moved = [
+        after - mine for after, mine in zip(server._weights, held(initial_model(server._job)), strict=True)
+    ]
+    for one in moved:
+        torch.testing.assert_close(one, torch.full_like(one, 0.01))
+
+
+@pytest.mark.usefixtures("deep")
+@pytest.mark.parametrize(("clients", "words"), [(2, ""), (3, "norm_ratio=0")])
+def test_a_server_whose_evaluation_is_not_finite_stops_and_names_the_round_and_what_came(
+    tmp_path: Path, clients: int, words: str
+) -> None:
+    """Where there is no majority to judge by, or the bound is switched off; the round does not count."""
+    status, _, told, server = hostile_round(tmp_path, clients, words)
+    assert status == 503
+    assert isinstance(server.failed, NonFinite)
+    said = str(server.failed)
+    assert "round 1 has spoiled the model: its evaluation_loss is" in said
+    assert said.index("client 0 (norm 8.6e+19)") < said.index("client 1 (norm 0.048)")
+    assert any(said in one for one in told)
+    state = json.loads((tmp_path / "run" / "federated" / "state.json").read_text())
+    assert (state["done"], state["phase"]) == (0, "reporting")
+    with serving(server._job, tmp_path / "run", resume=True) as served:
+        assert served.server.state.done == 0
+        assert all(map(torch.equal, served.server._weights, held(initial_model(server._job))))
 
 
 def test_a_disk_that_is_full_ends_the_server_and_no_round_is_lost_or_counted_twice(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import manyhands as mh
-from manyhands.errors import UserError
+from manyhands.errors import NonFinite, UserError
 from manyhands.federated.algorithms import ALGORITHMS, algorithm_named
 from manyhands.federated.algorithms.base import ClientUpdate
 from manyhands.federated.algorithms.plain import FedAvg
@@ -193,6 +193,35 @@ def test_a_client_whose_update_is_not_finite_is_left_out() -> None:
     assert_same(run.model, mh.fit(task(), words, rounds=2).model)
     assert run.summary["updates_refused"] == 2
     assert any("2 updates had a number that is not finite" in note for note in run.summary["notes"])
+
+
+def test_a_client_whose_update_is_too_large_is_left_out_on_every_worker(tmp_path: Path) -> None:
+    """By the norms of the clients that the other worker played."""
+    inputs, targets = samples(4, 7)
+    data = mh.Parties({**PARTIES, "hostile": (inputs, 1e15 * targets)})
+    words = "federated batch=all partition=natural"
+    run = mh.fit(task(data), words, rounds=2, workers=2, out=tmp_path)
+    assert_same(run.model, mh.fit(task(), words, rounds=2).model)
+    assert run.summary["updates_rejected"] == 2
+    assert any(
+        "2 updates did not count, since larger than norm_ratio=100" in note for note in run.summary["notes"]
+    )
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [list(row["rejected"]) for row in rows if "rejected" in row] == [["3"], ["3"]]
+
+
+def test_a_run_of_two_workers_whose_evaluation_breaks_names_the_round_and_what_came() -> None:
+    """Two clients, of whom nobody can say which one is wrong: the evaluation is what shows it."""
+    one, two = PARTIES["one"], PARTIES["two"]
+    wild = task(
+        mh.Parties({"one": one, "two": (two[0], 1e30 * two[1])}),
+        evaluation=(1e150 * two[0], two[1]),
+    )
+    with pytest.raises(
+        NonFinite, match=r"round 1 has spoiled the model: its evaluation_loss is inf"
+    ) as ended:
+        mh.fit(wild, "federated batch=all partition=natural", rounds=3, workers=2)
+    assert "client 1 (norm" in str(ended.value)
 
 
 def test_secure_rounds_are_plain_ones_to_half_a_step_of_their_fixed_point() -> None:

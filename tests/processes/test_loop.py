@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import warm
+from certificates import HOSTS, folders
 from equality import distance
 from hosts import Hosts, two_hosts
 from manyhands.record.events import EventKind
@@ -94,10 +95,18 @@ def test_torchrun_workers_end_with_the_weights_of_one_process(
 @pytest.mark.parametrize(
     ("asked", "said_first"), [("", "allreduce algorithm=hierarchical group=2"), ("central", "central")]
 )
+@pytest.mark.parametrize("tls", [False, True], ids=["gloo", "tls"])
 def test_torchrun_on_two_hosts_is_hierarchical_by_itself_and_ends_with_the_same_weights(
-    asked: str, said_first: str, tmp_path: Path, alone: dict[str, torch.Tensor], two_hosts: Hosts
+    asked: str,
+    said_first: str,
+    tls: bool,
+    tmp_path: Path,
+    alone: dict[str, torch.Tensor],
+    two_hosts: Hosts,
 ) -> None:
     wanted = {"OWN_LOOP_STRATEGY": asked} if asked else {}
+    if tls:
+        wanted["MANYHANDS_TLS"] = str(folders() / HOSTS[0])
     options = [
         "--nnodes",
         "2",
@@ -129,6 +138,8 @@ def test_torchrun_on_two_hosts_is_hierarchical_by_itself_and_ends_with_the_same_
     assert [node.returncode for node in nodes] == [0, 0], said
     assert said[0][0].strip() == f"{said_first} on 4"
     assert said[1][0].strip() == ""
+    warned = [told.count("is neither encrypted nor authenticated") for _, told in said]
+    assert warned == ([0, 0] if tls else [1, 0]), said
     kept = read_run_events(tmp_path / "run" / "events").roles
     assert [len(role.of(EventKind.STEP)) for role in kept] == [12, 12, 12, 12]
     assert distance(torch.load(tmp_path / "weights.pt"), alone) < 1e-9

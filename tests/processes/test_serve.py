@@ -157,6 +157,19 @@ def test_bad_requests_over_a_real_socket(server: ModelServer) -> None:
     assert answer.status == 413
     assert "at most 8.0 MiB" in json.loads(answer.read())["error"]
     connection.close()
+    nested = b'{"inputs": ' + b"[" * 900 + b"1" + b"]" * 900 + b"}"
+    for headers, body, said in (
+        ({}, nested, "nested more than 64 deep"),
+        ({"Host": "127.0.0.1:80@evil"}, b"{}", "The Host header is not a name and a port"),
+        ({"Content-Length": "2", "Transfer-Encoding": "chunked"}, b"2\r\n{}\r\n0\r\n\r\n", "not both"),
+    ):
+        connection = connected(server)
+        headers = {"Authorization": f"Bearer {server.token}", **headers}
+        connection.request("POST", "/predict", body, headers)
+        answer = connection.getresponse()
+        error = json.loads(answer.read())["error"]
+        assert (answer.status, said in error) == (400, True), error
+        connection.close()
 
 
 def test_who_sends_far_too_much_still_reads_why(server: ModelServer) -> None:

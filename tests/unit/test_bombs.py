@@ -189,9 +189,18 @@ def test_a_row_of_metrics_of_another_kind_is_left_out_and_counted(run: Path, key
 
 
 @pytest.mark.parametrize("odd", ODD, ids=repr)
-def test_metrics_of_another_kind_break_nothing(run: Path, odd: Any) -> None:
-    follow_up(run, {"step": 21, "at_s": 2.2, "metrics": odd})
-    follow_up(run, {"step": 21, "at_s": 2.2, "metrics": {"accuracy": odd, "\ud800": 0.5}})
+def test_metrics_of_another_kind_are_left_out_one_by_one_or_with_their_row(run: Path, odd: Any) -> None:
+    left_out = "metrics.jsonl has 1 row that no run writes; they are left out"
+    no_table = odd is not None and not isinstance(odd, dict)
+    assert (left_out in follow_up(run, {"step": 21, "at_s": 2.2, "metrics": odd})) == no_table
+    page = follow_up(run, {"step": 21, "at_s": 2.2, "metrics": {"accuracy": odd, "\ud800": 0.5}})
+    assert (left_out in page) == no_table, "of this row only what is no number"
+    curves = {
+        curve.name: dict(zip(curve.steps, curve.values, strict=True))
+        for curve in existing_run(run).poll().curves
+    }
+    assert curves["\\ud800"] == {21: 0.5}
+    assert curves["accuracy"].get(21) == (odd if odd in (-1, 1e308) else None)
 
 
 @pytest.mark.parametrize("odd", ODD, ids=repr)

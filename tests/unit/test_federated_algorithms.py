@@ -144,10 +144,10 @@ HOSTILE = samples(6, 77, -400.0)
 
 @cache
 def beside_the_truth(algorithm: str) -> float:
-    """How far from it five honest clients and two hostile ones come."""
+    """How far from it five honest clients and two hostile ones come, by the algorithm alone."""
     honest = {f"honest {at}": samples(30, at) for at in range(5)}
     both = {"hostile 1": HOSTILE, "hostile 2": (HOSTILE[0] * 2, HOSTILE[1] * 2)}
-    words = f"federated batch=all partition=natural algorithm={algorithm}"
+    words = f"federated batch=all partition=natural norm_ratio=0 algorithm={algorithm}"
     run = play_rounds(regression(mh.Parties({**honest, **both})), words, 60)
     return float(np.abs(weight_of(run) - TRUE.numpy().flatten()).max())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import random
 import time
 from collections.abc import Callable, Sequence
 from html.parser import HTMLParser
@@ -21,12 +22,13 @@ from manyhands.inference.predictor import Predictor
 from manyhands.serve import replicas
 from manyhands.serve.batching import BatchLimits
 from manyhands.serve.guard import Guard
-from manyhands.serve.model_app import BodyLimits, ModelApp
+from manyhands.serve.model_app import BodyLimits, ModelApp, RequestRefused, checked_body
 from manyhands.serve.model_server import ServeOptions
 from manyhands.serve.replica import LENGTH, answer_batch, answers_frame
 from manyhands.serve.replicas import Replicas, Staffing
 from manyhands.serve.server import Drawn, PageApp
 from manyhands.serve.switchboard import Switchboard
+from manyhands.wire.nesting import MOST_NESTED, json_depth
 
 GUARD = Guard(token="secret")
 LIMITS = BodyLimits(num_bytes=1000, inputs=3, slowest_s=0.05)
@@ -125,6 +127,8 @@ async def slowly() -> Any:
         ({"inputs": []}, 400, "no array of inputs"),
         ({"input": [1]}, 400, "no array of inputs"),
         ({"inputs": ["a cat"]}, 400, "'a cat' is no number"),
+        (b'{"inputs": ' + b"[" * 70 + b"]" * 70 + b"}", 400, "nested more than 64 deep"),
+        ({"inputs": ["[" * 70]}, 400, "is no number"),
         ({"inputs": [1, 2, 3, 4]}, 413, "at most 3 inputs, not 4"),
         (b" " * 1001, 413, "at most 1000 B"),
         (in_pieces, 413, "at most 1000 B"),
@@ -228,6 +232,8 @@ def test_requests_that_come_at_the_same_time_are_held_within_the_limit() -> None
         ({"authorization": ""}, "POST", 401),
         ({"host": "evil.example"}, "POST", 403),
         ({"origin": "http://evil.example"}, "POST", 403),
+        ({"host": "127.0.0.1:80@evil"}, "POST", 400),
+        ({"transfer-encoding": "chunked"}, "POST", 400),
         ({}, "GET", 405),
         ({}, "PUT", 405),
     ],
@@ -238,6 +244,43 @@ def test_strangers_are_refused(headers: dict[str, str], method: str, status: int
     assert answer.json()["error"].endswith(".")
     if status == 405:
         assert answer.headers["allow"] == "POST"
+
+
+@pytest.mark.parametrize("depth", [900, 960, 5000])
+@pytest.mark.parametrize("pair", [(b"[", b"]"), (b'{"a":', b"}"), (b'[{"a]":', b"}]")])
+def test_inputs_that_are_nested_far_too_deep_are_the_askers_mistake(
+    depth: int, pair: tuple[bytes, bytes]
+) -> None:
+    """Whether or not this Python can read so much; a worker that could not would die of it."""
+    opening, closing = pair
+    body = b'{"inputs": [' + opening * depth + b"1" + closing * depth + b"]}"
+    with pytest.raises(RequestRefused) as refused:
+        checked_body(body, BodyLimits())
+    assert refused.value.status == 400
+
+
+def test_the_depth_is_that_of_what_python_reads() -> None:
+    def depth(value: Any) -> int:
+        inner = list(value.values()) if isinstance(value, dict) else value
+        return 1 + max(map(depth, inner), default=0) if isinstance(value, dict | list) else 0
+
+    draw = random.Random(0)
+
+    def made(levels: int) -> Any:
+        kind = draw.randrange(4) if levels else 0
+        if kind == 0:
+            return draw.choice([1, None, "[[", ']"\\"]', '\\"{', "\\\\", "é"])
+        several = [made(levels - 1) for _ in range(draw.randrange(1, 4))]
+        return several if kind < 3 else {f'k{at}"[\\': one for at, one in enumerate(several)}
+
+    checked = 0
+    for _ in range(300):
+        value = made(9)
+        text = json.dumps(value, ensure_ascii=draw.random() < 0.5).encode()
+        checked += text.count(b"[") + text.count(b"{") > MOST_NESTED
+        if json_depth(text) != text.count(b"[") + text.count(b"{"):
+            assert json_depth(text) == depth(value), text
+    assert checked > 30, "or nothing was counted"
 
 
 def test_everything_else_is_the_page() -> None:

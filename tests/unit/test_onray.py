@@ -8,6 +8,7 @@ import random
 import sys
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from manyhands.hosts.place import Place
 from manyhands.hosts.standing import standing
 from manyhands.link.secure import Security
 from manyhands.onray.cluster import RayCluster
-from manyhands.onray.connection import ray_module
+from manyhands.onray.connection import connected, ray_module
 from manyhands.onray.following import Less, More, SizeFollower
 from manyhands.onray.lead import ActorGift, ActorKeeper, Casting
 from manyhands.onray.plan import Again, Bounds, GivenUp, Staff, room_for, seats
@@ -294,3 +295,40 @@ def test_who_leads_and_who_is_which_rank() -> None:
     assert most_workers(3, None, can_ask=False) == 3
     assert (found.servers, found.workers[:2], len(found.workers)) == ((1, 2), (3, 4), 19)
     assert [found.names[rank] for rank in (0, 2, 3)] == ["chief", "ps 1", "worker 0"]
+
+
+# What Ray 2.60 raised where it could not start here: its daemons died, /tmp was read-only, a path was too long.
+RAISED = (
+    Exception(
+        "The current node timed out during startup. This could happen because some of the raylet failed to startup or "
+        "the GCS has become overloaded."
+    ),
+    FileNotFoundError(2, "No such file or directory", "/tmp/ray"),
+    OSError("validate_socket_filename failed: AF_UNIX path length cannot exceed 107 bytes: /tmp/aaa"),
+    ConnectionError("Could not find any running Ray instance.\nPlease specify the one to connect to."),
+)
+
+
+@pytest.mark.parametrize("error", RAISED, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize(
+    ("address", "sentence"),
+    [("ray", "Ray could not start on this host"), ("auto", "no Ray cluster can be reached there")],
+)
+def test_a_ray_that_cannot_start_is_one_sentence_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, address: str, sentence: str, error: Exception
+) -> None:
+    def init(**_: object) -> None:
+        raise error
+
+    ended: list[bool] = []
+    fake = SimpleNamespace(is_initialized=lambda: False, init=init, shutdown=lambda: ended.append(True))
+    monkeypatch.setitem(sys.modules, "ray", fake)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    with pytest.raises(UserError) as told, connected(RayCluster.parse(address), cpus=2):
+        raise AssertionError("nothing is trained")
+    said = str(told.value)
+    assert said.startswith(f"cluster={address}: {sentence} (")
+    assert "\n" not in said
+    assert str(error).splitlines()[0].rstrip(".") in said
+    assert ended == [True], "what has started of it is ended"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import numpy as np
 import pytest
@@ -10,9 +11,16 @@ import torch
 from scipy import stats
 
 from manyhands.errors import UserError
+from manyhands.federated.privacy import draws
 from manyhands.federated.privacy.accountant import RoundKind, epsilon_of, most_rounds
 from manyhands.federated.privacy.clipping import FIRST_BOUND, ClipRule, clipped, next_bound
-from manyhands.federated.privacy.draws import SeededDraws, SystemDraws, add_gaussian, discrete_gaussian
+from manyhands.federated.privacy.draws import (
+    SeededDraws,
+    SystemDraws,
+    UniformDraws,
+    add_gaussian,
+    discrete_gaussian,
+)
 from manyhands.federated.privacy.noising import LEAST_STEPS, NoiseShare, RoundNoise
 from manyhands.federated.privacy.spending import PrivacyBudget, Spending
 
@@ -57,13 +65,13 @@ def sum_of(noise: RoundNoise, norms: np.ndarray) -> torch.Tensor:
 @pytest.mark.parametrize("quantile", [0.2, 0.5, 0.9])
 def test_an_adaptive_bound_converges_to_the_quantile_of_the_norms(quantile: float) -> None:
     """Of a log-normal distribution, from the noisy share of 100 updates a round."""
-    random, draws = np.random.default_rng(3), SeededDraws(3)
+    rng, drawn = np.random.default_rng(3), SeededDraws(3)
     bound, seen = FIRST_BOUND, []
     for _ in range(400):
         noise = RoundNoise(share=NoiseShare.of(0.5, 100, adapts=True), bound=bound, adapts=True)
-        norms = random.lognormal(0.7, 0.6, 100)
+        norms = rng.lognormal(0.7, 0.6, 100)
         total = sum_of(noise, norms)
-        noise.add(total, draws)
+        noise.add(total, drawn)
         bound = next_bound(bound, quantile, noise.share_within(float(total[-1]), 100))
         seen.append(bound)
     true = float(stats.lognorm(s=0.6, scale=math.exp(0.7)).ppf(quantile))
@@ -71,21 +79,44 @@ def test_an_adaptive_bound_converges_to_the_quantile_of_the_norms(quantile: floa
     assert seen[0] < 0.2 * true, "it came from far away"
 
 
-@pytest.mark.parametrize("draws", [SeededDraws(1, 2), SystemDraws()])
-def test_the_servers_noise_is_gaussian(draws: SystemDraws) -> None:
+class Drawn:
+    """In the place of the operating system, with bytes that are the same in every run of these tests."""
+
+    urandom = staticmethod(random.Random(7).randbytes)
+
+
+@pytest.fixture
+def system(monkeypatch: pytest.MonkeyPatch) -> SystemDraws:
+    """The system's draws; where its bytes were new in every run, one in a million would fail a test."""
+    monkeypatch.setattr(draws, "os", Drawn)
+    return SystemDraws()
+
+
+def test_the_systems_words_are_multiples_of_two_to_the_minus_53(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = np.array([0, (1 << 11) - 1, 1 << 11, 1 << 63, (1 << 64) - 1], dtype=np.uint64)
+    asked: list[int] = []
+    monkeypatch.setattr(draws.os, "urandom", lambda count: asked.append(count) or words.tobytes())
+    found = SystemDraws().uniform(5)
+    assert found.tolist() == [2.0**-53, 2.0**-53, 2.0**-52, 0.5 + 2.0**-53, 1.0]
+    assert asked == [40]
+
+
+@pytest.mark.parametrize("kind", ["seeded", "system"])
+def test_the_servers_noise_is_gaussian(kind: str, system: SystemDraws) -> None:
+    drawn: UniformDraws = SeededDraws(1, 2) if kind == "seeded" else system
     sums = np.zeros(DRAWN + 1)
-    add_gaussian(sums, 2.5, draws)
+    add_gaussian(sums, 2.5, drawn)
     assert_variance(sums, 2.5**2)
     assert stats.kstest(sums / 2.5, "norm").pvalue > 1e-6
     assert np.abs(sums / (2.5 * 2.0**-24) - np.rint(sums / (2.5 * 2.0**-24))).max() < 1e-6, "on its grid"
     again = np.zeros(DRAWN + 1)
-    add_gaussian(again, 2.5, draws)
+    add_gaussian(again, 2.5, drawn)
     assert not np.array_equal(again, sums)
 
 
 @pytest.mark.parametrize("deviation", [1.0, 2.7, 400.0])
-def test_the_clients_noise_is_the_discrete_gaussian(deviation: float) -> None:
-    values = discrete_gaussian(DRAWN, deviation, SystemDraws())
+def test_the_clients_noise_is_the_discrete_gaussian(deviation: float, system: SystemDraws) -> None:
+    values = discrete_gaussian(DRAWN, deviation, system)
     assert values.dtype == np.int64
     assert_variance(values.astype(float), deviation**2)  # which the discrete one has from about 1 on
     numbers = np.arange(-math.ceil(3 * deviation), math.ceil(3 * deviation) + 1)
@@ -97,16 +128,16 @@ def test_the_clients_noise_is_the_discrete_gaussian(deviation: float) -> None:
     assert stats.chisquare(*rest).pvalue > 1e-6
 
 
-def test_the_sum_of_the_clients_noise_has_the_variance_of_the_servers() -> None:
+def test_the_sum_of_the_clients_noise_has_the_variance_of_the_servers(system: SystemDraws) -> None:
     """With all that the secure sum needs; and with more clients, more."""
     step, fewest = 1e-4, 7
     noise = RoundNoise(share=NoiseShare.of(1.3, 10, adapts=False), bound=0.8, adapts=False)
     nothing = torch.zeros(DRAWN, dtype=torch.float64)
-    shares = [noise.in_steps(nothing, step, fewest, SystemDraws()) for _ in range(10)]
+    shares = [noise.in_steps(nothing, step, fewest, system) for _ in range(10)]
     assert_variance(sum(shares[:fewest]) * step, (1.3 * 0.8) ** 2)
     assert_variance(sum(shares) * step, (1.3 * 0.8) ** 2 * 10 / 7)
     servers = nothing.clone()
-    noise.add(servers, SystemDraws())
+    noise.add(servers, system)
     assert_variance(servers.numpy(), (1.3 * 0.8) ** 2)
 
 

@@ -14,6 +14,7 @@ from manyhands.errors import DataError
 from manyhands.server.actions import Action, Log, SendMessage
 from manyhands.server.audit import Audit, audit
 from manyhands.server.audit_files import audit_run
+from manyhands.server.audit_found import Verdict
 from manyhands.server.log import (
     LateRow,
     LostRow,
@@ -435,14 +436,31 @@ ODD: tuple[object, ...] = (
 
 
 @pytest.mark.parametrize("odd", ODD, ids=repr)
-def test_a_summary_of_another_kind_breaks_no_audit(run: Path, odd: object) -> None:
-    for summary in (
-        {"servers": odd, "recorded": odd, "unrecorded": odd},
-        {"servers": [odd], "recorded": {"a": odd, "\ud800": 3}, "unrecorded": [odd]},
-        {"servers": [{"shard": odd, "version": odd}, {"shard": 0, "version": odd}]},
-    ):
+def test_of_a_summary_of_another_kind_an_audit_uses_what_is_of_the_right_one(run: Path, odd: object) -> None:
+    def found(summary: object) -> tuple[set[str], Audit]:
         (run / "summary.json").write_text(json.dumps(summary))
-        audit_run(run)
+        told = audit_run(run).found
+        return {*told.missing, *(one.sentence for one in told.violations)}, told
+
+    known, nothing = found({})
+    is_whole = type(odd) is int
+    for summary, more in (
+        ({"servers": odd, "recorded": odd, "unrecorded": odd}, set(map(str, odd)) if odd == [[]] else set()),
+        (
+            {"servers": [odd], "recorded": {"a": odd, "\ud800": 3}, "unrecorded": [odd]},
+            {str(odd), "\ud800 has 0 rows of the 3 that were written"},
+        ),
+        ({"servers": [{"shard": odd, "version": odd}, {"shard": 0, "version": odd}]}, set()),
+    ):
+        said, told = found(summary)
+        added = said - known
+        assert known <= said
+        assert more <= added
+        # an integer is a number of rows, or a version; the log has neither
+        expected = is_whole and summary["servers"] != odd
+        assert any(str(odd) in one for one in added - more) == bool(added - more) == expected
+        assert told.shards == nothing.shards, "what the log tells stays"
+        assert told.verdict in (Verdict.INCOMPLETE, Verdict.BROKEN)
 
 
 def test_rows_survive_json() -> None:

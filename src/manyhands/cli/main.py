@@ -12,7 +12,7 @@ import typer
 
 from manyhands.cli.later import Later, add_later, group_of
 from manyhands.cli.usage import UsageError, is_help, usage_sentence
-from manyhands.errors import ManyhandsError, UserError
+from manyhands.errors import ManyhandsError, UserError, limits_named
 from manyhands.version import __version__
 
 __all__ = ["COMMANDS", "app", "main"]
@@ -172,7 +172,8 @@ def options(
 def main() -> None:
     """Run the command line, and turn errors into exit statuses; `process.program` is the console script."""
     try:
-        status = app(standalone_mode=False)
+        with limits_named():
+            status = app(standalone_mode=False)
         if isinstance(status, int):  # what a command left with, instead of returning
             sys.exit(status)
     except UsageError as error:

@@ -31,7 +31,9 @@ class UpdateCoding:
         self._seed = seed
         self.states: ClientStates = {}
         """What was left out of each client's updates so far, a row for each parcel."""
-        self._before: dict[int, list[Tensor] | None] = {}  # of the client whose update was coded last
+        self._before: dict[
+            int, list[Tensor] | None
+        ] = {}  # of the clients whose updates were coded in this round
 
     def kept(self, like: Sequence[Tensor], weights: int) -> Sequence[Tensor]:
         """What is like that, for updates of tensors like these, of which the first so many are the model's."""
@@ -65,15 +67,21 @@ class UpdateCoding:
                 num_bytes += _code(codec, parcel, group, change)
         if self._feedback:
             memory = codec.memory()
-            self._before = {update.client: self.states.get(update.client)}
+            self._before[update.client] = self.states.get(update.client)
             self.states[update.client] = [
                 memory[name].clone() if name in memory else torch.zeros(parcel.count, dtype=parcel.dtype)
                 for name, parcel in zip(names, parcels, strict=True)
             ]
         return replace(update, change=change, encoded_bytes=num_bytes)
 
+    def begin_round(self) -> None:
+        """What was coded before stands."""
+        self._before = {}
+
     def refused(self, client: int) -> None:
         """What was coded last of this client was not counted: it owes what it owed before."""
+        if not self._feedback:
+            return
         before = self._before.pop(client, None)
         if before is None:
             self.states.pop(client, None)

@@ -21,9 +21,11 @@ from torch.optim import Optimizer
 from manyhands.allreduce.collective import Collective
 from manyhands.allreduce.riding import broadcast, total
 from manyhands.federated.algorithms import FederatedAlgorithm, FederatedFacts, algorithm_named
+from manyhands.federated.bounding import RoundNorms
 from manyhands.federated.clients import held, held_names, selected, steps_in, work_of
 from manyhands.federated.coding import UpdateCoding
 from manyhands.federated.layers import LocalLayers
+from manyhands.federated.norms import require_finite
 from manyhands.federated.partition import Partition, held_back
 from manyhands.federated.personal import tuned
 from manyhands.federated.playing import Crowd, Players, Playing, players_for
@@ -89,7 +91,9 @@ class FederatedExchange(Exchange):
     """Plays clients, and is the server; over a collective where several workers share them."""
 
     steps_itself = True
-    when_broken = "no client's update was finite, or too few were, and the model was not changed"
+    when_broken = (
+        "no client's update was finite and within norm_ratio, or too few were, and the model was not changed"
+    )
 
     def __init__(self, strategy: Federated, seed: int, collective: Collective | None = None) -> None:
         self.rank = collective.rank if collective is not None else 0
@@ -122,6 +126,8 @@ class FederatedExchange(Exchange):
         self._sent = Traffic()
         self._refused = 0
         self._refused_now: list[int] = []
+        self._norms = RoundNorms(strategy.seen_norm_ratio)
+        self._round = 0  # the newest that was played, from 1
         self._recalled: Mapping[str, Any] | None = None  # where the run goes on from a checkpoint
         if collective is not None:
             [self._bucket] = collective.allocate([Parcel.whole(0, _ROOM, torch.float64, exact=True)])
@@ -159,6 +165,9 @@ class FederatedExchange(Exchange):
         samples = 0
         self._counted = 0
         self._refused_now = []
+        self._round = step + 1
+        self._norms.begin_round()
+        self._coding.begin_round()
         for update in trainer.play(mine, self._optimizer):
             samples += update.samples * self._work.epochs
             losses.append(update.loss)
@@ -284,6 +293,7 @@ class FederatedExchange(Exchange):
             if self._private is None:
                 self._refused_now.append(update.client)
                 return
+        self._norms.add(update)
         self._tally.add(update, self._algorithm.weight(self._bounded(update)))
         self._counted += update.samples
 
@@ -294,7 +304,7 @@ class FederatedExchange(Exchange):
     def agree(self, local: LocalStep) -> SharedStep:
         """Collective: what all updates come to, and whether somebody wants to stop."""
         assert self._tally is not None, "compute comes before agree"
-        found, self._tally = self._tally.total(), None
+        found, self._tally = self._tally.total(self._reject()), None
         self._found = found
         self._sent += found.traffic
         refused = float(len(self._refused_now))
@@ -307,15 +317,26 @@ class FederatedExchange(Exchange):
             stop=bool(words[0] > 0),
         )
 
+    def _reject(self) -> int | None:
+        """Collective: which updates are too large to count; their clients keep what they had before the round."""
+        largest = self._norms.judge(self._clients, self.total)
+        for client in self._norms.rejected_here:
+            self._algorithm.refused(client)
+            self._coding.refused(client)
+        return largest
+
     def _closed(self, some_refused: bool) -> bool:
         """Collective where some updates were refused: whether the round counts without them."""
         if self._course is None or self._rounds is None:
             return True
-        if not some_refused or self._clients != list(self._course.counted):  # or not those of the round
+        if not (some_refused or self._norms.rejected) or self._clients != list(
+            self._course.counted
+        ):  # or not those of the round
             return self._rounds.close()
         whose = torch.zeros(len(self._samples_of), dtype=torch.float64)
         whose[self._refused_now] = 1
-        return self._rounds.close([int(one) for one in self.total(whose).nonzero().flatten()])
+        refused = [int(one) for one in self.total(whose).nonzero().flatten()]
+        return self._rounds.close([*refused, *self._norms.rejected])
 
     def clip(self, max_norm: float) -> float:
         """Clients clip their own gradients."""
@@ -393,6 +414,8 @@ class FederatedExchange(Exchange):
     def row_facts(self) -> Mapping[str, Any]:
         """Who took part; with noise, a secret on which its promise rests. Where some may not report, who was asked."""
         facts: dict[str, Any] = {} if self._strategy.noise else {"clients": list(self._clients)}
+        if self._norms.rejected:
+            facts["rejected"] = {str(client): norm for client, norm in self._norms.rejected.items()}
         if self._course is None or self._rounds is None or self._rounds.all_report:
             return facts
         return {**facts, "asked": list(self._course.asked), "attempt": self._course.attempt}
@@ -405,6 +428,7 @@ class FederatedExchange(Exchange):
         """How clients were played, how the model does for this worker's, and what was given away of them."""
         played = "" if self._trainer is None else f"{self._playing}{self._trainer.remark}"
         told: dict[str, Any] = {"updates_refused": self._refused, "played": played, **self._measured()}
+        told["updates_rejected"] = self._norms.total_rejected
         told["algorithm"] = dict(self._algorithm.told())
         if self._rounds is not None and not self._rounds.all_report:
             told["participation"] = self._rounds.told()
@@ -419,6 +443,9 @@ class FederatedExchange(Exchange):
         """Collective: the common model on the evaluation data, as ever; and how some of the clients fare."""
         self._players(computer, model)  # who is measured, also where no round is left to play
         found = super().evaluate(computer, model)
+        if found is not None and self._round:  # or the model is as it began
+            who = [] if self._strategy.noise else self._clients  # with noise that is a secret
+            require_finite(found[0], self._round, self._norms.describe(who))
         self._spread = {} if found is None or self._strategy.noise else self._spread_now()
         return found
 

@@ -11,6 +11,7 @@ from manyhands.errors import UserError
 from manyhands.facts import ENDS, NO_SERVERS, NOBODY_JOINS, Answer, Promise, Promises, Truth
 from manyhands.federated.algorithms import FederatedAlgorithm, algorithm_named
 from manyhands.federated.layers import EVERYTHING_SHARED
+from manyhands.federated.norms import check_norm_ratio
 from manyhands.federated.partition import NATURAL, Partition
 from manyhands.federated.privacy.terms import FIXED, SERVER, SYSTEM, PrivacyTerms
 from manyhands.federated.secure.fixedpoint import MOST_WEIGHT, FixedPoint
@@ -27,6 +28,8 @@ ALL = 0
 AUTO = 0
 """As many clients at once as is right."""
 _RANGE, _BITS, _BATCH, _CLIENTS = 8.0, 24, 10, 10
+_NORM_RATIO = 100.0
+_SUMS = 3  # of updates whose norms lie within a factor of 4, and their total
 
 
 def _read_batch(text: str) -> int:
@@ -110,6 +113,8 @@ class Federated(Strategy):
     """Whether a client keeps what a codec leaves out, and adds it to its next update."""
     max_samples: int = setting(MOST_WEIGHT, whole_number)
     """For how many samples a client counts at most, whatever it says that it has."""
+    norm_ratio: float = setting(_NORM_RATIO, _read_number, lambda value: f"{value:g}")
+    """How many times the median of a round's norms an update may have, or it is rejected (of 3 or more); 0: any."""
     clip: str = setting("no", str)
     """The most that the norm of an update may be: `1.0`, or `adaptive:0.5` for a quantile of the norms; `no`: any."""
     noise: float = setting(0.0, _read_number, lambda value: f"{value:g}")
@@ -153,6 +158,7 @@ class Federated(Strategy):
         self._check_rounds()
         self._check_secure()
         self._check_privacy()
+        self._check_norms()
 
     def _check_rounds(self) -> None:
         """UserError where clients that drop out, or are too many, make no sense, or are not thought of as yet."""
@@ -252,6 +258,24 @@ class Federated(Strategy):
         if self.partition != NATURAL:
             self.check_clients(self.clients)
 
+    def _check_norms(self) -> None:
+        """UserError for a bound on norms that would bound nothing."""
+        try:
+            check_norm_ratio(self.norm_ratio)
+        except UserError as error:
+            raise UserError(f"federated {error}") from error
+        if self.seen_norm_ratio == self.norm_ratio or self.norm_ratio == _NORM_RATIO:
+            return
+        why = f"clip={self.clip}, which bounds every update's norm"
+        if self.secure:
+            why = "secure=yes: the server sees no norm, and range= and max_samples= bound what a client sends"
+        raise UserError(f"federated norm_ratio={self.norm_ratio:g}: not with {why}; leave it out")
+
+    @property
+    def seen_norm_ratio(self) -> float:
+        """`norm_ratio` where the server sees norms and bounds them no other way; else 0."""
+        return 0.0 if self.secure or self.clip != "no" else self.norm_ratio
+
     @property
     def privacy(self) -> PrivacyTerms:
         """What is promised; UserError where that makes no sense."""
@@ -348,10 +372,10 @@ class Federated(Strategy):
         return max(1, round(self.fraction * clients))
 
     def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
-        """The model, a client's copy of it, and the sum of updates in double precision."""
+        """The model, a client's copy of it, and the sums of updates in double precision, by norm."""
         [worker] = super().needs(model, workers)
         what = "a client's weights, and the sum of updates"
-        besides = 3 * model.weights
+        besides = (1 + 2 * (_SUMS if self.seen_norm_ratio else 1)) * model.weights
         if self.privacy.rule is not None:
             besides += 4 * model.weights
             what += ", and an update that is clipped"

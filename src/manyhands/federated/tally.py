@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from manyhands.federated.algorithms import FederatedAlgorithm
+from manyhands.federated.norms import norm_class
 from manyhands.federated.privacy.rounds import PrivateRounds
 from manyhands.federated.privacy.tally import PrivateTally
 from manyhands.federated.secure.tally import SecureTally
 from manyhands.federated.strategy import Federated
+from manyhands.federated.sums import ClassSums
 from manyhands.federated.updates import (
     ClientUpdate,
     RoundPlace,
@@ -43,7 +45,7 @@ def tally_for(
             return SecureTally(strategy.fixed_point, place.clients, weights, number=place.number, like=like)
         if algorithm.single_updates:
             return KeptTally(place.total, place.clients, like)
-        return PlainTally(place.total, like)
+        return PlainTally(place.total, like, by_norm=strategy.seen_norm_ratio > 0)
 
     return summing(like) if private is None else PrivateTally(summing, private, like, place)
 
@@ -51,27 +53,23 @@ def tally_for(
 class PlainTally:
     """Adds up in double precision, so that it hardly matters who played which client."""
 
-    def __init__(self, total: Total, like: Sequence[Tensor]) -> None:
+    def __init__(self, total: Total, like: Sequence[Tensor], *, by_norm: bool = True) -> None:
         self._total = total
-        self._sums = [torch.zeros_like(one, dtype=torch.float64) for one in like]
-        self._weight = 0.0
-        self._loss = 0.0
+        self._sums = ClassSums(like, by_norm=by_norm)
         self._sent = Traffic()
 
     def add(self, update: ClientUpdate, weight: float) -> None:
         """To this worker's sum."""
         self._sent += Traffic(messages_sent=1, bytes_sent=update.num_bytes)
-        for total_of, change in zip(self._sums, update.change, strict=True):
-            total_of.add_(change, alpha=weight)
-        self._weight += weight
-        self._loss += weight * update.loss
+        self._sums.add(update, weight)
 
-    def total(self) -> TallySum:
+    def total(self, largest: int | None = None) -> TallySum:
         """Over all workers."""
-        words = torch.tensor([self._weight, self._loss], dtype=torch.float64)
-        found = self._total(torch.cat([*(one.flatten().cpu() for one in self._sums), words]))
+        mine = self._sums.total(largest)
+        words = torch.tensor([mine.weight, mine.loss], dtype=torch.float64)
+        found = self._total(torch.cat([*(one.flatten().cpu() for one in mine.sums), words]))
         return TallySum(
-            sums=shaped(found[:-2], self._sums),
+            sums=shaped(found[:-2], mine.sums),
             weight=float(found[-2]),
             loss=float(found[-1]),
             traffic=self._sent,
@@ -93,15 +91,19 @@ class KeptTally:
         self._sent += Traffic(messages_sent=1, bytes_sent=update.num_bytes)
         self._mine[update.client] = (update, weight)
 
-    def total(self) -> TallySum:
+    def total(self, largest: int | None = None) -> TallySum:
         """One client after another: who played it gives its update, and the others give zeros."""
+        if largest is not None:
+            self._mine = {
+                client: one for client, one in self._mine.items() if norm_class(one[0].norm) <= largest
+            }
         items = sum(one.numel() for one in self._like)
         found: list[WeighedUpdate] = []
         weight, loss = 0.0, 0.0
         for client in self._clients:
             flat = self._total(self._row(client, items))
             if not float(flat[-2]):
-                continue  # its update was not finite
+                continue  # its update was not finite, or its norm too large
             change = [
                 one.to(mine.dtype)
                 for one, mine in zip(shaped(flat[:-2], self._like), self._like, strict=True)

@@ -70,6 +70,7 @@ class FederatedTraining(ExchangeTraining):
         split = split_over(strategy, task, self._request.plan.seed)
         parties = skew_of(task, split)
         besides["updates_refused"] = _refused(finished)
+        besides["updates_rejected"] = _rejected(finished)
         parties["held_out"] = strategy.held_out
         failed = {name for one in finished for name in one.get("failed", ())}
         for told, here, over in (
@@ -97,6 +98,12 @@ class FederatedTraining(ExchangeTraining):
             told.append(
                 f"{refused} update{'s' * (refused > 1)} had a number that is not finite, and did not count"
             )
+        rejected = _rejected(finished)
+        if rejected:
+            told.append(
+                f"{rejected} update{'s' * (rejected > 1)} did not count, since larger than "
+                f"norm_ratio={strategy.norm_ratio:g} times the median of the round; metrics.jsonl names them (rejected)"
+            )
         told.append(finished[0].get("privacy", {}).get("sentence"))
         return (*super().said(finished), *dict.fromkeys(sentence for sentence in told if sentence))
 
@@ -110,8 +117,13 @@ class FederatedTraining(ExchangeTraining):
 
 
 def _refused(finished: Sequence[Mapping[str, Any]]) -> int:
-    """How many updates were not counted."""
+    """How many updates were not counted, since they are not finite."""
     return sum(one["updates_refused"] for one in finished)
+
+
+def _rejected(finished: Sequence[Mapping[str, Any]]) -> int:
+    """How many updates were not counted because of their norms."""
+    return sum(one["updates_rejected"] for one in finished)
 
 
 def _columns(

@@ -97,6 +97,12 @@ class ClientUpdate:
         return sum(change.numel() * change.element_size() for change in self.change)
 
     @property
+    def norm(self) -> float:
+        """Euclidean, over all tensors together, in double precision."""
+        norms = [torch.linalg.vector_norm(one, dtype=torch.float64) for one in self.change]
+        return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
+
+    @property
     def is_finite(self) -> bool:
         """Whether it can be counted."""
         return math.isfinite(self.loss) and all(map(_all_finite, self.change))
@@ -135,8 +141,11 @@ class RoundTally(Protocol):
     def add(self, update: ClientUpdate, weight: float) -> None:
         """One more of those this worker played; its numbers are finite."""
 
-    def total(self) -> TallySum:
-        """Collective, once: what all workers' updates come to. NonFinite where the round must be abandoned."""
+    def total(self, largest: int | None = None) -> TallySum:
+        """Collective, once: what all workers' updates come to. NonFinite where the round must be abandoned.
+
+        Without those whose norm is of a larger class (`norm_class`) than `largest`, where that is given.
+        """
 
 
 def _all_finite(tensor: Tensor) -> bool:

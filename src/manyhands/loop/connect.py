@@ -1,16 +1,21 @@
 """From a place to a connected worker: meet the others, and open what the strategy exchanges through.
 
     one host       shared memory for gradients and for words; links in shared memory where the algorithm needs them
-    several hosts  a link to everyone, in shared memory on this host and over Gloo to others; `hierarchical` by itself,
-                   with the workers of a host as a group; and memory that the workers of a host share
+    several hosts  a link to everyone, in shared memory on this host, and to others over TLS where MANYHANDS_TLS is set,
+                   else over Gloo; `hierarchical` by itself, with the workers of a host as a group; and memory that the
+                   workers of a host share
 
-Gloo and torch's store authenticate nobody: several hosts need a network that is trusted. Gloo listens on the one
-address that leads to torchrun's master, or on GLOO_SOCKET_IFNAME where that is set; so do the heartbeats, which name a
-rank that falls silent within seconds.
+Under TLS all that workers of different hosts exchange (gradients, weights, words) is encrypted, and both ends are
+known. Torch's store, where they find each other, and the heartbeats, which name a rank that falls silent within
+seconds, hold addresses and signs of life alone, and stay as they are: whoever changes them can end a run, and cannot
+join it. Gloo authenticates nobody and encrypts nothing: without TLS, several hosts need a network that is trusted, and
+a warning says so. All listen on the one address that leads to torchrun's master, or on GLOO_SOCKET_IFNAME where that is
+set.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -25,20 +30,27 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 from manyhands.allreduce.collective import SharedCollective
 from manyhands.cluster.meeting import Meeting, meet
 from manyhands.errors import ManyhandsError, UserError
-from manyhands.hosts.links import address_towards
+from manyhands.hosts.links import address_towards, open_links
 from manyhands.hosts.place import Place
 from manyhands.hosts.sharing import no_group, share_group, share_links
 from manyhands.link.alarm import Alarm
 from manyhands.link.base import Link
 from manyhands.link.heartbeats import BeatPlace, Heartbeats, address_of_interface, exchange_places
+from manyhands.link.tcp import TcpLink
 from manyhands.link.torch_p2p import TorchLink
 from manyhands.loop.agreement import AloneCollective, Words
 from manyhands.strategy import Strategy
 from manyhands.training.exchange import Exchange, SingleExchange
 from manyhands.training.exchanging import exchange_for, exchanging
+from manyhands.training.options import TLS_VARIABLE, Options
 from manyhands.training.resources import Resources
 
 __all__ = ["GroupConnection", "choose", "connect"]
+
+_log = logging.getLogger("manyhands")
+
+FarLink = TorchLink | TcpLink
+"""A link to a worker of another host."""
 
 Hosts = Sequence[Sequence[int]]
 """The ranks of each host."""
@@ -107,9 +119,9 @@ def connect(place: Place, name: str, asked: Strategy | None, timeout_s: float) -
             interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
             address = address_of_interface(interface) if interface else None
             address = address or address_towards(place.master or "", socket.AF_UNSPEC)
-            gloo = _open_gloo(PrefixStore("gloo", store), place, interface, address, timeout_s)
+            far = _reach_others(meeting, store, place, interface, address, timeout_s)
             beats = exchange_places(PrefixStore("beats", store), place.rank, place.world, address)
-            connection = _on_several_hosts(meeting, strategy, gloo, beats, timeout_s, stack)
+            connection = _on_several_hosts(meeting, strategy, far, beats, timeout_s, stack)
         return replace(connection, local_rank=meeting.local_rank, close=stack.pop_all().close)
 
 
@@ -142,16 +154,44 @@ def _on_one_host(meeting: Meeting, strategy: Strategy, timeout_s: float, stack: 
     return connection
 
 
+def _reach_others(
+    meeting: Meeting, store: Store, place: Place, interface: str, address: str, timeout_s: float
+) -> Mapping[int, FarLink]:
+    """Collective: a link to each worker of another host."""
+    ranks = [rank for rank in range(meeting.world) if rank not in meeting.here]
+    security = Options().security()  # that of the environment
+    _require_alike(store, place.rank, ranks, tls=security.tls)
+    if security.tls:
+        return open_links(
+            place.rank,
+            ranks,
+            PrefixStore("links", store),
+            address=address,
+            token=security.token,
+            security=security,
+            timeout_s=timeout_s,
+        )
+    if place.rank == 0:
+        _log.warning(
+            "manyhands: group %r is on %d hosts, and what its workers exchange is neither encrypted nor authenticated; "
+            "set %s on each host (docs/security.md), or keep to a network that you trust",
+            meeting.name,
+            len(meeting.hosts),
+            TLS_VARIABLE,
+        )
+    gloo = _open_gloo(PrefixStore("gloo", store), place, interface, address, timeout_s)
+    group = cast(dist.ProcessGroup, gloo)  # which it is not, but a link asks for nothing that it has not
+    return {rank: TorchLink(group, rank) for rank in ranks}
+
+
 def _on_several_hosts(
     meeting: Meeting,
     strategy: Strategy,
-    gloo: ProcessGroupGloo,
+    far: Mapping[int, FarLink],
     beats: tuple[socket.socket, Mapping[int, BeatPlace], bytes],
     timeout_s: float,
     stack: ExitStack,
 ) -> GroupConnection:
-    group = cast(dist.ProcessGroup, gloo)  # which it is not, but a link asks for nothing that it has not
-    far = {rank: TorchLink(group, rank) for rank in range(meeting.world) if rank not in meeting.here}
     shared = stack.enter_context(share_group(meeting, "gradients", timeout_s))
     links: dict[int, Link] = {**share_links(meeting, timeout_s, network=strategy.uses_network), **far}
     alarm = Alarm()
@@ -163,7 +203,10 @@ def _on_several_hosts(
         alarm.ring(rank, sentence)
         abort(rank)
         for link in far.values():  # the group is of no further use, and leaving it must not wait
-            link.give_up(sentence)
+            if isinstance(link, TorchLink):
+                link.give_up(sentence)
+            else:
+                link.interrupt()
 
     own, places, secret = beats
     heartbeats = Heartbeats(
@@ -172,7 +215,7 @@ def _on_several_hosts(
         {rank: places[rank] for rank in far},
         secret,
         on_lost=lose,
-        in_peace=lambda rank: far[rank].left_in_peace,
+        in_peace=lambda rank: _left_in_peace(far[rank]),
     )
     stack.callback(heartbeats.close)
     alarm.mark = heartbeats.mark
@@ -193,6 +236,22 @@ def _on_several_hosts(
     meeting.watch(lambda rank, in_peace: None if in_peace else abort(rank))
     stack.callback(meeting.close)  # before the group: who watches must not find it closed
     return connection
+
+
+def _require_alike(store: Store, rank: int, ranks: Sequence[int], *, tls: bool) -> None:
+    """Collective: UserError where some have certificates and others have not, who would wait for each other."""
+    store.set(f"tls/{rank}", str(tls))
+    for other in ranks:
+        if store.get(f"tls/{other}") != str(tls).encode():
+            has, lacks = (rank, other) if tls else (other, rank)
+            raise UserError(
+                f"rank {has} has {TLS_VARIABLE}, and rank {lacks} on another host has not; set it on every host"
+            )
+
+
+def _left_in_peace(link: FarLink) -> bool:
+    """Whether the other end has said goodbye, as far as that is known without a receive."""
+    return isinstance(link, TorchLink) and link.left_in_peace
 
 
 def _open_gloo(

@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 from manyhands.errors import UserError, first_line
@@ -46,15 +46,27 @@ def connected(cluster: RayCluster, cpus: int) -> Iterator[Any]:
     try:
         with _same_imports() if arguments["address"] == "local" else nullcontext():
             ray.init(**arguments)
-    except (ConnectionError, TimeoutError, RuntimeError, ValueError) as error:
-        raise UserError(
-            f"cluster={cluster.address}: no Ray cluster can be reached there ({first_line(error)}); start one with "
-            "`ray start --head`, or give cluster=ray for one of this run's own"
-        ) from error
+    except Exception as error:  # where its processes do not come up, Ray raises just that
+        with suppress(Exception):
+            ray.shutdown()  # those that did
+        raise UserError(_why_not(cluster, error, arguments["address"])) from error
     try:
         yield ray
     finally:
         ray.shutdown()
+
+
+def _why_not(cluster: RayCluster, error: Exception, address: str) -> str:
+    """A sentence for whatever Ray raised."""
+    if address == "local":
+        return (
+            f"cluster={cluster.address}: Ray could not start on this host ({first_line(error)}); its logs in "
+            "/tmp/ray/session_latest/logs say why; leave cluster out to run without Ray"
+        )
+    return (
+        f"cluster={cluster.address}: no Ray cluster can be reached there ({first_line(error)}); start one with "
+        "`ray start --head`, or give cluster=ray for one of this run's own"
+    )
 
 
 @contextmanager

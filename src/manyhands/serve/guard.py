@@ -1,17 +1,18 @@
 """Who may read a page that is served on this machine.
 
 Other programs' pages run in the same browser and can reach loopback addresses, so being on 127.0.0.1 protects
-nothing by itself. Four things must hold: the request's `Host` is one of ours (a name that was re-bound to this
-address is not), its `Origin`, where it has one, is that very host, its method is one that makes sense there, and it
-carries the run's token in a header of its own. No cookie holds it: a browser sends the cookies of 127.0.0.1 to every
-port of that address, and so to the servers of other users. What is the same for everybody, and says nothing of the run,
-needs no token.
+nothing by itself. Five things must hold: the request says its length in one way, its `Host` is a name and a port and
+one of ours (a name that was re-bound to this address is not), its `Origin`, where it has one, is that very host, its
+method is one that makes sense there, and it carries the run's token in a header of its own. No cookie holds it: a
+browser sends the cookies of 127.0.0.1 to every port of that address, and so to the servers of other users. What is the
+same for everybody, and says nothing of the run, needs no token.
 """
 
 from __future__ import annotations
 
 import hmac
 import ipaddress
+import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ READING = ("GET", "HEAD")
 """Methods of what is shown."""
 
 _DOES = {"GET": "shows", "POST": "answers what it is sent"}
+_HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([\w.-]+))(?::[0-9]{0,5})?", re.ASCII)
 _LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
@@ -54,7 +56,16 @@ class Guard:
         methods: tuple[str, ...] = READING,
     ) -> GuardRefusal | None:
         """Why not, or None; header names are in lower case. `methods` are those that make sense for what is asked."""
+        if "content-length" in headers and "transfer-encoding" in headers:
+            # Servers on the way may take one, we the other, and then what follows the body is a request of its own.
+            return GuardRefusal(
+                400, "A request has Content-Length or Transfer-Encoding, not both; leave one of them out."
+            )
         host = headers.get("host", "")
+        if host and _host_name(host) is None:
+            return GuardRefusal(
+                400, "The Host header is not a name and a port; use the address that was printed."
+            )
         if not self._is_ours(host):
             return GuardRefusal(403, "This server does not go by that name; use the address that it printed.")
         origin = headers.get("origin")
@@ -71,7 +82,7 @@ class Guard:
         return None
 
     def _is_ours(self, host: str) -> bool:
-        name = _host_name(host)
+        name = _host_name(host) or ""
         return name in _LOOPBACK_NAMES or name in self.names or (self.any_address and _is_address(name))
 
     def has_token(self, headers: Mapping[str, str]) -> bool:
@@ -80,11 +91,10 @@ class Guard:
         return scheme.lower() == "bearer" and hmac.compare_digest(bearer.encode(), self.token.encode())
 
 
-def _host_name(host: str) -> str:
-    """`[::1]:80` as `::1`, `LocalHost:80` as `localhost`."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0].lower()
-    return host.partition(":")[0].lower()
+def _host_name(host: str) -> str | None:
+    """`[::1]:80` as `::1`, `LocalHost:80` as `localhost`; None where it is anything else than a name and a port."""
+    found = _HOST.fullmatch(host.lower())
+    return None if found is None else found[1] or found[2]
 
 
 def _is_address(name: str) -> bool:

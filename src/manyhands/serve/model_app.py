@@ -2,7 +2,8 @@
 
 POST /predict   {"inputs": [...]} → {"answers": [...]}, one for each input, or {"error": "one sentence"}
 
-400 no JSON, no inputs, or an input that the model cannot take     405 not a POST        408 the body came too slowly
+400 no JSON, no inputs, an input that the model cannot take, or headers that contradict themselves
+405 not a POST                          408 the body came too slowly
 401 the token is missing or wrong       403 another origin         413 too many bytes or inputs
 500 the model failed                    503 too many wait, or no worker could answer in time
 """
@@ -23,6 +24,7 @@ from manyhands.serve.guard import Guard, GuardRefusal
 from manyhands.serve.replica import MAX_FRAME_BYTES
 from manyhands.serve.server import SECURE_HEADERS, PageApp
 from manyhands.serve.switchboard import Switchboard
+from manyhands.wire.nesting import MOST_NESTED, json_depth
 
 __all__ = ["BodyLimits", "ModelApp", "RequestRefused", "checked_body"]
 
@@ -201,6 +203,10 @@ def checked_body(body: bytes, limits: BodyLimits) -> int:
         value = json.loads(body.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise RequestRefused(400, f"The body is no JSON ({str(error)[:100]}); {wanted}.") from error
+    if json_depth(body) > MOST_NESTED:
+        raise RequestRefused(
+            400, f"The body is nested more than {MOST_NESTED} deep, which no input is; {wanted}."
+        )
     inputs = value.get("inputs") if isinstance(value, dict) else None
     if not isinstance(inputs, list) or not inputs:
         raise RequestRefused(400, f"The body has no array of inputs; {wanted}.")

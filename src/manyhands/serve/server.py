@@ -122,7 +122,9 @@ class PageApp(Generic[View]):
             response = await self._answer(scope, headers, is_full=is_full)
             for name, value in SECURE_HEADERS.items():
                 response.headers[name] = value
-            if not is_known:
+            if (
+                not is_known or response.status_code == 400
+            ):  # after which nobody knows where the next request begins
                 response.headers["connection"] = "close"
             await response(scope, receive, send)  # type: ignore[arg-type]
         finally:

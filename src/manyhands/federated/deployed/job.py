@@ -136,6 +136,7 @@ class FederatedJob:
             select_s=settings.select_s,
             present_s=max(settings.present_s, 2 * settings.hold_s),
             patience_s=settings.patience_s,
+            norm_ratio=self.strategy.seen_norm_ratio,
             seed=self.seed,
         )
 

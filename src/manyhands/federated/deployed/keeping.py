@@ -106,7 +106,8 @@ class ServerFiles:
             newer = state_of(told)
             attempt, abandoned = max(state.attempt, newer.attempt), max(state.abandoned, newer.abandoned)
             state = newer if newer.done == state.done else state
-            state = replace(state, attempt=attempt, abandoned=abandoned)
+            rejected = max(state.rejected, newer.rejected)
+            state = replace(state, attempt=attempt, abandoned=abandoned, rejected=rejected)
         metrics = self.directory.metrics
         metrics.truncate_after(state.done)
         if not any(row["step"] == state.done for row in metrics.read()):

@@ -32,6 +32,7 @@ from manyhands.federated.clients import held, held_names
 from manyhands.federated.secure.primitives import digest_of
 from manyhands.store.tensorfile import encode_tensors
 from manyhands.wire.dtypes import NAMED, STORED
+from manyhands.wire.nesting import MOST_NESTED, json_depth
 
 __all__ = [
     "BODY",
@@ -89,6 +90,8 @@ def read_object(body: bytes, what: str) -> dict[str, Any]:
         found = None
     if not isinstance(found, dict):
         raise LetterRefused(400, f"{what} is no JSON object")
+    if json_depth(body) > MOST_NESTED:  # which an error that shows a part of it could not
+        raise LetterRefused(400, f"{what} is nested more than {MOST_NESTED} deep")
     return found
 
 

@@ -6,9 +6,9 @@ Everything here is called by one thread at a time. `at_s` is the time of the dri
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,6 +31,12 @@ from manyhands.federated.deployed.letters import (
     whole_in,
 )
 from manyhands.federated.deployed.stages import SecureAttempt
+from manyhands.federated.norms import (
+    described_clients,
+    described_norms,
+    largest_class,
+    require_finite,
+)
 from manyhands.federated.rounds.core import RoundPhase, RoundState, handle
 from manyhands.federated.rounds.events import (
     AbandonRound,
@@ -51,13 +57,14 @@ from manyhands.federated.rounds.events import (
 )
 from manyhands.federated.secure.primitives import ProtocolRefused, verify
 from manyhands.federated.secure.tally import hash_of
+from manyhands.federated.sums import ClassSums
 from manyhands.federated.updates import ClientUpdate, TallySum
 from manyhands.randomness import preserved, seed_all
 from manyhands.store.fingerprint import parameter_shapes
 from manyhands.training.computing import Computer, TrainingPlan
 from manyhands.training.exchange import Traffic
 
-__all__ = ["RoundServer", "UpdateSum", "initial_model", "require_complete", "shapes_of"]
+__all__ = ["RoundServer", "initial_model", "require_complete", "shapes_of"]
 
 _MOST_LOSS = 1e9
 
@@ -67,22 +74,6 @@ def initial_model(job: FederatedJob) -> torch.nn.Module:
     with preserved():
         seed_all(job.seed)
         return job.task.model()
-
-
-@dataclass(kw_only=True, slots=True)
-class UpdateSum:
-    """What is known of the updates of the attempt under way: nothing of any single one."""
-
-    sums: list[torch.Tensor]
-    weight: float = 0.0
-    loss: float = 0.0
-
-    def add(self, update: ClientUpdate, weight: float) -> None:
-        """One more."""
-        for total, change in zip(self.sums, update.change, strict=True):
-            total.add_(change, alpha=weight)
-        self.weight += weight
-        self.loss += weight * update.loss
 
 
 class RoundServer:
@@ -106,6 +97,7 @@ class RoundServer:
         self.plan = job.plan(files.run, self.form)
         self.state = RoundState()
         self._sum = self._empty()
+        self._norms: dict[int, float] = {}
         self._secure: SecureAttempt | None = None
         self._began = self._attempt_began = time.monotonic()
         self._resume(at_s)
@@ -195,7 +187,9 @@ class RoundServer:
                 self._do(ClientGone(client=client, at_s=at_s))
             self.tell(f"the report of client {client} was refused: {refused}")
             raise
-        event = ReportCame(client=client, attempt=attempt, digest=body_hash(body), at_s=at_s)
+        event = ReportCame(
+            client=client, attempt=attempt, digest=body_hash(body), at_s=at_s, norm=update.norm
+        )
         decisions = self._do(event, update)
         for decision in decisions:
             if isinstance(decision, RefuseReport) and not decision.repeated:
@@ -273,7 +267,7 @@ class RoundServer:
             self._do(RoundFailed(attempt=self.state.attempt, why=str(refused), at_s=at_s))
             return
         if found is not None:
-            self._sum = UpdateSum(sums=found.split(self._weights), weight=found.weight, loss=found.loss)
+            self._sum = ClassSums.whole(found.split(self._weights), found.weight, found.loss)
             self._do(SumCame(attempt=self.state.attempt, clients=found.clients, at_s=at_s))
 
     def _do(self, event: RoundEvent, update: ClientUpdate | None = None) -> tuple[RoundDecision, ...]:
@@ -298,6 +292,7 @@ class RoundServer:
                 case TakeReport():
                     assert update is not None, "only a report is taken"
                     self._sum.add(update, self._algorithm.weight(update))
+                    self._norms[update.client] = update.norm
                 case CloseRound():
                     self._close(decision)
                 case AbandonRound():
@@ -324,7 +319,8 @@ class RoundServer:
 
     def _close(self, decision: CloseRound) -> None:
         """The server's step, evaluated and saved."""
-        total = self._sum
+        norms = self._norms
+        total = self._sum.total(largest_class(norms.values(), self._terms.norm_ratio))
         found = TallySum(sums=total.sums, weight=total.weight, loss=total.loss, traffic=Traffic())
         with torch.no_grad():
             mean = self._algorithm.mean(found)
@@ -341,16 +337,35 @@ class RoundServer:
             "attempt": decision.attempt,
             "counted": list(decision.counted),
         }
+        if decision.rejected:
+            row["rejected"] = {str(client): norms[client] for client in decision.rejected}
         rows: list[dict[str, Any]] = [row]
         measured = self._measured()
+        self._require_finite(measured, {client: norms.get(client) for client in decision.counted})
         if measured:
             rows.append({"step": self.state.done, "metrics": measured, "at_s": now - self._began})
         self._files.save_round(self.state, self._model.state_dict(), dict(self._algorithm.memory()), rows)
         self._refresh()
+        if decision.rejected:
+            came = described_norms({client: norms[client] for client in decision.rejected})
+            usual = statistics.median(norms.values())
+            self.tell(
+                f"round {self.state.done}: rejected, since larger than norm_ratio={self._terms.norm_ratio:g} times the "
+                f"median of {usual:.2g}: the update of {came}"
+            )
         shown = "".join(f"  {name} {value:.4f}" for name, value in measured.items())
         self.tell(
             f"round {self.state.done} of {self._terms.rounds}: {len(decision.counted)} updates  loss {loss:.4f}{shown}"
         )
+
+    def _require_finite(self, measured: Mapping[str, float], counted: Mapping[int, float | None]) -> None:
+        """NonFinite, before anything is saved: the run continues from the round before, when it is resumed."""
+        seen = {client: norm for client, norm in counted.items() if norm is not None}
+        came = described_norms(seen)
+        if not seen:
+            came = f"{described_clients(list(counted))}, whose norms a secure sum does not show"
+        finite = all(bool(one.isfinite().all()) for one in self._weights)
+        require_finite(measured, self.state.done, came, weights=finite)
 
     def _measured(self) -> dict[str, float]:
         plan = TrainingPlan(task=self._job.task, steps=1, seed=0, evaluate_every=1, checkpoint_every=0)
@@ -368,6 +383,7 @@ class RoundServer:
             "steps": self.state.done,
             "attempts": self.state.attempt,
             "abandoned": self.state.abandoned,
+            "updates_rejected": self.state.rejected,
             "complete": decision.complete,
             "final": measured[-1] if measured else {},
         }
@@ -375,10 +391,10 @@ class RoundServer:
         self.tell(decision.why)
 
     def _forget(self) -> None:
-        self._sum, self._secure = self._empty(), None
+        self._sum, self._norms, self._secure = self._empty(), {}, None
 
-    def _empty(self) -> UpdateSum:
-        return UpdateSum(sums=[torch.zeros_like(one, dtype=torch.float64) for one in self._weights])
+    def _empty(self) -> ClassSums:
+        return ClassSums(self._weights, by_norm=self._terms.norm_ratio > 0)
 
 
 def shapes_of(job: FederatedJob) -> dict[str, str]:

@@ -21,6 +21,7 @@ from typing import Any
 
 from manyhands.errors import DataError, UserError
 from manyhands.federated.clients import selected
+from manyhands.federated.norms import check_norm_ratio, described_norms, rejected_by_norm
 from manyhands.federated.rounds.events import (
     AbandonRound,
     BeginRound,
@@ -80,6 +81,8 @@ class RoundTerms:
     """For how long a client counts as there after it was heard of."""
     patience_s: float = math.inf
     """After how long without a round that counts the server gives up."""
+    norm_ratio: float = 0.0
+    """How many times the median of a round's norms an update may have (`federated/norms.py`); 0: any."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -98,6 +101,7 @@ class RoundTerms:
                 raise UserError(f"{name}={getattr(self, name):g}: must be a number above 0")
         if not self.patience_s > 0:
             raise UserError(f"patience_s={self.patience_s:g}: must be above 0")
+        check_norm_ratio(self.norm_ratio)
 
     @property
     def asks(self) -> int:
@@ -130,6 +134,10 @@ class RoundState:
     """Those of them who will not report."""
     reported: Mapping[int, str] = field(default_factory=dict)
     """Those who have, and the digest of their report."""
+    norms: Mapping[int, float] = field(default_factory=dict)
+    """Of their updates, where each is seen."""
+    rejected: int = 0
+    """Updates of all rounds so far that did not count because of their norms."""
 
     @property
     def is_over(self) -> bool:
@@ -193,7 +201,11 @@ def _take(terms: RoundTerms, state: RoundState, event: ReportCame) -> _Outcome:
     if refused is not None:
         looked, more = _look(terms, state)
         return looked, (refused, *more)
-    reported = replace(state, reported={**state.reported, event.client: event.digest})
+    reported = replace(
+        state,
+        reported={**state.reported, event.client: event.digest},
+        norms={**state.norms, event.client: event.norm},
+    )
     looked, more = _look(terms, reported)
     return looked, (TakeReport(client=event.client, attempt=event.attempt), *more)
 
@@ -265,6 +277,7 @@ def _select(terms: RoundTerms, state: RoundState) -> _Outcome:
         asked=asked,
         gone=(),
         reported={},
+        norms={},
     )
     return begun, (BeginRound(attempt=begun.attempt, number=begun.done, asked=asked),)
 
@@ -276,7 +289,17 @@ def _is_late(terms: RoundTerms, state: RoundState) -> bool:
 
 
 def _close(terms: RoundTerms, state: RoundState) -> _Outcome:
-    closed = CloseRound(attempt=state.attempt, number=state.done, counted=tuple(sorted(state.reported)))
+    rejected = rejected_by_norm(state.norms, terms.norm_ratio)
+    counted = tuple(sorted(set(state.reported) - set(rejected)))
+    state = replace(state, rejected=state.rejected + len(rejected))
+    if len(counted) < terms.minimum:
+        whose = described_norms({client: state.norms[client] for client in rejected})
+        return _abandon(
+            state,
+            f"{len(counted)} updates count, and it takes {terms.minimum}; rejected, since larger than "
+            f"norm_ratio={terms.norm_ratio:g} times the median of the round, is what came from {whose}",
+        )
+    closed = CloseRound(attempt=state.attempt, number=state.done, counted=counted, rejected=rejected)
     after = replace(_between(state), done=state.done + 1, counted_s=state.now_s)
     if after.done < terms.rounds:
         return after, (closed,)
@@ -290,7 +313,9 @@ def _abandon(state: RoundState, why: str) -> _Outcome:
 
 
 def _between(state: RoundState) -> RoundState:
-    return replace(state, phase=RoundPhase.SELECTING, since_s=state.now_s, asked=(), gone=(), reported={})
+    return replace(
+        state, phase=RoundPhase.SELECTING, since_s=state.now_s, asked=(), gone=(), reported={}, norms={}
+    )
 
 
 def _too_late(event: RoundEvent, why: str) -> tuple[RoundDecision, ...]:
@@ -313,6 +338,8 @@ def as_json(state: RoundState) -> dict[str, Any]:
         "asked": list(state.asked),
         "gone": list(state.gone),
         "reported": [[client, digest] for client, digest in sorted(state.reported.items())],
+        "norms": [[client, norm] for client, norm in sorted(state.norms.items())],
+        "rejected": state.rejected,
     }
 
 
@@ -331,6 +358,8 @@ def state_of(value: Any) -> RoundState:
             asked=tuple(int(client) for client in value["asked"]),
             gone=tuple(int(client) for client in value["gone"]),
             reported={int(client): str(digest) for client, digest in value["reported"]},
+            norms={int(client): float(norm) for client, norm in value.get("norms", ())},
+            rejected=int(value.get("rejected", 0)),  # a state of an earlier version has neither
         )
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"the state of federated rounds is damaged: {error!r}") from error

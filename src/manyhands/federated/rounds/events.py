@@ -62,6 +62,8 @@ class ReportCame:
     digest: str
     """Of its content, by which a report that is sent again is known."""
     at_s: float
+    norm: float = 0.0
+    """Of its update; 0 where nobody has looked."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,6 +140,8 @@ class CloseRound:
     number: int
     counted: tuple[int, ...]
     """Whose updates are in it."""
+    rejected: tuple[int, ...] = ()
+    """Whose updates are to be left out of it, since their norms are too large beside the others'."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

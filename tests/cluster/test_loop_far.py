@@ -1,0 +1,78 @@
+"""What workers of different hosts exchange in a loop of their own goes through: TLS, or Gloo and a warning."""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from certificates import HOSTS, folders
+from manyhands.errors import UserError
+from manyhands.hosts.place import Place
+from manyhands.link.base import Received
+from manyhands.link.message import Message
+from manyhands.link.tcp import TcpLink
+from manyhands.link.tls import SecureSocket
+from manyhands.loop import connect
+from manyhands.training.options import TLS_VARIABLE, Options
+
+
+class NoGloo(Exception):
+    """In its place, where it was asked for."""
+
+
+def reach(store: Any, rank: int) -> Any:
+    """The links of one of two workers, each on a host of its own as far as they know."""
+    meeting: Any = SimpleNamespace(world=2, here=(rank,), hosts=((0,), (1,)), name="main", rank=rank)
+    return connect._reach_others(meeting, store, Place(rank=rank, world=2), "", "127.0.0.1", 20.0)
+
+
+def both(store: Any) -> list[Any]:
+    with ThreadPoolExecutor(2) as threads:
+        return [one.result(30) for one in [threads.submit(reach, store, rank) for rank in range(2)]]
+
+
+def test_with_certificates_what_they_send_is_under_tls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TLS_VARIABLE, str(folders() / HOSTS[0]))
+    monkeypatch.setattr(connect, "_open_gloo", lambda *_: pytest.fail("Gloo was asked for"))
+    (first,), (second,) = (tuple(links.values()) for links in both(HashStore()))
+    try:
+        assert isinstance(first, TcpLink)
+        assert isinstance(first._end, SecureSocket)
+        first.send(Message(payload=torch.arange(1000.0), kind=1, step=7))
+        outcome = second.receive(10.0)
+        assert isinstance(outcome, Received)
+        assert outcome.message.step == 7
+    finally:
+        first.close()
+        second.close()
+
+
+def test_without_them_one_of_all_warns(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_gloo(*_: object) -> None:
+        raise NoGloo
+
+    monkeypatch.delenv(TLS_VARIABLE, raising=False)
+    monkeypatch.setattr(connect, "_open_gloo", no_gloo)
+    with caplog.at_level(logging.WARNING, "manyhands"), pytest.raises(NoGloo):
+        both(HashStore())
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith("manyhands: group 'main' is on 2 hosts")
+    assert TLS_VARIABLE in said
+    assert "\n" not in said
+
+
+def test_a_host_without_certificates_among_those_with_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one would wait for TLS and the other for Gloo."""
+    monkeypatch.setenv(TLS_VARIABLE, str(folders() / HOSTS[0]))
+    store = HashStore()
+    store.set("tls/1", str(Options().security({}).tls))
+    with pytest.raises(UserError, match=r"rank 0 has MANYHANDS_TLS, and rank 1 on another host has not"):
+        reach(store, 0)
