@@ -1,4 +1,4 @@
-"""Who is waited for without computing longer: `Slowness.late_ever`, each of its rules by a run that only that decides."""
+"""Who is waited for without computing longer: `Slowness.late_ever`, each of its rules by a run that only it decides."""
 
 from __future__ import annotations
 
