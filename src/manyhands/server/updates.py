@@ -42,6 +42,7 @@ __all__ = [
     "record_files",
     "record_mark",
     "record_of",
+    "record_rows",
     "take_record",
     "write_record",
 ]
@@ -247,6 +248,11 @@ def record_of(process: int) -> str:
 def has_record(run_path: Path, name: str) -> bool:
     """Whether a file of servers or workers is there."""
     return (run_path / _FOLDER / name).exists()
+
+
+def record_rows(run_path: Path, name: str) -> int:
+    """How many rows such a file has; 0 where it is not there."""
+    return LineFile(run_path / _FOLDER / name).num_lines
 
 
 def record_files(run_path: Path) -> list[Path]:
