@@ -26,6 +26,11 @@ class Home:
     """The modules that its processes need; empty where that is the training's."""
 
     @property
+    def package(self) -> str:
+        """The package of ours that is the strategy's own."""
+        return self.value.partition(".")[0]
+
+    @property
     def modules(self) -> tuple[str, ...]:
         """The modules that its processes need."""
         homes = (self.value, *(self.roles or (self.training,)), self.kernel)

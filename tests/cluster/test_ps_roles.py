@@ -386,6 +386,11 @@ def test_records_of_another_host_stay_until_the_leader_has_them_and_are_taken_on
     assert asked
     assert not records.path.exists()
     assert (run / "updates" / "worker.process-3.jsonl").read_bytes() == row
+    name, rows = written.name, row.count(b"\n")
+    assert keeper.counted({"recorded": {name: rows}}) == {"recorded": {name: rows}}
+    resumed = RunKeeper(job, None, None, lambda sentence: None)  # type: ignore[arg-type]
+    none = {"recorded": {name: 0}}  # of one that had nothing left to compute
+    assert resumed.counted(none) == {"recorded": {name: rows}}
 
 
 def test_a_role_that_cannot_do_its_part_ends_the_run_with_its_sentence() -> None:

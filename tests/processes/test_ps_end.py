@@ -33,3 +33,18 @@ def test_a_server_that_has_left_its_shards_and_died_is_followed_when_the_other_d
     assert distance(run.model.state_dict(), train_plainly(make_task(OPTIMIZERS["sgd"]), 20)) < 1e-9
     found = audit_run(out).found
     assert (found.words, found.violations, found.missing) == ("restored, 0 lost", (), ())
+
+
+@pytest.mark.parametrize("strategy", ["ps", "ps servers=2 consistency=async link=tcp"])
+def test_a_run_that_has_no_steps_left_stays_a_sound_one_when_it_is_resumed(
+    strategy: str, tmp_path: Path
+) -> None:
+    task, out = make_task(OPTIMIZERS["sgd"]), tmp_path / "run"
+    mh.fit(task, strategy, workers=2, steps=6, out=out)
+    assert audit_run(out).found.words == "complete"
+    written = {path.name: path.read_text().count("\n") for path in (out / "updates").glob("worker.*.jsonl")}
+    for _ in range(2):
+        summary = mh.fit(task, strategy, workers=2, steps=6, out=out, resume=True).summary
+        assert {name: summary["recorded"][name] for name in written} == written
+        found = audit_run(out).found
+        assert (found.words, found.violations, found.missing) == ("restored, 0 lost", (), ())

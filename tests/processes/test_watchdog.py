@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from torch import nn
 import manyhands as mh
 import warm
 from manyhands.errors import Hang
+from manyhands.registry import STRATEGIES
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -88,36 +90,41 @@ blocking_loss.calls = 0  # type: ignore[attr-defined]
 
 def blocking_task() -> mh.Task:
     return mh.Task(
-        model=lambda: nn.Linear(3, 1),
+        model=lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)),
         loss=blocking_loss,
-        data=(torch.ones(64, 3), torch.ones(64, 1)),
+        data=(torch.ones(64, 4), torch.ones(64, 2)),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         batch_size=8,
     )
 
 
-def require_named(strategy: str, path: Path) -> str:
-    options = mh.Options(watchdog_s=3)
+def require_named(text: str, path: Path) -> tuple[str, str]:
+    """The first line of the error, and what follows its page."""
+    strategy = mh.Strategy.parse(text)
+    # So many that worker 1 has a fourth one, where each takes the next that is left.
+    length = {"rounds": 200} if strategy.counts_rounds else {"steps": 200}
+    options = mh.Options(watchdog_s=3, checkpoint_every=1)
     with pytest.raises(Hang) as caught:
-        mh.fit(blocking_task(), strategy, workers=2, steps=8, out=path, options=options)
+        mh.fit(blocking_task(), strategy, workers=2, out=path, options=options, **length)
     first = str(caught.value).splitlines()[0]
     assert caught.value.worker_rank == 1
     assert "worker 1 holds up the run" in first
     assert "in time.sleep(1e9) (test_watchdog.py:" in first
+    _, _, other = first.rpartition(": ")  # who waits, and in which call: the user's, or the strategy's
+    package = STRATEGIES[strategy.word].package
+    assert re.fullmatch(rf"(worker|server) 0 in .* \((test_watchdog|{package}/[a-z_/]+)\.py:\d+\)", other)
     kept = (path / "hang.txt").read_text()
-    page, _, how = str(caught.value).partition(
-        "\n\nstep "
-    )  # behind it, how to go on from the last checkpoint
+    page, _, how = str(caught.value).partition("\n\nstep ")
     assert kept.startswith(page)
-    assert "is kept in" in how
     assert "── worker 0 (pid" in kept
-    return first
+    return first, how
 
 
 def test_a_loss_that_blocks_on_one_worker_ends_fit_with_its_line(tmp_path: Path) -> None:
-    first = require_named("mirrored", tmp_path / "run")
+    first, how = require_named("mirrored", tmp_path / "run")
     assert "at step 4" in first
     assert "worker 0 in agree() (allreduce/exchange.py:" in first
+    assert "is kept in" in how, "how to go on from the last checkpoint"
 
 
 def toiling_loss(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -137,9 +144,17 @@ def test_a_worker_that_computes_for_longer_than_the_deadline_is_left_alone() -> 
     assert run.summary["steps"] == 8
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize(
-    "strategy", ["central", "allreduce algorithm=tree", "hogwild order=turns", "ps servers=2", "ps link=tcp"]
+    "strategy",
+    [
+        *(word for word in STRATEGIES if mh.Strategy.parse(word).most_workers != 1 and word != "mirrored"),
+        *(
+            pytest.param(text, marks=pytest.mark.soak)
+            for text in ("allreduce algorithm=tree", "hogwild order=turns", "ps servers=2", "ps link=tcp")
+        ),
+    ],
 )
+@pytest.mark.filterwarnings("ignore:hogwild on a dense model")
 def test_every_strategy_of_processes_names_it(strategy: str, tmp_path: Path) -> None:
+    """All of the registry that have more than one worker; `mirrored` is above."""
     require_named(strategy, tmp_path / "run")

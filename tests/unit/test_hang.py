@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 
 import pytest
 
+import manyhands
 from manyhands.cluster.board import NOBODY, BoardLine, State
 from manyhands.cluster.hang import Being, End, SeenRole, Stall, details, headline, is_busy, judge, page
 from manyhands.cluster.patience import check_watchdog_s
@@ -13,6 +15,7 @@ from manyhands.cluster.stacks import STACK_SIGNAL, Frame, call_of, main_stack, s
 from manyhands.errors import UserError
 from manyhands.record.blackbox import describe_event
 from manyhands.record.events import Event, EventKind
+from manyhands.registry import STRATEGIES
 
 NOW_NS = 100_000_000_000
 
@@ -197,6 +200,40 @@ def test_the_call_is_the_users_line_or_else_the_strategys() -> None:
     assert call_of((finish, agree)) == "in agree() (allreduce/exchange.py:76)"
     assert call_of((finish, agree, users)) == "in loss (task.py:3)"
     assert call_of(()) == "in a place that it did not tell"
+
+
+def ours(place: str, function: str = "f") -> Frame:
+    return Frame(file=str(Path(manyhands.__file__).parent / place), line=7, function=function)
+
+
+def elsewhere(file: str) -> Frame:
+    return Frame(file=file, line=9, function="inner")
+
+
+WAIT, WORKER = ours("memory/waiting.py", "wait"), ours("training/worker.py", "run")
+
+
+@pytest.mark.parametrize("word", STRATEGIES)
+def test_the_call_of_every_strategy_is_named_in_its_own_package(word: str) -> None:
+    package = STRATEGIES[word].value.split(".")[0]
+    begun = (WORKER, ours(f"{package}/training.py", "train"), ours("cluster/entry.py", "main"))
+    asked = ours(f"{package}/exchange.py", "compute")
+    said = f"in compute() ({package}/exchange.py:7)"
+    assert call_of((WAIT, ours("group/shared.py"), asked, *begun)) == said
+
+
+def test_the_call_is_the_one_that_torch_or_the_loop_of_every_role_has_made() -> None:
+    torchs = elsewhere("/opt/other/lib/python3.11/site-packages/torch/nn/modules/module.py")
+    hook = ours("sharded/exchange.py", "_carry_out")
+    whole = (WAIT, hook, ours("sharding/visits.py"), torchs, ours("training/computing.py"))
+    whole += (ours("sharded/exchange.py", "compute"), WORKER, ours("cluster/entry.py", "main"))
+    assert not torchs.is_users, "an environment may use the packages of another"
+    assert call_of(whole) == "in _carry_out() (sharded/exchange.py:7)"
+    assert call_of(whole[3:]) == "in compute() (sharded/exchange.py:7)", (
+        "it computes, and nothing called back"
+    )
+    loop = (WAIT, ours("loop/rounds.py", "step"), torchs, ours("cluster/entry.py", "main"))
+    assert call_of(loop) == "in step() (loop/rounds.py:7)"
 
 
 def test_an_event_in_words() -> None:

@@ -40,6 +40,19 @@ def test_a_tail_longer_than_a_block_is_dropped_too(tmp_path: Path) -> None:
     assert path.read_bytes() == b"x\n" * 50_000 + b"new\n"
 
 
+def test_lines_of_earlier_lives_count_before_one_is_added(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    assert LineFile(path).num_lines == 0
+    assert not path.exists()
+    path.write_bytes(b"one\ntwo\nth")
+    file = LineFile(path)
+    assert file.num_lines == 2
+    assert path.read_bytes() == b"one\ntwo\nth", "who only counts changes nothing"
+    file.append(b"new\n")
+    file.close()
+    assert file.num_lines == LineFile(path).num_lines == 3
+
+
 def test_a_disk_that_takes_a_part_of_a_line_keeps_none_of_it(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", 64 << 10) as disk:
         file = LineFile(disk / "lines")

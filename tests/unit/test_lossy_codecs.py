@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 import torch
 
+from manyhands.server.layout import FlatLayout
+from manyhands.server.live.coding import RangeCoding
 from manyhands.wire.codec import BadBytes, ParcelCodec, codec_named
 from manyhands.wire.codecs.dgc import Dgc
 from manyhands.wire.codecs.topk import TopK
 from manyhands.wire.feedback import ErrorFeedback
 from manyhands.wire.floats import NOT_FINITE
+from manyhands.wire.layout import lay_out
 from manyhands.wire.memory import as_memory, as_one
 from manyhands.wire.parcels import Matrix, Parcel
 
@@ -267,6 +270,74 @@ def test_a_sampled_threshold_sends_about_as_many_and_never_more() -> None:
     equal = torch.ones(200_000)  # a sample says nothing here
     indices, _ = TopK(0.01, sampled=True).choose(Parcel.whole(0, 200_000, torch.float32), equal.numpy())
     assert indices.tolist() == list(range(2000))
+
+
+SPARSE = ("topk:0.1", "topk:0.1,sampled", "randomk:0.1", "dgc:0.1", "topk:0.1+int8", "dgc:0.1,warmup=4")
+
+
+def five_tensors(items: int = 40) -> tuple[Parcel, torch.Tensor]:
+    """A bucket of tensors that end within a line: what it is to a codec, and which of its items are a tensor's."""
+    [layout] = lay_out([(items, torch.float32)] * 5, cap_bytes=1 << 20)
+    belongs = torch.zeros(layout.count, dtype=torch.bool)
+    for _, view in layout.views(belongs):
+        view[:] = True
+    assert layout.count > int(belongs.sum()) == 5 * items
+    return layout.parcel(0), belongs
+
+
+@pytest.mark.parametrize("feedback", [False, True])
+@pytest.mark.parametrize("text", SPARSE)
+def test_a_fraction_is_one_of_the_items_that_tensors_have(text: str, feedback: bool) -> None:
+    parcel, belongs = five_tensors()
+    for part in (parcel, parcel.part(0, 96), parcel.part(40, 200), parcel.part(88, 96)):
+        codec = made(text, feedback=feedback)
+        codec.at(9)  # after the warm-up
+        begin = part.begin // 4
+        mine = belongs[begin : begin + part.count]
+        values = torch.randn(part.count, generator=torch.Generator().manual_seed(0)) + 5  # gaps are not empty
+        room = torch.empty(codec.size(part), dtype=torch.uint8)
+        encoded = room[: codec.encode(part, values, room)]
+        due = -(-int(mine.sum()) // 10)
+        assert int(encoded[:4].view(torch.int32)) == due
+        read = torch.empty(part.count)
+        codec.decode(part, encoded, read)
+        assert int((read != 0).sum()) == int((read[mine] != 0).sum()) == due
+
+
+def test_a_fraction_is_taken_by_its_digits() -> None:
+    assert 0.07 * 100 > 7
+    encoded = torch.empty(200, dtype=torch.uint8)
+    made("topk:0.07").encode(Parcel.whole(0, 100, torch.float32), torch.randn(100), encoded)
+    assert int(encoded[:4].view(torch.int32)) == 7
+
+
+def test_random_items_beside_gaps_are_right_on_average() -> None:
+    parcel, belongs = five_tensors(41)
+    codec, values = made("randomk:0.1"), torch.where(belongs, torch.arange(1.0, parcel.count + 1), 0.0)
+    total, read = torch.zeros(parcel.count), torch.empty(parcel.count)
+    room = torch.empty(codec.size(parcel), dtype=torch.uint8)
+    for step in range(4000):
+        codec.at(step)
+        codec.decode(parcel, room[: codec.encode(parcel, values.clone(), room)], read)
+        total += read
+    # Each of 21 stretches of at most 10 items: a standard deviation of at most 3 · x / √4000 for an item x.
+    assert bool(((total / 4000 - values).abs() <= 5 * 3 / math.sqrt(4000) * values).all())
+
+
+@pytest.mark.parametrize("text", SPARSE)
+def test_servers_are_sent_a_fraction_of_the_items_that_tensors_have(text: str) -> None:
+    model = torch.nn.ParameterList(torch.nn.Parameter(torch.randn(40)) for _ in range(5))
+    layout = FlatLayout.of(model, torch.optim.SGD(model.parameters(), lr=0.1), 2)
+    coding = RangeCoding(layout, text, feedback=False)
+    coding.begin(9, 0)
+    for shard in range(2):
+        items = sum(piece.end - piece.begin for piece in layout.pieces[shard])
+        given = layout.range_in(torch.empty(layout.range_bytes(shard), dtype=torch.uint8), shard)
+        for run in given.runs:
+            run.uniform_(1, 2)  # gaps are not empty
+        coding.decode(shard, coding.encode(shard, given), given)
+        sent = sum(int((piece != 0).sum()) for piece in given.pieces)
+        assert sent == -(-items // 10)
 
 
 def test_scaled_signs_leave_out_exactly_what_the_formula_says() -> None:

@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,7 +31,7 @@ from manyhands.server.log import (
 from manyhands.server.messages import Parameters, Push, Read, ShardView, SlotView, View, WorkKind
 from manyhands.server.replica import ShardReplica
 from manyhands.server.steps import ShardConfig
-from manyhands.server.updates import RunRecord, write_record
+from manyhands.server.updates import RunRecord, read_record, write_record
 from manyhands.store.rundir import RunDirectory
 
 SLOTS = (0, 1, 2)
@@ -245,12 +246,12 @@ def test_the_bound_is_judged_where_the_log_still_says_what_was_read() -> None:
     restored = RestoredRow(shard=0, term=4, sequence=4, version=4)
     rows = [slots, *(step(v + 1, v + 1, v % 2, v // 2) for v in range(4)), restored]
     policy = parse_consistency("bounded:1")
-    unknown = step(5, 5, 0, 4, term=4, read=6)
+    unknown = step(5, 6, 0, 4, term=4, read=6)
     lost = LostRow(shard=0, term=4, sequence=5, slot=0, first=2, until=4)
     assert audit({0: [[*rows, lost, unknown]]}, policy, 30).clean, (
         "of a version that is not in the log any more"
     )
-    known = step(5, 5, 0, 4, term=4, read=3, stale=1)
+    known = step(5, 6, 0, 4, term=4, read=3, stale=1)
     [violation] = audit({0: [[*rows, lost, known]]}, policy, 30).violations
     assert "which lacks clock 1 of slot 1; bounded:1 includes all below 3" in violation.sentence
 
@@ -417,6 +418,67 @@ def test_a_configuration_of_another_size_is_refused_by_name(run: Path, name: str
     (run / "config.json").write_text(json.dumps(table))
     with pytest.raises(DataError, match=rf"config\.json: {name} is {re.escape(repr(odd))}; it must be"):
         audit_run(run)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({}, ""),
+        ({"strategy": "ps consistency=async link=tcp"}, ""),
+        ({"strategy": "ps"}, "strategy=ps, and config.json says strategy=ps consistency=async"),
+        ({"strategy": "what"}, "strategy=what, and config.json says strategy=ps consistency=async"),
+        ({"workers": 2}, "workers=2, and config.json says workers=3"),
+        ({"seed": 1}, "seed=1, and config.json says seed=0"),
+    ],
+)
+def test_a_record_of_another_run_than_the_configuration_is_told(
+    run: Path, fields: dict[str, Any], says: str
+) -> None:
+    write_record(run, replace(read_record(run), **fields))
+    told = [one.sentence for one in audit_run(run).found.violations if "run.json" in one.sentence]
+    assert told == ([f"updates/run.json says {says}"] if says else [])
+
+
+def test_a_record_from_before_a_run_was_to_be_longer_is_incomplete(run: Path) -> None:
+    assert not any("run.json" in sentence for sentence in audit_run(run).found.missing)
+    write_record(run, replace(read_record(run), steps=20))
+    sentence = "updates/run.json is of a run of 20 steps, and config.json says steps=30"
+    assert audit_run(run).found.missing[0] == sentence
+
+
+@pytest.mark.parametrize("consistency", ["sync", "bounded:2", "async", "softsync:1", "sync:1"])
+def test_a_sequence_number_that_comes_twice_is_named(consistency: str) -> None:
+    rows = drive(consistency)
+    steps = [at for at, row in enumerate(rows) if isinstance(row, StepRow)]
+    first, second = steps[4], steps[5]
+    again = replace(rows[second], sequence=rows[first].sequence)
+    found = check([*rows[:second], again, *rows[second + 1 :]], consistency)
+    assert not found.clean
+    assert f"its sequence number {again.sequence} is that of version 5" in found.violations[0].sentence
+    back = replace(rows[second], sequence=rows[first].sequence - 1)
+    found = check([*rows[:second], back, *rows[second + 1 :]], consistency)
+    assert f"entry {back.sequence} follows entry" in found.violations[0].sentence
+
+
+def test_a_row_with_one_key_twice_is_refused() -> None:
+    good = row_to_json(LateRow(shard=1, term=2, sequence=3, slot=4, clock=5))
+    for name in ("row", "clock"):
+        line = good.replace(f'"{name}":', f'"{name}":7,"{name}":')
+        with pytest.raises(DataError, match=f"the key '{name}' comes twice"):
+            row_from_json(line)
+
+
+def test_every_file_with_one_key_twice_is_refused(run: Path) -> None:
+    files = sorted((run / "updates").iterdir())
+    assert len(files) > 1
+    for path in files:
+        text = path.read_text()
+        name = re.search(r'"(\w+)": ?', text)
+        assert name is not None
+        path.write_text(text.replace(name[0], f"{name[0]}1,{name[0]}", 1))
+        with pytest.raises(DataError, match=f"the key '{name[1]}' comes twice"):
+            audit_run(run)
+        path.write_text(text)
 
 
 ODD: tuple[object, ...] = (

@@ -1,13 +1,16 @@
 import re
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 import manyhands
 from manyhands.allreduce.strategy import AllReduce, Mirrored
 from manyhands.central.strategy import Central
+from manyhands.cli.main import app
 from manyhands.errors import UserError
 from manyhands.facts import Answer, Split, Truth, Waits
 from manyhands.grid.layout import Grid
@@ -194,6 +197,50 @@ def test_strategy_knows_whom_its_workers_wait_for(text: str, waits_for: Waits, s
     assert strategy.waits_for is waits_for
     assert strategy.stepwise is stepwise
     assert bool(strategy.straggler_advice) == (waits_for is not Waits.NOBODY)
+
+
+@pytest.mark.parametrize(
+    ("consistency", "fewest"),
+    [
+        ("sync", 1),
+        ("sync:2", 3),
+        ("aware:sync:2", 3),
+        ("bounded:5", 1),
+        ("async", 1),
+        ("softsync:1", 1),
+        ("softsync:9", 9),
+        ("damped:softsync:9", 9),
+    ],
+)
+def test_a_consistency_that_would_be_another_with_so_few_workers_is_refused(
+    consistency: str, fewest: int
+) -> None:
+    strategy = Strategy.parse(f"ps consistency={consistency}")
+    strategy.check(fewest, device="cpu")
+    if fewest > 1:
+        sentence = (
+            f"consistency={consistency} workers={fewest - 1}: it needs at least {fewest} workers; start more, or write "
+            "a smaller number in consistency="
+        )
+        with pytest.raises(UserError, match=f"^{re.escape(sentence)}$"):
+            strategy.check(fewest - 1, device="cpu")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", "digits", "--workers", "3", "--strategy", "ps consistency=sync:3"],
+        ["simulate", "digits", "--workers", "3", "--strategy", "ps consistency=sync:3"],
+        ["compare", "digits", "--workers", "3", "--strategies", "allreduce; ps consistency=sync:3"],
+        ["scaling", "digits", "--workers", "1,3", "--strategy", "ps consistency=sync:3"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_every_command_says_that_a_consistency_needs_more_workers(words: list[str], tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "out")])
+    assert isinstance(done.exception, UserError)
+    assert "it needs at least 4 workers" in str(done.exception)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_strategy_that_several_hosts_cannot_have_is_refused_with_the_reason() -> None:

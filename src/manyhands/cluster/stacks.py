@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
+from manyhands.registry import STRATEGIES
+
 __all__ = [
     "LOADER_CALL",
     "STACK_SIGNAL",
@@ -33,17 +35,18 @@ STACK_SIGNAL = signal.SIGRTMIN + 13
 
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)')
 _OURS = str(Path(__file__).resolve().parent.parent)
-_LIBRARIES = tuple(
-    {_OURS, *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))}
-)
+_STDLIB = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
+_INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib")})
+_INSTALLED_FOLDERS = {"site-packages", "dist-packages"}  # wherever they are: an environment may use another's
 _BEGINNING = str(Path(_OURS, "cluster", "entry.py"))
 """The file that begins a role: whatever called it has started the process, and is nobody's training."""
 _LOADER = str(Path(_OURS, "cluster", "loader.py"))
 """The file in which a loader process calls the user's data."""
 LOADER_CALL = "waiting for its loader process, which is "
 """How `call_of` begins where the stack is that of a loader process."""
-_ROOMS = ("allreduce", "central", "hogwild", "local", "loop", "server")
-"""Packages of ours whose outermost frame is the call of a strategy."""
+_STRATEGIES = frozenset(home.package for home in STRATEGIES.values())
+_EVERY_ROLE = frozenset({"cluster", "training"})
+"""Packages of ours that run a role, whatever it does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,9 +60,24 @@ class Frame:
     """The line's source, where it can be read."""
 
     @property
+    def package(self) -> str:
+        """Which of our packages it is of; empty where it is not ours."""
+        path = PurePath(self.file)
+        return path.relative_to(_OURS).parts[0] if path.is_relative_to(_OURS) else ""
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether it is of an installed package other than ours."""
+        if self.package:
+            return False
+        return self.file.startswith(_INSTALLED) or not _INSTALLED_FOLDERS.isdisjoint(
+            PurePath(self.file).parts
+        )
+
+    @property
     def is_users(self) -> bool:
         """Whether it is neither ours nor the standard library's nor that of an installed package."""
-        return not self.file.startswith(("<frozen", *_LIBRARIES))
+        return not (self.package or self.is_installed or self.file.startswith(("<frozen", *_STDLIB)))
 
     @property
     def place(self) -> str:
@@ -133,15 +151,23 @@ def main_stack(dump: str) -> tuple[Frame, ...]:
 
 
 def call_of(stack: Sequence[Frame]) -> str:
-    """Where a role is, for one line: the user's own line where there is one, else the strategy's call."""
+    """Where a role is, for one line: the user's own line where there is one, else the strategy's call.
+
+    That is the outermost one of the strategy's package since the loop of every role, or torch in a model's forward, has
+    called it. A role without a strategy is in the outermost call that not every role has.
+    """
     begun = next((at for at, frame in enumerate(stack) if frame.file == _BEGINNING), len(stack))
     in_loader = LOADER_CALL if any(frame.file == _LOADER for frame in stack) else ""
     for frame in stack[:begun]:
         if frame.is_users:
             return f"{in_loader}in {frame.text or frame.function} ({frame.place})"
-    for frame in reversed(stack):
-        if frame.file.startswith(_OURS) and PurePath(frame.file).relative_to(_OURS).parts[0] in _ROOMS:
-            return f"in {frame.function}() ({PurePath(frame.file).relative_to(_OURS)}:{frame.line})"
+    callers = (at for at, frame in enumerate(stack) if frame.is_installed or frame.package in _EVERY_ROLE)
+    called = stack[: next(callers, len(stack))]
+    calls = [frame for part in (called, stack) for frame in reversed(part) if frame.package in _STRATEGIES]
+    calls += [frame for frame in reversed(stack) if frame.package and frame.package not in _EVERY_ROLE]
+    if calls:
+        first = calls[0]
+        return f"in {first.function}() ({PurePath(first.file).relative_to(_OURS)}:{first.line})"
     return f"in {stack[0].function}() ({stack[0].place})" if stack else "in a place that it did not tell"
 
 

@@ -95,6 +95,11 @@ class Policy(ABC):
         return False
 
     @property
+    def fewest_workers(self) -> int:
+        """With fewer workers it would be another policy than its text says."""
+        return 1
+
+    @property
     def waits_for(self) -> Waits:
         """Whom a worker waits for under it."""
         if self.stepwise:

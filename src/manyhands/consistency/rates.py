@@ -44,6 +44,11 @@ class StalenessRate(Policy):
         return self.inner.each_alone
 
     @property
+    def fewest_workers(self) -> int:
+        """As inside."""
+        return self.inner.fewest_workers
+
+    @property
     def chosen_by_lead(self) -> bool:
         """As inside."""
         return self.inner.chosen_by_lead

@@ -25,6 +25,11 @@ class SoftSync(ByArrival):
         if self.splits < 1:
             raise UserError(f"consistency=softsync:{self.splits}: the splitting parameter must be 1 or more")
 
+    @property
+    def fewest_workers(self) -> int:
+        """A group is a part of the workers, and has one of them at least."""
+        return self.splits
+
     def group_size(self, num_active: int) -> int:
         """A part of the workers, so that one worker alone trains as if there were no server."""
         return max(1, num_active // self.splits)

@@ -40,6 +40,11 @@ class Sync(Policy):
         return not self.backup
 
     @property
+    def fewest_workers(self) -> int:
+        """One part at least makes a step, besides those that may be late."""
+        return self.backup + 1
+
+    @property
     def chosen_by_lead(self) -> bool:
         """With backup workers, who was in time is known at the lead only."""
         return self.backup > 0

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from manyhands.data.plan import BatchPlan, split
 from manyhands.errors import DataError, UserError, printable
 from manyhands.record.plain import whole
-from manyhands.server.audit import Audit, Evidence, audit
+from manyhands.server.audit import Audit, Evidence, Violation, audit
 from manyhands.server.strategy import Ps
-from manyhands.server.updates import computed_lengths, read_computed, read_logs, read_record
+from manyhands.server.updates import RunRecord, computed_lengths, read_computed, read_logs, read_record
 from manyhands.store.rundir import RunDirectory
 from manyhands.strategy import Strategy
 
@@ -50,7 +50,36 @@ def audit_run(run: Path) -> AuditedRun:
         begun=record.begun,
     )
     found = audit(logs.files, strategy.consistency, record.steps, evidence)
+    found = replace(
+        found,
+        violations=(*_contradictions(record, strategy, directory.config), *found.violations),
+        missing=(*_other_length(record, directory.config), *found.missing),
+    )
     return AuditedRun(strategy=strategy, found=found, notes=logs.notes)
+
+
+def _contradictions(record: RunRecord, strategy: Ps, config: Mapping[str, Any]) -> Iterator[Violation]:
+    """Settings of which the two files that say what was set up say different things."""
+    try:
+        told: Strategy | str = Strategy.parse(record.strategy)
+    except UserError:
+        told = record.strategy
+    if isinstance(told, Ps):
+        told = replace(told, link=strategy.link)  # members that others started have links of their own
+    known = {"strategy": str(strategy), "workers": config.get("workers"), "seed": config.get("seed")}
+    said = {"strategy": str(told), "workers": record.workers, "seed": record.seed}
+    for name, value in said.items():
+        if known[name] not in (None, value):
+            shown = f"{name}={value}, and config.json says {name}={known[name]}"
+            yield Violation(shard=-1, sentence=f"updates/run.json says {printable(shown)}")
+
+
+def _other_length(record: RunRecord, config: Mapping[str, Any]) -> Iterator[str]:
+    """A run that was resumed for more steps, and ended before it went on, has its records of the ones before."""
+    steps = config.get("steps")
+    if steps not in (None, record.steps):
+        says = printable(str(steps))
+        yield f"updates/run.json is of a run of {record.steps} steps, and config.json says steps={says}"
 
 
 def _share(run: Path, config: Mapping[str, Any]) -> Callable[[int, int, int], float] | None:

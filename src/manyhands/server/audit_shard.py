@@ -8,19 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
+from itertools import pairwise
 
 from manyhands.consistency.policy import BatchPlace, Policy, blend
 from manyhands.server.audit_found import Fate, Settled, ShardSummary, Violation
-from manyhands.server.audit_story import Story
+from manyhands.server.audit_story import Story, where
 from manyhands.server.log import (
     LateRow,
     LostRow,
     RestoredRow,
+    Row,
     SkippedRow,
     SlotsRow,
     StepRow,
     UpdateRow,
 )
+from manyhands.server.messages import LEAD
 
 __all__ = ["ShardAuditor"]
 
@@ -54,6 +57,7 @@ class ShardAuditor:
         """Check everything that the shard's own rows tell; `share` as in `Evidence`."""
         for problem in story.problems:
             self.say(problem)
+        self._check_entries(story.rows)
         for row in story.rows:
             match row:
                 case StepRow():
@@ -75,6 +79,29 @@ class ShardAuditor:
         self._check_gaps()
         if not self.missing:  # else what a version included is not all in the log
             self._check_bound()
+
+    def _check_entries(self, rows: Sequence[Row]) -> None:
+        """A push, a loss or a change of slots is one entry, with a sequence number of its own.
+
+        What it leads to has rows of the same number: one step at most, except where an entry is a choice of the lead's
+        for another shard, or a change of slots makes groups smaller. Where updates are steps by themselves, it is one
+        row in all.
+        """
+        alone, chosen = self._policy.each_alone, self._policy.chosen_by_lead
+        if chosen and self._shard != LEAD:
+            return
+        resized = {(row.term, row.sequence) for row in rows if chosen and isinstance(row, SlotsRow)}
+        counted = [
+            row
+            for row in rows
+            if isinstance(row, StepRow) or (alone and not isinstance(row, SlotsRow | RestoredRow))
+        ]
+        for before, row in pairwise(counted):
+            entry = (row.term, row.sequence)
+            if entry == (before.term, before.sequence) and entry not in resized:
+                self.say(
+                    f"{where(row)}: its sequence number {row.sequence} is that of {where(before)} already"
+                )
 
     def say(self, sentence: str) -> None:
         """Something is wrong."""

@@ -103,6 +103,8 @@ def _stints(rows: list[Row], story: Story) -> list[_Stint]:
         if isinstance(row, SlotsRow):
             stint.slots.append(row)
             continue
+        if (row.term, row.sequence) < place:
+            story.problems.append(f"entry {row.sequence} follows entry {place[1]}")
         index = index + 1 if place == (row.term, row.sequence) else 0
         place = (row.term, row.sequence)
         stint.rows[(*place, index)] = row

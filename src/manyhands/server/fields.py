@@ -6,6 +6,7 @@ here, by the name of the field, before any of that.
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields
 from functools import cache
 from typing import Any, TypeVar
@@ -13,7 +14,7 @@ from typing import Any, TypeVar
 from manyhands.data.plan import MAX_SEED
 from manyhands.errors import DataError
 
-__all__ = ["checked"]
+__all__ = ["checked", "parse_record"]
 
 _MOST = 1 << 53  # what a float holds exactly: no division or drawing of such a number fails
 _LIMITS = {
@@ -31,6 +32,19 @@ _LEAST_PART = 2.0**-53  # of a batch, where it is not nothing
 _VAST = 1e300
 _SHOWN = 80  # characters of a value
 _T = TypeVar("_T")
+
+
+def parse_record(text: str | bytes) -> Any:
+    """The JSON value of a text; ValueError where it is none, or where an object in it has a key twice."""
+    return json.loads(text, object_pairs_hook=_once)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        twice = next(name for at, (name, _) in enumerate(pairs) if name in dict(pairs[:at]))
+        raise ValueError(f"the key {twice[:_SHOWN]!r} comes twice")
+    return table
 
 
 def checked(kind: type[_T], table: Any, where: str) -> _T:

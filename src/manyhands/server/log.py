@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from manyhands.errors import DataError
-from manyhands.server.fields import checked
+from manyhands.server.fields import checked, parse_record
 
 __all__ = [
     "LateRow",
@@ -149,9 +149,9 @@ def _fields(row: Row | UpdateRow) -> dict[str, Any]:
 def row_from_json(line: str) -> Row:
     """The row that `row_to_json` wrote; a DataError says what is wrong with any other line."""
     try:
-        table = json.loads(line)
+        table = parse_record(line)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"a line of the log is not JSON ({error}): {line[:80]!r}") from None
+        raise DataError(f"a line of the log is not JSON of a row ({error}): {line[:80]!r}") from None
     if not isinstance(table, dict) or str(table.get("row")) not in _KINDS:
         raise DataError(
             f"a line of the log is no row: {line[:80]!r}; its kind must be one of {', '.join(_KINDS)}"

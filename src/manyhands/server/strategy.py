@@ -86,6 +86,16 @@ class Ps(Strategy):
                 "codec would round it away; leave one of the two out"
             )
 
+    def check(self, workers: int, device: str, *, compiled: bool = False) -> None:
+        """A run begins with the workers that its consistency counts on."""
+        super().check(workers, device, compiled=compiled)
+        fewest = self.consistency.fewest_workers
+        if workers < fewest:
+            raise UserError(
+                f"consistency={self.consistency} workers={workers}: it needs at least {fewest} workers; start more, or "
+                f"write a smaller number in consistency="
+            )
+
     @property
     def averages(self) -> bool:
         """Whether servers average parameters, and workers have the optimizers."""

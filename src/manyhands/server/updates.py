@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from manyhands.errors import DataError, UserError
-from manyhands.server.fields import checked
+from manyhands.server.fields import checked, parse_record
 from manyhands.server.log import Row, row_from_json, row_to_json
 from manyhands.store.atomic import WriteFailed, make_directory, reason, sync_directory, write_json
 from manyhands.store.lines import LineFile
@@ -42,6 +42,7 @@ __all__ = [
     "record_files",
     "record_mark",
     "record_of",
+    "record_rows",
     "take_record",
     "write_record",
 ]
@@ -249,6 +250,11 @@ def has_record(run_path: Path, name: str) -> bool:
     return (run_path / _FOLDER / name).exists()
 
 
+def record_rows(run_path: Path, name: str) -> int:
+    """How many rows such a file has; 0 where it is not there."""
+    return LineFile(run_path / _FOLDER / name).num_lines
+
+
 def record_files(run_path: Path) -> list[Path]:
     """All files of servers and workers, by name."""
     folder = run_path / _FOLDER
@@ -302,7 +308,7 @@ def read_record(run_path: Path) -> RunRecord:
     """What `write_record` wrote; UserError where nothing was recorded, DataError where it is damaged."""
     path = run_path / _FOLDER / _RECORD
     try:
-        table = json.loads(path.read_bytes())
+        table = parse_record(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(
             f"{run_path} has no {_FOLDER}/{_RECORD}: only runs of strategy ps with a run directory are recorded"
@@ -389,9 +395,9 @@ def _computed_of(process: int) -> Callable[[str], ComputedRow]:
 
     def parse(line: str) -> ComputedRow:
         try:
-            table = json.loads(line)
+            table = parse_record(line)
         except (ValueError, RecursionError) as error:
-            raise DataError(f"it is not JSON ({error}): {line[:80]!r}") from None
+            raise DataError(f"it is not JSON of a row ({error}): {line[:80]!r}") from None
         if isinstance(table, dict):
             table = {n: tuple(value) if isinstance(value, list) else value for n, value in table.items()}
         row = checked(ComputedRow, table, f"{line[:80]!r}")

@@ -28,17 +28,29 @@ class LineFile:
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
-        self.num_lines = 0
-        """Of the whole file, those of earlier lives included; counted from the first `append` on."""
-
+        self._num_lines: int | None = None  # until somebody asks, or the first line comes
         self._descriptor: int | None = None
         self._is_named = False
+
+    @property
+    def num_lines(self) -> int:
+        """Of the whole file, those of earlier lives included, whether or not this one has added any."""
+        if self._num_lines is None:
+            try:
+                descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                return 0
+            try:
+                self._num_lines, _, _ = _count_lines(descriptor)
+            finally:
+                os.close(descriptor)
+        return self._num_lines
 
     def append(self, lines: bytes) -> None:
         """Add a line, its end included, or several at once; WriteFailed leaves the file as it was before."""
         try:
             if self._descriptor is None:
-                self._descriptor, self.num_lines = _open_at_a_line_end(self.path)
+                self._descriptor, self._num_lines = _open_at_a_line_end(self.path)
             end = os.fstat(self._descriptor).st_size
             try:
                 write_all(self._descriptor, lines)
@@ -47,7 +59,7 @@ class LineFile:
                 raise
         except OSError as error:
             raise WriteFailed(f"{self.path} could not be written: {reason(error)}") from error
-        self.num_lines += lines.count(b"\n")
+        self._num_lines = self.num_lines + lines.count(b"\n")
 
     def sync(self) -> None:
         """Have every line on the disk; WriteFailed where it does not take them."""
@@ -110,16 +122,22 @@ def _open_at_a_line_end(path: Path) -> tuple[int, int]:
     """Open for appending without a last line that has no end; the descriptor, and how many lines there are."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
     try:
-        num_lines, keep, offset = 0, 0, 0
-        while block := os.pread(descriptor, _BLOCK, offset):
-            ends = block.count(b"\n")
-            if ends:
-                num_lines += ends
-                keep = offset + block.rindex(b"\n") + 1
-            offset += len(block)
-        if keep < offset:
+        num_lines, keep, size = _count_lines(descriptor)
+        if keep < size:
             os.ftruncate(descriptor, keep)
     except BaseException:
         os.close(descriptor)
         raise
     return descriptor, num_lines
+
+
+def _count_lines(descriptor: int) -> tuple[int, int, int]:
+    """How many whole lines there are, how many bytes those take, and how many bytes there are."""
+    num_lines, keep, offset = 0, 0, 0
+    while block := os.pread(descriptor, _BLOCK, offset):
+        ends = block.count(b"\n")
+        if ends:
+            num_lines += ends
+            keep = offset + block.rindex(b"\n") + 1
+        offset += len(block)
+    return num_lines, keep, offset

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.memory.segment import round_up
-from manyhands.wire.parcels import Matrix, Parcel
+from manyhands.wire.parcels import Matrix, Parcel, gaps_between
 
 __all__ = [
     "LINE_BYTES",
@@ -61,7 +61,8 @@ class BucketLayout:
             Matrix(slot.offset, shapes[slot.parameter][0], slot.count // shapes[slot.parameter][0])
             for slot in slots
         ]
-        return replace(whole, matrices=tuple(matrices))
+        gaps = gaps_between(((slot.offset, slot.offset + slot.count) for slot in self.slots), self.count)
+        return replace(whole, matrices=tuple(matrices), gaps=gaps)
 
     def views(self, bucket: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Each tensor's number and its items, flat, where they lie in memory of this layout."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
-__all__ = ["Matrix", "Parcel"]
+__all__ = ["Matrix", "Parcel", "gaps_between"]
 
 
 class Matrix(NamedTuple):
@@ -43,6 +44,9 @@ class Parcel:
     matrices: tuple[Matrix, ...] = ()
     """Which of its items are matrices, for a codec that sees more in them than items."""
 
+    gaps: tuple[tuple[int, int], ...] = ()
+    """Items `begin` to `end` that belong to no tensor: the next tensor begins on a line of its own; ascending."""
+
     @classmethod
     def whole(cls, number: int, count: int, dtype: torch.dtype, *, exact: bool = False) -> Parcel:
         """All `count` items of a buffer."""
@@ -62,8 +66,13 @@ class Parcel:
 
     @property
     def count(self) -> int:
-        """How many items that are."""
+        """How many items that are, those in gaps included."""
         return self.num_bytes // self.dtype.itemsize
+
+    @property
+    def tensor_items(self) -> int:
+        """How many of them belong to tensors."""
+        return self.count - sum(end - begin for begin, end in self.gaps)
 
     def part(self, begin: int, end: int) -> Parcel:
         """Items `begin` to `end` of it, as a parcel of their own."""
@@ -73,4 +82,21 @@ class Parcel:
             for one in self.matrices
             if begin <= one.begin and one.end <= end
         )
-        return replace(self, begin=self.begin + begin * item, end=self.begin + end * item, matrices=inside)
+        gaps = tuple(
+            (max(first, begin) - begin, min(last, end) - begin)
+            for first, last in self.gaps
+            if first < end and begin < last
+        )
+        return replace(
+            self, begin=self.begin + begin * item, end=self.begin + end * item, matrices=inside, gaps=gaps
+        )
+
+
+def gaps_between(tensors: Iterable[tuple[int, int]], count: int) -> tuple[tuple[int, int], ...]:
+    """What is left of `count` items between and behind tensors, each given by its first item and the one after it."""
+    gaps, at = [], 0
+    for begin, end in sorted(tensors):
+        if at < begin:
+            gaps.append((at, begin))
+        at = max(at, end)
+    return (*gaps, (at, count)) if at < count else tuple(gaps)

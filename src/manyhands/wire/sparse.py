@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from decimal import Decimal
 
 import numpy as np
 import numpy.typing as npt
@@ -19,16 +20,26 @@ from manyhands.wire.floats import Bytes, Floats
 from manyhands.wire.kernels.indices import add_at, index_bytes, low_bits, read_indices, write_indices
 from manyhands.wire.parcels import Parcel
 
-__all__ = ["Indices", "SparseCodec", "few"]
+__all__ = ["Indices", "SparseCodec", "empty_gaps", "few"]
 
 Indices = npt.NDArray[np.uint32]
 
 _HEAD = 4
 
 
-def few(fraction: float, count: int) -> int:
-    """How many of `count` items a fraction is: at least one of any, rounded up."""
-    return min(count, math.ceil(fraction * count))
+def few(fraction: float, parcel: Parcel) -> int:
+    """How many of a parcel's items a fraction is: of those that belong to tensors, at least one of any, rounded up.
+
+    By the fraction's decimal digits: in binary, 0.07 of 100 is more than 7.
+    """
+    items = parcel.tensor_items
+    return min(items, math.ceil(Decimal(repr(fraction)) * items))
+
+
+def empty_gaps(parcel: Parcel, values: Tensor) -> None:
+    """Set to 0 what earlier sums have left between tensors, so that it is not chosen."""
+    for begin, end in parcel.gaps:
+        values[begin:end] = 0.0
 
 
 class SparseCodec(ParcelCodec):
@@ -68,6 +79,7 @@ class SparseCodec(ParcelCodec):
 
     def encode(self, parcel: Parcel, values: Tensor, into: Tensor) -> int:
         """Choose, and write those."""
+        empty_gaps(parcel, values)
         indices, kept = self.choose(parcel, values.to(torch.float32).numpy())
         return self.write(parcel, indices, kept, into)
 

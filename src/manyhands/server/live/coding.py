@@ -20,7 +20,7 @@ from manyhands.memory.segment import round_up
 from manyhands.server.layout import FlatLayout, ShardRange
 from manyhands.wire.codec import BadBytes, codec_named, encodes
 from manyhands.wire.layout import LINE_BYTES
-from manyhands.wire.parcels import Parcel
+from manyhands.wire.parcels import Parcel, gaps_between
 
 __all__ = ["RangeCoding", "as_tensor"]
 
@@ -36,18 +36,8 @@ class RangeCoding:
         self._parcels: list[list[Parcel]] = []
         for shard in range(layout.shards if self._codec is not None else 0):
             memory = torch.empty(layout.range_bytes(shard), dtype=torch.uint8)
-            first = memory.data_ptr()
-            self._parcels.append(
-                [
-                    Parcel(
-                        number=shard,
-                        begin=run.data_ptr() - first,
-                        end=run.data_ptr() - first + run.nbytes,
-                        dtype=run.dtype,
-                    )
-                    for run in layout.range_in(memory, shard).runs
-                ]
-            )
+            given = layout.range_in(memory, shard)
+            self._parcels.append([_parcel(shard, given, run) for run in given.runs])
 
     def begin(self, batch: int, part: int) -> None:
         """What is encoded from here on is of that part of that batch: so it is drawn, whoever computes it."""
@@ -150,6 +140,21 @@ class RangeCoding:
         assert self._codec is not None, "there is something to encode by"
         size = self._codec.size(parcel) if encodes(self._codec, parcel) else parcel.num_bytes
         return round_up(size, LINE_BYTES)
+
+
+def _parcel(shard: int, given: ShardRange, run: Tensor) -> Parcel:
+    """One run of a shard's range, as what travels at once."""
+    first, end = run.data_ptr(), run.data_ptr() + run.nbytes
+    begins = [(piece.data_ptr(), piece) for piece in given.pieces if first <= piece.data_ptr() < end]
+    spans = [((begin - first) // run.itemsize, piece.numel()) for begin, piece in begins]
+    offset = first - given.memory.data_ptr()
+    return Parcel(
+        number=shard,
+        begin=offset,
+        end=offset + run.nbytes,
+        dtype=run.dtype,
+        gaps=gaps_between(((begin, begin + count) for begin, count in spans), run.numel()),
+    )
 
 
 def as_tensor(payload: memoryview) -> Tensor:

@@ -39,7 +39,7 @@ from manyhands.server.live.sending import BUFFERS, Shipment, pack_snapshot, take
 from manyhands.server.live.server_tables import final_bytes
 from manyhands.server.live.snapshots import ShardSnapshots
 from manyhands.server.roles import PsRanks
-from manyhands.server.updates import has_record, record_mark, record_of, take_record
+from manyhands.server.updates import has_record, record_mark, record_of, record_rows, take_record
 from manyhands.store.atomic import WriteFailed
 from manyhands.store.tensorfile import encode_tensors
 
@@ -104,10 +104,13 @@ class RunKeeper:
 
     def counted(self, payload: Mapping[str, Any]) -> Mapping[str, Any]:
         """What a member counted, with the rows that its records had before."""
-        recorded = {
-            name: rows + self._before.get(name, 0) for name, rows in payload.get("recorded", {}).items()
-        }
-        return {**payload, "recorded": recorded}
+        counts = payload.get("recorded", {})
+        return {**payload, "recorded": {name: self._rows(name, rows) for name, rows in counts.items()}}
+
+    def _rows(self, name: str, rows: int) -> int:
+        if not rows and self._job.run_path is not None:  # it wrote nothing, and so it sent no file
+            return record_rows(self._job.run_path, name)
+        return rows + self._before.get(name, 0)
 
 
 @dataclass(slots=True)

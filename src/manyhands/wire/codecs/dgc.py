@@ -20,7 +20,7 @@ from manyhands.wire.codec import ParcelCodec
 from manyhands.wire.codecs.topk import largest_of
 from manyhands.wire.floats import Floats
 from manyhands.wire.parcels import Parcel
-from manyhands.wire.sparse import Indices, SparseCodec, few
+from manyhands.wire.sparse import Indices, SparseCodec, empty_gaps, few
 
 __all__ = ["Dgc", "DgcSums"]
 
@@ -44,18 +44,18 @@ class _Warming(SparseCodec):
 
     def most(self, parcel: Parcel) -> int:
         """As many as in the first step."""
-        return few(self.density(0), parcel.count)
+        return few(self.density(0), parcel)
 
     def usual_size(self, parcel: Parcel) -> int:
         """The mean over the warm-up: so even that takes less than what is not encoded, in the form that is chosen."""
         if not self._warmup:
             return self.size(parcel)
         shares = [max(self._fraction, _FIRST ** (1 + quarter)) for quarter in range(_QUARTERS)]
-        return sum(self._size_of(parcel, few(share, parcel.count)) for share in shares) // _QUARTERS
+        return sum(self._size_of(parcel, few(share, parcel)) for share in shares) // _QUARTERS
 
     def choose(self, parcel: Parcel, values: Floats) -> tuple[Indices, Floats]:
         """The largest."""
-        return largest_of(values, few(self.density(self.step), parcel.count))
+        return largest_of(values, few(self.density(self.step), parcel))
 
 
 class DgcSums(_Warming):
@@ -81,6 +81,7 @@ class Dgc(_Warming):
 
     def encode(self, parcel: Parcel, values: Tensor, into: Tensor) -> int:
         """Add to the momentum, and send the largest of what is owed."""
+        empty_gaps(parcel, values)
         velocity = self._velocity.setdefault(parcel.key, torch.zeros_like(values))
         owed = self._owed.setdefault(parcel.key, torch.zeros_like(values))
         velocity.mul_(self.momentum).add_(values, alpha=self._share(values))

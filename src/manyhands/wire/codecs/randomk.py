@@ -1,7 +1,7 @@
 """Items at random, each made as much larger as it is seldom sent: right on average, and no place travels.
 
-The parcel is cut into as many stretches as items are sent, and one of each is drawn; receivers draw the same from the
-64 bits that come along. An item of a stretch of n is sent with probability 1 / n and then counts n times.
+The items of tensors are cut into as many stretches as items are sent, and one of each is drawn; receivers draw the
+same from the 64 bits that come along. An item of a stretch of n is sent with probability 1 / n and then counts n times.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class RandomK(SparseCodec):
 
     def most(self, parcel: Parcel) -> int:
         """Always exactly so many."""
-        return few(self._fraction, parcel.count)
+        return few(self._fraction, parcel)
 
     def choose(self, parcel: Parcel, values: Floats) -> tuple[Indices, Floats]:
         """One of each stretch, times its length."""
         indices = self._drawn(parcel, self.drawn(parcel))
         kept = np.empty(len(indices), np.float32)
-        enlarge(values, indices, kept)
+        enlarge(values, parcel.tensor_items, indices, kept)
         return indices, kept
 
     def place_bytes(self, parcel: Parcel, count: int) -> int:
@@ -53,5 +53,12 @@ class RandomK(SparseCodec):
 
     def _drawn(self, parcel: Parcel, drawn: int) -> Indices:
         indices = np.empty(self.most(parcel), np.uint32)
-        draw(parcel.count, indices, *key_of(drawn))
-        return indices
+        draw(parcel.tensor_items, indices, *key_of(drawn))
+        return _beside_gaps(parcel, indices)
+
+
+def _beside_gaps(parcel: Parcel, indices: Indices) -> Indices:
+    """The places of items that were counted without those in gaps."""
+    lengths = np.cumsum([0, *(end - begin for begin, end in parcel.gaps)])
+    begins = [begin - before for (begin, _), before in zip(parcel.gaps, lengths, strict=False)]
+    return indices + lengths[np.searchsorted(begins, indices, side="right")].astype(np.uint32)

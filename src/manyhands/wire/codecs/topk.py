@@ -36,7 +36,7 @@ class TopK(SparseCodec):
 
     def most(self, parcel: Parcel) -> int:
         """Exactly so many, unless sampled."""
-        return few(self._fraction, parcel.count)
+        return few(self._fraction, parcel)
 
     def choose(self, parcel: Parcel, values: Floats) -> tuple[Indices, Floats]:
         """The largest, or those above what a sample says is large."""

@@ -20,10 +20,10 @@ def draw(count, indices, low, high):  # type: ignore[no-untyped-def]
         indices[j] = uint32(begin + int64((bits * uint64(end - begin)) >> uint64(32)))
 
 
-@njit("void(float32[::1], uint32[::1], float32[::1])", cache=True, nogil=True)
-def enlarge(values, indices, kept):  # type: ignore[no-untyped-def]
-    """The items at these places, times the lengths of their stretches."""
-    count, stretches, end = len(values), len(indices), 0
+@njit("void(float32[::1], int64, uint32[::1], float32[::1])", cache=True, nogil=True)
+def enlarge(values, count, indices, kept):  # type: ignore[no-untyped-def]
+    """The items at these places, times the lengths of their stretches of `count` items in all."""
+    stretches, end = len(indices), 0
     for j in range(stretches):
         begin, end = end, int64(uint64(count * (j + 1)) // uint64(stretches))
         kept[j] = values[indices[j]] * float32(end - begin)
