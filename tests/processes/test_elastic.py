@@ -141,7 +141,8 @@ def test_too_few_workers_end_the_run_which_can_be_resumed(tmp_path: Path) -> Non
     plain = task.loss
 
     def fatal(model: torch.nn.Module, batch: Any) -> torch.Tensor:
-        calls.append(1)
+        if torch.is_grad_enabled():  # in a step, and not in the trial of the loss before the first
+            calls.append(1)
         if len(calls) == 6 and not mark.exists():
             mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)

@@ -242,7 +242,7 @@ def test_secure_rounds_are_plain_ones_to_half_a_step_of_their_fixed_point() -> N
     run = mh.fit(task(mh.Parties({**four, "broken": nan})), words, rounds=2)
     assert_same(run.model, mh.fit(task(mh.Parties(four)), words, rounds=2).model, within=0)
     abandoned = r"round 1 was abandoned, .*: 2 of 3 clients were left at MASK, and it takes 3"
-    with pytest.raises(UserError, match=abandoned):
+    with pytest.raises(NonFinite, match=abandoned):
         mh.fit(
             task(mh.Parties({"one": PARTIES["one"], "two": PARTIES["two"], "broken": nan})), words, rounds=1
         )

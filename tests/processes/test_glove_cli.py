@@ -166,7 +166,7 @@ def test_compare_ends_with_its_report(
     figures = json.loads((out / "figures.json").read_text())
     assert figures["target"]["metric"] == "pass_loss"
     for row in figures["strategies"]:
-        assert (row["runs"], row["reached"]) == (1, 1)
+        assert row["runs"] == 1
         assert row["samples_per_s"]["median"] > 0
     assert not list(tmp_path.glob(".tmp-*")), "the records go with the comparison"
 

@@ -33,7 +33,7 @@ def striking_loss(task: mh.Task, pids: Path) -> Any:
     plain, calls, before = task.loss, list[None](), children(os.getpid())
 
     def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
-        calls.append(None)
+        calls.extend([None] * torch.is_grad_enabled())
         (pids / str(os.getpid())).touch()
         workers = {path.name for path in pids.iterdir()}
         if len(calls) == 5 and os.getpid() == min(map(int, workers)):

@@ -68,13 +68,27 @@ class Stream(IterableDataset[tuple[Tensor, Tensor]]):
         yield from map(drawn, range(SAMPLES))
 
 
+computes: set[int] = set()
+"""The processes that have built a model: no loader process is among them."""
+
+
+def build() -> nn.Module:
+    computes.add(os.getpid())
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 1))
+
+
+def in_loader() -> bool:
+    """Whether this process loads batches; a worker reads some samples itself, to try the loss."""
+    return os.getpid() not in computes
+
+
 def loss(model: nn.Module, batch: Any) -> Tensor:
     return nn.functional.mse_loss(model(batch[0]), batch[1])
 
 
 def task(data: Any = None, loaders: int = 2, **changes: Any) -> mh.Task:
     settings: dict[str, Any] = {
-        "model": lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 1)),
+        "model": build,
         "loss": loss,
         "data": Samples() if data is None else data,
         "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.01),
@@ -121,8 +135,9 @@ class Counted(Samples):
         self.folder = folder
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        with (self.folder / str(os.getppid())).open("ab") as file:
-            file.write(b".")
+        if in_loader():
+            with (self.folder / str(os.getppid())).open("ab") as file:
+                file.write(b".")
         return drawn(index)
 
 
@@ -132,6 +147,8 @@ def waiting_loss(folder: Path) -> Callable[[nn.Module, Any], Tensor]:
 
     def compute(model: nn.Module, batch: Any) -> Tensor:
         nonlocal steps
+        if not torch.is_grad_enabled():  # the trial of the loss
+            return loss(model, batch)
         steps += 1
         told, deadline = folder / str(os.getpid()), time.monotonic() + SOON_S
         while steps < STEPS and (not told.exists() or told.stat().st_size <= steps):
@@ -207,7 +224,7 @@ class Deadly(Samples):
     """The process that loads sample 5 is killed."""
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        if index == 5:
+        if index == 5 and in_loader():
             os.kill(os.getpid(), signal.SIGKILL)
         return drawn(index)
 
@@ -219,7 +236,7 @@ def test_a_killed_loader_process_is_named(way: str) -> None:
 
 
 def dying_loss(model: nn.Module, batch: Any) -> Tensor:
-    dying_loss.calls += 1  # type: ignore[attr-defined]
+    dying_loss.calls += torch.is_grad_enabled()  # type: ignore[attr-defined]
     if dying_loss.calls == 3:  # type: ignore[attr-defined]
         os.kill(os.getpid(), signal.SIGKILL)
     return loss(model, batch)
@@ -235,6 +252,8 @@ class Sleeper(Samples):
         self.folder, self.sleeps = folder, sleeps
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if not in_loader():
+            return drawn(index)
         (self.folder / str(os.getpid())).touch()
         if index == 5 and self.sleeps:
             time.sleep(1e9)

@@ -104,7 +104,7 @@ class Deadly(nn.Module):
         self._left, self._mark = calls, mark
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self._left -= 1
+        self._left -= torch.is_grad_enabled()
         if not self._left:
             self._mark.write_text(str(time.monotonic()))
             os.kill(os.getpid(), signal.SIGKILL)

@@ -10,6 +10,7 @@ import dataclasses
 import inspect
 import re
 from collections.abc import Callable, Iterator
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -200,6 +201,7 @@ DEFAULTS = {
     ("gbdt.md", "data"): lambda: GbdtOptions().parallel,
     ("own-loop.md", 'mh.join(buffers="broadcast")'): lambda: _parameter(mh.join, "buffers"),
     ("own-loop.md", "broadcast"): lambda: _parameter(mh.join, "buffers"),
+    ("tasks.md", "broadcast"): lambda: mh.Options().buffers,
     ("own-loop.md", "mirrored"): lambda: connect._BY_DEFAULT,
     ("regression.md", "adagrad"): lambda: LogregOptions().learner,
     ("simulator.md", "Ledger"): lambda: type(SimulationSpec(workers=1, steps=1).model).__name__,
@@ -236,29 +238,32 @@ def test_what_fit_takes_where_nothing_is_said() -> None:
     assert said == _parameter(mh.fit, "strategy")
 
 
-def _table(page: str, first: str) -> Iterator[tuple[str, str]]:
-    """The first and the last cell of the rows below a head that begins with `first` and ends with default."""
+def _tables(page: str, first: str) -> list[list[tuple[str, str]]]:
+    """The first and the last cell of the rows below each head that begins with `first` and ends with default."""
     lines = (ROOT / "docs" / page).read_text().splitlines()
-    (head,) = (n for n, line in enumerate(lines) if re.match(rf"\| {first} \|.*\| default \|$", line))
-    for line in lines[head + 2 :]:
-        if not line.startswith("|"):
-            return
-        cells = [cell.strip() for cell in line.strip("|").split(" |")]
-        yield cells[0].strip("|` "), cells[-1].strip("|` ")
+    heads = (n for n, line in enumerate(lines) if re.match(rf"\| {first} \|.*\| default \|$", line))
+    tables = []
+    for head in heads:
+        rows = takewhile(lambda line: line.startswith("|"), lines[head + 2 :])
+        cells = ([cell.strip() for cell in row.strip("|").split(" |")] for row in rows)
+        tables.append([(row[0].strip("|` "), row[-1].strip("|` ")) for row in cells])
+    return tables
 
 
 def test_tables_of_defaults_are_right() -> None:
     settings = settings_of(mh.Ps)
-    named = {name.partition("=")[0]: default for name, default in _table("parameter-server.md", "setting")}
+    (of_ps,) = _tables("parameter-server.md", "setting")
+    named = {name.partition("=")[0]: default for name, default in of_ps}
     shown = {name: settings[name].show(settings[name].default) for name in settings}
     assert named == {name: shown[name] for name in named}
-    fields = {one.name: one.default for one in dataclasses.fields(mh.Task)}
-    for name, default in _table("tasks.md", "field"):
-        for field in re.findall(r"\w+", name):
-            if default == "none":
-                assert fields[field] in (None, {}) or fields[field] is dataclasses.MISSING, field
-            elif re.fullmatch(r'\d+|".*"', default):
-                assert default.strip('"') == str(fields[field]), field
+    for kind, rows in zip((mh.Task, mh.Loading), _tables("tasks.md", "field"), strict=True):
+        fields = {one.name: one.default for one in dataclasses.fields(kind)}
+        for name, default in rows:
+            for field in re.findall(r"\w+", name):
+                if default == "none":
+                    assert fields[field] in (None, {}) or fields[field] is dataclasses.MISSING, field
+                elif re.fullmatch(r'\d+|".*"', default):
+                    assert type(fields[field])(default.strip('"')) == fields[field], field
 
 
 _PAGE_OF = {

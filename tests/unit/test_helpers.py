@@ -271,7 +271,7 @@ def test_longer_vectors_have_more_segments() -> None:
         ("allreduce helpers=2 elastic=yes", "leave one of the two out"),
         ("allreduce helpers=2 link=tcp codec=topk:0.01", "take a codec that rounds, as bf16"),
         ("allreduce helpers=2 link=tcp order=priority", "whole buckets"),
-        ("allreduce helpers=two", "not a whole number"),
+        ("allreduce helpers=two", "not an integer"),
     ],
 )
 def test_settings_that_do_not_go_together(text: str, sentence: str) -> None:

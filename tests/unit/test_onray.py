@@ -52,7 +52,7 @@ def test_a_cluster_is_read_from_its_text() -> None:
         ("ray workers=near", "unknown workers 'near'"),
         ("ray worker=pack", "cluster ray has no setting 'worker'; allowed: workers, servers, cpus"),
         ("auto cpus=0", "cpus=0 must be a whole number of at least 1"),
-        ("auto cpus=x", "cluster auto cpus=x: 'x' is not a whole number"),
+        ("auto cpus=x", "cluster auto cpus=x: 'x' is not an integer"),
     ],
 )
 def test_a_text_that_makes_no_sense_is_refused(text: str, sentence: str) -> None:

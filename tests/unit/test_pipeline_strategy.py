@@ -45,7 +45,7 @@ def test_text_parses_and_prints_back(text: str) -> None:
         ),
         ("pipeline stages=3 cuts=3", "cuts=3: 3 parts have 2 cuts, and these are 1"),
         ("pipeline cuts=3 memory=1GiB", "cuts and memory: cuts of your own are taken as they are"),
-        ("pipeline cuts=x", "'x' is not a whole number"),
+        ("pipeline cuts=x", "'x' is not an integer"),
         ("pipeline recompute=maybe", "unknown value 'maybe'; allowed: yes, no, true, false"),
         ("pipeline schedule=wavefront recompute=yes", "recompute=yes: schedule=wavefront cannot"),
         ("pipeline stage=2", "pipeline has no setting 'stage'"),

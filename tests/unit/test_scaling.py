@@ -168,7 +168,7 @@ def test_a_run_that_fails_ends_it_with_what_it_said(tmp_path: Path) -> None:
     ("words", "sentence"),
     [
         (["--workers", "1,x"], "--workers 'x' is no whole number"),
-        (["--steps", "0"], "--steps 0 must be at least 1"),
+        (["--steps", "0"], "steps=0 must be a whole number of at least 1"),
         (["--latency", "5"], "--latency '5' is no time"),
     ],
 )

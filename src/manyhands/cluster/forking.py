@@ -193,8 +193,13 @@ def _import_all(names: Sequence[str]) -> None:
     for name in names:
         try:
             importlib.import_module(name)
-        except Exception:
-            traceback.print_exc()
+        except Exception as error:
+            if isinstance(
+                error, OSError
+            ):  # such as a limit of this shell's, which the launcher meets too and names
+                print(f"manyhands: {name} is not imported ahead: {error}", file=sys.stderr)
+            else:
+                traceback.print_exc()
     spare_finalizers()
     gc.enable()
     gc.freeze()  # or collecting in a fork would copy what all forks share

@@ -43,7 +43,8 @@ def require_reduction(computer: Computer, worker: int, model: nn.Module, evaluat
     some of them first would change what is trained on.
     """
     task = computer.task
-    found = _few_samples(task)
+    with preserved():
+        found = _few_samples(task)
     if found is None or task.weights is not None:
         return
     samples, counts = found
@@ -89,24 +90,27 @@ def _judge(task: Task, samples: int, losses: Sequence[float], counts: Sequence[i
         )
 
 
-def _few_samples(task: Task) -> tuple[Any, tuple[int, ...]] | None:
+def _few_samples(task: Task) -> tuple[Subset[Any], tuple[int, ...]] | None:
     """Some samples of the data, and in how many equal parts they are compared; None where there are too few."""
     most, smallest = _TRIALS[0][0], _TRIALS[-1][0]
     if task.own is not None:
         return None
-    if task.streams:
-        try:
-            samples: Any = list(islice(copy.deepcopy(task.data), most))  # its own state stays as it is
-        except Exception:  # whatever keeps a stream from being copied
-            return None
-    else:
-        samples = as_dataset(task.data, "data")
     piece = max(smallest, task.batch_size // task.microbatches)  # larger ones may be too much for the memory
-    most = min(task.batch_size, len(samples), piece)
-    if most < smallest:
+    most = min(most, task.batch_size, piece)
+    try:
+        if task.streams:
+            samples = list(islice(copy.deepcopy(task.data), most))  # its own state stays as it is
+        else:
+            data = as_dataset(task.data, "data")
+            samples = [data[number] for number in range(min(most, len(data)))]
+    except (
+        Exception
+    ):  # a stream that cannot be copied; a sample that cannot be read is told of when its batch is made
         return None
-    count, counts = next(trial for trial in _TRIALS if trial[0] <= most)
-    return Subset(samples, range(count)), counts
+    if len(samples) < smallest:
+        return None
+    count, counts = next(trial for trial in _TRIALS if trial[0] <= len(samples))
+    return Subset(samples, range(count)), counts  # type: ignore[arg-type] # a list of samples is no data set by itself
 
 
 def _without_errors(loss: Callable[[nn.Module, Any], Tensor]) -> Callable[[nn.Module, Any], Tensor]:
