@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Final
 
-from manyhands.cluster.signals import ending
+from manyhands.places.local.signals import ending
 
 _SO_MAX_PACING_RATE: Final = 47  # asm-generic/socket.h; Python's socket has no name for it
 _ENDS: Final = 2

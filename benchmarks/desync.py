@@ -19,11 +19,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from manyhands.allreduce.collective import SharedCollective
-from manyhands.allreduce.exchange import AllReduceExchange
-from manyhands.group.shared import SharedGroup
-from manyhands.training.agreement import Agreement, parameter_hashes
-from manyhands.training.exchange import LocalStep
+from manyhands.engine.desync_check import Agreement, parameter_hashes
+from manyhands.engine.exchange import LocalStep
+from manyhands.native.group.shared_group import SharedGroup
+from manyhands.strategies.allreduce.exchange import AllReduceExchange
+from manyhands.strategies.common.collectives.collective import SharedCollective
 
 RESULT = Path(__file__).parent / "results" / "desync.json"
 WIDTHS = (64, 512, 2048)

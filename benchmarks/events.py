@@ -27,13 +27,13 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from manyhands.analyse.totals import Totals
-from manyhands.fitting import fit
-from manyhands.record.events import RECORD, EventKind, Records
-from manyhands.record.files import EventFileWriter
-from manyhands.record.recorded import read_run_events
-from manyhands.record.ring import EventRing
-from manyhands.tasks import TASKS
+from manyhands.engine.fitting import fit
+from manyhands.observe.analyse.totals import Totals
+from manyhands.observe.record.event_files import EventFileWriter
+from manyhands.observe.record.event_ring import EventRing
+from manyhands.observe.record.events import RECORD, EventKind, Records
+from manyhands.observe.record.recorded import read_run_events
+from manyhands.workloads.tasks import TASKS
 
 RESULTS = Path(__file__).resolve().parent / "results" / "events.json"
 BATCH = 5_000
@@ -46,7 +46,7 @@ STEP = EventKind.STEP  # bound once, as a tight loop does: looking a member of a
 # Another process that drains the ring fifty times as often as a collector does.
 READER = """
 import sys, time
-from manyhands.record.ring import EventRing
+from manyhands.observe.record.event_ring import EventRing
 
 ring = EventRing.attach(int(sys.argv[1]))
 print("ready", flush=True)

@@ -30,8 +30,8 @@ from torch import Tensor, nn
 
 import manyhands as mh
 from federated_flower_peer import MODELS
-from manyhands.federated.partition import Partition
-from manyhands.tasks.mnist import MnistOptions, mnist
+from manyhands.strategies.federated.partition import Partition
+from manyhands.workloads.tasks.mnist import MnistOptions, mnist
 from results_read import ROOT, data_file
 
 RESULT = Path(__file__).parent / "results" / "federated-flower.json"

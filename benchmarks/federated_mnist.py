@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 import manyhands as mh
-from manyhands.tasks.mnist import MnistOptions, mnist
+from manyhands.workloads.tasks.mnist import MnistOptions, mnist
 from results_read import ROOT, data_file
 
 RESULT = Path(__file__).parent / "results" / "federated-mnist.json"

@@ -27,19 +27,19 @@ import torch
 from torch import Tensor, nn
 
 import manyhands as mh
-from manyhands.compare.figures import Figures, figures
-from manyhands.compare.machine import machine
-from manyhands.compare.measure import measure
-from manyhands.compare.narrate import Conditions, paragraph
-from manyhands.compare.plan import Target, trials
-from manyhands.compare.report import Made, report
-from manyhands.compare.run import CompareSettings, compare
-from manyhands.federated.clients import held
-from manyhands.federated.partition import Partition, labels_of
-from manyhands.federated.personal import fine_tuned, models_kept
-from manyhands.store.rundir import RunDirectory
+from manyhands.data.store.rundir import RunDirectory
+from manyhands.lab.compare.compare_report import Made, report
+from manyhands.lab.compare.comparison import Target, trials
+from manyhands.lab.compare.figures import Figures, figures
+from manyhands.lab.compare.findings import Conditions, paragraph
+from manyhands.lab.compare.machine import machine
+from manyhands.lab.compare.measured_run import measure
+from manyhands.lab.compare.run_comparison import CompareSettings, compare
+from manyhands.strategies.federated.clients import held
+from manyhands.strategies.federated.partition import Partition, labels_of
+from manyhands.strategies.federated.personal import fine_tuned, models_kept
 from manyhands.strategy import Strategy
-from manyhands.tasks.digits import digits
+from manyhands.workloads.tasks.digits import digits
 
 RESULT = Path(__file__).parent / "results" / "federated-noniid.json"
 PARTITION, FRACTION, EPOCHS, BATCH, RATE = "dirichlet:0.1", 0.5, 5, 10, 0.03

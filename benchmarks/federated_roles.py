@@ -29,9 +29,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import manyhands as mh
-from manyhands.data.text import encode, windows
-from manyhands.tasks.recurrent import RecurrentNetwork
-from manyhands.tasks.text import next_byte_loss
+from manyhands.data.text_windows import encode, windows
+from manyhands.workloads.tasks.recurrent import RecurrentNetwork
+from manyhands.workloads.tasks.text_task import next_byte_loss
 from results_read import ROOT, data_file
 
 RESULT = Path(__file__).parent / "results" / "federated-roles.json"

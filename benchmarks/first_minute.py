@@ -22,8 +22,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from manyhands.record.events import EventKind
-from manyhands.record.files import read_events
+from manyhands.observe.record.event_files import read_events
+from manyhands.observe.record.events import EventKind
 
 HERE = Path(__file__).resolve().parent.parent
 RESULTS = HERE / "benchmarks" / "results" / "first_minute.json"

@@ -33,9 +33,9 @@ from sklearn.ensemble import HistGradientBoostingClassifier, HistGradientBoostin
 from sklearn.metrics import r2_score, roc_auc_score
 from threadpoolctl import threadpool_limits
 
-from manyhands.boosting.options import GbdtOptions
-from manyhands.boosting.sources import ArraySource, RowBlock
-from manyhands.boosting.training import TableChoice, train_gbdt
+from manyhands.workloads.gbdt.options import GbdtOptions
+from manyhands.workloads.gbdt.row_sources import ArraySource, RowBlock
+from manyhands.workloads.gbdt.training import TableChoice, train_gbdt
 
 ROOT = Path(__file__).resolve().parent
 RESULTS = ROOT / "results" / "gbdt.json"

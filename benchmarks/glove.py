@@ -29,11 +29,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from glove_peers import build_counter, build_trainer, compiler
-from manyhands.words.corpus import Corpus
-from manyhands.words.counting import count_cooccurrence
-from manyhands.words.glove import GloveOptions, train_glove
-from manyhands.words.records import RECORD, open_records
-from manyhands.words.vocabulary import count_words
+from manyhands.workloads.glove.cooccurrence_files import RECORD, open_records
+from manyhands.workloads.glove.corpus import Corpus
+from manyhands.workloads.glove.counting import count_cooccurrence
+from manyhands.workloads.glove.train_glove import GloveOptions, train_glove
+from manyhands.workloads.glove.vocabulary import count_words
 
 RESULTS = Path(__file__).resolve().parent / "results" / "glove.json"
 WORKERS = (1, 2, 4, 8, 16)

@@ -14,10 +14,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from manyhands.words.analogies import SectionScore, ask_analogies, read_questions
-from manyhands.words.corpus import Corpus
-from manyhands.words.glove import GloveOptions
-from manyhands.words.learning import Learning, learn_vectors
+from manyhands.workloads.glove.analogies import SectionScore, ask_analogies, read_questions
+from manyhands.workloads.glove.corpus import Corpus
+from manyhands.workloads.glove.learning import Learning, learn_vectors
+from manyhands.workloads.glove.train_glove import GloveOptions
 
 PUBLISHED = {
     "training_cpu_s": 12.4 * 60,

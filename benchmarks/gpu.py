@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 import manyhands as mh
+from manyhands.data.batch_plan import BatchPlan
 from manyhands.data.batches import BatchSource
-from manyhands.data.plan import BatchPlan
-from manyhands.device import moved
-from manyhands.tasks import build
+from manyhands.engine.device import moved
+from manyhands.workloads.tasks import build
 
 LARGE = {"layers": 14, "width": 768, "heads": 12, "context": 512, "batch_size": 32}
 SMALL = {"layers": 2, "width": 64, "heads": 2, "context": 64, "batch_size": 16}

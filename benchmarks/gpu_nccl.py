@@ -28,10 +28,10 @@ import torch
 from torch import nn
 
 import manyhands as mh
+from manyhands.data.batch_plan import BatchPlan
 from manyhands.data.batches import BatchSource
-from manyhands.data.plan import BatchPlan
-from manyhands.device import moved
-from manyhands.tasks import build
+from manyhands.engine.device import moved
+from manyhands.workloads.tasks import build
 
 DEVICE = "cuda:0"
 RANKS = 2

@@ -26,10 +26,10 @@ import torch
 import torch.distributed as dist
 
 from manyhands.errors import format_bytes
-from manyhands.link.base import Flushed, Link, Queued, Received
-from manyhands.link.message import Message
-from manyhands.link.shared import LinkDescriptors, SharedLink, SharedLinkFiles
-from manyhands.link.torch_p2p import TorchLink
+from manyhands.transport.link.interface import Flushed, Link, Queued, Received
+from manyhands.transport.link.message import Message
+from manyhands.transport.link.shared_link import LinkDescriptors, SharedLink, SharedLinkFiles
+from manyhands.transport.link.torch_p2p import TorchLink
 
 SIZES = {1 << 10: 200, 1 << 16: 100, 1 << 20: 10, 1 << 26: 2}  # bytes, and round trips per measurement
 TIMEOUT_S = 60.0

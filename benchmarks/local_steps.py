@@ -27,9 +27,9 @@ from typing import Any
 import torch
 
 import manyhands as mh
-from manyhands.compare.bandwidth import Rate, shaped_command
-from manyhands.tasks.language import LanguageOptions, language
-from manyhands.tasks.text import next_byte_loss
+from manyhands.lab.compare.bandwidth import Rate, shaped_command
+from manyhands.workloads.tasks.language import LanguageOptions, language
+from manyhands.workloads.tasks.text_task import next_byte_loss
 from results_read import data_file
 
 RESULT = Path(__file__).parent / "results" / "local-steps.json"

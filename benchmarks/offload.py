@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import manyhands as mh
-from manyhands.settings import show_size
-from manyhands.tasks.language import TransformerBlock
+from manyhands.strategy import show_size
+from manyhands.workloads.tasks.language import TransformerBlock
 
 VOCABULARY = 256
 WARM_UP = 3

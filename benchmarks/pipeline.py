@@ -41,10 +41,10 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import manyhands as mh
-from manyhands.record.events import EventKind, to_events
-from manyhands.record.recorded import read_run_events
-from manyhands.tasks import build
-from manyhands.tasks.language import TransformerBlock
+from manyhands.observe.record.events import EventKind, to_events
+from manyhands.observe.record.recorded import read_run_events
+from manyhands.workloads.tasks import build
+from manyhands.workloads.tasks.language import TransformerBlock
 
 RESULTS = Path(__file__).resolve().parent / "results" / "pipeline.json"
 BLOCKS, WIDTH, HEADS, CONTEXT, SAMPLES = 8, 256, 4, 64, 32

@@ -1,12 +1,12 @@
 """`ps` beside a Ray actor, over a slow cable: `python benchmarks/ray_actor.py [--rate 1gbit] [--rounds 3]`; needs root.
 
-The parameters are on one host, the workers on another: network namespaces, with the cable of `hosts.py` between them.
-In both the same perceptron is trained in plain text, in synchronous steps (each worker has its share of a batch) and
-asynchronous ones (each batch is one worker's). The Ray actor is
-written as well as we can: gradients and parameters are one flat numpy array each, a call pushes the one and pulls the
-other, and parameters that all workers are to have are put into Ray's store once, which then crosses the cable once for
-all workers of a host. With several servers or actors each has a part of both, so that some parameters are pulled while
-gradients of others are still pushed.
+The parameters are on one host, the workers on another: network namespaces, with the cable of `places/external.py`
+between them. In both the same perceptron is trained in plain text, in synchronous steps (each worker has its share of
+a batch) and asynchronous ones (each batch is one worker's). The Ray actor is written as well as we can: gradients and
+parameters are one flat numpy array each, a call pushes the one and pulls the other, and parameters that all workers
+are to have are put into Ray's store once, which then crosses the cable once for all workers of a host. With several
+servers or actors each has a part of both, so that some parameters are pulled while gradients of others are still
+pushed.
 """
 
 from __future__ import annotations

@@ -34,16 +34,16 @@ from sklearn.datasets import load_svmlight_file
 from sklearn.linear_model import SGDClassifier
 
 from manyhands.data.row_files import Reading, RowFile
-from manyhands.data.rows import Rows
-from manyhands.fitting import fit
-from manyhands.regression.examples import Labelled
-from manyhands.regression.labels import Labels
-from manyhands.regression.metrics import measure
-from manyhands.regression.model import LogregModel
-from manyhands.regression.options import LogregOptions
-from manyhands.regression.parsed import ParsedBlocks
-from manyhands.regression.task import LogregTask
-from manyhands.regression.training import train_logreg
+from manyhands.data.sparse_rows import Rows
+from manyhands.engine.fitting import fit
+from manyhands.workloads.logreg.examples import Labelled
+from manyhands.workloads.logreg.labels import Labels
+from manyhands.workloads.logreg.metrics import measure
+from manyhands.workloads.logreg.model import LogregModel
+from manyhands.workloads.logreg.options import LogregOptions
+from manyhands.workloads.logreg.parsed import ParsedBlocks
+from manyhands.workloads.logreg.task import LogregTask
+from manyhands.workloads.logreg.training import train_logreg
 
 ROOT = Path(__file__).resolve().parent
 RESULTS = ROOT / "results" / "regression.json"

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 import manyhands as mh
-from manyhands.simulate.driver import simulate
-from manyhands.simulate.experiments import BOUNDS
-from manyhands.simulate.spec import ComputeModel, SimulationSpec
+from manyhands.foresight.simulate.driver import simulate
+from manyhands.foresight.simulate.experiments import BOUNDS
+from manyhands.foresight.simulate.simulated_spec import ComputeModel, SimulationSpec
 
 WORKERS, ROUNDS = 4, {"permanent": 60, "passing": 150}
 STEP_S, FACTOR, PROBABILITY = 0.02, 5.0, 0.1

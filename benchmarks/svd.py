@@ -39,10 +39,10 @@ from sklearn.datasets import load_digits, load_svmlight_file
 from sklearn.utils.extmath import randomized_svd
 from threadpoolctl import threadpool_limits
 
-from manyhands.svd.direct import truncated_svd
-from manyhands.svd.kernels import warm
-from manyhands.svd.options import SvdOptions
-from manyhands.svd.training import train_svd
+from manyhands.workloads.svd.in_memory import truncated_svd
+from manyhands.workloads.svd.options import SvdOptions
+from manyhands.workloads.svd.product_kernels import warm
+from manyhands.workloads.svd.training import train_svd
 
 ROOT = Path(__file__).resolve().parent
 RESULTS = ROOT / "results" / "svd.json"
@@ -195,8 +195,8 @@ def most_memory(path: Path) -> float:
     script = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from manyhands.svd.options import SvdOptions\n"
-        "from manyhands.svd.training import train_svd\n"
+        "from manyhands.workloads.svd.options import SvdOptions\n"
+        "from manyhands.workloads.svd.training import train_svd\n"
         "train_svd(sys.argv[1] or None, SvdOptions(tolerance=1e-4, memory_bytes=128 << 20))\n"
         "lines = Path('/proc/self/status').read_text().splitlines()\n"
         "print(next(int(line.split()[1]) for line in lines if line.startswith('VmHWM:')) / 1024)\n"

@@ -34,8 +34,8 @@ import torch
 
 from cables import inside, namespaces_are_permitted, two_namespaces
 from manyhands.errors import format_bytes
-from manyhands.link.authority import make_certificates
-from tls_carriers import TIMEOUT_S, Carrier, Meeting, OverSockets, hold_to
+from manyhands.transport.link.authority import make_certificates
+from tls_carriers import TIMEOUT_S, Carrier, OverSockets, Rendezvous, hold_to
 
 SIZES = {1 << 16: 200, 1 << 20: 32, 1 << 26: 2}  # bytes, and messages per measurement
 SUBNET = "10.231.78."
@@ -104,7 +104,7 @@ def _busy_and_all_ticks() -> tuple[int, int]:
 
 
 def be_receiver(options: argparse.Namespace) -> None:
-    used = Meeting(options.certificates / "b", options.receive, None).carriers()
+    used = Rendezvous(options.certificates / "b", options.receive, None).carriers()
     for num_bytes in options.sizes:
         target = torch.zeros(num_bytes // 4)
         for _ in range(options.rounds + 1):
@@ -115,7 +115,7 @@ def be_receiver(options: argparse.Namespace) -> None:
 
 
 def be_sender(options: argparse.Namespace) -> dict[str, Any]:
-    used = Meeting(options.certificates / "a", "", json.loads(options.send)).carriers()
+    used = Rendezvous(options.certificates / "a", "", json.loads(options.send)).carriers()
     if options.paced:
         hold_to(int(options.link_bytes_per_s), used)
     rows: list[dict[str, Any]] = []

@@ -19,13 +19,13 @@ from pathlib import Path
 import torch
 
 from cables import pace, pace_every_connection
-from manyhands.hub.encoding import MessageCoder
-from manyhands.hub.handshake import Credentials
-from manyhands.hub.hub import Arrived, Hub, Joined, Settings
-from manyhands.link.base import Full, Link, Queued, Received
-from manyhands.link.message import Message
-from manyhands.link.secure import Security
-from manyhands.link.tcp import TcpLink
+from manyhands.transport.hub.handshake import Credentials
+from manyhands.transport.hub.hub import Arrived, Hub, Joined, Settings
+from manyhands.transport.hub.typed_messages import MessageCoder
+from manyhands.transport.link.interface import Full, Link, Queued, Received
+from manyhands.transport.link.message import Message
+from manyhands.transport.link.secure import Security
+from manyhands.transport.link.tcp import TcpLink
 
 TIMEOUT_S = 120.0
 TOKEN = b"the secret of this benchmark, no other"
@@ -173,7 +173,7 @@ class OverSockets(Carrier):
         self.pool.shutdown()
 
 
-class Meeting:
+class Rendezvous:
     """Two processes connect to each other in one order: the one that listens, and prints where, or the other."""
 
     def __init__(self, folder: Path, host: str, addresses: dict[str, str] | None) -> None:

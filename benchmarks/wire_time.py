@@ -35,12 +35,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import manyhands as mh
 from cables import inside, places, run_ranks, two_namespaces
-from manyhands.callbacks import Callback
-from manyhands.compare.bandwidth import Rate
-from manyhands.compare.plan import Target
-from manyhands.tasks.digits import digits
-from manyhands.tasks.language import LanguageOptions, language
-from manyhands.tasks.mnist import MnistOptions, mnist
+from manyhands.engine.callbacks import Callback
+from manyhands.lab.compare.bandwidth import Rate
+from manyhands.lab.compare.comparison import Target
+from manyhands.workloads.tasks.digits import digits
+from manyhands.workloads.tasks.language import LanguageOptions, language
+from manyhands.workloads.tasks.mnist import MnistOptions, mnist
 from results_read import data_file
 
 RESULT = Path(__file__).parent / "results" / "wire-time.json"

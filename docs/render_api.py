@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import manyhands
-from manyhands.registry import STRATEGIES
+from manyhands.strategies.registry import STRATEGIES
 
 PAGE = Path(__file__).resolve().parent / "api.md"
 

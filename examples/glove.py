@@ -11,10 +11,10 @@ import os
 import tempfile
 from pathlib import Path
 
-from manyhands.words.corpus import Corpus
-from manyhands.words.demo import demo_corpus
-from manyhands.words.glove import GloveOptions
-from manyhands.words.learning import Learning, learn_vectors
+from manyhands.workloads.glove.corpus import Corpus
+from manyhands.workloads.glove.demo import demo_corpus
+from manyhands.workloads.glove.learning import Learning, learn_vectors
+from manyhands.workloads.glove.train_glove import GloveOptions
 
 
 def main() -> None:

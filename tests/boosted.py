@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from manyhands.boosting.model import GbdtModel
-from manyhands.boosting.options import GbdtOptions
-from manyhands.boosting.sources import ArraySource, RowBlock
-from manyhands.boosting.training import GbdtResult, TableChoice, train_gbdt
+from manyhands.workloads.gbdt.model import GbdtModel
+from manyhands.workloads.gbdt.options import GbdtOptions
+from manyhands.workloads.gbdt.row_sources import ArraySource, RowBlock
+from manyhands.workloads.gbdt.training import GbdtResult, TableChoice, train_gbdt
 
 
 def drawn_table(rows: int = 700, seed: int = 3) -> tuple[np.ndarray, np.ndarray]:

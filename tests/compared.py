@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from manyhands.compare.figures import FailedTrial, Figures, Measured, Point, figures
-from manyhands.compare.narrate import Conditions, paragraph
-from manyhands.compare.plan import Target, parse_strategies
+from manyhands.lab.compare.comparison import Target, parse_strategies
+from manyhands.lab.compare.figures import FailedTrial, Figures, Measured, Point, figures
+from manyhands.lab.compare.findings import Conditions, paragraph
 from manyhands.strategy import Strategy
 
 TWO = parse_strategies("allreduce; ps consistency=async")

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import warm
-from manyhands.cluster.template import kept_pid
+from manyhands.places.local.template import kept_pid
 
 # Read when torch is imported, here and in what tests start: its threads sleep while they wait, and do not spin on cores
 # that other tests need. A process that trained with two threads beside others took eight times as long.
@@ -39,7 +39,7 @@ def pytest_collectstart() -> None:
 
     Asked of here, and not above, by those who run tests: the process that hands them out needs no torch.
     """
-    from manyhands.training.dynamo import defer
+    from manyhands.engine.dynamo import defer
 
     defer()
 

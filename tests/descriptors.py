@@ -6,7 +6,7 @@ import gc
 import os
 
 import warm
-from manyhands.cluster.template import kept_descriptor
+from manyhands.places.local.template import kept_descriptor
 
 __all__ = ["open_descriptors"]
 

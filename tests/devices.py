@@ -19,18 +19,18 @@ from safetensors.torch import save_file
 from torch import nn
 
 from manyhands.errors import ManyhandsError
-from manyhands.federated.deployed.app import DeviceApp
-from manyhands.federated.deployed.asking import Reply
-from manyhands.federated.deployed.device import Device, DevicePlan, enrol
-from manyhands.federated.deployed.home import DeviceHome
-from manyhands.federated.deployed.job import FederatedJob, RoundSettings
-from manyhands.federated.deployed.keeping import TOKENS, ServerFiles, new_run
-from manyhands.federated.deployed.letters import body_hash, request_text
-from manyhands.federated.deployed.rounds_server import RoundServer, shapes_of
-from manyhands.federated.partition import Partition
-from manyhands.federated.secure.primitives import sign
+from manyhands.strategies.federated.deployed.app import DeviceApp
+from manyhands.strategies.federated.deployed.device_client import Device, DevicePlan, enrol
+from manyhands.strategies.federated.deployed.device_job import FederatedJob, RoundSettings
+from manyhands.strategies.federated.deployed.device_state import DeviceState
+from manyhands.strategies.federated.deployed.http_client import Reply
+from manyhands.strategies.federated.deployed.protocol import body_hash, request_text
+from manyhands.strategies.federated.deployed.rounds_server import RoundServer, shapes_of
+from manyhands.strategies.federated.deployed.server_files import TOKENS, ServerFiles, new_run
+from manyhands.strategies.federated.partition import Partition
+from manyhands.strategies.federated.secure.primitives import sign
 from manyhands.task import Task
-from manyhands.tasks.builtin import BuiltinTask
+from manyhands.workloads.tasks.builtin import BuiltinTask
 
 __all__ = [
     "POINTS",
@@ -185,7 +185,7 @@ class Served:
             "x-body": body_hash(body),
         }
 
-    def asker(self, home: DeviceHome) -> Any:
+    def asker(self, home: DeviceState) -> Any:
         """What a device asks with."""
 
         def asking(method: str, target: str, body: bytes, model: str, most_bytes: int) -> Reply:
@@ -235,7 +235,7 @@ def serving(job: FederatedJob, out: Path, *, resume: bool = False) -> Iterator[S
 
 def make_device(served: Served, folder: Path, number: int, token: str | None, asker: Any = None) -> Device:
     """A device with its part of the points."""
-    home = DeviceHome(folder / f"device-{number}")
+    home = DeviceState(folder / f"device-{number}")
     ask = asker or served.asker(home)
     enrol(served.asker(home), home, token, "https://test")
     plan = DevicePlan.read(served.server.plan, folder / f"{number}.safetensors")

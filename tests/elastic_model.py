@@ -13,7 +13,10 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from manyhands.allreduce.elastic.changes import (
+from manyhands.engine.run_commands import AddWorker, RemoveWorker
+from manyhands.strategies.allreduce.elastic.channel import StepChannel
+from manyhands.strategies.allreduce.elastic.elastic_membership import ElasticMembership, ElasticPlan
+from manyhands.strategies.allreduce.elastic.elastic_messages import (
     Abort,
     ArrivedInEpoch,
     Ask,
@@ -33,9 +36,6 @@ from manyhands.allreduce.elastic.changes import (
     WorkerLost,
     WorkerSilent,
 )
-from manyhands.allreduce.elastic.membership import ElasticMembership, ElasticPlan
-from manyhands.allreduce.elastic.passage import Passage
-from manyhands.training.commands import AddWorker, RemoveWorker
 
 Trained = list[tuple[int, tuple[int, ...]]]
 Wait = Generator[None, None, Any]
@@ -72,7 +72,7 @@ class Worker:
 
     def __init__(self, run: Run, member: int, slot: int) -> None:
         self.run, self.member, self.slot = run, member, slot
-        self.passage = Passage(member)
+        self.passage = StepChannel(member)
         self.inbox: deque[Any] = deque()
         self.trained: Trained = []
         self.step = 0

@@ -18,10 +18,10 @@ from torch import nn
 from torch.linalg import vector_norm
 
 import manyhands as mh
-from manyhands.chain import ChainFunction
-from manyhands.training.computing import TrainingPlan
-from manyhands.training.exchange import Exchange, SingleExchange
-from manyhands.training.worker import Trainer
+from manyhands.engine.chain import ChainFunction
+from manyhands.engine.computing import TrainingPlan
+from manyhands.engine.exchange import Exchange, SingleExchange
+from manyhands.engine.worker import Trainer
 
 STEPS = 50
 """In which rounding has time to add up."""
@@ -121,7 +121,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 class Silent:
-    """Surroundings of a worker that nobody watches."""
+    """WorkerContext of a worker that nobody watches."""
 
     def record(self, *args: Any, **kwargs: Any) -> None: ...
     def mark(self, step: int, state: Any) -> None: ...

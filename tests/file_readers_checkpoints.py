@@ -12,7 +12,7 @@ __all__ = ["ROWS"]
 def _tensors(folder: Path) -> None:
     import torch
 
-    from manyhands.store.tensorfile import encode_tensors
+    from manyhands.data.store.tensorfile import encode_tensors
 
     tensors = {
         "a": torch.arange(6.0).reshape(2, 3),
@@ -23,21 +23,21 @@ def _tensors(folder: Path) -> None:
 
 
 def _read_tensors(folder: Path) -> object:
-    from manyhands.store.tensorfile import read_tensors
+    from manyhands.data.store.tensorfile import read_tensors
 
     return read_tensors(folder / "sample.safetensors")
 
 
 def _manifest(folder: Path) -> None:
-    from manyhands.store.atomic import FileDigest
-    from manyhands.store.manifest import CONTENT_FILES, Manifest
+    from manyhands.data.store.atomic import FileDigest
+    from manyhands.data.store.manifest import CONTENT_FILES, Manifest
 
     files = {name: FileDigest(num_bytes=9, sha256="0" * 64) for name in CONTENT_FILES}
     (folder / "manifest.json").write_bytes(Manifest(step=50, score=0.5, files=files).render())
 
 
 def _read_manifest(folder: Path) -> object:
-    from manyhands.store.manifest import Manifest
+    from manyhands.data.store.manifest import Manifest
 
     return Manifest.parse((folder / "manifest.json").read_bytes())
 
@@ -45,7 +45,7 @@ def _read_manifest(folder: Path) -> object:
 def _checkpoint(folder: Path) -> None:
     import torch
 
-    from manyhands.store.checkpoint import CheckpointStore, Snapshot
+    from manyhands.data.store.checkpoint import CheckpointStore, Snapshot
 
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.Adam(model.parameters())
@@ -56,7 +56,7 @@ def _checkpoint(folder: Path) -> None:
 
 
 def _read_checkpoint(folder: Path) -> object:
-    from manyhands.store.checkpoint import CheckpointStore
+    from manyhands.data.store.checkpoint import CheckpointStore
 
     return CheckpointStore(folder / "checkpoints", 3).load()
 
@@ -65,8 +65,8 @@ def _read_forged(folder: Path) -> object:
     """The same with a manifest that vouches for whatever the files now hold, as somebody who forges one would write."""
     import hashlib
 
-    from manyhands.store.atomic import FileDigest
-    from manyhands.store.manifest import CONTENT_FILES, Manifest
+    from manyhands.data.store.atomic import FileDigest
+    from manyhands.data.store.manifest import CONTENT_FILES, Manifest
 
     one = folder / "checkpoints" / "step-00000050"
     contents = {name: (one / name).read_bytes() for name in CONTENT_FILES}

@@ -52,7 +52,7 @@ def _images(name: str) -> Callable[[Path], None]:
 
 def _read_images(name: str) -> Callable[[Path], object]:
     def read(folder: Path) -> object:
-        from manyhands.data.images import ImageShape, read_images
+        from manyhands.data.image_files import ImageShape, read_images
 
         return read_images(str(folder / name), ImageShape(8, 16))
 
@@ -60,7 +60,7 @@ def _read_images(name: str) -> Callable[[Path], object]:
 
 
 def _read_text(folder: Path) -> object:
-    from manyhands.data.text import encode, read_text, windows
+    from manyhands.data.text_windows import encode, read_text, windows
 
     return windows(encode(read_text(folder / "sample", limit_bytes=1 << 26)), 8)
 
@@ -97,8 +97,8 @@ def _matrix(folder: Path) -> object:
 
 
 def _learn(folder: Path) -> object:
-    from manyhands.regression import room
-    from manyhands.regression.training import train_logreg
+    from manyhands.workloads.logreg import room
+    from manyhands.workloads.logreg.training import train_logreg
 
     room.available_bytes = lambda: (
         256 << 20
@@ -109,8 +109,8 @@ def _learn(folder: Path) -> object:
 
 
 def _model(folder: Path) -> None:
-    from manyhands.regression.labels import Labels
-    from manyhands.regression.model import LogregModel
+    from manyhands.workloads.logreg.labels import Labels
+    from manyhands.workloads.logreg.model import LogregModel
 
     table = np.linspace(-1, 1, 65, dtype=np.float32)
     LogregModel(table=table, labels=Labels(-1.0, 1.0), bits=6).save(folder / "model.safetensors")
@@ -118,15 +118,15 @@ def _model(folder: Path) -> None:
 
 
 def _read_model(folder: Path) -> object:
-    from manyhands.regression.model import LogregModel
+    from manyhands.workloads.logreg.model import LogregModel
 
     model = LogregModel.load(folder / "model.safetensors")
     return model.evaluate(model.file(folder / "rows"))
 
 
 def _exported(folder: Path) -> None:
-    from manyhands.store.exported import write_exported
-    from manyhands.tasks.vision import ImageClassifier
+    from manyhands.data.store.exported import write_exported
+    from manyhands.workloads.tasks.vision import ImageClassifier
 
     about = {"task": "digits", "options": json.dumps({"width": 4}), "steps": "7"}
     weights = ImageClassifier(side=8, white=16, width=4).state_dict()
@@ -134,7 +134,7 @@ def _exported(folder: Path) -> None:
 
 
 def _decomposed(folder: Path) -> None:
-    from manyhands.svd.model import SvdModel
+    from manyhands.workloads.svd.model import SvdModel
 
     components = np.linalg.qr(np.random.default_rng(3).normal(size=(5, 2)))[0].T
     model = SvdModel(
@@ -145,17 +145,17 @@ def _decomposed(folder: Path) -> None:
 
 def _ask_model(folder: Path) -> object:
     """Whatever the file says that it is a model of, asked for one answer."""
-    from manyhands.inference.opening import open_predictor
+    from manyhands.serving.opening import open_predictor
 
     predictor = open_predictor(folder / "model.safetensors")
     return predictor.answers(predictor.inputs([predictor.example]))
 
 
 def _boosted(folder: Path) -> None:
-    from manyhands.boosting.options import GbdtOptions
-    from manyhands.boosting.sources import ArraySource
-    from manyhands.boosting.text_format import write_model
-    from manyhands.boosting.training import TableChoice, train_gbdt
+    from manyhands.workloads.gbdt.options import GbdtOptions
+    from manyhands.workloads.gbdt.row_sources import ArraySource
+    from manyhands.workloads.gbdt.text_format import write_model
+    from manyhands.workloads.gbdt.training import TableChoice, train_gbdt
 
     drawn = np.random.default_rng(0)
     values = drawn.integers(0, 9, (200, 3)).astype(float)
@@ -166,8 +166,8 @@ def _boosted(folder: Path) -> None:
 
 
 def _read_boosted(folder: Path) -> object:
-    from manyhands.boosting.sources import RowBlock
-    from manyhands.boosting.text_format import read_model
+    from manyhands.workloads.gbdt.row_sources import RowBlock
+    from manyhands.workloads.gbdt.text_format import read_model
 
     model = read_model(folder)
     return model.predict(RowBlock(labels=None, dense=np.zeros((5, model.columns))))
@@ -188,10 +188,10 @@ def _columns(folder: Path) -> None:
 
 def _boost(name: str) -> Callable[[Path], object]:
     def read(folder: Path) -> object:
-        from manyhands.boosting import table as tables
-        from manyhands.boosting.options import GbdtOptions
-        from manyhands.boosting.sources import open_source
-        from manyhands.boosting.training import TableChoice, train_gbdt
+        from manyhands.workloads.gbdt import bin_table as tables
+        from manyhands.workloads.gbdt.options import GbdtOptions
+        from manyhands.workloads.gbdt.row_sources import open_source
+        from manyhands.workloads.gbdt.training import TableChoice, train_gbdt
 
         tables.available_bytes = lambda: 256 << 20  # as on a machine that has no more
         table = TableChoice(train=open_source(folder / name))

@@ -22,7 +22,7 @@ _NS = 1_000_000_000
 
 def ended_run(folder: Path) -> None:
     """A run on two servers as its writers leave it, all but the training."""
-    from manyhands.store.rundir import RunDirectory
+    from manyhands.data.store.rundir import RunDirectory
 
     config = {"task": "digits", "strategy": "ps servers=2 consistency=async", "workers": 2, "steps": 40, "seed": 0,
               "batch_size": 8, "samples": 100, "parameters": {"a": [2, 3]}}  # fmt: skip
@@ -59,8 +59,8 @@ def ended_run(folder: Path) -> None:
 
 
 def _events(folder: Path, role: int, name: str) -> None:
-    from manyhands.record.events import RECORD, EventKind
-    from manyhands.record.files import EventFileWriter
+    from manyhands.observe.record.event_files import EventFileWriter
+    from manyhands.observe.record.events import RECORD, EventKind
 
     is_worker = name.startswith("worker")
     of_worker = (EventKind.INPUT, EventKind.COMPUTE, EventKind.SEND, EventKind.WAIT, EventKind.STEP)
@@ -85,9 +85,9 @@ def _events(folder: Path, role: int, name: str) -> None:
 
 
 def _report(folder: Path) -> object:
-    from manyhands.analyse.source import existing_run
-    from manyhands.draw.page import report
-    from manyhands.draw.prometheus import metrics_text
+    from manyhands.observe.analyse.source import existing_run
+    from manyhands.observe.draw.page import report
+    from manyhands.observe.draw.prometheus import metrics_text
 
     follower = existing_run(folder / "run")
     follower.poll()
@@ -99,9 +99,9 @@ def _command(name: str) -> Callable[[Path], object]:
     """What a command of the command line does, its words thrown away."""
 
     def read(folder: Path) -> object:
-        from manyhands.cli.audit import audit_command
-        from manyhands.cli.explain import explain_command
-        from manyhands.cli.timeline import timeline_command
+        from manyhands.cli.audit_command import audit_command
+        from manyhands.cli.explain_command import explain_command
+        from manyhands.cli.timeline_command import timeline_command
 
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             try:
@@ -120,28 +120,28 @@ def _command(name: str) -> Callable[[Path], object]:
 
 
 def _tensorboard(folder: Path) -> object:
-    from manyhands.draw import tensorboard
+    from manyhands.observe.draw import tensorboard
 
     tensorboard._VIEWS = 5  # a hundred are the same code again
     return tensorboard.write_run(folder / "run", folder / "tensorboard")
 
 
 def _measure(folder: Path) -> object:
-    from manyhands.compare.measure import measure
-    from manyhands.compare.plan import Trial
+    from manyhands.lab.compare.comparison import Trial
+    from manyhands.lab.compare.measured_run import measure
     from manyhands.strategy import Strategy
 
     return measure(Trial(place=0, repeat=0), folder / "run", Strategy.parse("ps servers=2 consistency=async"))
 
 
 def _history(folder: Path) -> object:
-    from manyhands.store.rundir import RunDirectory
+    from manyhands.data.store.rundir import RunDirectory
 
     return RunDirectory.open(folder / "run", lock=False).metrics.read()
 
 
 def _sweep_plan() -> Any:
-    from manyhands.sweep.plan import SweepPlan, SweepSetting
+    from manyhands.lab.sweep.trials import SweepPlan, SweepSetting
 
     settings = (
         SweepSetting(name="learning_rate", values=("0.1", "0.2")),
@@ -151,7 +151,7 @@ def _sweep_plan() -> Any:
 
 
 def _sweep(folder: Path) -> None:
-    from manyhands.sweep.run import open_sweep
+    from manyhands.lab.sweep.run_sweep import open_sweep
 
     open_sweep(folder / "new", _sweep_plan(), resume=False)
     (folder / "new" / "sweep.json").rename(folder / "sweep.json")
@@ -165,9 +165,9 @@ def _sweep(folder: Path) -> None:
 
 
 def _sweep_rows(folder: Path) -> object:
-    from manyhands.sweep.report import sweep_page
-    from manyhands.sweep.results import sentences
-    from manyhands.sweep.run import open_sweep, read_plan, sweep_rows
+    from manyhands.lab.sweep.results import sentences
+    from manyhands.lab.sweep.run_sweep import open_sweep, read_plan, sweep_rows
+    from manyhands.lab.sweep.sweep_report import sweep_page
 
     plan = read_plan(folder / "sweep.json")
     rows = sweep_rows(plan, folder)
@@ -178,7 +178,7 @@ def _sweep_rows(folder: Path) -> object:
 
 def _server_run(folder: Path) -> None:
     import manyhands as mh
-    from manyhands.tasks import TASKS
+    from manyhands.workloads.tasks import TASKS
 
     mh.fit(
         TASKS["digits"].build(),
@@ -190,7 +190,7 @@ def _server_run(folder: Path) -> None:
 
 
 def _replay(folder: Path) -> object:
-    from manyhands.server import replay
+    from manyhands.strategies.ps import replay
 
     replay.available_bytes = lambda: 256 << 20  # as on a small machine
     return replay.replay(folder / "run", until=2)

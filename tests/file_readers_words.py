@@ -14,7 +14,7 @@ __all__ = ["ROWS"]
 
 def _vectors(kind: str) -> Callable[[Path], None]:
     def make(folder: Path) -> None:
-        from manyhands.words.vectors import Vectors
+        from manyhands.workloads.glove.vector_files import Vectors
 
         words = ["the", "cat", "sat", "mat", "éß", "猫"]
         vectors = Vectors(words, np.random.default_rng(1).normal(size=(6, 5)).astype(np.float32))
@@ -27,20 +27,20 @@ def _vectors(kind: str) -> Callable[[Path], None]:
 
 
 def _read_vectors(folder: Path) -> object:
-    from manyhands.words.vectors import Vectors
+    from manyhands.workloads.glove.vector_files import Vectors
 
     vectors = Vectors.load(folder / "sample")
     return vectors.neighbours(vectors.words[0], 3)
 
 
 def _read_vocabulary(folder: Path) -> object:
-    from manyhands.words.vocabulary import Vocabulary
+    from manyhands.workloads.glove.vocabulary import Vocabulary
 
     return Vocabulary.load(folder / "sample").index
 
 
 def _records(folder: Path) -> None:
-    from manyhands.words.records import RECORD, RecordWriter
+    from manyhands.workloads.glove.cooccurrence_files import RECORD, RecordWriter
 
     rng = np.random.default_rng(2)
     records = np.zeros(200, RECORD)
@@ -51,17 +51,17 @@ def _records(folder: Path) -> None:
 
 
 def _train_records(folder: Path) -> object:
-    from manyhands.words.glove import GloveOptions, train_glove
-    from manyhands.words.shuffle import shuffle_records
+    from manyhands.workloads.glove.shuffle import shuffle_records
+    from manyhands.workloads.glove.train_glove import GloveOptions, train_glove
 
     shuffle_records(folder / "sample", folder / "shuffled", seed=1)
     return train_glove(folder / "shuffled", 20, GloveOptions(dim=4, passes=1))
 
 
 def _count_corpus(folder: Path) -> object:
-    from manyhands.words.corpus import Corpus
-    from manyhands.words.counting import count_cooccurrence
-    from manyhands.words.vocabulary import count_words
+    from manyhands.workloads.glove.corpus import Corpus
+    from manyhands.workloads.glove.counting import count_cooccurrence
+    from manyhands.workloads.glove.vocabulary import count_words
 
     corpus = Corpus(folder / "sample")
     vocabulary = count_words(corpus, min_count=1, workers=1)
@@ -71,13 +71,13 @@ def _count_corpus(folder: Path) -> object:
 
 
 def _read_questions(folder: Path) -> object:
-    from manyhands.words.analogies import read_questions
+    from manyhands.workloads.glove.analogies import read_questions
 
     return read_questions(folder / "sample")
 
 
 def _read_pairs(folder: Path) -> object:
-    from manyhands.words.similarity import read_pairs
+    from manyhands.workloads.glove.similarity import read_pairs
 
     return read_pairs(folder / "sample")
 

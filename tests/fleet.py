@@ -16,8 +16,8 @@ from typing import Any
 
 import warm
 from devices import write_parts
-from manyhands.federated.deployed.keeping import TOKENS
-from manyhands.tasks import build
+from manyhands.strategies.federated.deployed.server_files import TOKENS
+from manyhands.workloads.tasks import build
 
 __all__ = ["Fleet"]
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 import manyhands as mh
-from manyhands.allreduce import gpu_sums
-from manyhands.allreduce.gpu_choice import GpuSeat
+from manyhands.strategies.allreduce import gpu_sums
+from manyhands.strategies.allreduce.gpu_choice import GpuSeat
 from placed_script import RANK, STEPS, at_third, digest, expect, loss, options, say, task
 
 GPUS = {"equal": 10**9, "refused": 2, "killed": 10**9}

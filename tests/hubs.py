@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from certificates import HOSTS, run_security
-from manyhands.hub.encoding import MessageCoder
-from manyhands.hub.frames import HEADER_BYTES, encode_header
-from manyhands.hub.handshake import CONTROL, Claim, Credentials, Handshake
-from manyhands.hub.hub import Hub, HubEvent, Joined
-from manyhands.hub.settings import Settings
-from manyhands.link.silence import Silence
-from manyhands.version import __version__
+from manyhands.native.version import __version__
+from manyhands.transport.hub.frames import HEADER_BYTES, encode_header
+from manyhands.transport.hub.handshake import CONTROL, Claim, Credentials, Handshake
+from manyhands.transport.hub.hub import Hub, HubEvent, Joined
+from manyhands.transport.hub.settings import Settings
+from manyhands.transport.hub.typed_messages import MessageCoder
+from manyhands.transport.link.liveness import LivenessTimes
 
 __all__ = [
     "CLAIM",
@@ -52,7 +52,7 @@ class Text:
 
 
 CODEC = MessageCoder({1: Number, 2: Text})
-FAST = Settings(silence=Silence(beat_s=0.02, silence_s=0.5, handshake_s=0.5))
+FAST = Settings(silence=LivenessTimes(heartbeat_s=0.02, silence_s=0.5, handshake_s=0.5))
 
 
 class Clock:

@@ -20,16 +20,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import warm
-from manyhands.cluster.forking import TEMPLATE_NAME
+from manyhands.places.local.forking import TEMPLATE_NAME
 
 __all__ = ["Run", "Strike", "await_that", "practice", "strike", "strikes", "training"]
 
 _PRACTICE = """
 import subprocess, time
-from manyhands.cluster.local import LocalCluster, Role
+from manyhands.places.local.local import LocalCluster, Role
 
 def work(context):
-    from manyhands.cluster.board import State
+    from manyhands.places.local.status import State
     if context.rank == 0:
         subprocess.Popen(["sleep", "600"])
     step = 0

@@ -19,7 +19,7 @@ import torch
 import equality
 import manyhands as mh
 from assassin import events
-from manyhands.server.live.server import _Server
+from manyhands.strategies.ps.live.server_process import _Server
 
 __all__ = ["task"]
 

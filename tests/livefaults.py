@@ -227,9 +227,9 @@ def _check(case: Case, restored: bool, resumed: bool) -> None:
     import manyhands as mh
     from equality import distance, train_plainly
     from livefaults_task import task
-    from manyhands.server.log import RestoredRow
-    from manyhands.server.updates import read_logs
-    from manyhands.store.rundir import RunDirectory
+    from manyhands.data.store.rundir import RunDirectory
+    from manyhands.strategies.ps.log_rows import RestoredRow
+    from manyhands.strategies.ps.update_files import read_logs
 
     path = Path("run")
     weights = RunDirectory.open(path, lock=False).checkpoints().load().model
@@ -257,7 +257,7 @@ def _check(case: Case, restored: bool, resumed: bool) -> None:
 
 def _made_twice(rows: list[Any]) -> bool:
     """Whether shards took one update from different members: the second read what the first had already changed."""
-    from manyhands.server.log import StepRow
+    from manyhands.strategies.ps.log_rows import StepRow
 
     makers: dict[tuple[int, int], set[int]] = {}
     for row in rows:
@@ -268,7 +268,7 @@ def _made_twice(rows: list[Any]) -> bool:
 
 def _check_batches(case: Case, files: dict[int, list[list[Any]]]) -> None:
     """Every part of every batch is in every shard once; a part that came too late (backup workers) may be missing."""
-    from manyhands.server.log import StepRow
+    from manyhands.strategies.ps.log_rows import StepRow
 
     for shard, of_servers in sorted(files.items()):
         steps = {row.version: row for rows in of_servers for row in rows if isinstance(row, StepRow)}

@@ -24,10 +24,10 @@ import torch
 
 import equality
 import manyhands as mh
-from manyhands.server.live.server import _Server
-from manyhands.server.replica import ShardReplica
-from manyhands.server.server import ServerCore
-from manyhands.server.store import ShardStore
+from manyhands.strategies.ps.live.server_process import _Server
+from manyhands.strategies.ps.server_core import ServerCore
+from manyhands.strategies.ps.shard_replica import ShardReplica
+from manyhands.strategies.ps.shard_store import ShardStore
 
 __all__ = ["BREAKAGES", "task"]
 

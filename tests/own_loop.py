@@ -13,9 +13,9 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 from torch.utils.data import DataLoader, TensorDataset
 
-from manyhands.hosts.place import Place
-from manyhands.loop.group import WorkerGroup
-from manyhands.loop.join import open_group
+from manyhands.interop.own_loop.join import open_group
+from manyhands.interop.own_loop.worker_group import WorkerGroup
+from manyhands.places.external.process_place import Place
 
 T = TypeVar("T")
 

@@ -16,37 +16,37 @@ from torch import nn
 
 import manyhands as mh
 from equality import Silent, replica
-from manyhands.chain import chain_of
+from manyhands.data.randomness import preserved
+from manyhands.data.store.checkpoint import CheckpointStore
+from manyhands.engine.chain import chain_of
+from manyhands.engine.computing import Computer, TrainingPlan
+from manyhands.engine.exchange import SingleExchange
+from manyhands.engine.worker import Trained, Trainer
+from manyhands.engine.worker_resources import Resources
 from manyhands.errors import WorkerFailed
-from manyhands.link.base import Link
-from manyhands.link.shared import SharedLink
-from manyhands.pipeline.borders import StageBorders
-from manyhands.pipeline.ends import TrainingEnds
-from manyhands.pipeline.exchange import PipelineExchange
-from manyhands.pipeline.holding import holding_of
-from manyhands.pipeline.post import StagePost
-from manyhands.pipeline.stage import PipelineStage
-from manyhands.pipeline.strategy import Pipeline
-from manyhands.pipeline.table import Schedule
-from manyhands.pipeline.training import in_microbatches
-from manyhands.pipeline.wave import WaveStage
-from manyhands.randomness import preserved
-from manyhands.store.checkpoint import CheckpointStore
+from manyhands.strategies.pipeline.borders import StageBorders
+from manyhands.strategies.pipeline.ends import TrainingEnds
+from manyhands.strategies.pipeline.exchange import PipelineExchange
+from manyhands.strategies.pipeline.holding import holding_of
+from manyhands.strategies.pipeline.schedule_table import Schedule
+from manyhands.strategies.pipeline.stage_messages import StageMessages
+from manyhands.strategies.pipeline.stage_worker import PipelineStage
+from manyhands.strategies.pipeline.strategy import Pipeline
+from manyhands.strategies.pipeline.training import in_microbatches
+from manyhands.strategies.pipeline.wave import WaveStage
 from manyhands.strategy import Strategy
-from manyhands.tasks.language import Transformer
-from manyhands.tasks.recurrent import RecurrentNetwork
-from manyhands.tasks.text import next_byte_loss
-from manyhands.training.computing import Computer, TrainingPlan
-from manyhands.training.exchange import SingleExchange
-from manyhands.training.resources import Resources
-from manyhands.training.worker import Trained, Trainer
+from manyhands.transport.link.interface import Link
+from manyhands.transport.link.shared_link import SharedLink
+from manyhands.workloads.tasks.language import Transformer
+from manyhands.workloads.tasks.recurrent import RecurrentNetwork
+from manyhands.workloads.tasks.text_task import next_byte_loss
 
 State = dict[str, torch.Tensor]
 _RING_BYTES = 1 << 16  # the kernel clears all of it for every link; what passes here is a few KiB
 
 
 class Told(Silent):
-    """Surroundings that keep the rows of the history."""
+    """WorkerContext that keep the rows of the history."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
@@ -160,10 +160,10 @@ def gradients_of(
     table: Schedule,
     *,
     recompute: bool = False,
-    around: Callable[[int], AbstractContextManager[object]] = lambda _: nullcontext(),
+    worker_context: Callable[[int], AbstractContextManager[object]] = lambda _: nullcontext(),
     model: nn.Module | None = None,
 ) -> tuple[float, State]:
-    """Loss and gradients of the first batch, by stages that are threads and share one model; each inside `around`.
+    """Loss and gradients of the first batch, by stages that are threads and share one model; each inside a context.
 
     Nothing is summed here over stages that share a parameter: they add up in the one that there is. A `model` that was
     used before will do: it has no gradients at the beginning, and its weights stay as they are.
@@ -179,12 +179,12 @@ def gradients_of(
     def work(stage: int) -> None:
         try:
             parts = holding_of(model, chain, cuts, table.stages, stage).parts
-            post = StagePost(stage, range(table.stages), links[stage], 30.0)
+            post = StageMessages(stage, range(table.stages), links[stage], 30.0)
             borders = StageBorders(table, stage, parts, post)
             share = computer.share(0, 0, 1)
             ends = TrainingEnds(computer, share, 0, 0)
             at_work = WaveStage(borders) if table.over_time else PipelineStage(borders, recompute=recompute)
-            with around(stage):
+            with worker_context(stage):
                 at_work.run(ends, len(share.pieces), lambda _: None)
             losses[stage] = ends.mean_loss()
         except BaseException as error:

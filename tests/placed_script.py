@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import manyhands as mh
-from manyhands.training.dynamo import defer
+from manyhands.engine.dynamo import defer
 
 defer()  # every process would import torch's compiler, which takes as long as all its runs, and nothing is compiled
 STEPS = 6

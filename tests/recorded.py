@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from manyhands.consistency.policy import Policy, blend
-from manyhands.server.audit import Audit, Evidence, audit
-from manyhands.server.log import RestoredRow, Row, StepRow
-from manyhands.server.messages import Message, Push
-from manyhands.server.updates import ComputedRow
-from manyhands.simulate import SimulatedRun, SimulationSpec, Witness, simulate
-from manyhands.simulate.models import LedgerStore
-from manyhands.simulate.run import SimulatedHappening
+from manyhands.foresight.simulate import SimulatedRun, SimulationSpec, Witness, simulate
+from manyhands.foresight.simulate.models import LedgerStore
+from manyhands.foresight.simulate.simulated_run import SimulatedHappening
+from manyhands.strategies.common.consistency.policy import Policy, blend
+from manyhands.strategies.ps.audit import Audit, Evidence, audit
+from manyhands.strategies.ps.log_rows import RestoredRow, Row, StepRow
+from manyhands.strategies.ps.ps_messages import Message, Push
+from manyhands.strategies.ps.update_files import ComputedRow
 
 __all__ = ["Recorded", "changed", "record"]
 

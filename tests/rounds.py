@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 import manyhands as mh
-from manyhands.federated.exchange import FederatedExchange
-from manyhands.federated.strategy import Federated
+from manyhands.engine.computing import Computer, TrainingPlan
+from manyhands.engine.exchange import LocalStep, Traffic
+from manyhands.strategies.federated.exchange import FederatedExchange
+from manyhands.strategies.federated.strategy import Federated
 from manyhands.strategy import Strategy
-from manyhands.training.computing import Computer, TrainingPlan
-from manyhands.training.exchange import LocalStep, Traffic
 
 __all__ = ["Played", "play_rounds"]
 
@@ -52,7 +52,7 @@ def play_rounds(
         begin = len(after.losses)
     exchange.attach(model, optimizer)
     if after is not None:
-        exchange.recall(after.exchange.memory())
+        exchange.load_state(after.exchange.memory())
     losses = list(after.losses) if after is not None else []
     plan = TrainingPlan(
         task=task, steps=rounds, seed=seed, evaluate_every=1, checkpoint_every=0, autocast=autocast

@@ -8,11 +8,11 @@ from itertools import count
 
 import numpy as np
 
-from manyhands.federated.secure.client import SecureClient, SecureStage
-from manyhands.federated.secure.fixedpoint import FixedPoint, Words
-from manyhands.federated.secure.messages import SecureTerms, fewest_clients
-from manyhands.federated.secure.primitives import Draw, public_identity
-from manyhands.federated.secure.server import SecureServer
+from manyhands.strategies.federated.secure.fixedpoint import FixedPoint, Words
+from manyhands.strategies.federated.secure.primitives import Draw, public_identity
+from manyhands.strategies.federated.secure.secure_client import SecureClient, SecureStage
+from manyhands.strategies.federated.secure.secure_messages import SecureTerms, fewest_clients
+from manyhands.strategies.federated.secure.secure_server import SecureServer
 
 MODEL = hashlib.sha256(b"the model").digest()
 

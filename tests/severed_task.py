@@ -17,8 +17,8 @@ import torch
 
 import equality
 import manyhands as mh
-from manyhands.hub.hub import Hub
-from manyhands.server.messages import Push, Read
+from manyhands.strategies.ps.ps_messages import Push, Read
+from manyhands.transport.hub.hub import Hub
 
 __all__ = ["task"]
 

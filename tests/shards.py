@@ -12,13 +12,13 @@ from torch import Tensor
 
 import manyhands as mh
 from equality import Silent
-from manyhands.link.mesh import SharedMesh
-from manyhands.sharded.exchange import ShardedExchange
-from manyhands.store.checkpoint import CheckpointStore
-from manyhands.training.computing import TrainingPlan
-from manyhands.training.exchange import Exchange
-from manyhands.training.resources import Resources
-from manyhands.training.worker import Trained, Trainer
+from manyhands.data.store.checkpoint import CheckpointStore
+from manyhands.engine.computing import TrainingPlan
+from manyhands.engine.exchange import Exchange
+from manyhands.engine.worker import Trained, Trainer
+from manyhands.engine.worker_resources import Resources
+from manyhands.strategies.sharded.exchange import ShardedExchange
+from manyhands.transport.link.mesh import SharedMesh
 from ways import in_threads
 
 Result = TypeVar("Result")

@@ -7,10 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from manyhands.errors import ManyhandsError
-from manyhands.server.audit import Evidence, Verdict, audit
-from manyhands.server.membership import MAX_DEATHS
-from manyhands.server.server import ServerCore
-from manyhands.simulate import (
+from manyhands.foresight.simulate import (
     ComputeModel,
     NetworkModel,
     SimulationSpec,
@@ -21,8 +18,11 @@ from manyhands.simulate import (
     draw_storm,
     simulate,
 )
-from manyhands.simulate.faults import FaultRole, Kill, Pause
-from manyhands.simulate.models import LedgerStore
+from manyhands.foresight.simulate.faults import FaultRole, Kill, Pause
+from manyhands.foresight.simulate.models import LedgerStore
+from manyhands.strategies.ps.audit import Evidence, Verdict, audit
+from manyhands.strategies.ps.membership import MAX_DEATHS
+from manyhands.strategies.ps.server_core import ServerCore
 
 STEPS = 30
 

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from manyhands.consistency.bounded import Bounded
-from manyhands.server.actions import Action, SendMessage
-from manyhands.server.core import ShardCore
-from manyhands.server.messages import Chosen, ChosenKept, Hello, Outcome, Push, Read, ReadRows
-from manyhands.server.replica import ShardReplica
-from manyhands.server.server import ServerCore
-from manyhands.server.steps import ShardConfig
-from manyhands.server.unconfirmed import Unconfirmed
-from manyhands.simulate import SimulationSpec
+from manyhands.foresight.simulate import SimulationSpec
+from manyhands.strategies.common.consistency.bounded import Bounded
+from manyhands.strategies.ps.actions import Action, SendMessage
+from manyhands.strategies.ps.pending_steps import ShardConfig
+from manyhands.strategies.ps.ps_messages import Chosen, ChosenKept, Hello, Outcome, Push, Read, ReadRows
+from manyhands.strategies.ps.server_core import ServerCore
+from manyhands.strategies.ps.shard_core import ShardCore
+from manyhands.strategies.ps.shard_replica import ShardReplica
+from manyhands.strategies.ps.unconfirmed import Unconfirmed
 from simulated import PROMISES, Draw, MakeServer, complaints, severed, stormy
 
 

@@ -11,15 +11,15 @@ from torch import Tensor, nn
 
 import manyhands as mh
 from equality import Silent
-from manyhands.grid.group import LinkGroup
-from manyhands.grid.layout import Grid
-from manyhands.link.simulated import SimulatedNetwork
-from manyhands.tensor.exchange import TensorExchange
-from manyhands.tensor.plan import Slicing
-from manyhands.tensor.slicing import Sliced, slice_modules
-from manyhands.training.computing import TrainingPlan
-from manyhands.training.exchange import Exchange
-from manyhands.training.worker import Trainer
+from manyhands.engine.computing import TrainingPlan
+from manyhands.engine.exchange import Exchange
+from manyhands.engine.worker import Trainer
+from manyhands.strategies.common.grid.grid_group import LinkGroup
+from manyhands.strategies.common.grid.grid_layout import Grid
+from manyhands.strategies.tensor.exchange import TensorExchange
+from manyhands.strategies.tensor.slicing import Sliced, slice_modules
+from manyhands.strategies.tensor.slicing_plan import Slicing
+from manyhands.transport.link.simulated_network import SimulatedNetwork
 
 EXACT = 1e-12
 

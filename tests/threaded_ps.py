@@ -18,15 +18,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from manyhands.cluster.board import Board
-from manyhands.cluster.context import RoleContext
-from manyhands.cluster.control import Channel, Note, Stop
-from manyhands.cluster.job import pack
-from manyhands.cluster.spec import RoleSpec
-from manyhands.memory.segment import Segment
-from manyhands.record.ring import EventRing
-from manyhands.server.live.job import Job
-from manyhands.server.live.reports import (
+from manyhands.engine.computing import TrainingPlan
+from manyhands.native.segment import Segment
+from manyhands.observe.record.event_ring import EventRing
+from manyhands.places.local.child_descriptors import RoleSpec
+from manyhands.places.local.context import RoleContext
+from manyhands.places.local.control import Channel, Note, Stop
+from manyhands.places.local.packed_job import pack
+from manyhands.places.local.status import StatusTable
+from manyhands.strategies.ps.live.ps_job import Job
+from manyhands.strategies.ps.live.reports import (
     ORDERS,
     REPORTS,
     Finish,
@@ -36,14 +37,13 @@ from manyhands.server.live.reports import (
     WorkerLeft,
     WorkerReady,
 )
-from manyhands.server.live.server import serve
-from manyhands.server.live.server_tables import final_bytes, final_tables
-from manyhands.server.live.worker import work
-from manyhands.server.messages import ShardView, SlotView, View
-from manyhands.server.strategy import Ps
+from manyhands.strategies.ps.live.server_process import serve
+from manyhands.strategies.ps.live.server_tables import final_bytes, final_tables
+from manyhands.strategies.ps.live.worker_process import work
+from manyhands.strategies.ps.ps_messages import ShardView, SlotView, View
+from manyhands.strategies.ps.strategy import Ps
 from manyhands.strategy import Strategy
 from manyhands.task import Task
-from manyhands.training.computing import TrainingPlan
 
 __all__ = ["ThreadedRun", "job_for"]
 
@@ -93,7 +93,7 @@ class ThreadedRun:
         self._model = built.model
         self._packed = pack(self.job)  # each role loads it for itself
         self._stack.callback(os.close, self._packed)
-        self._board = self._stack.enter_context(Board.create(16))
+        self._status_table = self._stack.enter_context(StatusTable.create(16))
         self._final = self._stack.enter_context(Segment.create(final_bytes(self._layout), "the end"))
         try:
             for member in range(1, self._servers + 1):
@@ -211,13 +211,13 @@ class ThreadedRun:
             world=16,
             parent_pid=os.getpid(),
             lifeline=-1,
-            board=-1,
+            status_table=-1,
             line=member,
             descriptors={"job": self._packed, **files},
             path=(),
             python_path=None,
         )
-        context = RoleContext(spec, Channel(theirs, "the test"), self._board)
+        context = RoleContext(spec, Channel(theirs, "the test"), self._status_table)
         self._channels[member] = Channel(ours, f"member {member}")
 
         def run() -> None:

@@ -4,8 +4,8 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from manyhands.analyse.gather import Gather
-from manyhands.analyse.view import (
+from manyhands.observe.analyse.run_view import Gather
+from manyhands.observe.analyse.view import (
     Curve,
     Happening,
     Phase,

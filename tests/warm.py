@@ -24,8 +24,8 @@ from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
-from manyhands.cluster import entry
-from manyhands.cluster.template import Template, inherited_environment
+from manyhands.places.local import entry
+from manyhands.places.local.template import Template, inherited_environment
 
 __all__ = [
     "COMPILER",
@@ -232,7 +232,7 @@ def _own_environment() -> dict[str, str]:
 
 def _is_ours(words: Sequence[str]) -> bool:
     """Whether it is the command line, which trains."""
-    commands = (["-m", "manyhands"], ["-m", "manyhands.cli.child"])
+    commands = (["-m", "manyhands"], ["-m", "manyhands.cli.command_process"])
     return words[1:3] in commands or Path(words[1]).name == "manyhands"
 
 

@@ -1,6 +1,6 @@
-"""What the processes of tests import, imported once; nothing here may compute (see `manyhands.cluster.forking`).
+"""What the processes of tests import, imported once; nothing here may compute (see `manyhands.places.local.forking`).
 
-Not `manyhands.c10d`, as importing it makes torch know a backend, nor `manyhands.training.preload`, which puts torch's
+Not `manyhands.c10d`, as importing it makes torch know a backend, nor `manyhands.engine.preload`, which puts torch's
 compiler off: a script decides on both for itself.
 """
 
@@ -9,7 +9,7 @@ from importlib import import_module
 import typer.rich_utils  # noqa: F401
 
 from manyhands.cli.main import COMMANDS
-from manyhands.registry import STRATEGIES
+from manyhands.strategies.registry import STRATEGIES
 
 for _home in STRATEGIES.values():
     _home.load_value()

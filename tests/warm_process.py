@@ -22,9 +22,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from manyhands.cluster import entry
-from manyhands.cluster.forking import MOST_PASSED, await_birth, take_surroundings
-from manyhands.cluster.parent import die_with_parent
+from manyhands.places.local import entry
+from manyhands.places.local.forking import MOST_PASSED, await_birth, take_environment
+from manyhands.places.local.parent import die_with_parent
 
 _FRAME_BYTES = 1 << 18
 _PR_SET_NAME = 15
@@ -50,7 +50,7 @@ def main() -> None:
     request, passed = born
     order = json.loads(request.role)
     _place(passed, order["numbers"])
-    take_surroundings(request)
+    take_environment(request)
     for name in order["imports"]:
         import_module(name)
     while any(order["spares"]):  # one that was waiting may start others, too
@@ -136,10 +136,10 @@ def _spare(base: Sequence[str]) -> Any:
 
 def _place(passed: Sequence[int], numbers: Sequence[int]) -> None:
     """Give the descriptors that came the numbers that they have in the test."""
-    away = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 1000) for descriptor in passed]
+    remote = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 1000) for descriptor in passed]
     for descriptor in passed:
         os.close(descriptor)
-    for descriptor, number in zip(away, numbers, strict=True):
+    for descriptor, number in zip(remote, numbers, strict=True):
         os.dup2(descriptor, number)
         os.close(descriptor)
 
@@ -163,7 +163,7 @@ def _be(words: Sequence[str], base: Sequence[str]) -> None:
     vars(module)["__builtins__"] = __builtins__
     sys.modules["warm_process"], sys.modules["__main__"] = sys.modules["__main__"], module
     path = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
-    programs = (["-m", "manyhands"], ["-m", "manyhands.cli.child"])
+    programs = (["-m", "manyhands"], ["-m", "manyhands.cli.command_process"])
     ours = words[:2] in programs or words[0].endswith(("/manyhands", entry.__file__))
     if words != [__file__, "template"]:  # it passes them on to its forks
         _register_at_exit(after_first=ours)

@@ -7,8 +7,8 @@ from urllib.parse import parse_qs, urlsplit
 
 import httpx
 
-from manyhands.analyse.source import existing_run
-from manyhands.cli.watch import serving
+from manyhands.cli.watch_command import serving
+from manyhands.observe.analyse.source import existing_run
 
 __all__ = ["watched"]
 

@@ -15,17 +15,17 @@ import torch
 
 import manyhands as mh
 from equality import Silent
-from manyhands.cluster.meeting import hosts_of
-from manyhands.group.shared import SharedGroup, SharedGroupFiles
-from manyhands.link.base import Link
-from manyhands.link.tcp import TcpLink
-from manyhands.store.checkpoint import CheckpointStore
+from manyhands.data.store.checkpoint import CheckpointStore
+from manyhands.engine.computing import TrainingPlan
+from manyhands.engine.exchange import Exchange, SingleExchange
+from manyhands.engine.exchanging import exchange_for, exchanging
+from manyhands.engine.worker import Trainer
+from manyhands.engine.worker_resources import Resources
+from manyhands.native.group.shared_group import SharedGroup, SharedGroupFiles
+from manyhands.places.local.rendezvous import hosts_of
 from manyhands.strategy import Strategy
-from manyhands.training.computing import TrainingPlan
-from manyhands.training.exchange import Exchange, SingleExchange
-from manyhands.training.exchanging import exchange_for, exchanging
-from manyhands.training.resources import Resources
-from manyhands.training.worker import Trainer
+from manyhands.transport.link.interface import Link
+from manyhands.transport.link.tcp import TcpLink
 
 BUCKET_BYTES = 512  # several buckets even for a small model
 BUCKETED = {way: f"{way} buckets={BUCKET_BYTES}" for way in ("mirrored", "central")}

@@ -30,9 +30,10 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from manyhands.hub.connection import BEFORE_HANDSHAKE
-from manyhands.hub.encoding import MessageCoder
-from manyhands.hub.frames import (
+from manyhands.native.dtypes import LINKED
+from manyhands.strategies.ps.live.ps_job import CODEC
+from manyhands.transport.hub.connection import BEFORE_HANDSHAKE
+from manyhands.transport.hub.frames import (
     HEADER_BYTES,
     IN_ARENA,
     OF_TRANSPORT,
@@ -41,13 +42,19 @@ from manyhands.hub.frames import (
     Limits,
     encode_header,
 )
-from manyhands.hub.handshake import CONTROL, NO_PROOF, Credentials, Handshake, HandshakeRefused, Proof
-from manyhands.hub.hub import Arrived, Hub, Joined, Lost, Settings, Shared, TurnedAway
-from manyhands.hub.strangers import Tally
-from manyhands.link.message import Header as LinkHeader
-from manyhands.link.message import ProtocolError
-from manyhands.server.live.job import CODEC
-from manyhands.wire.dtypes import LINKED
+from manyhands.transport.hub.handshake import (
+    CONTROL,
+    NO_PROOF,
+    Credentials,
+    Handshake,
+    HandshakeRefused,
+    Proof,
+)
+from manyhands.transport.hub.hub import Arrived, Hub, Joined, Lost, Rejected, Settings, Shared
+from manyhands.transport.hub.pending_connections import Tally
+from manyhands.transport.hub.typed_messages import MessageCoder
+from manyhands.transport.link.message import Header as LinkHeader
+from manyhands.transport.link.message import ProtocolError
 
 __all__ = ["TARGETS", "Failure", "LiveHub", "a_frame", "damaged", "dialled", "frame", "fuzz", "send"]
 
@@ -309,7 +316,7 @@ def _one_message(data: bytes) -> Any:
 class TellsAll(Tally):
     """Tells of everybody at once, so that no reason is lost."""
 
-    def due(self, now_s: float) -> TurnedAway | None:
+    def due(self, now_s: float) -> Rejected | None:
         return super().due(math.inf)
 
 
@@ -319,7 +326,7 @@ class LiveHub:
     def __init__(self, settings: Settings | None = None, *ways: str) -> None:
         server = Credentials(member=1, role="server", token=TOKEN, fingerprint="task")
         self.hub = Hub(server, CODEC, settings=settings)
-        self.hub._entrance.away = TellsAll()
+        self.hub._entrance.remote = TellsAll()
         self.addresses = [self.hub.listen(way) for way in ways or ("tcp", "unix")]
         worker = Credentials(member=2, role="worker", token=TOKEN, fingerprint="task")
         self.friend = Hub(worker, CODEC, settings=settings)
@@ -343,7 +350,7 @@ class LiveHub:
 
     def _check(self, event: Any) -> None:
         match event:
-            case TurnedAway(reason=reason) | Lost(reason=reason):
+            case Rejected(reason=reason) | Lost(reason=reason):
                 assert "defect" not in reason, reason
                 assert reason.isprintable()
                 assert not (isinstance(event, Lost) and event.member == 2), reason
@@ -355,10 +362,10 @@ class LiveHub:
     def case(self, rng: random.Random) -> None:
         """One connection: a damaged handshake, or a member that sends damaged frames."""
         address = rng.choice(self.addresses)
-        away, is_member = self.hub.turned_away, rng.random() < 0.4
+        remote, is_member = self.hub.rejected, rng.random() < 0.4
 
         def is_gone() -> bool:
-            return 9 not in self.hub.members() if is_member else self.hub.turned_away > away
+            return 9 not in self.hub.members() if is_member else self.hub.rejected > remote
 
         with dialled(address) as end:
             if is_member:

@@ -10,9 +10,9 @@ from dataclasses import replace
 
 from certificates import HOSTS, careless, folders, run_security
 from hubs import TOKEN
-from manyhands.hub.frames import OF_TRANSPORT
-from manyhands.hub.handshake import CONTROL, Credentials, Handshake
-from manyhands.hub.settings import Settings
+from manyhands.transport.hub.frames import OF_TRANSPORT
+from manyhands.transport.hub.handshake import CONTROL, Credentials, Handshake
+from manyhands.transport.hub.settings import Settings
 from wire_fuzz import LiveHub, a_frame, damaged, dialled, frame, send
 
 __all__ = ["SecureHub"]
@@ -29,21 +29,21 @@ class SecureHub(LiveHub):
 
     def case(self, rng: random.Random) -> None:
         """One connection, damaged at one place; whatever it is, the hub turns it away and goes on."""
-        where, away = rng.choice(_WHERE), self.hub.turned_away
+        where, remote = rng.choice(_WHERE), self.hub.rejected
         with dialled(self.addresses[0]) as end:
             self._talk(end, where, rng)
             if rng.random() < 0.2:  # its last word is a reset
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 end.close()
-                self.await_that(lambda: self.hub.turned_away > away)
+                self.await_that(lambda: self.hub.rejected > remote)
                 return
             try:
                 end.shutdown(socket.SHUT_WR)
             except OSError:
                 pass  # the hub was faster
             if rng.random() < 0.5:  # else it leaves without hearing why
-                self.await_that(lambda: self.hub.turned_away > away)
-        self.await_that(lambda: self.hub.turned_away > away)
+                self.await_that(lambda: self.hub.rejected > remote)
+        self.await_that(lambda: self.hub.rejected > remote)
 
     def _talk(self, end: socket.socket, where: str, rng: random.Random) -> None:
         arrived, leaving = ssl.MemoryBIO(), ssl.MemoryBIO()

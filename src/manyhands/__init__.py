@@ -15,40 +15,40 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from manyhands.version import __version__
+from manyhands.native.version import __version__
 
 if TYPE_CHECKING:
-    from manyhands.allreduce.strategy import AllReduce, Mirrored
-    from manyhands.callbacks import Callback
-    from manyhands.central.strategy import Central
-    from manyhands.cluster.template import warm
     from manyhands.data.loading import Loading
     from manyhands.data.own import Files, PerWorker
     from manyhands.data.parties import Parties
+    from manyhands.engine.background_run import Running, start
+    from manyhands.engine.callbacks import Callback
+    from manyhands.engine.fitting import fit
+    from manyhands.engine.kernel_task import KernelTask
+    from manyhands.engine.loggers import CsvLogger, MlflowLogger, WandbLogger
+    from manyhands.engine.options import Options
+    from manyhands.engine.placement.placed import place
+    from manyhands.engine.run import History, Run
+    from manyhands.engine.slowdown import Slowdown
+    from manyhands.engine.stopping import EarlyStopping
     from manyhands.errors import ManyhandsError, UserError
-    from manyhands.exporting import load
-    from manyhands.federated.strategy import Federated
-    from manyhands.fitting import fit
-    from manyhands.hogwild.strategy import Hogwild
-    from manyhands.hosts.specification import ClusterSpec
-    from manyhands.kernel import KernelTask
-    from manyhands.loggers import CsvLogger, MlflowLogger, WandbLogger
-    from manyhands.loop.join import join
-    from manyhands.onray.cluster import RayCluster
-    from manyhands.pipeline.strategy import Pipeline
-    from manyhands.placement.placed import place
-    from manyhands.registry import Home
-    from manyhands.run import History, Run
-    from manyhands.running import Running, start
-    from manyhands.server.replay import Replayed, replay
-    from manyhands.server.strategy import Ps
-    from manyhands.sharded.strategy import Sharded
-    from manyhands.single.strategy import Single
-    from manyhands.slowdown import Slowdown
-    from manyhands.stopping import EarlyStopping
+    from manyhands.interop.own_loop.join import join
+    from manyhands.places.external.specification import ClusterSpec
+    from manyhands.places.local.template import warm
+    from manyhands.places.ray.cluster import RayCluster
+    from manyhands.strategies.allreduce.strategy import AllReduce, Mirrored
+    from manyhands.strategies.central.strategy import Central
+    from manyhands.strategies.federated.strategy import Federated
+    from manyhands.strategies.hogwild.strategy import Hogwild
+    from manyhands.strategies.pipeline.strategy import Pipeline
+    from manyhands.strategies.ps.replay import Replayed, replay
+    from manyhands.strategies.ps.strategy import Ps
+    from manyhands.strategies.registry import StrategyEntry
+    from manyhands.strategies.sharded.strategy import Sharded
+    from manyhands.strategies.single.strategy import Single
     from manyhands.strategy import Strategy
     from manyhands.task import Task
-    from manyhands.training.options import Options
+    from manyhands.workloads.exporting import load
 
 __all__ = [
     "AllReduce",
@@ -93,37 +93,40 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Callback": "callbacks",
-    "ClusterSpec": "hosts.specification",
-    "CsvLogger": "loggers",
-    "EarlyStopping": "stopping",
+    "Callback": "engine.callbacks",
+    "ClusterSpec": "places.external.specification",
+    "CsvLogger": "engine.loggers",
+    "EarlyStopping": "engine.stopping",
     "Files": "data.own",
-    "History": "run",
-    "KernelTask": "kernel",
+    "History": "engine.run",
+    "KernelTask": "engine.kernel_task",
     "Loading": "data.loading",
     "ManyhandsError": "errors",
-    "MlflowLogger": "loggers",
-    "Options": "training.options",
+    "MlflowLogger": "engine.loggers",
+    "Options": "engine.options",
     "Parties": "data.parties",
     "PerWorker": "data.own",
-    "RayCluster": "onray.cluster",
-    "Replayed": "server.replay",
-    "Run": "run",
-    "Running": "running",
-    "Slowdown": "slowdown",
+    "RayCluster": "places.ray.cluster",
+    "Replayed": "strategies.ps.replay",
+    "Run": "engine.run",
+    "Running": "engine.background_run",
+    "Slowdown": "engine.slowdown",
     "Strategy": "strategy",
     "Task": "task",
     "UserError": "errors",
-    "WandbLogger": "loggers",
-    "fit": "fitting",
-    "join": "loop.join",
-    "load": "exporting",
-    "place": "placement.placed",
-    "replay": "server.replay",
-    "start": "running",
-    "warm": "cluster.template",
+    "WandbLogger": "engine.loggers",
+    "fit": "engine.fitting",
+    "join": "interop.own_loop.join",
+    "load": "workloads.exporting",
+    "place": "engine.placement.placed",
+    "replay": "strategies.ps.replay",
+    "start": "engine.background_run",
+    "warm": "places.local.template",
 }
 
+
+_MODULES = {"hooks": "interop.hooks", "tasks": "workloads.tasks"}
+"""Modules with a public name at the top: `mh.tasks.build("digits")`."""
 
 _STARTING = ("fit", "join", "start", "warm")
 
@@ -133,6 +136,8 @@ def __getattr__(name: str) -> object:
         _compile_before()
     if name in _HOMES:
         return getattr(import_module(f"manyhands.{_HOMES[name]}"), name)
+    if name in _MODULES:
+        return import_module(f"manyhands.{_MODULES[name]}")
     found = _strategies().get(name)
     if found is None:
         raise AttributeError(f"module 'manyhands' has no attribute {name!r}")
@@ -141,16 +146,16 @@ def __getattr__(name: str) -> object:
 
 def _compile_before() -> None:
     """Compile what is missing in several processes, before modules are imported that would compile it in this one."""
-    if "manyhands.memory.waiting" not in sys.modules:
-        import_module("manyhands.compiled.warming").prepare("fit")
+    if "manyhands.native.waiting" not in sys.modules:
+        import_module("manyhands.native.warming").prepare("fit")
 
 
 def __dir__() -> list[str]:
     return sorted({*__all__, *_strategies()})
 
 
-def _strategies() -> dict[str, Home]:
+def _strategies() -> dict[str, StrategyEntry]:
     """By the name of its class: every strategy of the registry."""
-    from manyhands.registry import STRATEGIES
+    from manyhands.strategies.registry import STRATEGIES
 
     return {home.value.partition(":")[2]: home for home in STRATEGIES.values()}

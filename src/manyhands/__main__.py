@@ -1,5 +1,5 @@
 """`python -m manyhands`."""
 
-from manyhands.cli.process import program
+from manyhands.cli.program import program
 
 program()

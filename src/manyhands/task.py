@@ -17,12 +17,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import IterableDataset
 
-from manyhands.arguments import named_arguments, require_parameters
 from manyhands.data.batches import BatchSource
 from manyhands.data.loading import Loading
 from manyhands.data.own import WorkerData, own_data
 from manyhands.data.shares import sample_weights
-from manyhands.errors import UserError, nearest
+from manyhands.errors import UserError, named_arguments, nearest, require_parameters
 from manyhands.strategy import Strategy
 
 __all__ = ["Metric", "Passes", "RowsOf", "Task"]

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 
-from manyhands.c10d.calls import Reduction
-from manyhands.c10d.collectives import Collectives
-from manyhands.c10d.post import LetterPost
-from manyhands.c10d.stage import CollectiveStage, StageReason, create_segment
-from manyhands.c10d.works import Conductor, PendingWork
 from manyhands.errors import Aborted, ManyhandsError, PeerTimeout, UserError, WorkerFailed
+from manyhands.interop.c10d.collective_calls import Reduction
+from manyhands.interop.c10d.collectives import Collectives
+from manyhands.interop.c10d.point_to_point import PointToPoint
+from manyhands.interop.c10d.shared_stage import CollectiveStage, StageReason, create_segment
+from manyhands.interop.c10d.works import Conductor, PendingWork
 
 pytestmark = pytest.mark.timeout(60)
 TIMEOUT_S = 20.0
@@ -139,10 +139,10 @@ def test_memory_of_another_group_is_refused() -> None:
 
 
 @contextmanager
-def posts(world: int) -> Iterator[list[LetterPost]]:
+def posts(world: int) -> Iterator[list[PointToPoint]]:
     memory = os.memfd_create("manyhands:test")
     with stages(world) as ends:
-        made = [LetterPost(os.dup(memory), end, "a test") for end in ends]
+        made = [PointToPoint(os.dup(memory), end, "a test") for end in ends]
         os.close(memory)
         try:
             yield made

@@ -15,13 +15,13 @@ from torch import nn, optim
 
 import manyhands as mh
 from equality import TWICE, distance, make_task, same_bits, train_in_threads, train_plainly
-from manyhands.central.exchange import CentralExchange
+from manyhands.engine.desync_check import Agreement
+from manyhands.engine.exchange import Exchange, LocalStep, PeerTraffic
 from manyhands.errors import Aborted, Desync, PeerTimeout, WorkerFailed
-from manyhands.link.base import Link
-from manyhands.link.shared import SharedLink
-from manyhands.link.tcp import TcpLink
-from manyhands.training.agreement import Agreement
-from manyhands.training.exchange import Exchange, LocalStep, Post
+from manyhands.strategies.central.exchange import CentralExchange
+from manyhands.transport.link.interface import Link
+from manyhands.transport.link.shared_link import SharedLink
+from manyhands.transport.link.tcp import TcpLink
 from ways import in_threads, on_hosts, train_on, with_exchanges
 
 STEPS = TWICE
@@ -110,7 +110,7 @@ def test_worker_0_s_values_win_on_every_host_and_each_host_has_one_copy() -> Non
 
 @pytest.mark.parametrize(("places", "leaders"), [("aab", [0, 2]), ("abcbc", [0, 1, 2])])
 def test_a_host_sends_what_the_formula_says_and_only_its_leader_does(places: str, leaders: list[int]) -> None:
-    def act(exchange: Exchange) -> tuple[Mapping[int, Post], int]:
+    def act(exchange: Exchange) -> tuple[Mapping[int, PeerTraffic], int]:
         model = nn.Linear(96, 96, bias=False)
         exchange.attach(model, optim.SGD(model.parameters(), lr=0.1))
         exchange.total(torch.zeros(1, dtype=torch.float64))

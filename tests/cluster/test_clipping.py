@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import manyhands as mh
 from equality import distance, train_in_threads
 from manyhands.errors import UserError
-from manyhands.group.shared import SharedGroup
+from manyhands.native.group.shared_group import SharedGroup
 from ways import connect
 
 STEPS = 6

@@ -11,12 +11,12 @@ from torch import nn
 
 import manyhands as mh
 from equality import OPTIMIZERS, Silent, make_task
-from manyhands.allreduce.exchange import AllReduceExchange
+from manyhands.engine.computing import TrainingPlan
+from manyhands.engine.desync_check import describe_difference, parameter_hashes
+from manyhands.engine.exchange import Exchange
+from manyhands.engine.worker import Trainer
 from manyhands.errors import Desync, UserError
-from manyhands.training.agreement import describe_difference, parameter_hashes
-from manyhands.training.computing import TrainingPlan
-from manyhands.training.exchange import Exchange
-from manyhands.training.worker import Trainer
+from manyhands.strategies.allreduce.exchange import AllReduceExchange
 from own_loop import on_workers
 from ways import with_exchanges
 

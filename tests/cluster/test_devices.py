@@ -14,9 +14,9 @@ import torch
 import manyhands as mh
 from devices import TOY, Hostile, Served, ask_work, job_for, make_device, serving, tokens, write_parts
 from manyhands.errors import UserError
-from manyhands.federated.deployed.letters import body_hash, enrolment_text, request_text
-from manyhands.federated.secure.primitives import public_identity, sign
-from manyhands.tasks import TASKS
+from manyhands.strategies.federated.deployed.protocol import body_hash, enrolment_text, request_text
+from manyhands.strategies.federated.secure.primitives import public_identity, sign
+from manyhands.workloads.tasks import TASKS
 
 
 @pytest.fixture(autouse=True)

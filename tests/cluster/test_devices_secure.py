@@ -17,20 +17,20 @@ import pytest
 import torch
 
 from devices import TOY, Served, job_for, make_device, serving, write_parts
-from manyhands.federated.deployed.asking import Reply
-from manyhands.federated.deployed.device import Device
-from manyhands.federated.deployed.home import DeviceHome
-from manyhands.federated.deployed.keeping import TOKENS
-from manyhands.federated.deployed.rounds_server import RoundServer
-from manyhands.federated.deployed.stages import SecureAttempt, terms_from
-from manyhands.federated.secure.client import SecureStage
-from manyhands.federated.secure.fixedpoint import FixedPoint
-from manyhands.federated.secure.messages import SurvivorList, UnmaskRequest
-from manyhands.federated.secure.primitives import ProtocolRefused
-from manyhands.federated.secure.vectors import words_of
-from manyhands.federated.strategy import Federated
-from manyhands.federated.updates import ClientUpdate
-from manyhands.tasks import TASKS
+from manyhands.strategies.federated.client_updates import ClientUpdate
+from manyhands.strategies.federated.deployed.device_client import Device
+from manyhands.strategies.federated.deployed.device_state import DeviceState
+from manyhands.strategies.federated.deployed.http_client import Reply
+from manyhands.strategies.federated.deployed.rounds_server import RoundServer
+from manyhands.strategies.federated.deployed.server_files import TOKENS
+from manyhands.strategies.federated.deployed.stages import SecureAttempt, terms_from
+from manyhands.strategies.federated.secure.fixedpoint import FixedPoint
+from manyhands.strategies.federated.secure.masked_vectors import words_of
+from manyhands.strategies.federated.secure.primitives import ProtocolRefused
+from manyhands.strategies.federated.secure.secure_client import SecureStage
+from manyhands.strategies.federated.secure.secure_messages import SurvivorList, UnmaskRequest
+from manyhands.strategies.federated.strategy import Federated
+from manyhands.workloads.tasks import TASKS
 
 DEVICES = 5  # of which 4 must stay
 STAGE_S = 30.0  # more than a busy machine takes for what devices do; tests that need its end let time pass
@@ -71,7 +71,7 @@ class Party:
             thread.start()
 
     def asker(self, number: int, meddle: Any) -> Any:
-        home = DeviceHome(self.folder / f"device-{number}")
+        home = DeviceState(self.folder / f"device-{number}")
 
         def asking(method: str, target: str, body: bytes, model: str, most: int) -> Reply:
             if self.over.is_set():
@@ -299,15 +299,15 @@ def test_terms_under_which_a_device_would_not_be_hidden_are_refused(change: dict
 
 
 def test_a_number_that_the_server_gives_to_another_key_is_refused(tmp_path: Path) -> None:
-    home = DeviceHome(tmp_path / "device")
+    home = DeviceState(tmp_path / "device")
     home.require_known({0: bytes(32), 1: b"1" * 32})
     home.require_known({1: b"1" * 32, 2: b"2" * 32})
-    again = DeviceHome(tmp_path / "device")
+    again = DeviceState(tmp_path / "device")
     with pytest.raises(ProtocolRefused, match="client 1 is said to have another key"):
         again.require_known({1: b"3" * 32})
-    told = DeviceHome(tmp_path / "told")
+    told = DeviceState(tmp_path / "told")
     told.remember(known={"0": "00" * 32})
-    enrolled = DeviceHome(tmp_path / "told")
+    enrolled = DeviceState(tmp_path / "told")
     enrolled.remember(server="https://test", run="run", client=1)
     with pytest.raises(ProtocolRefused, match="client 0 is said to have another key"):
         enrolled.require_known({0: b"3" * 32, 1: bytes(32)})

@@ -16,16 +16,16 @@ import torch
 from torch import nn
 
 from devices import TOY, Hostile, ask_work, job_for, make_device, points, serving, tokens, write_parts
+from manyhands.data.store.atomic import WriteFailed
 from manyhands.errors import ManyhandsError, NonFinite
-from manyhands.federated.clients import held
-from manyhands.federated.deployed.asking import Reply
-from manyhands.federated.deployed.keeping import ServerFiles, new_run
-from manyhands.federated.deployed.letters import enrolment_text
-from manyhands.federated.deployed.rounds_server import RoundServer, initial_model, shapes_of
-from manyhands.federated.secure.primitives import public_identity, sign
-from manyhands.store.atomic import WriteFailed
+from manyhands.strategies.federated.clients import held
+from manyhands.strategies.federated.deployed.http_client import Reply
+from manyhands.strategies.federated.deployed.protocol import enrolment_text
+from manyhands.strategies.federated.deployed.rounds_server import RoundServer, initial_model, shapes_of
+from manyhands.strategies.federated.deployed.server_files import ServerFiles, new_run
+from manyhands.strategies.federated.secure.primitives import public_identity, sign
 from manyhands.task import Task
-from manyhands.tasks import TASKS
+from manyhands.workloads.tasks import TASKS
 
 
 @pytest.fixture(autouse=True)

@@ -14,15 +14,15 @@ import pytest
 import torch
 
 from certificates import run_security
-from manyhands.allreduce.elastic.changes import EpochSeat, EpochView, LeaveEpoch
-from manyhands.allreduce.elastic.collective import LOST
-from manyhands.allreduce.elastic.line import ORDERS, MemberLine
-from manyhands.allreduce.elastic.linked import LinkedEpochs, Wiring
-from manyhands.allreduce.strategy import AllReduce
-from manyhands.cluster.board import NOBODY, State
 from manyhands.errors import ManyhandsError
-from manyhands.hosts.mailbag import Bell
-from manyhands.link.secure import Security
+from manyhands.places.external.send_queue import Wakeup
+from manyhands.places.local.status import NOBODY, State
+from manyhands.strategies.allreduce.elastic.elastic_messages import EpochSeat, EpochView, LeaveEpoch
+from manyhands.strategies.allreduce.elastic.epoch_collective import LOST
+from manyhands.strategies.allreduce.elastic.linked import LinkedEpochs, Wiring
+from manyhands.strategies.allreduce.elastic.member_control import ORDERS, MemberLine
+from manyhands.strategies.allreduce.strategy import AllReduce
+from manyhands.transport.link.secure import Security
 from manyhands.wire.parcels import Parcel
 
 pytestmark = pytest.mark.timeout(60)
@@ -37,16 +37,16 @@ class Told:
     name, rank, world, stopping = "worker", 0, 1, False
 
     def __init__(self) -> None:
-        self._bell, self._orders, self._lock = Bell(), [], threading.Lock()
+        self._wakeup, self._orders, self._lock = Wakeup(), [], threading.Lock()
         self.said: list[Mapping[str, Any]] = []
 
     def order(self, message: object) -> None:
         with self._lock:
             self._orders.append(ORDERS.write(message))
-        self._bell.ring()
+        self._wakeup.ring()
 
-    def told(self) -> list[Mapping[str, Any]]:
-        self._bell.answer_any()
+    def received(self) -> list[Mapping[str, Any]]:
+        self._wakeup.answer_any()
         with self._lock:
             orders, self._orders = self._orders, []
         return orders
@@ -63,7 +63,7 @@ class Told:
         return self.stopping
 
     def control_fileno(self) -> int:
-        return self._bell.descriptor
+        return self._wakeup.descriptor
 
 
 class Party:
@@ -184,7 +184,7 @@ def test_a_loss_ends_the_waits_of_those_who_meet_and_of_those_who_exchange() -> 
 
 
 def test_a_member_that_nobody_reaches_though_it_lives_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("manyhands.allreduce.elastic.linked._BLAME_S", 0.2)
+    monkeypatch.setattr("manyhands.strategies.allreduce.elastic.linked._BLAME_S", 0.2)
     with ExitStack() as stack, socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         party = Party(stack, 2, Security.insecure())

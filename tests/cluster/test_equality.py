@@ -20,13 +20,13 @@ from equality import (
     train_in_threads,
     train_plainly,
 )
-from manyhands.allreduce.algorithms import ALGORITHMS
-from manyhands.allreduce.collective import ScheduleCollective, SharedCollective
-from manyhands.allreduce.exchange import AllReduceExchange
-from manyhands.allreduce.executor import ScheduleExecutor
-from manyhands.group.shared import SharedGroup
-from manyhands.link.simulated import SimulatedNetwork
-from manyhands.training.exchange import Exchange
+from manyhands.engine.exchange import Exchange
+from manyhands.native.group.shared_group import SharedGroup
+from manyhands.strategies.allreduce.exchange import AllReduceExchange
+from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
+from manyhands.strategies.common.collectives.collective import ScheduleCollective, SharedCollective
+from manyhands.strategies.common.collectives.executor import ScheduleExecutor
+from manyhands.transport.link.simulated_network import SimulatedNetwork
 
 BUCKET_BYTES = 1024  # more than one bucket even for this small model
 CASES = {

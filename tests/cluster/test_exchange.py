@@ -12,13 +12,13 @@ import torch
 from torch import nn, optim
 
 from equality import Awkward, distance, loss, same_bits
-from manyhands.allreduce.algorithms import ALGORITHMS
-from manyhands.allreduce.collective import ScheduleCollective
-from manyhands.allreduce.exchange import AllReduceExchange
-from manyhands.allreduce.executor import ScheduleExecutor
+from manyhands.engine.exchange import Exchange, LocalStep
 from manyhands.errors import UserError
-from manyhands.link.simulated import SimulatedNetwork
-from manyhands.training.exchange import Exchange, LocalStep
+from manyhands.strategies.allreduce.exchange import AllReduceExchange
+from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
+from manyhands.strategies.common.collectives.collective import ScheduleCollective
+from manyhands.strategies.common.collectives.executor import ScheduleExecutor
+from manyhands.transport.link.simulated_network import SimulatedNetwork
 from ways import BUCKET_BYTES, with_exchanges
 
 WAYS = [("single", 1), ("mirrored", 1), ("mirrored", 3), ("central", 1), ("central", 2), ("central", 3)]

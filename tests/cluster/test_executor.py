@@ -11,14 +11,14 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from manyhands.allreduce.algorithms import ALGORITHMS, all_to_all, grouped
-from manyhands.allreduce.cost import cost
-from manyhands.allreduce.executor import Op, ScheduleExecutor, Sent
-from manyhands.allreduce.schedule import Algorithm, How, Receive, Send, Step, Table
-from manyhands.allreduce.symbolic import prove
 from manyhands.errors import ManyhandsError, PeerTimeout, UserError, WorkerFailed
-from manyhands.link.shared import SharedLink
-from manyhands.link.simulated import SimulatedNetwork
+from manyhands.strategies.common.collectives.algorithms import ALGORITHMS, all_to_all, grouped
+from manyhands.strategies.common.collectives.collective_cost import cost
+from manyhands.strategies.common.collectives.executor import Op, ScheduleExecutor, Sent
+from manyhands.strategies.common.collectives.schedule import Algorithm, How, Receive, Send, Step, Table
+from manyhands.strategies.common.collectives.symbolic import prove
+from manyhands.transport.link.shared_link import SharedLink
+from manyhands.transport.link.simulated_network import SimulatedNetwork
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 OPS = get_args(Op)

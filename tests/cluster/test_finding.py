@@ -16,19 +16,19 @@ import torch
 from torch.distributed import HashStore, PrefixStore
 
 from certificates import run_security
-from manyhands.cluster.host import host_identity
+from manyhands.engine.external_workers import ControlListener
 from manyhands.errors import ManyhandsError, PeerTimeout, UserError, WorkerFailed
-from manyhands.hosts import finding
-from manyhands.hosts.company import join_company, lead_company
-from manyhands.hosts.finding import follow, lead
-from manyhands.hosts.links import _admit, open_links
-from manyhands.hosts.place import Place, current
-from manyhands.hosts.register import terms_of
-from manyhands.hosts.shelf import Shelf
-from manyhands.link.base import Received
-from manyhands.link.message import Message
-from manyhands.link.secure import Security
-from manyhands.training.together import Hearing
+from manyhands.places.external import leader_address
+from manyhands.places.external.key_value_store import KeyValueStore
+from manyhands.places.external.leader_address import follow, lead
+from manyhands.places.external.links import _admit, open_links
+from manyhands.places.external.process_group import join_group, lead_group
+from manyhands.places.external.process_place import Place, current
+from manyhands.places.external.register import terms_of
+from manyhands.places.local.host import host_identity
+from manyhands.transport.link.interface import Received
+from manyhands.transport.link.message import Message
+from manyhands.transport.link.secure import Security
 
 TERMS = terms_of({"task": "toy"})
 TOKEN = b"the secret of this run, 32 bytes"
@@ -44,7 +44,7 @@ def places(world: int, store: HashStore | None = None, master: str = "127.0.0.1"
 
 def seat(store: HashStore, run: str, rank: int, **fields: str) -> None:
     """A process that has come, as far as the store knows."""
-    mine = {**finding._mine(Place(rank=rank, world=rank + 1)), **fields}
+    mine = {**leader_address._mine(Place(rank=rank, world=rank + 1)), **fields}
     PrefixStore(f"manyhands/{run}", store).set(f"here/{rank}", json.dumps(mine))
 
 
@@ -65,15 +65,15 @@ def test_on_one_host_a_company_gathers_without_listening_on_the_network() -> Non
     first, second, third = places(3)
 
     def leads() -> tuple[str, tuple[int, ...]]:
-        with lead_company(first, TERMS, "a", security=Security.loopback(), timeout_s=10.0) as company:
-            company.gather()
-            members = company.front.members
-            company.give("run", lambda: [b"the ", b"result"])
-            company.see_off()
-            return company.address, members
+        with lead_group(first, TERMS, "a", security=Security.loopback(), timeout_s=10.0) as process_group:
+            process_group.gather()
+            members = process_group.control_server.members
+            process_group.give("run", lambda: [b"the ", b"result"])
+            process_group.shutdown()
+            return process_group.address, members
 
     def joins(place: Place) -> bytes:
-        with join_company(place, TERMS, "a", security=Security.loopback(), timeout_s=10.0) as member:
+        with join_group(place, TERMS, "a", security=Security.loopback(), timeout_s=10.0) as member:
             return bytes(member.line.take("run", 10.0))
 
     led, *joined = together(leads, lambda: joins(second), lambda: joins(third))
@@ -85,12 +85,12 @@ def test_what_ends_the_leader_is_what_the_others_are_told() -> None:
     first, second = places(2)
 
     def leads() -> None:
-        with lead_company(first, TERMS, "a", security=Security.loopback(), timeout_s=10.0) as company:
-            company.gather()
+        with lead_group(first, TERMS, "a", security=Security.loopback(), timeout_s=10.0) as process_group:
+            process_group.gather()
             raise UserError("out=x is taken")
 
     def joins() -> str:
-        with join_company(second, TERMS, "a", security=Security.loopback(), timeout_s=10.0) as member:
+        with join_group(second, TERMS, "a", security=Security.loopback(), timeout_s=10.0) as member:
             over = member.line.wait_over(10.0)
             assert over is not None
             return over.sentence
@@ -108,12 +108,12 @@ def test_what_fails_in_the_thread_that_hears_the_others_ends_the_run_for_all() -
         raise ZeroDivisionError("of nothing")
 
     def leads() -> str:
-        with lead_company(first, TERMS, "a", security=Security.loopback(), timeout_s=10.0) as company:
-            company.gather()
+        with lead_group(first, TERMS, "a", security=Security.loopback(), timeout_s=10.0) as process_group:
+            process_group.gather()
             ended_waits: list[int] = []
-            with Hearing(company) as hearing:
+            with ControlListener(process_group) as hearing:
                 hearing.on_failure(lambda rank, sentence: ended_waits.append(rank))
-                company.front.give(1, "start", chunks())
+                process_group.control_server.give(1, "start", chunks())
                 failure = hearing.wait_for_failure(10.0)
             assert failure is not None
             assert ended_waits == [failure.rank] == [0]
@@ -121,7 +121,7 @@ def test_what_fails_in_the_thread_that_hears_the_others_ends_the_run_for_all() -
             raise failure.error()
 
     def joins() -> str:
-        with join_company(second, TERMS, "a", security=Security.loopback(), timeout_s=10.0) as member:
+        with join_group(second, TERMS, "a", security=Security.loopback(), timeout_s=10.0) as member:
             over = member.line.wait_over(10.0)
             assert over is not None
             return over.sentence
@@ -153,7 +153,7 @@ def test_two_processes_of_one_rank_a_missing_rank_and_another_release_are_told_t
         lead(places(2, store)[0], TERMS, "old", **call)
 
     with pytest.raises(PeerTimeout, match=r"rank 0, which leads, did not come within"):
-        finding._read_leader(HashStore(), places(2)[1], timeout_s=-4.9)
+        leader_address._read_leader(HashStore(), places(2)[1], timeout_s=-4.9)
 
 
 @pytest.mark.parametrize(
@@ -166,19 +166,19 @@ def test_two_processes_of_one_rank_a_missing_rank_and_another_release_are_told_t
 def test_a_leader_that_other_hosts_cannot_reach_or_must_not_says_so_to_all(
     master: str, security: Security, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(finding, "address_towards", lambda host: host)
+    monkeypatch.setattr(leader_address, "address_towards", lambda host: host)
     store = HashStore()
     seat(store, "a", 1, host="another")
     first, second = places(2, store, master)
     with pytest.raises(UserError, match=told):
         lead(first, TERMS, "a", security=security, timeout_s=1.0)
     with pytest.raises(ManyhandsError, match=told):
-        finding._read_leader(PrefixStore("manyhands/a", store), second, 1.0)
+        leader_address._read_leader(PrefixStore("manyhands/a", store), second, 1.0)
 
 
 def test_a_process_without_a_certificate_is_told_that_the_leader_has_one() -> None:
     store = HashStore()
-    led = {**finding._mine(places(2)[0]), "unix": "unix:nowhere", "host": host_identity()}
+    led = {**leader_address._mine(places(2)[0]), "unix": "unix:nowhere", "host": host_identity()}
     PrefixStore("manyhands/a", store).set("leader", json.dumps(led))
     with pytest.raises(UserError, match="has no certificate, and the leader"):
         follow(places(2, store)[1], TERMS, "a", security=Security.loopback(), timeout_s=1.0)
@@ -206,16 +206,16 @@ def test_where_all_know_the_leaders_address_no_store_is_needed() -> None:
     call = {"security": Security.loopback(), "timeout_s": 10.0}
     with ExitStack() as stack:
         leading = lead(first, TERMS, "a", **call)
-        stack.callback(leading.front.close)
+        stack.callback(leading.control_server.close)
 
         def hears() -> int:
-            while not leading.front.members:
-                leading.front.poll(0.1)
+            while not leading.control_server.members:
+                leading.control_server.poll(0.1)
             return 1
 
         following, _ = together(lambda: follow(second, TERMS, "a", **call), hears)
         stack.callback(following.line.close)
-        assert leading.front.members == (1,)
+        assert leading.control_server.members == (1,)
         # On loopback nobody can knock who is another user: nothing listens at the port itself.
         with pytest.raises(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port), 1.0):
             pass
@@ -225,7 +225,7 @@ def test_where_all_know_the_leaders_address_no_store_is_needed() -> None:
 
 @pytest.mark.parametrize("tls", [False, True])
 def test_links_between_hosts_carry_messages_and_let_nobody_else_in(tls: bool) -> None:
-    store, world = Shelf(), 4
+    store, world = KeyValueStore(), 4
     security = run_security() if tls else Security.loopback()
     far = {0: [2, 3], 1: [2, 3], 2: [0, 1], 3: [0, 1]}
 
@@ -234,8 +234,8 @@ def test_links_between_hosts_carry_messages_and_let_nobody_else_in(tls: bool) ->
             while not store.check(["link/0"]):
                 time.sleep(0.005)
             port = int(store.get("link/0").decode().rpartition(":")[2])
-            with socket.create_connection(("127.0.0.1", port)) as stranger:
-                stranger.sendall(b"x" * 64)
+            with socket.create_connection(("127.0.0.1", port)) as foreign_row:
+                foreign_row.sendall(b"x" * 64)
         return open_links(
             rank,
             far[rank],
@@ -258,7 +258,7 @@ def test_links_between_hosts_carry_messages_and_let_nobody_else_in(tls: bool) ->
 
 
 def test_links_listen_where_a_name_only_leads_to_this_host() -> None:
-    store = Shelf()
+    store = KeyValueStore()
     call = {"token": TOKEN, "security": Security.insecure(), "timeout_s": 0.1}
     with pytest.raises(PeerTimeout, match="rank 1 did not connect in time"):
         open_links(0, [1], store, address="192.0.2.1", **call)  # of no interface here
@@ -280,7 +280,7 @@ def test_who_says_who_it_is_byte_by_byte_has_no_more_time_than_others() -> None:
 
 
 def test_links_name_who_does_not_come_and_who_is_of_another_run() -> None:
-    store = Shelf()
+    store = KeyValueStore()
     call = {"address": "127.0.0.1", "security": Security.loopback(), "timeout_s": 1.0}
     first, second = together(
         lambda: open_links(0, [1], store, token=TOKEN, **call),
@@ -291,9 +291,9 @@ def test_links_name_who_does_not_come_and_who_is_of_another_run() -> None:
     assert "who answers at rank 0's address" in str(second)
     assert "is not of this run" in str(second)
     with pytest.raises(PeerTimeout, match="rank 0 did not say where it listens in time"):
-        open_links(1, [0], Shelf(), token=TOKEN, **{**call, "timeout_s": 0.1})
+        open_links(1, [0], KeyValueStore(), token=TOKEN, **{**call, "timeout_s": 0.1})
     with pytest.raises(UserError, match="--tls DIR"):
-        open_links(0, [1], Shelf(), token=TOKEN, **{**call, "address": "192.0.2.1"})
+        open_links(0, [1], KeyValueStore(), token=TOKEN, **{**call, "address": "192.0.2.1"})
 
 
 @pytest.mark.parametrize(
@@ -314,17 +314,17 @@ def test_a_leader_is_reached_from_elsewhere_by_those_who_may_come_again_though_a
     call = {"security": security(), "timeout_s": 10.0, "comes_again": comes_again}
 
     def leads() -> str:
-        with lead_company(first, TERMS, "a", **call) as company:
-            company.gather()
+        with lead_group(first, TERMS, "a", **call) as process_group:
+            process_group.gather()
             deadline = time.monotonic() + 10.0
             for there in ((), (1,)) if reached else ():
-                while company.front.members != there:
+                while process_group.control_server.members != there:
                     assert time.monotonic() < deadline
-                    company.front.poll(0.05)
-            return company.address
+                    process_group.control_server.poll(0.05)
+            return process_group.address
 
     def follows() -> bool:
-        with join_company(second, TERMS, "a", **call):
+        with join_group(second, TERMS, "a", **call):
             pass
         told = json.loads(PrefixStore("manyhands/a", store).get("leader"))
         if (
@@ -332,7 +332,7 @@ def test_a_leader_is_reached_from_elsewhere_by_those_who_may_come_again_though_a
         ):  # as another process in its place has it, which is elsewhere and so hears of TCP alone
             seat(store, "a", 1, process="process 1 (worker 1 on vm)")
             store.set("manyhands/a/leader", json.dumps({**told, "host": "elsewhere"}))
-            with join_company(second, TERMS, "a", **call) as member:
+            with join_group(second, TERMS, "a", **call) as member:
                 assert member.address == address
         return "tcp" in told
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from manyhands.words.glove import GloveOptions, train_glove
-from manyhands.words.glove_server import GloveTables, glove_tables
-from manyhands.words.glove_task import GloveTask
-from manyhands.words.records import RECORD
+from manyhands.workloads.glove.cooccurrence_files import RECORD
+from manyhands.workloads.glove.glove_server import GloveTables, glove_tables
+from manyhands.workloads.glove.glove_task import GloveTask
+from manyhands.workloads.glove.train_glove import GloveOptions, train_glove
 from threaded_ps import ThreadedRun, job_for
 
 SIZE, COUNT = 120, 2_047

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from manyhands.data.plan import split
+from manyhands.data.batch_plan import split
 from manyhands.errors import ManyhandsError
-from manyhands.grid.group import LinkGroup
-from manyhands.grid.held import Cut, Held, HeldModel, Outline
-from manyhands.link.simulated import SimulatedNetwork
+from manyhands.strategies.common.grid.grid_group import LinkGroup
+from manyhands.strategies.common.grid.held import Cut, Held, HeldModel, Outline
+from manyhands.transport.link.simulated_network import SimulatedNetwork
 
 Build = Callable[[nn.Module], Optimizer]
 

@@ -16,17 +16,17 @@ from torch import Tensor, nn, optim
 
 import manyhands as mh
 from equality import Silent, distance, make_task, same_bits, train_plainly
+from manyhands.data.batch_plan import BatchPlan
 from manyhands.data.batches import BatchSource
-from manyhands.data.plan import BatchPlan
+from manyhands.data.store.checkpoint import CheckpointStore
+from manyhands.engine.computing import Computer, TrainingPlan
+from manyhands.engine.exchange import SingleExchange
+from manyhands.engine.reporting import WorkerNote
+from manyhands.engine.worker import Trainer
 from manyhands.errors import NonFinite, PeerTimeout, UserError
-from manyhands.group.gate import Gate
-from manyhands.group.shared import SharedGroup, SharedGroupFiles
-from manyhands.hogwild.trainer import HogwildTrainer
-from manyhands.store.checkpoint import CheckpointStore
-from manyhands.training.computing import Computer, TrainingPlan
-from manyhands.training.exchange import SingleExchange
-from manyhands.training.reporting import WorkerNote
-from manyhands.training.worker import Trainer
+from manyhands.native.group.gate import Gate
+from manyhands.native.group.shared_group import SharedGroup, SharedGroupFiles
+from manyhands.strategies.hogwild.trainer import HogwildTrainer
 from ways import in_threads, join
 
 STEPS = 30

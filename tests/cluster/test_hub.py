@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import manyhands.hub.handshake as handshake
+import manyhands.transport.hub.handshake as handshake
 from descriptors import open_descriptors
 from hubs import (
     CLAIM,
@@ -34,12 +34,19 @@ from hubs import (
     read_end,
 )
 from manyhands.errors import UserError
-from manyhands.hub.frames import IN_ARENA, Limits, encode_header
-from manyhands.hub.handshake import NO_PROOF, Credentials, Handshake, HandshakeWelcome, Proof, Refusal
-from manyhands.hub.hub import Arrived, Hub, Joined, Lost, Ready, Shared, TurnedAway
-from manyhands.hub.settings import Settings, spin_for
-from manyhands.link.message import ProtocolError
-from manyhands.memory.segment import Segment
+from manyhands.native.segment import Segment
+from manyhands.transport.hub.frames import IN_ARENA, Limits, encode_header
+from manyhands.transport.hub.handshake import (
+    NO_PROOF,
+    Credentials,
+    Handshake,
+    HandshakeWelcome,
+    Proof,
+    Refusal,
+)
+from manyhands.transport.hub.hub import Arrived, Hub, Joined, Lost, Ready, Rejected, Shared
+from manyhands.transport.hub.settings import Settings, spin_for
+from manyhands.transport.link.message import ProtocolError
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -320,8 +327,8 @@ def test_another_token_or_task_is_refused_by_name_on_both_sides(
 ) -> None:
     one = party.add(1)
     party.add(2, **wrong).connect(1, one.listen(how))
-    away, lost = party.one(1, TurnedAway), party.one(2, Lost)
-    assert repr(field) in away.reason
+    remote, lost = party.one(1, Rejected), party.one(2, Lost)
+    assert repr(field) in remote.reason
     assert repr(field) in lost.reason
     assert (lost.member, one.members(), party.hubs[2].members()) == (1, (), ())
     party.hubs.pop(2)
@@ -331,7 +338,7 @@ def test_another_release_is_refused_by_name(party: Party, monkeypatch: pytest.Mo
     one, two = party.add(1), party.add(2)
     two.connect(1, one.listen("unix"))
     monkeypatch.setattr(handshake, "__version__", "0.0.1")  # for what is accepted from now on
-    assert "'package'" in party.one(1, TurnedAway).reason
+    assert "'package'" in party.one(1, Rejected).reason
     assert "'0.0.1'" in party.one(2, Lost).reason
 
 
@@ -339,7 +346,7 @@ def test_another_member_than_expected_is_refused(party: Party) -> None:
     one, two = party.add(1), party.add(2)
     two.connect(3, one.listen("unix"))
     assert "1 answers where 3 is expected" in party.one(2, Lost).reason
-    assert "'member'" in party.one(1, TurnedAway).reason
+    assert "'member'" in party.one(1, Rejected).reason
 
 
 def test_the_token_never_travels(party: Party) -> None:
@@ -470,9 +477,9 @@ def test_a_stranger_is_turned_away_and_the_hub_goes_on(
     one, two = party.pair(how)
     with dial(one.listen(how)) as end:
         end.sendall(data)
-        away = party.one(1, TurnedAway)
-        assert reason in away.reason
-        assert away.reason.isprintable()
+        remote = party.one(1, Rejected)
+        assert reason in remote.reason
+        assert remote.reason.isprintable()
         assert read_end(end) in (b"", control(NO_PROOF))
     assert two.send(1, Number(value=1))
     assert party.one(1, Arrived).message == Number(value=1)
@@ -564,7 +571,7 @@ def test_a_stranger_that_says_nothing_is_turned_away(party: Party) -> None:
         for _ in range(10):
             assert one.poll(0.001) == []
             clock.now_s += 0.5
-        assert "did not say who it is" in party.one(1, TurnedAway).reason
+        assert "did not say who it is" in party.one(1, Rejected).reason
 
 
 @all_three

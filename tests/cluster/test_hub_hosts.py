@@ -11,9 +11,9 @@ from certificates import HOSTS, careless_security, folders, run_security
 from hosts import Hosts, Wiretap, standing_on, two_hosts
 from hubs import TOKEN, Number, Party
 from manyhands.errors import UserError
-from manyhands.hub.hub import Arrived, Hub, Joined, Lost, TurnedAway
-from manyhands.hub.settings import Settings
-from manyhands.link.secure import Security
+from manyhands.transport.hub.hub import Arrived, Hub, Joined, Lost, Rejected
+from manyhands.transport.hub.settings import Settings
+from manyhands.transport.link.secure import Security
 
 __all__ = ["two_hosts"]
 
@@ -64,10 +64,10 @@ def test_packets_between_hosts_show_tensors_only_where_the_user_said_so(two_host
 def test_a_role_without_the_runs_certificate_is_refused_with_its_address(
     party: Party, two_hosts: Hosts
 ) -> None:
-    stranger = careless_security(folders("other") / HOSTS[1])
-    one, two = meet(party, two_hosts, run_security(), stranger)
-    away = party.one(1, TurnedAway)
-    assert away.reason.startswith(f"{two_hosts.address(1)}: its certificate is of another authority")
+    foreign_row = careless_security(folders("other") / HOSTS[1])
+    one, two = meet(party, two_hosts, run_security(), foreign_row)
+    remote = party.one(1, Rejected)
+    assert remote.reason.startswith(f"{two_hosts.address(1)}: its certificate is of another authority")
     assert "it refused this end's certificate" in party.one(2, Lost).reason
     assert one.members() == two.members() == ()
 

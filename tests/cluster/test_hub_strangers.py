@@ -14,18 +14,18 @@ from dataclasses import replace
 
 import pytest
 
-import manyhands.hub.handshake as handshake
+import manyhands.transport.hub.handshake as handshake
 from descriptors import open_descriptors
 from hubs import FAST, TOKEN, Clock, Number, Party, control, dial, raw, read_all, read_end
-from manyhands.hub import addresses
-from manyhands.hub.calls import Calls
-from manyhands.hub.frames import HEADER_BYTES
-from manyhands.hub.handshake import CONTROL, NO_PROOF, Credentials, Handshake
-from manyhands.hub.hub import Arrived, Joined, Lost, TurnedAway
-from manyhands.hub.settings import Settings
-from manyhands.hub.strangers import Newcomers, Tally
-from manyhands.link.secure import Security
-from manyhands.version import __version__
+from manyhands.native.version import __version__
+from manyhands.transport.hub import addresses
+from manyhands.transport.hub.dialing import Calls
+from manyhands.transport.hub.frames import HEADER_BYTES
+from manyhands.transport.hub.handshake import CONTROL, NO_PROOF, Credentials, Handshake
+from manyhands.transport.hub.hub import Arrived, Joined, Lost, Rejected
+from manyhands.transport.hub.pending_connections import Newcomers, Tally
+from manyhands.transport.hub.settings import Settings
+from manyhands.transport.link.secure import Security
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -72,13 +72,13 @@ def test_whoever_cannot_prove_the_token_is_told_the_same_and_nothing_of_release_
     one = party.add(1, fingerprint="the fingerprint of the task")
     with dial(one.listen(how)) as end:
         end.sendall(said)
-        away = party.one(1, TurnedAway)
+        remote = party.one(1, Rejected)
         told = read_end(end)
     assert told in (b"", control(NO_PROOF))
     assert __version__.encode() not in told
     assert b"fingerprint of" not in told
-    assert away.reason.isprintable()
-    assert "defect" not in away.reason
+    assert remote.reason.isprintable()
+    assert "defect" not in remote.reason
 
 
 @both
@@ -86,7 +86,7 @@ def test_a_listener_that_cannot_prove_the_token_learns_nothing_of_who_dialled(pa
     other = party.add(1, token=b"the token of another run")
     party.add(2, fingerprint="the fingerprint of the task").connect(1, other.listen(how))
     assert "'token'" in party.one(2, Lost).reason
-    assert "'token'" in party.one(1, TurnedAway).reason
+    assert "'token'" in party.one(1, Rejected).reason
 
 
 @pytest.mark.parametrize("reply", [raw(10, b'["\\ud800","x"]'), control(NO_PROOF), bytes(64)])
@@ -116,7 +116,7 @@ def test_a_mistake_of_a_member_with_the_token_is_told_by_its_name(
     one, two = party.add(1), party.add(2)
     two.connect(1, one.listen("tcp"))
     monkeypatch.setattr(handshake, "__version__", "9.9.9")  # for what is accepted from now on
-    assert "'package'" in party.one(1, TurnedAway).reason
+    assert "'package'" in party.one(1, Rejected).reason
     reason = party.one(2, Lost).reason
     assert "'9.9.9'" in reason
     assert repr(__version__) in reason
@@ -135,7 +135,7 @@ def test_a_recorded_handshake_gets_a_challenge_and_no_further(party: Party, how:
     assert party.one(1, Lost).member == 2
     with dial(address) as end:
         end.sendall(knock + proof)
-        assert "'token'" in party.one(1, TurnedAway).reason
+        assert "'token'" in party.one(1, Rejected).reason
         told = read_end(end)
     assert told.endswith(control(NO_PROOF)) or told == b""
     assert __version__.encode() not in told
@@ -146,7 +146,7 @@ def test_a_recorded_handshake_gets_a_challenge_and_no_further(party: Party, how:
 
 
 @contextmanager
-def crowd(address: str, count: int, *, come_back: bool) -> Iterator[list[int]]:
+def cohort(address: str, count: int, *, come_back: bool) -> Iterator[list[int]]:
     """So many strangers who hold their connections, and are back at once when they are closed if they `come_back`."""
     over, came = threading.Event(), [0]
 
@@ -191,8 +191,8 @@ def test_members_get_in_beside_hundreds_of_strangers(party: Party, how: str, com
     one = party.add(1)
     address = one.listen(how)
     before = len(open_descriptors())
-    with crowd(address, 400, come_back=come_back) as came:
-        party.until(lambda: one.turned_away > 100 and came[0] > 0)
+    with cohort(address, 400, come_back=come_back) as came:
+        party.until(lambda: one.rejected > 100 and came[0] > 0)
         for member in (2, 3, 4):
             party.add(member).connect(1, address)
         party.until(lambda: set(one.members()) == {2, 3, 4})
@@ -200,7 +200,7 @@ def test_members_get_in_beside_hundreds_of_strangers(party: Party, how: str, com
         assert len(open_descriptors()) - before < 400 + 256 + 50
         assert party.hubs[2].send(1, Number(value=1))
         assert party.one(1, Arrived).message == Number(value=1)
-    assert len(party.of(1, TurnedAway)) <= 5
+    assert len(party.of(1, Rejected)) <= 5
 
 
 def test_a_member_that_was_pushed_out_dials_again(party: Party) -> None:
@@ -213,7 +213,7 @@ def test_a_member_that_was_pushed_out_dials_again(party: Party) -> None:
             stack.enter_context(dial(address))
             party.events[1] += one.poll(0)
             clock.now_s += 0.01
-        assert one.turned_away == 401 - 256
+        assert one.rejected == 401 - 256
         assert one.members() == ()
     assert party.one(2, Joined).member == 1
     assert party.of(2, Lost) == []
@@ -289,22 +289,22 @@ def test_thousands_of_strangers_are_a_few_events(party: Party) -> None:
             party.events[1] += one.poll(0)
         clock.now_s += 0.01
     clock.now_s += 10.0
-    party.until(lambda: sum(away.count for away in party.of(1, TurnedAway)) == one.turned_away == 300)
+    party.until(lambda: sum(remote.count for remote in party.of(1, Rejected)) == one.rejected == 300)
     assert len(party.events[1]) <= 5
-    assert party.of(1, TurnedAway)[0].count == 1
+    assert party.of(1, Rejected)[0].count == 1
 
 
 def test_the_tally_tells_the_first_at_once_and_the_rest_ever_more_rarely() -> None:
     tally, told = Tally(), []
     for second in range(24 * 3600):
         tally.add("x\x1b[2J\ud800\n" * 1000, None)
-        away = tally.due(float(second))
-        if away is not None:
-            told.append((second, away))
+        remote = tally.due(float(second))
+        if remote is not None:
+            told.append((second, remote))
     assert [second for second, _ in told][:6] == [0, 1, 3, 7, 15, 31]
     assert len(told) < 40
-    assert sum(away.count for _, away in told) <= tally.total == 24 * 3600
-    assert all(away.reason.isprintable() and len(away.reason) < 5000 for _, away in told)
+    assert sum(remote.count for _, remote in told) <= tally.total == 24 * 3600
+    assert all(remote.reason.isprintable() and len(remote.reason) < 5000 for _, remote in told)
     assert Tally().due(0.0) is None
 
 
@@ -384,7 +384,7 @@ def test_a_mistake_of_ours_before_the_proof_ends_that_connection_and_is_named(
     monkeypatch.setattr(Handshake, "handle", broken)
     with dial(one.listen("tcp")) as end:
         end.sendall(control(Handshake(MEMBER, expected=1).knock()))
-        reason = party.one(1, TurnedAway).reason
+        reason = party.one(1, Rejected).reason
     assert reason.startswith("a defect of this library")
     assert "KeyError('a mistake of ours')" in reason
     assert two.send(1, Number(value=1))

@@ -19,11 +19,11 @@ import pytest
 from certificates import HOSTS, careless, careless_security, folders, run_security
 from descriptors import open_descriptors
 from hubs import FAST, PATIENCE_S, TOKEN, Clock, Number, Party, control, dial
-from manyhands.hub.handshake import Credentials, Handshake
-from manyhands.hub.hub import Arrived, Joined, Lost, TurnedAway
-from manyhands.hub.settings import Settings
-from manyhands.link.authority import make_certificates
-from manyhands.link.secure import Security
+from manyhands.transport.hub.handshake import Credentials, Handshake
+from manyhands.transport.hub.hub import Arrived, Joined, Lost, Rejected
+from manyhands.transport.hub.settings import Settings
+from manyhands.transport.link.authority import make_certificates
+from manyhands.transport.link.secure import Security
 from relay import Relay
 
 pytestmark = pytest.mark.timeout(60)
@@ -48,7 +48,7 @@ def test_a_role_of_another_authority_is_named_on_both_sides(party: Party) -> Non
     lost = party.one(2, Lost)
     assert (lost.member, lost.in_peace) == (1, False)
     assert "its certificate is of another authority; give both hosts folders" in lost.reason
-    reason = party.one(1, TurnedAway).reason
+    reason = party.one(1, Rejected).reason
     assert "it refused this end's certificate, which is of another authority" in reason
     assert time.monotonic() - begin_s < 5.0  # it was refused by name, so nobody dials for a minute
     assert one.members() == two.members() == ()
@@ -56,10 +56,10 @@ def test_a_role_of_another_authority_is_named_on_both_sides(party: Party) -> Non
 
 def test_a_role_that_would_believe_anybody_is_refused_all_the_same(party: Party) -> None:
     one = party.add(1, settings=SECURE)
-    stranger = careless_security(folders("other") / HOSTS[1])
-    party.add(2, settings=Settings(security=stranger)).connect(1, one.listen("tcp"))
+    foreign_row = careless_security(folders("other") / HOSTS[1])
+    party.add(2, settings=Settings(security=foreign_row)).connect(1, one.listen("tcp"))
     assert "it refused this end's certificate, which is of another authority" in party.one(2, Lost).reason
-    assert "its certificate is of another authority" in party.one(1, TurnedAway).reason
+    assert "its certificate is of another authority" in party.one(1, Rejected).reason
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_a_certificate_of_another_time_is_told_as_such(
     two = party.add(2, settings=Settings(security=careless_security(run / "b")))
     two.connect(1, one.listen("tcp"))
     assert dialler_hears in party.one(2, Lost).reason
-    assert listener_hears in party.one(1, TurnedAway).reason
+    assert listener_hears in party.one(1, Rejected).reason
 
 
 def talk_tls(party: Party, address: str, context: ssl.SSLContext) -> str:
@@ -116,11 +116,11 @@ def talk_tls(party: Party, address: str, context: ssl.SSLContext) -> str:
 def test_nobody_comes_in_without_a_certificate_or_with_an_older_protocol(party: Party) -> None:
     address = party.add(1, settings=SECURE).listen("tcp")
     assert "CERTIFICATE_REQUIRED" in talk_tls(party, address, careless(None))
-    assert "it showed no certificate" in party.one(1, TurnedAway).reason
+    assert "it showed no certificate" in party.one(1, Rejected).reason
     old = careless(folders() / HOSTS[1])
     old.maximum_version = ssl.TLSVersion.TLSv1_2
     assert "PROTOCOL_VERSION" in talk_tls(party, address, old)
-    assert "does not speak TLS 1.3" in party.one(1, TurnedAway).reason
+    assert "does not speak TLS 1.3" in party.one(1, Rejected).reason
     assert talk_tls(party, address, careless(folders() / HOSTS[1])) == str(b"\x01")  # the control
 
 
@@ -128,7 +128,7 @@ def test_the_certificate_alone_is_not_enough(party: Party) -> None:
     one = party.add(1, settings=SECURE)
     party.add(2, settings=SECURE, token=b"the token of another run").connect(1, one.listen("tcp"))
     assert "field 'token'" in party.one(2, Lost).reason
-    assert "field 'token'" in party.one(1, TurnedAway).reason
+    assert "field 'token'" in party.one(1, Rejected).reason
 
 
 def test_a_hub_with_tls_and_one_without_tell_each_other(party: Party) -> None:
@@ -136,10 +136,10 @@ def test_a_hub_with_tls_and_one_without_tell_each_other(party: Party) -> None:
     begin_s = time.monotonic()
     plain.connect(1, secure.listen("tcp"))
     assert "it speaks TLS; give this process --tls DIR as well" in party.one(2, Lost).reason
-    assert "does not speak TLS 1.3; start it with --tls DIR" in party.one(1, TurnedAway).reason
+    assert "does not speak TLS 1.3; start it with --tls DIR" in party.one(1, Rejected).reason
     secure.connect(2, plain.listen("tcp"))
     assert "does not speak TLS 1.3; start it with --tls DIR" in party.one(1, Lost).reason
-    assert "the peer speaks TLS; give this process --tls DIR" in party.one(2, TurnedAway).reason
+    assert "the peer speaks TLS; give this process --tls DIR" in party.one(2, Rejected).reason
     assert time.monotonic() - begin_s < 5.0
 
 
@@ -201,7 +201,7 @@ def test_garbage_ends_its_connection_and_nothing_else(party: Party, what: str) -
     one, two = party.pair("tls", {"settings": FAST}, {"settings": FAST})
     with dial(one.listen("tcp")) as end:
         end.sendall(GARBAGE[what])
-        reason = party.one(1, TurnedAway).reason
+        reason = party.one(1, Rejected).reason
     assert "a defect of this library" not in reason
     assert two.send(1, Number(value=7))
     assert party.one(1, Arrived).message == Number(value=7)
@@ -219,7 +219,7 @@ def test_whoever_resets_its_connection_at_once_is_forgotten(party: Party, said: 
             party.events[1] += one.poll(0)
         end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         end.close()  # with a reset
-    party.until(lambda: one.turned_away == 20 and not one._connections)
+    party.until(lambda: one.rejected == 20 and not one._connections)
     party.add(2, settings=SECURE).connect(1, address)
     assert party.one(1, Joined).member == 2
 
@@ -237,7 +237,7 @@ def test_a_descriptor_that_tls_took_with_it_is_forgotten(party: Party) -> None:
     security._contexts = careless(None), PeerGoes()  # type: ignore[assignment]
     one = party.add(1, settings=Settings(security=security))
     with dial(one.listen("tcp")):
-        assert "Connection reset by peer" in party.one(1, TurnedAway).reason
+        assert "Connection reset by peer" in party.one(1, Rejected).reason
     assert not one._connections
 
 
@@ -254,10 +254,10 @@ def test_a_handshake_may_stop_at_any_byte_and_has_a_deadline(party: Party) -> No
         for _ in range(9):
             clock.now_s += 0.5
             party.events[1] += one.poll(0.001)
-        assert one.turned_away == 0
+        assert one.rejected == 0
         clock.now_s += 0.6
-        party.until(lambda: one.turned_away == len(cuts))
-        assert "did not say who it is in time" in party.one(1, TurnedAway).reason
+        party.until(lambda: one.rejected == len(cuts))
+        assert "did not say who it is in time" in party.one(1, Rejected).reason
     party.add(2, settings=SECURE).connect(1, address)
     assert party.one(1, Joined).member == 2
 

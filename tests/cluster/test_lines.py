@@ -18,18 +18,25 @@ import numpy as np
 import pytest
 
 from hubs import FAST, dial
-from manyhands.cluster.board import State
-from manyhands.cluster.meeting import meet
-from manyhands.cluster.roster import Ended, Said, Started
 from manyhands.errors import Aborted, ManyhandsError, PeerTimeout, UserError
-from manyhands.hosts.front import Delivered, Front, FrontEvent, Remarked, Turned, hello_of
-from manyhands.hosts.line import Contact, Line, open_line
-from manyhands.hosts.messages import LineEvents
-from manyhands.hosts.place import Place
-from manyhands.hosts.register import terms_of
-from manyhands.record.events import NO_STEP, NOBODY, RECORD, EventKind
-from manyhands.record.files import read_events
-from manyhands.record.keeper import EventKeeper
+from manyhands.observe.record.event_files import read_events
+from manyhands.observe.record.events import NO_STEP, NOBODY, RECORD, EventKind
+from manyhands.observe.record.keeper import EventKeeper
+from manyhands.places.external.control_connection import Contact, ControlConnection, open_control_connection
+from manyhands.places.external.control_messages import ControlEvents
+from manyhands.places.external.control_server import (
+    ControlEvent,
+    ControlServer,
+    Delivered,
+    ProcessRejected,
+    Warned,
+    hello_of,
+)
+from manyhands.places.external.process_place import Place
+from manyhands.places.external.register import terms_of
+from manyhands.places.local.rendezvous import meet
+from manyhands.places.local.roster import Ended, Said, Started
+from manyhands.places.local.status import State
 
 TOKEN = b"the secret of this run, 32 bytes"
 TERMS = terms_of({"task": "digits", "steps": 10})
@@ -40,9 +47,11 @@ class Party:
 
     def __init__(self, world: int, how: str = "unix") -> None:
         self.world = world
-        self.front = Front(Place(rank=0, world=world, kind="torchrun"), TERMS, TOKEN, settings=FAST)
-        self.address = self.front.listen(how)
-        self.events: list[FrontEvent] = []
+        self.control_server = ControlServer(
+            Place(rank=0, world=world, kind="torchrun"), TERMS, TOKEN, settings=FAST
+        )
+        self.address = self.control_server.listen(how)
+        self.events: list[ControlEvent] = []
         self.dismissing: tuple[int, str] | None = None
         self._stop = threading.Event()
         self._stack = ExitStack()
@@ -51,15 +60,19 @@ class Party:
 
     def _poll(self) -> None:
         while not self._stop.is_set():
-            self.events += self.front.poll(0.02)
+            self.events += self.control_server.poll(0.02)
             if self.dismissing is not None:  # by the thread that polls
-                self.front.dismiss(*self.dismissing)
+                self.control_server.dismiss(*self.dismissing)
                 self.dismissing = None
 
-    def join(self, rank: int, *, terms: Any = TERMS, token: bytes = TOKEN, world: int = 0) -> Line:
+    def join(
+        self, rank: int, *, terms: Any = TERMS, token: bytes = TOKEN, world: int = 0
+    ) -> ControlConnection:
         place = Place(rank=rank, world=world or self.world, kind="torchrun", host=f"host{rank}")
         contact = Contact(name="worker 0 on hostA", address=self.address, token=token)
-        return self._stack.enter_context(open_line(place, contact, terms, timeout_s=5.0, settings=FAST))
+        return self._stack.enter_context(
+            open_control_connection(place, contact, terms, timeout_s=5.0, settings=FAST)
+        )
 
     def until(self, done: Callable[[], Any]) -> None:
         deadline = time.monotonic() + 10.0
@@ -77,7 +90,7 @@ class Party:
         self._stack.close()
         self._stop.set()
         self._thread.join()
-        self.front.close()
+        self.control_server.close()
 
 
 @pytest.fixture
@@ -99,29 +112,29 @@ def test_what_is_said_arrives_in_order_with_events_marks_and_result(
     party = make(2, how)
     line = party.join(1)
     assert party.one(Started) == Started(1, os.getpid())
-    assert party.front.members == (1,)
+    assert party.control_server.members == (1,)
     for number in range(3):
         line.send({"number": number})
     began = time.monotonic_ns()
     line.ring.record(EventKind.COMPUTE, began, 5, step=7)
     line.mark(7, State.COMPUTING)
-    party.until(lambda: party.front.line(1).step == 7)
-    assert party.front.line(1).doing() == "computing step 7"
-    party.until(lambda: party.front.rings[1].written == 1)
-    (record,) = party.front.rings[1].drain()
+    party.until(lambda: party.control_server.line(1).step == 7)
+    assert party.control_server.line(1).doing() == "computing step 7"
+    party.until(lambda: party.control_server.rings[1].written == 1)
+    (record,) = party.control_server.rings[1].drain()
     assert (record["start_ns"], record["step"], record["role"]) == (began, 7, 1)
-    party.front.tell(1, {"go": "on"})
+    party.control_server.tell(1, {"go": "on"})
     party.until(lambda: line._told)
-    assert line.told() == [{"go": "on"}]
+    assert line.received() == [{"go": "on"}]
     assert not line.stop_requested()
-    party.front.ask_to_stop(1)
+    party.control_server.ask_to_stop(1)
     party.until(line.stop_requested)
     line.end({"steps": 7})
     assert [party.one(Said).payload["number"] for _ in range(3)] == [0, 1, 2]
     ended = party.one(Ended)
     assert (ended.member, ended.payload, ended.failure) == (1, {"steps": 7}, None)
     data = np.random.default_rng(0).bytes(5 << 20)
-    party.front.give(1, "weights", [data[:100], data[100:]])
+    party.control_server.give(1, "weights", [data[:100], data[100:]])
     assert line.take("weights", 5.0) == data
     assert line.over is None
     line.close()
@@ -147,13 +160,13 @@ def test_a_selector_wakes_when_the_leader_has_said_something(make: Callable[...,
     line = party.join(1)
     party.one(Started)
     ear = [line.control_fileno()]
-    line.told()
+    line.received()
     assert not select.select(ear, [], [], 0)[0]
-    party.front.tell(1, {"go": "on"})
+    party.control_server.tell(1, {"go": "on"})
     assert select.select(ear, [], [], 10)[0]
-    assert line.told() == [{"go": "on"}]
+    assert line.received() == [{"go": "on"}]
     assert not select.select(ear, [], [], 0)[0]
-    party.front.break_off(0, "it is over")
+    party.control_server.break_off(0, "it is over")
     assert select.select(ear, [], [], 10)[0]
     assert line.stopping
 
@@ -183,7 +196,7 @@ def test_a_record_that_no_role_makes_ends_its_line_and_leaves_the_events_whole(
     bad += [({"peer": -2}, 0), ({"step": -2}, 0), ({"start_ns": 2**63}, 0)]
     bad += [({"duration_ns": 2**63}, 0), ({"num_bytes": 2**63}, 0), ({}, -1), ({}, 2**62)]
     bad += [({"kind": EventKind.HOLD, "value": math.nan}, 0)]
-    ring = party.front.rings[1]
+    ring = party.control_server.rings[1]
     for number, (fields, lost) in enumerate(bad):
         line = party.join(1)
         line.ring.record(EventKind.COMPUTE, time.monotonic_ns(), 5, step=7)
@@ -192,7 +205,7 @@ def test_a_record_that_no_role_makes_ends_its_line_and_leaves_the_events_whole(
         records["kind"], records["step"], records["peer"] = EventKind.WAIT, NO_STEP, NOBODY
         for name, value in fields.items():
             records[name][1] = value
-        line._bag.put(LineEvents(lost=lost), [records.tobytes()])
+        line._bag.put(ControlEvents(lost=lost), [records.tobytes()])
         failure = party.one(Ended).failure
         assert "it broke the rules of the line: link protocol, field 'events'" in failure.sentence
         line.close()
@@ -222,7 +235,7 @@ def test_a_failure_reaches_the_leader_with_its_traceback_and_everyone_else_as_th
     )
     assert "test_lines.py" in str(error)
     assert error.worker_rank == 1
-    party.front.break_off(1, ended.failure.sentence)
+    party.control_server.break_off(1, ended.failure.sentence)
     party.until(lambda: over)
     assert over == [ended.failure.sentence]
     assert second.stop_requested()
@@ -277,7 +290,7 @@ def test_a_process_that_does_not_belong_is_refused_by_name_on_both_sides(
         party.join(1, **asked)
     assert told in str(raised.value)
     if "token" not in asked:  # of strangers the leader says nothing
-        assert party.one(Turned).sentence == str(raised.value)
+        assert party.one(ProcessRejected).sentence == str(raised.value)
     party.join(1)  # who does belong is let in afterwards
     assert party.one(Started).member == 1
 
@@ -289,7 +302,7 @@ def test_of_two_processes_with_one_rank_the_second_is_refused_and_the_first_stay
     first = party.join(1)
     with pytest.raises(UserError, match="two processes are rank 1"):
         party.join(1)
-    assert "two processes are rank 1" in party.front.late("join", 1.0)
+    assert "two processes are rank 1" in party.control_server.late("join", 1.0)
     first.send({"still": "here"})
     assert party.one(Said).payload == {"still": "here"}
 
@@ -298,16 +311,16 @@ def test_a_member_that_dies_or_leaves_is_told_once_and_may_come_again(make: Call
     party = make(2, "tcp")
     line = party.join(1)
     line.mark(3, State.EXCHANGING)
-    party.until(lambda: party.front.line(1).step == 3)
+    party.until(lambda: party.control_server.line(1).step == 3)
     line._hub._members[0].end.shutdown(2)  # as if its process were gone
     ended = party.one(Ended)
     assert "worker 1 on host1" in ended.failure.sentence
     assert "last seen exchanging step 3" in ended.failure.sentence
-    assert party.front.members == ()
+    assert party.control_server.members == ()
     party.until(lambda: line.over is not None)
     assert "the leader of the run, " in line.over.sentence
     again = party.join(1)
-    party.until(lambda: party.front.members == (1,))
+    party.until(lambda: party.control_server.members == (1,))
     again.close()
     assert "left before it had a result" in party.one(Ended).failure.sentence
 
@@ -316,8 +329,8 @@ def test_silence_is_noticed_on_both_sides(make: Callable[..., Party]) -> None:
     party = make(2, "tcp")
     line = party.join(1)
     party.one(Started)
-    for hub in (line._hub, party.front._hub):
-        hub._heart.end()  # nothing is sent any more, though both connections stand
+    for hub in (line._hub, party.control_server._hub):
+        hub._heartbeat_sender.end()  # nothing is sent any more, though both connections stand
     began = time.monotonic()
     ended = party.one(Ended)
     party.until(lambda: line.over is not None)
@@ -334,13 +347,13 @@ def test_a_leader_that_does_not_answer_is_named(make: Callable[..., Party]) -> N
     place = Place(rank=1, world=2, kind="torchrun", host="hostB")
     contact = Contact(name="worker 0 on hostA", address=address, token=TOKEN)
     with pytest.raises((PeerTimeout, ManyhandsError), match="worker 0 on hostA"):
-        open_line(place, contact, TERMS, timeout_s=0.3, settings=FAST)
+        open_control_connection(place, contact, TERMS, timeout_s=0.3, settings=FAST)
 
 
 def test_a_stranger_tells_the_leader_nothing(make: Callable[..., Party]) -> None:
     party = make(2, "tcp")
-    with dial(party.address) as stranger:
-        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" * 4)
+    with dial(party.address) as foreign_row:
+        foreign_row.sendall(b"GET / HTTP/1.1\r\n\r\n" * 4)
         party.join(1)
     party.one(Started)
     assert party.events == []
@@ -353,7 +366,7 @@ def test_who_breaks_the_rules_of_the_line_is_lost_and_others_are_not(make: Calla
         first.ask_store("fly", ["a"])
     assert "call: fly" in party.one(Ended).failure.sentence.replace("'", "")
     second.store.set("k", "v")
-    assert party.front.store.get("k") == b"v"
+    assert party.control_server.store.get("k") == b"v"
 
 
 def test_who_says_twice_who_it_is_is_lost_and_takes_no_second_rank(make: Callable[..., Party]) -> None:
@@ -361,24 +374,24 @@ def test_who_says_twice_who_it_is_is_lost_and_takes_no_second_rank(make: Callabl
     line = party.join(1)
     line._bag.put(hello_of(Place(rank=2, world=4, kind="torchrun", host="hostB"), TERMS))
     assert "is lost: it says twice who it is" in party.one(Ended).failure.sentence
-    assert (party.front.members, party.front.missing) == ((), (1, 2, 3))
+    assert (party.control_server.members, party.control_server.missing) == ((), (1, 2, 3))
     party.join(2)
-    party.until(lambda: party.front.members == (2,))
+    party.until(lambda: party.control_server.members == (2,))
 
 
 def test_processes_meet_in_the_store_that_the_leader_keeps(make: Callable[..., Party]) -> None:
     party = make(3)
-    stores = [party.front.store, *(party.join(rank).store for rank in (1, 2))]
+    stores = [party.control_server.store, *(party.join(rank).store for rank in (1, 2))]
     with ThreadPoolExecutor(3) as pool:
         meetings = list(
             pool.map(
                 lambda rank: meet(stores[rank], rank=rank, world=3, name="fit", timeout_s=10.0), range(3)
             )
         )
-    assert [meeting.hosts for meeting in meetings] == [((0, 1, 2),)] * 3
-    for meeting in meetings:
-        meeting.close()
-    party.until(lambda: not party.front.store._values)
+    assert [rendezvous.hosts for rendezvous in meetings] == [((0, 1, 2),)] * 3
+    for rendezvous in meetings:
+        rendezvous.close()
+    party.until(lambda: not party.control_server.store._values)
 
 
 def test_events_of_another_clock_are_put_on_the_leaders(make: Callable[..., Party]) -> None:
@@ -394,25 +407,25 @@ def test_events_of_another_clock_are_put_on_the_leaders(make: Callable[..., Part
 def test_a_wall_clock_hours_off_is_told_and_ends_nothing(make: Callable[..., Party]) -> None:
     party = make(2)
     hello = hello_of(Place(rank=1, world=2, kind="torchrun", host="hostB"), TERMS)
-    started, remarked = party.front._greet(77, replace(hello, unix_s=time.time() - 7200))
+    started, remarked = party.control_server._greet(77, replace(hello, unix_s=time.time() - 7200))
     assert isinstance(started, Started)
-    assert isinstance(remarked, Remarked)
+    assert isinstance(remarked, Warned)
     assert "the clock of worker 1 on hostB is 2.0 h behind the leader's" in remarked.sentence
 
 
 def test_what_comes_right_behind_the_welcome_is_not_lost(make: Callable[..., Party]) -> None:
     party = make(2)
-    greet = party.front._greet
+    greet = party.control_server._greet
 
     def greet_and_tell(connection: int, hello: Any) -> Any:
         told = greet(connection, hello)
         for number in range(50):
-            party.front.tell(1, {"number": number})
-        party.front._send_letters()
+            party.control_server.tell(1, {"number": number})
+        party.control_server._send_letters()
         return told
 
-    party.front._greet = greet_and_tell  # type: ignore[method-assign]
+    party.control_server._greet = greet_and_tell  # type: ignore[method-assign]
     line = party.join(1)
     said: list[Any] = []
-    party.until(lambda: said.extend(line.told()) or len(said) == 50)
+    party.until(lambda: said.extend(line.received()) or len(said) == 50)
     assert [one["number"] for one in said] == list(range(50))

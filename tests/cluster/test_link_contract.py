@@ -22,16 +22,25 @@ import torch.distributed as dist
 
 from certificates import run_security
 from manyhands.errors import UserError
-from manyhands.link import ring, tcp
-from manyhands.link.base import Closed, Flushed, Full, Link, PeerDied, Queued, Received, TimedOut
-from manyhands.link.mesh import SharedMesh, TcpMesh
-from manyhands.link.message import Header, Message, ProtocolError
-from manyhands.link.shared import LinkDescriptors, SharedLink, SharedLinkFiles
-from manyhands.link.simulated import SimulatedNetwork
-from manyhands.link.tcp import TcpLink
-from manyhands.link.torch_p2p import TorchLink
-from manyhands.memory.segment import PAGE, Segment
-from manyhands.wire.dtypes import LINKED
+from manyhands.native.dtypes import LINKED
+from manyhands.native.segment import PAGE, Segment
+from manyhands.transport.link import byte_ring, tcp
+from manyhands.transport.link.interface import (
+    Closed,
+    Flushed,
+    Full,
+    Link,
+    PeerDied,
+    Queued,
+    Received,
+    TimedOut,
+)
+from manyhands.transport.link.mesh import SharedMesh, TcpMesh
+from manyhands.transport.link.message import Header, Message, ProtocolError
+from manyhands.transport.link.shared_link import LinkDescriptors, SharedLink, SharedLinkFiles
+from manyhands.transport.link.simulated_network import SimulatedNetwork
+from manyhands.transport.link.tcp import TcpLink
+from manyhands.transport.link.torch_p2p import TorchLink
 
 QUEUE_BYTES = 1 << 20
 RING_BYTES = 1 << 16
@@ -417,7 +426,9 @@ def test_a_peer_that_speaks_something_else_is_refused_for_good(header: bytes, fi
             Segment.attach(os.dup(files.descriptors(1).segment)) as segment,
         ):
             source = ctypes.create_string_buffer(header, 64)
-            ring.write(segment.address + segment.num_bytes // 2, ctypes.addressof(source), 64, 0, 0, 0, 0, 0)
+            byte_ring.write(
+                segment.address + segment.num_bytes // 2, ctypes.addressof(source), 64, 0, 0, 0, 0, 0
+            )
             for _ in range(2):
                 with pytest.raises(ProtocolError) as caught:
                     link.receive(PATIENCE_S)

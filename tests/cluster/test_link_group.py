@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from manyhands.errors import UserError, WorkerFailed
-from manyhands.grid.group import LinkGroup
-from manyhands.link.simulated import SimulatedNetwork
+from manyhands.strategies.common.grid.grid_group import LinkGroup
+from manyhands.transport.link.simulated_network import SimulatedNetwork
 
 LARGE = 70_000  # float32 items: above what is sent at once
 

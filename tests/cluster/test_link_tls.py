@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from certificates import HOSTS, careless_security, folders, run_security
-from manyhands.link.base import PeerDied, Queued, Received
-from manyhands.link.message import Message
-from manyhands.link.secure import End, Security, TlsRefused
-from manyhands.link.tcp import TcpLink, connected
-from manyhands.link.tls import SecureSocket
+from manyhands.transport.link.interface import PeerDied, Queued, Received
+from manyhands.transport.link.message import Message
+from manyhands.transport.link.secure import End, Security, TlsRefused
+from manyhands.transport.link.tcp import TcpLink, connected
+from manyhands.transport.link.tls import SecureSocket
 from relay import Relay
 
 PATIENCE_S = 20.0

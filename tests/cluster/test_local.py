@@ -23,16 +23,16 @@ from equality import (
     train_in_threads,
     train_plainly,
 )
-from manyhands.data.plan import BatchPlan
+from manyhands.data.batch_plan import BatchPlan
+from manyhands.data.store.checkpoint import CheckpointStore, Loaded
+from manyhands.engine.computing import TrainingPlan
+from manyhands.engine.exchange import Exchange
+from manyhands.engine.reporting import WorkerNote
+from manyhands.engine.worker import Trainer
 from manyhands.errors import NonFinite, UserError
-from manyhands.group.shared import SharedGroup
-from manyhands.loop.group import WorkerGroup
-from manyhands.store.checkpoint import CheckpointStore, Loaded
+from manyhands.interop.own_loop.worker_group import WorkerGroup
+from manyhands.native.group.shared_group import SharedGroup
 from manyhands.strategy import Strategy
-from manyhands.training.computing import TrainingPlan
-from manyhands.training.exchange import Exchange
-from manyhands.training.reporting import WorkerNote
-from manyhands.training.worker import Trainer
 from own_loop import mlp, on_workers, regression, shuffled, weights
 from ways import connect, in_threads
 
@@ -151,11 +151,11 @@ def run(
     store: CheckpointStore | None,
     start: Loaded | None,
 ) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
-    around = Kept()
+    worker_context = Kept()
     try:
         made = TrainingPlan(task=task, seed=0, evaluate_every=0, check_every=1, **plan)
-        trained = Trainer(made, exchange, around, store).run(start)
-        return {key: value.clone() for key, value in trained.model.state_dict().items()}, around.rows
+        trained = Trainer(made, exchange, worker_context, store).run(start)
+        return {key: value.clone() for key, value in trained.model.state_dict().items()}, worker_context.rows
     finally:
         exchange.close()
 

@@ -15,17 +15,17 @@ from torch import nn
 
 import manyhands as mh
 from equality import OPTIMIZERS, Silent, distance, same_bits
-from manyhands.data.plan import BatchPlan
+from manyhands.data.batch_plan import BatchPlan
+from manyhands.data.store.checkpoint import CheckpointStore, Loaded
+from manyhands.engine.computing import TrainingPlan
+from manyhands.engine.worker import Trained, Trainer
+from manyhands.engine.worker_resources import Resources
 from manyhands.errors import UserError
-from manyhands.group.shared import SharedGroup
-from manyhands.link.mesh import SharedMesh
-from manyhands.local.gossip import partner
-from manyhands.local.training import LocalTraining
-from manyhands.store.checkpoint import CheckpointStore, Loaded
+from manyhands.native.group.shared_group import SharedGroup
+from manyhands.strategies.local.gossip import partner
+from manyhands.strategies.local.training import LocalTraining
 from manyhands.strategy import Strategy
-from manyhands.training.computing import TrainingPlan
-from manyhands.training.resources import Resources
-from manyhands.training.worker import Trained, Trainer
+from manyhands.transport.link.mesh import SharedMesh
 from ways import in_threads, join
 
 Parameters = list[list[torch.Tensor]]
@@ -217,8 +217,8 @@ def test_gossip_is_a_mean_of_two_after_every_step(world: int) -> None:
 def test_in_a_tournament_everybody_meets_everybody_once(world: int) -> None:
     rounds = world - 1 + world % 2
     met = set()
-    for meeting in range(rounds):
-        pairs = {rank: partner(rank, world, meeting) for rank in range(world)}
+    for rendezvous in range(rounds):
+        pairs = {rank: partner(rank, world, rendezvous) for rank in range(world)}
         assert all(other is None or pairs[other] == rank for rank, other in pairs.items())
         assert list(pairs.values()).count(None) == world % 2
         met |= {(rank, other) for rank, other in pairs.items() if other is not None}

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from equality import Awkward, distance, same_bits
-from manyhands.loop.group import WorkerGroup
+from manyhands.interop.own_loop.worker_group import WorkerGroup
 from own_loop import Nobody, mlp, on_workers, regression, shuffled, weights
 
 WORLDS = (2, 3, 8)  # with 8 workers the last batch of 6 samples leaves two of them without

@@ -12,14 +12,14 @@ import torch
 from torch.distributed import HashStore
 
 from certificates import HOSTS, folders
+from manyhands.engine.options import TLS_VARIABLE, Options
 from manyhands.errors import UserError
-from manyhands.hosts.place import Place
-from manyhands.link.base import Received
-from manyhands.link.message import Message
-from manyhands.link.tcp import TcpLink
-from manyhands.link.tls import SecureSocket
-from manyhands.loop import connect
-from manyhands.training.options import TLS_VARIABLE, Options
+from manyhands.interop.own_loop import connect
+from manyhands.places.external.process_place import Place
+from manyhands.transport.link.interface import Received
+from manyhands.transport.link.message import Message
+from manyhands.transport.link.tcp import TcpLink
+from manyhands.transport.link.tls import SecureSocket
 
 
 class NoGloo(Exception):
@@ -28,8 +28,8 @@ class NoGloo(Exception):
 
 def reach(store: Any, rank: int) -> Any:
     """The links of one of two workers, each on a host of its own as far as they know."""
-    meeting: Any = SimpleNamespace(world=2, here=(rank,), hosts=((0,), (1,)), name="main", rank=rank)
-    return connect._reach_others(meeting, store, Place(rank=rank, world=2), "", "127.0.0.1", 20.0)
+    rendezvous: Any = SimpleNamespace(world=2, here=(rank,), hosts=((0,), (1,)), name="main", rank=rank)
+    return connect._reach_others(rendezvous, store, Place(rank=rank, world=2), "", "127.0.0.1", 20.0)
 
 
 def both(store: Any) -> list[Any]:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sa
 
 from equality import distance, same_bits
 from manyhands.errors import Aborted, PeerTimeout, UserError
-from manyhands.loop.group import WorkerGroup
+from manyhands.interop.own_loop.worker_group import WorkerGroup
 from own_loop import Nobody, mlp, on_workers, regression, shuffled, weights
 
 

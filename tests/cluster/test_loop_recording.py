@@ -13,17 +13,17 @@ import torch
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 
-from manyhands.analyse.explain import explain
-from manyhands.analyse.timeline import build_timeline
 from manyhands.errors import Aborted, UserError
-from manyhands.hosts.place import Place
-from manyhands.loop.alignment import align
-from manyhands.loop.group import WorkerGroup
-from manyhands.loop.join import open_group
-from manyhands.record.clocks import Bracket, Offset, offset_from
-from manyhands.record.events import RECORD, EventKind
-from manyhands.record.files import EventFileWriter
-from manyhands.record.recorded import read_run_events
+from manyhands.interop.own_loop.alignment import align
+from manyhands.interop.own_loop.join import open_group
+from manyhands.interop.own_loop.worker_group import WorkerGroup
+from manyhands.observe.analyse.explain import explain
+from manyhands.observe.analyse.timeline import build_timeline
+from manyhands.observe.record.clocks import Bracket, Offset, offset_from
+from manyhands.observe.record.event_files import EventFileWriter
+from manyhands.observe.record.events import RECORD, EventKind
+from manyhands.observe.record.recorded import read_run_events
+from manyhands.places.external.process_place import Place
 from own_loop import mlp, on_workers, regression, shuffled
 
 pytestmark = pytest.mark.timeout(60)

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from equality import distance, same_bits
 from manyhands.errors import Aborted, UserError
-from manyhands.loop.group import WorkerGroup
+from manyhands.interop.own_loop.worker_group import WorkerGroup
 from own_loop import Nobody, mlp, on_workers, regression, weights
 
 

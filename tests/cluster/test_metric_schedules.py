@@ -13,10 +13,10 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import manyhands as mh
 from equality import Silent, distance
+from manyhands.engine.computing import TrainingPlan
+from manyhands.engine.exchange import Exchange
+from manyhands.engine.worker import Trainer
 from manyhands.errors import UserError
-from manyhands.training.computing import TrainingPlan
-from manyhands.training.exchange import Exchange
-from manyhands.training.worker import Trainer
 from ways import with_exchanges
 
 STEPS, EVERY = 40, 4

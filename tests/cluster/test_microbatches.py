@@ -12,10 +12,10 @@ from torch import Tensor, nn
 import manyhands as mh
 from equality import OPTIMIZERS, Silent, distance, make_task, same_bits, train_in_threads, train_plainly
 from manyhands.data.shares import cut
+from manyhands.engine.computing import TrainingPlan
+from manyhands.engine.worker import Trainer
 from manyhands.errors import UserError
-from manyhands.group.shared import SharedGroup
-from manyhands.training.computing import TrainingPlan
-from manyhands.training.worker import Trainer
+from manyhands.native.group.shared_group import SharedGroup
 from ways import connect, with_exchanges
 
 STEPS = 12

@@ -12,16 +12,16 @@ from typing import TypeVar
 import pytest
 import torch
 
-from manyhands.allreduce.algorithms import ALGORITHMS
-from manyhands.allreduce.background import Background
-from manyhands.allreduce.choosing import CodecChooser
-from manyhands.allreduce.collective import ScheduleCollective, carrier
-from manyhands.allreduce.executor import ScheduleExecutor
 from manyhands.errors import PeerTimeout, WorkerFailed
-from manyhands.link.base import Link
-from manyhands.link.shared import SharedLink
-from manyhands.link.tcp import TcpLink
-from manyhands.loop.agreement import Call, Word, Words
+from manyhands.interop.own_loop.small_sums import Call, Word, Words
+from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
+from manyhands.strategies.common.collectives.background import Background
+from manyhands.strategies.common.collectives.codec_choice import CodecChooser
+from manyhands.strategies.common.collectives.collective import ScheduleCollective, carrier
+from manyhands.strategies.common.collectives.executor import ScheduleExecutor
+from manyhands.transport.link.interface import Link
+from manyhands.transport.link.shared_link import SharedLink
+from manyhands.transport.link.tcp import TcpLink
 from manyhands.wire.parcels import Parcel
 
 WORLD, ITEMS, SOON_S = 2, 5000, 10.0

@@ -17,14 +17,14 @@ from torch.utils.data import IterableDataset
 
 import manyhands as mh
 from equality import distance
+from manyhands.data.batch_plan import split
 from manyhands.data.own import RayShards, own_data
-from manyhands.data.plan import split
+from manyhands.data.randomness import mix, seed_all
 from manyhands.data.shares import OwnShares
+from manyhands.engine.options import Options
+from manyhands.engine.request import Length, Request
 from manyhands.errors import DataError, UserError
-from manyhands.randomness import mix, seed_all
 from manyhands.strategy import Strategy
-from manyhands.training.options import Options
-from manyhands.training.request import Length, Request
 
 STEPS, BATCH = 7, 7
 MODEL = nn.Linear(1, 1).double()

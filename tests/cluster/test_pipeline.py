@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from equality import distance
-from manyhands.pipeline.schedules import SCHEDULES
-from manyhands.training.computing import Computer
+from manyhands.engine.computing import Computer
+from manyhands.strategies.pipeline.schedules import SCHEDULES
 from pipelines import MODELS, State, gradients_of, plan_of, task_of, train_alone, train_in_stages
 
 COUNTS = (1, 2, 4, 8)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import manyhands as mh
-from manyhands.pipeline.schedules import MOST_HELD, SCHEDULES
+from manyhands.strategies.pipeline.schedules import MOST_HELD, SCHEDULES
 from pipelines import adamw, gradients_of
 
 MICROBATCHES = 8
@@ -75,7 +75,7 @@ def peaks(schedule: str, stages: int, recompute: bool = False) -> tuple[int, ...
     own = {one.untyped_storage().data_ptr() for one in model.parameters()}
     kept = [Kept(own) for _ in range(stages)]
     table = SCHEDULES[schedule](stages, MICROBATCHES)
-    gradients_of(task, table, recompute=recompute, around=lambda stage: kept[stage].watching())
+    gradients_of(task, table, recompute=recompute, worker_context=lambda stage: kept[stage].watching())
     assert [one.now for one in kept] == [0] * stages, "after a step nothing is kept"
     return tuple(one.peak for one in kept)
 

@@ -15,12 +15,12 @@ from torch import nn
 
 import manyhands as mh
 from equality import OPTIMIZERS, distance, make_task, same_bits, train_plainly
+from manyhands.data.store.checkpoint import CheckpointStore, Loaded
 from manyhands.errors import Desync, NonFinite, UserError
-from manyhands.pipeline.borders import ChainPart, Passed, StageBorders
-from manyhands.pipeline.exchange import PipelineExchange
-from manyhands.pipeline.post import StagePost
-from manyhands.pipeline.schedules import MOST_HELD, SCHEDULES
-from manyhands.store.checkpoint import CheckpointStore, Loaded
+from manyhands.strategies.pipeline.borders import ChainPart, Passed, StageBorders
+from manyhands.strategies.pipeline.exchange import PipelineExchange
+from manyhands.strategies.pipeline.schedules import MOST_HELD, SCHEDULES
+from manyhands.strategies.pipeline.stage_messages import StageMessages
 from pipelines import Ended, adamw, sgd, task_of, train_alone, train_in_stages
 
 
@@ -135,7 +135,7 @@ def test_a_turn_is_slow_before_it_sends_and_what_passes_between_slices_is_told_a
     table = SCHEDULES["gpipe"](2, 1)
     layer = ChainPart(0, 0, [nn.Linear(2, 2)])
     happened: list[str] = []
-    post = StagePost(0, range(2), {}, 1.0)
+    post = StageMessages(0, range(2), {}, 1.0)
     post.send = lambda *_: happened.append("sent")  # type: ignore[method-assign]
     borders = StageBorders(table, 0, [layer], post)
     borders.slow_down = lambda _: happened.append("slow")
@@ -159,7 +159,7 @@ def test_running_statistics_of_sliced_stages_are_put_together() -> None:
     task = replace(task_of("cnn"), model=partial(copy.deepcopy, model))
     whole = train_in_stages(task, "pipeline stages=1", 1, steps=3)
     sliced = train_in_stages(task, "pipeline stages=1 tensor=3", 3, steps=3)
-    assert sliced.exchanges[0].told()["layers"][1]["how"] == "inside units=5 channels"
+    assert sliced.exchanges[0].summary()["layers"][1]["how"] == "inside units=5 channels"
     assert distance(sliced.weights, whole.weights) < 1e-9
 
 

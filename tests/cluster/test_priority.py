@@ -14,14 +14,14 @@ from torch import nn
 
 import manyhands as mh
 from equality import OPTIMIZERS, TWICE, Silent, distance, make_task, same_bits, train_plainly
+from manyhands.engine.computing import TrainingPlan
+from manyhands.engine.training import training_class
+from manyhands.engine.worker import Trainer
+from manyhands.engine.worker_resources import Resources
 from manyhands.errors import PeerTimeout, UserError, WorkerFailed
-from manyhands.link.tcp import TcpLink
-from manyhands.record.events import EventKind
+from manyhands.observe.record.events import EventKind
 from manyhands.strategy import Strategy
-from manyhands.training.computing import TrainingPlan
-from manyhands.training.resources import Resources
-from manyhands.training.training import training_class
-from manyhands.training.worker import Trainer
+from manyhands.transport.link.tcp import TcpLink
 from ways import in_threads
 
 pytestmark = pytest.mark.timeout(120)
@@ -64,7 +64,7 @@ def exchange_of(text: str, links: dict[int, TcpLink], rank: int, world: int, tim
 
 
 class Recording(Silent):
-    """Surroundings that keep the events."""
+    """WorkerContext that keep the events."""
 
     def __init__(self) -> None:
         self.events: list[tuple[Any, ...]] = []
@@ -175,17 +175,17 @@ def test_a_forward_begins_while_the_last_layer_is_on_its_way() -> None:
                 def watching(model: nn.Sequential, optimizer: Any) -> None:
                     attach(model, optimizer)
                     model[0].register_forward_hook(lambda *_: computed.set() if exchange._step else None)
-                    courier = exchange._courier
-                    agree = courier.agree
+                    sender = exchange._sender
+                    agree = sender.agree
 
                     def with_all_at_once(local: Any, reached: Any) -> Any:
-                        with courier._changed:  # so that what goes first is what is most urgent
+                        with sender._changed:  # so that what goes first is what is most urgent
                             while full:
-                                courier.fill(full.pop())
-                            courier.agree = agree
+                                sender.fill(full.pop())
+                            sender.agree = agree
                         return agree(local, reached)
 
-                    courier.agree = with_all_at_once
+                    sender.agree = with_all_at_once
 
                 def hold_the_last(part: Any) -> None:
                     if part.priority >= 2 * (layers - 1) and exchange._collective.step == 0:
@@ -194,7 +194,7 @@ def test_a_forward_begins_while_the_last_layer_is_on_its_way() -> None:
 
                 exchange.attach, exchange._collective.sum_part = watching, hold_the_last
                 exchange._fill = lambda number: (
-                    exchange._courier.fill(number) if exchange._step else full.append(number)
+                    exchange._sender.fill(number) if exchange._step else full.append(number)
                 )
                 Trainer(plan, exchange, Silent()).run()
 
@@ -212,15 +212,15 @@ def test_exposed_communication_is_booked_apart_from_waiting_for_others() -> None
         evaluate_every=0,
         checkpoint_every=0,
     )
-    around = [Recording(), Recording()]
+    worker_context = [Recording(), Recording()]
     with linked(2) as links:
 
         def work(rank: int) -> None:
             with closing(exchange_of("allreduce order=priority link=tcp", links[rank], rank, 2)) as exchange:
-                Trainer(plan, exchange, around[rank]).run()
+                Trainer(plan, exchange, worker_context[rank]).run()
 
         in_threads(2, work)
-    for one in around:
+    for one in worker_context:
         steps = [event for event in one.events if event[0] is EventKind.STEP]
         exchanges = [event for event in one.events if event[0] is EventKind.EXCHANGE]
         assert len(steps) == len(exchanges) == 6

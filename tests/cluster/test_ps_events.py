@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import manyhands as mh
-from manyhands.link.wire import Wire
-from manyhands.record.events import NOBODY, EventKind, Records
-from manyhands.server.live.reports import ShardsLeft
+from manyhands.observe.record.events import NOBODY, EventKind, Records
+from manyhands.strategies.ps.live.reports import ShardsLeft
+from manyhands.transport.link.wire import Wire
 from threaded_ps import ThreadedRun, job_for
 
 pytestmark = pytest.mark.timeout(60)

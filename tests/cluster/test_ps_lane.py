@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import manyhands as mh
-from manyhands.server.live.lane import Dealt, LiveLane
+from manyhands.strategies.ps.live.live_fast_path import Dealt, LiveLane
 from threaded_ps import ThreadedRun, job_for
 
 STEPS, SAMPLES, BATCH = 12, 24, 4

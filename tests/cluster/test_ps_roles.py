@@ -16,32 +16,32 @@ from torch import Tensor, nn
 
 import manyhands as mh
 from hubs import FAST
+from manyhands.data.store.rundir import RunDirectory
 from manyhands.errors import Aborted, PeerTimeout, UserError
-from manyhands.hosts.company import Company
-from manyhands.hosts.finding import Leading
-from manyhands.hosts.front import Front
-from manyhands.hosts.line import Broken, Contact, open_line
-from manyhands.hosts.place import Place
-from manyhands.hosts.register import terms_of
-from manyhands.link.secure import Security
-from manyhands.server.audit import Audit
-from manyhands.server.audit_files import audit_run
-from manyhands.server.live import away
-from manyhands.server.live.role_members import RunKeeper
-from manyhands.server.live.sending import Shipment
-from manyhands.server.live.snapshots import ShardSnapshots
-from manyhands.server.live.training import (
-    Away,
+from manyhands.places.external.control_connection import Broken, Contact, open_control_connection
+from manyhands.places.external.control_server import ControlServer
+from manyhands.places.external.leader_address import Leading
+from manyhands.places.external.process_group import ProcessGroup
+from manyhands.places.external.process_place import Place
+from manyhands.places.external.register import terms_of
+from manyhands.strategies.ps.audit import Audit
+from manyhands.strategies.ps.audit_files import audit_run
+from manyhands.strategies.ps.external_roles import PsRanks
+from manyhands.strategies.ps.live import remote
+from manyhands.strategies.ps.live.live_training import (
+    RemoteMembers,
     ServerTraining,
     TrainingRequest,
     resume_point,
     server_summary,
 )
-from manyhands.server.roles import PsRanks
-from manyhands.server.strategy import Ps
-from manyhands.store.rundir import RunDirectory
+from manyhands.strategies.ps.live.role_members import RunKeeper
+from manyhands.strategies.ps.live.sending import Shipment
+from manyhands.strategies.ps.live.snapshots import ShardSnapshots
+from manyhands.strategies.ps.strategy import Ps
 from manyhands.strategy import Strategy
 from manyhands.task import Task
+from manyhands.transport.link.secure import Security
 from threaded_ps import job_for
 
 TOKEN = b"the secret of this run, 32 bytes"
@@ -57,7 +57,7 @@ killed_at: dict[str, int] = {}
 """By thread: the losses that it may still compute."""
 
 
-class Line(nn.Module):
+class ControlConnection(nn.Module):
     """Weights of its own: threads share the random generators. The buffer counts forwards."""
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ def task() -> Task:
     x = torch.linspace(0.0, 1.0, 72, dtype=torch.float64).reshape(24, 3)
     y = torch.stack([x.sum(1), x[:, 0] - x[:, 2]], 1)
     return Task(
-        model=Line,
+        model=ControlConnection,
         loss=loss,
         data=list(zip(x, y, strict=True)),
         optimizer=lambda parameters: torch.optim.Adam(parameters, lr=0.05),
@@ -117,15 +117,15 @@ class Roles:
         self._leader = ""
         self._listens = threading.Event()
 
-    def _company(self) -> Company:
+    def _process_group(self) -> ProcessGroup:
         place = Place(
             rank=0, world=len(self.ranks.names), kind="specification", role="chief", index=0, host="a"
         )
-        front = Front(place, TERMS, TOKEN, settings=FAST)
-        self._leader = front.listen("tcp")
+        control_server = ControlServer(place, TERMS, TOKEN, settings=FAST)
+        self._leader = control_server.listen("tcp")
         self._listens.set()
-        leading = Leading(front=front, token=TOKEN, address="")
-        return Company(place, leading, Security.loopback(), 20.0)
+        leading = Leading(control_server=control_server, token=TOKEN, address="")
+        return ProcessGroup(place, leading, Security.loopback(), 20.0)
 
     def start(self, *ranks: int, act: Callable[[Any], None] | None = None) -> None:
         for rank in ranks:
@@ -141,11 +141,11 @@ class Roles:
         strategy = replace(self.job.strategy, link="tcp")
         # It is the leader that loses its patience first.
         job = replace(self.job, strategy=strategy, listens_at=self.address, timeout_s=60.0)
-        with open_line(place, contact, TERMS, timeout_s=20.0, settings=FAST) as line:
+        with open_control_connection(place, contact, TERMS, timeout_s=20.0, settings=FAST) as line:
             if act is not None:
                 act(line)
             try:
-                line.end(away.take_part(line, job))
+                line.end(remote.take_part(line, job))
                 return
             except Killed:
                 self.deaths.append(rank)
@@ -159,13 +159,13 @@ class Roles:
         """Lead, here; the trained model and what came out."""
         if run_path is not None:
             self.job = replace(self.job, plan=replace(self.job.plan, checkpoint_every=4))
-        with self._company() as company:
-            trained = self._lead(company, run_path, resume_version)
+        with self._process_group() as process_group:
+            trained = self._lead(process_group, run_path, resume_version)
         self.join()
         return trained
 
     def _lead(
-        self, company: Company, run_path: Path | None, resume_version: int | None
+        self, process_group: ProcessGroup, run_path: Path | None, resume_version: int | None
     ) -> tuple[nn.Module, Any]:
         job = self.job
         request = TrainingRequest(
@@ -182,7 +182,7 @@ class Roles:
             buffers={},
             skip_nonfinite=False,
             fingerprint=job.fingerprint,
-            away=Away(company=company, ranks=self.ranks, say=self.said.append),
+            remote=RemoteMembers(process_group=process_group, ranks=self.ranks, say=self.said.append),
         )
         with ServerTraining(request) as training:
             outcome = training.run(on_rows=lambda rows: None, on_event=lambda event: None)
@@ -235,7 +235,7 @@ def test_who_dies_and_comes_again_takes_its_slot_and_its_shards(
     there = tmp_path / "there"
     there.mkdir()
     if kept_in != "one directory":
-        monkeypatch.setattr(away, "record_mark", lambda path: None)
+        monkeypatch.setattr(remote, "record_mark", lambda path: None)
         monkeypatch.setattr(tempfile, "tempdir", str(there))
     strategy = "ps servers=2 replicas=1 consistency=async"
     path = kept(tmp_path / "run", strategy, 2)
@@ -296,7 +296,7 @@ def test_a_role_that_nobody_starts_is_named_in_time_and_no_records_are_left_on_o
 ) -> None:
     there = tmp_path / "there"
     there.mkdir()
-    monkeypatch.setattr(away, "record_mark", lambda path: None)
+    monkeypatch.setattr(remote, "record_mark", lambda path: None)
     monkeypatch.setattr(tempfile, "tempdir", str(there))
     roles = Roles("ps", workers=1, timeout_s=1.0)
     roles.start(1)
@@ -311,7 +311,7 @@ def test_a_role_that_nobody_starts_is_named_in_time_and_no_records_are_left_on_o
     ("say", "told"),
     [
         (
-            lambda line: line.send(away.WANTS.write(away.SnapshotWanted(shard=-1, version=None))),
+            lambda line: line.send(remote.WANTS.write(remote.SnapshotWanted(shard=-1, version=None))),
             "of -1, of 1",
         ),
         (lambda line: line.send({"kind": "StepComputed", "step": "one"}), "StepComputed needs"),
@@ -345,7 +345,7 @@ def test_records_of_another_host_stay_until_the_leader_has_them_and_are_taken_on
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     row = b'{"row": 1}\n'
-    part = away.TakePart(
+    part = remote.TakePart(
         member=3,
         serves=False,
         number=0,
@@ -356,7 +356,7 @@ def test_records_of_another_host_stay_until_the_leader_has_them_and_are_taken_on
         records=None,
         buffers=False,
     )
-    records = away._Records(part, "worker 0")
+    records = remote._Records(part, "worker 0")
     written = records.path / "updates" / "worker.process-3.jsonl"
     written.write_bytes(row)
     lost = Broken(0, "the leader is lost", is_lost=True)

@@ -14,12 +14,12 @@ from torch.nn import Parameter
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 
 import manyhands as mh
+from manyhands.data.batch_plan import BatchPlan
 from manyhands.data.batches import BatchSource
-from manyhands.data.plan import BatchPlan
-from manyhands.hub.arrivals import Arrived, Joined, Lost
-from manyhands.server.live.job import Job
-from manyhands.server.live.reports import Evaluated, Remark, StepComputed
-from manyhands.server.messages import Hello, Installed, ReadRows, RowsUnknown, RowValues
+from manyhands.strategies.ps.live.ps_job import Job
+from manyhands.strategies.ps.live.reports import Evaluated, Notice, StepComputed
+from manyhands.strategies.ps.ps_messages import Hello, Installed, ReadRows, RowsUnknown, RowValues
+from manyhands.transport.hub.arrivals import Arrived, Joined, Lost
 from threaded_ps import ThreadedRun, job_for
 
 pytestmark = pytest.mark.timeout(120)
@@ -327,7 +327,7 @@ def test_rows_that_make_no_sense_end_that_connection_and_nothing_else() -> None:
         unknown, reason = talk(run, (reading(), named * 2 + bytes(32)), (reading(), b"!"))
         assert unknown == RowsUnknown(shard=0, slot=0, clock=0, names=("00" * 32,) * 2)
         assert "too few" in reason
-        run.await_said(2, Remark)
+        run.await_said(2, Notice)
         run.start_workers()
         run.await_joined(4)
         run.publish(2, (1, 2))

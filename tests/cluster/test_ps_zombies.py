@@ -14,9 +14,9 @@ import torch
 
 from equality import OPTIMIZERS, distance, make_task, train_plainly
 from equality import loss as plain_loss
-from manyhands.hub.hub import Hub
-from manyhands.server.live.reports import PlaceGiven, PlaceLost, StepComputed
-from manyhands.server.messages import Push, Read
+from manyhands.strategies.ps.live.reports import PlaceGiven, PlaceLost, StepComputed
+from manyhands.strategies.ps.ps_messages import Push, Read
+from manyhands.transport.hub.hub import Hub
 from threaded_ps import ThreadedRun, job_for
 
 pytestmark = pytest.mark.timeout(120)

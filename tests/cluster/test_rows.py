@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from equality import OPTIMIZERS, make_task
+from manyhands.engine.history_rows import RowsInOrder
+from manyhands.engine.options import Options
+from manyhands.engine.read_write_overlap import overlap_summary
+from manyhands.engine.request import Length, Request
 from manyhands.errors import UserError
-from manyhands.hogwild.strategy import Hogwild
-from manyhands.loop.connect import choose
+from manyhands.interop.own_loop.connect import choose
+from manyhands.strategies.hogwild.strategy import Hogwild
 from manyhands.strategy import Strategy
-from manyhands.training.options import Options
-from manyhands.training.overlap import overlap_summary
-from manyhands.training.request import Length, Request
-from manyhands.training.rows import RowsInOrder
 
 
 def step(number: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset
 import manyhands as mh
 from equality import distance, same_bits, train_in_threads, train_plainly
 from manyhands.errors import UserError
-from manyhands.group.shared import SharedGroup
+from manyhands.native.group.shared_group import SharedGroup
 from ways import connect
 
 STEPS = 6

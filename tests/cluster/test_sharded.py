@@ -14,13 +14,13 @@ from torch.utils.checkpoint import checkpoint
 
 import manyhands as mh
 from equality import OPTIMIZERS, TWICE, Silent, distance, make_task, replica, same_bits, train_plainly
+from manyhands.data.store.checkpoint import CheckpointStore
+from manyhands.engine.computing import TrainingPlan
+from manyhands.engine.exchange import Exchange, SingleExchange
+from manyhands.engine.worker import Trainer
 from manyhands.errors import NonFinite, UserError
-from manyhands.store.checkpoint import CheckpointStore
-from manyhands.tasks.language import Transformer
-from manyhands.tasks.text import next_byte_loss
-from manyhands.training.computing import TrainingPlan
-from manyhands.training.exchange import Exchange, SingleExchange
-from manyhands.training.worker import Trainer
+from manyhands.workloads.tasks.language import Transformer
+from manyhands.workloads.tasks.text_task import next_byte_loss
 from shards import train_sharded, weights_of, with_shards
 
 pytestmark = pytest.mark.timeout(120)

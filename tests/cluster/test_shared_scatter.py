@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from manyhands.errors import Aborted, OutOfSharedMemory, UserError
-from manyhands.group.shared import SharedGroup, slice_of
+from manyhands.native.group.shared_group import SharedGroup, slice_of
 from ways import in_threads, join
 
 

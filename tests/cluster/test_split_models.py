@@ -15,10 +15,10 @@ from torch import Tensor, nn, optim
 
 import manyhands as mh
 from equality import distance, replica
-from manyhands.chain import ChainFunction
+from manyhands.engine.chain import ChainFunction
 from manyhands.errors import UserError
-from manyhands.grid.layout import Grid
-from manyhands.tasks.recurrent import RecurrentLayer
+from manyhands.strategies.common.grid.grid_layout import Grid
+from manyhands.workloads.tasks.recurrent import RecurrentLayer
 from pipelines import State, adamw, train_alone, train_in_stages
 from shards import train_sharded, weights_of
 from sliced import train_sliced

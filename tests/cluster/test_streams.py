@@ -15,10 +15,10 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import manyhands as mh
 from equality import distance, train_in_threads
+from manyhands.data.randomness import mix, seed_all
 from manyhands.data.shares import StreamShares
 from manyhands.errors import UserError
-from manyhands.group.shared import SharedGroup
-from manyhands.randomness import mix, seed_all
+from manyhands.native.group.shared_group import SharedGroup
 from ways import connect
 
 STEPS, BATCH = 12, 8

@@ -18,14 +18,14 @@ from torch import Tensor, nn
 
 import manyhands as mh
 from equality import OPTIMIZERS, distance, make_task, replica
+from manyhands.engine.exchange import SingleExchange
 from manyhands.errors import Desync
-from manyhands.grid.layout import Grid
-from manyhands.tasks.language import Transformer
-from manyhands.tasks.recurrent import RecurrentNetwork
-from manyhands.tasks.text import next_byte_loss
-from manyhands.tasks.vision import ImageClassifier, accuracy, classification_loss
-from manyhands.tensor.exchange import TensorExchange
-from manyhands.training.exchange import SingleExchange
+from manyhands.strategies.common.grid.grid_layout import Grid
+from manyhands.strategies.tensor.exchange import TensorExchange
+from manyhands.workloads.tasks.language import Transformer
+from manyhands.workloads.tasks.recurrent import RecurrentNetwork
+from manyhands.workloads.tasks.text_task import next_byte_loss
+from manyhands.workloads.tasks.vision import ImageClassifier, accuracy, classification_loss
 from sliced import train, train_sliced
 
 STEPS = 20

@@ -12,16 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from manyhands.chain import chain_of
+from manyhands.engine.chain import chain_of
 from manyhands.errors import UserError
-from manyhands.grid.group import LinkGroup
-from manyhands.tasks.language import Transformer
-from manyhands.tasks.vision import ImageClassifier
-from manyhands.tensor.finding import find_plan
-from manyhands.tensor.later import WholeLater
-from manyhands.tensor.layers import SameDraws
-from manyhands.tensor.plan import Slicing, parts_of
-from manyhands.tensor.slicing import slice_modules
+from manyhands.strategies.common.grid.grid_group import LinkGroup
+from manyhands.strategies.tensor.find_plan import find_plan
+from manyhands.strategies.tensor.lazy_tensor import LazyWhole
+from manyhands.strategies.tensor.sliced_layers import SameDraws
+from manyhands.strategies.tensor.slicing import slice_modules
+from manyhands.strategies.tensor.slicing_plan import Slicing, parts_of
+from manyhands.workloads.tasks.language import Transformer
+from manyhands.workloads.tasks.vision import ImageClassifier
 from sliced import EXACT, hold_against_the_whole, together
 
 SLICES = [1, 2, 3, 4]
@@ -137,7 +137,7 @@ def test_stand_in_is_not_changed_in_place_and_says_what_it_is() -> None:
     def work(group: LinkGroup) -> None:
         model = nn.Linear(3, 5).double()
         slice_modules(model, group)
-        assert isinstance(model.weight, WholeLater)
+        assert isinstance(model.weight, LazyWhole)
         assert (model.weight.shape, model.weight.ndim, len(model.weight)) == ((5, 3), 2, 5)
         assert model.weight.requires_grad
         assert model.weight.norm().item() > 0

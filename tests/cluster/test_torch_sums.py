@@ -16,23 +16,23 @@ from cluster.test_exchange import MAX_NORM, momentum, train_plainly
 from cluster.test_exchange import train as train_own
 from equality import OPTIMIZERS, Awkward, distance, make_task, same_bits, train_in_threads
 from equality import train_plainly as fitted_plainly
-from manyhands.allreduce import gpu_sums
-from manyhands.allreduce.collective import SharedCollective
-from manyhands.allreduce.exchange import AllReduceExchange
-from manyhands.allreduce.gpu_choice import GpuSeat
-from manyhands.allreduce.strategy import Mirrored
-from manyhands.allreduce.torch_sums import TorchCollective, done_in_time
-from manyhands.allreduce.training import AllReduceTraining
+from manyhands.engine.exchange import Exchange, LocalStep
+from manyhands.engine.worker_resources import Resources
 from manyhands.errors import Aborted, ManyhandsError, PeerTimeout, WorkerFailed
-from manyhands.group.shared import SharedGroup, SharedGroupFiles
-from manyhands.hosts.sharing import no_group
-from manyhands.hosts.shelf import Shelf
-from manyhands.hosts.torch_store import RunStore
-from manyhands.link.alarm import Alarm
-from manyhands.link.tcp import TcpLink
-from manyhands.link.torch_groups import SumGroup
-from manyhands.training.exchange import Exchange, LocalStep
-from manyhands.training.resources import Resources
+from manyhands.native.group.shared_group import SharedGroup, SharedGroupFiles
+from manyhands.places.external.key_value_store import KeyValueStore
+from manyhands.places.external.sharing import no_group
+from manyhands.places.external.torch_store import RunStore
+from manyhands.strategies.allreduce import gpu_sums
+from manyhands.strategies.allreduce.exchange import AllReduceExchange
+from manyhands.strategies.allreduce.gpu_choice import GpuSeat
+from manyhands.strategies.allreduce.strategy import Mirrored
+from manyhands.strategies.allreduce.training import AllReduceTraining
+from manyhands.strategies.common.collectives.collective import SharedCollective
+from manyhands.strategies.common.collectives.torch_sums import TorchCollective, done_in_time
+from manyhands.transport.link.alarm import Alarm
+from manyhands.transport.link.tcp import TcpLink
+from manyhands.transport.link.torch_groups import SumGroup
 from ways import BUCKET_BYTES, in_threads, join
 
 CPU = torch.device("cpu")
@@ -153,10 +153,10 @@ def test_weights_of_any_layout_and_type_become_those_of_worker_0() -> None:
 
 
 def test_torchs_engines_find_each_other_in_the_store_that_a_leader_keeps() -> None:
-    shelf = Shelf()
+    key_value_store = KeyValueStore()
 
     def act(rank: int) -> list[float]:
-        store = RunStore(shelf, "torch", 30.0)
+        store = RunStore(key_value_store, "torch", 30.0)
         store.set("name", b"\x00\xff")
         assert store.get("name") == b"\x00\xff"
         assert store.compare_set(f"mine/{rank}", "", b"\xfe") == b"\xfe"
@@ -169,7 +169,7 @@ def test_torchs_engines_find_each_other_in_the_store_that_a_leader_keeps() -> No
         return values.tolist()
 
     assert in_threads(2, act) == [[2.0, 3.0], [2.0, 3.0]]
-    late = RunStore(shelf, "torch", 0.05)
+    late = RunStore(key_value_store, "torch", 0.05)
     with pytest.raises(ManyhandsError, match="nobody has said 'nothing' in the run's store within 0 s"):
         late.wait(["nothing"])
     with pytest.raises(ManyhandsError, match="nobody has said"):
@@ -201,7 +201,7 @@ def test_on_two_hosts_words_go_over_links_and_sums_too_where_the_network_is_not_
             alarm=Alarm(),
         )
         exchange = AllReduceTraining.end(Mirrored(buckets=BUCKET_BYTES), resources)
-        told[rank] = exchange.told()["sums"]
+        told[rank] = exchange.summary()["sums"]
         assert isinstance(exchange, AllReduceExchange)
         assert isinstance(exchange._collective, TorchCollective) == (by == "nccl")
         return exchange

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from manyhands.c10d import BACKEND
-from manyhands.cluster import meeting
-from manyhands.cluster.host import host_identity
+from manyhands.places.local import rendezvous
+from manyhands.places.local.host import host_identity
 
 
 def say(text: object) -> None:
@@ -89,7 +89,7 @@ def ends(rank: int, world: int, store: str) -> None:
 def several_hosts(rank: int, world: int, store: str) -> None:
     """Each rank believes to be on a host of its own: everything goes through Gloo; then all are on one again."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    meeting.host_identity = lambda: f"host {rank}"
+    rendezvous.host_identity = lambda: f"host {rank}"
     open_group(rank, world, store, 60)
     assert dist.group.WORLD is not None
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))
@@ -112,7 +112,7 @@ def several_hosts(rank: int, world: int, store: str) -> None:
     dist.barrier()
     dist.destroy_process_group()
     say(names)
-    meeting.host_identity = host_identity
+    rendezvous.host_identity = host_identity
     reopened(rank, world, f"{store}-again")
 
 

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.futures import Future
 
 import manyhands.c10d
-from manyhands.allreduce.algorithms import ALGORITHMS
 from manyhands.errors import Aborted, PeerTimeout, UserError, WorkerFailed
+from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
 from processes.c10d_worker import Ranks
 
 

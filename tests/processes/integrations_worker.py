@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 import manyhands.c10d  # noqa: F401 - registers the backend
-from manyhands.cluster.parent import die_with_parent
+from manyhands.places.local.parent import die_with_parent
 from processes import integrations
 
 PATIENCE_S = 350.0
@@ -35,8 +35,8 @@ class TorchrunWorkers:
 
     def __init__(self, rank: int, world: int, folder: Path) -> None:
         self.rank, self.world, self.folder = rank, world, folder
-        self._meeting = dist.FileStore(str(folder / "meeting"), world)
-        self._meeting.set_timeout(timedelta(seconds=60))
+        self._rendezvous = dist.FileStore(str(folder / "meeting"), world)
+        self._rendezvous.set_timeout(timedelta(seconds=60))
         self._groups = 0
         os.environ |= {
             "RANK": str(rank),
@@ -54,8 +54,8 @@ class TorchrunWorkers:
         name = f"port {self._groups}"
         if self.rank == 0:
             with socket.create_server(("127.0.0.1", 0)) as server:
-                self._meeting.set(name, str(server.getsockname()[1]))
-        os.environ["MASTER_PORT"] = self._meeting.get(name).decode()
+                self._rendezvous.set(name, str(server.getsockname()[1]))
+        os.environ["MASTER_PORT"] = self._rendezvous.get(name).decode()
         try:
             yield
         finally:

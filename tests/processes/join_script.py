@@ -6,7 +6,7 @@ import time
 import torch
 
 import manyhands as mh
-from manyhands.training.dynamo import defer
+from manyhands.engine.dynamo import defer
 
 defer()  # torch's compiler takes seconds to import, and nothing is compiled
 

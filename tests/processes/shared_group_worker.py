@@ -7,7 +7,7 @@ import sys
 import torch
 
 from manyhands.errors import ManyhandsError
-from manyhands.group.shared import SharedGroup
+from manyhands.native.group.shared_group import SharedGroup
 
 COUNTS = (1, 1000, 100_000, 0)
 

@@ -9,7 +9,7 @@ import torch
 
 import manyhands as mh
 from commands import run_command
-from manyhands.store.rundir import RunDirectory
+from manyhands.data.store.rundir import RunDirectory
 
 pytestmark = pytest.mark.timeout(180)
 

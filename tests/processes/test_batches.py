@@ -17,13 +17,13 @@ import cloudpickle
 import pytest
 
 from kills import await_that
-from manyhands.cluster.context import RoleContext
-from manyhands.cluster.control import Finished
-from manyhands.cluster.crew import Crew, Role
-from manyhands.cluster.job import pack
-from manyhands.cluster.member import Exited, Heard
-from manyhands.cluster.template import inherited_environment, kept_pid, obtain
 from manyhands.errors import ManyhandsError
+from manyhands.places.local.children import Children, Role
+from manyhands.places.local.context import RoleContext
+from manyhands.places.local.control import Finished
+from manyhands.places.local.member import Exited, Heard
+from manyhands.places.local.packed_job import pack
+from manyhands.places.local.template import inherited_environment, kept_pid, obtain
 from processes.test_cluster import exists, nothing_stays_open
 
 __all__ = ["nothing_stays_open"]  # for every test here, too
@@ -56,13 +56,13 @@ def between() -> int:
     return int(found)
 
 
-def ended(crew: Crew, count: int) -> dict[int, int]:
+def ended(children: Children, count: int) -> dict[int, int]:
     """The status of each of so many that end."""
     statuses: dict[int, int] = {}
     deadline = time.monotonic() + 30
     while len(statuses) < count:
         assert time.monotonic() < deadline
-        for event in crew.wait(0.1):
+        for event in children.wait(0.1):
             if isinstance(event, Exited):
                 statuses[event.rank] = event.status
     return statuses
@@ -70,9 +70,9 @@ def ended(crew: Crew, count: int) -> dict[int, int]:
 
 def test_all_of_a_batch_are_children_of_the_launcher_and_lead_sessions(job: int) -> None:
     told = []
-    with Crew(capacity=3, world=3) as crew:
-        with crew.together():
-            pids = [crew.start(rank, role, job) for rank, role in enumerate(ROLES)]
+    with Children(capacity=3, world=3) as children:
+        with children.together():
+            pids = [children.start(rank, role, job) for rank, role in enumerate(ROLES)]
             assert len(set(pids)) == 3
             assert between() not in pids
         deadline = time.monotonic() + 30
@@ -80,7 +80,7 @@ def test_all_of_a_batch_are_children_of_the_launcher_and_lead_sessions(job: int)
             assert time.monotonic() < deadline
             told += [
                 event.message.payload
-                for event in crew.wait(0.1)
+                for event in children.wait(0.1)
                 if isinstance(event, Heard) and isinstance(event.message, Finished)
             ]
     assert {one["parent"] for one in told} == {os.getpid()}
@@ -89,38 +89,38 @@ def test_all_of_a_batch_are_children_of_the_launcher_and_lead_sessions(job: int)
 
 
 def test_they_begin_when_the_batch_is_left(job: int) -> None:
-    with Crew(capacity=1, world=1) as crew:
-        with crew.together():
-            pid = crew.start(0, ROLES[0], job)
-            assert crew.wait(0.2) == []
+    with Children(capacity=1, world=1) as children:
+        with children.together():
+            pid = children.start(0, ROLES[0], job)
+            assert children.wait(0.2) == []
             assert exists(pid)
-        assert ended(crew, 1) == {0: 0}
+        assert ended(children, 1) == {0: 0}
 
 
 def test_a_killed_process_in_between_is_told_of_and_the_next_batch_has_another(job: int) -> None:
-    with Crew(capacity=3, world=3) as crew:
-        with crew.together():
-            crew.start(0, ROLES[0], job)
+    with Children(capacity=3, world=3) as children:
+        with children.together():
+            children.start(0, ROLES[0], job)
             first = kept_pid()
             os.kill(between(), signal.SIGKILL)
             with pytest.raises(ManyhandsError, match=r"worker 1 cannot be started: .*killed by signal 9"):
-                crew.start(1, ROLES[1], job)
-        assert ended(crew, 1) == {0: 0}, "who was forked before is a child of ours, and does its job"
-        crew.start(2, ROLES[2], job)
-        assert ended(crew, 1) == {2: 0}
+                children.start(1, ROLES[1], job)
+        assert ended(children, 1) == {0: 0}, "who was forked before is a child of ours, and does its job"
+        children.start(2, ROLES[2], job)
+        assert ended(children, 1) == {2: 0}
         assert kept_pid() == first
 
 
 _IN_A_BATCH = """
 import time
-from manyhands.cluster.crew import Crew, Role
-from manyhands.cluster.job import pack
-from manyhands.cluster.template import kept_pid
+from manyhands.places.local.children import Children, Role
+from manyhands.places.local.packed_job import pack
+from manyhands.places.local.template import kept_pid
 role = Role(name="worker 0", target=lambda context: time.sleep(60))
-with Crew(capacity=1, world=1) as crew:
+with Children(capacity=1, world=1) as children:
     job = pack([role.target])
-    with crew.together():
-        pid = crew.start(0, role, job)
+    with children.together():
+        pid = children.start(0, role, job)
         print(pid, kept_pid(), flush=True)
         time.sleep(60)
 """

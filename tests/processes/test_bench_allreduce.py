@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from manyhands.allreduce.algorithms import ALGORITHMS
-from manyhands.bench.allreduce import format_table, run_bench
 from manyhands.errors import ManyhandsError, UserError
+from manyhands.lab.bench.allreduce import format_table, run_bench
+from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
 
 
 @pytest.mark.soak

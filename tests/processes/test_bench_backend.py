@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from manyhands.bench.backend import format_table, run_bench
 from manyhands.errors import UserError
+from manyhands.lab.bench.backend import format_table, run_bench
 
 
 @pytest.mark.soak

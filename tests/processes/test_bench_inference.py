@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from manyhands.bench.inference import _measured, _work
+from manyhands.lab.bench.inference import _measured, _work
 
 
 def test_workers_compute_for_the_time_they_were_given() -> None:

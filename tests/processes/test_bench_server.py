@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from manyhands.bench.server import HAS_RAY, format_table, run_bench
-from manyhands.bench.server_work import Flat, RowWork, TimedExchange
 from manyhands.errors import UserError
+from manyhands.lab.bench.bench_server import HAS_RAY, format_table, run_bench
+from manyhands.lab.bench.server_work import Flat, RowWork, TimedExchange
 
 SMALL = (
     Flat(name="dense", num_bytes=1 << 20),

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from manyhands.bench.step import agreed_losses, format_table, named_workloads, run_bench
-from manyhands.bench.step_worker import StepMeasured
-from manyhands.bench.workloads import WORKLOADS, Cnn, Language, Mlp, Workload
 from manyhands.errors import ManyhandsError, UserError
+from manyhands.lab.bench.step import agreed_losses, format_table, named_workloads, run_bench
+from manyhands.lab.bench.step_worker import StepMeasured
+from manyhands.lab.bench.workloads import WORKLOADS, Cnn, Language, Mlp, Workload
 
 SMALL = (
     Mlp(inputs=12, width=24, hidden=2, classes=5),  # SGD with momentum

@@ -14,13 +14,13 @@ import pytest
 
 import warm
 from commands import run_command
-from manyhands.boosting.options import GbdtOptions
-from manyhands.boosting.sources import ArraySource, open_source
-from manyhands.boosting.text_format import read_model, render_model
-from manyhands.boosting.training import TableChoice, train_gbdt
-from manyhands.record.events import EventKind
-from manyhands.record.recorded import read_run_events
-from manyhands.training.kept import Keeping
+from manyhands.engine.interrupted_run import Keeping
+from manyhands.observe.record.events import EventKind
+from manyhands.observe.record.recorded import read_run_events
+from manyhands.workloads.gbdt.options import GbdtOptions
+from manyhands.workloads.gbdt.row_sources import ArraySource, open_source
+from manyhands.workloads.gbdt.text_format import read_model, render_model
+from manyhands.workloads.gbdt.training import TableChoice, train_gbdt
 from watched import watched
 
 pytestmark = pytest.mark.timeout(300)

@@ -15,9 +15,9 @@ from torch import nn
 
 import manyhands as mh
 from equality import OPTIMIZERS, distance, train_plainly
+from manyhands.data.store.checkpoint import CheckpointStore
 from manyhands.errors import UserError
-from manyhands.registry import STRATEGIES
-from manyhands.store.checkpoint import CheckpointStore
+from manyhands.strategies.registry import STRATEGIES
 from manyhands.strategy import Strategy
 
 pytestmark = [

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import manyhands as mh
+from manyhands.engine.run import Run
 from manyhands.errors import Aborted
-from manyhands.run import Run
 
 pytestmark = [
     pytest.mark.timeout(120),

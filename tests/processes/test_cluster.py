@@ -24,13 +24,13 @@ import pytest
 
 from descriptors import open_descriptors
 from kills import Run, await_that
-from manyhands.cluster import template
-from manyhands.cluster.context import RoleContext
-from manyhands.cluster.control import Finished
-from manyhands.cluster.cores import threads_per_role
-from manyhands.cluster.local import LocalCluster, Role
-from manyhands.cluster.template import kept_pid
 from manyhands.errors import NonFinite, UserError, WorkerFailed
+from manyhands.places.local import template
+from manyhands.places.local.context import RoleContext
+from manyhands.places.local.control import Finished
+from manyhands.places.local.cores import threads_per_role
+from manyhands.places.local.local import LocalCluster, Role
+from manyhands.places.local.template import kept_pid
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -77,7 +77,7 @@ def nothing_stays_open() -> Iterator[None]:
 
 def linger(context: RoleContext) -> None:
     """Work until asked to stop."""
-    from manyhands.cluster.board import State
+    from manyhands.places.local.status import State
 
     while not context.stop_requested():
         context.mark(3, State.COMPUTING)
@@ -199,7 +199,7 @@ def test_what_is_foreseen_is_imported_before_anybody_asks(
 
 def test_an_exception_is_told_with_traceback_and_step() -> None:
     def job(context: RoleContext) -> None:
-        from manyhands.cluster.board import State
+        from manyhands.places.local.status import State
 
         if context.rank == 1:
             context.mark(17, State.COMPUTING)
@@ -275,7 +275,7 @@ def test_a_stopped_role_is_noticed_in_time_and_taken_down() -> None:
     moments: list[float] = []
 
     def job(context: RoleContext) -> None:
-        from manyhands.cluster.board import State
+        from manyhands.places.local.status import State
 
         context.mark(5, State.EXCHANGING)
         context.send({"pid": os.getpid()})
@@ -438,7 +438,7 @@ def test_a_job_that_can_not_be_loaded_or_returned_is_told() -> None:
 
 SCRIPT = """
 import ctypes, os, signal, subprocess, sys, time
-from manyhands.cluster.local import LocalCluster, Role
+from manyhands.places.local.local import LocalCluster, Role
 
 factor = 3
 

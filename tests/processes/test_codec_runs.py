@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import manyhands as mh
-from manyhands.link.wire import codec_of
-from manyhands.record.events import EventKind, Wire
-from manyhands.record.recorded import read_run_events
-from manyhands.server.replay import replay
-from manyhands.training.computing import Computer, TrainingPlan
+from manyhands.engine.computing import Computer, TrainingPlan
+from manyhands.observe.record.events import EventKind, Wire
+from manyhands.observe.record.recorded import read_run_events
+from manyhands.strategies.ps.replay import replay
+from manyhands.transport.link.wire import codec_of
 
 pytestmark = pytest.mark.timeout(120)
 

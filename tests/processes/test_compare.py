@@ -11,12 +11,12 @@ import pytest
 
 import warm
 from commands import run_command
-from manyhands.compare.bandwidth import Rate, why_not
-from manyhands.server.audit import audit
-from manyhands.server.strategy import Ps
-from manyhands.server.updates import read_logs
+from manyhands.lab.compare.bandwidth import Rate, why_not
+from manyhands.strategies.ps.audit import audit
+from manyhands.strategies.ps.strategy import Ps
+from manyhands.strategies.ps.update_files import read_logs
 from manyhands.strategy import Strategy
-from manyhands.tasks import build
+from manyhands.workloads.tasks import build
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -22,9 +22,9 @@ import manyhands as mh
 from equality import OPTIMIZERS, distance, make_task, same_bits, train_plainly
 from manyhands.errors import UserError, WorkerFailed
 from manyhands.facts import Answer
-from manyhands.record.events import EventKind
-from manyhands.record.recorded import read_run_events
-from manyhands.registry import STRATEGIES
+from manyhands.observe.record.events import EventKind
+from manyhands.observe.record.recorded import read_run_events
+from manyhands.strategies.registry import STRATEGIES
 from manyhands.strategy import Strategy
 
 pytestmark = pytest.mark.timeout(300)

@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 import manyhands as mh
 from fleet import Fleet
 from manyhands.errors import ManyhandsError
-from manyhands.federated.deployed.asking import HttpsAsker
-from manyhands.inference.opening import open_predictor
-from manyhands.tasks import build
+from manyhands.serving.opening import open_predictor
+from manyhands.strategies.federated.deployed.http_client import HttpsAsker
+from manyhands.workloads.tasks import build
 
 STRATEGY = "epochs=1 batch=32"
 OPTIONS = ("--min-reports", "3", "--deadline", "10", "--select", "3", "--hold", "1", "--linger", "10")
@@ -53,8 +53,8 @@ def test_every_device_and_the_server_are_killed_and_every_round_counts_once(tmp_
 @pytest.mark.timeout(60)
 def test_a_server_that_is_not_known_gets_nothing(tmp_path: Path) -> None:
     with Fleet(tmp_path, STRATEGY, devices=1, rounds=1000, options=OPTIONS[2:]) as fleet:
-        stranger = HttpsAsker(
+        foreign_row = HttpsAsker(
             f"https://127.0.0.1:{fleet._port}", None
         )  # of the authorities that this host trusts
         with pytest.raises(ManyhandsError, match="is not the server"):
-            stranger("GET", "/plan")
+            foreign_row("GET", "/plan")

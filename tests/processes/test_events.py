@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 import warm
-from manyhands.analyse.collect import Collector
-from manyhands.record.events import EventKind, Records
-from manyhands.record.files import read_events
-from manyhands.record.ring import EventRing
+from manyhands.observe.analyse.collect import Collector
+from manyhands.observe.record.event_files import read_events
+from manyhands.observe.record.event_ring import EventRing
+from manyhands.observe.record.events import EventKind, Records
 
 # Every field of an event follows from its id: a record with a part of another event in it gives itself away.
 # The loop is compiled, so that the writer spends its time inside records: any moment may well be amid one.
@@ -24,7 +24,7 @@ WRITER = """
 import select
 import sys
 from numba import njit
-from manyhands.record.ring import EventRing, _record
+from manyhands.observe.record.event_ring import EventRing, _record
 
 @njit
 def hammer(address, first, last):

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 import manyhands as mh
 from manyhands.errors import NonFinite, UserError
-from manyhands.federated.algorithms import ALGORITHMS, algorithm_named
-from manyhands.federated.algorithms.base import ClientUpdate
-from manyhands.federated.algorithms.plain import FedAvg
-from manyhands.federated.tally import PlainTally
+from manyhands.strategies.federated.algorithms import ALGORITHMS, algorithm_named
+from manyhands.strategies.federated.algorithms.algorithm import ClientUpdate
+from manyhands.strategies.federated.algorithms.fedavg import FedAvg
+from manyhands.strategies.federated.update_tally import PlainTally
 
 TRUE = torch.tensor([[2.0], [-1.0], [0.5]], dtype=torch.float64)
 

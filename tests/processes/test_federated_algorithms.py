@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import manyhands as mh
-from manyhands.draw.report import write_report
 from manyhands.errors import UserError
+from manyhands.observe.draw.run_report import write_report
 
 RATE = 0.05
 TRUE = torch.tensor([[2.0], [-1.0], [0.5]], dtype=torch.float64)

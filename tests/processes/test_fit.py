@@ -18,9 +18,9 @@ import torch
 import manyhands as mh
 import warm
 from equality import OPTIMIZERS, distance, make_task, same_bits, train_plainly
+from manyhands.data.store.rundir import RunDirectory
 from manyhands.errors import NonFinite, UserError, WorkerFailed
-from manyhands.store.rundir import RunDirectory
-from manyhands.threads import choose_functions
+from manyhands.native.threads import choose_functions
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -231,7 +231,7 @@ def breaking_task(bad_sample: int) -> mh.Task:
 
 
 def test_a_loss_that_is_not_finite_stops_all_and_keeps_the_last_good_checkpoint(tmp_path: Path) -> None:
-    from manyhands.data.plan import BatchPlan
+    from manyhands.data.batch_plan import BatchPlan
 
     plan = BatchPlan(32, 4, 0)
     step, worker, sample = next(

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.analyse.follow import RunFollower
-from manyhands.analyse.view import Phase
-from manyhands.draw.table import end_text
-from manyhands.running import start
-from manyhands.slowdown import Slowdown
-from manyhands.tasks import TASKS
-from manyhands.training.options import Options
+from manyhands.engine.background_run import start
+from manyhands.engine.options import Options
+from manyhands.engine.slowdown import Slowdown
+from manyhands.observe.analyse.follow import RunFollower
+from manyhands.observe.analyse.view import Phase
+from manyhands.observe.draw.time_table import end_text
+from manyhands.workloads.tasks import TASKS
 
 POLL_S = 0.2
 

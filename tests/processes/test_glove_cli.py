@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from commands import run_command
-from manyhands.words import learning
-from manyhands.words.demo import demo_corpus
-from manyhands.words.records import open_records
-from manyhands.words.vectors import Vectors
-from manyhands.words.vocabulary import Vocabulary
+from manyhands.workloads.glove import learning
+from manyhands.workloads.glove.cooccurrence_files import open_records
+from manyhands.workloads.glove.demo import demo_corpus
+from manyhands.workloads.glove.vector_files import Vectors
+from manyhands.workloads.glove.vocabulary import Vocabulary
 from watched import watched
 
 pytestmark = pytest.mark.timeout(300)
@@ -89,7 +89,7 @@ def test_without_a_corpus_it_learns_from_this_python(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("manyhands.words.demo.demo_corpus", partial(demo_corpus, 150_000))
+    monkeypatch.setattr("manyhands.workloads.glove.demo.demo_corpus", partial(demo_corpus, 150_000))
     assert run_command(monkeypatch, "train", "glove", "--passes", "1", "--dim", "8", "--workers", "1") == 0
     printed = capfd.readouterr().out
     assert all(word in printed for word in ("tensor", "list", "thread", "file"))

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from manyhands.errors import DataError
-from manyhands.words.glove import GloveOptions, GloveResult, train_glove
-from manyhands.words.records import RECORD
+from manyhands.workloads.glove.cooccurrence_files import RECORD
+from manyhands.workloads.glove.train_glove import GloveOptions, GloveResult, train_glove
 
 SIZE = 200
 BATCHES = GloveOptions(dim=10, passes=2, x_max=10.0, batch=500, dtype="float64", seed=5)

@@ -10,7 +10,7 @@ import pytest
 
 PROGRAM = """
 import resource, sys
-from manyhands.memory.heap import keep_freed_memory
+from manyhands.native.heap import keep_freed_memory
 
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -13,11 +13,11 @@ import torch
 
 import manyhands as mh
 from equality import OPTIMIZERS, make_task, same_bits
-from manyhands.allreduce.reducer import gradient_layouts
-from manyhands.analyse.timeline import build_timeline
 from manyhands.errors import WorkerFailed
-from manyhands.record.events import EventKind
-from manyhands.record.recorded import read_run_events
+from manyhands.observe.analyse.timeline import build_timeline
+from manyhands.observe.record.events import EventKind
+from manyhands.observe.record.recorded import read_run_events
+from manyhands.strategies.common.collectives.reducer import gradient_layouts
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import warm
-from manyhands import hooks
 from manyhands.errors import UserError
+from manyhands.interop import hooks
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-import manyhands.hooks
+import manyhands.interop.hooks
 from manyhands.wire.codec import codec_named
 from manyhands.wire.parcels import Parcel
 
@@ -40,7 +40,7 @@ for text in ("topk:0.1+int8", "sign", "qsgd:7", "powersgd:1"):
     torch.manual_seed(1)
     net = nn.Linear(30, 20, bias=False)
     model = DistributedDataParallel(net)
-    hook = manyhands.hooks.compressed(text, seed=3)
+    hook = manyhands.interop.hooks.compressed(text, seed=3)
     model.register_comm_hook(None, hook)
     codecs = [codec_named(text, seed=3, worker=worker) for worker in range(2)]
     parcel = Parcel.whole(0, 600, torch.float32)
@@ -49,7 +49,7 @@ for text in ("topk:0.1+int8", "sign", "qsgd:7", "powersgd:1"):
             assert len(hook.memory()) == 1 + (text != "qsgd:7") + text.startswith("powersgd")
             memory = {name: one.clone() for name, one in hook.memory().items()}
             model = DistributedDataParallel(net)
-            hook = manyhands.hooks.compressed(text, seed=3)
+            hook = manyhands.interop.hooks.compressed(text, seed=3)
             hook.remember(memory)
             model.register_comm_hook(None, hook)
         got = gradient_of(model, inputs_of(step, rank)).clone()

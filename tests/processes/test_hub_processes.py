@@ -15,17 +15,17 @@ from dataclasses import dataclass
 import pytest
 
 import warm
-from manyhands.hub.encoding import MessageCoder
-from manyhands.hub.handshake import Credentials
-from manyhands.hub.hub import Arrived, Hub, HubEvent, Joined, Lost
-from manyhands.hub.settings import Settings
-from manyhands.link.silence import Silence
+from manyhands.transport.hub.handshake import Credentials
+from manyhands.transport.hub.hub import Arrived, Hub, HubEvent, Joined, Lost
+from manyhands.transport.hub.settings import Settings
+from manyhands.transport.hub.typed_messages import MessageCoder
+from manyhands.transport.link.liveness import LivenessTimes
 
 pytestmark = pytest.mark.timeout(100)
 
 PATIENCE_S = 60.0  # for a child to start; imports are slow on a busy machine
 TOKEN = b"the secret of this run, 32 bytes"
-SETTINGS = Settings(silence=Silence(beat_s=0.1, silence_s=1.0))
+SETTINGS = Settings(silence=LivenessTimes(heartbeat_s=0.1, silence_s=1.0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,11 +38,11 @@ CODEC = MessageCoder({1: Number})
 CHILD = """
 import os, sys, time
 from dataclasses import dataclass
-from manyhands.hub.encoding import MessageCoder
-from manyhands.hub.handshake import Credentials
-from manyhands.hub.hub import Hub, Joined, Lost, Arrived
-from manyhands.hub.settings import Settings
-from manyhands.link.silence import Silence
+from manyhands.transport.hub.typed_messages import MessageCoder
+from manyhands.transport.hub.handshake import Credentials
+from manyhands.transport.hub.hub import Hub, Joined, Lost, Arrived
+from manyhands.transport.hub.settings import Settings
+from manyhands.transport.link.liveness import LivenessTimes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Number:
@@ -51,7 +51,7 @@ class Number:
 hub = Hub(
     Credentials(member=2, role="child", token=b"the secret of this run, 32 bytes", fingerprint="task"),
     MessageCoder({1: Number}),
-    settings=Settings(silence=Silence(beat_s=0.1, silence_s=60.0)),
+    settings=Settings(silence=LivenessTimes(heartbeat_s=0.1, silence_s=60.0)),
 )
 hub.connect(1, sys.argv[1])
 while True:
@@ -130,7 +130,7 @@ def test_a_frozen_process_is_noticed_at_the_limit_and_told_when_it_wakes(how: st
         assert isinstance(lost, Lost)
         assert "not even a heartbeat" in lost.reason
         limit_s = SETTINGS.silence.silence_s
-        assert limit_s - SETTINGS.silence.beat_s < waited_s < PATIENCE_S
+        assert limit_s - SETTINGS.silence.heartbeat_s < waited_s < PATIENCE_S
         process.send_signal(signal.SIGCONT)
         assert process.wait(PATIENCE_S) == 0  # it saw that it was given up
 

@@ -23,7 +23,7 @@ import pytest
 
 import warm
 from manyhands.cli.main import COMMANDS
-from manyhands.version import __version__
+from manyhands.native.version import __version__
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -57,8 +57,8 @@ for number, cell in enumerate(cells):
 """
 
 _WHERE_KERNELS_GO = """
-import manyhands.memory.counters
-from manyhands.compiled.place import cache_folder
+import manyhands.native.counters
+from manyhands.native.cache_folder import cache_folder
 print(cache_folder())
 """
 

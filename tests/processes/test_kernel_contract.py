@@ -15,19 +15,19 @@ import pytest
 import torch
 
 import manyhands as mh
+from manyhands.data.store.rundir import RunDirectory
+from manyhands.engine.kernel_task import KernelStep, Portion, Taken
+from manyhands.engine.passes import PassLosses
 from manyhands.errors import UserError, WorkerFailed
-from manyhands.group.shared import SharedGroup
-from manyhands.kernel import KernelStep, Portion, Taken
-from manyhands.record.events import EventKind
-from manyhands.record.recorded import read_run_events
-from manyhands.registry import STRATEGIES
-from manyhands.store.rundir import RunDirectory
-from manyhands.training.passes import PassLosses
-from manyhands.words.glove_batches import TensorStep
-from manyhands.words.glove_model import GloveOptions
-from manyhands.words.glove_steps import RecordStep
-from manyhands.words.glove_task import GloveTask
-from manyhands.words.records import RECORD
+from manyhands.native.group.shared_group import SharedGroup
+from manyhands.observe.record.events import EventKind
+from manyhands.observe.record.recorded import read_run_events
+from manyhands.strategies.registry import STRATEGIES
+from manyhands.workloads.glove.cooccurrence_files import RECORD
+from manyhands.workloads.glove.glove_batches import TensorStep
+from manyhands.workloads.glove.glove_model import GloveOptions
+from manyhands.workloads.glove.glove_steps import RecordStep
+from manyhands.workloads.glove.glove_task import GloveTask
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -18,11 +18,11 @@ import torch.distributed as dist
 
 import warm
 from descriptors import open_descriptors
-from manyhands.link.base import Closed, Link, PeerDied, Received, TimedOut
-from manyhands.link.mesh import mesh_kind
-from manyhands.link.message import Message
-from manyhands.link.shared import LinkDescriptors, SharedLink, SharedLinkFiles
-from manyhands.link.torch_p2p import TorchLink
+from manyhands.transport.link.interface import Closed, Link, PeerDied, Received, TimedOut
+from manyhands.transport.link.mesh import mesh_kind
+from manyhands.transport.link.message import Message
+from manyhands.transport.link.shared_link import LinkDescriptors, SharedLink, SharedLinkFiles
+from manyhands.transport.link.torch_p2p import TorchLink
 
 PATIENCE_S = 60.0  # for a child to start; imports are slow on a busy machine
 
@@ -30,8 +30,8 @@ pytestmark = pytest.mark.timeout(150)
 
 PREAMBLE = """
 import os, sys, torch
-from manyhands.link.message import Message
-from manyhands.link.shared import LinkDescriptors, SharedLink
+from manyhands.transport.link.message import Message
+from manyhands.transport.link.shared_link import LinkDescriptors, SharedLink
 def attach(arguments, end):
     return SharedLink.attach(LinkDescriptors(*map(int, arguments)), end=end, peer="the test")
 """
@@ -142,7 +142,7 @@ def test_a_frozen_peer_is_a_timeout_and_goes_on_later() -> None:
 @pytest.mark.parametrize("network", [False, True], ids=["shared", "tcp"])
 def test_a_mesh_joins_every_pair_of_processes(network: bool) -> None:
     code = """
-    from manyhands.link.mesh import mesh_kind
+    from manyhands.transport.link.mesh import mesh_kind
     rank, network, *words = [int(word) for word in sys.argv[1:]]
     kind = mesh_kind(network=bool(network))
     step = 1 + len(kind.parts)
@@ -174,7 +174,7 @@ def test_a_mesh_joins_every_pair_of_processes(network: bool) -> None:
 def test_torch_notices_a_killed_peer(tmp_path: Path) -> None:
     code = """
     import torch.distributed as dist
-    from manyhands.link.torch_p2p import TorchLink
+    from manyhands.transport.link.torch_p2p import TorchLink
     dist.init_process_group("gloo", init_method=sys.argv[1], rank=1, world_size=2)
     link = TorchLink(dist.group.WORLD, 0)
     link.send(Message(kind=1, payload=torch.arange(5.0)))
@@ -207,7 +207,7 @@ def test_a_process_that_leaves_while_torch_waits_for_its_peer_has_the_status_it_
     code = """
     import time
     import torch.distributed as dist
-    from manyhands.link.torch_p2p import TorchLink
+    from manyhands.transport.link.torch_p2p import TorchLink
     class Last:
         tell, rest = staticmethod(os.write), staticmethod(time.sleep)
         def __del__(self):

@@ -23,9 +23,9 @@ from torch.utils.data import Dataset, IterableDataset
 
 import manyhands as mh
 from equality import same_bits
-from manyhands.cluster.loaders import Loaders
 from manyhands.errors import Hang, ManyhandsError, WorkerFailed
-from manyhands.registry import STRATEGIES
+from manyhands.places.local.loaders import Loaders
+from manyhands.strategies.registry import STRATEGIES
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore:hogwild on a dense model")]
 

@@ -10,8 +10,8 @@ import pytest
 import manyhands as mh
 from commands import run_command
 from equality import same_bits
-from manyhands.store.rundir import RunDirectory
-from manyhands.tasks import build
+from manyhands.data.store.rundir import RunDirectory
+from manyhands.workloads.tasks import build
 from watched import watched
 
 pytestmark = pytest.mark.timeout(180)

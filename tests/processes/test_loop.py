@@ -17,9 +17,9 @@ import warm
 from certificates import HOSTS, folders
 from equality import distance
 from hosts import Hosts, two_hosts
-from manyhands.record.events import EventKind
-from manyhands.record.recorded import read_run_events
-from manyhands.store.rundir import RunDirectory
+from manyhands.data.store.rundir import RunDirectory
+from manyhands.observe.record.events import EventKind
+from manyhands.observe.record.recorded import read_run_events
 
 __all__ = ["two_hosts"]
 

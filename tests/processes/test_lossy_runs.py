@@ -11,10 +11,10 @@ from torch import nn
 
 import manyhands as mh
 from manyhands.errors import ManyhandsError, UserError
-from manyhands.link.wire import codec_of
-from manyhands.record.events import EventKind
-from manyhands.record.recorded import read_run_events
-from manyhands.server.replay import replay
+from manyhands.observe.record.events import EventKind
+from manyhands.observe.record.recorded import read_run_events
+from manyhands.strategies.ps.replay import replay
+from manyhands.transport.link.wire import codec_of
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -17,9 +17,9 @@ import pytest
 import torch.distributed as dist
 
 import warm
-from manyhands.cluster import meeting
-from manyhands.cluster.meeting import Meeting, Seat, hosts_of, meet
 from manyhands.errors import ManyhandsError, OutOfSharedMemory, PeerTimeout, UserError
+from manyhands.places.local import rendezvous
+from manyhands.places.local.rendezvous import Rendezvous, Seat, hosts_of, meet
 
 pytestmark = pytest.mark.timeout(60)
 TIMEOUT_S = 20.0
@@ -41,7 +41,7 @@ def all_ranks(world: int, act: Callable[[int], Any]) -> list[Any]:
 
 
 @contextmanager
-def met(world: int) -> Iterator[list[Meeting]]:
+def met(world: int) -> Iterator[list[Rendezvous]]:
     store = dist.HashStore()
     meetings = all_ranks(
         world, lambda rank: meet(store, rank=rank, world=world, name="test", timeout_s=TIMEOUT_S)
@@ -98,7 +98,7 @@ def test_ranks_meet_share_and_meet_again_under_the_same_name(kind: str, tmp_path
 
 def test_ranks_of_other_hosts_do_not_connect(monkeypatch: pytest.MonkeyPatch) -> None:
     rank_of = threading.local()
-    monkeypatch.setattr(meeting, "host_identity", lambda: f"host {rank_of.value % 2}")
+    monkeypatch.setattr(rendezvous, "host_identity", lambda: f"host {rank_of.value % 2}")
     store = dist.HashStore()
 
     def act(rank: int) -> tuple[Any, ...]:
@@ -169,7 +169,7 @@ def test_what_the_lowest_rank_can_not_make_nobody_waits_for() -> None:
     def refuse() -> list[list[int]]:
         raise OutOfSharedMemory("a test", 10, 5)
 
-    def act(one: Meeting) -> str:
+    def act(one: Rendezvous) -> str:
         with pytest.raises(ManyhandsError) as caught:
             one.share("memory", refuse, TIMEOUT_S)
         return str(caught.value)
@@ -198,9 +198,9 @@ def test_ranks_that_open_a_group_differently_are_told() -> None:
 def test_strangers_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
     """Someone of this host who knows the address but not the secret, before the one who is expected."""
     store = dist.HashStore()
-    monkeypatch.setattr(meeting, "_STRANGER_S", 0.2)
+    monkeypatch.setattr(rendezvous, "_PENDING_S", 0.2)
 
-    def guest() -> Meeting:
+    def guest() -> Rendezvous:
         while not store.check(["address/0"]):
             pass
         address, _, secret = store.get("address/0").decode().partition(" ")
@@ -219,7 +219,7 @@ def test_strangers_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
     # The host's seat is there before the guest's, so the address comes once both sit: sit down for the guest first.
     store.set(
         "seat/1",
-        f"x {Seat(host=meeting.host_identity(), pid=1, world=2, version=meeting.__version__).to_text()}",
+        f"x {Seat(host=rendezvous.host_identity(), pid=1, world=2, version=rendezvous.__version__).to_text()}",
     )
     with ThreadPoolExecutor(2) as pool:
         host = pool.submit(meet, store, rank=0, world=2, name="g", timeout_s=TIMEOUT_S)
@@ -234,7 +234,7 @@ def test_an_end_in_peace_is_told_from_a_death() -> None:
     told: dict[tuple[int, int], bool] = {}
     changed = threading.Condition()
 
-    def watch(one: Meeting) -> None:
+    def watch(one: Rendezvous) -> None:
         def on_end(rank: int, in_peace: bool) -> None:
             with changed:
                 told[one.rank, rank] = in_peace
@@ -260,7 +260,7 @@ def test_an_end_in_peace_is_told_from_a_death() -> None:
 PROGRAM = """
 import os, signal, sys
 import torch.distributed as dist
-from manyhands.cluster.meeting import meet
+from manyhands.places.local.rendezvous import meet
 one = meet(dist.FileStore(sys.argv[1], -1), rank=1, world=2, name="g", timeout_s=60)
 (mine,) = one.share("a pipe", lambda: [], 60)
 os.write(mine, b"hello")

@@ -17,7 +17,7 @@ import manyhands as mh
 from equality import distance
 from manyhands.errors import UserError
 from manyhands.facts import Stepping
-from manyhands.registry import STRATEGIES
+from manyhands.strategies.registry import STRATEGIES
 from manyhands.strategy import Strategy
 from published_optimizers import PUBLISHED
 

@@ -12,8 +12,8 @@ import pytest
 
 from browsing import CUT, awaited, browsing, complaints, needs_a_browser, sized, text_of
 from compared import measured
-from manyhands.analyse.view import Phase, RunView, Staleness
-from manyhands.serve.dashboard import Dashboard
+from manyhands.observe.analyse.view import Phase, RunView, Staleness
+from manyhands.serving.dashboard import Dashboard
 from views import run_view, starting_view
 
 pytestmark = [needs_a_browser, pytest.mark.timeout(120)]
@@ -351,7 +351,7 @@ def test_cards_are_as_high_as_what_they_show(
 
 
 def test_a_report_opens_as_a_file_without_a_server(browser: Any, shown: Shown, tmp_path: Path) -> None:
-    from manyhands.draw.page import report
+    from manyhands.observe.draw.page import report
 
     path = tmp_path / "report.html"
     path.write_text(report(shown.view))
@@ -363,10 +363,10 @@ def test_a_report_opens_as_a_file_without_a_server(browser: Any, shown: Shown, t
 
 
 def test_a_comparison_on_a_phone_is_whole(browser: Any, tmp_path: Path) -> None:
-    from manyhands.compare.figures import figures
-    from manyhands.compare.narrate import Conditions, paragraph
-    from manyhands.compare.plan import parse_strategies
-    from manyhands.compare.report import Made, report
+    from manyhands.lab.compare.compare_report import Made, report
+    from manyhands.lab.compare.comparison import parse_strategies
+    from manyhands.lab.compare.figures import figures
+    from manyhands.lab.compare.findings import Conditions, paragraph
 
     strategies = parse_strategies(
         "mirrored; allreduce algorithm=hierarchical; ps servers=2 consistency=bounded:16"

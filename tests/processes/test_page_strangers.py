@@ -18,9 +18,9 @@ import pytest
 
 import warm
 from assassin import events
-from manyhands.serve.connections import MAX_CONNECTIONS
-from manyhands.serve.dashboard import Dashboard
-from manyhands.serve.server import MAX_STREAMS
+from manyhands.serving.connections import MAX_CONNECTIONS
+from manyhands.serving.dashboard import Dashboard
+from manyhands.serving.page_app import MAX_STREAMS
 from views import run_view
 
 pytestmark = pytest.mark.timeout(300)

@@ -16,9 +16,9 @@ from torch import nn
 import manyhands as mh
 from equality import distance, same_bits
 from manyhands.errors import WorkerFailed
-from manyhands.record.events import EventKind, to_events
-from manyhands.record.recorded import read_run_events
-from manyhands.tasks.language import LanguageOptions, language
+from manyhands.observe.record.events import EventKind, to_events
+from manyhands.observe.record.recorded import read_run_events
+from manyhands.workloads.tasks.language import LanguageOptions, language
 from pipelines import task_of
 
 pytestmark = pytest.mark.timeout(120)

@@ -19,11 +19,11 @@ import placed_script
 import warm
 from equality import distance, same_bits
 from hosts import Hosts, two_hosts
-from manyhands.allreduce.reducer import gradient_layouts
-from manyhands.analyse.explain import explain
-from manyhands.record.events import EventKind
-from manyhands.record.recorded import read_run_events
-from manyhands.tasks import TASKS
+from manyhands.observe.analyse.explain import explain
+from manyhands.observe.record.events import EventKind
+from manyhands.observe.record.recorded import read_run_events
+from manyhands.strategies.common.collectives.reducer import gradient_layouts
+from manyhands.workloads.tasks import TASKS
 from placed_script import EQUAL, STEPS, digest, model, options, task
 
 __all__ = ["two_hosts"]

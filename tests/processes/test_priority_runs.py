@@ -11,11 +11,11 @@ import torch
 
 import manyhands as mh
 from equality import OPTIMIZERS, make_task, same_bits
-from manyhands.analyse.explain import explain
+from manyhands.engine.exchanging import exchanging
 from manyhands.errors import UserError
-from manyhands.record.recorded import read_run_events
+from manyhands.observe.analyse.explain import explain
+from manyhands.observe.record.recorded import read_run_events
 from manyhands.strategy import Strategy
-from manyhands.training.exchanging import exchanging
 
 pytestmark = pytest.mark.timeout(300)
 STEPS = 12

@@ -18,9 +18,9 @@ import manyhands as mh
 import severed_task
 from assassin import Assassin, events
 from equality import OPTIMIZERS, distance, loss, make_task, train_plainly
+from manyhands.data.store.rundir import RunDirectory
 from manyhands.errors import ManyhandsError, NonFinite, WorkerFailed
-from manyhands.store.rundir import RunDirectory
-from manyhands.tasks import TASKS
+from manyhands.workloads.tasks import TASKS
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -345,7 +345,7 @@ def _joined(out: Path) -> list[dict[str, Any]]:
 
 
 def _audit(out: Path, verdict: str = "complete") -> None:
-    from manyhands.server.audit_files import audit_run
+    from manyhands.strategies.ps.audit_files import audit_run
 
     found = audit_run(out).found
     told = [*(violation.sentence for violation in found.violations), *found.missing]

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import manyhands as mh
-from manyhands.analyse.totals import TotalsSnapshot
+from manyhands.observe.analyse.totals import TotalsSnapshot
 from quota import cpu_quota
 
 pytestmark = pytest.mark.timeout(240)

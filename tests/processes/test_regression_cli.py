@@ -15,18 +15,18 @@ import pytest
 
 import warm
 from commands import run_command
-from manyhands.data.plan import permutation
+from manyhands.data.batch_plan import permutation
 from manyhands.data.row_files import RowFile
-from manyhands.fitting import fit
-from manyhands.regression.batches import logreg_task, table_of
-from manyhands.regression.examples import Examples
-from manyhands.regression.model import LogregModel
-from manyhands.regression.options import LogregOptions
-from manyhands.regression.spool import Spool, SpooledRows
-from manyhands.regression.training import parse_examples, train_logreg
-from manyhands.run import Run
-from manyhands.training.kept import Keeping
-from manyhands.training.options import Options
+from manyhands.engine.fitting import fit
+from manyhands.engine.interrupted_run import Keeping
+from manyhands.engine.options import Options
+from manyhands.engine.run import Run
+from manyhands.workloads.logreg.batch_task import logreg_task, table_of
+from manyhands.workloads.logreg.examples import Examples
+from manyhands.workloads.logreg.model import LogregModel
+from manyhands.workloads.logreg.options import LogregOptions
+from manyhands.workloads.logreg.spool import Spool, SpooledRows
+from manyhands.workloads.logreg.training import parse_examples, train_logreg
 from watched import watched
 
 pytestmark = pytest.mark.timeout(300)

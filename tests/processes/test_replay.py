@@ -19,7 +19,7 @@ from torch import nn
 import manyhands as mh
 from commands import run_command
 from manyhands.errors import UserError
-from manyhands.server.replay_order import ReplayImpossible
+from manyhands.strategies.ps.replay_order import ReplayImpossible
 
 pytestmark = pytest.mark.timeout(300)
 

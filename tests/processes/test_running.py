@@ -42,7 +42,7 @@ def slots(running: mh.Running) -> dict[str, str]:
 
 
 def test_a_new_slot_is_there_at_once_and_works_when_its_process_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("manyhands.running.MORE_WORKERS", 1)
+    monkeypatch.setattr("manyhands.engine.background_run.MORE_WORKERS", 1)
     with mh.start(patient(0.01), "ps consistency=async", workers=1, steps=10**6) as running:
         assert running.add_worker() == 1, "while the run is still starting"
         assert running.slots == (0, 1)

@@ -22,10 +22,10 @@ import torch
 import manyhands as mh
 import warm
 from manyhands.errors import ManyhandsError
-from manyhands.inference.images import ImagePredictor
-from manyhands.serve.batching import BatchLimits
-from manyhands.serve.model_server import ModelServer, ServeOptions
-from manyhands.tasks.vision import ImageClassifier
+from manyhands.serving.batching import BatchLimits
+from manyhands.serving.model_server import ModelServer, ServeOptions
+from manyhands.serving.predict_images import ImagePredictor
+from manyhands.workloads.tasks.vision import ImageClassifier
 
 pytestmark = pytest.mark.timeout(90)
 

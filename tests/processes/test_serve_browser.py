@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from browsing import CUT, awaited, browsing, coloured, complaints, needs_a_browser, sized, text_of
-from manyhands.inference.images import ImagePredictor
-from manyhands.serve.model_server import ModelServer, ServeOptions
-from manyhands.tasks.vision import ImageClassifier
+from manyhands.serving.model_server import ModelServer, ServeOptions
+from manyhands.serving.predict_images import ImagePredictor
+from manyhands.workloads.tasks.vision import ImageClassifier
 
 pytestmark = [needs_a_browser, pytest.mark.timeout(120)]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import warm
-from manyhands.group.shared import SharedGroup
+from manyhands.native.group.shared_group import SharedGroup
 
 WORKER = Path(__file__).with_name("shared_group_worker.py")
 

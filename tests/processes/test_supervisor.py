@@ -21,13 +21,13 @@ import pytest
 
 from descriptors import open_descriptors
 from kills import Run, await_that
-from manyhands.cluster.board import State
-from manyhands.cluster.child import Child
-from manyhands.cluster.context import RoleContext
-from manyhands.cluster.control import MAX_FRAME_BYTES, Unread
-from manyhands.cluster.supervisor import Ended, Event, Hung, Role, Said, Silent, Started, Supervisor
-from manyhands.cluster.template import kept_pid
 from manyhands.errors import ManyhandsError, UserError
+from manyhands.places.local.child import Child
+from manyhands.places.local.context import RoleContext
+from manyhands.places.local.control import MAX_FRAME_BYTES, Unread
+from manyhands.places.local.status import State
+from manyhands.places.local.supervisor import Ended, Event, Hung, Role, Said, Silent, Started, Supervisor
+from manyhands.places.local.template import kept_pid
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 pytestmark = pytest.mark.timeout(90)
@@ -73,12 +73,12 @@ class Heard:
 
 def echo(context: RoleContext) -> Mapping[str, Any]:
     """Say back what is said until asked to stop, asleep in between."""
-    from manyhands.cluster.board import State
+    from manyhands.places.local.status import State
 
     context.mark(3, State.COMPUTING)
     answered = 0
     while not context.stop_requested():
-        for payload in context.told():
+        for payload in context.received():
             answered += 1
             context.send({"echo": payload})
         select.select([context.control_fileno()], [], [], 10.0)
@@ -161,7 +161,7 @@ def test_much_is_told_to_one_who_does_not_read_without_waiting_and_arrives_in_or
         os.read(context.descriptor("gate"), 1)
         told: list[int] = []
         while not context.stop_requested() or len(told) < 40:
-            told += [payload["number"] for payload in context.told()]
+            told += [payload["number"] for payload in context.received()]
             select.select([context.control_fileno()], [], [], 0.05)
         return {"told": told}
 
@@ -365,10 +365,10 @@ def children_of(pid: int) -> set[int]:
 
 SCRIPT = """
 import os, signal, sys, time
-from manyhands.cluster.signals import as_exception
-from manyhands.cluster.supervisor import *
-from manyhands.cluster import crew, template
-crew.obtain = lambda environment: template.obtain(environment, ("manyhands.cluster.role",))  # no torch is needed
+from manyhands.places.local.signals import as_exception
+from manyhands.places.local.supervisor import *
+from manyhands.places.local import children, template
+children.obtain = lambda environment: template.obtain(environment, ("manyhands.places.local.role_process",))
 
 def job(context):
     context.send({"at": "work"})

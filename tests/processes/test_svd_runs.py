@@ -17,11 +17,11 @@ import warm
 from manyhands.data.matrix_files import open_matrix
 from manyhands.data.stored_matrix import MatrixStore
 from manyhands.errors import UserError
-from manyhands.record.recorded import read_run_events
-from manyhands.svd.model import SvdModel
-from manyhands.svd.options import SvdOptions
-from manyhands.svd.task import SvdTask
-from manyhands.svd.training import train_svd
+from manyhands.observe.record.recorded import read_run_events
+from manyhands.workloads.svd.model import SvdModel
+from manyhands.workloads.svd.options import SvdOptions
+from manyhands.workloads.svd.task import SvdTask
+from manyhands.workloads.svd.training import train_svd
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -32,7 +32,7 @@ _WARM = """
 import sys
 import manyhands as mh
 mh.warm()
-from manyhands.cluster.template import kept_pid
+from manyhands.places.local.template import kept_pid
 assert "torch" not in sys.modules, "it returns at once"
 first = kept_pid()
 print(first)
@@ -60,7 +60,7 @@ with mh.start(task, "ps", workers=1, steps=3) as running:
 print(fit())
 """
 _IN_A_THREAD = """
-from manyhands.cluster.template import end_kept
+from manyhands.places.local.template import end_kept
 end_kept()  # the thread is to start one itself, and no fork of this process's beginning may stand in for it
 spared, subprocess.Popen._execute_child = subprocess.Popen._execute_child, subprocess.Popen._execute_child.__wrapped__
 thread = threading.Thread(target=fit)
@@ -81,7 +81,7 @@ def test_a_run_may_follow_one_of_another_thread() -> None:
 _LARGE = """
 import mmap
 from pathlib import Path
-from manyhands.cluster.pages import LARGE_BYTES, use_large_pages
+from manyhands.places.local.pages import LARGE_BYTES, use_large_pages
 def large_kb():
     text = Path("/proc/self/smaps_rollup").read_text()
     return int(text.partition("AnonHugePages:")[2].split()[0])

@@ -17,11 +17,11 @@ from typer.testing import CliRunner
 import manyhands as mh
 from equality import OPTIMIZERS, distance, train_plainly
 from manyhands.cli.main import app
+from manyhands.engine.exchanging import exchanging
 from manyhands.errors import UserError
 from manyhands.strategy import Strategy
-from manyhands.tasks.language import Transformer
-from manyhands.tasks.text import bits_per_byte, next_byte_loss
-from manyhands.training.exchanging import exchanging
+from manyhands.workloads.tasks.language import Transformer
+from manyhands.workloads.tasks.text_task import bits_per_byte, next_byte_loss
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from commands import run_command
-from manyhands.tour.lesson import Lesson, LessonCommand, lessons, read_lesson, shown_in_terminal
+from manyhands.lab.tour.lesson import Lesson, LessonCommand, lessons, read_lesson, shown_in_terminal
 
 LESSONS = lessons()
 
@@ -83,7 +83,7 @@ def test_bad_input_gets_a_sentence(
 def test_a_lesson_is_walked_step_by_step(
     capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from manyhands.cli.tour import tour_command
+    from manyhands.cli.tour_command import tour_command
 
     monkeypatch.chdir(tmp_path)
     tour_command(2, yes=True)
@@ -95,7 +95,7 @@ def test_a_lesson_is_walked_step_by_step(
 
 
 def test_a_lesson_can_be_taken_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from manyhands.cli import tour
+    from manyhands.cli import tour_command
 
     places: list[Path] = []
 
@@ -105,9 +105,9 @@ def test_a_lesson_can_be_taken_twice(tmp_path: Path, monkeypatch: pytest.MonkeyP
         return SimpleNamespace(returncode=0)
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(tour, "subprocess", SimpleNamespace(run=run))
+    monkeypatch.setattr(tour_command, "subprocess", SimpleNamespace(run=run))
     for _ in range(2):
-        tour.tour_command(1, yes=True)
+        tour_command.tour_command(1, yes=True)
     assert len(places) == 4
     assert len(set(places)) == 2
 

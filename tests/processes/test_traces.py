@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 import manyhands as mh
-from manyhands.analyse.timeline import build_timeline
-from manyhands.draw.trace_json import MAX_TRACE_SLICES, trace_json
-from manyhands.record.events import EventKind
-from manyhands.record.recorded import RunEvents, read_run_events
-from manyhands.tasks import TASKS
+from manyhands.observe.analyse.timeline import build_timeline
+from manyhands.observe.draw.trace_json import MAX_TRACE_SLICES, trace_json
+from manyhands.observe.record.events import EventKind
+from manyhands.observe.record.recorded import RunEvents, read_run_events
+from manyhands.workloads.tasks import TASKS
 from traces import assert_flows_bound
 
 pytestmark = pytest.mark.timeout(120)

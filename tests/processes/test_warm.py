@@ -17,9 +17,9 @@ import cloudpickle
 import pytest
 
 import warm
-from manyhands.cluster.context import RoleContext
-from manyhands.cluster.local import LocalCluster, Role
-from manyhands.cluster.template import end_kept
+from manyhands.places.local.context import RoleContext
+from manyhands.places.local.local import LocalCluster, Role
+from manyhands.places.local.template import end_kept
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -103,7 +103,7 @@ def test_it_ends_as_a_cold_one_does(code: str, status: int, output: str) -> None
 def test_its_template_is_a_child_of_its_own_and_ends_with_it() -> None:
     code = """
 import time
-from manyhands.cluster import template
+from manyhands.places.local import template
 template.warm()
 print(template.kept_pid(), flush=True)
 time.sleep(600)

@@ -18,7 +18,7 @@ from torch import nn
 import manyhands as mh
 import warm
 from manyhands.errors import Hang
-from manyhands.registry import STRATEGIES
+from manyhands.strategies.registry import STRATEGIES
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -123,7 +123,7 @@ def require_named(text: str, path: Path) -> tuple[str, str]:
 def test_a_loss_that_blocks_on_one_worker_ends_fit_with_its_line(tmp_path: Path) -> None:
     first, how = require_named("mirrored", tmp_path / "run")
     assert "at step 4" in first
-    assert "worker 0 in agree() (allreduce/exchange.py:" in first
+    assert "worker 0 in agree() (strategies/allreduce/exchange.py:" in first
     assert "is kept in" in how, "how to go on from the last checkpoint"
 
 

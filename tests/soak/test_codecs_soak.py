@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import manyhands as mh
-from manyhands.tasks.digits import DigitsOptions, digits
-from manyhands.tasks.mnist import MnistOptions, mnist
+from manyhands.workloads.tasks.digits import DigitsOptions, digits
+from manyhands.workloads.tasks.mnist import MnistOptions, mnist
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600)]
 

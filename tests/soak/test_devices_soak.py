@@ -12,7 +12,7 @@ import pytest
 
 import manyhands as mh
 from fleet import Fleet
-from manyhands.tasks import build
+from manyhands.workloads.tasks import build
 
 DEVICES, ROUNDS = 20, 16
 STRATEGY = "fraction=0.5 epochs=2 batch=16"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hosts import switched_hosts
-from manyhands.store.rundir import RunDirectory
+from manyhands.data.store.rundir import RunDirectory
 from roles import Cluster, cluster
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1500)]

@@ -12,7 +12,7 @@ import torch
 import manyhands as mh
 from elastic_kills import Members, Striker
 from equality import OPTIMIZERS, distance, make_task, train_plainly
-from manyhands.tasks.digits import digits
+from manyhands.workloads.tasks.digits import digits
 
 KILLS = 50
 

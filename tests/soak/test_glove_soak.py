@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.words.analogies import ask_analogies, read_questions
-from manyhands.words.corpus import Corpus
-from manyhands.words.glove import GloveOptions
-from manyhands.words.learning import Learning, learn_vectors
+from manyhands.workloads.glove.analogies import ask_analogies, read_questions
+from manyhands.workloads.glove.corpus import Corpus
+from manyhands.workloads.glove.learning import Learning, learn_vectors
+from manyhands.workloads.glove.train_glove import GloveOptions
 
 PUBLISHED_COSTS = {1: 0.0695, 5: 0.0391, 10: 0.0344, 15: 0.0327}
 

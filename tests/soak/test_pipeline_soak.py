@@ -6,8 +6,8 @@ from itertools import product
 
 import pytest
 
-from manyhands.pipeline.check import check
-from manyhands.pipeline.schedules import SCHEDULES
+from manyhands.strategies.pipeline.check import check
+from manyhands.strategies.pipeline.schedules import SCHEDULES
 
 
 @pytest.mark.soak

@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 from equality import distance
-from manyhands.pipeline.schedules import SCHEDULES
+from manyhands.strategies.pipeline.schedules import SCHEDULES
 from pipelines import MODELS, Ended, task_of, train_alone, train_in_stages
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]

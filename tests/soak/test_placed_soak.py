@@ -15,7 +15,7 @@ import pytest
 
 from certificates import HOSTS, folders
 from hosts import Hosts, Wiretap, two_hosts
-from manyhands.store.rundir import RunDirectory
+from manyhands.data.store.rundir import RunDirectory
 from roles import Cluster, cluster, free_ports
 
 __all__ = ["two_hosts"]

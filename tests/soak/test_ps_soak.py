@@ -15,9 +15,9 @@ import torch
 
 import manyhands as mh
 from assassin import Assassin, events
-from manyhands.server.audit import Verdict
-from manyhands.server.audit_files import audit_run
-from manyhands.tasks import TASKS
+from manyhands.strategies.ps.audit import Verdict
+from manyhands.strategies.ps.audit_files import audit_run
+from manyhands.workloads.tasks import TASKS
 
 RUNS, KILLS = 8, 25
 

@@ -76,7 +76,7 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
 SCRIPT = """
 import sys
 import manyhands as mh, ray, torch
-from manyhands.tasks import build
+from manyhands.workloads.tasks import build
 
 cluster, out = sys.argv[1:]
 task = build("digits")

@@ -17,9 +17,9 @@ import torch
 
 import manyhands as mh
 from assassin import events
-from manyhands.server.audit import Verdict
-from manyhands.server.audit_files import audit_run
-from manyhands.tasks import build
+from manyhands.strategies.ps.audit import Verdict
+from manyhands.strategies.ps.audit_files import audit_run
+from manyhands.workloads.tasks import build
 
 pytest.importorskip("ray", reason="Ray is an extra: pip install 'manyhands[ray]'")
 
@@ -67,8 +67,8 @@ def test_actors_carry_roles_and_their_ends_are_told(nodes: Any) -> None:
     import ray
 
     from manyhands.errors import UserError
-    from manyhands.onray.plan import seats
-    from manyhands.onray.roles import RayRoles
+    from manyhands.places.ray.actor_placement import seats
+    from manyhands.places.ray.role_actors import RayRoles
 
     planned = seats({"worker": range(2), "ps": range(2)}, {"worker": "pack", "ps": "spread"}, 1, {})
     with RayRoles(ray, planned) as roles:

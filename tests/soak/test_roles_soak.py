@@ -15,9 +15,9 @@ import torch
 
 import warm
 from hosts import switched_hosts
-from manyhands.hosts.finding import _near
-from manyhands.server.audit_files import audit_run
-from manyhands.store.rundir import RunDirectory
+from manyhands.data.store.rundir import RunDirectory
+from manyhands.places.external.leader_address import _near
+from manyhands.strategies.ps.audit_files import audit_run
 from roles import Cluster, cluster, free_ports
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]

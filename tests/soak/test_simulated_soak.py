@@ -11,8 +11,8 @@ import time
 
 import pytest
 
-from manyhands.simulate import ComputeModel, SimulationSpec, simulate
-from manyhands.simulate.experiments import learn_digits
+from manyhands.foresight.simulate import ComputeModel, SimulationSpec, simulate
+from manyhands.foresight.simulate.experiments import learn_digits
 from simulated_campaign import CHOSEN_BY_ARRIVAL, campaign, fresh_seed
 from simulated_mutants import MUTANTS, runs_until_caught
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from manyhands.allreduce.algorithms import ALGORITHMS, grouped
-from manyhands.allreduce.cost import cost
-from manyhands.allreduce.schedule import Algorithm
 from manyhands.errors import UserError
+from manyhands.strategies.common.collectives.algorithms import ALGORITHMS, grouped
+from manyhands.strategies.common.collectives.collective_cost import cost
+from manyhands.strategies.common.collectives.schedule import Algorithm
 
 ALPHA, BETA, GAMMA = 7919, 13, 5  # whole numbers: sums of them are exact in floating point
 WORLDS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 13, 16, 32, 33)

@@ -8,14 +8,22 @@ from xml.etree import ElementTree
 
 import pytest
 
-from manyhands.allreduce import draw
-from manyhands.allreduce.algorithms import ALGORITHMS
-from manyhands.allreduce.draw import EXAMPLE, as_svg, as_text, example, figure, refresh, watch
-from manyhands.allreduce.schedule import Algorithm
 from manyhands.errors import UserError
+from manyhands.strategies.common.collectives import collective_drawing
+from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
+from manyhands.strategies.common.collectives.collective_drawing import (
+    EXAMPLE,
+    as_svg,
+    as_text,
+    example,
+    figure,
+    refresh,
+    watch,
+)
+from manyhands.strategies.common.collectives.schedule import Algorithm
 
 DOCS = Path(__file__).resolve().parent.parent.parent / "docs"
-REDRAW = "draw it again: python -m manyhands.allreduce.draw docs"
+REDRAW = "draw it again: python -m manyhands.strategies.common.collectives.collective_drawing docs"
 EVERY = pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=lambda algorithm: algorithm.name)
 
 
@@ -73,13 +81,13 @@ def test_one_worker_and_no_numbers_can_be_drawn() -> None:
 def test_the_command_prints_all_and_writes_the_docs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    draw.main([])
+    collective_drawing.main([])
     printed = capsys.readouterr().out
     assert all(f"{algorithm.name}: {algorithm.description}" in printed for algorithm in ALGORITHMS.values())
     (tmp_path / "allreduce.md").write_text(
         "before\n<!-- figure: tree -->\nold\n<!-- end of figure -->\nafter\n"
     )
-    draw.main([str(tmp_path)])
+    collective_drawing.main([str(tmp_path)])
     page = (tmp_path / "allreduce.md").read_text()
     assert "old" not in page
     assert as_text(watch(ALGORITHMS["tree"], EXAMPLE)) in page

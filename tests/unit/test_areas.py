@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.hub.areas import Arenas
-from manyhands.link.message import ProtocolError
-from manyhands.memory.segment import PAGE, Segment
+from manyhands.native.segment import PAGE, Segment
+from manyhands.transport.hub.areas import Arenas
+from manyhands.transport.link.message import ProtocolError
 
 CAPACITY = 2 * PAGE
 

@@ -12,11 +12,19 @@ from typing import Any
 
 import pytest
 
-from manyhands.consistency.policy import Policy
-from manyhands.server.audit import Verdict
-from manyhands.server.log import LostRow, Row, SlotsRow, StepRow
-from manyhands.simulate import ComputeModel, FaultRole, Kill, NetworkModel, SimulationSpec, Timing, Witness
-from manyhands.simulate.models import LedgerStore
+from manyhands.foresight.simulate import (
+    ComputeModel,
+    FaultRole,
+    Kill,
+    NetworkModel,
+    SimulationSpec,
+    Timing,
+    Witness,
+)
+from manyhands.foresight.simulate.models import LedgerStore
+from manyhands.strategies.common.consistency.policy import Policy
+from manyhands.strategies.ps.audit import Verdict
+from manyhands.strategies.ps.log_rows import LostRow, Row, SlotsRow, StepRow
 from recorded import Recorded, changed, record
 from simulated import PROMISES, STEPS, drawn
 

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from manyhands.draw.bars import following
+from manyhands.observe.draw.bars import following
 
 
 def test_all_that_is_done_is_told_once() -> None:

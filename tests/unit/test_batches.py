@@ -21,8 +21,8 @@ from torch.utils.data import (
     TensorDataset,
 )
 
+from manyhands.data.batch_plan import BatchPlan
 from manyhands.data.batches import BatchSource
-from manyhands.data.plan import BatchPlan
 from manyhands.errors import UserError
 
 N = 23

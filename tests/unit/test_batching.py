@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manyhands.errors import UserError
-from manyhands.serve.batching import BatchLimits, Dispatch, KillReplica, RefuseRequest, SendBatch
+from manyhands.serving.batching import BatchLimits, Dispatch, KillReplica, RefuseRequest, SendBatch
 
 LIMITS = BatchLimits(batch=4, wait_s=0.01, waiting=10, deadline_s=1.0, tries=2)
 

@@ -14,29 +14,29 @@ import numpy as np
 import pytest
 
 from file_readers_runs import ended_run
-from manyhands.analyse.source import existing_run
-from manyhands.compare.measure import measure
-from manyhands.compare.plan import Trial
-from manyhands.draw.charts import Series, line_chart
-from manyhands.draw.page import report
-from manyhands.draw.prometheus import metrics_text
+from manyhands.data.store.fingerprint import fingerprint
+from manyhands.data.store.rundir import RunDirectory
 from manyhands.errors import DataError, UserError
-from manyhands.record.events import MAX_ROLE, MAX_SHOWN, RECORD, EventKind
-from manyhands.record.files import _HEADER, _LAYOUTS, _OLD_RECORD, EventFileWriter, read_events
-from manyhands.record.plain import number, text, whole
-from manyhands.regression import room, training
-from manyhands.regression.labels import Labels
-from manyhands.regression.model import LogregModel
-from manyhands.regression.training import train_logreg
-from manyhands.server import replay
-from manyhands.server.log import LostRow, row_from_json, row_to_json
-from manyhands.server.updates import RunRecord, write_record
-from manyhands.store.fingerprint import fingerprint
-from manyhands.store.rundir import RunDirectory
+from manyhands.lab.compare.comparison import Trial
+from manyhands.lab.compare.measured_run import measure
+from manyhands.observe.analyse.source import existing_run
+from manyhands.observe.draw.charts import Series, line_chart
+from manyhands.observe.draw.page import report
+from manyhands.observe.draw.prometheus import metrics_text
+from manyhands.observe.record.checked_values import number, text, whole
+from manyhands.observe.record.event_files import _HEADER, _LAYOUTS, _OLD_RECORD, EventFileWriter, read_events
+from manyhands.observe.record.events import MAX_ROLE, MAX_SHOWN, RECORD, EventKind
+from manyhands.strategies.ps import replay
+from manyhands.strategies.ps.log_rows import LostRow, row_from_json, row_to_json
+from manyhands.strategies.ps.update_files import RunRecord, write_record
 from manyhands.strategy import Strategy
-from manyhands.tasks import TASKS
-from manyhands.words.vectors import Vectors
-from manyhands.words.vocabulary import Vocabulary
+from manyhands.workloads.glove.vector_files import Vectors
+from manyhands.workloads.glove.vocabulary import Vocabulary
+from manyhands.workloads.logreg import room, training
+from manyhands.workloads.logreg.labels import Labels
+from manyhands.workloads.logreg.model import LogregModel
+from manyhands.workloads.logreg.training import train_logreg
+from manyhands.workloads.tasks import TASKS
 
 
 @contextmanager
@@ -307,13 +307,13 @@ def test_an_absurd_feature_is_refused_with_the_figure_and_all_copies_counted(
 def test_what_the_learner_counts_is_what_it_takes(
     tmp_path: Path, learner: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from manyhands.regression.options import LogregOptions
+    from manyhands.workloads.logreg.options import LogregOptions
 
     path, size = tmp_path / "rows", 2_000_000
     path.write_bytes(b"1 %d:1\n-1 1:1\n" % (size - 1))
     options = LogregOptions(learner=learner, passes=2)
     asked: list[int] = []
-    monkeypatch.setattr(training, "require_room", lambda size, row_bytes: asked.append(size * row_bytes))
+    monkeypatch.setattr(training, "check_capacity", lambda size, row_bytes: asked.append(size * row_bytes))
     train_logreg(path, options)  # whatever is compiled or imported is there from now on
     tracemalloc.start()
     try:
@@ -373,11 +373,11 @@ def test_a_recorded_model_of_absurd_width_is_refused_with_the_figure(
     options = {"path": tmp_path / "text"} if name == "language" else {}
     record = SimpleNamespace(workers=2)
     monkeypatch.setattr(replay, "available_bytes", lambda: 8 << 30)
-    replay._require_room(tmp_path, TASKS[name].build(**options), record)
+    replay._check_capacity(tmp_path, TASKS[name].build(**options), record)
     for width in (4 * 10**6, 4 * 10**12, 4 * 10**30):
         task = TASKS[name].build(**options, width=width)
         with at_most(100 << 20), pytest.raises(UserError, match="the model of its configuration"):
-            replay._require_room(tmp_path, task, record)
+            replay._check_capacity(tmp_path, task, record)
 
 
 @pytest.mark.parametrize("odd", [None, 1, True, [], {}, "\ud800", "A" * 3000], ids=repr)

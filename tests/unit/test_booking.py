@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from manyhands.record.events import EventKind
-from manyhands.training.booking import StepBook
-from manyhands.training.exchange import Post, Traffic, TurnTime
+from manyhands.engine.booking import StepBook
+from manyhands.engine.exchange import MicrobatchTime, PeerTraffic, Traffic
+from manyhands.observe.record.events import EventKind
 
 
 class Book:
@@ -46,8 +46,8 @@ def test_what_passes_between_slices_inside_a_turn_is_exchange() -> None:
     kept = Book()
     book = StepBook(kept.record, 0, 1000)
     turns = [
-        TurnTime(begin_ns=1000, end_ns=1100, microbatch=0),
-        TurnTime(begin_ns=1100, end_ns=1130, microbatch=0, waited_for=1, exchange_ns=70),
+        MicrobatchTime(begin_ns=1000, end_ns=1100, microbatch=0),
+        MicrobatchTime(begin_ns=1100, end_ns=1130, microbatch=0, waited_for=1, exchange_ns=70),
     ]
     book.turns(turns)
     book.compute(1210)
@@ -80,7 +80,9 @@ def test_what_clocks_say_of_a_moment_before_is_no_time() -> None:
 def test_a_message_has_one_number_at_both_ends() -> None:
     kept = Book()
     book = StepBook(kept.record, 4, 0)
-    book.posts({1: Post(messages_sent=3, bytes_sent=24, sent_ns=10, received_ns=20), 2: Post()}, 5)
+    book.posts(
+        {1: PeerTraffic(messages_sent=3, bytes_sent=24, sent_ns=10, received_ns=20), 2: PeerTraffic()}, 5
+    )
     assert kept.rows == [
         (
             EventKind.SEND,

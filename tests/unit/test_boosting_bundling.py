@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 
-from manyhands.boosting import bundling, histogram_kernels, training
-from manyhands.boosting.bin_kernels import TILE
-from manyhands.boosting.binning import BinTable, bins_of_numbers
-from manyhands.boosting.bundling import ByteLayout, bundled_layout, own_columns
-from manyhands.boosting.options import GbdtOptions
-from manyhands.boosting.searching import LocalRows
-from manyhands.boosting.sources import ArraySource, RowBlock
-from manyhands.boosting.table import bin_rows
-from manyhands.boosting.text_format import render_model
-from manyhands.boosting.training import TableChoice, train_gbdt
-from manyhands.data.rows import Rows
+from manyhands.data.sparse_rows import Rows
+from manyhands.workloads.gbdt import bundling, histogram_kernels, training
+from manyhands.workloads.gbdt.bin_kernels import TILE
+from manyhands.workloads.gbdt.bin_table import bin_rows
+from manyhands.workloads.gbdt.binning import BinTable, bins_of_numbers
+from manyhands.workloads.gbdt.bundling import ByteLayout, bundled_layout, own_columns
+from manyhands.workloads.gbdt.options import GbdtOptions
+from manyhands.workloads.gbdt.row_sources import ArraySource, RowBlock
+from manyhands.workloads.gbdt.searching import LocalRows
+from manyhands.workloads.gbdt.text_format import render_model
+from manyhands.workloads.gbdt.training import TableChoice, train_gbdt
 
 
 def bins_for(table: np.ndarray) -> BinTable:

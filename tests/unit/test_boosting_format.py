@@ -10,22 +10,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from manyhands.boosting import model as model_module
-from manyhands.boosting import predict_kernels
-from manyhands.boosting.model import GbdtModel
-from manyhands.boosting.options import GbdtOptions
-from manyhands.boosting.sources import ArraySource, RowBlock
-from manyhands.boosting.text_format import (
+from manyhands.data.sparse_rows import Rows
+from manyhands.errors import DataError, UserError
+from manyhands.serving.opening import open_predictor
+from manyhands.workloads.gbdt import model as model_module
+from manyhands.workloads.gbdt import predict_kernels
+from manyhands.workloads.gbdt.model import GbdtModel
+from manyhands.workloads.gbdt.options import GbdtOptions
+from manyhands.workloads.gbdt.row_sources import ArraySource, RowBlock
+from manyhands.workloads.gbdt.text_format import (
     MODEL_TEXT,
     parse_model,
     read_model,
     render_model,
     write_model,
 )
-from manyhands.boosting.training import TableChoice, train_gbdt
-from manyhands.data.rows import Rows
-from manyhands.errors import DataError, UserError
-from manyhands.inference.opening import open_predictor
+from manyhands.workloads.gbdt.training import TableChoice, train_gbdt
 
 
 def table(rows: int = 800) -> tuple[np.ndarray, np.ndarray]:

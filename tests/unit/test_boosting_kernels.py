@@ -7,13 +7,13 @@ import math
 import numpy as np
 import pytest
 
-from manyhands.boosting import histogram_kernels, split_kernels
-from manyhands.boosting.binning import BinTable, bins_of_categories, bins_of_numbers
-from manyhands.boosting.options import GbdtOptions
-from manyhands.boosting.split_kernels import FEATURE, GAIN, LEFT, RECORD_WORDS, THRESHOLD
-from manyhands.boosting.units import units_for
-from manyhands.data.rows import Rows
+from manyhands.data.sparse_rows import Rows
 from manyhands.errors import DataError, UserError
+from manyhands.workloads.gbdt import histogram_kernels, split_kernels
+from manyhands.workloads.gbdt.binning import BinTable, bins_of_categories, bins_of_numbers
+from manyhands.workloads.gbdt.gradient_units import units_for
+from manyhands.workloads.gbdt.options import GbdtOptions
+from manyhands.workloads.gbdt.split_kernels import FEATURE, GAIN, LEFT, RECORD_WORDS, THRESHOLD
 
 
 def counted(values: list[float]) -> tuple[np.ndarray, np.ndarray]:

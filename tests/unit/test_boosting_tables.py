@@ -11,16 +11,16 @@ import pytest
 from sklearn.datasets import load_breast_cancer, load_diabetes
 
 from boosted import choice, drawn_table, predictions, trained
-from manyhands.boosting import sources
-from manyhands.boosting.measuring import measure_model
-from manyhands.boosting.model import GbdtModel
-from manyhands.boosting.predicting import GbdtPredictor
-from manyhands.boosting.sources import ArraySource, open_source
-from manyhands.boosting.table import Holdout
-from manyhands.boosting.text_format import parse_model, render_model
-from manyhands.boosting.training import TableChoice
 from manyhands.errors import UserError
-from manyhands.inference.predictor import ReadAs
+from manyhands.workloads.gbdt import row_sources
+from manyhands.workloads.gbdt.bin_table import Holdout
+from manyhands.workloads.gbdt.measuring import measure_model
+from manyhands.workloads.gbdt.model import GbdtModel
+from manyhands.workloads.gbdt.predicting import GbdtPredictor
+from manyhands.workloads.gbdt.row_sources import ArraySource, open_source
+from manyhands.workloads.gbdt.text_format import parse_model, render_model
+from manyhands.workloads.gbdt.training import TableChoice
+from manyhands.workloads.predictor import ReadAs
 
 
 def test_held_out_rows_are_a_share_of_all_by_their_number() -> None:
@@ -110,26 +110,26 @@ def test_a_model_without_names_takes_parquet_by_position(tmp_path: Path) -> None
 
 
 def test_a_large_table_is_sampled_and_binned_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    from manyhands.boosting import sources, table
+    from manyhands.workloads.gbdt import bin_table, row_sources
 
     values, labels = drawn_table(2_000)
     whole = trained(choice(values, labels), trees=3)
-    monkeypatch.setattr(sources, "_BLOCK_ROWS", 300)
+    monkeypatch.setattr(row_sources, "_BLOCK_ROWS", 300)
     in_blocks = trained(choice(values, labels), trees=3)
     assert render_model(in_blocks.model) == render_model(whole.model)
-    monkeypatch.setattr(table, "_SAMPLE_ROWS", 500)
-    sampled = table.sample_rows(ArraySource(values, labels), Holdout(), 0)
+    monkeypatch.setattr(bin_table, "_SAMPLE_ROWS", 500)
+    sampled = bin_table.sample_rows(ArraySource(values, labels), Holdout(), 0)
     assert 100 < sum(map(len, sampled.blocks)) <= 500
     assert sampled.rows == 2_000
 
 
 def test_more_rows_than_can_be_numbered_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from manyhands.boosting import table
+    from manyhands.workloads.gbdt import bin_table
 
     values, labels = drawn_table()
-    monkeypatch.setattr(table, "_MOST_ROWS", 700)
+    monkeypatch.setattr(bin_table, "_MOST_ROWS", 700)
     trained(choice(values, labels), trees=1)
-    monkeypatch.setattr(table, "_MOST_ROWS", 699)
+    monkeypatch.setattr(bin_table, "_MOST_ROWS", 699)
     with pytest.raises(UserError, match="the table has more than 699 rows"):
         trained(choice(values, labels), trees=1)
 
@@ -144,16 +144,16 @@ def test_an_absurd_index_is_refused_before_it_fills_the_memory(last: int, tmp_pa
 def test_of_sparse_rows_only_columns_with_values_and_categories_are_looked_at(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from manyhands.boosting import table
+    from manyhands.workloads.gbdt import bin_table
 
-    asked, numbers = [], table.bins_of_numbers
+    asked, numbers = [], bin_table.bins_of_numbers
     monkeypatch.setattr(
-        table, "bins_of_numbers", lambda column, *more: asked.append(column) or numbers(column, *more)
+        bin_table, "bins_of_numbers", lambda column, *more: asked.append(column) or numbers(column, *more)
     )
     lines = (f"{at % 3} {3 if at % 2 else 90_000}:{at % 5} 7:{at}" for at in range(100))
     (tmp_path / "rows").write_text("\n".join(lines) + "\n")
     source = open_source(tmp_path / "rows")
-    sample = table.sample_rows(source, Holdout(), 0)
+    sample = bin_table.sample_rows(source, Holdout(), 0)
     bins = sample.bins(255, frozenset({5}), "rows", threads=2)
     assert sorted(asked) == [3, 7, 90_000]
     assert [one.column for one in bins.features] == [3, 5, 7, 90_000]
@@ -280,7 +280,7 @@ def test_embedded_tables_are_those_of_scikit_learn(
     kept_elsewhere: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kept_elsewhere:
-        monkeypatch.setattr(sources, "bundled_file", lambda *_: None)
+        monkeypatch.setattr(row_sources, "bundled_file", lambda *_: None)
     cancer, diabetes = load_breast_cancer(), load_diabetes(scaled=False)
     wanted = {
         "breast-cancer": (

@@ -15,17 +15,17 @@ from sklearn.ensemble import HistGradientBoostingClassifier
 from sklearn.metrics import roc_auc_score
 
 from boosted import choice, drawn_table, predictions, trained
-from manyhands.boosting.model import GbdtModel
-from manyhands.boosting.options import GbdtOptions
-from manyhands.boosting.searching import area_words, told_words
-from manyhands.boosting.sources import ArraySource, RowBlock, open_source
-from manyhands.boosting.tally import HistogramMeeting
-from manyhands.boosting.task import GbdtStep, GbdtTask
-from manyhands.boosting.text_format import parse_model, render_model
-from manyhands.boosting.training import TableChoice, gbdt_task, train_gbdt
-from manyhands.boosting.trees import TreeMemory
+from manyhands.engine.interrupted_run import Keeping
 from manyhands.errors import UserError
-from manyhands.training.kept import Keeping
+from manyhands.workloads.gbdt.model import GbdtModel
+from manyhands.workloads.gbdt.options import GbdtOptions
+from manyhands.workloads.gbdt.row_sources import ArraySource, RowBlock, open_source
+from manyhands.workloads.gbdt.searching import area_words, told_words
+from manyhands.workloads.gbdt.shared_sums import SharedHistograms
+from manyhands.workloads.gbdt.task import GbdtStep, GbdtTask
+from manyhands.workloads.gbdt.text_format import parse_model, render_model
+from manyhands.workloads.gbdt.training import TableChoice, gbdt_task, train_gbdt
+from manyhands.workloads.gbdt.trees import TreeMemory
 
 DATA = Path(__file__).parents[2].parent / "shared" / "data"
 needs_data = pytest.mark.skipif(not DATA.exists(), reason="needs the files of ../shared/data")
@@ -58,7 +58,7 @@ def by_threads(task: GbdtTask, world: int, trees: int) -> list[TreeMemory]:
     def work(rank: int) -> None:
         try:
             step = GbdtStep(
-                task, memories[rank], HistogramMeeting(rank, areas, told, lambda: barrier.wait() and None)
+                task, memories[rank], SharedHistograms(rank, areas, told, lambda: barrier.wait() and None)
             )
             step.fill()
             for number in range(trees):

@@ -2,7 +2,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.wire.layout import lay_out
+from manyhands.wire.flat_layout import lay_out
 
 MIB = 1 << 20
 

@@ -7,8 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.c10d import layout
-from manyhands.c10d.calls import (
+from manyhands.errors import UserError
+from manyhands.interop.c10d import shared_layout
+from manyhands.interop.c10d.collective_calls import (
     RECORD_WORDS,
     CallKind,
     CollectiveCall,
@@ -19,12 +20,11 @@ from manyhands.c10d.calls import (
     describe_uneven,
     dtype_code,
 )
-from manyhands.c10d.options import Options
-from manyhands.c10d.post import capacity_bytes, ring_index
-from manyhands.c10d.reductions import check_reduction, combine, compiled_reducer
-from manyhands.errors import UserError
-from manyhands.memory.segment import CACHE_LINE, PAGE
-from manyhands.wire.dtypes import CODES
+from manyhands.interop.c10d.options import Options
+from manyhands.interop.c10d.point_to_point import capacity_bytes, ring_index
+from manyhands.interop.c10d.reductions import check_reduction, combine, compiled_reducer
+from manyhands.native.dtypes import CODES
+from manyhands.native.segment import CACHE_LINE, PAGE
 
 
 def all_reduce(tensor: torch.Tensor, number: int = 17) -> CollectiveCall:
@@ -101,29 +101,29 @@ def test_every_dtype_that_moves_has_a_code_of_its_own() -> None:
 
 @given(world=st.integers(1, 70))
 def test_regions_and_areas_do_not_overlap(world: int) -> None:
-    where = layout.layout_of(world)
+    where = shared_layout.layout_of(world)
     assert where.region_bytes % CACHE_LINE == 0
-    assert where.region_bytes >= layout.TABLES + 2 * 2 * world * 8
-    assert where.areas >= layout.REGIONS + world * where.region_bytes
+    assert where.region_bytes >= shared_layout.TABLES + 2 * 2 * world * 8
+    assert where.areas >= shared_layout.REGIONS + world * where.region_bytes
     assert where.areas % PAGE == 0
-    assert where.num_bytes == where.areas + 2 * world * layout.HALF_BYTES
+    assert where.num_bytes == where.areas + 2 * world * shared_layout.HALF_BYTES
 
 
 @given(count=st.integers(0, 10_000_000), item_bytes=st.sampled_from([1, 2, 4, 8, 16]))
 def test_blocks_fit_and_cover_all_items_in_as_few_rounds_as_there_can_be(count: int, item_bytes: int) -> None:
-    items = layout.block_items(count, item_bytes)
+    items = shared_layout.block_items(count, item_bytes)
     assert items >= 1
-    assert items * item_bytes <= layout.HALF_BYTES or count <= 1
+    assert items * item_bytes <= shared_layout.HALF_BYTES or count <= 1
     blocks = -(-count // items)
-    assert blocks == -(-count * item_bytes // layout.HALF_BYTES)
+    assert blocks == -(-count * item_bytes // shared_layout.HALF_BYTES)
     assert blocks <= 1 or items * item_bytes % CACHE_LINE == 0
 
 
 @given(lanes=st.integers(0, 500))
 def test_lanes_fit_into_a_half(lanes: int) -> None:
-    room = layout.lane_bytes(lanes)
+    room = shared_layout.lane_bytes(lanes)
     assert room % CACHE_LINE == 0
-    assert 0 < room * max(lanes, 1) <= layout.HALF_BYTES
+    assert 0 < room * max(lanes, 1) <= shared_layout.HALF_BYTES
 
 
 @given(world=st.integers(2, 40))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import manyhands as mh
-from manyhands.callbacks import Beginning, Listeners, Wish
+from manyhands.engine.callbacks import Beginning, Listeners, StopRequest
 from manyhands.errors import UserError
 
 FRESH = Beginning(config={}, history=(), resumed=False, path=None)
@@ -67,7 +67,7 @@ def test_each_hears_everything_in_order_and_a_checkpoint_after_the_steps_that_it
         ("checkpoint", 2, "again"),
         ("end", None, "NoneType"),
     ]
-    assert listeners.wish is None
+    assert listeners.stop_request is None
 
 
 def test_a_resumed_run_has_seen_the_steps_before_it() -> None:
@@ -83,13 +83,13 @@ def test_the_first_that_returns_true_is_the_one_who_asked(event: str) -> None:
     listeners = Listeners([Noted(), Noted({event: True}), Noted({event: True})])
     listeners.rows([step(1), {"step": 1, "metrics": {}}])
     listeners.saved(1, Path("step-1"))
-    assert listeners.wish == Wish(name="Noted", step=1)
+    assert listeners.stop_request == StopRequest(name="Noted", step=1)
 
 
 def test_false_asks_for_nothing_and_anything_else_is_refused() -> None:
     listeners = Listeners([Noted({"step": False})])
     listeners.rows([step(1)])
-    assert listeners.wish is None
+    assert listeners.stop_request is None
     with pytest.raises(UserError, match=r"Noted.on_step returned 'stop'; return True to ask the run to stop"):
         Listeners([Noted({"step": "stop"})]).rows([step(1)])
     with pytest.raises(UserError, match=r"each must be an instance of a subclass of manyhands\.Callback"):

@@ -13,11 +13,17 @@ from torch import nn
 from typer.testing import CliRunner
 
 import manyhands as mh
-from manyhands.bench import allreduce as bench_allreduce
-from manyhands.bench import backend as bench_backend
-from manyhands.bench import step as bench_step
 from manyhands.cli.main import app
-from manyhands.cluster.capacity import (
+from manyhands.engine.footprint import PER_LINK, Sizes, cost_of, sizes_of
+from manyhands.engine.request import Length, Request
+from manyhands.engine.session import check_capacity_for
+from manyhands.errors import Overload
+from manyhands.interop.own_loop.launch_script import launch
+from manyhands.lab.bench import allreduce as bench_allreduce
+from manyhands.lab.bench import backend as bench_backend
+from manyhands.lab.bench import step as bench_step
+from manyhands.lab.compare.run_comparison import CompareSettings, compare
+from manyhands.places.local.capacity import (
     PROCESS_BYTES,
     Amount,
     MemoryCost,
@@ -26,18 +32,12 @@ from manyhands.cluster.capacity import (
     most_workers,
     of_processes,
 )
-from manyhands.cluster.room import free_memory, free_tasks, group_folders, read_room
-from manyhands.compare.run import CompareSettings, compare
-from manyhands.errors import Overload
-from manyhands.footprint import PER_LINK, Sizes, cost_of, sizes_of
-from manyhands.loop.launch import launch
-from manyhands.regression.options import LogregOptions
-from manyhands.regression.training import train_logreg
-from manyhands.session import require_room_for
+from manyhands.places.local.capacity_check import free_memory, free_tasks, group_folders, read_room
 from manyhands.strategy import Strategy
-from manyhands.training.request import Length, Request
-from manyhands.words.glove import GloveOptions
-from manyhands.words.learning import Learning
+from manyhands.workloads.glove.learning import Learning
+from manyhands.workloads.glove.train_glove import GloveOptions
+from manyhands.workloads.logreg.options import LogregOptions
+from manyhands.workloads.logreg.training import train_logreg
 
 GIB = 1 << 30
 TOO_MANY = 100_000
@@ -269,7 +269,7 @@ def test_whoever_insists_is_let_through_and_the_command_line_can_insist() -> Non
         with warnings.catch_warnings(action="ignore"):
             request = Request.make(task(), Strategy.parse("ps"), TOO_MANY, Length(steps=1), 0, options, "cpu")
         with nullcontext() if insists else pytest.raises(Overload):
-            require_room_for(request, nn.Linear(8, 1))
+            check_capacity_for(request, nn.Linear(8, 1))
     commands = ("train digits", "train glove", "train logreg", "compare digits", "launch", "bench allreduce")
     for command in (*commands, "bench backend", "bench step"):
         text = CliRunner().invoke(app, [*command.split(), "--help"], env={"COLUMNS": "200"}).output

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.central.ownership import Ownership, cut, keep_whole
-from manyhands.sharding.pieces import Piece
-from manyhands.wire.layout import BucketLayout, lay_out
+from manyhands.strategies.central.ownership import Ownership, cut, keep_whole
+from manyhands.strategies.common.sharding.pieces import Piece
+from manyhands.wire.flat_layout import BucketLayout, lay_out
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 WAYS = {"cut": cut, "keep_whole": keep_whole}

@@ -6,8 +6,8 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from manyhands.draw.axes import linear, logarithmic, spans_powers
-from manyhands.draw.charts import (
+from manyhands.observe.draw.axes import linear, logarithmic, spans_powers
+from manyhands.observe.draw.charts import (
     Series,
     bar_chart,
     data_table,
@@ -20,7 +20,7 @@ from manyhands.draw.charts import (
     share_bars,
     short_number,
 )
-from manyhands.draw.overlap import overlapping
+from manyhands.observe.draw.hidden_curves import overlapping
 
 SVG = "{http://www.w3.org/2000/svg}"
 HOSTILE = "<script>alert('1')</script>\"&x"

@@ -14,11 +14,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from manyhands.data.store import (
+    CheckpointStore,
+    Loaded,
+    NoCheckpoint,
+    NonFiniteSnapshot,
+    Snapshot,
+    WriteFailed,
+)
+from manyhands.data.store.atomic import FileDigest
+from manyhands.data.store.manifest import CONTENT_FILES, MANIFEST_FILE, Manifest
+from manyhands.data.store.rotation import SavedStep, rotated_out
 from manyhands.errors import CorruptCheckpoint, UserError
-from manyhands.store import CheckpointStore, Loaded, NoCheckpoint, NonFiniteSnapshot, Snapshot, WriteFailed
-from manyhands.store.atomic import FileDigest
-from manyhands.store.manifest import CONTENT_FILES, MANIFEST_FILE, Manifest
-from manyhands.store.rotation import SavedStep, rotated_out
 
 FILES = (*CONTENT_FILES, MANIFEST_FILE)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from commands import run_command
-from manyhands import fitting
+from manyhands.engine import fitting
 
 TRAIN = ("--", "train", "digits", "--strategy", "ps")
 

@@ -10,14 +10,14 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner
 
-from manyhands.allreduce.algorithms import ALGORITHMS
-from manyhands.allreduce.cost import cost
-from manyhands.allreduce.draw import EXAMPLE, as_text, watch
 from manyhands.cli.main import app
-from manyhands.cli.schedule import RATES
+from manyhands.cli.schedule_command import RATES
 from manyhands.errors import UserError
-from manyhands.pipeline import draw
-from manyhands.pipeline.schedules import SCHEDULES, interleaved
+from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
+from manyhands.strategies.common.collectives.collective_cost import cost
+from manyhands.strategies.common.collectives.collective_drawing import EXAMPLE, as_text, watch
+from manyhands.strategies.pipeline import schedule_drawing
+from manyhands.strategies.pipeline.schedules import SCHEDULES, interleaved
 
 
 def shown(*words: str) -> str:
@@ -40,10 +40,10 @@ def test_a_pipeline_is_drawn_and_costed(name: str, tmp_path: Path) -> None:
     picture = tmp_path / "picture.svg"
     output = shown(name, "--stages", "2", "--microbatches", "6", "--svg", str(picture))
     schedule = SCHEDULES[name](2, 6)
-    assert draw.as_text(schedule) in output
+    assert schedule_drawing.as_text(schedule) in output
     assert "all  " in output
     assert f"picture in {picture}" in output
-    assert picture.read_text() == draw.as_svg(schedule)
+    assert picture.read_text() == schedule_drawing.as_svg(schedule)
 
 
 def test_what_a_pipeline_costs_is_said() -> None:
@@ -57,7 +57,7 @@ def test_what_a_pipeline_costs_is_said() -> None:
 
 def test_chunks_of_interleaved() -> None:
     output = shown("interleaved", "--stages", "2", "--microbatches", "4", "--chunks", "3")
-    assert draw.as_text(interleaved(2, 4, 3)) in output
+    assert schedule_drawing.as_text(interleaved(2, 4, 3)) in output
     assert "one of the 3 parts of the stage" in output
 
 

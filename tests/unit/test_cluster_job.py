@@ -17,8 +17,8 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands.cluster.job import LARGE_BYTES, load, pack
 from manyhands.errors import OutOfSharedMemory, UserError
+from manyhands.places.local.packed_job import LARGE_BYTES, load, pack
 
 LARGE = LARGE_BYTES // 4 + 5  # float32 items
 

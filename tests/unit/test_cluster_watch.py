@@ -7,11 +7,20 @@ import signal
 
 import pytest
 
-from manyhands.cluster.board import NOBODY, Board, BoardLine, State, pack_mark, unpack_mark
-from manyhands.cluster.control import Failed, Finished, Note, RoleStarted, Stop
-from manyhands.cluster.failure import describe_exit, report
-from manyhands.cluster.member import EXIT_S, Exited, Garbled, Heard, KillProcess, Patience
-from manyhands.cluster.watch import (
+from manyhands.errors import (
+    Aborted,
+    DataError,
+    NonFinite,
+    OutOfSharedMemory,
+    PeerTimeout,
+    UserError,
+    WorkerFailed,
+)
+from manyhands.places.local.control import Failed, Finished, Note, RoleStarted, Stop
+from manyhands.places.local.failure import describe_exit, report
+from manyhands.places.local.member import EXIT_S, Exited, Garbled, Heard, KillProcess, Patience
+from manyhands.places.local.status import NOBODY, State, StatusRow, StatusTable, pack_mark, unpack_mark
+from manyhands.places.local.watch_core import (
     Action,
     AskToStop,
     Deliver,
@@ -22,15 +31,6 @@ from manyhands.cluster.watch import (
     WatchInterrupted,
     WatchStopWanted,
 )
-from manyhands.errors import (
-    Aborted,
-    DataError,
-    NonFinite,
-    OutOfSharedMemory,
-    PeerTimeout,
-    UserError,
-    WorkerFailed,
-)
 
 
 class Play:
@@ -38,7 +38,7 @@ class Play:
 
     def __init__(self, num_roles: int, *, silent_after_s: float = 5.0) -> None:
         self.now_s = 1000.0
-        self.lines = [BoardLine() for _ in range(num_roles)]
+        self.lines = [StatusRow() for _ in range(num_roles)]
         self.silent: set[int] = set()
         self.kills: set[KillProcess] = set()
         patience = Patience(silent_after_s=silent_after_s, grace_s=2.0, start_timeout_s=120.0)
@@ -56,7 +56,7 @@ class Play:
         return self
 
     def mark(self, rank: int, step: int, state: State, waiting_for: int = NOBODY) -> None:
-        self.lines[rank] = BoardLine(
+        self.lines[rank] = StatusRow(
             pid=100 + rank,
             heartbeat_ns=self.now_ns,
             marked_ns=self.now_ns,
@@ -76,7 +76,7 @@ class Play:
             self.now_s += tick_s
             for rank, line in enumerate(self.lines):
                 if rank not in self.silent and line.pid:
-                    self.lines[rank] = BoardLine(
+                    self.lines[rank] = StatusRow(
                         pid=line.pid,
                         heartbeat_ns=self.now_ns,
                         marked_ns=line.marked_ns,
@@ -338,19 +338,19 @@ def test_marks_are_packed_into_one_word() -> None:
 
 
 def test_the_board_shows_to_all_what_one_writes() -> None:
-    with Board.create(3) as board, Board(os.dup(board.descriptor)) as other:
-        board.sign_on(1)
-        board.mark(1, 17, State.WAITING, waiting_for=2)
+    with StatusTable.create(3) as status_table, StatusTable(os.dup(status_table.descriptor)) as other:
+        status_table.sign_on(1)
+        status_table.mark(1, 17, State.WAITING, waiting_for=2)
         line = other.read(1)
         assert (line.pid, line.step, line.state, line.waiting_for) == (os.getpid(), 17, State.WAITING, 2)
         assert line.doing() == "waiting for role 2 at step 17"
-        board.mark(1, 18, State.COMPUTING, place=(3, 0))
+        status_table.mark(1, 18, State.COMPUTING, place=(3, 0))
         assert other.read(1).doing() == "computing step 18, micro-batch 0 on stage 3"
-        board.mark(1, 18, State.EXCHANGING)
+        status_table.mark(1, 18, State.EXCHANGING)
         assert other.read(1).doing() == "exchanging step 18"
-        assert other.read(0) == other.read(2) == BoardLine()
+        assert other.read(0) == other.read(2) == StatusRow()
         with pytest.raises(IndexError, match="no line 3"):
-            board.read(3)
-    board.close()
+            status_table.read(3)
+    status_table.close()
     with pytest.raises(ValueError, match="closed"):
-        board.read(0)
+        status_table.read(0)

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.errors import UserError
-from manyhands.hub.encoding import MessageCoder
-from manyhands.link.message import ProtocolError
-from manyhands.server import messages
+from manyhands.strategies.ps import ps_messages
+from manyhands.transport.hub.typed_messages import MessageCoder
+from manyhands.transport.link.message import ProtocolError
 
 
 class Colour(IntEnum):
@@ -76,7 +76,7 @@ class Slow(NamedTuple):
 
 
 OWN = {1: Flat, 2: Named, 3: Picky, 4: Nothing, 5: Secret}
-ALL = dict(enumerate(get_args(messages.Message), 1))
+ALL = dict(enumerate(get_args(ps_messages.Message), 1))
 CODEC, SERVER = MessageCoder(OWN), MessageCoder(ALL)
 POINT = Point(x=-3, colour=Colour.BLUE, far=True)
 UNICODE = st.characters(exclude_categories=["Cs"])  # what UTF-8 has: without a word each character is tried

@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 import torch
 
-from manyhands.allreduce.algorithms import ALGORITHMS
-from manyhands.allreduce.choosing import CodecChooser
-from manyhands.allreduce.collective import ScheduleCollective, carrier
-from manyhands.allreduce.executor import ScheduleExecutor
-from manyhands.analyse.codecs import codec_words
+from manyhands.engine.exchange import LocalStep
 from manyhands.errors import UserError
-from manyhands.link.simulated import SimulatedNetwork
-from manyhands.link.wire import codec_of
-from manyhands.local.exchange import LocalExchange
+from manyhands.observe.analyse.codecs import codec_words
+from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
+from manyhands.strategies.common.collectives.codec_choice import CodecChooser
+from manyhands.strategies.common.collectives.collective import ScheduleCollective, carrier
+from manyhands.strategies.common.collectives.executor import ScheduleExecutor
+from manyhands.strategies.local.exchange import LocalExchange
 from manyhands.strategy import Strategy
-from manyhands.training.exchange import LocalStep
+from manyhands.transport.link.simulated_network import SimulatedNetwork
+from manyhands.transport.link.wire import codec_of
 from manyhands.wire.choice import LOSSY, CodecCost, LinkCost, candidates, codec_sentence, decide, looks_at
-from manyhands.wire.memory import as_memory, as_one
+from manyhands.wire.codec_state import as_memory, as_one
 from manyhands.wire.names import auto_error, momentum_of, rounds_hops
 from manyhands.wire.parcels import Parcel
 
@@ -295,7 +295,7 @@ def averaged(setting: str, bandwidth: float) -> list[tuple[list[torch.Tensor], d
             exchange.apply()
             if exchange.settle():
                 found.append(torch.cat([one.detach().flatten() for one in model.parameters()]))
-        told = {**exchange.told(), "codec": codec_of(exchange.wire >> 8)}
+        told = {**exchange.summary(), "codec": codec_of(exchange.wire >> 8)}
         exchange.close()
         return found, told
 

@@ -8,15 +8,15 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from manyhands.allreduce.algorithms import ALGORITHMS, grouped
-from manyhands.allreduce.executor import ScheduleExecutor
-from manyhands.allreduce.schedule import Algorithm
 from manyhands.errors import UserError
 from manyhands.facts import Answer
-from manyhands.link.simulated import SimulatedNetwork
-from manyhands.link.wire import Wire, codec_of, wire_of
-from manyhands.registry import STRATEGIES
+from manyhands.strategies.common.collectives.algorithms import ALGORITHMS, grouped
+from manyhands.strategies.common.collectives.executor import ScheduleExecutor
+from manyhands.strategies.common.collectives.schedule import Algorithm
+from manyhands.strategies.registry import STRATEGIES
 from manyhands.strategy import Strategy
+from manyhands.transport.link.simulated_network import SimulatedNetwork
+from manyhands.transport.link.wire import Wire, codec_of, wire_of
 from manyhands.wire.codec import codec_named, encodes, round_trip
 from manyhands.wire.names import CODECS, RAW
 from manyhands.wire.parcels import Parcel

@@ -8,22 +8,29 @@ import pytest
 from rich.console import Console
 
 from compared import TWO, found, measured, told
-from manyhands.allreduce.strategy import AllReduce
-from manyhands.compare.bandwidth import Rate, shaped_command, why_not
-from manyhands.compare.figures import FailedTrial, Figures, Point, Spread, figures
-from manyhands.compare.measure import Stops
-from manyhands.compare.narrate import Conditions, paragraph
-from manyhands.compare.plan import Target, Trial, default_target, parse_strategies, trials, workers_of
-from manyhands.compare.price import Prices
-from manyhands.compare.report import Made, report, smooth
-from manyhands.compare.table import cells, columns, measures_table, promises_table, scores_table
-from manyhands.draw.paper import PART_COLOURS
 from manyhands.errors import UserError
 from manyhands.facts import Answer, Promises
-from manyhands.hogwild.strategy import Hogwild
-from manyhands.registry import STRATEGIES
-from manyhands.server.strategy import Ps
-from manyhands.single.strategy import Single
+from manyhands.lab.compare.bandwidth import Rate, shaped_command, why_not
+from manyhands.lab.compare.compare_report import Made, report, smooth
+from manyhands.lab.compare.compare_table import cells, columns, measures_table, promises_table, scores_table
+from manyhands.lab.compare.comparison import (
+    Target,
+    Trial,
+    default_target,
+    parse_strategies,
+    trials,
+    workers_of,
+)
+from manyhands.lab.compare.figures import FailedTrial, Figures, Point, Spread, figures
+from manyhands.lab.compare.findings import Conditions, paragraph
+from manyhands.lab.compare.measured_run import Stops
+from manyhands.lab.compare.price import Prices
+from manyhands.observe.draw.paper import PART_COLOURS
+from manyhands.strategies.allreduce.strategy import AllReduce
+from manyhands.strategies.hogwild.strategy import Hogwild
+from manyhands.strategies.ps.strategy import Ps
+from manyhands.strategies.registry import STRATEGIES
+from manyhands.strategies.single.strategy import Single
 from manyhands.strategy import Strategy
 
 # ── the plan ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -230,8 +237,8 @@ def test_the_clock_stands_still_for_evaluations() -> None:
 def test_one_who_evaluates_while_others_go_on_stops_its_share_of_the_clock() -> None:
     stops = Stops.of({5: {1: 0.5}, 10: {0: 0.25}}, 2, together=False)
     assert [stops.before_s(step, inclusive=True) for step in (4, 5, 10)] == [0, 0.25, 0.375]
-    meeting = ("allreduce", "ps", "hogwild")
-    assert all(Strategy.parse(text).meets_to_evaluate for text in meeting)
+    rendezvous = ("allreduce", "ps", "hogwild")
+    assert all(Strategy.parse(text).meets_to_evaluate for text in rendezvous)
     assert not Strategy.parse("ps consistency=async").meets_to_evaluate
 
 
@@ -360,7 +367,7 @@ def test_the_command_is_passed_on_as_it_is() -> None:
 
 def test_a_machine_that_can_not_shape_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    monkeypatch.setattr("manyhands.compare.bandwidth._ADMIN_PATHS", ())
+    monkeypatch.setattr("manyhands.lab.compare.bandwidth._ADMIN_PATHS", ())
     assert why_not(Rate.parse("1Gbit")) == "the program 'unshare' is missing; install util-linux"
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import manyhands as mh
-from manyhands.compare.plan import Target
-from manyhands.compare.run import CompareSettings, Progress, compare
 from manyhands.errors import UserError
+from manyhands.lab.compare.comparison import Target
+from manyhands.lab.compare.run_comparison import CompareSettings, Progress, compare
 
 FEATURES = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
 
@@ -138,8 +138,8 @@ def test_several_devices_make_a_row_each(tmp_path: Path, monkeypatch: pytest.Mon
         asked.append(device)
         return mh.fit(*arguments, **named)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("manyhands.compare.run.fit", fit)
-    monkeypatch.setattr("manyhands.compare.run.check_device", lambda name: name)
+    monkeypatch.setattr("manyhands.lab.compare.run_comparison.fit", fit)
+    monkeypatch.setattr("manyhands.lab.compare.run_comparison.check_device", lambda name: name)
     settings = CompareSettings(steps=4, repeats=2, devices=("cpu", "cuda"))
     done = compare(task(), "single", out=tmp_path / "c", settings=settings)
     assert asked == ["cpu", "cuda", "cpu", "cuda"]

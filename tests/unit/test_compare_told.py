@@ -3,8 +3,8 @@
 import dataclasses
 
 from compared import found, measured, told
-from manyhands.compare.plan import Target, parse_strategies
-from manyhands.slowdown import Slowdown
+from manyhands.engine.slowdown import Slowdown
+from manyhands.lab.compare.comparison import Target, parse_strategies
 
 
 def test_a_difference_beyond_the_repeats_is_called_one() -> None:

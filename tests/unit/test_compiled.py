@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.compiled import place, warming
-from manyhands.compiled.sources import ROOT, digest_of, imported_files, module_file
-from manyhands.compiled.warming import FAMILIES, JOBS
+from manyhands.native import cache_folder, warming
+from manyhands.native.sources import ROOT, digest_of, imported_files, module_file
+from manyhands.native.warming import FAMILIES, JOBS
 
 
 def _package(root: Path, **files: str) -> Path:
@@ -53,8 +53,9 @@ def test_digest_stays_when_an_unrelated_file_changes_or_the_tree_moves(tmp_path)
 
 
 def test_digest_reaches_through_real_modules():
-    files = {str(file.relative_to(ROOT)) for file in imported_files(ROOT / "regression" / "kernels.py")}
-    assert {"group/gate.py", "memory/atomics.py", "memory/waiting.py", "compiled/decorators.py"} <= files
+    kernels = ROOT / "workloads" / "logreg" / "logreg_kernels.py"
+    files = {str(file.relative_to(ROOT)) for file in imported_files(kernels)}
+    assert {"native/group/gate.py", "native/atomics.py", "native/waiting.py", "native/decorators.py"} <= files
 
 
 def _folder(monkeypatch, **environment: str) -> Path | None:
@@ -62,7 +63,7 @@ def _folder(monkeypatch, **environment: str) -> Path | None:
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    return place.cache_folder.__wrapped__()
+    return cache_folder.cache_folder.__wrapped__()
 
 
 def test_cache_goes_where_it_was_asked_to_go_or_to_the_users_caches(tmp_path, monkeypatch):
@@ -94,20 +95,20 @@ def test_a_folder_that_others_may_write_to_is_refused(tmp_path, monkeypatch):
 
 
 def test_code_of_old_sources_is_removed_and_that_of_others_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(place, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(cache_folder, "cache_folder", lambda: tmp_path)
     for name in ("memory.old-0", "memory.new-0"):
         (tmp_path / name).mkdir()
     (tmp_path / "group-0.done").touch()
     for name in ("memory.old-0", "group-0.done"):
         os.utime(tmp_path / name, (0, 0))
-    folder = place.folder_of(ROOT / "memory" / "waiting.py")
+    folder = cache_folder.folder_of(ROOT / "native" / "waiting.py")
     assert folder is not None
     assert sorted(one.name for one in tmp_path.iterdir()) == sorted(["memory.new-0", folder.name])
 
 
 def test_every_kernel_is_kept_by_our_own_decorators():
     """One that used numba's own would be kept beside the sources, and go stale."""
-    own = ROOT / "compiled" / "decorators.py"
+    own = ROOT / "native" / "decorators.py"
     stray = re.compile(
         r"import numba$|from numba import .*\b(njit|jit|cfunc|vectorize)\b|numba\.(njit|jit|cfunc)", re.M
     )
@@ -116,7 +117,7 @@ def test_every_kernel_is_kept_by_our_own_decorators():
         for file in ROOT.rglob("*.py")
         if file != own and stray.search(file.read_text())
     ]
-    assert found == [], "import njit, helper, inlined or cfunc from manyhands.compiled.decorators"
+    assert found == [], "import njit, helper, inlined or cfunc from manyhands.native.decorators"
 
 
 def test_jobs_name_what_is_there_and_cover_every_module_that_compiles_when_imported():
@@ -141,8 +142,8 @@ def test_jobs_name_what_is_there_and_cover_every_module_that_compiles_when_impor
 
 _PARALLEL = """
 import os, sys, time
-from manyhands.compiled import warming
-from manyhands.compiled.warming import CompileJob
+from manyhands.native import warming
+from manyhands.native.warming import CompileJob
 order = sys.argv[1]
 def _compile(job):
     with open(order, "a") as file: print(*job.calls, file=file)
@@ -228,7 +229,7 @@ def test_what_compiles_too_long_is_ended(monkeypatch, capsys):
 
 _WITHOUT_SCIPY = """
 import sys
-import manyhands.memory.counters  # kernels, loaded or compiled
+import manyhands.native.counters  # kernels, loaded or compiled
 assert "numba.np.arraymath" in sys.modules
 assert not [name for name in sys.modules if name.startswith("scipy.linalg")], "nothing multiplies matrices"
 import numba, numpy

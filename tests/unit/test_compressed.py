@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from manyhands.allreduce.algorithms import ALGORITHMS
-from manyhands.allreduce.collective import ScheduleCollective
-from manyhands.allreduce.compressed import Compressor, gathers
-from manyhands.allreduce.executor import ScheduleExecutor
-from manyhands.allreduce.riding import kept_by_codecs
-from manyhands.allreduce.schedule import chunk_bounds
 from manyhands.errors import ManyhandsError
-from manyhands.link.simulated import SimulatedNetwork
+from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
+from manyhands.strategies.common.collectives.collective import ScheduleCollective
+from manyhands.strategies.common.collectives.compressed import Compressor, gathers
+from manyhands.strategies.common.collectives.executor import ScheduleExecutor
+from manyhands.strategies.common.collectives.piggyback import kept_by_codecs
+from manyhands.strategies.common.collectives.schedule import chunk_bounds
+from manyhands.transport.link.simulated_network import SimulatedNetwork
 from manyhands.wire.codec import ParcelCodec, codec_named
-from manyhands.wire.memory import as_memory
+from manyhands.wire.codec_state import as_memory
 from manyhands.wire.parcels import Matrix, Parcel
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("one_core")]

@@ -9,15 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manyhands.consistency.asynchronous import Async
-from manyhands.consistency.bounded import Bounded
-from manyhands.consistency.buffered import Buffered
-from manyhands.consistency.parse import parse_consistency
-from manyhands.consistency.policy import BatchPlace, Group, Policy, blend
-from manyhands.consistency.rates import StalenessAware, StalenessDamped
-from manyhands.consistency.softsync import SoftSync
-from manyhands.consistency.sync import Sync
 from manyhands.errors import UserError
+from manyhands.strategies.common.consistency.asynchronous import Async
+from manyhands.strategies.common.consistency.bounded import Bounded
+from manyhands.strategies.common.consistency.buffered import Buffered
+from manyhands.strategies.common.consistency.parse import parse_consistency
+from manyhands.strategies.common.consistency.policy import BatchPlace, Group, Policy, blend
+from manyhands.strategies.common.consistency.rates import StalenessAware, StalenessDamped
+from manyhands.strategies.common.consistency.softsync import SoftSync
+from manyhands.strategies.common.consistency.sync import Sync
 
 TEXTS = {
     "sync": Sync(),

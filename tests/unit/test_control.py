@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.cluster.control import (
+from manyhands.errors import Aborted, PeerTimeout
+from manyhands.places.local.control import (
     MAX_FRAME_BYTES,
     Channel,
     ControlError,
@@ -27,7 +28,6 @@ from manyhands.cluster.control import (
     Unread,
     encode,
 )
-from manyhands.errors import Aborted, PeerTimeout
 
 MESSAGES: list[Message] = [
     RoleStarted(pid=4242),

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from manyhands.words.analogies import ask_analogies
-from manyhands.words.demo import demo_corpus
-from manyhands.words.demo_questions import demo_pairs, demo_questions
-from manyhands.words.similarity import compare_similarity
-from manyhands.words.vectors import Vectors
-from manyhands.words.vocabulary import count_words
+from manyhands.workloads.glove.analogies import ask_analogies
+from manyhands.workloads.glove.demo import demo_corpus
+from manyhands.workloads.glove.demo_questions import demo_pairs, demo_questions
+from manyhands.workloads.glove.similarity import compare_similarity
+from manyhands.workloads.glove.vector_files import Vectors
+from manyhands.workloads.glove.vocabulary import count_words
 
 
 def test_questions_are_all_pairs_of_pairs() -> None:

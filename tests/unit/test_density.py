@@ -14,13 +14,13 @@ from typer.testing import CliRunner
 
 from compared import measured
 from manyhands.cli.main import app
-from manyhands.compare.density import density_cells, density_page, density_rows, density_sentences
-from manyhands.compare.figures import Figures, figures
-from manyhands.compare.plan import parse_strategies
 from manyhands.errors import UserError
-from manyhands.regression.options import LogregOptions
-from manyhands.regression.synthetic import SparseProblem, shared_chance, write_examples
-from manyhands.regression.task import LogregTask
+from manyhands.lab.compare.comparison import parse_strategies
+from manyhands.lab.compare.figures import Figures, figures
+from manyhands.lab.compare.update_density import density_cells, density_page, density_rows, density_sentences
+from manyhands.workloads.logreg.options import LogregOptions
+from manyhands.workloads.logreg.synthetic import SparseProblem, shared_chance, write_examples
+from manyhands.workloads.logreg.task import LogregTask
 
 
 @pytest.mark.parametrize(

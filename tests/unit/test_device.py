@@ -3,7 +3,7 @@ from collections import namedtuple
 import pytest
 import torch
 
-from manyhands.device import NumberReader, check_device, device_of, moved, sharing_sentence
+from manyhands.engine.device import NumberReader, check_device, device_of, moved, sharing_sentence
 from manyhands.errors import UserError
 
 Pair = namedtuple("Pair", "x y")

@@ -14,10 +14,10 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from torch import nn
 
-from manyhands.federated.deployed.asking import HttpsAsker
-from manyhands.federated.deployed.letters import TensorForm, enrolment_text
-from manyhands.federated.secure.client import SecureStage
-from manyhands.federated.secure.tally import hash_of
+from manyhands.strategies.federated.deployed.http_client import HttpsAsker
+from manyhands.strategies.federated.deployed.protocol import TensorForm, enrolment_text
+from manyhands.strategies.federated.secure.secure_client import SecureStage
+from manyhands.strategies.federated.secure.secure_tally import hash_of
 from securely import Party
 
 PAGE = (Path(__file__).parents[2] / "docs" / "federated-deployment.md").read_text()

@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load, save_file
 
 from manyhands.errors import DataError
-from manyhands.federated.coding import UpdateCoding
-from manyhands.federated.deployed.coded import UpdateForm
-from manyhands.federated.deployed.home import DeviceHome
-from manyhands.federated.deployed.letters import LetterRefused, TensorForm
-from manyhands.federated.strategy import Federated
-from manyhands.federated.updates import ClientUpdate
+from manyhands.strategies.federated.client_updates import ClientUpdate
+from manyhands.strategies.federated.deployed.coded import UpdateForm
+from manyhands.strategies.federated.deployed.device_state import DeviceState
+from manyhands.strategies.federated.deployed.protocol import MessageRejected, TensorForm
+from manyhands.strategies.federated.strategy import Federated
+from manyhands.strategies.federated.update_encoding import UpdateCoding
 
 FORM = TensorForm((("a", "float32", (20, 5)), ("b", "bfloat16", (3,)), ("c", "float32", ())))
 ABOUT = {"samples": "3", "steps": "2", "loss": "0.5"}
@@ -74,18 +74,18 @@ def test_bytes_that_no_codec_has_made_are_refused_or_are_an_update_of_the_models
         wrong = body[:-data] + os.urandom(data) if turn % 2 else body[: len(body) - turn] + os.urandom(turn)
         try:
             found, _ = form.decode(wrong, client=1)
-        except LetterRefused as error:
+        except MessageRejected as error:
             statuses.add(error.status)
         else:
             assert [tuple(one.shape) for one in found] == [shape for _, _, shape in FORM.rows]
     assert statuses <= {400, 422}
     for wrong in (b"", b"x", b"\xff" * 8, body[:-1], body + b"\0", body[:20], FORM.encode(change(0), ABOUT)):
-        with pytest.raises(LetterRefused):
+        with pytest.raises(MessageRejected):
             form.decode(wrong, client=1)
     long = TensorForm((("update", "uint8", (100_000,)),)).encode(
         [torch.zeros(100_000, dtype=torch.uint8)], {}
     )
-    with pytest.raises(LetterRefused) as told:
+    with pytest.raises(MessageRejected) as told:
         form.decode(long, client=1)
     assert told.value.status == 413
 
@@ -104,7 +104,7 @@ def test_what_would_not_be_smaller_travels_as_it_is() -> None:
 
 
 def test_what_was_left_out_must_be_of_this_model(tmp_path: Path) -> None:
-    home, form = DeviceHome(tmp_path / "device"), updates("topk:0.1")
+    home, form = DeviceState(tmp_path / "device"), updates("topk:0.1")
     assert home.left(form.require_left) is None
     home.keep_left(torch.ones(104))
     assert torch.equal(home.left(form.require_left), torch.ones(104))

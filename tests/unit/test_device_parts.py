@@ -28,15 +28,15 @@ from torch import nn
 from commands import run_command
 from devices import TOY
 from manyhands.errors import DataError, UserError
-from manyhands.federated.deployed.asking import BackOff, HttpsAsker, Unreached
-from manyhands.federated.deployed.enrolment import Enrolment
-from manyhands.federated.deployed.home import DeviceHome, _put_once
-from manyhands.federated.deployed.job import FederatedJob, RoundSettings
-from manyhands.federated.deployed.letters import LetterRefused, TensorForm
-from manyhands.federated.deployed.schema import DataSchema, read_columns
-from manyhands.federated.deployed.serving import _check_tls
-from manyhands.link.authority import make_certificates
-from manyhands.tasks import TASKS
+from manyhands.strategies.federated.deployed.device_job import FederatedJob, RoundSettings
+from manyhands.strategies.federated.deployed.device_server import _check_tls
+from manyhands.strategies.federated.deployed.device_state import DeviceState, _put_once
+from manyhands.strategies.federated.deployed.enrolment import Enrolment
+from manyhands.strategies.federated.deployed.http_client import BackOff, HttpsAsker, Unreached
+from manyhands.strategies.federated.deployed.protocol import MessageRejected, TensorForm
+from manyhands.strategies.federated.deployed.schema import DataSchema, read_columns
+from manyhands.transport.link.authority import make_certificates
+from manyhands.workloads.tasks import TASKS
 
 SCHEMA = "inputs=float32:4,labels=int64"
 
@@ -105,7 +105,7 @@ def test_places_are_kept_without_their_tokens() -> None:
         with pytest.raises(DataError):
             Enrolment.of(damaged)
     for client in (-1, 0, 3):
-        with pytest.raises(LetterRefused, match="not enrolled"):
+        with pytest.raises(MessageRejected, match="not enrolled"):
             grown.key_of(client)
 
 
@@ -172,26 +172,26 @@ def test_certificates_that_devices_would_refuse_are_refused_before_a_port_is_ope
 
 
 def test_a_devices_key_is_its_own_and_stays(tmp_path: Path) -> None:
-    home = DeviceHome(tmp_path / "device")
+    home = DeviceState(tmp_path / "device")
     key = tmp_path / "device" / "identity.key"
     assert key.stat().st_mode & 0o777 == 0o600
-    assert DeviceHome(tmp_path / "device").secret == home.secret
+    assert DeviceState(tmp_path / "device").secret == home.secret
     key.chmod(0o644)
     with pytest.raises(UserError, match="chmod 600"):
-        DeviceHome(tmp_path / "device")
+        DeviceState(tmp_path / "device")
     key.chmod(0o600)
     key.write_text("abc")
     with pytest.raises(DataError, match="damaged"):
-        DeviceHome(tmp_path / "device")
+        DeviceState(tmp_path / "device")
 
 
 def test_a_key_is_made_once_whatever_a_killed_process_left(tmp_path: Path) -> None:
     folder = tmp_path / "device"
     folder.mkdir()
     (folder / ".identity.key.writing").write_text("half of a k")
-    first = DeviceHome(folder).secret
+    first = DeviceState(folder).secret
     _put_once(folder / "identity.key", b"another\n")  # of a process that looked before the first had written
-    assert DeviceHome(folder).secret == first
+    assert DeviceState(folder).secret == first
     assert sorted(path.name for path in folder.iterdir()) == ["identity.key"]
 
 
@@ -255,7 +255,7 @@ def answer(raw: bytes) -> http.client.HTTPResponse:
         (b"Content-Length: 5, 6", http.client.HTTPException, "how long"),
         (b"X: y", http.client.HTTPException, "how long"),
         (b"Content-Length: 5\r\nTransfer-Encoding: chunked", http.client.HTTPException, "how long"),
-        (b"Content-Length: 101", LetterRefused, "at most 100"),
+        (b"Content-Length: 101", MessageRejected, "at most 100"),
         (b"Content-Length: 50", http.client.IncompleteRead, "9 bytes read"),
     ],
 )
@@ -276,7 +276,9 @@ def test_an_answer_is_read_whole_and_one_that_trickles_is_not_waited_for(
     assert found.isclosed(), "the connection is free for the next request"
     assert ask._content(answer(b"HTTP/1.1 204 No Content\r\n\r\n"), 100) == b""
     times = iter([0.0, 31.0, 32.0])
-    monkeypatch.setattr("manyhands.federated.deployed.asking.time.monotonic", lambda: next(times))
+    monkeypatch.setattr(
+        "manyhands.strategies.federated.deployed.http_client.time.monotonic", lambda: next(times)
+    )
     with pytest.raises(TimeoutError, match="slowly"):
         ask._content(answer(raw), 100)
 
@@ -288,7 +290,7 @@ def test_a_server_whose_headers_trickle_is_not_waited_for(
     make_certificates(tmp_path, ["localhost"])
     served = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     served.load_cert_chain(tmp_path / "localhost" / "cert.pem", tmp_path / "localhost" / "key.pem")
-    monkeypatch.setattr("manyhands.federated.deployed.asking._SLOWEST", 1 << 30)
+    monkeypatch.setattr("manyhands.strategies.federated.deployed.http_client._SLOWEST", 1 << 30)
     listener = socket.create_server(("127.0.0.1", 0))
 
     def trickle() -> None:

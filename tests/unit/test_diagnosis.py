@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import manyhands as mh
+from manyhands.engine.diagnosis import Course, diagnose
 from manyhands.errors import NonFinite
-from manyhands.training.diagnosis import Course, diagnose
 
 
 def model_of(value: float) -> nn.Module:

@@ -15,17 +15,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import manyhands as mh
-from manyhands.boosting.options import GbdtOptions
-from manyhands.cli.export import export_command
+from manyhands.cli.export_command import export_command
 from manyhands.cli.trainable import train_app
-from manyhands.consistency.softsync import SoftSync
 from manyhands.errors import UserError
-from manyhands.loop import connect
-from manyhands.registry import STRATEGIES
-from manyhands.regression.options import LogregOptions
-from manyhands.settings import settings_of
-from manyhands.simulate.spec import SimulationSpec
-from manyhands.strategy import Strategy
+from manyhands.foresight.simulate.simulated_spec import SimulationSpec
+from manyhands.interop.own_loop import connect
+from manyhands.strategies.common.consistency.softsync import SoftSync
+from manyhands.strategies.registry import STRATEGIES
+from manyhands.strategy import Strategy, settings_of
+from manyhands.workloads.gbdt.options import GbdtOptions
+from manyhands.workloads.logreg.options import LogregOptions
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = [

@@ -12,7 +12,7 @@ _EACH = """
 import json, os, sys, traceback
 import sympy, torch
 import torch.distributed.fsdp, torch._functorch._aot_autograd.schemas, torch.fx.experimental.symbolic_shapes
-from manyhands.training import dynamo
+from manyhands.engine import dynamo
 assert "torch._dynamo" not in sys.modules
 print(flush=True)
 for script in json.loads(sys.argv[1]):

@@ -5,9 +5,13 @@ from __future__ import annotations
 import pytest
 
 from elastic_model import Run
-from manyhands.allreduce.elastic.membership import MAX_DEATHS, ElasticMembership, ElasticPlan
+from manyhands.engine.run_commands import AddWorker, RemoveWorker
 from manyhands.errors import UserError
-from manyhands.training.commands import AddWorker, RemoveWorker
+from manyhands.strategies.allreduce.elastic.elastic_membership import (
+    MAX_DEATHS,
+    ElasticMembership,
+    ElasticPlan,
+)
 
 STEPS = 8
 

@@ -12,22 +12,28 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands.allreduce.collective import Collective
-from manyhands.allreduce.elastic.changes import ArrivedInEpoch, EpochSeat, EpochView
-from manyhands.allreduce.elastic.collective import ElasticCollective, MembersChanged
-from manyhands.allreduce.elastic.files import EpochFiles, receive_files, send_files
-from manyhands.allreduce.elastic.membership import ElasticMembership, ElasticPlan
-from manyhands.allreduce.elastic.passage import Passage
-from manyhands.allreduce.elastic.state import read_state, restore_buffers, state_tree, write_file, write_state
-from manyhands.allreduce.elastic.story import MemberStory
-from manyhands.allreduce.elastic.training import ElasticTraining, FirstRows
+from manyhands.data.store.optimizer_state import restore_optimizer
+from manyhands.engine.exchange import Times, Traffic
+from manyhands.engine.exchanging import exchanging
+from manyhands.engine.training import training_class
 from manyhands.errors import Aborted, PeerTimeout, UserError
 from manyhands.facts import Answer
-from manyhands.store.optimizer_state import restore_optimizer
+from manyhands.strategies.allreduce.elastic.channel import StepChannel
+from manyhands.strategies.allreduce.elastic.elastic_membership import ElasticMembership, ElasticPlan
+from manyhands.strategies.allreduce.elastic.elastic_messages import ArrivedInEpoch, EpochSeat, EpochView
+from manyhands.strategies.allreduce.elastic.elastic_training import ElasticTraining, FirstRows
+from manyhands.strategies.allreduce.elastic.epoch_collective import ElasticCollective, MembersChanged
+from manyhands.strategies.allreduce.elastic.epoch_files import EpochFiles, receive_files, send_files
+from manyhands.strategies.allreduce.elastic.state import (
+    read_state,
+    restore_buffers,
+    state_tree,
+    write_file,
+    write_state,
+)
+from manyhands.strategies.allreduce.elastic.story import MemberStory
+from manyhands.strategies.common.collectives.collective import Collective
 from manyhands.strategy import Strategy
-from manyhands.training.exchange import Times, Traffic
-from manyhands.training.exchanging import exchanging
-from manyhands.training.training import training_class
 from manyhands.wire.parcels import Parcel
 
 
@@ -99,7 +105,7 @@ def test_a_newcomer_goes_on_with_the_very_bits_of_its_donor() -> None:
 def test_files_of_an_epoch_reach_a_member_and_those_of_earlier_ones_are_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("manyhands.allreduce.elastic.files._MOST_IN_A_PACKET", 5)
+    monkeypatch.setattr("manyhands.strategies.allreduce.elastic.epoch_files._MOST_IN_A_PACKET", 5)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     strategy = Strategy.parse("allreduce algorithm=ring elastic=yes")
     with ours, theirs:
@@ -148,7 +154,7 @@ class Cut(Collective):
 
 @pytest.mark.parametrize("act", [lambda one: one.finish(), lambda one: one.broadcast(0)])
 def test_an_exchange_that_was_cut_counts_exactly_if_the_launcher_says_so(act: Callable[[Any], None]) -> None:
-    passage = Passage(1)
+    passage = StepChannel(1)
     seats = (EpochSeat(slot=0, member=0), EpochSeat(slot=1, member=1))
     passage.begin(EpochView(epoch=1, seats=seats))
     for _ in range(3):

@@ -16,14 +16,14 @@ from torch.profiler import profile
 from typer.testing import CliRunner
 
 import manyhands as mh
-from manyhands.cli.memory import memory_app
+from manyhands.cli.memory_command import memory_app
 from manyhands.errors import UserError
-from manyhands.estimate import estimate
-from manyhands.holding import LayerFootprint, ModelFootprint
-from manyhands.registry import STRATEGIES
+from manyhands.facts import LayerFootprint, ModelFootprint
+from manyhands.foresight.estimate import estimate
+from manyhands.strategies.registry import STRATEGIES
 from manyhands.strategy import Strategy
-from manyhands.tasks.language import Transformer
-from manyhands.tasks.text import next_byte_loss
+from manyhands.workloads.tasks.language import Transformer
+from manyhands.workloads.tasks.text_task import next_byte_loss
 
 BATCH = 6
 

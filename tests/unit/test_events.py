@@ -15,10 +15,19 @@ import numpy as np
 import pytest
 
 from descriptors import open_descriptors
-from manyhands.analyse.collect import Collector
 from manyhands.errors import DataError, UserError
-from manyhands.memory.segment import Segment
-from manyhands.record.events import (
+from manyhands.native.segment import Segment
+from manyhands.observe.analyse.collect import Collector
+from manyhands.observe.record.event_files import (
+    _LAYOUTS,
+    _OLD_RECORD,
+    Ending,
+    EventFileWriter,
+    read_events,
+    read_header,
+)
+from manyhands.observe.record.event_ring import EventRing
+from manyhands.observe.record.events import (
     NO_STEP,
     NOBODY,
     RECORD,
@@ -29,8 +38,6 @@ from manyhands.record.events import (
     to_events,
     wire_of,
 )
-from manyhands.record.files import _LAYOUTS, _OLD_RECORD, Ending, EventFileWriter, read_events, read_header
-from manyhands.record.ring import EventRing
 
 HEADER_BYTES = 512
 DOCS = Path(__file__).resolve().parent.parent.parent / "docs" / "events.md"

@@ -12,16 +12,16 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from manyhands.analyse.explain import Explanation, Parts, WorkerPath, explain
-from manyhands.analyse.layers import LayerSent, layers_sent
-from manyhands.analyse.narrate import paragraph
 from manyhands.cli.main import app
-from manyhands.draw.explained import layers_table, workers_table
+from manyhands.data.store import RunDirectory
 from manyhands.errors import UserError
-from manyhands.record.events import NOBODY, RECORD, EventKind
-from manyhands.record.files import EventFileWriter
-from manyhands.record.recorded import RoleEvents
-from manyhands.store import RunDirectory
+from manyhands.observe.analyse.explain import Explanation, Parts, WorkerPath, explain
+from manyhands.observe.analyse.explained_in_words import paragraph
+from manyhands.observe.analyse.layer_traffic import LayerSent, layers_sent
+from manyhands.observe.draw.explained import layers_table, workers_table
+from manyhands.observe.record.event_files import EventFileWriter
+from manyhands.observe.record.events import NOBODY, RECORD, EventKind
+from manyhands.observe.record.recorded import RoleEvents
 
 MS = 1_000_000
 Row = tuple[EventKind, float, float, int, int]

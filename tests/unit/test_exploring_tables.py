@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from compared import measured
-from manyhands.compare.density import density_rows, density_sentences
-from manyhands.compare.figures import figures
-from manyhands.compare.plan import parse_strategies
-from manyhands.scaling.curve import scaling_curve
-from manyhands.scaling.report import scaling_sentences
+from manyhands.lab.compare.comparison import parse_strategies
+from manyhands.lab.compare.figures import figures
+from manyhands.lab.compare.update_density import density_rows, density_sentences
+from manyhands.lab.scaling.curve import scaling_curve
+from manyhands.lab.scaling.scaling_report import scaling_sentences
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 MACHINE = {"cores": "2 usable of 2", "system": "Linux x"}

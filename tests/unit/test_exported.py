@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 import manyhands as mh
-from manyhands.cli.export import export_command
-from manyhands.cli.predict import predict_command
+from manyhands.cli.export_command import export_command
+from manyhands.cli.predict_command import predict_command
+from manyhands.data.store.exported import PRECISIONS, narrow, read_exported, widen, write_exported
 from manyhands.errors import UserError
-from manyhands.exporting import export_run
-from manyhands.regression.labels import Labels
-from manyhands.regression.model import MODEL_FILE, LogregModel
-from manyhands.store.exported import PRECISIONS, narrow, read_exported, widen, write_exported
+from manyhands.workloads.exporting import export_run
+from manyhands.workloads.logreg.labels import Labels
+from manyhands.workloads.logreg.model import MODEL_FILE, LogregModel
 
 
 @given(count=st.integers(1, 1000), seed=st.integers(0, 99), size=st.floats(1e-6, 1e6))

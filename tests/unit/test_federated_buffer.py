@@ -11,11 +11,17 @@ import torch
 from torch import Tensor, nn
 
 import manyhands as mh
-from manyhands.consistency.policy import blend
 from manyhands.errors import UserError
-from manyhands.federated.algorithms.base import FederatedFacts
-from manyhands.federated.algorithms.buff import ClientArrivals, FedBuff, Underway, duration_s, next_client
-from manyhands.federated.updates import ClientUpdate
+from manyhands.strategies.common.consistency.policy import blend
+from manyhands.strategies.federated.algorithms.algorithm import FederatedFacts
+from manyhands.strategies.federated.algorithms.buff import (
+    ClientArrivals,
+    FedBuff,
+    Underway,
+    duration_s,
+    next_client,
+)
+from manyhands.strategies.federated.client_updates import ClientUpdate
 from rounds import Played, play_rounds
 
 RATE = 0.1
@@ -53,9 +59,9 @@ def schedule(rounds: int, clients: int, per_round: int, size: int) -> list[list[
     trips, now = itertools.count(), 0.0
 
     def send(version: int, resting: set[int]) -> None:
-        away = {client for _, client, _ in events}
+        remote = {client for _, client, _ in events}
         trip = next(trips)
-        client = next_client(0, trip, [one for one in range(clients) if one not in away | resting])
+        client = next_client(0, trip, [one for one in range(clients) if one not in remote | resting])
         heapq.heappush(events, (now + duration_s(0, client, trip), client, version))
 
     for _ in range(per_round):
@@ -88,7 +94,7 @@ def test_a_step_is_the_mean_of_the_buffer_each_update_from_the_model_it_began_wi
     words = "federated partition=natural batch=all epochs=2 fraction=0.67 algorithm=fedbuff:2"
     run = play_rounds(task(), words, 12)
     np.testing.assert_allclose(weight_of(run), versions[-1], rtol=0, atol=1e-9)
-    told = run.exchange.told()["algorithm"]
+    told = run.exchange.summary()["algorithm"]
     assert told["staleness"]["mean"] == pytest.approx(late / 24)
     assert told["staleness"]["mean"] > 1, "six are under way, and two make a step"
 
@@ -124,7 +130,7 @@ def test_where_a_step_waits_for_everybody_it_is_fedavg() -> None:
     words = "federated partition=natural batch=2 algorithm="
     buffered, average = (play_rounds(task(), words + one, 3) for one in ("fedbuff:9", "fedavg"))
     np.testing.assert_allclose(weight_of(buffered), weight_of(average), rtol=0, atol=1e-12)
-    assert buffered.exchange.told()["algorithm"]["staleness"] == {"mean": 0.0, "max": 0}
+    assert buffered.exchange.summary()["algorithm"]["staleness"] == {"mean": 0.0, "max": 0}
 
 
 def test_arrivals_are_in_the_order_of_time_and_nobody_is_under_way_twice() -> None:
@@ -138,8 +144,8 @@ def test_arrivals_are_in_the_order_of_time_and_nobody_is_under_way_twice() -> No
             assert float(one.weights[0]) == one.number == number - one.staleness
             counts[one.client] += 1
         memory = made.memory()
-        away = [client for _, client, _ in memory["underway"]]
-        assert len(set(away)) == len(away) == 8
+        remote = [client for _, client, _ in memory["underway"]]
+        assert len(set(remote)) == len(remote) == 8
         assert memory["clock_s"] >= before
         before = memory["clock_s"]
         assert {version for version, _ in memory["versions"]} == {
@@ -157,7 +163,7 @@ def test_a_resumed_run_goes_on_with_those_under_way() -> None:
     whole = play_rounds(task(), words, 9)
     parts = play_rounds(task(), words, 5, after=play_rounds(task(), words, 4))
     np.testing.assert_array_equal(weight_of(whole), weight_of(parts))
-    assert whole.exchange.told()["algorithm"] == parts.exchange.told()["algorithm"]
+    assert whole.exchange.summary()["algorithm"] == parts.exchange.summary()["algorithm"]
 
 
 @pytest.mark.parametrize(

@@ -17,15 +17,20 @@ import torch
 from torch import Tensor
 
 import manyhands as mh
+from manyhands.engine.computing import Computer, TrainingPlan
 from manyhands.errors import NonFinite, UserError
-from manyhands.federated.bounding import RoundNorms
-from manyhands.federated.norms import described_norms, norm_class, rejected_by_norm
-from manyhands.federated.partition import Partition
-from manyhands.federated.rounds.core import RoundState, RoundTerms, as_json, handle, state_of
-from manyhands.federated.rounds.events import AbandonRound, ClientsSeen, CloseRound, ReportCame
-from manyhands.federated.tally import KeptTally, PlainTally
-from manyhands.federated.updates import ClientUpdate, RoundTally, TallySum
-from manyhands.training.computing import Computer, TrainingPlan
+from manyhands.strategies.federated.bounding import RoundNorms
+from manyhands.strategies.federated.client_updates import ClientUpdate, RoundTally, TallySum
+from manyhands.strategies.federated.norms import described_norms, norm_class, rejected_by_norm
+from manyhands.strategies.federated.partition import Partition
+from manyhands.strategies.federated.rounds.round_core import RoundState, RoundTerms, as_json, handle, state_of
+from manyhands.strategies.federated.rounds.round_events import (
+    AbandonRound,
+    ClientsSeen,
+    CloseRound,
+    ReportCame,
+)
+from manyhands.strategies.federated.update_tally import KeptTally, PlainTally
 from rounds import play_rounds
 
 HUGE = 1.8e19
@@ -196,12 +201,12 @@ def points(scale: float, hostile: tuple[int, ...] = (2,), clients: int = 5) -> m
 def test_a_simulated_round_counts_without_the_update_that_is_too_large(algorithm: str) -> None:
     words = f"federated clients=5 batch=all together=1 algorithm={algorithm}"
     spoiled, honest = play_rounds(points(1e12), words, 2), play_rounds(points(1.0), words, 2)
-    told = spoiled.exchange.told()
+    told = spoiled.exchange.summary()
     assert (told["updates_rejected"], told["updates_refused"]) == (2, 0)
     assert list(spoiled.exchange.row_facts()["rejected"]) == ["2"]
     assert "rejected" not in honest.exchange.row_facts()
     assert all(math.isfinite(loss) and loss < 100 for loss in spoiled.losses)
-    assert play_rounds(points(1e12), f"{words} norm_ratio=0", 1).exchange.told()["updates_rejected"] == 0
+    assert play_rounds(points(1e12), f"{words} norm_ratio=0", 1).exchange.summary()["updates_rejected"] == 0
     alone = play_rounds(points(1e12), f"{words} min_reports=5", 1)
     assert math.isnan(alone.losses[0]), "and not where every report is needed"
 

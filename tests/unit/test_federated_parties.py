@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 import manyhands as mh
-from manyhands.analyse.gather import Gather
-from manyhands.analyse.parties import PartiesHistory, parties_view
-from manyhands.analyse.view import PartiesView
-from manyhands.draw.page import sections
-from manyhands.draw.parties import skew_lines, skew_picture
-from manyhands.federated.clients import held
-from manyhands.federated.spread import ClientMeasures, measured, shown_clients, skew_of, spread_of
+from manyhands.observe.analyse.parties_view import PartiesHistory, parties_view
+from manyhands.observe.analyse.run_view import Gather
+from manyhands.observe.analyse.view import PartiesView
+from manyhands.observe.draw.page import sections
+from manyhands.observe.draw.parties_section import skew_lines, skew_picture
+from manyhands.strategies.federated.clients import held
+from manyhands.strategies.federated.spread import ClientMeasures, measured, shown_clients, skew_of, spread_of
 from views import run_view
 
 LABELS = torch.tensor([0, 0, 0, 1, 1, 2])

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 import manyhands as mh
 from manyhands.errors import UserError
-from manyhands.federated.coding import UpdateCoding
-from manyhands.federated.layers import local_names
-from manyhands.federated.partition import held_back
-from manyhands.federated.personal import fine_tuned, models_kept
-from manyhands.federated.updates import ClientUpdate
+from manyhands.strategies.federated.client_updates import ClientUpdate
+from manyhands.strategies.federated.kept_layers import local_names
+from manyhands.strategies.federated.partition import held_back
+from manyhands.strategies.federated.personal import fine_tuned, models_kept
+from manyhands.strategies.federated.update_encoding import UpdateCoding
 from rounds import Played, play_rounds
 
 RATE, HOLD = 0.05, 0.7
@@ -265,7 +265,7 @@ def test_an_update_that_a_codec_makes_infinite_is_not_counted() -> None:
     words = "federated partition=natural batch=all codec=fp16"
     both = play_rounds(task(mh.Parties({**PARTIES, "huge": huge})), words, 1)
     same(weights_of(both), weights_of(play_rounds(task(), words, 1)))
-    assert both.exchange.told()["updates_refused"] == 1
+    assert both.exchange.summary()["updates_refused"] == 1
     assert math.isfinite(both.losses[0])
 
 
@@ -276,7 +276,7 @@ def test_a_client_whose_update_is_refused_keeps_what_it_had(codec: str) -> None:
     words = f"federated partition=natural batch=all algorithm=scaffold codec={codec}"
     parties = {**PARTIES, "refused": infinite if codec == "raw" else huge}
     both = play_rounds(task(mh.Parties(parties)), words, 1)
-    assert both.exchange.told()["updates_refused"] == 1
+    assert both.exchange.summary()["updates_refused"] == 1
     assert sorted(both.exchange._algorithm.states) == [0, 1, 2, 3]
     assert sorted(both.exchange._coding.states) == ([0, 1, 2, 3] if "topk" in codec else [])
 
@@ -300,7 +300,7 @@ def error_of(weights: list[Tensor], data: tuple[Tensor, Tensor]) -> float:
 
 
 def told_errors(played: Played, kind: str) -> list[float]:
-    told = played.exchange.told()[kind]
+    told = played.exchange.summary()[kind]
     return [told[client]["evaluation_loss"] for client in sorted(told, key=int)]
 
 
@@ -318,7 +318,7 @@ def test_fine_tuning_is_a_setting_that_is_measured_beside_the_common_model() -> 
     assert told_errors(tuned, "measured_common") == pytest.approx(common, rel=1e-9)
     for client in range(4):  # what a client keeps from round to round is as it was
         same(tuned.exchange.personal(client), plain.exchange.personal(client), within=0)
-    assert "measured_common" not in play_rounds(task(), "federated partition=natural", 1).exchange.told()
+    assert "measured_common" not in play_rounds(task(), "federated partition=natural", 1).exchange.summary()
 
 
 def test_the_function_gives_the_models_that_a_run_has_measured() -> None:
@@ -338,7 +338,7 @@ def test_the_function_gives_the_models_that_a_run_has_measured() -> None:
 
 
 def test_clients_that_are_tuned_at_once_come_to_what_each_comes_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("manyhands.federated.playing._FEW_STEPS", 0)
+    monkeypatch.setattr("manyhands.strategies.federated.simulation._FEW_STEPS", 0)
     model = task().model()
     both = []
     for together in (1, 0):

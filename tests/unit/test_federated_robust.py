@@ -10,10 +10,10 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from manyhands.federated.algorithms import FederatedFacts, algorithm_named
-from manyhands.federated.algorithms.robust import krum_scores
-from manyhands.federated.updates import TallySum, WeighedUpdate
-from manyhands.training.exchange import Traffic
+from manyhands.engine.exchange import Traffic
+from manyhands.strategies.federated.algorithms import FederatedFacts, algorithm_named
+from manyhands.strategies.federated.algorithms.robust import krum_scores
+from manyhands.strategies.federated.client_updates import TallySum, WeighedUpdate
 
 
 def found(rows: Tensor, missing: int = 0) -> TallySum:

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from manyhands.federated.spread import ClientMeasures, spread_of, spread_over
-from manyhands.federated.states import ClientStates, gathered, restored
-from manyhands.federated.tally import KeptTally, PlainTally
-from manyhands.federated.updates import ClientUpdate, TallySum
+from manyhands.strategies.federated.client_updates import ClientUpdate, TallySum
+from manyhands.strategies.federated.spread import ClientMeasures, spread_of, spread_over
+from manyhands.strategies.federated.states import ClientStates, gathered, restored
+from manyhands.strategies.federated.update_tally import KeptTally, PlainTally
 
 LIKE = [torch.zeros(2, 3), torch.zeros(4, dtype=torch.float64)]
 CLIENTS = [1, 4, 6, 7, 9]

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 import manyhands as mh
 from manyhands.errors import UserError
-from manyhands.federated.algorithms import ALGORITHMS, FederatedFacts, algorithm_named
-from manyhands.federated.clients import LocalWork, held, held_names
-from manyhands.federated.playing import Crowd, Playing, players_for
-from manyhands.federated.products import plain_products
-from manyhands.federated.samples import Samples, columns_of
-from manyhands.federated.stacked import steps_of
-from manyhands.federated.strategy import ALL, AUTO
-from manyhands.federated.updates import ClientAssignment, ClientUpdate
+from manyhands.strategies.federated.algorithms import ALGORITHMS, FederatedFacts, algorithm_named
+from manyhands.strategies.federated.client_updates import ClientAssignment, ClientUpdate
+from manyhands.strategies.federated.clients import LocalWork, held, held_names
+from manyhands.strategies.federated.samples import Samples, columns_of
+from manyhands.strategies.federated.simulation import ClientSimulation, Cohort, client_runner_for
+from manyhands.strategies.federated.small_products import plain_products
+from manyhands.strategies.federated.stacked import steps_of
+from manyhands.strategies.federated.strategy import ALL, AUTO
 
 SIZES = (7, 4, 11, 4, 1)
 Optimizers = Callable[..., torch.optim.Optimizer]
@@ -53,15 +53,15 @@ def a_task(**fields: object) -> mh.Task:
 
 @pytest.fixture(autouse=True)
 def _any_number_of_steps_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("manyhands.federated.playing._FEW_STEPS", 0)
+    monkeypatch.setattr("manyhands.strategies.federated.simulation._FEW_STEPS", 0)
 
 
 def test_for_a_round_of_few_steps_nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, playing = played(a_task(), AUTO)
-    assert playing.together > 1
-    monkeypatch.setattr("manyhands.federated.playing._FEW_STEPS", 10**6)
-    _, playing = played(a_task(), AUTO)
-    assert str(playing) == "clients were trained one after another: a round has few steps"
+    _, simulation = played(a_task(), AUTO)
+    assert simulation.together > 1
+    monkeypatch.setattr("manyhands.strategies.federated.simulation._FEW_STEPS", 10**6)
+    _, simulation = played(a_task(), AUTO)
+    assert str(simulation) == "clients were trained one after another: a round has few steps"
 
 
 def split() -> list[np.ndarray]:
@@ -70,12 +70,12 @@ def split() -> list[np.ndarray]:
 
 def played(
     task: mh.Task, together: int, algorithm: str = "fedavg", batch: int = 3, model: nn.Module | None = None
-) -> tuple[list[ClientUpdate], Playing]:
+) -> tuple[list[ClientUpdate], ClientSimulation]:
     """Two rounds of all clients, the second from other weights; updates of both."""
     model = model if model is not None else task.model()
     assert isinstance(model, nn.Module)
     work = LocalWork(epochs=2, batch=batch)
-    crowd = Crowd(sizes=SIZES, each_round=len(SIZES), wanted=together)
+    cohort = Cohort(sizes=SIZES, each_round=len(SIZES), wanted=together)
     by = algorithm_named(algorithm)
     by.attach(
         FederatedFacts(
@@ -83,7 +83,7 @@ def played(
             per_round=len(SIZES), weight=float(sum(SIZES)), seed=5,
         )
     )  # fmt: skip
-    players, playing = players_for(task, model, by, work, 5, crowd)
+    client_runner, simulation = client_runner_for(task, model, by, work, 5, cohort)
     like = task.optimizer(model.parameters())
     found: list[ClientUpdate] = []
     for number, scale in enumerate((1.0, 0.5)):
@@ -92,8 +92,8 @@ def played(
             ClientAssignment(client=client, samples=samples, weights=weights, number=number)
             for client, samples in enumerate(split())
         ]
-        found += players.play(assigned, like)
-    return found, playing
+        found += client_runner.play(assigned, like)
+    return found, simulation
 
 
 def assert_alike(some: Sequence[ClientUpdate], others: Sequence[ClientUpdate]) -> None:
@@ -131,8 +131,8 @@ def test_clients_at_once_send_what_they_send_one_after_another(optimizer: Optimi
     """Clients of 1 to 11 samples: other numbers of steps, last batches of other sizes."""
     task = a_task(optimizer=optimizer)
     alone, _ = played(task, 1)
-    both, playing = played(task, together)
-    assert playing.together == together
+    both, simulation = played(task, together)
+    assert simulation.together == together
     assert_alike(both, alone)
     assert {update.steps for update in alone} == {2, 4, 6, 8}
 
@@ -140,8 +140,8 @@ def test_clients_at_once_send_what_they_send_one_after_another(optimizer: Optimi
 @pytest.mark.parametrize("algorithm", ["fedprox:0.5", *(name for name in ALGORITHMS if name != "fedprox")])
 def test_what_an_algorithm_does_on_a_client_it_does_to_each_of_many(algorithm: str) -> None:
     alone, _ = played(a_task(), 1, algorithm)
-    both, playing = played(a_task(), 5, algorithm)
-    assert playing.together == 5
+    both, simulation = played(a_task(), 5, algorithm)
+    assert simulation.together == 5
     assert_alike(both, alone)
     if algorithm == "fedprox:0.5":  # its updates have the shapes of plain ones, and are others
         with pytest.raises(AssertionError):
@@ -163,8 +163,8 @@ def test_a_frozen_layer_and_a_constant_buffer_stay_as_they_are() -> None:
     model.register_buffer("scale", torch.ones(2, dtype=torch.float64))
     task = a_task(model=lambda: model)
     alone, _ = played(task, 1, model=model)
-    both, playing = played(task, 5, model=model)
-    assert playing.together == 5
+    both, simulation = played(task, 5, model=model)
+    assert simulation.together == 5
     assert_alike(both, alone)
     assert not both[0].change[0].any()
     assert not both[0].change[-1].any()
@@ -241,9 +241,9 @@ def test_what_cannot_be_stacked_or_should_not_is_trained_one_after_another(
     fields: dict[str, object], why: str
 ) -> None:
     task = a_task(**fields)
-    found, playing = played(task, AUTO)
-    assert playing.together == 1
-    assert why in str(playing)
+    found, simulation = played(task, AUTO)
+    assert simulation.together == 1
+    assert why in str(simulation)
     assert len(found) == 2 * len(SIZES)
     if "slower" not in why:
         with pytest.raises(UserError, match=r"together=3: .*; use together=auto, or together=1"):
@@ -260,9 +260,9 @@ class _Unused(nn.Module):
 
 
 def test_whole_batches_of_different_sizes_are_not_stacked_unless_asked_for() -> None:
-    _, playing = played(a_task(), AUTO, batch=ALL)
-    assert playing.together == 1
-    assert "hardly two" in playing.why
+    _, simulation = played(a_task(), AUTO, batch=ALL)
+    assert simulation.together == 1
+    assert "hardly two" in simulation.why
     alone, _ = played(a_task(), 1, batch=ALL)
     assert_alike(played(a_task(), 5, batch=ALL)[0], alone)
 

@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from manyhands.analyse import follow
-from manyhands.analyse.follow import RunFollower
-from manyhands.analyse.source import ComingRun
-from manyhands.analyse.view import Phase, Presence
+from manyhands.data.store import RunDirectory
 from manyhands.errors import UserError
-from manyhands.record.events import NOBODY, RECORD, EventKind, Records
-from manyhands.record.files import EventFileWriter
-from manyhands.store import RunDirectory
+from manyhands.observe.analyse import follow
+from manyhands.observe.analyse.follow import RunFollower
+from manyhands.observe.analyse.source import ComingRun
+from manyhands.observe.analyse.view import Phase, Presence
+from manyhands.observe.record.event_files import EventFileWriter
+from manyhands.observe.record.events import NOBODY, RECORD, EventKind, Records
 
 S = 1_000_000_000
 CONFIG = {

@@ -4,7 +4,7 @@ import weakref
 
 import torch
 
-from manyhands.cluster.forking import spare_finalizers
+from manyhands.places.local.forking import spare_finalizers
 
 
 class Thing:

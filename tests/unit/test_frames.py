@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.errors import UserError
-from manyhands.hub.frames import (
+from manyhands.transport.hub.frames import (
     HEADER_BYTES,
     IN_ARENA,
     FrameDecoder,
@@ -20,7 +20,7 @@ from manyhands.hub.frames import (
     WholeFrame,
     encode_header,
 )
-from manyhands.link.message import ProtocolError
+from manyhands.transport.link.message import ProtocolError
 
 LIMITS = Limits(body_bytes=200_000, payload_bytes=1 << 20)
 Message = tuple[int, bytes]

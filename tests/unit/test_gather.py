@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from manyhands.analyse.curves import spread
-from manyhands.analyse.gather import Gather
-from manyhands.analyse.view import Phase, Presence, RunView, Shares
-from manyhands.draw.page import sections
-from manyhands.record.events import NOBODY, RECORD, EventKind, Records, Wire
+from manyhands.observe.analyse.curves import spread
+from manyhands.observe.analyse.run_view import Gather
+from manyhands.observe.analyse.view import Phase, Presence, RunView, Shares
+from manyhands.observe.draw.page import sections
+from manyhands.observe.record.events import NOBODY, RECORD, EventKind, Records, Wire
 
 MS = 1_000_000
 S = 1_000_000_000

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from manyhands.engine.fitting import fit
 from manyhands.errors import UserError
-from manyhands.fitting import fit
-from manyhands.group.shared import SharedGroup
-from manyhands.words.glove import train_glove
-from manyhands.words.glove_batches import AllReduceStep, TensorStep
-from manyhands.words.glove_model import GloveModel, GloveOptions, GloveSnapshot
-from manyhands.words.glove_server import GloveTables, glove_tables
-from manyhands.words.glove_task import GloveTask
-from manyhands.words.records import RECORD
+from manyhands.native.group.shared_group import SharedGroup
+from manyhands.workloads.glove.cooccurrence_files import RECORD
+from manyhands.workloads.glove.glove_batches import AllReduceStep, TensorStep
+from manyhands.workloads.glove.glove_model import GloveModel, GloveOptions, GloveSnapshot
+from manyhands.workloads.glove.glove_server import GloveTables, glove_tables
+from manyhands.workloads.glove.glove_task import GloveTask
+from manyhands.workloads.glove.train_glove import train_glove
 
 SIZE = 120
 OPTIONS = GloveOptions(dim=10, passes=2, x_max=10.0, batch=64, dtype="float64", seed=5)

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from manyhands.cluster.signals import ending
 from manyhands.errors import DataError
+from manyhands.places.local.signals import ending
 from manyhands.strategy import Strategy
-from manyhands.words import glove_task
-from manyhands.words.glove import GloveOptions, Keeping, train_glove
-from manyhands.words.records import RECORD
+from manyhands.workloads.glove import glove_task
+from manyhands.workloads.glove.cooccurrence_files import RECORD
+from manyhands.workloads.glove.train_glove import GloveOptions, Keeping, train_glove
 
 SIZE = 2_000
 OPTIONS = GloveOptions(dim=16, passes=4, x_max=10.0, dtype="float64")
@@ -105,7 +105,7 @@ def test_a_bad_record_ends_all_threads(tmp_path: Path) -> None:
     ("strategy", "in_turns"), [("single", False), ("hogwild", False), ("hogwild order=locked", True)]
 )
 def test_what_takes_turns_is_compiled_only_where_turns_are_taken(
-    strategy: str, in_turns: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    strategy: str, in_push_pulls: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiled = []
     monkeypatch.setattr(glove_task, "warm", lambda dtype: compiled.append("free"))
@@ -115,4 +115,4 @@ def test_what_takes_turns_is_compiled_only_where_turns_are_taken(
     found = task.for_strategy(Strategy.parse(strategy), 1)
     assert isinstance(found, glove_task.GloveTask)
     found.warm()
-    assert compiled == ["free", "in turns"][: 1 + in_turns]
+    assert compiled == ["free", "in turns"][: 1 + in_push_pulls]

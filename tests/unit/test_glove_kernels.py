@@ -9,10 +9,10 @@ import pytest
 from numpy.typing import NDArray
 
 from manyhands.errors import DataError, UserError
-from manyhands.words.glove import train_glove
-from manyhands.words.glove_kernels import prepare
-from manyhands.words.glove_model import GloveModel, GloveOptions
-from manyhands.words.records import RECORD
+from manyhands.workloads.glove.cooccurrence_files import RECORD
+from manyhands.workloads.glove.glove_kernels import prepare
+from manyhands.workloads.glove.glove_model import GloveModel, GloveOptions
+from manyhands.workloads.glove.train_glove import train_glove
 
 
 def draw_records(path: Path, count: int, vocabulary_size: int, seed: int = 0) -> NDArray[np.void]:

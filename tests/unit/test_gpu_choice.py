@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from manyhands.allreduce.gpu_choice import GpuSeat, choose_sums, seat_of, sums_sentence
-from manyhands.allreduce.strategy import AllReduce, Mirrored
 from manyhands.errors import ManyhandsError, UserError
+from manyhands.strategies.allreduce.gpu_choice import GpuSeat, choose_sums, seat_of, sums_sentence
+from manyhands.strategies.allreduce.strategy import AllReduce, Mirrored
 from manyhands.strategy import Strategy
 
 SEATS = [GpuSeat(host="a", gpu="GPU-0", nccl="2.27.5"), GpuSeat(host="a", gpu="GPU-1", nccl="2.27.5")]
@@ -38,7 +38,7 @@ def test_what_is_in_the_way_is_said_and_link_nccl_is_refused_with_it(seats: list
         choice = choose_sums(strategy, seats, in_the_clear=False)
         assert not choice.nccl
         assert why in choice.why
-        assert f"not by NCCL: {choice.why}" in sums_sentence(choice.told()["sums"])
+        assert f"not by NCCL: {choice.why}" in sums_sentence(choice.summary()["sums"])
     with pytest.raises(UserError, match=f"^link=nccl: {why}.*; .*leave link=nccl out"):
         choose_sums(AllReduce(link="nccl"), seats, in_the_clear=False)
 
@@ -51,8 +51,8 @@ def test_nccl_sums_where_every_worker_has_a_gpu_and_nothing_leaves_that_should_n
         choice = choose_sums(strategy, seats, in_the_clear=in_the_clear)
         assert choice.nccl
         assert choice.why == "each of 2 workers has a GPU of its own"
-        assert choice.told() == {"sums": {"by": "nccl", "why": choice.why}}
-        assert sums_sentence(choice.told()["sums"]).startswith(
+        assert choice.summary() == {"sums": {"by": "nccl", "why": choice.why}}
+        assert sums_sentence(choice.summary()["sums"]).startswith(
             "gradients are summed on the GPUs by NCCL: each"
         )
 

@@ -14,15 +14,23 @@ import torch
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
-from manyhands.cli import graph as command
+from manyhands.cli import graph_command as command
 from manyhands.cli.main import app
-from manyhands.draw.graph import graph_svg, graph_text
+from manyhands.engine.placement.module_graph import (
+    Crossing,
+    Edge,
+    Graph,
+    Node,
+    TiedParameters,
+    cut_of,
+    places_by_name,
+)
+from manyhands.engine.placement.tracing import trace
 from manyhands.errors import UserError
 from manyhands.facts import IN_STEP, Promises, Truth
-from manyhands.placement.graph import Crossing, Edge, Graph, Node, TiedParameters, cut_of, places_by_name
-from manyhands.placement.tracing import trace
+from manyhands.foresight.graph_drawing import graph_svg, graph_text
 from manyhands.strategy import Strategy
-from manyhands.tasks.language import Transformer
+from manyhands.workloads.tasks.language import Transformer
 
 FIGURES = Path(__file__).parent.parent.parent / "docs" / "figures"
 

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from manyhands.errors import UserError
-from manyhands.grid.layout import Coordinates, Grid, GridAxis
+from manyhands.strategies.common.grid.grid_layout import Coordinates, Grid, GridAxis
 
 
 @pytest.mark.parametrize("data", [1, 2, 3])

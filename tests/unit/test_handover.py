@@ -10,13 +10,13 @@ import torch
 
 import manyhands as mh
 from equality import OPTIMIZERS, make_task, same_bits
-from manyhands.server.live.handover import off_shards, onto_shards
-from manyhands.server.live.snapshots import ShardSnapshots
-from manyhands.server.strategy import Ps
-from manyhands.store.checkpoint import Loaded
-from manyhands.store.rundir import RunDirectory
+from manyhands.data.store.checkpoint import Loaded
+from manyhands.data.store.rundir import RunDirectory
+from manyhands.engine.computing import TrainingPlan
+from manyhands.strategies.ps.live.handover import off_shards, onto_shards
+from manyhands.strategies.ps.live.snapshots import ShardSnapshots
+from manyhands.strategies.ps.strategy import Ps
 from manyhands.strategy import Strategy
-from manyhands.training.computing import TrainingPlan
 
 
 def trained(path: Path, optimizer: str) -> TrainingPlan:

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 import manyhands
-from manyhands.cluster.board import NOBODY, BoardLine, State
-from manyhands.cluster.hang import Being, End, SeenRole, Stall, details, headline, is_busy, judge, page
-from manyhands.cluster.patience import check_watchdog_s
-from manyhands.cluster.stacks import STACK_SIGNAL, Frame, call_of, main_stack, split_threads
 from manyhands.errors import UserError
-from manyhands.record.blackbox import describe_event
-from manyhands.record.events import Event, EventKind
-from manyhands.registry import STRATEGIES
+from manyhands.observe.record.blackbox import describe_event
+from manyhands.observe.record.events import Event, EventKind
+from manyhands.places.local.hang import Being, End, SeenRole, Stall, details, headline, is_busy, judge, page
+from manyhands.places.local.patience import check_watchdog_s
+from manyhands.places.local.stacks import STACK_SIGNAL, Frame, call_of, main_stack, split_threads
+from manyhands.places.local.status import NOBODY, State, StatusRow
+from manyhands.strategies.registry import STRATEGIES
 
 NOW_NS = 100_000_000_000
 
@@ -28,7 +28,7 @@ def role(
     state: State = State.EXCHANGING,
     stack: tuple[Frame, ...] = (),
 ) -> SeenRole:
-    line = BoardLine(
+    line = StatusRow(
         pid=100 + number,
         marked_ns=NOW_NS - 70_000_000_000,
         step=6,
@@ -189,15 +189,15 @@ def test_what_faulthandler_writes_is_read() -> None:
 
 
 def test_the_call_is_the_users_line_or_else_the_strategys() -> None:
-    from manyhands.allreduce import exchange
-    from manyhands.group import shared
+    from manyhands.native.group import shared_group
+    from manyhands.strategies.allreduce import exchange
 
-    finish = Frame(file=shared.__file__, line=300, function="finish")
+    finish = Frame(file=shared_group.__file__, line=300, function="finish")
     agree = Frame(file=exchange.__file__, line=76, function="agree")
     users = Frame(file="/home/me/task.py", line=3, function="loss", text="")
     assert not finish.is_users
     assert users.is_users
-    assert call_of((finish, agree)) == "in agree() (allreduce/exchange.py:76)"
+    assert call_of((finish, agree)) == "in agree() (strategies/allreduce/exchange.py:76)"
     assert call_of((finish, agree, users)) == "in loss (task.py:3)"
     assert call_of(()) == "in a place that it did not tell"
 
@@ -210,30 +210,39 @@ def elsewhere(file: str) -> Frame:
     return Frame(file=file, line=9, function="inner")
 
 
-WAIT, WORKER = ours("memory/waiting.py", "wait"), ours("training/worker.py", "run")
+WAIT, WORKER = ours("native/waiting.py", "wait"), ours("engine/worker.py", "run")
 
 
 @pytest.mark.parametrize("word", STRATEGIES)
 def test_the_call_of_every_strategy_is_named_in_its_own_package(word: str) -> None:
-    package = STRATEGIES[word].value.split(".")[0]
-    begun = (WORKER, ours(f"{package}/training.py", "train"), ours("cluster/entry.py", "main"))
+    package = "/".join(STRATEGIES[word].value.split(".")[:2])
+    begun = (WORKER, ours(f"{package}/training.py", "train"), ours("places/local/entry.py", "main"))
     asked = ours(f"{package}/exchange.py", "compute")
     said = f"in compute() ({package}/exchange.py:7)"
-    assert call_of((WAIT, ours("group/shared.py"), asked, *begun)) == said
+    assert call_of((WAIT, ours("native/group/shared_group.py"), asked, *begun)) == said
 
 
 def test_the_call_is_the_one_that_torch_or_the_loop_of_every_role_has_made() -> None:
     torchs = elsewhere("/opt/other/lib/python3.11/site-packages/torch/nn/modules/module.py")
-    hook = ours("sharded/exchange.py", "_carry_out")
-    whole = (WAIT, hook, ours("sharding/visits.py"), torchs, ours("training/computing.py"))
-    whole += (ours("sharded/exchange.py", "compute"), WORKER, ours("cluster/entry.py", "main"))
+    hook = ours("strategies/sharded/exchange.py", "_carry_out")
+    whole = (WAIT, hook, ours("strategies/common/sharding/visits.py"), torchs, ours("engine/computing.py"))
+    whole += (
+        ours("strategies/sharded/exchange.py", "compute"),
+        WORKER,
+        ours("places/local/entry.py", "main"),
+    )
     assert not torchs.is_users, "an environment may use the packages of another"
-    assert call_of(whole) == "in _carry_out() (sharded/exchange.py:7)"
-    assert call_of(whole[3:]) == "in compute() (sharded/exchange.py:7)", (
+    assert call_of(whole) == "in _carry_out() (strategies/sharded/exchange.py:7)"
+    assert call_of(whole[3:]) == "in compute() (strategies/sharded/exchange.py:7)", (
         "it computes, and nothing called back"
     )
-    loop = (WAIT, ours("loop/rounds.py", "step"), torchs, ours("cluster/entry.py", "main"))
-    assert call_of(loop) == "in step() (loop/rounds.py:7)"
+    loop = (
+        WAIT,
+        ours("interop/own_loop/backward_rounds.py", "step"),
+        torchs,
+        ours("places/local/entry.py", "main"),
+    )
+    assert call_of(loop) == "in step() (interop/own_loop/backward_rounds.py:7)"
 
 
 def test_an_event_in_words() -> None:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from manyhands.memory.hashing import xxh64
+from manyhands.native.hashing import xxh64
 
 
 def as_bytes(text: bytes) -> np.ndarray:

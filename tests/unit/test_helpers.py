@@ -12,21 +12,21 @@ import torch
 from scipy.optimize import linprog
 
 from equality import OPTIMIZERS, Awkward, distance, loss
-from manyhands.allreduce.algorithms import ALGORITHMS
-from manyhands.allreduce.cost import cost
-from manyhands.allreduce.exchange import AllReduceExchange
-from manyhands.allreduce.executor import ScheduleExecutor
-from manyhands.allreduce.helped import help_workers, helped_collective
-from manyhands.allreduce.helpers import HelperSplit, helped, segments_for, split_load
-from manyhands.allreduce.symbolic import prove
+from manyhands.engine.exchange import LocalStep, Traffic
+from manyhands.engine.worker_resources import Resources
 from manyhands.errors import ManyhandsError, UserError
-from manyhands.hosts.sharing import no_group
-from manyhands.link.message import Message
-from manyhands.link.simulated import SimulatedNetwork
-from manyhands.onray.lead import Casting
+from manyhands.places.external.sharing import no_group
+from manyhands.places.ray.lead import Casting
+from manyhands.strategies.allreduce.exchange import AllReduceExchange
+from manyhands.strategies.allreduce.helped import help_workers, helped_collective
+from manyhands.strategies.allreduce.helpers import HelperSplit, helped, segments_for, split_load
+from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
+from manyhands.strategies.common.collectives.collective_cost import cost
+from manyhands.strategies.common.collectives.executor import ScheduleExecutor
+from manyhands.strategies.common.collectives.symbolic import prove
 from manyhands.strategy import Strategy
-from manyhands.training.exchange import LocalStep, Traffic
-from manyhands.training.resources import Resources
+from manyhands.transport.link.message import Message
+from manyhands.transport.link.simulated_network import SimulatedNetwork
 
 NUMBERS = [(n, k) for n in (2, 3, 4, 5, 8, 16) for k in (*range(n + 1), n + 3)]
 
@@ -132,7 +132,7 @@ def roles_of(
 
 
 class Quiet:
-    """Surroundings of a role that nobody looks at; what it records is kept."""
+    """WorkerContext of a role that nobody looks at; what it records is kept."""
 
     def __init__(self) -> None:
         self.recorded: list[tuple[Any, ...]] = []
@@ -189,9 +189,9 @@ def test_a_step_with_helpers_is_that_of_one_process(workers: int, helpers: int, 
     def train(resources: Resources) -> Any:
         torch.set_num_threads(1)
         if resources.rank >= workers:
-            around = Quiet()
-            sent = help_workers(resources, codec, around)
-            return sent, around.recorded
+            worker_context = Quiet()
+            sent = help_workers(resources, codec, worker_context)
+            return sent, worker_context.recorded
         exchange = AllReduceExchange(helped_collective(resources, codec), 1 << 9)
         model = Awkward(torch.float64)
         exchange.attach(model, OPTIMIZERS["momentum"](model.parameters()))

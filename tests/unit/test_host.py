@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.cluster import host
-from manyhands.cluster.host import host_identity
 from manyhands.errors import ManyhandsError
+from manyhands.places.local import host
+from manyhands.places.local.host import host_identity
 
-PROGRAM = "from manyhands.cluster.host import host_identity; print(host_identity())"
+PROGRAM = "from manyhands.places.local.host import host_identity; print(host_identity())"
 
 
 def identity_in(*prefix: str) -> str:

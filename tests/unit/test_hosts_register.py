@@ -10,22 +10,22 @@ import pytest
 from torch.distributed import HashStore
 
 from manyhands.errors import PeerTimeout, UserError
-from manyhands.hosts.mailbag import PIECE_BYTES, Mailbag, pieces
-from manyhands.hosts.messages import LineHello, StoreCall
-from manyhands.hosts.place import Place, current
-from manyhands.hosts.register import Register, clock_remark, terms_of
-from manyhands.hosts.shelf import Shelf
-from manyhands.hosts.standing import standing
-from manyhands.link.message import ProtocolError
-from manyhands.record.events import RECORD
-from manyhands.record.ring import EventRing
+from manyhands.observe.record.event_ring import EventRing
+from manyhands.observe.record.events import RECORD
+from manyhands.places.external.control_messages import ControlHello, StoreCall
+from manyhands.places.external.key_value_store import KeyValueStore
+from manyhands.places.external.process_place import Place, current
+from manyhands.places.external.register import Register, clock_notice, terms_of
+from manyhands.places.external.send_queue import PIECE_BYTES, SendQueue, pieces
+from manyhands.places.external.started_externally import standing
+from manyhands.transport.link.message import ProtocolError
 
 TERMS = {"task": "digits", "strategy": "allreduce", "steps": 10, "seed": 0, "manyhands": "1.0"}
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 
 
-def hello(rank: int, **fields: Any) -> LineHello:
-    made = LineHello(
+def hello(rank: int, **fields: Any) -> ControlHello:
+    made = ControlHello(
         rank=rank,
         world=3,
         role="worker",
@@ -76,7 +76,7 @@ def test_a_term_that_differs_is_named_with_both_values(field: str) -> None:
         (hello(1, terms=()), "worker 1 on host1 has task=nothing"),
     ],
 )
-def test_a_process_of_another_run_is_refused_in_a_sentence(said: LineHello, told: str) -> None:
+def test_a_process_of_another_run_is_refused_in_a_sentence(said: ControlHello, told: str) -> None:
     refused = Register(hello(0)).arrive(said)
     assert refused is not None
     assert told in refused.reason
@@ -93,11 +93,11 @@ def test_long_terms_are_told_apart_by_a_digest() -> None:
     [(30.0, None), (3 * 3600.0, "3.0 h ahead of"), (-600.0, "10 min behind")],
 )
 def test_a_wall_clock_that_is_off_is_remarked(off_s: float, told: str | None) -> None:
-    remark = clock_remark("worker 1 on hostB", 1e9 + off_s, 1e9)
-    assert (remark is None) if told is None else (remark is not None and told in remark)
+    notice = clock_notice("worker 1 on hostB", 1e9 + off_s, 1e9)
+    assert (notice is None) if told is None else (notice is not None and told in notice)
 
 
-@pytest.mark.parametrize("make", [Shelf, HashStore])
+@pytest.mark.parametrize("make", [KeyValueStore, HashStore])
 def test_a_shelf_answers_as_a_store_of_torch_does(make: Any) -> None:
     store = make()
     assert store.compare_set("seat", "", "a") == b"a"
@@ -122,12 +122,12 @@ def test_what_is_no_call_of_a_store_breaks_the_rules_of_the_line(
     call: str, keys: tuple[str, ...], values: tuple[str, ...]
 ) -> None:
     with pytest.raises(ProtocolError):
-        Shelf().answer(StoreCall(number=1, call=call, keys=keys, values=values))
+        KeyValueStore().answer(StoreCall(number=1, call=call, keys=keys, values=values))
 
 
 def test_letters_leave_in_order_as_there_is_room_and_large_things_in_pieces() -> None:
     woken: list[int] = []
-    bag = Mailbag(lambda: woken.append(1))
+    bag = SendQueue(lambda: woken.append(1))
     data = bytes(range(256)) * (3 * PIECE_BYTES // 256)
     bag.put("first", [b"1"])
     bag.put_all(pieces("large", [data[: PIECE_BYTES + 5], data[PIECE_BYTES + 5 :]]))
@@ -152,7 +152,7 @@ def test_letters_leave_in_order_as_there_is_room_and_large_things_in_pieces() ->
 
 
 def test_who_takes_nothing_is_named() -> None:
-    bag = Mailbag(lambda: None)
+    bag = SendQueue(lambda: None)
     for _ in range(4096):
         bag.put("x")
     with pytest.raises(PeerTimeout, match="worker 0 on hostA has read nothing"):

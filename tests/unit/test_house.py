@@ -9,16 +9,16 @@ from functools import cache
 from pathlib import Path
 
 import manyhands
-from manyhands.registry import STRATEGIES
+from manyhands.strategies.registry import STRATEGIES
 
 SOURCE = Path(manyhands.__file__).parent
-CLASSES = {home.value.partition(":")[2]: home.value.partition(".")[0] for home in STRATEGIES.values()}
+CLASSES = {home.value.partition(":")[2]: home.value.split(".")[1] for home in STRATEGIES.values()}
 """The package of each strategy's class."""
 
 WORKLOADS = {
-    "bench/server_memory.py": "Ps",
-    "bench/server_ours.py": "Ps",
-    "bench/server_worker.py": "Ps",
+    "lab/bench/server_memory.py": "Ps",
+    "lab/bench/server_ours.py": "Ps",
+    "lab/bench/server_worker.py": "Ps",
 }
 """What drives the parameter server's own parts, and takes its settings from the value."""
 
@@ -47,7 +47,7 @@ def modules() -> list[str]:
 def test_modules_name_no_strategy_of_another_room() -> None:
     foreign = {}
     for module in modules():
-        room = module.partition("/")[0]
+        room = module.removeprefix("strategies/").partition("/")[0]
         others = {name for name in named(module) if CLASSES[name] != room} - {WORKLOADS.get(module)}
         if others and module != "__init__.py":  # which has what a user imports
             foreign[module] = others
@@ -62,7 +62,7 @@ def test_modules_that_are_excused_still_need_it() -> None:
     assert {module: name for module, name in WORKLOADS.items() if name in named(module)} == WORKLOADS
 
 
-SAME_ON_PURPOSE = {"Options": {"training/options.py", "c10d/options.py"}}
+SAME_ON_PURPOSE = {"Options": {"engine/options.py", "interop/c10d/options.py"}}
 """`mh.Options` is of `fit`; `manyhands.c10d.Options` is what torch calls the options of a process group."""
 
 
@@ -88,4 +88,4 @@ def test_times_of_a_step_are_booked_in_one_place() -> None:
                 is_kind = isinstance(first.value, ast.Name) and first.value.id == "EventKind"
                 if called in {"record", "_record"} and is_kind and first.attr in parts:
                     found.add(module)
-    assert found == {"training/booking.py"}
+    assert found == {"engine/booking.py"}

@@ -9,21 +9,21 @@ from pathlib import Path
 import pytest
 
 import manyhands
-from manyhands.cluster.template import PRELOADED
-from manyhands.registry import STRATEGIES
-from manyhands.training import preload
+from manyhands.engine import preload
+from manyhands.places.local.template import PRELOADED
+from manyhands.strategies.registry import STRATEGIES
 
 SOURCES = Path(manyhands.__file__).parent.parent
 LAUNCHERS = (
-    "manyhands.analyse",
-    "manyhands.cluster.crew",
-    "manyhands.cluster.watchdog",
-    "manyhands.draw",
-    "manyhands.hosts.company",
-    "manyhands.hosts.front",
+    "manyhands.observe.analyse",
+    "manyhands.places.local.children",
+    "manyhands.places.local.watchdog",
+    "manyhands.observe.draw",
+    "manyhands.places.external.process_group",
+    "manyhands.places.external.control_server",
 )
 """Packages and modules that start processes, hear them, and show what they do."""
-LIGHT = ("manyhands.draw", "manyhands.draw.asked")
+LIGHT = ("manyhands.observe.draw", "manyhands.observe.draw.asked")
 
 
 def file_of(module: str) -> Path | None:
@@ -87,5 +87,5 @@ def test_processes_import_nothing_of_launchers(word: str) -> None:
 
 
 def test_what_a_launcher_imports_would_be_found() -> None:
-    found = of_launchers(("manyhands.server.training", "manyhands.draw.showing"))
+    found = of_launchers(("manyhands.strategies.ps.training", "manyhands.observe.draw.showing"))
     assert {next(one for one in LAUNCHERS if name.startswith(one)) for name in found} == set(LAUNCHERS)

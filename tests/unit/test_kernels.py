@@ -12,29 +12,29 @@ import pytest
 import torch
 from numba import njit, types
 
-from manyhands.group import kernels
-from manyhands.group.shared import slice_of
+from manyhands.native.group import reduction_kernels
+from manyhands.native.group.shared_group import slice_of
 
 KINDS = {
-    torch.float32: kernels.FLOAT32,
-    torch.float64: kernels.FLOAT64,
-    torch.bfloat16: kernels.BFLOAT16,
-    torch.float16: kernels.FLOAT16,
+    torch.float32: reduction_kernels.FLOAT32,
+    torch.float64: reduction_kernels.FLOAT64,
+    torch.bfloat16: reduction_kernels.BFLOAT16,
+    torch.float16: reduction_kernels.FLOAT16,
 }
-OPERATIONS = {"sum": kernels.SUM, "mean": kernels.MEAN, "max": kernels.MAX}
+OPERATIONS = {"sum": reduction_kernels.SUM, "mean": reduction_kernels.MEAN, "max": reduction_kernels.MAX}
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 AWKWARD = [0.0, -0.0, 1.0, -1.0, float("inf"), -float("inf"), float("nan"), 6e-8, -6e-8, 1e-40, 65504.0, 3e38]
 
 
 @njit
 def call(address: int, table: int, world: int, count: int, operation: int, target: int, scratch: int) -> None:
-    kernels.call_reducer(address, table, world, count, operation, target, scratch)
+    reduction_kernels.call_reducer(address, table, world, count, operation, target, scratch)
 
 
-def reduce(parts: list[torch.Tensor], operation: int, target: int = kernels.ALL) -> None:
+def reduce(parts: list[torch.Tensor], operation: int, target: int = reduction_kernels.ALL) -> None:
     table = np.array([part.data_ptr() for part in parts], np.int64)
-    scratch = np.empty(kernels.SCRATCH_BYTES, np.uint8)
-    address = kernels.reducer_address(KINDS[parts[0].dtype])
+    scratch = np.empty(reduction_kernels.SCRATCH_BYTES, np.uint8)
+    address = reduction_kernels.reducer_address(KINDS[parts[0].dtype])
     count = parts[0].numel()
     call(address, table.ctypes.data, len(parts), count, operation, target, scratch.ctypes.data)
 
@@ -90,7 +90,7 @@ def test_nan_infinity_zero_and_subnormals(world: int, dtype: torch.dtype, op: st
 def test_the_maximum_of_two_zeros_is_that_of_the_higher_rank() -> None:
     for zeros in itertools.product((0.0, -0.0), repeat=3):
         parts = [torch.tensor([zero]) for zero in zeros]
-        reduce(parts, kernels.MAX)
+        reduce(parts, reduction_kernels.MAX)
         assert [part.signbit().item() for part in parts] == [math.copysign(1.0, zeros[-1]) < 0] * 3
 
 
@@ -102,7 +102,7 @@ def test_copy_moves_every_byte_of_the_root(world: int, dtype: torch.dtype) -> No
         num_bytes = count * dtype.itemsize
         noise = torch.randint(0, 256, (world, num_bytes), generator=generator, dtype=torch.uint8)
         parts = [row.clone().view(dtype) for row in noise]
-        reduce(parts, kernels.COPY + root)
+        reduce(parts, reduction_kernels.COPY + root)
         for part in parts:
             assert torch.equal(part.view(torch.uint8), noise[root])
 
@@ -110,7 +110,7 @@ def test_copy_moves_every_byte_of_the_root(world: int, dtype: torch.dtype) -> No
 def test_neighbours_of_a_slice_stay_untouched() -> None:
     for world in (2, 3):
         whole = [torch.full((300,), float(rank)) for rank in range(world)]
-        reduce([part[32:133] for part in whole], kernels.SUM)
+        reduce([part[32:133] for part in whole], reduction_kernels.SUM)
         for rank, part in enumerate(whole):
             assert part[32:133].eq(sum(range(world))).all()
             assert part[:32].eq(rank).all()
@@ -135,13 +135,13 @@ def test_a_result_for_one_part_leaves_the_others_as_they_were(
 @njit
 def widen_all(bits: np.ndarray, out: np.ndarray) -> None:
     for i in range(bits.size):
-        out[i] = kernels._widen_half_by_bits(bits[i])
+        out[i] = reduction_kernels._widen_half_by_bits(bits[i])
 
 
 @njit
 def narrow_all(values: np.ndarray, out: np.ndarray) -> None:
     for i in range(values.size):
-        out[i] = kernels._narrow_half_by_bits(values[i])
+        out[i] = reduction_kernels._narrow_half_by_bits(values[i])
 
 
 def test_half_without_hardware_widens_all_65536_values_as_numpy_does() -> None:
@@ -171,7 +171,7 @@ def test_half_without_hardware_rounds_as_numpy_does() -> None:
     assert np.isnan(out.view(np.float16)[~number]).all()
 
 
-@pytest.mark.parametrize("reducer", [kernels._reduce_float, kernels._reduce_bfloat])
+@pytest.mark.parametrize("reducer", [reduction_kernels._reduce_float, reduction_kernels._reduce_bfloat])
 def test_reductions_are_vectorised(reducer: Any) -> None:
     signature = (types.int64[::1], types.int64, types.int64, types.int64, types.int64)
     reducer.compile(signature)
@@ -191,7 +191,12 @@ def test_slices_cover_everything_once_in_whole_lines(item_bytes: int) -> None:
 
 def test_no_two_types_have_compiled_code_of_one_name() -> None:
     """In the cache, the number that tells such names apart is each process's own."""
-    reducers = (kernels._reduce_float, kernels._reduce_double, kernels._reduce_bfloat, kernels._reduce_half)
+    reducers = (
+        reduction_kernels._reduce_float,
+        reduction_kernels._reduce_double,
+        reduction_kernels._reduce_bfloat,
+        reduction_kernels._reduce_half,
+    )
     names = [
         inner.py_func.__qualname__
         for reducer in reducers

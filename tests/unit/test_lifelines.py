@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from manyhands.cluster import lifelines
+from manyhands.places.local import lifelines
 
 
 class _SlowToClose(selectors.DefaultSelector):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from manyhands.errors import UserError, limits_named
-from manyhands.memory.segment import Segment
+from manyhands.native.segment import Segment
 
 
 def lowered(which: int, limit: int, work: Callable[[], object]) -> str:

@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 
 import manyhands as mh
 from manyhands.cli.main import app
-from manyhands.inference.opening import open_predictor
-from manyhands.inference.predictor import ReadAs
-from manyhands.tasks import build
-from manyhands.tasks.builtin import TaskEnd
-from manyhands.tasks.line import least_squares, line_table
+from manyhands.serving.opening import open_predictor
+from manyhands.workloads.predictor import ReadAs
+from manyhands.workloads.tasks import build
+from manyhands.workloads.tasks.builtin import TaskEnd
+from manyhands.workloads.tasks.line import least_squares, line_table
 
 
 def columns(task: mh.Task) -> tuple[np.ndarray, np.ndarray]:

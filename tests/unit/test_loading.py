@@ -12,9 +12,9 @@ from torch.utils.data import Dataset
 
 import manyhands as mh
 from manyhands.data.loading import Key, Loading, Upcoming
+from manyhands.data.randomness import GENERATORS, drawn_apart, seed_all
+from manyhands.engine.computing import Computer, TrainingPlan
 from manyhands.errors import UserError
-from manyhands.randomness import GENERATORS, drawn_apart, seed_all
-from manyhands.training.computing import Computer, TrainingPlan
 
 
 def steps(keys: list[Key]) -> list[int]:

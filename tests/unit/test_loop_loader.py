@@ -22,10 +22,10 @@ from torch.utils.data import (
 )
 
 from manyhands.errors import UserError
-from manyhands.loop.draws import Draws
-from manyhands.loop.loader import SplitLoader, prepare_loader
-from manyhands.loop.readings import LoaderPart, Readings
-from manyhands.loop.streams import OwnStreamLoader, SharedStreamLoader, mark_of
+from manyhands.interop.own_loop.prepared_loader import SplitLoader, prepare_loader
+from manyhands.interop.own_loop.random_state import Draws
+from manyhands.interop.own_loop.readings import LoaderPart, Readings
+from manyhands.interop.own_loop.streams import OwnStreamLoader, SharedStreamLoader, mark_of
 
 
 class Worker:

@@ -12,10 +12,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import manyhands as mh
 from manyhands.errors import UserError
-from manyhands.hosts.place import find_place
-from manyhands.hosts.standing import LAUNCHER_VARIABLE
-from manyhands.loop.connect import choose
-from manyhands.loop.launch import launch
+from manyhands.interop.own_loop.connect import choose
+from manyhands.interop.own_loop.launch_script import launch
+from manyhands.places.external.process_place import find_place
+from manyhands.places.external.started_externally import LAUNCHER_VARIABLE
 from manyhands.strategy import Strategy
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from manyhands.server.layout import FlatLayout
-from manyhands.server.live.coding import RangeCoding
+from manyhands.strategies.ps.live.shard_encoding import RangeCoding
+from manyhands.strategies.ps.shard_layout import FlatLayout
 from manyhands.wire.codec import BadBytes, ParcelCodec, codec_named
+from manyhands.wire.codec_state import as_memory, as_one
 from manyhands.wire.codecs.dgc import Dgc
 from manyhands.wire.codecs.topk import TopK
 from manyhands.wire.feedback import ErrorFeedback
+from manyhands.wire.flat_layout import lay_out
 from manyhands.wire.floats import NOT_FINITE
-from manyhands.wire.layout import lay_out
-from manyhands.wire.memory import as_memory, as_one
 from manyhands.wire.parcels import Matrix, Parcel
 
 pytestmark = pytest.mark.timeout(120)

@@ -10,8 +10,8 @@ from numba import njit
 
 from descriptors import open_descriptors
 from manyhands.errors import OutOfSharedMemory
-from manyhands.memory import atomics
-from manyhands.memory.segment import CACHE_LINE, PAGE, Segment, available_bytes, round_up
+from manyhands.native import atomics
+from manyhands.native.segment import CACHE_LINE, PAGE, Segment, available_bytes, round_up
 
 
 @njit(nogil=True)

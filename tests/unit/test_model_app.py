@@ -15,20 +15,31 @@ import httpx
 import numpy as np
 import pytest
 
-from manyhands.analyse.serving import Answered, ReplicaState, ServingTally, ServingView, percentile
-from manyhands.draw.serving import serving_metrics, serving_report, serving_sections, serving_title
 from manyhands.errors import UserError
-from manyhands.inference.predictor import Predictor
-from manyhands.serve import replicas
-from manyhands.serve.batching import BatchLimits
-from manyhands.serve.guard import Guard
-from manyhands.serve.model_app import BodyLimits, ModelApp, RequestRefused, checked_body
-from manyhands.serve.model_server import ServeOptions
-from manyhands.serve.replica import LENGTH, answer_batch, answers_frame
-from manyhands.serve.replicas import Replicas, Staffing
-from manyhands.serve.server import Drawn, PageApp
-from manyhands.serve.switchboard import Switchboard
+from manyhands.observe.analyse.serving_view import (
+    Answered,
+    ReplicaState,
+    ServingTally,
+    ServingView,
+    percentile,
+)
+from manyhands.observe.draw.serving_page import (
+    serving_metrics,
+    serving_report,
+    serving_sections,
+    serving_title,
+)
+from manyhands.serving import replicas
+from manyhands.serving.access import Guard
+from manyhands.serving.batching import BatchLimits
+from manyhands.serving.model_app import BodyLimits, ModelApp, RequestRefused, checked_body
+from manyhands.serving.model_replica import LENGTH, answer_batch, answers_frame
+from manyhands.serving.model_server import ServeOptions
+from manyhands.serving.page_app import Drawn, PageApp
+from manyhands.serving.replicas import Replicas, Staffing
+from manyhands.serving.switchboard import Switchboard
 from manyhands.wire.nesting import MOST_NESTED, json_depth
+from manyhands.workloads.predictor import Predictor
 
 GUARD = Guard(token="secret")
 LIMITS = BodyLimits(num_bytes=1000, inputs=3, slowest_s=0.05)

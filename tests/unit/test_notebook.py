@@ -11,8 +11,8 @@ from torch import nn
 
 import manyhands as mh
 from equality import OPTIMIZERS, make_task
-from manyhands.analyse.totals import WorkerTotals
-from manyhands.run import History, Run
+from manyhands.engine.run import History, Run
+from manyhands.observe.analyse.totals import WorkerTotals
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from manyhands.cluster.control import ControlError
-from manyhands.cluster.notes import TypedNotes
-from manyhands.server.client import Reason
-from manyhands.server.live import reports
-from manyhands.server.live.reports import ORDERS, REPORTS
-from manyhands.server.messages import Concluded, Installed, ShardView, SlotView, Update, View
+from manyhands.places.local.control import ControlError
+from manyhands.places.local.notes import TypedNotes
+from manyhands.strategies.ps.client_core import Reason
+from manyhands.strategies.ps.live import reports
+from manyhands.strategies.ps.live.reports import ORDERS, REPORTS
+from manyhands.strategies.ps.ps_messages import Concluded, Installed, ShardView, SlotView, Update, View
 
 
 class Colour(Enum):
@@ -98,7 +98,7 @@ def test_every_report_and_order_of_a_parameter_server_run_goes_through() -> None
         reports.PlaceLost(sentence="another"),
         reports.WorkerLeft(reason=Reason.FINISHED),
         reports.ShardsLeft(shards=(left,)),
-        reports.Remark(sentence="so", ends_recording=True),
+        reports.Notice(sentence="so", ends_recording=True),
         Installed(shard=0, epoch=1, member=2),
         Concluded(shard=0, view=3),
     ):

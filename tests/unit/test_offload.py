@@ -15,18 +15,18 @@ from torch.utils.checkpoint import checkpoint
 
 import manyhands as mh
 from equality import OPTIMIZERS, Silent, distance, make_task, same_bits, train_plainly
+from manyhands.data.store.checkpoint import CheckpointStore
+from manyhands.engine.computing import TrainingPlan
+from manyhands.engine.exchange import SingleExchange
+from manyhands.engine.worker import Trainer
 from manyhands.errors import NonFinite, UserError
-from manyhands.sharding.units import REST
-from manyhands.single.budget import Budget, UnitBytes, plan_budget
-from manyhands.single.movers import ThreadMover
-from manyhands.single.offload import OffloadExchange, SavedAway
-from manyhands.store.checkpoint import CheckpointStore
+from manyhands.strategies.common.sharding.layer_units import REST
+from manyhands.strategies.single.budget import Budget, UnitBytes, plan_budget
+from manyhands.strategies.single.offload import OffloadedTensors, OffloadExchange
+from manyhands.strategies.single.offload_streams import ThreadMover
 from manyhands.strategy import Strategy
-from manyhands.tasks.language import Transformer
-from manyhands.tasks.text import next_byte_loss
-from manyhands.training.computing import TrainingPlan
-from manyhands.training.exchange import SingleExchange
-from manyhands.training.worker import Trainer
+from manyhands.workloads.tasks.language import Transformer
+from manyhands.workloads.tasks.text_task import next_byte_loss
 
 KIB = 1 << 10
 STEPS = 6
@@ -270,7 +270,7 @@ def test_the_least_limit_that_is_said_is_enough_and_not_much_more() -> None:
 
 def test_what_is_saved_first_goes_to_the_host_once_the_sum_is_known() -> None:
     mover = ThreadMover()
-    saved = SavedAway(mover, room=10 * KIB)
+    saved = OffloadedTensors(mover, room=10 * KIB)
     tensors = [torch.full((KIB,), float(k)) for k in range(4)]  # of 4 KiB each
 
     def stay() -> list[bool]:

@@ -15,23 +15,23 @@ import torch
 from torch.distributed import HashStore, PrefixStore
 
 import manyhands as mh
+from manyhands.engine.run_commands import MORE_WORKERS, AddWorker, Command, RemoveWorker
 from manyhands.errors import ManyhandsError, PeerTimeout, UserError
-from manyhands.hosts.finding import follow
-from manyhands.hosts.place import Place
-from manyhands.hosts.standing import standing
-from manyhands.link.secure import Security
-from manyhands.onray.cluster import RayCluster
-from manyhands.onray.connection import connected, ray_module
-from manyhands.onray.following import Less, More, SizeFollower
-from manyhands.onray.lead import ActorGift, ActorKeeper, Casting
-from manyhands.onray.plan import Again, Bounds, GivenUp, Staff, room_for, seats
-from manyhands.onray.roles import RoleEnded
-from manyhands.onray.store import Noticeboard, RayStore
-from manyhands.server.roles import ps_ranks
-from manyhands.server.strategy import Ps
-from manyhands.server.training import most_workers
+from manyhands.places.external.leader_address import follow
+from manyhands.places.external.process_place import Place
+from manyhands.places.external.started_externally import standing
+from manyhands.places.ray.actor_placement import Again, Bounds, GivenUp, Staff, room_for, seats
+from manyhands.places.ray.actor_store import ActorStore, RayStore
+from manyhands.places.ray.cluster import RayCluster
+from manyhands.places.ray.following import Less, More, SizeFollower
+from manyhands.places.ray.lead import ActorGift, ActorKeeper, Casting
+from manyhands.places.ray.ray_connection import connected, ray_module
+from manyhands.places.ray.role_actors import RoleEnded
+from manyhands.strategies.ps.external_roles import ps_ranks
+from manyhands.strategies.ps.strategy import Ps
+from manyhands.strategies.ps.training import most_workers
 from manyhands.strategy import Strategy
-from manyhands.training.commands import MORE_WORKERS, AddWorker, Command, RemoveWorker
+from manyhands.transport.link.secure import Security
 
 
 def test_a_cluster_is_read_from_its_text() -> None:
@@ -95,8 +95,8 @@ def test_workers_follow_the_room_within_their_bounds() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_noticeboard_answers_as_torchs_store_does(seed: int) -> None:
-    board, chance = Noticeboard(), random.Random(seed)
-    kept = RayStore(lambda call, *given: getattr(board, call)(*given), 1.0)
+    status_table, chance = ActorStore(), random.Random(seed)
+    kept = RayStore(lambda call, *given: getattr(status_table, call)(*given), 1.0)
     ours = PrefixStore("run", kept)
     theirs = PrefixStore("run", HashStore())
     for _ in range(200):
@@ -118,8 +118,8 @@ def test_the_noticeboard_answers_as_torchs_store_does(seed: int) -> None:
 
 
 def test_who_waits_in_the_store_hears_that_somebody_will_not_come() -> None:
-    board, troubles = Noticeboard(), [None, "worker 1 on Ray: died"]
-    ask = lambda call, *given: getattr(board, call)(*given)  # noqa: E731
+    status_table, troubles = ActorStore(), [None, "worker 1 on Ray: died"]
+    ask = lambda call, *given: getattr(status_table, call)(*given)  # noqa: E731
     kept, impatient = RayStore(ask, 5.0, lambda: troubles.pop(0)), RayStore(ask, 0.1)
     store = PrefixStore("run", kept)
     store.set("here/0", "a")
@@ -177,7 +177,7 @@ def test_what_fails_where_roles_are_started_again_is_told_to_who_waits_for_them(
             raise ConnectionError("Ray is gone")
 
     casting = Casting(leader=("worker", 0), actors={})
-    given = ActorGift(master="here", board=None, asked=None)
+    given = ActorGift(master="here", status_table=None, asked=None)
     follower = SizeFollower(None, 1, None)
     with ActorKeeper(Gone(), casting, given, Staff(survives=True), follower) as keeper:  # type: ignore[arg-type]
         deadline = time.monotonic() + 10.0

@@ -13,7 +13,7 @@ from torch import nn, optim
 
 from manyhands.errors import UserError
 from manyhands.optim import FTRL
-from manyhands.sharding.optimizers import is_elementwise
+from manyhands.strategies.common.sharding.optimizers import is_elementwise
 
 
 def algorithm_1(

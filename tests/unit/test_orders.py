@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from manyhands.compiled.decorators import njit
-from manyhands.group.gate import FREE, enter, leave, require_turn
-from manyhands.group.order import ORDERS, Order
-from manyhands.group.shared import SharedGroup
+from manyhands.native.decorators import njit
+from manyhands.native.group.gate import FREE, enter, leave, require_turn
+from manyhands.native.group.shared_group import SharedGroup
+from manyhands.native.group.step_order import ORDERS, Order
 from ways import in_threads, join
 
 END = 40

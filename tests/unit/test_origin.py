@@ -2,7 +2,7 @@
 
 import pytest
 
-from manyhands.store.origin import shown_command
+from manyhands.data.store.origin import shown_command
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from manyhands.errors import CorruptCheckpoint
-from manyhands.server.live.owed import OwedMemory
-from manyhands.server.strategy import Ps
+from manyhands.strategies.ps.live.residuals import ResidualMemory
+from manyhands.strategies.ps.strategy import Ps
 from manyhands.strategy import Strategy
 
 MEMORY = {"left/0.0.32": torch.arange(8.0), "left/1.0.16": torch.full((4,), -0.5)}
@@ -21,10 +21,10 @@ def ps(text: str = "ps servers=2 link=tcp codec=topk:0.1") -> Ps:
 
 
 def test_the_same_run_finds_what_each_part_owed_at_its_step(tmp_path: Path) -> None:
-    owed = OwedMemory(tmp_path, ps(), workers=2, keep=2)
+    owed = ResidualMemory(tmp_path, ps(), workers=2, keep=2)
     for step in (2, 4, 6, 8):
         owed.save(step, 0, {name: step * kept for name, kept in MEMORY.items()})
-    again = OwedMemory(tmp_path, ps(), workers=2)
+    again = ResidualMemory(tmp_path, ps(), workers=2)
     for step in (4, 6, 8):
         found = again.load(step, 0)
         assert found.keys() == MEMORY.keys()
@@ -41,32 +41,32 @@ def test_the_same_run_finds_what_each_part_owed_at_its_step(tmp_path: Path) -> N
 def test_another_codec_layout_or_number_of_workers_owes_nothing(
     text: str, workers: int, tmp_path: Path
 ) -> None:
-    OwedMemory(tmp_path, ps(), workers=2).save(4, 0, MEMORY)
-    assert OwedMemory(tmp_path, ps(text), workers=workers).load(4, 0) == {}
+    ResidualMemory(tmp_path, ps(), workers=2).save(4, 0, MEMORY)
+    assert ResidualMemory(tmp_path, ps(text), workers=workers).load(4, 0) == {}
 
 
 def test_nothing_is_kept_without_a_directory_or_order(tmp_path: Path) -> None:
     asynchronous = replace(ps(), consistency=ps("ps consistency=async").consistency)
-    for owed in (OwedMemory(None, ps(), workers=2), OwedMemory(tmp_path, asynchronous, workers=2)):
+    for owed in (ResidualMemory(None, ps(), workers=2), ResidualMemory(tmp_path, asynchronous, workers=2)):
         owed.save(4, 0, MEMORY)
         assert owed.load(4, 0) == {}
-    OwedMemory(tmp_path, ps(), workers=2).save(4, 0, {})  # a codec that owes nothing
+    ResidualMemory(tmp_path, ps(), workers=2).save(4, 0, {})  # a codec that owes nothing
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_life_that_did_not_go_on_leaves_nothing(tmp_path: Path) -> None:
-    owed = OwedMemory(tmp_path, ps(), workers=2, keep=3)
+    owed = ResidualMemory(tmp_path, ps(), workers=2, keep=3)
     for step in (2, 4, 6):
         owed.save(step, 1, MEMORY)
-    OwedMemory.remove_after(tmp_path, 4)
+    ResidualMemory.remove_after(tmp_path, 4)
     assert [bool(owed.load(step, 1)) for step in (2, 4, 6)] == [True, True, False]
-    OwedMemory.remove_after(tmp_path, -1)
+    ResidualMemory.remove_after(tmp_path, -1)
     assert not owed.load(2, 1)
-    OwedMemory.remove_after(tmp_path / "none", -1)
+    ResidualMemory.remove_after(tmp_path / "none", -1)
 
 
 def test_what_is_damaged_is_said_to_be(tmp_path: Path) -> None:
-    owed = OwedMemory(tmp_path, ps(), workers=2)
+    owed = ResidualMemory(tmp_path, ps(), workers=2)
     owed.save(4, 0, MEMORY)
     [file] = tmp_path.glob("owed/0/step-*/model.safetensors")
     data = bytearray(file.read_bytes())
@@ -82,17 +82,20 @@ def test_a_workers_optimizer_comes_back_as_it_was(tmp_path: Path) -> None:
     parameter.grad = torch.tensor([1.0, -2.0, 3.0])
     optimizer.step()
     strategy = ps("ps push=parameters")
-    owed = OwedMemory(tmp_path, strategy, workers=2)
+    owed = ResidualMemory(tmp_path, strategy, workers=2)
     assert owed.optimizer(4, 1) is None
     owed.save_optimizer(4, 1, optimizer.state_dict())
     assert owed.has(4, 1)
     assert not owed.has(4, 0)
     assert not owed.has(2, 1)
-    found = OwedMemory(tmp_path, strategy, workers=2).optimizer(4, 1)
+    found = ResidualMemory(tmp_path, strategy, workers=2).optimizer(4, 1)
     assert found is not None
     fresh = torch.optim.AdamW([parameter], lr=0.1)
     fresh.load_state_dict(dict(found))
     for name, value in optimizer.state[parameter].items():
         assert torch.equal(fresh.state[parameter][name], value)
-    assert OwedMemory(tmp_path, strategy, workers=3).optimizer(4, 1) is None
-    assert OwedMemory(tmp_path, ps("ps push=parameters consistency=async"), workers=2).optimizer(4, 1) is None
+    assert ResidualMemory(tmp_path, strategy, workers=3).optimizer(4, 1) is None
+    assert (
+        ResidualMemory(tmp_path, ps("ps push=parameters consistency=async"), workers=2).optimizer(4, 1)
+        is None
+    )

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 import manyhands as mh
-from manyhands.server.live.owed import OwedMemory
-from manyhands.server.live.own_steps import OwnSteps
-from manyhands.server.messages import Work, WorkKind
-from manyhands.server.strategy import Ps
+from manyhands.engine.computing import Built, TrainingPlan
+from manyhands.strategies.ps.live.own_steps import OwnSteps
+from manyhands.strategies.ps.live.residuals import ResidualMemory
+from manyhands.strategies.ps.ps_messages import Work, WorkKind
+from manyhands.strategies.ps.strategy import Ps
 from manyhands.strategy import Strategy
-from manyhands.training.computing import Built, TrainingPlan
 
 
 def built() -> Built:
@@ -22,7 +22,7 @@ def built() -> Built:
     return Built(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
 
 
-def own_steps(run: Path, *, recalls: bool) -> tuple[OwnSteps, OwedMemory, Built]:
+def own_steps(run: Path, *, load_states: bool) -> tuple[OwnSteps, ResidualMemory, Built]:
     task = mh.Task(
         model=lambda: nn.Linear(3, 1),
         loss=lambda model, batch: model(batch[0]).sum(),
@@ -33,8 +33,8 @@ def own_steps(run: Path, *, recalls: bool) -> tuple[OwnSteps, OwedMemory, Built]
     plan = TrainingPlan(task=task, steps=9, seed=0, evaluate_every=0, checkpoint_every=1)
     strategy = Strategy.parse("ps push=parameters")
     assert isinstance(strategy, Ps)
-    owed, mine = OwedMemory(run, strategy, workers=2), built()
-    return OwnSteps(mine, owed, plan, recalls=recalls), owed, mine
+    owed, mine = ResidualMemory(run, strategy, workers=2), built()
+    return OwnSteps(mine, owed, plan, load_states=load_states), owed, mine
 
 
 def update(clock: int) -> Work:
@@ -43,7 +43,7 @@ def update(clock: int) -> Work:
 
 @pytest.mark.parametrize("clock", [0, 4])
 def test_only_who_takes_a_place_over_has_lost_something(clock: int, tmp_path: Path) -> None:
-    steps, _, _ = own_steps(tmp_path, recalls=False)
+    steps, _, _ = own_steps(tmp_path, load_states=False)
     said = steps.begin(update(clock), slot=1)
     anew = "the optimizer of worker 1 begins anew at batch 5: who takes a place over has no state of it"
     assert said == (anew if clock else None)
@@ -51,7 +51,7 @@ def test_only_who_takes_a_place_over_has_lost_something(clock: int, tmp_path: Pa
 
 
 def test_a_worker_of_a_resumed_run_has_the_state_that_was_kept_or_says_that_none_was(tmp_path: Path) -> None:
-    steps, owed, mine = own_steps(tmp_path, recalls=True)
+    steps, owed, mine = own_steps(tmp_path, load_states=True)
     before = built()
     before.model(torch.ones(2, 3)).sum().backward()
     before.optimizer.step()
@@ -59,7 +59,7 @@ def test_a_worker_of_a_resumed_run_has_the_state_that_was_kept_or_says_that_none
     assert steps.begin(update(4), slot=1) is None
     state = mine.optimizer.state_dict()["state"]
     assert torch.equal(state[0]["momentum_buffer"], torch.full((1, 3), 2.0))
-    later, _, mine = own_steps(tmp_path, recalls=True)
+    later, _, mine = own_steps(tmp_path, load_states=True)
     said = later.begin(update(6), slot=1)
     assert said == "the optimizer of worker 1 begins anew at batch 7: its state was not kept"
     assert not mine.optimizer.state_dict()["state"]

@@ -10,11 +10,11 @@ import xml.etree.ElementTree as ET
 from dataclasses import replace
 from pathlib import Path
 
-from manyhands.analyse.follow import RunFollower
-from manyhands.analyse.gather import Gather
-from manyhands.analyse.view import Curve, Phase
-from manyhands.draw.page import report, sections, title_of
-from manyhands.store.rundir import RunDirectory
+from manyhands.data.store.rundir import RunDirectory
+from manyhands.observe.analyse.follow import RunFollower
+from manyhands.observe.analyse.run_view import Gather
+from manyhands.observe.analyse.view import Curve, Phase
+from manyhands.observe.draw.page import report, sections, title_of
 from views import empty_view, run_view, starting_view
 
 KEYS = [

@@ -11,12 +11,12 @@ from typing import Any
 import httpx
 import pytest
 
-from manyhands.analyse.view import RunView
 from manyhands.errors import UserError
-from manyhands.serve.connections import Admission, room_here
-from manyhands.serve.dashboard import Dashboard
-from manyhands.serve.guard import Guard
-from manyhands.serve.server import MAX_STREAMS, PageApp
+from manyhands.observe.analyse.view import RunView
+from manyhands.serving.access import Guard
+from manyhands.serving.connections import Admission, room_here
+from manyhands.serving.dashboard import Dashboard
+from manyhands.serving.page_app import MAX_STREAMS, PageApp
 from views import empty_view, run_view
 
 TOKEN = "a-token-of-this-run"
@@ -130,10 +130,10 @@ def test_who_gets_in(path: str, method: str, headers: dict[str, str], status: in
 
 
 def test_the_frame_is_for_everybody_and_says_nothing_of_the_run() -> None:
-    stranger, owner = ask("/"), ask("/", **BEARER)
-    assert stranger.text == owner.text
+    foreign_row, owner = ask("/"), ask("/", **BEARER)
+    assert foreign_row.text == owner.text
     for word in ("digits", "worker 2", "120", "ps servers=2", "<section"):
-        assert word not in stranger.text
+        assert word not in foreign_row.text
     assert "set-cookie" not in owner.headers, "a cookie would go to every port of this address"
     assert "set-cookie" not in ask("/metrics", **BEARER).headers
 

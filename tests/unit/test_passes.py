@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from manyhands.engine.passes import PassLosses
 from manyhands.task import Passes
-from manyhands.training.passes import PassLosses
 
 
 def rows_of(steps: int, **more: Any) -> list[dict[str, Any]]:

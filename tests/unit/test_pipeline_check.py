@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from manyhands.allreduce.schedule import ScheduleError
-from manyhands.pipeline.check import check, held_during
-from manyhands.pipeline.play import PartTimes, play
-from manyhands.pipeline.schedules import MOST_HELD, SCHEDULES
-from manyhands.pipeline.table import Pass, Schedule, StageTurn
+from manyhands.strategies.common.collectives.schedule import ScheduleError
+from manyhands.strategies.pipeline.check import check, held_during
+from manyhands.strategies.pipeline.play import PartTimes, play
+from manyhands.strategies.pipeline.schedule_table import Pass, Schedule, StageWork
+from manyhands.strategies.pipeline.schedules import MOST_HELD, SCHEDULES
 
 EVERY = pytest.mark.parametrize("name", SCHEDULES)
 
@@ -23,14 +23,14 @@ def table(*turns: tuple[int, int, int, Pass], stages: int, microbatches: int, **
         stages=stages,
         microbatches=microbatches,
         turns=tuple(
-            StageTurn(tick=t, stage=s, microbatch=m, work=w)
+            StageWork(tick=t, stage=s, microbatch=m, work=w)
             for t, s, m, w in sorted(turns, key=lambda t: t[:2])
         ),
         **facts,
     )
 
 
-def with_turns(schedule: Schedule, turns: list[StageTurn]) -> Schedule:
+def with_turns(schedule: Schedule, turns: list[StageWork]) -> Schedule:
     """The schedule with other turns, in the order that a table has."""
     return replace(schedule, turns=tuple(sorted(turns, key=lambda turn: (turn.tick, turn.stage))))
 

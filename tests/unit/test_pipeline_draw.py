@@ -8,15 +8,23 @@ from xml.etree import ElementTree
 
 import pytest
 
-from manyhands.allreduce.draw import refresh
-from manyhands.pipeline import draw
-from manyhands.pipeline.cost import cost, equal_times
-from manyhands.pipeline.draw import FIGURES, LETTERS, as_svg, as_text, costs_text, figure, heading
-from manyhands.pipeline.schedules import SCHEDULES, interleaved
-from manyhands.pipeline.table import Schedule
+from manyhands.strategies.common.collectives.collective_drawing import refresh
+from manyhands.strategies.pipeline import schedule_drawing
+from manyhands.strategies.pipeline.schedule_cost import cost, equal_times
+from manyhands.strategies.pipeline.schedule_drawing import (
+    FIGURES,
+    LETTERS,
+    as_svg,
+    as_text,
+    costs_text,
+    figure,
+    heading,
+)
+from manyhands.strategies.pipeline.schedule_table import Schedule
+from manyhands.strategies.pipeline.schedules import SCHEDULES, interleaved
 
 DOCS = Path(__file__).resolve().parent.parent.parent / "docs"
-REDRAW = "draw it again: python -m manyhands.pipeline.draw docs"
+REDRAW = "draw it again: python -m manyhands.strategies.pipeline.schedule_drawing docs"
 EVERY = pytest.mark.parametrize("name", SCHEDULES)
 
 
@@ -143,13 +151,13 @@ def test_the_page_shows_every_schedule_as_it_is() -> None:
 def test_the_command_prints_all_and_writes_the_docs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    draw.main([])
+    schedule_drawing.main([])
     printed = capsys.readouterr().out
     assert all(heading(SCHEDULES[name](4, number)) in printed for name, number in FIGURES.items())
     (tmp_path / "pipeline.md").write_text(
         "before\n<!-- figure: gpipe -->\nold\n<!-- end of figure -->\nafter\n"
     )
-    draw.main([str(tmp_path)])
+    schedule_drawing.main([str(tmp_path)])
     page = (tmp_path / "pipeline.md").read_text()
     assert page == f"before\n<!-- figure: gpipe -->\n{figure('gpipe')}<!-- end of figure -->\nafter\n"
     assert len(list((tmp_path / "figures").iterdir())) == len(FIGURES)

@@ -11,10 +11,10 @@ from torch import nn
 
 import manyhands as mh
 from manyhands.errors import UserError
-from manyhands.pipeline.ends import require_call
-from manyhands.pipeline.standin import GivesOutput, input_of
-from manyhands.pipeline.strategy import Pipeline
-from manyhands.pipeline.training import check_model
+from manyhands.strategies.pipeline.ends import require_call
+from manyhands.strategies.pipeline.standin import GivesOutput, input_of
+from manyhands.strategies.pipeline.strategy import Pipeline
+from manyhands.strategies.pipeline.training import check_model
 from manyhands.strategy import Strategy
 
 

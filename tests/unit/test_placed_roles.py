@@ -8,11 +8,11 @@ from collections.abc import Mapping
 import pytest
 
 from manyhands.errors import UserError
-from manyhands.hosts.place import Place, place_from, place_of
-from manyhands.hosts.specification import ClusterSpec
-from manyhands.hosts.specified import check_hosts, listening_at
-from manyhands.server.roles import ps_ranks
-from manyhands.server.strategy import Ps
+from manyhands.places.external.process_place import Place, place_from, place_of
+from manyhands.places.external.specification import ClusterSpec
+from manyhands.places.external.specified import check_hosts, listening_at
+from manyhands.strategies.ps.external_roles import ps_ranks
+from manyhands.strategies.ps.strategy import Ps
 from manyhands.strategy import Strategy
 
 CHIEF = ClusterSpec({"chief": ["a:1"], "worker": ["b:1", "c:1"], "ps": ["d:1", "e:1"]})

@@ -15,11 +15,11 @@ import torch.utils.backend_registration
 from torch import Tensor, nn
 
 import manyhands as mh
+from manyhands.engine.placement.patterns import assigned
+from manyhands.engine.placement.placed import Placed
+from manyhands.engine.placement.placed_forward import brought
 from manyhands.errors import UserError
-from manyhands.placement.patterns import assigned
-from manyhands.placement.placed import Placed
-from manyhands.placement.running import brought
-from manyhands.tasks.language import Transformer
+from manyhands.workloads.tasks.language import Transformer
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 NAMES = ["tokens", "blocks", "blocks.0", "blocks.0.mix", "blocks.1", "blocks.1.mix", "head"]

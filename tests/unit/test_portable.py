@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
+from manyhands.data.store.checkpoint import Loaded
+from manyhands.data.store.portable import pack_tree, unpack_tree
 from manyhands.errors import ManyhandsError
-from manyhands.store.checkpoint import Loaded
-from manyhands.store.portable import pack_tree, unpack_tree
 
 
 def test_a_tree_with_tensors_comes_back_equal() -> None:

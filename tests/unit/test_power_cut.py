@@ -8,11 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from manyhands.server.live.snapshots import ShardSnapshot, ShardSnapshots
-from manyhands.server.log import LateRow
-from manyhands.server.shard_state import ShardState
-from manyhands.server.updates import RunRecord, ShardRecorder, read_logs, read_record, write_record
-from manyhands.store import CheckpointStore, MetricsLog, RunDirectory, Snapshot
+from manyhands.data.store import CheckpointStore, MetricsLog, RunDirectory, Snapshot
+from manyhands.strategies.ps.live.snapshots import ShardSnapshot, ShardSnapshots
+from manyhands.strategies.ps.log_rows import LateRow
+from manyhands.strategies.ps.shard_state import ShardState
+from manyhands.strategies.ps.update_files import (
+    RunRecord,
+    ShardRecorder,
+    read_logs,
+    read_record,
+    write_record,
+)
 from powercut import State, watched
 
 CONFIG = {"task": "t", "seed": 0, "batch_size": 1, "samples": 1, "parameters": {}}

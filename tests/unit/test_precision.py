@@ -10,16 +10,16 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from manyhands.bench import inference
-from manyhands.bench.inference import format_table, measured_together, run_bench
 from manyhands.cli.main import app
-from manyhands.cluster.supervisor import Ended, Event, Said
 from manyhands.errors import ManyhandsError, UserError
-from manyhands.inference.precision import in_precision
-from manyhands.inference.text import TextGenerator
-from manyhands.tasks.language import Transformer
-from manyhands.tasks.recurrent import RecurrentNetwork
-from manyhands.tasks.vision import ImageClassifier
+from manyhands.lab.bench import inference
+from manyhands.lab.bench.inference import format_table, measured_together, run_bench
+from manyhands.places.local.supervisor import Ended, Event, Said
+from manyhands.serving.predict_text import TextGenerator
+from manyhands.workloads.precision import in_precision
+from manyhands.workloads.tasks.language import Transformer
+from manyhands.workloads.tasks.recurrent import RecurrentNetwork
+from manyhands.workloads.tasks.vision import ImageClassifier
 
 MODELS: dict[str, tuple[nn.Module, torch.Tensor]] = {
     "digits": (ImageClassifier(side=8, white=16, width=8), torch.rand(32, 1, 8, 8) * 16),

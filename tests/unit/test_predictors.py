@@ -16,32 +16,32 @@ import torch
 from torch import Tensor, nn
 
 import manyhands as mh
-from manyhands.boosting.options import GbdtOptions
-from manyhands.boosting.sources import ArraySource
-from manyhands.boosting.text_format import MODEL_TEXT, write_model
-from manyhands.boosting.training import TableChoice, train_gbdt
-from manyhands.cli.predict import generate_command, predict_command
-from manyhands.data.images import ImageShape, read_images
+from manyhands.cli.predict_command import generate_command, predict_command
+from manyhands.data.image_files import ImageShape, read_images
+from manyhands.data.store.exported import write_exported
 from manyhands.errors import DataError, UserError
-from manyhands.exporting import export_run
-from manyhands.inference.images import ImagePredictor
-from manyhands.inference.numbers import NumberPredictor
-from manyhands.inference.opening import open_predictor
-from manyhands.inference.predictor import Predictor, ReadAs
-from manyhands.inference.text import Prompt, TextGenerator, chosen
-from manyhands.regression.labels import Labels
-from manyhands.regression.model import MODEL_FILE, LogregModel
-from manyhands.store.exported import write_exported
-from manyhands.svd.model import SvdModel
-from manyhands.svd.predicting import SvdPredictor
-from manyhands.tasks import TASKS
-from manyhands.tasks.digits import read_digits
-from manyhands.tasks.language import Transformer
-from manyhands.tasks.recurrent import RecurrentNetwork
-from manyhands.tasks.vision import ImageClassifier
-from manyhands.uses import USES, found_at
-from manyhands.words.predicting import VectorsPredictor
-from manyhands.words.vectors import Vectors
+from manyhands.serving.opening import open_predictor
+from manyhands.serving.predict_images import ImagePredictor
+from manyhands.serving.predict_numbers import NumberPredictor
+from manyhands.serving.predict_text import Prompt, TextGenerator, chosen
+from manyhands.workloads.exporting import export_run
+from manyhands.workloads.gbdt.options import GbdtOptions
+from manyhands.workloads.gbdt.row_sources import ArraySource
+from manyhands.workloads.gbdt.text_format import MODEL_TEXT, write_model
+from manyhands.workloads.gbdt.training import TableChoice, train_gbdt
+from manyhands.workloads.glove.predicting import VectorsPredictor
+from manyhands.workloads.glove.vector_files import Vectors
+from manyhands.workloads.logreg.labels import Labels
+from manyhands.workloads.logreg.model import MODEL_FILE, LogregModel
+from manyhands.workloads.predictor import Predictor, ReadAs
+from manyhands.workloads.registry import PREDICTORS, found_at
+from manyhands.workloads.svd.model import SvdModel
+from manyhands.workloads.svd.predicting import SvdPredictor
+from manyhands.workloads.tasks import TASKS
+from manyhands.workloads.tasks.digits import read_digits
+from manyhands.workloads.tasks.language import Transformer
+from manyhands.workloads.tasks.recurrent import RecurrentNetwork
+from manyhands.workloads.tasks.vision import ImageClassifier
 
 SHAPE = ImageShape(8, 16)
 
@@ -64,8 +64,8 @@ def write_idx(path: Path, images: np.ndarray[Any, Any], compressed: bool = False
 
 
 def test_every_task_that_can_be_trained_can_be_asked() -> None:
-    assert set(TASKS) <= set(USES)
-    for use in USES.values():
+    assert set(TASKS) <= set(PREDICTORS)
+    for use in PREDICTORS.values():
         assert callable(found_at(use.predictor))
         assert callable(found_at(use.exporter))
 
@@ -326,7 +326,7 @@ def test_sparse_lines_are_asked_one_by_one(tmp_path: Path) -> None:
 def test_words_are_asked(tmp_path: Path) -> None:
     directions = np.array([[1, 0], [0.9, 0.1], [0, 1]], np.float32)
     Vectors(["king", "queen", "cat"], directions).save_text(tmp_path / "vectors.txt")
-    predictor = found_at(USES["glove"].predictor)(tmp_path)
+    predictor = found_at(PREDICTORS["glove"].predictor)(tmp_path)
     (inputs,) = predictor.blocks("king", ReadAs())
     assert [line.split()[0] for line in predictor.lines(inputs)] == ["queen", "cat"]
     with pytest.raises(UserError, match="'dog' is not among the 3 words"):

@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn, optim
 
-from manyhands.allreduce.priority.booked import Blocked, exposed
-from manyhands.allreduce.priority.courier import Lateness
-from manyhands.allreduce.priority.guard import ParameterGuard
-from manyhands.allreduce.priority.order import Desk, SendOrder
-from manyhands.allreduce.priority.slices import cut
-from manyhands.allreduce.priority.stepping import LateOptimizer
 from manyhands.errors import UserError
-from manyhands.wire.layout import lay_out
+from manyhands.strategies.allreduce.priority.booked import Blocked, exposed
+from manyhands.strategies.allreduce.priority.gradient_slices import cut
+from manyhands.strategies.allreduce.priority.parameter_guard import ParameterGuard
+from manyhands.strategies.allreduce.priority.sender import Lateness
+from manyhands.strategies.allreduce.priority.slice_order import Desk, SendOrder
+from manyhands.strategies.allreduce.priority.stepping import LateOptimizer
+from manyhands.wire.flat_layout import lay_out
 
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=12)
 
@@ -85,25 +85,27 @@ def test_workers_agree_whatever_comes_first_on_each_and_nobody_waits_for_ever(
     """All exchange reports when all want to, as a collective does; who does not want to goes on computing."""
     count = len(plan[0])
     first = chance.sample(range(count), count)
-    crew = [Worker(plan, list(first) if alike else chance.sample(range(count), count)) for _ in range(world)]
+    children = [
+        Worker(plan, list(first) if alike else chance.sample(range(count), count)) for _ in range(world)
+    ]
     exchanges = 0
-    while not all(worker.desk.is_over for worker in crew):
-        unwilling = [worker for worker in crew if not worker.desk.wants_to_report]
+    while not all(worker.desk.is_over for worker in children):
+        unwilling = [worker for worker in children if not worker.desk.wants_to_report]
         if unwilling:
             assert not all(worker.is_done for worker in unwilling), "somebody will never want to: a knot"
-            chance.choice([worker for worker in crew if not worker.is_done]).compute()
+            chance.choice([worker for worker in children if not worker.is_done]).compute()
             continue
         exchanges += 1
-        reports = [worker.desk.report() for worker in crew]
-        for worker in crew:
+        reports = [worker.desk.report() for worker in children]
+        for worker in children:
             chosen = worker.desk.heard(reports)
             assert set(chosen) <= set.intersection(*map(set, reports))
             for number in chosen:
                 worker.desk.arrived(number)
                 worker.sent.append(number)
-    assert all(worker.sent == crew[0].sent for worker in crew)
-    assert sorted(crew[0].sent) == list(range(count))
-    assert all(worker.is_done for worker in crew), "the last slice goes when all have closed"
+    assert all(worker.sent == children[0].sent for worker in children)
+    assert sorted(children[0].sent) == list(range(count))
+    assert all(worker.is_done for worker in children), "the last slice goes when all have closed"
     assert exchanges <= count * (world + 1) + 1
 
 

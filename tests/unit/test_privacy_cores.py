@@ -11,18 +11,18 @@ import torch
 from scipy import stats
 
 from manyhands.errors import UserError
-from manyhands.federated.privacy import draws
-from manyhands.federated.privacy.accountant import RoundKind, epsilon_of, most_rounds
-from manyhands.federated.privacy.clipping import FIRST_BOUND, ClipRule, clipped, next_bound
-from manyhands.federated.privacy.draws import (
+from manyhands.strategies.federated.privacy import noise_draws
+from manyhands.strategies.federated.privacy.accountant import RoundKind, epsilon_of, most_rounds
+from manyhands.strategies.federated.privacy.noise_draws import (
     SeededDraws,
     SystemDraws,
     UniformDraws,
     add_gaussian,
     discrete_gaussian,
 )
-from manyhands.federated.privacy.noising import LEAST_STEPS, NoiseShare, RoundNoise
-from manyhands.federated.privacy.spending import PrivacyBudget, Spending
+from manyhands.strategies.federated.privacy.noising import LEAST_STEPS, NoiseShare, RoundNoise
+from manyhands.strategies.federated.privacy.spending import PrivacyBudget, Spending
+from manyhands.strategies.federated.privacy.update_clipping import FIRST_BOUND, ClipRule, clipped, next_bound
 
 DRAWN = 100_000
 
@@ -88,14 +88,14 @@ class Drawn:
 @pytest.fixture
 def system(monkeypatch: pytest.MonkeyPatch) -> SystemDraws:
     """The system's draws; where its bytes were new in every run, one in a million would fail a test."""
-    monkeypatch.setattr(draws, "os", Drawn)
+    monkeypatch.setattr(noise_draws, "os", Drawn)
     return SystemDraws()
 
 
 def test_the_systems_words_are_multiples_of_two_to_the_minus_53(monkeypatch: pytest.MonkeyPatch) -> None:
     words = np.array([0, (1 << 11) - 1, 1 << 11, 1 << 63, (1 << 64) - 1], dtype=np.uint64)
     asked: list[int] = []
-    monkeypatch.setattr(draws.os, "urandom", lambda count: asked.append(count) or words.tobytes())
+    monkeypatch.setattr(noise_draws.os, "urandom", lambda count: asked.append(count) or words.tobytes())
     found = SystemDraws().uniform(5)
     assert found.tolist() == [2.0**-53, 2.0**-53, 2.0**-52, 0.5 + 2.0**-53, 1.0]
     assert asked == [40]

@@ -10,19 +10,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from manyhands.analyse.privacy import privacy_words
 from manyhands.errors import UserError
-from manyhands.federated.algorithms import ALGORITHMS, algorithm_named
-from manyhands.federated.exchange import private_rounds
-from manyhands.federated.privacy.rounds import PrivateRounds
-from manyhands.federated.privacy.tally import PrivateTally
-from manyhands.federated.secure.client import SecureStage
-from manyhands.federated.secure.messages import fewest_clients
-from manyhands.federated.secure.round import play_round
-from manyhands.federated.secure.tally import SecureTally, terms_for
-from manyhands.federated.strategy import Federated
-from manyhands.federated.tally import PlainTally, tally_for
-from manyhands.federated.updates import ClientUpdate, RoundPlace
+from manyhands.observe.analyse.privacy import privacy_words
+from manyhands.strategies.federated.algorithms import ALGORITHMS, algorithm_named
+from manyhands.strategies.federated.client_updates import ClientUpdate, RoundPlace
+from manyhands.strategies.federated.exchange import private_rounds
+from manyhands.strategies.federated.privacy.private_rounds import PrivateRounds
+from manyhands.strategies.federated.privacy.private_tally import PrivateTally
+from manyhands.strategies.federated.secure.round import play_round
+from manyhands.strategies.federated.secure.secure_client import SecureStage
+from manyhands.strategies.federated.secure.secure_messages import fewest_clients
+from manyhands.strategies.federated.secure.secure_tally import SecureTally, terms_for
+from manyhands.strategies.federated.strategy import Federated
+from manyhands.strategies.federated.update_tally import PlainTally, tally_for
 from manyhands.strategy import Strategy
 
 WEIGHTS = [torch.zeros(2, 3), torch.zeros(4, dtype=torch.float64)]
@@ -213,11 +213,11 @@ def test_what_is_kept_goes_on_where_it_was() -> None:
     _, _, rounds = played(text, [update(client, 5.0) for client in CLIENTS])
     _, resumed = rounds_of(text)
     resumed.restore(rounds.state())
-    assert (resumed.bound, resumed.told()) == (rounds.bound, rounds.told())
-    assert privacy_words({"privacy": rounds.told()})[0].startswith("Privacy of each client, against")
+    assert (resumed.bound, resumed.summary()) == (rounds.bound, rounds.summary())
+    assert privacy_words({"privacy": rounds.summary()})[0].startswith("Privacy of each client, against")
     for other in ({}, {"privacy": 3}, {"privacy": {"sentence": None}}):
         assert privacy_words(other) == []
-    assert rounds.told()["epsilon"] > 0
+    assert rounds.summary()["epsilon"] > 0
     with pytest.raises(UserError, match="without noise, and no epsilon would hold"):
         rounds_of(text)[1].restore(None)
     with pytest.raises(UserError, match="without noise, and no epsilon would hold"):

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 import manyhands as mh
-from manyhands.cli.export import export_command
+from manyhands.cli.export_command import export_command
 from manyhands.errors import ManyhandsError, UserError
-from manyhands.exporting import ExportAsked
-from manyhands.inference import program
-from manyhands.inference.program import export_program
-from manyhands.regression.export import export_logreg
-from manyhands.regression.labels import Labels
-from manyhands.regression.model import MODEL_FILE, LogregModel
+from manyhands.serving import exported_program
+from manyhands.serving.exported_program import export_program
+from manyhands.workloads.exporting import ExportAsked
+from manyhands.workloads.logreg.exporting_logreg import export_logreg
+from manyhands.workloads.logreg.labels import Labels
+from manyhands.workloads.logreg.model import MODEL_FILE, LogregModel
 
 SMALL = {
     "digits": {"width": 4},
@@ -51,7 +51,7 @@ def test_a_program_that_answers_otherwise_is_not_written(
     def export_another(_model: nn.Module, args: tuple[Tensor], **options: object) -> object:
         return exported(other, args, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(program.torch.export, "export", export_another)
+    monkeypatch.setattr(exported_program.torch.export, "export", export_another)
     with pytest.raises(ManyhandsError, match="differs from the module by"):
         export_program(ExportAsked(run=tmp_path / "run"))
     assert not (tmp_path / "run" / "model.pt2").exists()

@@ -18,14 +18,14 @@ from rich.console import Console
 from torch import nn
 
 import manyhands as mh
-from manyhands.analyse.slowness import Straggler
-from manyhands.analyse.totals import TimeSplit, TotalsSnapshot, WorkerTotals
-from manyhands.draw.progress import LivePicture, RunPicture, split_bar
-from manyhands.draw.showing import Here, Lines, Notebook, Showing, chosen, look_around
-from manyhands.draw.table import end_table, end_text
+from manyhands.engine.request import Options
 from manyhands.errors import UserError
-from manyhands.tasks import build
-from manyhands.training.request import Options
+from manyhands.observe.analyse.slowness import Straggler
+from manyhands.observe.analyse.totals import TimeSplit, TotalsSnapshot, WorkerTotals
+from manyhands.observe.draw.showing import Here, Lines, Notebook, Showing, chosen, look_around
+from manyhands.observe.draw.terminal_progress import LivePicture, RunPicture, split_bar
+from manyhands.observe.draw.time_table import end_table, end_text
+from manyhands.workloads.tasks import build
 
 
 def worker(rank: int, compute_s: float, exchange_s: float, wait_for_s: tuple[float, ...]) -> WorkerTotals:
@@ -115,11 +115,11 @@ def test_terminal_without_unicode_gets_ascii() -> None:
 
 
 def test_many_workers_leave_the_bar_in_sight() -> None:
-    crowd = tuple(worker(rank, 1.0, 0.1, (0.0,) * 64) for rank in range(64))
-    lines = drawn(RunPicture(snapshot(crowd), 500), height=24)
+    cohort = tuple(worker(rank, 1.0, 0.1, (0.0,) * 64) for rank in range(64))
+    lines = drawn(RunPicture(snapshot(cohort), 500), height=24)
     assert len(lines) <= 23
     assert lines[-1] == "and 46 more workers"
-    assert len(drawn(RunPicture(snapshot(crowd), 500), height=100)) == 65
+    assert len(drawn(RunPicture(snapshot(cohort), 500), height=100)) == 65
 
 
 @pytest.mark.parametrize(

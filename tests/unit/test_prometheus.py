@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from manyhands.analyse.gather import Gather
-from manyhands.analyse.view import (
+from manyhands.observe.analyse.run_view import Gather
+from manyhands.observe.analyse.view import (
     Phase,
     Presence,
     RunView,
@@ -23,7 +23,7 @@ from manyhands.analyse.view import (
     TrafficView,
     WorkerView,
 )  # fmt: skip
-from manyhands.draw.prometheus import metrics_text
+from manyhands.observe.draw.prometheus import metrics_text
 
 NAME = r"[a-zA-Z_:][a-zA-Z0-9_:]*"
 LABEL = r"([a-zA-Z_][a-zA-Z0-9_]*)=\"((?:[^\\\"\n]|\\\\|\\\"|\\n)*)\""

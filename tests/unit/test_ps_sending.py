@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands.link.message import ProtocolError
-from manyhands.server.layout import FlatLayout
-from manyhands.server.live.sending import (
+from manyhands.data.store.lines import LineFile
+from manyhands.engine.computing import Computer, TrainingPlan
+from manyhands.strategies.ps.live.sending import (
     BUFFERS,
     Shipment,
     final_chunks,
@@ -20,13 +20,13 @@ from manyhands.server.live.sending import (
     take_final,
     unpack_snapshot,
 )
-from manyhands.server.live.server_tables import final_bytes, final_tables
-from manyhands.server.live.snapshots import ShardSnapshot
-from manyhands.server.store import ShardStore
-from manyhands.server.updates import record_files, record_mark, take_record
-from manyhands.store.lines import LineFile
+from manyhands.strategies.ps.live.server_tables import final_bytes, final_tables
+from manyhands.strategies.ps.live.snapshots import ShardSnapshot
+from manyhands.strategies.ps.shard_layout import FlatLayout
+from manyhands.strategies.ps.shard_store import ShardStore
+from manyhands.strategies.ps.update_files import record_files, record_mark, take_record
 from manyhands.task import Task
-from manyhands.training.computing import Computer, TrainingPlan
+from manyhands.transport.link.message import ProtocolError
 
 SHARDS = 2
 

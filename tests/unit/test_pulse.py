@@ -14,7 +14,7 @@ from itertools import pairwise
 
 import pytest
 
-from manyhands.link.heartbeats import (
+from manyhands.transport.link.heartbeats import (
     BeatPlace,
     Heartbeats,
     address_of_interface,
@@ -22,7 +22,7 @@ from manyhands.link.heartbeats import (
     exchange_places,
     is_stopped,
 )
-from manyhands.link.pulse import BETWEEN_HOSTS, FRAME, Pulse, PulseKind, PulseLost
+from manyhands.transport.link.peer_liveness import BETWEEN_HOSTS, FRAME, HeartbeatKind, PeerLiveness, PeerLost
 
 SECRET = b"s" * 32
 B, C = "b (10.0.0.2)", "c (10.0.0.3)"
@@ -34,17 +34,17 @@ class World:
 
     def __init__(self) -> None:
         self.now = 100.0
-        self.pulse = Pulse(0, {1: B, 2: B, 3: C}, SECRET, self.now)
-        self.others = {rank: Pulse(rank, {0: "a"}, SECRET, self.now) for rank in (1, 2, 3)}
+        self.pulse = PeerLiveness(0, {1: B, 2: B, 3: C}, SECRET, self.now)
+        self.others = {rank: PeerLiveness(rank, {0: "a"}, SECRET, self.now) for rank in (1, 2, 3)}
         self.counts = dict.fromkeys((1, 2, 3), 0)
 
     def beat(self, *ranks: int, progress: int = 7) -> None:
         for rank in ranks:
             self.counts[rank] += 1
-            frame = self.others[rank].frame(0, PulseKind.BEAT, self.counts[rank], progress)
+            frame = self.others[rank].frame(0, HeartbeatKind.HEARTBEAT, self.counts[rank], progress)
             assert self.pulse.handle(frame, self.now) is None
 
-    def run(self, seconds: float, *beating: int, data_of: str | None = None) -> PulseLost | None:
+    def run(self, seconds: float, *beating: int, data_of: str | None = None) -> PeerLost | None:
         end = self.now + seconds
         while self.now < end:
             self.now += 0.25
@@ -96,7 +96,7 @@ def test_data_from_a_host_excuses_it_as_long_as_none_of_its_beats_come_through()
 def test_one_that_says_goodbye_is_not_missed() -> None:
     world = World()
     assert world.run(5.0, 1, 2, 3) is None
-    assert world.pulse.handle(world.others[3].frame(0, PulseKind.GOODBYE), world.now) is None
+    assert world.pulse.handle(world.others[3].frame(0, HeartbeatKind.GOODBYE), world.now) is None
     assert world.run(60.0, 1, 2) is None
     assert world.pulse.unheard(world.now) == ()
 
@@ -104,11 +104,11 @@ def test_one_that_says_goodbye_is_not_missed() -> None:
 def test_a_cut_in_one_direction_is_known_at_its_other_end() -> None:
     world = World()
     world.beat(1, 2, 3)
-    told = world.pulse.handle(world.others[1].frame(0, PulseKind.GIVEN_UP, blamed=0), world.now)
+    told = world.pulse.handle(world.others[1].frame(0, HeartbeatKind.GIVEN_UP, blamed=0), world.now)
     assert told is not None
     assert told.rank == 1
     assert f"rank 1 on {B} hears nothing of rank 0 any more, though it is heard here" in told.sentence
-    told = world.pulse.handle(world.others[2].frame(0, PulseKind.GIVEN_UP, blamed=3), world.now)
+    told = world.pulse.handle(world.others[2].frame(0, HeartbeatKind.GIVEN_UP, blamed=3), world.now)
     assert told is not None
     assert f"rank 2 on {B} has left: it hears nothing of rank 3 on {C} any more" in told.sentence
 
@@ -117,7 +117,7 @@ def test_one_who_is_missed_here_too_is_named_and_not_the_one_who_gave_it_up_firs
     world = World()
     world.beat(1, 2, 3)
     assert world.run(3.0, 1, 2) is None
-    told = world.pulse.handle(world.others[2].frame(0, PulseKind.GIVEN_UP, blamed=3), world.now)
+    told = world.pulse.handle(world.others[2].frame(0, HeartbeatKind.GIVEN_UP, blamed=3), world.now)
     assert told is not None
     assert told.rank == 3
     assert f"rank 3 on {C} fell silent: neither a heartbeat nor data of it for 3.0 s" in told.sentence
@@ -160,27 +160,27 @@ def test_one_who_did_not_look_blames_nobody_before_reading_what_came_meanwhile()
 @pytest.mark.parametrize("change", ["length", "magic", "token", "rank", "own", "secret", "replay", "kind"])
 def test_strangers_and_other_jobs_are_not_heard(change: str) -> None:
     world = World()
-    good = world.others[1].frame(0, PulseKind.BEAT, 1)
-    stranger = {
+    good = world.others[1].frame(0, HeartbeatKind.HEARTBEAT, 1)
+    foreign_row = {
         "length": good[:-1],
         "magic": b"x" + good[1:],
         "token": good[:8] + bytes(16) + good[24:],
-        "rank": Pulse(9, {0: "a"}, SECRET, 0.0).frame(0, PulseKind.BEAT, 1),
-        "own": world.pulse.frame(1, PulseKind.BEAT, 1),
-        "secret": Pulse(1, {0: "a"}, b"t" * 32, 0.0).frame(0, PulseKind.GIVEN_UP, blamed=0),
-        "replay": world.others[1].frame(0, PulseKind.BEAT, 5),
+        "rank": PeerLiveness(9, {0: "a"}, SECRET, 0.0).frame(0, HeartbeatKind.HEARTBEAT, 1),
+        "own": world.pulse.frame(1, HeartbeatKind.HEARTBEAT, 1),
+        "secret": PeerLiveness(1, {0: "a"}, b"t" * 32, 0.0).frame(0, HeartbeatKind.GIVEN_UP, blamed=0),
+        "replay": world.others[1].frame(0, HeartbeatKind.HEARTBEAT, 5),
         "kind": FRAME.pack(*FRAME.unpack(good)[:2], 77, *FRAME.unpack(good)[3:]),
     }[change]
     if change == "replay":
-        world.pulse.handle(stranger, world.now)
+        world.pulse.handle(foreign_row, world.now)
         world.now += SILENCE_S
         for _ in range(20):  # the same again and again proves nothing
-            assert world.pulse.handle(stranger, world.now) is None
+            assert world.pulse.handle(foreign_row, world.now) is None
             world.now += 0.25
             if world.pulse.look(world.now) is not None:
                 return
         pytest.fail("a datagram that was seen before passed for a beat")
-    assert world.pulse.handle(stranger, world.now) is None
+    assert world.pulse.handle(foreign_row, world.now) is None
     assert world.pulse.suspects(world.now + 1000.0) == {}
 
 
@@ -231,11 +231,11 @@ def test_beats_go_on_while_the_interpreter_lock_is_held_and_a_goodbye_ends_the_w
     assert table.is_empty, "a later group of this name must not find these"
     own, places, secret = met[0]
     lost: list[int] = []
-    beats = Heartbeats(0, own, {1: places[1]}, secret, on_lost=lambda rank, _: lost.append(rank))
-    listener, seen = Pulse(1, {0: "x"}, secret, time.monotonic()), []
+    heartbeats = Heartbeats(0, own, {1: places[1]}, secret, on_lost=lambda rank, _: lost.append(rank))
+    listener, seen = PeerLiveness(1, {0: "x"}, secret, time.monotonic()), []
     other = met[1][0]
     other.settimeout(30.0)
-    beats.mark(41)
+    heartbeats.mark(41)
     try:
         while len(seen) < 3:
             frame = other.recv(100)
@@ -253,10 +253,10 @@ def test_beats_go_on_while_the_interpreter_lock_is_held_and_a_goodbye_ends_the_w
         assert beats_meanwhile >= 2
         other.settimeout(30.0)
     finally:
-        beats.close()
-        beats.close()
+        heartbeats.close()
+        heartbeats.close()
     kinds = set()
-    while PulseKind.GOODBYE not in kinds:
+    while HeartbeatKind.GOODBYE not in kinds:
         kinds.add(FRAME.unpack(other.recv(100))[2])
     other.close()
     assert lost == []

@@ -13,8 +13,8 @@ from torch.utils.data import IterableDataset
 
 import manyhands as mh
 from equality import distance, train, train_plainly
+from manyhands.engine.exchange import SingleExchange
 from manyhands.errors import UserError
-from manyhands.training.exchange import SingleExchange
 
 Loss = Callable[[nn.Module, Any], Tensor]
 GENERATOR = torch.Generator().manual_seed(4)

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from manyhands.data.rows import Rows
+from manyhands.data.sparse_rows import Rows
+from manyhands.engine.fitting import fit
 from manyhands.errors import NonFinite, UserError
-from manyhands.fitting import fit
-from manyhands.regression.batches import Bag
-from manyhands.regression.examples import Labelled
-from manyhands.regression.options import LogregOptions
-from manyhands.regression.parsed import ParsedBlocks
-from manyhands.regression.task import LogregTask
+from manyhands.workloads.logreg.batch_task import Bag
+from manyhands.workloads.logreg.examples import Labelled
+from manyhands.workloads.logreg.options import LogregOptions
+from manyhands.workloads.logreg.parsed import ParsedBlocks
+from manyhands.workloads.logreg.task import LogregTask
 
 FEATURES = 50
 

@@ -16,17 +16,17 @@ import pytest
 import safetensors.numpy
 from sklearn.metrics import accuracy_score, log_loss, roc_auc_score
 
-from manyhands.cluster.signals import ending
 from manyhands.data.row_files import Reading, RowFile
+from manyhands.engine.interrupted_run import Keeping
 from manyhands.errors import DataError, UserError
-from manyhands.regression import room
-from manyhands.regression.labels import Labels, labels_of
-from manyhands.regression.metrics import Metrics, measure
-from manyhands.regression.model import MODEL_FILE, LogregModel
-from manyhands.regression.options import LogregOptions
-from manyhands.regression.task import LogregTask
-from manyhands.regression.training import LogregResult, train_logreg
-from manyhands.training.kept import Keeping
+from manyhands.places.local.signals import ending
+from manyhands.workloads.logreg import room
+from manyhands.workloads.logreg.labels import Labels, labels_of
+from manyhands.workloads.logreg.metrics import Metrics, measure
+from manyhands.workloads.logreg.model import MODEL_FILE, LogregModel
+from manyhands.workloads.logreg.options import LogregOptions
+from manyhands.workloads.logreg.task import LogregTask
+from manyhands.workloads.logreg.training import LogregResult, train_logreg
 
 DATA = Path(__file__).parents[2].parent / "shared" / "data"
 needs_data = pytest.mark.skipif(not DATA.exists(), reason="needs the files of ../shared/data")

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from manyhands.errors import UserError
-from manyhands.server.log import RestoredRow, SkippedRow, SlotsRow, StepRow, UpdateRow
-from manyhands.server.replay_order import (
+from manyhands.strategies.ps.log_rows import RestoredRow, SkippedRow, SlotsRow, StepRow, UpdateRow
+from manyhands.strategies.ps.replay_order import (
     Forget,
     ReplayAction,
     ReplayApply,
@@ -18,7 +18,7 @@ from manyhands.server.replay_order import (
     ReplayOrder,
     steps_of,
 )
-from manyhands.server.updates import ComputedRow
+from manyhands.strategies.ps.update_files import ComputedRow
 
 
 def computed(slot: int, clock: int, *versions: int, batch: int = 0, member: int = 0) -> ComputedRow:

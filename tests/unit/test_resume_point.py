@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 import torch
 
-from manyhands.consistency.parse import parse_consistency
-from manyhands.server.actions import Action, SendMessage
-from manyhands.server.core import ShardCore
-from manyhands.server.live.losses import LossBook
-from manyhands.server.live.reports import Evaluated, StepComputed
-from manyhands.server.live.snapshots import ShardSnapshot, ShardSnapshots
-from manyhands.server.messages import Parameters, Push, Read, ShardView, SlotView, View, WorkKind
-from manyhands.server.replica import ShardReplica
-from manyhands.server.resume import ToCome, batches_to_come
-from manyhands.server.shard_state import ShardState
-from manyhands.server.steps import ShardConfig
-from manyhands.server.updates import clear_records
-from manyhands.store import MetricsLog
+from manyhands.data.store import MetricsLog
+from manyhands.strategies.common.consistency.parse import parse_consistency
+from manyhands.strategies.ps.actions import Action, SendMessage
+from manyhands.strategies.ps.live.losses import LossBook
+from manyhands.strategies.ps.live.reports import Evaluated, StepComputed
+from manyhands.strategies.ps.live.snapshots import ShardSnapshot, ShardSnapshots
+from manyhands.strategies.ps.pending_steps import ShardConfig
+from manyhands.strategies.ps.ps_messages import Parameters, Push, Read, ShardView, SlotView, View, WorkKind
+from manyhands.strategies.ps.resume import ToCome, batches_to_come
+from manyhands.strategies.ps.shard_core import ShardCore
+from manyhands.strategies.ps.shard_replica import ShardReplica
+from manyhands.strategies.ps.shard_state import ShardState
+from manyhands.strategies.ps.update_files import clear_records
 
 SLOTS, STEPS = (0, 1, 2, 3), 40
 

@@ -7,28 +7,30 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from manyhands.link import ring
-from manyhands.memory.segment import CACHE_LINE, PAGE, Segment
+from manyhands.native.segment import CACHE_LINE, PAGE, Segment
+from manyhands.transport.link import byte_ring
 
-CAPACITY = PAGE - ring.CONTROL_BYTES
+CAPACITY = PAGE - byte_ring.CONTROL_BYTES
 
 
 @pytest.fixture
 def segment() -> Iterator[Segment]:
     with Segment.create(PAGE, "a test") as segment:
-        ring.prepare(segment.address, CAPACITY)
+        byte_ring.prepare(segment.address, CAPACITY)
         yield segment
 
 
 def write(segment: Segment, header: np.ndarray, payload: np.ndarray, done: int = 0) -> int:
     address = segment.address
     return int(
-        ring.write(address, header.ctypes.data, len(header), payload.ctypes.data, len(payload), done, 0, 0)
+        byte_ring.write(
+            address, header.ctypes.data, len(header), payload.ctypes.data, len(payload), done, 0, 0
+        )
     )
 
 
 def read(segment: Segment, target: np.ndarray, done: int = 0) -> int:
-    return int(ring.read(segment.address, target.ctypes.data, len(target), done, 0, 0))
+    return int(byte_ring.read(segment.address, target.ctypes.data, len(target), done, 0, 0))
 
 
 def start_at(segment: Segment, cursor: int) -> None:
@@ -65,10 +67,10 @@ def test_a_full_ring_takes_no_more_and_an_empty_one_gives_nothing(segment: Segme
 
 def test_who_left_is_seen_and_what_it_wrote_is_still_there(segment: Segment) -> None:
     write(segment, np.arange(8, dtype=np.uint8), np.zeros(0, np.uint8))
-    assert ring.state(segment.address) == ring.OPEN
-    ring.end(segment.address, segment.address, ring.CUT)
-    assert ring.state(segment.address) == ring.CUT
+    assert byte_ring.state(segment.address) == byte_ring.OPEN
+    byte_ring.end(segment.address, segment.address, byte_ring.CUT)
+    assert byte_ring.state(segment.address) == byte_ring.CUT
     target = np.zeros(9, np.uint8)
     one_hour_ahead = 2**62  # nobody waits for a side that has left
-    assert ring.read(segment.address, target.ctypes.data, 9, 0, one_hour_ahead, 10) == 8
+    assert byte_ring.read(segment.address, target.ctypes.data, 9, 0, one_hour_ahead, 10) == 8
     np.testing.assert_array_equal(target[:8], np.arange(8))

@@ -11,9 +11,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from manyhands.errors import DataError, UserError
-from manyhands.federated.clients import selected
-from manyhands.federated.rounds.core import RoundPhase, RoundState, RoundTerms, as_json, handle, state_of
-from manyhands.federated.rounds.events import (
+from manyhands.strategies.federated.clients import selected
+from manyhands.strategies.federated.rounds.round_core import (
+    RoundPhase,
+    RoundState,
+    RoundTerms,
+    as_json,
+    handle,
+    state_of,
+)
+from manyhands.strategies.federated.rounds.round_events import (
     AbandonRound,
     BeginRound,
     ClientGone,

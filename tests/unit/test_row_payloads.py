@@ -9,19 +9,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from manyhands.engine.computing import Computer, TrainingPlan
 from manyhands.errors import UserError
-from manyhands.link.message import ProtocolError
-from manyhands.server.actions import Keep
-from manyhands.server.layout import FlatLayout
-from manyhands.server.live.payloads import Gradients
-from manyhands.server.live.row_payloads import UnknownSets, most_bytes, pack, take_sets, take_values
-from manyhands.server.live.server_tables import ServerTables
-from manyhands.server.live.worker_tables import WorkerTables
-from manyhands.server.messages import Push
-from manyhands.server.store import ShardStore
-from manyhands.tables.rowsets import Given, Named, RowSets, name_of
+from manyhands.strategies.common.tables.rowsets import Given, Named, RowSets, name_of
+from manyhands.strategies.ps.actions import Keep
+from manyhands.strategies.ps.live.payloads import Gradients
+from manyhands.strategies.ps.live.row_payloads import UnknownSets, most_bytes, pack, take_sets, take_values
+from manyhands.strategies.ps.live.server_tables import ServerTables
+from manyhands.strategies.ps.live.worker_tables import WorkerTables
+from manyhands.strategies.ps.ps_messages import Push
+from manyhands.strategies.ps.shard_layout import FlatLayout
+from manyhands.strategies.ps.shard_store import ShardStore
 from manyhands.task import Task
-from manyhands.training.computing import Computer, TrainingPlan
+from manyhands.transport.link.message import ProtocolError
 
 SERVER, OTHER_SERVER = 1, 2
 NO_ROWS = torch.empty(0, dtype=torch.int64)

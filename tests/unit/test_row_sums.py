@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands.allreduce.algorithms import ALGORITHMS
-from manyhands.allreduce.collective import ScheduleCollective
-from manyhands.allreduce.elastic.collective import ElasticCollective
-from manyhands.allreduce.exchange import AllReduceExchange
-from manyhands.allreduce.executor import ScheduleExecutor
-from manyhands.allreduce.rows import GradientRows, row_sparse
 from manyhands.errors import ManyhandsError, UserError
-from manyhands.link.simulated import SimulatedNetwork
+from manyhands.strategies.allreduce.elastic.epoch_collective import ElasticCollective
+from manyhands.strategies.allreduce.exchange import AllReduceExchange
+from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
+from manyhands.strategies.common.collectives.collective import ScheduleCollective
+from manyhands.strategies.common.collectives.executor import ScheduleExecutor
+from manyhands.strategies.common.collectives.row_sums import GradientRows, row_sparse
+from manyhands.transport.link.simulated_network import SimulatedNetwork
 
 pytestmark = pytest.mark.timeout(60)
 

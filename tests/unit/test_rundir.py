@@ -15,8 +15,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from manyhands.data.store import (
+    MetricsLog,
+    RunDirectory,
+    WriteFailed,
+    fingerprint,
+    parameter_shapes,
+    write_json,
+)
 from manyhands.errors import DataError, UserError, WorkerFailed
-from manyhands.store import MetricsLog, RunDirectory, WriteFailed, fingerprint, parameter_shapes, write_json
 
 CONFIG: dict[str, Any] = {
     "task": "digits",

@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
+from manyhands.data.store import CheckpointStore, Snapshot, restore_optimizer
+from manyhands.data.store.state_tree import flatten, unflatten
+from manyhands.data.store.tensorfile import encode_tensors
 from manyhands.errors import UserError
-from manyhands.store import CheckpointStore, Snapshot, restore_optimizer
-from manyhands.store.state_tree import flatten, unflatten
-from manyhands.store.tensorfile import encode_tensors
 
 
 def assert_same(left: Any, right: Any, where: str = "") -> None:

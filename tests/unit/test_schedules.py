@@ -8,9 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from manyhands.allreduce.algorithms import ALGORITHMS, broadcast, grouped, ring
-from manyhands.allreduce.draw import EXAMPLE, watch
-from manyhands.allreduce.schedule import (
+from manyhands.errors import UserError
+from manyhands.strategies.common.collectives.algorithms import ALGORITHMS, broadcast, grouped, ring
+from manyhands.strategies.common.collectives.collective_drawing import EXAMPLE, watch
+from manyhands.strategies.common.collectives.schedule import (
     Algorithm,
     How,
     Receive,
@@ -21,8 +22,7 @@ from manyhands.allreduce.schedule import (
     chunk_bounds,
     span_bounds,
 )
-from manyhands.allreduce.symbolic import prove
-from manyhands.errors import UserError
+from manyhands.strategies.common.collectives.symbolic import prove
 
 EVERY = pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=lambda algorithm: algorithm.name)
 WHOLE = range(1)

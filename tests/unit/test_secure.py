@@ -25,15 +25,15 @@ from typer.testing import CliRunner
 
 from certificates import HOSTS, folders, run_security
 from manyhands.cli.main import app
+from manyhands.engine.fitting import fit
+from manyhands.engine.options import TLS_VARIABLE, Options
 from manyhands.errors import UserError
-from manyhands.fitting import fit
-from manyhands.hub import addresses
-from manyhands.link.authority import AUTHORITY_KEY, make_certificates
-from manyhands.link.certificate import validity
-from manyhands.link.secure import FILES, Security, is_loopback
-from manyhands.link.tls import _pieces
-from manyhands.tasks.digits import digits
-from manyhands.training.options import TLS_VARIABLE, Options
+from manyhands.transport.hub import addresses
+from manyhands.transport.link.authority import AUTHORITY_KEY, make_certificates
+from manyhands.transport.link.certificate import validity
+from manyhands.transport.link.secure import FILES, Security, is_loopback
+from manyhands.transport.link.tls import _pieces
+from manyhands.workloads.tasks.digits import digits
 
 
 def now() -> datetime:

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manyhands.errors import UserError
-from manyhands.federated.secure.fixedpoint import FixedPoint
-from manyhands.federated.secure.primitives import (
+from manyhands.strategies.federated.secure.fixedpoint import FixedPoint
+from manyhands.strategies.federated.secure.primitives import (
     ProtocolRefused,
     agree,
     derive,
@@ -25,7 +25,7 @@ from manyhands.federated.secure.primitives import (
     sign,
     verify,
 )
-from manyhands.federated.secure.shamir import PRIME, SHARE_BYTES, combine, split
+from manyhands.strategies.federated.secure.shamir import PRIME, SHARE_BYTES, combine, split
 from securely import drawing
 
 h = bytes.fromhex
@@ -182,9 +182,9 @@ def test_a_sum_has_room_for_the_most_clients_and_for_one_more_it_is_refused() ->
         fixed = FixedPoint(clip=2.0, bits=8, max_weight=20, ring=ring)
         clients = fixed.most_clients
         assert clients * 20 * 127 < 2 ** (ring - 1) <= (clients + 1) * 20 * 127 + 1
-        fixed.require_room(clients)
+        fixed.check_capacity(clients)
         with pytest.raises(UserError, match=rf"bits=8: {clients + 1} clients .* room for {clients}"):
-            fixed.require_room(clients + 1)
+            fixed.check_capacity(clients + 1)
         for sign_of in (1, -1):
             words = fixed.encode(np.array([sign_of * 2.0]), 20)
             total = (words.astype(object) * clients % 2**ring).astype(

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from manyhands.errors import UserError
-from manyhands.federated.secure.client import SecureStage
-from manyhands.federated.secure.fixedpoint import FixedPoint
-from manyhands.federated.secure.messages import (
+from manyhands.strategies.federated.secure.fixedpoint import FixedPoint
+from manyhands.strategies.federated.secure.primitives import ProtocolRefused, sign
+from manyhands.strategies.federated.secure.secure_client import SecureStage
+from manyhands.strategies.federated.secure.secure_messages import (
     Advertisement,
     Delivery,
     KeyList,
@@ -21,9 +22,8 @@ from manyhands.federated.secure.messages import (
     UnmaskRequest,
     fewest_clients,
 )
-from manyhands.federated.secure.primitives import ProtocolRefused, sign
-from manyhands.federated.secure.server import RoundAbandoned
-from manyhands.federated.secure.shamir import PRIME, SHARE_BYTES
+from manyhands.strategies.federated.secure.secure_server import RoundAbandoned
+from manyhands.strategies.federated.secure.shamir import PRIME, SHARE_BYTES
 from securely import Party
 
 
@@ -78,9 +78,9 @@ def test_a_client_refuses_a_list_of_keys_that_is_not_as_signed() -> None:
     twice = (5).to_bytes(4, "big") + letter[4:] + letter[-228:]
     refuses(party, number, twice, "client 9 is in a table twice")
     party, number, letter = at(SecureStage.SHARE)
-    stranger = Party(4, seed=9)
-    stranger.play(SecureStage.SHARE)
-    refuses(party, number, stranger.letters[number], "has not what client 5 has sent")
+    foreign_row = Party(4, seed=9)
+    foreign_row.play(SecureStage.SHARE)
+    refuses(party, number, foreign_row.letters[number], "has not what client 5 has sent")
 
 
 def test_a_client_with_another_model_or_of_another_round_is_not_taken_in() -> None:
@@ -164,9 +164,9 @@ def test_a_client_unmasks_once_and_only_what_enough_have_signed() -> None:
     swapped = {**right.signatures, 3: right.signatures[7]}
     refuses(party, number, UnmaskRequest(lists=right.lists, signatures=swapped).encode(), "client 3 did not")
     party, number, _ = at(SecureStage.UNMASK)
-    stranger = {**right.signatures, 99: right.signatures[7]}
+    foreign_row = {**right.signatures, 99: right.signatures[7]}
     refuses(
-        party, number, UnmaskRequest(lists=right.lists, signatures=stranger).encode(), "client 99 did not"
+        party, number, UnmaskRequest(lists=right.lists, signatures=foreign_row).encode(), "client 99 did not"
     )
     party, number, letter = at(SecureStage.UNMASK)
     client = party.clients[number]

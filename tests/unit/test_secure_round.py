@@ -9,20 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from manyhands.federated.secure.client import SecureStage
-from manyhands.federated.secure.cost import MESSAGES, client_bytes, published_bits
-from manyhands.federated.secure.keys import RoundKeys
-from manyhands.federated.secure.messages import (
+from manyhands.strategies.federated.secure.keys import RoundKeys
+from manyhands.strategies.federated.secure.primitives import ProtocolRefused, public_key
+from manyhands.strategies.federated.secure.round import play_round
+from manyhands.strategies.federated.secure.secure_client import SecureStage
+from manyhands.strategies.federated.secure.secure_cost import MESSAGES, client_bytes, published_bits
+from manyhands.strategies.federated.secure.secure_messages import (
     MaskedInput,
     SurvivorList,
     UnmaskReply,
     UnmaskRequest,
     fewest_clients,
 )
-from manyhands.federated.secure.primitives import ProtocolRefused, public_key
-from manyhands.federated.secure.round import play_round
-from manyhands.federated.secure.server import RoundAbandoned
-from manyhands.federated.secure.shamir import SHARE_BYTES, combine
+from manyhands.strategies.federated.secure.secure_server import RoundAbandoned
+from manyhands.strategies.federated.secure.shamir import SHARE_BYTES, combine
 from securely import MODEL, Party, drawing
 
 STAGES = [stage for stage in SecureStage if stage < SecureStage.DONE]

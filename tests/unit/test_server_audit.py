@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
-from manyhands.consistency.parse import parse_consistency
+from manyhands.data.store.rundir import RunDirectory
 from manyhands.errors import DataError
-from manyhands.server.actions import Action, Log, SendMessage
-from manyhands.server.audit import Audit, audit
-from manyhands.server.audit_files import audit_run
-from manyhands.server.audit_found import Verdict
-from manyhands.server.log import (
+from manyhands.strategies.common.consistency.parse import parse_consistency
+from manyhands.strategies.ps.actions import Action, Log, SendMessage
+from manyhands.strategies.ps.audit import Audit, audit
+from manyhands.strategies.ps.audit_files import audit_run
+from manyhands.strategies.ps.audit_found import Verdict
+from manyhands.strategies.ps.log_rows import (
     LateRow,
     LostRow,
     RestoredRow,
@@ -28,11 +29,10 @@ from manyhands.server.log import (
     row_from_json,
     row_to_json,
 )
-from manyhands.server.messages import Parameters, Push, Read, ShardView, SlotView, View, WorkKind
-from manyhands.server.replica import ShardReplica
-from manyhands.server.steps import ShardConfig
-from manyhands.server.updates import RunRecord, read_record, write_record
-from manyhands.store.rundir import RunDirectory
+from manyhands.strategies.ps.pending_steps import ShardConfig
+from manyhands.strategies.ps.ps_messages import Parameters, Push, Read, ShardView, SlotView, View, WorkKind
+from manyhands.strategies.ps.shard_replica import ShardReplica
+from manyhands.strategies.ps.update_files import RunRecord, read_record, write_record
 
 SLOTS = (0, 1, 2)
 

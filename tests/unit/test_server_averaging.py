@@ -8,13 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
+from manyhands.engine.computing import Built
 from manyhands.errors import UserError
-from manyhands.facts import Answer
-from manyhands.holding import ModelFootprint
-from manyhands.server.layout import FlatLayout
-from manyhands.server.store import Averaging, Contribution, ShardStore
+from manyhands.facts import Answer, ModelFootprint
+from manyhands.strategies.ps.shard_layout import FlatLayout
+from manyhands.strategies.ps.shard_store import Averaging, Contribution, ShardStore
 from manyhands.strategy import Strategy
-from manyhands.training.computing import Built
 
 
 class Model(nn.Module):

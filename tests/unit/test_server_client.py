@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from manyhands.errors import ManyhandsError
-from manyhands.server.actions import SendMessage
-from manyhands.server.client import ClientAction, ClientCore, Compute, Leave, Reason, Wait
-from manyhands.server.messages import (
+from manyhands.strategies.ps.actions import SendMessage
+from manyhands.strategies.ps.client_core import ClientAction, ClientCore, Compute, Leave, Reason, Wait
+from manyhands.strategies.ps.ps_messages import (
     Ack,
     Fenced,
     Hello,

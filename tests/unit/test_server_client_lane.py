@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from manyhands.server.actions import SendMessage
-from manyhands.server.client import ClientAction, ClientCore, Compute
-from manyhands.server.client_lane import ClientLane
-from manyhands.server.messages import (
+from manyhands.strategies.ps.actions import SendMessage
+from manyhands.strategies.ps.client_core import ClientAction, ClientCore, Compute
+from manyhands.strategies.ps.client_fast_path import ClientLane
+from manyhands.strategies.ps.ps_messages import (
     Ack,
     Fenced,
     Message,
@@ -30,7 +30,7 @@ from manyhands.server.messages import (
     Work,
     WorkKind,
 )
-from manyhands.server.turns import TurnAnswer, WorkerTurn, in_turns
+from manyhands.strategies.ps.push_pull import PushPull, PushPullAnswer, in_push_pulls
 
 SLOT, MEMBER, FIRST = 0, 10, 1
 
@@ -38,7 +38,7 @@ SLOT, MEMBER, FIRST = 0, 10, 1
 def told(core: ClientCore) -> tuple[Any, ...]:
     """All that a core knows, a kept turn being the push that it is."""
     shards = [
-        replace(shard, push=shard.push.push) if isinstance(shard.push, WorkerTurn) else shard
+        replace(shard, push=shard.push.push) if isinstance(shard.push, PushPull) else shard
         for shard in core._shards
     ]
     rest = {name: value for name, value in vars(core).items() if name != "_shards"}
@@ -85,7 +85,7 @@ class Twins:
         source = source or self.primaries[getattr(message, "shard", 0)]
         expected = self.plain.handle(message, source)
         if isinstance(message, Parameters):
-            compute = self.lane.answered(TurnAnswer.of(message), source)
+            compute = self.lane.answered(PushPullAnswer.of(message), source)
             self.taken["answer" if compute is not None else "no answer"] += 1
             if compute is not None:
                 self.check(expected, [compute])
@@ -103,7 +103,7 @@ class Twins:
         to, sent = turn
         pair = [SendMessage(to=to, message=sent.push), SendMessage(to=to, message=sent.read)]
         self.check(expected, list[ClientAction](pair))
-        assert list(in_turns(expected)) == [(pair[0], sent)]
+        assert list(in_push_pulls(expected)) == [(pair[0], sent)]
 
     def answer(self, shard: int, **changes: Any) -> Parameters:
         clock = self.plain.clock or 0

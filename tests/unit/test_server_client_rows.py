@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from manyhands.consistency.sync import Sync
 from manyhands.errors import ManyhandsError
-from manyhands.server.actions import SendMessage
-from manyhands.server.client import ClientAction, ClientCore, Compute, Leave, Wait
-from manyhands.server.messages import (
+from manyhands.strategies.common.consistency.sync import Sync
+from manyhands.strategies.ps.actions import SendMessage
+from manyhands.strategies.ps.client_core import ClientAction, ClientCore, Compute, Leave, Wait
+from manyhands.strategies.ps.pending_steps import ShardConfig
+from manyhands.strategies.ps.ps_messages import (
     Fenced,
     Hello,
     Message,
@@ -26,8 +27,7 @@ from manyhands.server.messages import (
     Work,
     WorkKind,
 )
-from manyhands.server.server import ServerCore
-from manyhands.server.steps import ShardConfig
+from manyhands.strategies.ps.server_core import ServerCore
 
 SLOT, MEMBER, CLOCK = 2, 7, 4
 WORK = Work(kind=WorkKind.TRAIN, clock=CLOCK, batch=100)

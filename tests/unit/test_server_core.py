@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manyhands.consistency.parse import parse_consistency
 from manyhands.errors import UserError
-from manyhands.server.actions import Apply, Drop, Log
-from manyhands.server.core import Hold, ShardConfig, ShardCore
-from manyhands.server.log import LateRow, LostRow, Row, SkippedRow, StepRow
-from manyhands.server.messages import (
+from manyhands.strategies.common.consistency.parse import parse_consistency
+from manyhands.strategies.ps.actions import Apply, Drop, Log
+from manyhands.strategies.ps.log_rows import LateRow, LostRow, Row, SkippedRow, StepRow
+from manyhands.strategies.ps.pending_steps import Change
+from manyhands.strategies.ps.ps_messages import (
     Assigned,
     Chosen,
     ChosenKept,
@@ -29,7 +29,7 @@ from manyhands.server.messages import (
     Work,
     WorkKind,
 )
-from manyhands.server.steps import Change
+from manyhands.strategies.ps.shard_core import Hold, ShardConfig, ShardCore
 
 
 def core(consistency: str, *, shard: int = 0, shards: int = 1, slots: int = 3, steps: int = 100) -> ShardCore:

@@ -16,13 +16,14 @@ from typing import Any
 
 import pytest
 
-from manyhands.consistency.parse import parse_consistency
-from manyhands.consistency.policy import Policy
-from manyhands.server import lane as lane_module
-from manyhands.server.actions import Action, SendMessage
-from manyhands.server.lane import ShardLane
-from manyhands.server.log import row_to_json
-from manyhands.server.messages import (
+from manyhands.strategies.common.consistency.parse import parse_consistency
+from manyhands.strategies.common.consistency.policy import Policy
+from manyhands.strategies.ps import fast_path as lane_module
+from manyhands.strategies.ps.actions import Action, SendMessage
+from manyhands.strategies.ps.fast_path import ShardLane
+from manyhands.strategies.ps.log_rows import row_to_json
+from manyhands.strategies.ps.pending_steps import ShardConfig
+from manyhands.strategies.ps.ps_messages import (
     LAUNCHER,
     Forward,
     Forwarded,
@@ -38,9 +39,8 @@ from manyhands.server.messages import (
     Update,
     View,
 )
-from manyhands.server.server import ServerCore
-from manyhands.server.steps import ShardConfig
-from manyhands.server.turns import TurnAnswer, WorkerTurn
+from manyhands.strategies.ps.push_pull import PushPull, PushPullAnswer
+from manyhands.strategies.ps.server_core import ServerCore
 
 SERVER, BACKUP, OTHER = 1, 2, 3
 MEMBERS = 10  # slot s begins with member 10 + s; a successor has a number that nobody had
@@ -125,7 +125,7 @@ NEEDLESS = {
 """Guards without which the lane does as the core does all the same, and why: another one holds, or nothing depends."""
 
 
-def reached_by(lane: ShardLane, turn: WorkerTurn) -> list[str]:
+def reached_by(lane: ShardLane, turn: PushPull) -> list[str]:
     """The guards that leave this turn to the core."""
     replica, slot = lane._replica, turn.slot
     core = replica.core
@@ -136,7 +136,7 @@ def reached_by(lane: ShardLane, turn: WorkerTurn) -> list[str]:
     return [name for name, guard in GUARDS.items() if eval(guard, vars(lane_module), seen)]
 
 
-def without(name: str) -> Callable[[ShardLane, WorkerTurn], Any]:
+def without(name: str) -> Callable[[ShardLane, PushPull], Any]:
     """`look` without one of its guards."""
     tree = ast.parse(_LOOK)
     [(condition, at)] = [
@@ -150,7 +150,7 @@ def without(name: str) -> Callable[[ShardLane, WorkerTurn], Any]:
         condition.test = ast.Constant(False)
     made: dict[str, Any] = {}
     exec(compile(ast.fix_missing_locations(tree), "lane.py", "exec"), vars(lane_module), made)
-    look: Callable[[ShardLane, WorkerTurn], Any] = made["look"]
+    look: Callable[[ShardLane, PushPull], Any] = made["look"]
     return look
 
 
@@ -170,7 +170,7 @@ class Twins:
     def both(self, do: Callable[[ServerCore], list[Action]]) -> list[Action]:
         return self.compare(do(self.plain), do(self.laned))
 
-    def turn(self, turn: WorkerTurn) -> list[Action]:
+    def turn(self, turn: PushPull) -> list[Action]:
         expected = [*self.plain.handle(turn.push, turn.member), *self.plain.handle(turn.read, turn.member)]
         replica = self.laned.replicas.get(turn.shard)
         step = None
@@ -190,7 +190,7 @@ class Twins:
         if answer is None:
             found += self.laned.handle(turn.read, turn.member)
         else:
-            assert TurnAnswer.of(answer.parameters) == answer
+            assert PushPullAnswer.of(answer.parameters) == answer
             found.append(SendMessage(to=turn.member, message=answer.parameters))
         return self.compare(expected, found)
 
@@ -290,14 +290,14 @@ class Course:
                 Read(shard=shard, slot=slot, member=self.members[slot], clock=settled), self.members[slot]
             )
 
-    def next_turn(self, shard: int, slot: int) -> WorkerTurn:
+    def next_turn(self, shard: int, slot: int) -> PushPull:
         core = self.twins.plain.replicas[shard].core
         clock = core.next_clock(slot) or 0
         told = self.works.get((shard, slot))
         lead = self.works.get((0, slot), told)
         work = lead.work if lead is not None else None
         fits = work is not None and work.clock == clock
-        return WorkerTurn(
+        return PushPull(
             shard=shard,
             slot=slot,
             member=self.members[slot],
@@ -322,7 +322,7 @@ class Course:
                 self.odd(self.draw.randrange(24), turn)
         self.twins.compare_state()
 
-    def odd(self, number: int, turn: WorkerTurn) -> None:
+    def odd(self, number: int, turn: PushPull) -> None:
         match number:
             case 0:  # a duplicate
                 self.follow(self.twins.turn(turn._replace(clock=max(0, turn.clock - 1))))
@@ -532,7 +532,7 @@ def test_a_turn_is_its_push_and_its_read() -> None:
         rows_version=4,
     )
     read = Read(shard=1, slot=2, member=13, clock=8)
-    turn = WorkerTurn.of(push, read)
+    turn = PushPull.of(push, read)
     assert turn is not None
     assert (turn.push, turn.read) == (push, read)
     for first, second in (
@@ -543,4 +543,4 @@ def test_a_turn_is_its_push_and_its_read() -> None:
         (push, replace(read, member=14)),
         (read, push),
     ):
-        assert WorkerTurn.of(first, second) is None
+        assert PushPull.of(first, second) is None

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn, optim
 
 from manyhands.errors import UserError
-from manyhands.server.layout import FlatLayout
+from manyhands.strategies.ps.shard_layout import FlatLayout
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 models = st.lists(st.tuples(st.integers(0, 700), st.sampled_from(DTYPES)), min_size=1, max_size=12)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from manyhands.errors import UserError
-from manyhands.server.changes import (
+from manyhands.strategies.ps.client_core import Reason
+from manyhands.strategies.ps.member_events import (
     AddSlot,
     Assign,
     Died,
@@ -27,9 +28,8 @@ from manyhands.server.changes import (
     StartServer,
     StartWorker,
 )
-from manyhands.server.client import Reason
-from manyhands.server.membership import MAX_DEATHS, Membership, MembershipPlan
-from manyhands.server.messages import Concluded, Installed, Update, View
+from manyhands.strategies.ps.membership import MAX_DEATHS, Membership, MembershipPlan
+from manyhands.strategies.ps.ps_messages import Concluded, Installed, Update, View
 
 
 class Play:

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands.link.message import ProtocolError
-from manyhands.memory.segment import Segment
-from manyhands.server.actions import Keep
-from manyhands.server.layout import FlatLayout
-from manyhands.server.live.area import WorkerArea
-from manyhands.server.live.hearing import require_sense
-from manyhands.server.live.payloads import Gradients
-from manyhands.server.messages import Hello, Install, Push, Welcome, Yield
+from manyhands.native.segment import Segment
+from manyhands.strategies.ps.actions import Keep
+from manyhands.strategies.ps.live.area import WorkerArea
+from manyhands.strategies.ps.live.payloads import Gradients
+from manyhands.strategies.ps.live.validation import require_sense
+from manyhands.strategies.ps.ps_messages import Hello, Install, Push, Welcome, Yield
+from manyhands.strategies.ps.shard_layout import FlatLayout
+from manyhands.transport.link.message import ProtocolError
 
 OLD, NEW = 5, 8
 SERVERS: list[Gradients] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from manyhands.tables.placement import place
+from manyhands.strategies.common.tables.placement import place
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3, 8])
@@ -19,7 +19,7 @@ def test_every_row_is_somewhere_once_and_found_there(shards: int) -> None:
     for shard, own in enumerate(split):
         assert torch.equal(placement.rows(shard)[placement.local(own)], own)
         assert placement.count(shard) == len(placement.rows(shard))
-        assert placement.stranger(own, shard) is None
+        assert placement.foreign_row(own, shard) is None
 
 
 @pytest.mark.parametrize("shards", [2, 3, 7])
@@ -47,8 +47,8 @@ def test_one_shard_more_moves_its_share_and_nothing_else(shards: int) -> None:
 def test_a_stranger_is_named() -> None:
     placement = place(10, 2)
     other = int(placement.rows(1)[0])
-    assert placement.stranger(torch.tensor([int(placement.rows(0)[0]), other]), 0) == other
+    assert placement.foreign_row(torch.tensor([int(placement.rows(0)[0]), other]), 0) == other
     for row in (-1, 10):
-        assert placement.stranger(torch.tensor([row]), 0) == row
-        assert place(10, 1).stranger(torch.tensor([3, row]), 0) == row
-    assert place(10, 1).stranger(torch.empty(0, dtype=torch.int64), 0) is None
+        assert placement.foreign_row(torch.tensor([row]), 0) == row
+        assert place(10, 1).foreign_row(torch.tensor([3, row]), 0) == row
+    assert place(10, 1).foreign_row(torch.empty(0, dtype=torch.int64), 0) is None

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
-from manyhands.server.layout import FlatLayout
-from manyhands.server.store import Contribution, ShardStore
+from manyhands.engine.computing import Built, Computer, TrainingPlan
+from manyhands.strategies.ps.shard_layout import FlatLayout
+from manyhands.strategies.ps.shard_store import Contribution, ShardStore
 from manyhands.task import Task
-from manyhands.training.computing import Built, Computer, TrainingPlan
 
 SIZES = (1, 3, 16, 37, 256, 1001)
 

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from manyhands.consistency.parse import parse_consistency
-from manyhands.server.actions import Action, Apply, Discard, Drop, Keep, Load, Log, SendMessage
-from manyhands.server.log import LateRow, LostRow, RestoredRow
-from manyhands.server.messages import (
+from manyhands.strategies.common.consistency.parse import parse_consistency
+from manyhands.strategies.ps.actions import Action, Apply, Discard, Drop, Keep, Load, Log, SendMessage
+from manyhands.strategies.ps.log_rows import LateRow, LostRow, RestoredRow
+from manyhands.strategies.ps.pending_steps import ShardConfig
+from manyhands.strategies.ps.ps_messages import (
     LAUNCHER,
     Ack,
     Chosen,
@@ -36,9 +37,8 @@ from manyhands.server.messages import (
     WorkKind,
     Yield,
 )
-from manyhands.server.replica import ReplicaRole, ShardReplica
-from manyhands.server.server import ServerCore
-from manyhands.server.steps import ShardConfig
+from manyhands.strategies.ps.server_core import ServerCore
+from manyhands.strategies.ps.shard_replica import ReplicaRole, ShardReplica
 
 FIRST, SECOND, THIRD = 1, 2, 3  # servers
 WORKER = 10  # the member in slot 0; slot 1 has the next number

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
+from manyhands.engine.computing import Built, Computer, TrainingPlan
 from manyhands.optim import FTRL
-from manyhands.server.layout import FlatLayout
-from manyhands.server.shard_state import merge, split
-from manyhands.server.store import Contribution, ShardStore
-from manyhands.tables.placement import place
-from manyhands.tables.rows import RowGradient, RowTable
+from manyhands.strategies.common.tables.placement import place
+from manyhands.strategies.common.tables.row_tables import RowGradient, RowTable
+from manyhands.strategies.ps.shard_layout import FlatLayout
+from manyhands.strategies.ps.shard_state import merge, split
+from manyhands.strategies.ps.shard_store import Contribution, ShardStore
 from manyhands.task import Task
-from manyhands.training.computing import Built, Computer, TrainingPlan
 
 Make = Callable[[Any], optim.Optimizer]
 ROWS, WIDTH = 12, 5
@@ -95,10 +95,10 @@ def test_rows_that_do_not_come_are_not_touched(make: Make) -> None:
         "v": side.lazy.values.clone()
     }
     side.step(torch.tensor([2, 5]))
-    away = [row for row in range(ROWS) if row not in (2, 5)]
+    remote = [row for row in range(ROWS) if row not in (2, 5)]
     for name, value in (side.lazy.state | {"v": side.lazy.values}).items():
         if value.dim():
-            assert torch.equal(value[away], before[name][away])
+            assert torch.equal(value[remote], before[name][remote])
     assert not torch.equal(side.lazy.values[2], before["v"][2])
 
 

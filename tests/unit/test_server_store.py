@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
-from manyhands.server.layout import FlatLayout
-from manyhands.server.shard_state import ShardState, merge, split
-from manyhands.server.store import Contribution, ShardStore
-from manyhands.store.checkpoint import CheckpointStore, Snapshot
+from manyhands.data.store.checkpoint import CheckpointStore, Snapshot
+from manyhands.engine.computing import Built, Computer, TrainingPlan
+from manyhands.strategies.ps.shard_layout import FlatLayout
+from manyhands.strategies.ps.shard_state import ShardState, merge, split
+from manyhands.strategies.ps.shard_store import Contribution, ShardStore
 from manyhands.task import Task
-from manyhands.training.computing import Built, Computer, TrainingPlan
 
 Make = Callable[[Any], optim.Optimizer]
 

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from manyhands.consistency.parse import parse_consistency
-from manyhands.server.actions import Action, Apply, Drop, Keep, SendMessage
-from manyhands.server.client import ClientAction, ClientCore, Compute, Flush
-from manyhands.server.messages import (
+from manyhands.strategies.common.consistency.parse import parse_consistency
+from manyhands.strategies.ps.actions import Action, Apply, Drop, Keep, SendMessage
+from manyhands.strategies.ps.client_core import ClientAction, ClientCore, Compute, Flush
+from manyhands.strategies.ps.pending_steps import ShardConfig
+from manyhands.strategies.ps.ps_messages import (
     Ack,
     Fenced,
     Forward,
@@ -26,9 +27,8 @@ from manyhands.server.messages import (
     Work,
     WorkKind,
 )
-from manyhands.server.replica import ShardReplica
-from manyhands.server.steps import ShardConfig
-from manyhands.server.unconfirmed import Unconfirmed
+from manyhands.strategies.ps.shard_replica import ShardReplica
+from manyhands.strategies.ps.unconfirmed import Unconfirmed
 
 FIRST, SECOND, BACKUP = 1, 2, 3  # servers
 OLD, NEW = 10, 11  # members of slot 0, one after the other

@@ -10,10 +10,11 @@ from torch import nn
 
 from disks import fill, small_disk
 from manyhands.errors import DataError, UserError
-from manyhands.server.digests import gradient_hash, layout_digest
-from manyhands.server.layout import FlatLayout
-from manyhands.server.log import LateRow, row_to_json
-from manyhands.server.updates import (
+from manyhands.strategies.common.tables.row_tables import RowGradient
+from manyhands.strategies.ps.digests import gradient_hash, layout_digest
+from manyhands.strategies.ps.log_rows import LateRow, row_to_json
+from manyhands.strategies.ps.shard_layout import FlatLayout
+from manyhands.strategies.ps.update_files import (
     ComputedRow,
     Recorder,
     RunRecord,
@@ -23,7 +24,6 @@ from manyhands.server.updates import (
     read_record,
     write_record,
 )
-from manyhands.tables.rows import RowGradient
 
 RECORD = RunRecord(
     torch="2.13.0", cpu="AVX2", threads=1, strategy="ps", workers=2, steps=9, seed=0, device="cpu", autocast=False,

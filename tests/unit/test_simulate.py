@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from manyhands.errors import ManyhandsError, UserError
-from manyhands.simulate import (
+from manyhands.foresight.simulate import (
     ComputeModel,
     FaultRole,
     Kill,
@@ -28,8 +28,8 @@ from manyhands.simulate import (
     draw_faults,
     simulate,
 )
-from manyhands.simulate.clock import Agenda
-from manyhands.simulate.network import Network
+from manyhands.foresight.simulate.network import Network
+from manyhands.foresight.simulate.virtual_clock import Agenda
 
 FAST = Timing(start_s=0.2, silent_after_s=0.3, snapshot_every_s=0.5, limit_s=600.0)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.simulate import ComputeModel, SimulationSpec, simulate
-from manyhands.simulate.experiments import (
+from manyhands.foresight.simulate import ComputeModel, SimulationSpec, simulate
+from manyhands.foresight.simulate.experiments import (
     BOUNDS,
     LEARNERS,
     PASSING,

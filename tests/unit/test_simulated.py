@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from manyhands.errors import ManyhandsError, UserError
-from manyhands.link.base import Closed, Flushed, Full, PeerDied, Queued, Received, TimedOut
-from manyhands.link.message import HEADER_BYTES, Message
-from manyhands.link.simulated import SimulatedNetwork, TraceEvent
+from manyhands.transport.link.interface import Closed, Flushed, Full, PeerDied, Queued, Received, TimedOut
+from manyhands.transport.link.message import HEADER_BYTES, Message
+from manyhands.transport.link.simulated_network import SimulatedNetwork, TraceEvent
 
 
 def payload(num_bytes: int) -> torch.Tensor:

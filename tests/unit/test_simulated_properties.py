@@ -2,8 +2,8 @@
 
 Every update is in a step once or reported; the bound of every read; what was acknowledged survives any single death; at
 the end nothing waits, and a backup has what its primary has; every run ends once the faults stop. The judge
-(`simulate.witness`) looks at what stores held and workers read. A judge that cannot fail is worth nothing: broken
-servers are put before it.
+(`foresight.simulate.witness`) looks at what stores held and workers read. A judge that cannot fail is worth nothing:
+broken servers are put before it.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from itertools import product
 
 import pytest
 
-from manyhands.server.actions import Action, Keep
-from manyhands.server.messages import Forward, Message, Push
-from manyhands.server.server import ServerCore
-from manyhands.simulate import simulate
+from manyhands.foresight.simulate import simulate
+from manyhands.strategies.ps.actions import Action, Keep
+from manyhands.strategies.ps.ps_messages import Forward, Message, Push
+from manyhands.strategies.ps.server_core import ServerCore
 from simulated import PROMISES, complaints, drawn, ending, severed, stormy
 from simulated_mutants import MUTANTS, config_of, runs_until_caught
 
@@ -87,7 +87,7 @@ def test_what_failed_once_does_not_fail_again(
 class Announcing(ServerCore):
     """Says before each message whether it will keep the gradient, and is held to it."""
 
-    kept = turned_away = 0
+    kept = rejected = 0
 
     def handle(self, message: Message, sender: int) -> list[Action]:
         push = message.entry if isinstance(message, Forward) else message
@@ -97,17 +97,17 @@ class Announcing(ServerCore):
         actions = super().handle(message, sender)
         assert announced == any(isinstance(action, Keep) for action in actions), message
         Announcing.kept += announced
-        Announcing.turned_away += not announced
+        Announcing.rejected += not announced
         return actions
 
 
 def test_a_server_knows_before_it_looks_at_a_gradient_whether_it_will_keep_it() -> None:
-    Announcing.kept = Announcing.turned_away = 0
+    Announcing.kept = Announcing.rejected = 0
     for seed, consistency in product(range(12), ("sync", "sync:1", "async", "softsync:2")):
         spec = drawn(seed, consistency, replicas=1)
         simulate(spec, make_server=lambda member, spec: Announcing(config_of(spec), member))
     assert Announcing.kept > 1000
-    assert Announcing.turned_away > 10
+    assert Announcing.rejected > 10
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,18 @@ import torch
 
 import manyhands as mh
 from manyhands.errors import DataError, ManyhandsError, UserError
-from manyhands.federated.algorithms import algorithm_named
-from manyhands.federated.algorithms.buff import duration_s
-from manyhands.federated.clients import ClientTrainer, LocalWork, held, selected
-from manyhands.federated.partition import Partition
-from manyhands.federated.rounds.core import RoundPhase
-from manyhands.federated.rounds.simulated import SimulatedCourse, SimulatedRounds, simulated_rounds
-from manyhands.federated.strategy import Federated
-from manyhands.federated.updates import ClientAssignment
+from manyhands.strategies.federated.algorithms import algorithm_named
+from manyhands.strategies.federated.algorithms.buff import duration_s
+from manyhands.strategies.federated.client_updates import ClientAssignment
+from manyhands.strategies.federated.clients import ClientTrainer, LocalWork, held, selected
+from manyhands.strategies.federated.partition import Partition
+from manyhands.strategies.federated.rounds.round_core import RoundPhase
+from manyhands.strategies.federated.rounds.simulated_rounds import (
+    SimulatedCourse,
+    SimulatedRounds,
+    simulated_rounds,
+)
+from manyhands.strategies.federated.strategy import Federated
 from manyhands.strategy import Strategy
 from rounds import Played, play_rounds
 
@@ -61,7 +65,7 @@ def test_of_more_who_are_asked_the_first_to_report_count() -> None:
         times = {client: duration_s(3, client, course.attempt * CLIENTS + client) for client in course.asked}
         assert course.counted == tuple(sorted(sorted(times, key=times.__getitem__)[:5]))
         took_s += sorted(times.values())[4]
-    told = rounds.told()
+    told = rounds.summary()
     assert (told["attempts"], told["abandoned"], told["asked"]) == (8, 0, 96)
     assert (told["dropped"], told["late"]) == (0, 56)
     assert told["simulated_s"] == pytest.approx(took_s)
@@ -77,14 +81,14 @@ def test_who_comes_after_the_deadline_does_not_count(secure: str) -> None:
         late += len(course.asked) - len(course.counted)
     assert late > 0
     if not rounds.state.abandoned:
-        assert rounds.told()["late"] == late
+        assert rounds.summary()["late"] == late
 
 
 def test_clients_drop_out_as_often_as_was_said_and_the_same_ones_again() -> None:
     words = "dropout=0.3 min_reports=1"
     rounds = rounds_of(words, clients=50)
     found = courses(rounds, 60)
-    told, expected = rounds.told(), 60 * 50 * 0.3
+    told, expected = rounds.summary(), 60 * 50 * 0.3
     assert abs(told["dropped"] - expected) < 4 * math.sqrt(expected * 0.7)
     assert sum(len(one.counted) for one in found) == told["asked"] - told["dropped"]
     assert courses(rounds_of(words, clients=50), 60) == found
@@ -127,9 +131,9 @@ def test_rounds_go_on_from_what_was_kept_at_every_point(words: str) -> None:
         first.begin(stop)  # the process dies in the middle of a round: what is kept is that of the last one
         kept = json.loads(json.dumps(first.memory()))
         again = rounds_of(words)
-        again.recall(kept)
+        again.load_state(kept)
         assert courses(again, 12 - stop, stop) == expected[stop:]
-        assert again.told() == pytest.approx(whole.told())
+        assert again.summary() == pytest.approx(whole.summary())
         assert again.state.phase is RoundPhase.SELECTING
 
 
@@ -139,7 +143,7 @@ def test_what_was_kept_and_damaged_is_refused() -> None:
     kept = rounds.memory()
     for damaged in ({**kept, "state": {}}, {"state": kept["state"]}, {**kept, "participation": {"x": 1}}):
         with pytest.raises(DataError):
-            rounds_of("dropout=0.2").recall(damaged)
+            rounds_of("dropout=0.2").load_state(damaged)
 
 
 def test_updates_that_are_refused_leave_too_few_or_enough() -> None:
@@ -244,7 +248,7 @@ def test_a_run_without_trouble_has_the_bits_of_clients_drawn_and_averaged_by_han
         assert torch.equal(mine, theirs)
     assert run.exchange.memory() == {}
     assert run.exchange.row_facts() == {"clients": drawn[-1]}
-    assert "participation" not in run.exchange.told()
+    assert "participation" not in run.exchange.summary()
 
 
 @pytest.mark.parametrize(
@@ -264,7 +268,7 @@ def test_a_run_with_trouble_averages_those_who_count_and_goes_on_from_every_roun
         for mine, theirs in zip(held(run.model), expected, strict=True):
             assert torch.equal(mine, theirs)
     assert any(len(row["clients"]) < len(row["asked"]) for row in facts)
-    told, again = (run.exchange.told()["participation"] for run in (whole, parts))
+    told, again = (run.exchange.summary()["participation"] for run in (whole, parts))
     assert told == pytest.approx(again)
     assert told["attempts"] == facts[-1]["attempt"] == 6 + told["abandoned"]
 
@@ -288,5 +292,5 @@ def test_too_few_finite_updates_end_a_run_as_none_do() -> None:
     words = "federated clients=10 batch=all together=1"
     enough = play_rounds(broken, f"{words} min_reports=8", 1)
     assert math.isfinite(enough.losses[0])
-    assert enough.exchange.told()["updates_refused"] == 2
+    assert enough.exchange.summary()["updates_refused"] == 2
     assert math.isnan(play_rounds(broken, f"{words} min_reports=9", 1).losses[0])

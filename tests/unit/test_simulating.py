@@ -10,20 +10,20 @@ import torch
 from typer.testing import CliRunner
 
 import manyhands as mh
-from manyhands.analyse.explain import explain
 from manyhands.cli.main import app
-from manyhands.cli.simulate import parse_seconds
+from manyhands.cli.simulate_command import parse_seconds
+from manyhands.engine.options import Options
+from manyhands.engine.request import Length
+from manyhands.engine.slowdown import Slowdown
 from manyhands.errors import NonFinite, UserError
-from manyhands.record.events import EventKind
-from manyhands.record.recorded import read_run_events
-from manyhands.server.audit_files import audit_run
-from manyhands.server.replay import replay
-from manyhands.simulate.conditions import SimulatedConditions
-from manyhands.simulate.network import NetworkModel
-from manyhands.simulating import fit_simulated
-from manyhands.slowdown import Slowdown
-from manyhands.training.options import Options
-from manyhands.training.request import Length
+from manyhands.foresight.simulate.conditions import SimulatedConditions
+from manyhands.foresight.simulate.network import NetworkModel
+from manyhands.foresight.simulating import fit_simulated
+from manyhands.observe.analyse.explain import explain
+from manyhands.observe.record.events import EventKind
+from manyhands.observe.record.recorded import read_run_events
+from manyhands.strategies.ps.audit_files import audit_run
+from manyhands.strategies.ps.replay import replay
 
 INSTANT = NetworkModel(latency_s=0.0)
 QUIET = Options(progress="none")

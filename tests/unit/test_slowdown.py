@@ -1,7 +1,7 @@
 import pytest
 
+from manyhands.engine.slowdown import Slowdown
 from manyhands.errors import UserError
-from manyhands.slowdown import Slowdown
 
 
 def test_parses_the_documented_form() -> None:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from manyhands.analyse.slowness import Slowness, Straggler
-from manyhands.record.events import NOBODY, RECORD, EventKind, Records
+from manyhands.observe.analyse.slowness import Slowness, Straggler
+from manyhands.observe.record.events import NOBODY, RECORD, EventKind, Records
 
 S = 1_000_000_000
 Compute = Callable[[int, int], float]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from manyhands.analyse.slowness import Late, Slowness
-from manyhands.record.events import NOBODY, RECORD, EventKind
+from manyhands.observe.analyse.slowness import Late, Slowness
+from manyhands.observe.record.events import NOBODY, RECORD, EventKind
 
 STEPS = 9
 Waits = list[tuple[int, int]]

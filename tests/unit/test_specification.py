@@ -9,7 +9,7 @@ import pytest
 
 import manyhands as mh
 from manyhands.errors import UserError
-from manyhands.hosts.specification import ClusterRole, ClusterSpec
+from manyhands.places.external.specification import ClusterRole, ClusterSpec
 
 CLUSTER = {"chief": ["a:2222"], "worker": ["b:2222", "C:02222"], "ps": ["d:1", "d:2"]}
 

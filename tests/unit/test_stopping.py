@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from manyhands.engine.stopping import EarlyStopping, StoppingCount
 from manyhands.errors import UserError
-from manyhands.stopping import EarlyStopping, StoppingCount
 
 
 def ended_at(values: list[float], **rule: Any) -> int | None:

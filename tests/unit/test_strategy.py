@@ -8,20 +8,19 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import manyhands
-from manyhands.allreduce.strategy import AllReduce, Mirrored
-from manyhands.central.strategy import Central
 from manyhands.cli.main import app
+from manyhands.engine.training import training_class
 from manyhands.errors import UserError
 from manyhands.facts import Answer, Split, Truth, Waits
-from manyhands.grid.layout import Grid
-from manyhands.hogwild.strategy import Hogwild
-from manyhands.registry import ELSEWHERE, STRATEGIES
-from manyhands.settings import parse_size, show_size
-from manyhands.sharded.strategy import Sharded
-from manyhands.single.strategy import Single
-from manyhands.strategy import Strategy
-from manyhands.tensor.strategy import Tensor
-from manyhands.training.training import training_class
+from manyhands.strategies.allreduce.strategy import AllReduce, Mirrored
+from manyhands.strategies.central.strategy import Central
+from manyhands.strategies.common.grid.grid_layout import Grid
+from manyhands.strategies.hogwild.strategy import Hogwild
+from manyhands.strategies.registry import ALIASES, STRATEGIES
+from manyhands.strategies.sharded.strategy import Sharded
+from manyhands.strategies.single.strategy import Single
+from manyhands.strategies.tensor.strategy import Tensor
+from manyhands.strategy import Strategy, parse_size, show_size
 
 
 @pytest.mark.parametrize(
@@ -98,7 +97,7 @@ def test_errors_name_the_word_and_the_fix(text: str, parts: list[str]) -> None:
         assert part in str(caught.value)
 
 
-@pytest.mark.parametrize(("word", "ours"), ELSEWHERE.items())
+@pytest.mark.parametrize(("word", "ours"), ALIASES.items())
 def test_words_of_other_frameworks_lead_to_ours(word: str, ours: str) -> None:
     assert word not in STRATEGIES
     assert str(Strategy.parse(ours)) == ours

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from manyhands.cluster.board import Board, BoardLine, State
-from manyhands.cluster.control import Failed, Finished, Note, RoleStarted, Stop
-from manyhands.cluster.member import EXIT_S, Exited, Garbled, Heard, KillProcess, Patience
-from manyhands.cluster.roster import Ended, Event, Roster, Said, Silent, Started
 from manyhands.errors import DataError, UserError, WorkerFailed
+from manyhands.places.local.control import Failed, Finished, Note, RoleStarted, Stop
+from manyhands.places.local.member import EXIT_S, Exited, Garbled, Heard, KillProcess, Patience
+from manyhands.places.local.roster import Ended, Event, Roster, Said, Silent, Started
+from manyhands.places.local.status import State, StatusRow, StatusTable
 
 
 class Play:
@@ -19,7 +19,7 @@ class Play:
 
     def __init__(self) -> None:
         self.now_s = 1000.0
-        self.lines: dict[int, BoardLine] = {}
+        self.lines: dict[int, StatusRow] = {}
         self.still: set[int] = set()
         self.kills: set[KillProcess] = set()
         patience = Patience(silent_after_s=5.0, grace_s=2.0, start_timeout_s=120.0)
@@ -31,13 +31,13 @@ class Play:
 
     def add(self, number: int) -> None:
         self.roster.add(number, f"server {number}", 100 + number, self.now_ns)
-        self.lines[number] = BoardLine()
+        self.lines[number] = StatusRow()
 
     def at_work(self, *numbers: int) -> Play:
         for number in numbers:
             self.add(number)
             assert self.hear(number, RoleStarted(pid=100 + number)) == [Started(number, 100 + number)]
-            self.lines[number] = BoardLine(pid=1, marked_ns=self.now_ns, step=17, state=State.COMPUTING)
+            self.lines[number] = StatusRow(pid=1, marked_ns=self.now_ns, step=17, state=State.COMPUTING)
         return self
 
     def hear(
@@ -221,10 +221,10 @@ def test_patience_without_sense_is_refused_by_name() -> None:
 
 
 def test_a_wiped_line_is_as_good_as_new_and_its_neighbours_stay() -> None:
-    with Board.create(3) as board:
+    with StatusTable.create(3) as status_table:
         for line in range(3):
-            board.sign_on(line)
-            board.mark(line, 17, State.COMPUTING)
-        board.wipe(1)
-        assert [board.read(line).step for line in range(3)] == [17, 0, 17]
-        assert board.read(1) == BoardLine()
+            status_table.sign_on(line)
+            status_table.mark(line, 17, State.COMPUTING)
+        status_table.wipe(1)
+        assert [status_table.read(line).step for line in range(3)] == [17, 0, 17]
+        assert status_table.read(1) == StatusRow()

@@ -15,15 +15,23 @@ from sklearn.decomposition import PCA
 
 from manyhands.data.matrix_files import open_matrix
 from manyhands.errors import DataError, UserError
-from manyhands.inference.opening import open_predictor
-from manyhands.inference.predictor import ReadAs
-from manyhands.svd import direct, kernels
-from manyhands.svd import options as options_module
-from manyhands.svd.direct import truncated_svd
-from manyhands.svd.krylov import POWER, KrylovSpace, PassTotals, advance, begin, components_of, numbers_of
-from manyhands.svd.model import SvdModel
-from manyhands.svd.options import Shape, SvdOptions, sizes_of
-from manyhands.svd.predicting import SvdPredictor
+from manyhands.serving.opening import open_predictor
+from manyhands.workloads.predictor import ReadAs
+from manyhands.workloads.svd import in_memory, product_kernels
+from manyhands.workloads.svd import options as options_module
+from manyhands.workloads.svd.in_memory import truncated_svd
+from manyhands.workloads.svd.krylov import (
+    POWER,
+    KrylovSpace,
+    PassTotals,
+    advance,
+    begin,
+    components_of,
+    numbers_of,
+)
+from manyhands.workloads.svd.model import SvdModel
+from manyhands.workloads.svd.options import Shape, SvdOptions, sizes_of
+from manyhands.workloads.svd.predicting import SvdPredictor
 
 DATA = Path(__file__).parents[2].parent / "shared" / "data"
 DRAW = np.random.default_rng(11)
@@ -148,8 +156,8 @@ def test_products_of_sparse_rows_are_those_of_the_same_dense_ones(kind: Any, wid
     vectors, less = DRAW.normal(size=(40, width)), DRAW.normal(size=width)
     csr = matrix.indptr.astype(np.int64), matrix.indices, matrix.data
     product, sums, found = np.ones(40 * width), np.ones(width), np.zeros(70 * width)
-    kernels.multiply_rows(*csr, vectors.reshape(-1), width, less, product, sums)
-    kernels.project_rows(*csr, vectors.reshape(-1), width, less, found)
+    product_kernels.multiply_rows(*csr, vectors.reshape(-1), width, less, product, sums)
+    product_kernels.project_rows(*csr, vectors.reshape(-1), width, less, found)
     expected = dense @ vectors - less
     np.testing.assert_allclose(found.reshape(70, width), expected, atol=1e-12)
     np.testing.assert_allclose(product.reshape(40, width), 1 + dense.T @ expected, atol=1e-12)
@@ -191,7 +199,7 @@ def test_a_sparse_matrix_in_memory_takes_narrow_blocks_and_a_large_one_wide_ones
 def test_wide_matrices_are_decomposed_across_and_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     for matrix in (DRAW.normal(size=(30, 400)), sp.random(80, 3000, 0.01, random_state=6, format="csr")):
         across = truncated_svd(matrix, SvdOptions(rank=4))
-        monkeypatch.setattr(direct, "_WIDE", 1e9)
+        monkeypatch.setattr(in_memory, "_WIDE", 1e9)
         along = truncated_svd(matrix, SvdOptions(rank=4))
         monkeypatch.undo()
         np.testing.assert_allclose(across.singular_values, along.singular_values, rtol=1e-9)

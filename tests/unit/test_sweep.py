@@ -16,16 +16,23 @@ import pytest
 from typer.testing import CliRunner
 
 from manyhands.cli.main import app
-from manyhands.compare.plan import lower_is_better
-from manyhands.draw.parallel import ParallelAxis, parallel_coordinates
+from manyhands.data.store.lock import RunLock
+from manyhands.data.store.rundir import RunDirectory
 from manyhands.errors import DataError, UserError
-from manyhands.store.lock import RunLock
-from manyhands.store.rundir import RunDirectory
-from manyhands.sweep.plan import SweepPlan, SweepSetting, SweepTrial, parse_values
-from manyhands.sweep.report import sweep_cells, sweep_page
-from manyhands.sweep.results import SweepRow, best_first, sentences
-from manyhands.sweep.run import SweepProgress, cores_of, open_sweep, read_plan, run_sweep, sweep_rows
-from manyhands.tasks import TASKS
+from manyhands.lab.compare.comparison import lower_is_better
+from manyhands.lab.sweep.results import SweepRow, best_first, sentences
+from manyhands.lab.sweep.run_sweep import (
+    SweepProgress,
+    cores_of,
+    open_sweep,
+    read_plan,
+    run_sweep,
+    sweep_rows,
+)
+from manyhands.lab.sweep.sweep_report import sweep_cells, sweep_page
+from manyhands.lab.sweep.trials import SweepPlan, SweepSetting, SweepTrial, parse_values
+from manyhands.observe.draw.parallel import ParallelAxis, parallel_coordinates
+from manyhands.workloads.tasks import TASKS
 
 
 def plan(metric: str = "accuracy", **settings: Sequence[str]) -> SweepPlan:

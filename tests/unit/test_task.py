@@ -14,9 +14,9 @@ from torch import nn
 
 from manyhands.errors import UserError
 from manyhands.task import Task
-from manyhands.tasks import TASKS, build
-from manyhands.tasks.builtin import BuiltinTask, Option, about, check_options
-from manyhands.tasks.vision import accuracy
+from manyhands.workloads.tasks import TASKS, build
+from manyhands.workloads.tasks.builtin import BuiltinTask, Option, about, check_options
+from manyhands.workloads.tasks.vision import accuracy
 
 
 def good(**changes: Any) -> dict[str, Any]:

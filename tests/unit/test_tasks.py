@@ -16,16 +16,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from manyhands.data.batch_plan import BatchPlan
 from manyhands.data.batches import BatchSource
-from manyhands.data.plan import BatchPlan
 from manyhands.errors import DataError, UserError
 from manyhands.task import Task
-from manyhands.tasks import TASKS, build
-from manyhands.tasks.digits import digits
-from manyhands.tasks.language import LanguageOptions, Transformer, language
-from manyhands.tasks.recurrent import RecurrentNetwork
-from manyhands.tasks.text import bits_per_byte, next_byte_loss
-from manyhands.tasks.vision import ImageClassifier, accuracy
+from manyhands.workloads.tasks import TASKS, build
+from manyhands.workloads.tasks.digits import digits
+from manyhands.workloads.tasks.language import LanguageOptions, Transformer, language
+from manyhands.workloads.tasks.recurrent import RecurrentNetwork
+from manyhands.workloads.tasks.text_task import bits_per_byte, next_byte_loss
+from manyhands.workloads.tasks.vision import ImageClassifier, accuracy
 
 
 @pytest.fixture(autouse=True)

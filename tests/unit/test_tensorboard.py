@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 from disks import fill as fill_disk
 from disks import small_disk
 from manyhands.cli.main import app
-from manyhands.draw.tensorboard import LiveTensorboard, write_run
+from manyhands.data.store import RunDirectory
 from manyhands.errors import UserError
-from manyhands.record.events import NOBODY, RECORD, EventKind, Records
-from manyhands.record.files import EventFileWriter, read_header
-from manyhands.store import RunDirectory
+from manyhands.observe.draw.tensorboard import LiveTensorboard, write_run
+from manyhands.observe.record.event_files import EventFileWriter, read_header
+from manyhands.observe.record.events import NOBODY, RECORD, EventKind, Records
 
 event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 S = 1_000_000_000

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from manyhands.threads import VECTOR_FUNCTIONS, choose_functions, use_threads, with_threads
+from manyhands.native.threads import VECTOR_FUNCTIONS, choose_functions, use_threads, with_threads
 
 SHARED_BY_THREADS = 2048
 """Torch gives each thread at least so many items of a function that MKL computes."""

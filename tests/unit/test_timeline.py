@@ -14,18 +14,18 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from manyhands.analyse.picture import Row, Timeline
-from manyhands.analyse.timeline import build_timeline
 from manyhands.cli.main import app
-from manyhands.draw.page import sections
-from manyhands.draw.paper import STYLE
-from manyhands.draw.timeline_svg import MAX_SVG_SLICES, MAX_SVG_STEPS, timeline_svg
-from manyhands.draw.trace_json import MAX_TRACE_SLICES, trace_json
+from manyhands.data.store import RunDirectory
 from manyhands.errors import DataError, UserError
-from manyhands.record.events import NO_STEP, NOBODY, RECORD, EventKind, Records
-from manyhands.record.files import EventFileWriter
-from manyhands.record.recorded import RoleEvents, read_run_events
-from manyhands.store import RunDirectory
+from manyhands.observe.analyse.picture import Row, Timeline
+from manyhands.observe.analyse.timeline import build_timeline
+from manyhands.observe.draw.page import sections
+from manyhands.observe.draw.paper import STYLE
+from manyhands.observe.draw.timeline_svg import MAX_SVG_SLICES, MAX_SVG_STEPS, timeline_svg
+from manyhands.observe.draw.trace_json import MAX_TRACE_SLICES, trace_json
+from manyhands.observe.record.event_files import EventFileWriter
+from manyhands.observe.record.events import NO_STEP, NOBODY, RECORD, EventKind, Records
+from manyhands.observe.record.recorded import RoleEvents, read_run_events
 from traces import assert_flows_bound
 from views import run_view
 

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from manyhands.analyse.explain import explain
-from manyhands.analyse.narrate import paragraph
-from manyhands.analyse.remarks import about_imbalance, about_workers, straggler_advice
-from manyhands.analyse.slowness import Late
-from manyhands.analyse.totals import TimeSplit, Totals, TotalsSnapshot, WorkerTotals
 from manyhands.errors import UserError
-from manyhands.record.events import NOBODY, RECORD, EventKind, Records
-from manyhands.record.recorded import RoleEvents
+from manyhands.observe.analyse.explain import explain
+from manyhands.observe.analyse.explained_in_words import paragraph
+from manyhands.observe.analyse.remarks import about_imbalance, about_workers, straggler_advice
+from manyhands.observe.analyse.slowness import Late
+from manyhands.observe.analyse.totals import TimeSplit, Totals, TotalsSnapshot, WorkerTotals
+from manyhands.observe.record.events import NOBODY, RECORD, EventKind, Records
+from manyhands.observe.record.recorded import RoleEvents
 
 MS = 1_000_000
 S = 1_000_000_000

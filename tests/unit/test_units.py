@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands.sharded.rounds import Grant, UnitWish, Want, grant
-from manyhands.sharding.flow import Await, Fetch, Hand, Release, UnitFlow
-from manyhands.sharding.pieces import Piece
-from manyhands.sharding.units import UnitMemory, piece_ranges, pieces_in, units_of
-from manyhands.tasks.language import Transformer
-from manyhands.wire.layout import bucket_of
+from manyhands.strategies.common.sharding.flow import Await, Fetch, Hand, Release, UnitFlow
+from manyhands.strategies.common.sharding.layer_units import UnitMemory, piece_ranges, pieces_in, units_of
+from manyhands.strategies.common.sharding.pieces import Piece
+from manyhands.strategies.sharded.unit_rounds import Grant, UnitRequest, Want, grant
+from manyhands.wire.flat_layout import bucket_of
+from manyhands.workloads.tasks.language import Transformer
 
 
 def small(*, tied: bool) -> Transformer:
@@ -141,7 +141,11 @@ def test_a_layer_that_is_computed_again_for_its_backward_stays_until_its_gradien
 
 
 def test_the_first_who_wants_something_gets_it_and_with_it_who_wants_the_same() -> None:
-    first, second, meeting = UnitWish(Want.VALUES, 1), UnitWish(Want.SUM, 2), UnitWish(Want.MEETING)
-    assert grant([meeting, first, second, first]) == Grant(first, (1, 3))
+    first, second, rendezvous = (
+        UnitRequest(Want.VALUES, 1),
+        UnitRequest(Want.SUM, 2),
+        UnitRequest(Want.RENDEZVOUS),
+    )
+    assert grant([rendezvous, first, second, first]) == Grant(first, (1, 3))
     assert grant([second, first]) == Grant(second, (0,))
-    assert grant([meeting, meeting]) == Grant(meeting, (0, 1))
+    assert grant([rendezvous, rendezvous]) == Grant(rendezvous, (0, 1))

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-import manyhands.hub.encoding as codec
-from manyhands.hub.frames import FrameDecoder
-from manyhands.hub.handshake import Handshake
-from manyhands.link import tls
+import manyhands.transport.hub.typed_messages as codec
+from manyhands.transport.hub.frames import FrameDecoder
+from manyhands.transport.hub.handshake import Handshake
+from manyhands.transport.link import tls
 from wire_fuzz import TARGETS, Failure, fuzz
 
 SEED = 20_261_115

@@ -12,14 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from manyhands.draw.bars import Bars
+from manyhands.data.store.atomic import WriteFailed
 from manyhands.errors import UserError
-from manyhands.store.atomic import WriteFailed
-from manyhands.words.corpus import Corpus
-from manyhands.words.counting import count_cooccurrence, plan_memory
-from manyhands.words.records import RECORD, RecordWriter, open_records
-from manyhands.words.spill import MergeRoom, merge_runs
-from manyhands.words.vocabulary import Vocabulary, count_words
+from manyhands.observe.draw.bars import Bars
+from manyhands.workloads.glove.cooccurrence_files import RECORD, RecordWriter, open_records
+from manyhands.workloads.glove.corpus import Corpus
+from manyhands.workloads.glove.counting import count_cooccurrence, plan_memory
+from manyhands.workloads.glove.spill import MergeRoom, merge_runs
+from manyhands.workloads.glove.vocabulary import Vocabulary, count_words
 
 KIB = 1024
 
@@ -137,7 +137,7 @@ def test_spilling_happens_and_workers_change_no_bit(tmp_path: Path, monkeypatch:
         merges.append(len(runs))
         return merge_runs(runs, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("manyhands.words.counting.merge_runs", counted_merge)
+    monkeypatch.setattr("manyhands.workloads.glove.counting.merge_runs", counted_merge)
     content = set()
     for workers in (1, 2):
         room = plan_memory(400 * KIB, len(vocabulary), 20 * KIB, workers, 15)

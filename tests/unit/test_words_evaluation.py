@@ -7,9 +7,9 @@ import pytest
 from scipy.stats import spearmanr
 
 from manyhands.errors import UserError
-from manyhands.words.analogies import ask_analogies, read_questions
-from manyhands.words.similarity import compare_similarity, read_pairs, spearman
-from manyhands.words.vectors import Vectors
+from manyhands.workloads.glove.analogies import ask_analogies, read_questions
+from manyhands.workloads.glove.similarity import compare_similarity, read_pairs, spearman
+from manyhands.workloads.glove.vector_files import Vectors
 
 
 @pytest.fixture
@@ -73,15 +73,18 @@ def test_batched_answers_are_those_of_one_question_at_a_time(
         right += best == int(np.argmax(cosines))
         lines.append(" ".join(words[row] for row in (a, b, c, best)))
     (tmp_path / "q.txt").write_text("\n".join(lines))
-    monkeypatch.setattr("manyhands.words.analogies._PRODUCTS", 60 * 7)
+    monkeypatch.setattr("manyhands.workloads.glove.analogies._PRODUCTS", 60 * 7)
     score = ask_analogies(vectors, read_questions(tmp_path / "q.txt"))
     assert (score.total.known, score.total.right) == (500, right)
 
 
 def test_spearman_is_scipys() -> None:
     draw = np.random.default_rng(5)
-    for ties in (3, 1000):
-        one, other = draw.integers(0, ties, 200), draw.integers(0, ties, 200) + draw.integers(0, 2, 200)
+    for worker_links in (3, 1000):
+        one, other = (
+            draw.integers(0, worker_links, 200),
+            draw.integers(0, worker_links, 200) + draw.integers(0, 2, 200),
+        )
         assert spearman(one, other) == pytest.approx(spearmanr(one, other).statistic, abs=1e-12)
     assert np.isnan(spearman([1, 1], [1, 2]))
     assert np.isnan(spearman([], []))

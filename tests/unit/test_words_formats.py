@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from manyhands.draw.bars import Bars, show_rate
+from manyhands.data.store.atomic import WriteFailed
 from manyhands.errors import DataError, UserError
-from manyhands.store.atomic import WriteFailed
-from manyhands.words.corpus import Corpus
-from manyhands.words.demo import demo_corpus, english
-from manyhands.words.records import RECORD, RecordWriter, open_records
-from manyhands.words.shuffle import shuffle_records
-from manyhands.words.vectors import Vectors
-from manyhands.words.vocabulary import Vocabulary
+from manyhands.observe.draw.bars import Bars, show_rate
+from manyhands.workloads.glove.cooccurrence_files import RECORD, RecordWriter, open_records
+from manyhands.workloads.glove.corpus import Corpus
+from manyhands.workloads.glove.demo import demo_corpus, english
+from manyhands.workloads.glove.shuffle import shuffle_records
+from manyhands.workloads.glove.vector_files import Vectors
+from manyhands.workloads.glove.vocabulary import Vocabulary
 
 
 @pytest.mark.parametrize("block_bytes", [1, 7, 64, 1 << 20])
@@ -108,7 +108,7 @@ def test_shuffling_loses_nothing_and_follows_the_seed(memory: int, tmp_path: Pat
 
 
 def test_every_order_comes_equally_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("manyhands.words.shuffle._buckets", lambda count, memory_bytes: 2)
+    monkeypatch.setattr("manyhands.workloads.glove.shuffle._buckets", lambda count, memory_bytes: 2)
     source, out = tmp_path / "source", tmp_path / "out"
     some_records(4).tofile(source)
     found: Counter[bytes] = Counter()

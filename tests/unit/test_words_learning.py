@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from manyhands.errors import UserError
-from manyhands.words.glove import GloveOptions
-from manyhands.words.learning import Learning
+from manyhands.workloads.glove.learning import Learning
+from manyhands.workloads.glove.train_glove import GloveOptions
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from manyhands.errors import UserError, nearest
-from manyhands.hosts.standing import may_be_placed
-from manyhands.settings import check_count
-from manyhands.strategy import Strategy
-from manyhands.uses import USES
+from manyhands.places.external.started_externally import may_be_started_externally
+from manyhands.strategy import Strategy, check_count
+from manyhands.workloads.registry import PREDICTORS
 
 __all__ = ["check_counts", "check_training", "given_options", "usual_workers"]
 
@@ -43,12 +42,12 @@ def check_counts(words: Sequence[str], names: Sequence[str]) -> None:
 def check_training(words: Sequence[str], compiled: bool) -> None:
     """UserError for a task that does not exist, and for a strategy that is wrong or cannot have so many workers."""
     task, given = words[0], given_options(words)
-    if not task.startswith("-") and task not in USES:
-        raise UserError(f"there is no task {task!r}; {nearest(task, USES)}")
+    if not task.startswith("-") and task not in PREDICTORS:
+        raise UserError(f"there is no task {task!r}; {nearest(task, PREDICTORS)}")
     if not given.get("strategy"):
         return
     strategy = Strategy.parse(given["strategy"])
-    by_others = "cluster" in given or may_be_placed()
+    by_others = "cluster" in given or may_be_started_externally()
     if not compiled and not by_others and given.get("device", "cpu") == "cpu":
         workers = given.get("workers")
         strategy.check(int(workers) if workers else usual_workers(strategy), "cpu")

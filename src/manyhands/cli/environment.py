@@ -8,8 +8,8 @@ from collections.abc import Mapping
 
 import typer
 
-from manyhands.hosts.specification import EVALUATOR, ClusterSpec
-from manyhands.hosts.standing import TF_CONFIG, stand_alone
+from manyhands.places.external.specification import EVALUATOR, ClusterSpec
+from manyhands.places.external.started_externally import TF_CONFIG, stand_alone
 
 __all__ = ["ignored_variables", "leave_if_evaluator", "start_own_workers"]
 

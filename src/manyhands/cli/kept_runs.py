@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from manyhands.cli.commands import AllowOverload, command_to_resume, own_command, write_json
+from manyhands.cli.command_options import AllowOverload, command_to_resume, own_command, write_json
+from manyhands.cli.ended_by_signal import ended_by_signal
 from manyhands.cli.runs import (
     CheckpointEvery,
     Dashboard,
@@ -22,12 +23,11 @@ from manyhands.cli.runs import (
     live_page,
     live_tensorboard,
 )
-from manyhands.cli.signals import ended_by_signal
 
 if TYPE_CHECKING:
-    from manyhands.cluster.signals import SignalEnding
-    from manyhands.draw.bars import Bars
-    from manyhands.training.kept import Keeping
+    from manyhands.engine.interrupted_run import Keeping
+    from manyhands.observe.draw.bars import Bars
+    from manyhands.places.local.signals import SignalEnding
 
 __all__ = [
     "KeptRun",
@@ -70,7 +70,7 @@ class Shown:
 
 def keeping(asked: KeptRun, out: Path, *own_files: str) -> Keeping:
     """Where the run is kept, with files of the command's own; UserError where it cannot be, before anything is read."""
-    from manyhands.store.rundir import ON_COMMAND_LINE, RunDirectory, require_free
+    from manyhands.data.store.rundir import ON_COMMAND_LINE, RunDirectory, require_free
 
     keep = keeping_unchecked(asked, out, *own_files)
     if asked.resume:
@@ -82,9 +82,9 @@ def keeping(asked: KeptRun, out: Path, *own_files: str) -> Keeping:
 
 def keeping_unchecked(asked: KeptRun, out: Path, *own_files: str) -> Keeping:
     """The same for a training that looks at the directory itself."""
+    from manyhands.engine.interrupted_run import Keeping
+    from manyhands.engine.options import Options
     from manyhands.errors import UserError
-    from manyhands.training.kept import Keeping
-    from manyhands.training.options import Options
 
     if asked.resume and asked.out is None:
         raise UserError("--resume needs --out, the directory of the run to go on with")
@@ -103,8 +103,8 @@ def watched(
     asked: KeptRun, keep: Keeping, shown: Shown, kept: Callable[[], str]
 ) -> Iterator[tuple[SignalEnding, Bars]]:
     """The page, the event files and the bars of a run; a signal that ends it leaves a sentence with what is `kept`."""
-    from manyhands.draw.bars import Bars
-    from manyhands.store.rundir import RunDirectory
+    from manyhands.data.store.rundir import RunDirectory
+    from manyhands.observe.draw.bars import Bars
 
     out = keep.out
     page = live_page(asked.dashboard, out, shown.task, shown.strategy, asked.dashboard_port, shown.workers)
@@ -125,7 +125,7 @@ def watched(
 
 def leave_summary(asked: KeptRun, out: Path, summary: Mapping[str, Any]) -> None:
     """Write the summary beside the result, where the run came to its end, and where it was asked for."""
-    from manyhands.store.atomic import write_json as write_file
+    from manyhands.data.store.atomic import write_json as write_file
 
     if not summary["interrupted"]:
         write_file(out / "summary.json", summary)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from manyhands.cli.commands import write_json
+from manyhands.cli.command_options import write_json
 from manyhands.cli.status_line import table_console
 
 __all__ = ["Findings", "leave_findings"]
@@ -36,9 +36,9 @@ class Findings:
 
 def leave_findings(found: Findings, out: Path, json_file: Path | None) -> None:
     """Write report and figures into `out`, the figures also where asked for, and print the table and what it shows."""
-    from manyhands.compare.machine import machine
-    from manyhands.draw.table import words_table
-    from manyhands.store.atomic import write_atomically
+    from manyhands.data.store.atomic import write_atomically
+    from manyhands.lab.compare.machine import machine
+    from manyhands.observe.draw.time_table import words_table
 
     command, facts = shlex.join(["manyhands", *sys.argv[1:]]), machine()
     write_atomically(out / _REPORT, [found.page(command, facts).encode()])

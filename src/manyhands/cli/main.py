@@ -10,127 +10,129 @@ from typing import Annotated
 
 import typer
 
-from manyhands.cli.later import Later, add_later, group_of
+from manyhands.cli.lazy_commands import LazyCommand, add_lazily, group_of
 from manyhands.cli.usage import UsageError, is_help, usage_sentence
 from manyhands.errors import ManyhandsError, UserError, limits_named
-from manyhands.version import __version__
+from manyhands.native.version import __version__
 
 __all__ = ["COMMANDS", "app", "main"]
 
 _LENGTHS = ("workers", "steps", "epochs", "rounds")
 
 COMMANDS = {
-    "train": Later(
+    "train": LazyCommand(
         home="manyhands.cli.trainable:train_app",
         help="Train a built-in task.",
         counts=_LENGTHS,
         trains=True,
     ),
-    "glove": Later(home="manyhands.cli.glove:glove_app", help="Ask trained word vectors."),
-    "bench": Later(home="manyhands.cli.bench:bench_app", help="Measure, side by side with peers."),
-    "compare": Later(
+    "glove": LazyCommand(home="manyhands.cli.glove_command:glove_app", help="Ask trained word vectors."),
+    "bench": LazyCommand(
+        home="manyhands.cli.bench_command:bench_app", help="Measure, side by side with peers."
+    ),
+    "compare": LazyCommand(
         home="manyhands.cli.trainable:compare_app",
         help="Train a built-in task under several strategies, side by side.",
         counts=_LENGTHS,
         trains=True,
     ),
-    "sweep": Later(
-        home="manyhands.cli.sweep:sweep_app",
+    "sweep": LazyCommand(
+        home="manyhands.cli.sweep_command:sweep_app",
         help="Train a built-in task with every combination of some settings, over the cores there are.",
     ),
-    "scaling": Later(
-        home="manyhands.cli.scaling:scaling_app",
+    "scaling": LazyCommand(
+        home="manyhands.cli.scaling_command:scaling_app",
         help="Say how much faster more workers are: a curve with its knee, beside Amdahl's fit and a forecast.",
         counts=("steps", "epochs"),
     ),
-    "simulate": Later(
-        home="manyhands.cli.simulate:simulate_app",
+    "simulate": LazyCommand(
+        home="manyhands.cli.simulate_command:simulate_app",
         help="Train a built-in task on parameter servers in virtual time, with more workers than there are cores.",
         counts=_LENGTHS,
     ),
-    "memory": Later(
-        home="manyhands.cli.memory:memory_app",
+    "memory": LazyCommand(
+        home="manyhands.cli.memory_command:memory_app",
         help="Say what training needs in memory on each worker, before anything is trained.",
         counts=("workers",),
     ),
-    "schedule": Later(
-        home="manyhands.cli.schedule:schedule_command",
+    "schedule": LazyCommand(
+        home="manyhands.cli.schedule_command:schedule_command",
         help="Draw a schedule of a pipeline or an all-reduce, and say what it costs.",
     ),
-    "audit": Later(
-        home="manyhands.cli.audit:audit_command",
+    "audit": LazyCommand(
+        home="manyhands.cli.audit_command:audit_command",
         help="Check from a run's records that every batch was applied once and that no read was staler than allowed.",
     ),
-    "replay": Later(
-        home="manyhands.cli.replay:replay_command",
+    "replay": LazyCommand(
+        home="manyhands.cli.replay_command:replay_command",
         help="Execute the recorded order of a run again: the same weights, or the first update that differs.",
     ),
-    "timeline": Later(
-        home="manyhands.cli.timeline:timeline_command",
+    "timeline": LazyCommand(
+        home="manyhands.cli.timeline_command:timeline_command",
         help="Draw who computed, exchanged and waited for whom: a trace for ui.perfetto.dev, or one SVG.",
     ),
-    "explain": Later(
-        home="manyhands.cli.explain:explain_command",
+    "explain": LazyCommand(
+        home="manyhands.cli.explain_command:explain_command",
         help="Say why a run is as fast as it is, from its events.",
     ),
-    "watch": Later(
-        home="manyhands.cli.watch:watch_command",
+    "watch": LazyCommand(
+        home="manyhands.cli.watch_command:watch_command",
         help="Show a run as a page in the browser, live while it goes on or as it was when it ended.",
     ),
-    "report": Later(
-        home="manyhands.cli.watch:report_command",
+    "report": LazyCommand(
+        home="manyhands.cli.watch_command:report_command",
         help="Write what the live page shows of a run into one file that needs nothing else.",
     ),
-    "tensorboard": Later(
-        home="manyhands.cli.tensorboard:tensorboard_command",
+    "tensorboard": LazyCommand(
+        home="manyhands.cli.tensorboard_command:tensorboard_command",
         help="Write event files for TensorBoard: loss, metrics, speed, where each worker's time goes, staleness.",
     ),
-    "graph": Later(
-        home="manyhands.cli.graph:graph_app",
+    "graph": LazyCommand(
+        home="manyhands.cli.graph_command:graph_app",
         help="Draw the model of a built-in task as a graph: its modules, what they pass on, and where it is cut.",
         counts=("workers",),
     ),
-    "export": Later(
-        home="manyhands.cli.export:export_command",
+    "export": LazyCommand(
+        home="manyhands.cli.export_command:export_command",
         help="Write a run's newest weights as one file, and say what its precision costs.",
     ),
-    "predict": Later(
-        home="manyhands.cli.predict:predict_command",
+    "predict": LazyCommand(
+        home="manyhands.cli.predict_command:predict_command",
         help="Print what a trained model answers for every input, one a line.",
     ),
-    "generate": Later(
-        home="manyhands.cli.predict:generate_command",
+    "generate": LazyCommand(
+        home="manyhands.cli.predict_command:generate_command",
         help="Let a trained language model write on after a prompt.",
     ),
-    "serve": Later(
-        home="manyhands.cli.serve:serve_command",
+    "serve": LazyCommand(
+        home="manyhands.cli.serve_command:serve_command",
         help="Serve a trained model over HTTP, by several processes, with a page of its latency and throughput.",
         trains=True,
     ),
-    "launch": Later(
-        home="manyhands.cli.launch:launch_command",
+    "launch": LazyCommand(
+        home="manyhands.cli.launch_command:launch_command",
         help="Run your own training script on several workers; see `mh.join()`.",
         settings={"ignore_unknown_options": True},
         trains=True,
     ),
-    "federated": Later(
-        home="manyhands.cli.federated:federated_app",
+    "federated": LazyCommand(
+        home="manyhands.cli.federated_command:federated_app",
         help="Federated rounds with real devices, over HTTPS.",
     ),
-    "role": Later(
-        home="manyhands.cli.role:role_command",
+    "role": LazyCommand(
+        home="manyhands.cli.role_command:role_command",
         help="Be one role of a cluster specification: a worker, a server, or the chief that leads.",
     ),
-    "certificates": Later(
-        home="manyhands.cli.certificates:certificates_command",
+    "certificates": LazyCommand(
+        home="manyhands.cli.certificates_command:certificates_command",
         help="Make a short-lived authority and a certificate for each host of a run, which know each other by it.",
     ),
-    "tour": Later(
-        home="manyhands.cli.tour:tour_command",
+    "tour": LazyCommand(
+        home="manyhands.cli.tour_command:tour_command",
         help="Nine short lessons, from one process to federated parties: list them, or run one step by step.",
     ),
-    "doctor": Later(
-        home="manyhands.cli.doctor:doctor_command",
+    "doctor": LazyCommand(
+        home="manyhands.cli.doctor_command:doctor_command",
         help="What this machine has for training, what is missing, and how to get it.",
     ),
 }
@@ -142,7 +144,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # a plain list: half of the time to show it would go into importing what draws boxes
 )
-add_later(app, COMMANDS)
+add_lazily(app, COMMANDS)
 
 
 @app.command()

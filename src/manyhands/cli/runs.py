@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from manyhands.tasks.builtin import TaskTable
+    from manyhands.workloads.tasks.builtin import TaskTable
 
 __all__ = [
     "CheckpointEvery",
@@ -58,9 +58,9 @@ def live_page(
     """The run's page while it goes on, where one is asked for; it has room for so many workers from the beginning."""
     if not shown:
         return nullcontext()
-    from manyhands.analyse.source import ComingRun
-    from manyhands.cli.watch import serving
-    from manyhands.serve.dashboard import LOOPBACK
+    from manyhands.cli.watch_command import serving
+    from manyhands.observe.analyse.source import ComingRun
+    from manyhands.serving.dashboard import LOOPBACK
 
     farewell = f"The run has ended; manyhands watch {out} opens this page again."
     return serving(ComingRun(out, task, strategy, workers).poll, LOOPBACK, port, farewell)
@@ -68,15 +68,16 @@ def live_page(
 
 def live_tensorboard(out: Path, directory: Path | None) -> AbstractContextManager[object]:
     """The event files for TensorBoard, where they are asked for."""
-    from manyhands.draw.tensorboard import LiveTensorboard
+    from manyhands.observe.draw.tensorboard import LiveTensorboard
 
     return LiveTensorboard(out, directory) if directory is not None else nullcontext()
 
 
 def leave_report(out: Path, table: TaskTable | None = None) -> None:
     """The run's report, and the picture of a task's table; a disk that takes neither fails no run that ended well."""
-    from manyhands.draw.report import write_picture, write_report
     from manyhands.errors import ManyhandsError
+    from manyhands.observe.draw.run_report import write_report
+    from manyhands.workloads.tasks.task_picture import write_picture
 
     try:
         print(f"report  {write_report(out)}")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from manyhands.cli.boosting import add_gbdt
-from manyhands.cli.compare import compare_app
-from manyhands.cli.density import add_sparse
-from manyhands.cli.glove import add_glove
-from manyhands.cli.regression import add_logreg
-from manyhands.cli.svd import add_svd
-from manyhands.cli.train import train_app
+from manyhands.cli.compare_command import compare_app
+from manyhands.cli.density_command import add_sparse
+from manyhands.cli.gbdt_command import add_gbdt
+from manyhands.cli.glove_command import add_glove
+from manyhands.cli.logreg_command import add_logreg
+from manyhands.cli.svd_command import add_svd
+from manyhands.cli.train_command import train_app
 
 __all__ = ["compare_app", "train_app"]
 

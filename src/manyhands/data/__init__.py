@@ -1,1 +1,1 @@
-"""Data: which samples make batch k, how a batch is assembled, and readers for files a user gives."""
+"""What goes into a run and what stays of it: data sets, batch plans, randomness, the run directory."""

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from manyhands.data.files import DataFile
+from manyhands.data.file_reader import DataFile
 from manyhands.errors import format_bytes
 
 __all__ = ["read_idx"]

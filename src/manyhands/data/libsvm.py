@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from manyhands.compiled.decorators import helper, njit
 from manyhands.data.parse_kernels import (
     BAD_LABEL,
     BAD_VALUE,
@@ -30,6 +29,7 @@ from manyhands.data.parse_kernels import (
     number,
     place_of,
 )
+from manyhands.native.decorators import helper, njit
 
 __all__ = ["WRONG", "most_entries", "parse"]
 

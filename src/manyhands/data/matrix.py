@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from manyhands.data.rows import Rows
+from manyhands.data.sparse_rows import Rows
 from manyhands.errors import DataError
 
 __all__ = ["BLOCK_BYTES", "MatrixBlock", "MatrixFile", "OnBytes"]

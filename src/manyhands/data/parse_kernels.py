@@ -15,7 +15,7 @@ from llvmlite import ir
 from numba import int64, types, uint64
 from numba.extending import intrinsic
 
-from manyhands.compiled.decorators import helper, inlined
+from manyhands.native.decorators import helper, inlined
 
 __all__ = [
     "BAD_LABEL",
@@ -31,7 +31,7 @@ __all__ = [
     "PADDING",
     "REFUSED_AT",
     "REFUSED_CODE",
-    "REFUSED_LINE",
+    "REFUSED_CONTROL",
     "REPORT_SIZE",
     "ROWS",
     "SIZE",
@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 ROWS, ENTRIES, LINES, BAD_LINES, FIRST_BAD_LINE, FIRST_BAD_AT, CODE, SIZE = range(8)
-REFUSED_LINE, REFUSED_AT, REFUSED_CODE = 8, 9, 10
+REFUSED_CONTROL, REFUSED_AT, REFUSED_CODE = 8, 9, 10
 """What is wrong with how the file is read rather than with one line of it: never skipped."""
 REPORT_SIZE = 16  # the places after these are each format's own
 

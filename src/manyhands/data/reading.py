@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from manyhands.data.batch_plan import BatchPlan
 from manyhands.data.batches import BatchSource
 from manyhands.data.loading import Key
 from manyhands.data.own import own_data
-from manyhands.data.plan import BatchPlan
+from manyhands.data.randomness import drawn_apart, mix, seed_all, seed_host
 from manyhands.data.shares import (
     BatchShares,
     IndexedShares,
@@ -23,7 +24,6 @@ from manyhands.data.shares import (
     StreamShares,
     sample_weights,
 )
-from manyhands.randomness import drawn_apart, mix, seed_all, seed_host
 
 __all__ = ["BatchReading", "ReadShare", "ShareReader"]
 

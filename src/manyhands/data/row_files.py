@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 
-from manyhands.compiled.warming import prepare
 from manyhands.data import libsvm, vowpal
 from manyhands.data.parse_kernels import (
     BAD_LINES,
@@ -34,13 +33,14 @@ from manyhands.data.parse_kernels import (
     PADDING,
     REFUSED_AT,
     REFUSED_CODE,
-    REFUSED_LINE,
+    REFUSED_CONTROL,
     REPORT_SIZE,
     ROWS,
     SIZE,
 )
-from manyhands.data.rows import Rows
+from manyhands.data.sparse_rows import Rows
 from manyhands.errors import DataError, UserError, format_bytes, nearest
+from manyhands.native.warming import prepare
 
 __all__ = [
     "FORMATS",
@@ -275,7 +275,7 @@ def _parse(module: Any, reading: Reading, text: bytes) -> _Block:
     module.parse(view, shift, *mode, starts, indices, values, labels, weights, report)
     rows, entries = report[ROWS], report[ENTRIES]
     bad = _problem(module, text, report[FIRST_BAD_LINE], report[FIRST_BAD_AT], report[CODE])
-    refused = _problem(module, text, report[REFUSED_LINE], report[REFUSED_AT], report[REFUSED_CODE])
+    refused = _problem(module, text, report[REFUSED_CONTROL], report[REFUSED_AT], report[REFUSED_CODE])
     is_numbered = module is vowpal and report[vowpal.NUMBERED]
     return _Block(
         rows=Rows(

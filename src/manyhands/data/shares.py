@@ -18,9 +18,9 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import default_collate
 
+from manyhands.data.batch_plan import BatchPlan, split
 from manyhands.data.batches import BatchSource
 from manyhands.data.own import WorkerData
-from manyhands.data.plan import BatchPlan, split
 from manyhands.errors import UserError
 
 __all__ = [

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from manyhands.data.matrix import BLOCK_BYTES, MatrixBlock, MatrixFile, OnBytes
 from manyhands.data.matrix_files import NpyMatrix
-from manyhands.data.rows import Rows
+from manyhands.data.sparse_rows import Rows
 from manyhands.errors import DataError, ManyhandsError
 
 __all__ = ["MatrixStore", "OpenedMatrix", "StoredMatrix"]

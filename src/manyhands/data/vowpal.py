@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from numba import uint64
 
-from manyhands.compiled.decorators import helper, inlined, njit
 from manyhands.data.parse_kernels import (
     BAD_LABEL,
     BAD_VALUE,
@@ -24,7 +23,7 @@ from manyhands.data.parse_kernels import (
     MOST_INDEX,
     REFUSED_AT,
     REFUSED_CODE,
-    REFUSED_LINE,
+    REFUSED_CONTROL,
     ROWS,
     SIZE,
     TOO_LARGE,
@@ -37,6 +36,7 @@ from manyhands.data.parse_kernels import (
     number,
     place_of,
 )
+from manyhands.native.decorators import helper, inlined, njit
 
 __all__ = ["NUMBERED", "NUMBERED_IN", "NUMBERS", "WRONG", "most_entries", "parse"]
 
@@ -240,7 +240,7 @@ def parse(
             elif wrong != NEEDS_BITS and wrong != TWO_SPACES:
                 keep_bad(report, line, at, wrong)
             elif report[REFUSED_CODE] == 0:
-                report[REFUSED_LINE], report[REFUSED_AT], report[REFUSED_CODE] = line, at, wrong
+                report[REFUSED_CONTROL], report[REFUSED_AT], report[REFUSED_CODE] = line, at, wrong
         at = end_of_line(text, at) + 1
         line += 1
     report[ROWS], report[ENTRIES], report[LINES], report[SIZE] = row, entry, line, largest + 1

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from manyhands.data.randomness import mix
 from manyhands.errors import ManyhandsError, UserError
-from manyhands.randomness import mix
 from manyhands.wire.names import CODECS, has_feedback, momentum_of, parse_codec
 from manyhands.wire.parcels import Parcel
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from manyhands.errors import UserError, nearest
-from manyhands.settings import check_choice, setting, switch_setting
+from manyhands.strategy import check_choice, setting, switch_setting
 
 __all__ = [
     "AUTO",

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from manyhands.randomness import mix
+from manyhands.data.randomness import mix
 from manyhands.wire.codec import BadBytes, ParcelCodec, expect_bytes
 from manyhands.wire.floats import Bytes, Floats
 from manyhands.wire.kernels.indices import add_at, index_bytes, low_bits, read_indices, write_indices

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 from manyhands.wire.codec import BadBytes
 from manyhands.wire.floats import Bytes, FloatCodec, Floats, blocks_of
-from manyhands.wire.kernels.fp8 import BLOCK, MARK, pack_fp8, unpack_fp8
+from manyhands.wire.kernels.fp8_kernels import BLOCK, MARK, pack_fp8, unpack_fp8
 from manyhands.wire.parcels import Parcel
 
 __all__ = ["Fp8"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from manyhands.wire.floats import Bytes, FloatCodec, Floats, blocks_of, check_scales
-from manyhands.wire.kernels.int8 import BLOCK, pack_int8, unpack_int8
+from manyhands.wire.kernels.int8_kernels import BLOCK, pack_int8, unpack_int8
 from manyhands.wire.parcels import Parcel
 
 __all__ = ["Int8"]

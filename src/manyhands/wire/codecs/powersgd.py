@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from manyhands.randomness import mix
+from manyhands.data.randomness import mix
 from manyhands.wire.codec import ParcelCodec, expect_bytes
 from manyhands.wire.feedback import ErrorFeedback
 from manyhands.wire.parcels import Matrix, Parcel

@@ -12,7 +12,7 @@ import numpy as np
 from manyhands.wire.codec import BadBytes
 from manyhands.wire.floats import Bytes, FloatCodec, Floats, blocks_of, check_scales, key_of
 from manyhands.wire.kernels.packing import pack_bits, packed_bytes, unpack_bits
-from manyhands.wire.kernels.qsgd import BLOCK, draw_levels, multiply
+from manyhands.wire.kernels.qsgd_kernels import BLOCK, draw_levels, multiply
 from manyhands.wire.parcels import Parcel
 
 __all__ = ["Qsgd"]

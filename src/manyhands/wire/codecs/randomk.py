@@ -10,7 +10,7 @@ import numpy as np
 
 from manyhands.wire.codec import ParcelCodec
 from manyhands.wire.floats import Bytes, Floats, key_of
-from manyhands.wire.kernels.randomk import draw, enlarge
+from manyhands.wire.kernels.randomk_kernels import draw, enlarge
 from manyhands.wire.parcels import Parcel
 from manyhands.wire.sparse import Indices, SparseCodec, few
 

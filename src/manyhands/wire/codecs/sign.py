@@ -17,7 +17,7 @@ from torch import Tensor
 
 from manyhands.wire.codec import BadBytes
 from manyhands.wire.floats import NOT_FINITE, Bytes, FloatCodec, Floats, blocks_of, check_scales
-from manyhands.wire.kernels.sign import BLOCK, pack_sign, unpack_sign
+from manyhands.wire.kernels.sign_kernels import BLOCK, pack_sign, unpack_sign
 from manyhands.wire.parcels import Parcel
 
 __all__ = ["Sign"]

@@ -9,7 +9,7 @@ import numpy as np
 
 from manyhands.wire.codec import BadBytes
 from manyhands.wire.floats import Bytes, FloatCodec, Floats, blocks_of, check_scales, key_of
-from manyhands.wire.kernels.ternary import BLOCK, VALUES, pack_ternary, unpack_ternary
+from manyhands.wire.kernels.ternary_kernels import BLOCK, VALUES, pack_ternary, unpack_ternary
 from manyhands.wire.parcels import Parcel
 
 __all__ = ["Ternary"]

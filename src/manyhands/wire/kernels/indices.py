@@ -10,7 +10,7 @@ from typing import Final
 
 from numba import int64, uint8, uint32, uint64
 
-from manyhands.compiled.decorators import njit
+from manyhands.native.decorators import njit
 
 __all__ = ["add_at", "index_bytes", "low_bits", "pick", "read_indices", "write_indices"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from numba import uint8, uint64
 
-from manyhands.compiled.decorators import njit
+from manyhands.native.decorators import njit
 
 __all__ = ["pack_bits", "packed_bytes", "unpack_bits"]
 

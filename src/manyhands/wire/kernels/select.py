@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numba import int64, uint32
 
-from manyhands.compiled.bits import bits_of
-from manyhands.compiled.decorators import njit
+from manyhands.native.bits import bits_of
+from manyhands.native.decorators import njit
 
 __all__ = ["largest", "not_below"]
 

@@ -1,0 +1,396 @@
+"""Checkpoints that survive what happens to disks: one directory each, whole or not there.
+
+    checkpoints/
+      step-00000040/  model.safetensors  optimizer.safetensors  state.json  manifest.json
+      step-00000050/  ...
+      step-00000060.writing/      a writer is here, or crashed here
+
+A checkpoint is written beside its place, every file synced, the directory synced, and then renamed into
+place and the parent synced. Names with a suffix are the only in-between states a crash can leave, and the
+next `save` clears them: `.writing` (not finished), `.removing` (rotated out), `.replaced` (the old copy of
+a step that is being saved again; it is read as long as the new one is not in place). There is one writer at
+a time; `RunDirectory`'s lock sees to that.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from manyhands.data.store.atomic import WriteFailed, make_directory, reason, sync_directory, write_synced
+from manyhands.data.store.manifest import (
+    MANIFEST_FILE,
+    MODEL_FILE,
+    OPTIMIZER_FILE,
+    STATE_FILE,
+    Damage,
+    Damaged,
+    Manifest,
+    damaged_files,
+    read_manifest,
+    read_whole,
+)
+from manyhands.data.store.rotation import SavedStep, best, rotated_out
+from manyhands.data.store.state_tree import Json, flatten, unflatten
+from manyhands.data.store.tensorfile import (
+    encode_tensors,
+    first_non_finite,
+    read_tensors,
+    require_storable,
+    view_key,
+)
+from manyhands.errors import CorruptCheckpoint, ManyhandsError, NonFinite, UserError, format_bytes
+
+__all__ = ["CheckpointStore", "Loaded", "NoCheckpoint", "NonFiniteSnapshot", "Snapshot"]
+
+_NAME = re.compile(r"(step-(\d{8,}))(|\.writing|\.removing|\.replaced)")
+
+
+class NoCheckpoint(UserError):
+    """There is no checkpoint where one was asked for."""
+
+
+class NonFiniteSnapshot(NonFinite):
+    """A snapshot with NaN or infinity in it was refused; `name` is its first bad tensor, or 'score'."""
+
+    def __init__(self, step: int, name: str) -> None:
+        super().__init__(
+            f"{name} is not finite at step {step}; no checkpoint of it was written, those before are kept"
+        )
+        self.name = name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Snapshot:
+    """All that a training needs to go on from `step`.
+
+    `model` and `optimizer` are their `state_dict()`s; the tensors are read during `save` and not kept.
+    `extra` is any tree of None, bool, int, float, str, list, tuple, dict and tensors: data position,
+    scheduler, random states. Of several checkpoints the one with the lowest `score` is the best; None takes
+    no part in that. Names of `model` in `may_hold_infinity` (buffers such as a causal mask) may hold
+    infinities; NaN is refused everywhere.
+    """
+
+    step: int
+    model: Mapping[str, Tensor]
+    optimizer: Mapping[str, Any]
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    score: float | None = None
+    may_hold_infinity: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        if self.step < 0:
+            raise UserError(f"step is {self.step}; a step is 0 or more")
+        for name, value in self.model.items():
+            if not isinstance(value, Tensor):
+                raise UserError(
+                    f"model[{name!r}] is a {type(value).__name__}; a checkpoint's model holds tensors"
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Loaded:
+    """A snapshot read back and verified; `skipped` names the damaged files that were passed over."""
+
+    step: int
+    model: dict[str, Tensor]
+    optimizer: dict[str, Any]
+    extra: dict[str, Any]
+    score: float | None
+    path: Path
+    skipped: tuple[Damage, ...] = ()
+
+    @property
+    def tree(self) -> dict[str, Any]:
+        """What another process goes on from, for `of` there."""
+        return {"step": self.step, "model": self.model, "optimizer": self.optimizer, "extra": self.extra}
+
+    @classmethod
+    def of(cls, tree: Any) -> Loaded:
+        """A `tree` that came from another process; ManyhandsError where it is none."""
+        kinds = {"step": int, "model": dict, "optimizer": dict, "extra": dict}
+        if not isinstance(tree, Mapping) or any(not isinstance(tree.get(k), v) for k, v in kinds.items()):
+            raise ManyhandsError(f"what another process sent is no state to go on from: {str(tree)[:60]}")
+        return cls(**{name: tree[name] for name in kinds}, score=None, path=Path(os.devnull))
+
+
+class CheckpointStore:
+    """The checkpoints of one run; keeps the last `keep` of them and the best.
+
+    Nothing is read or made before the first call. One process saves; any may load at the same time.
+    """
+
+    def __init__(self, folder: Path, keep: int = 3) -> None:
+        if keep < 1:
+            raise UserError(f"keep is {keep}; at least 1 checkpoint is kept")
+        self.folder = Path(folder)
+        self.keep = keep
+
+    def path_of(self, step: int) -> Path:
+        """Where the checkpoint of a step is, or would be."""
+        return self.folder / _name(step)
+
+    def save(self, snapshot: Snapshot, spare_from: int | None = None) -> Path:
+        """Write a checkpoint to the disk, then rotate out old ones before `spare_from`; return its directory.
+
+        A step that was saved before is replaced. NonFiniteSnapshot, UserError (a value no checkpoint can
+        hold) and WriteFailed (a full disk, say) leave the checkpoints that are there as they are.
+        """
+        content = _Content.of(snapshot)
+        content.require_finite(snapshot)
+        target = self.path_of(snapshot.step)
+        try:
+            self._prepare()
+            writing = target.with_name(f"{target.name}.writing")
+            _write(writing, snapshot, content)
+            self._install(writing, target)
+        except BaseException as error:
+            self._abandon()
+            if not isinstance(error, OSError):
+                raise
+            raise WriteFailed(self._complaint(snapshot.step, content.num_bytes, error)) from error
+        self._rotate(snapshot.step, spare_from)
+        return target
+
+    def load(self, step: int | None = None) -> Loaded:
+        """Read the newest checkpoint whose every byte is as it was saved, passing over damaged ones.
+
+        With a `step`, that one and no other. NoCheckpoint if there is none, CorruptCheckpoint with the
+        names of the damaged files if none can be trusted.
+        """
+        try:
+            candidates = [found for found in self._candidates() if step is None or found[0] == step]
+        except OSError as error:
+            raise NoCheckpoint(f"{self.folder} cannot be read: {reason(error)}") from error
+        if not candidates:
+            raise NoCheckpoint(self._absence(step))
+        skipped: list[Damage] = []
+        for found_step, path in candidates:
+            try:
+                return replace(_read(path, found_step), skipped=tuple(skipped))
+            except Damaged as damaged:
+                skipped.extend(damaged.damages)
+        named = "; ".join(str(damage) for damage in skipped)
+        which = "no checkpoint can" if step is None else f"the checkpoint of step {step} cannot"
+        raise CorruptCheckpoint(f"{which} be trusted in {self.folder}: {named}")
+
+    def remove_after(self, step: int) -> None:
+        """Remove the checkpoints of later steps, and what a crashed writer left; WriteFailed if one stays."""
+        try:
+            self._sweep()
+            for found, path in self._candidates():
+                if found > step:
+                    removing = path.with_name(f"{path.name}.removing")
+                    path.rename(removing)  # first out of sight, as in rotation
+                    _discard(removing)
+            if self.folder.is_dir():
+                sync_directory(self.folder)
+        except OSError as error:
+            raise WriteFailed(
+                f"{self.folder} holds checkpoints after step {step} that could not be removed: {reason(error)}"
+            ) from error
+
+    def steps(self) -> tuple[int, ...]:
+        """The steps that have a checkpoint, good or damaged, ascending."""
+        return tuple(sorted({step for step, _ in self._candidates()}))
+
+    def best_step(self) -> int | None:
+        """The step with the lowest score, None where none has a score."""
+        return best(self._entries())
+
+    def _prepare(self) -> None:
+        make_directory(self.folder)
+        self._sweep()
+
+    def _install(self, writing: Path, target: Path) -> None:
+        replaced = target.with_name(f"{target.name}.replaced")
+        if os.path.lexists(target):
+            target.rename(replaced)
+        writing.rename(target)
+        sync_directory(self.folder)
+        _discard(replaced)
+
+    def _sweep(self) -> None:
+        """Clear what a crashed writer left: its in-between names, and nothing else."""
+        for step, suffix, path in list(self._scan()):
+            if suffix == ".replaced" and _intact(self.folder / _name(step), step) is None:
+                _discard(self.folder / _name(step))
+                path.rename(self.folder / _name(step))
+            elif suffix:
+                _discard(path)
+
+    def _abandon(self) -> None:
+        try:
+            self._sweep()
+        except OSError:  # the error that brought us here is the one to report; the next save sweeps again
+            pass
+
+    def _rotate(self, saved_step: int, spare_from: int | None) -> None:
+        for step in rotated_out(self._entries(), saved_step, self.keep, spare_from):
+            path = self.folder / _name(step)
+            removing = path.with_name(f"{path.name}.removing")
+            try:
+                path.rename(removing)  # first out of sight, so that a crash leaves no half-removed checkpoint
+            except OSError:  # the checkpoint asked for is safe; the next save tries again
+                continue
+            _discard(removing)
+
+    def _entries(self) -> list[SavedStep]:
+        entries = []
+        for step, path in self._candidates():
+            manifest = _intact(path, step)
+            score = None if manifest is None else manifest.score
+            entries.append(SavedStep(step=step, score=score, intact=manifest is not None))
+        return entries
+
+    def _candidates(self) -> list[tuple[int, Path]]:
+        """Everything that may be a checkpoint, newest first; a replaced copy stands behind its successor."""
+        found = [(step, path) for step, suffix, path in self._scan() if suffix in ("", ".replaced")]
+        return sorted(found, key=lambda item: (-item[0], item[1].name))
+
+    def _scan(self) -> Iterator[tuple[int, str, Path]]:
+        try:
+            names = os.listdir(self.folder)
+        except FileNotFoundError:
+            return
+        for name in names:
+            match = _NAME.fullmatch(name)
+            if match and match[1] == _name(int(match[2])):
+                yield int(match[2]), match[3], self.folder / name
+
+    def _absence(self, step: int | None) -> str:
+        steps = ", ".join(str(other) for other in self.steps())
+        if not steps:
+            return f"{self.folder} holds no checkpoint"
+        return f"{self.folder} holds no checkpoint of step {step}; there are: {steps}"
+
+    def _complaint(self, step: int, num_bytes: int, error: OSError) -> str:
+        try:
+            room = f" and {format_bytes(shutil.disk_usage(self.folder).free)} are free"
+        except OSError:
+            room = ""
+        return (
+            f"the checkpoint of step {step} could not be written to {self.folder}: {reason(error)} (it needs "
+            f"{format_bytes(num_bytes)}{room}); the checkpoints already there are kept"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Content:
+    """A snapshot taken apart into what each file holds; the tensors are still the snapshot's own."""
+
+    model: Mapping[str, Tensor]
+    others: Mapping[str, Tensor]
+    state: Mapping[str, Json]
+
+    @classmethod
+    def of(cls, snapshot: Snapshot) -> _Content:
+        model, aliases = _unique(snapshot.model)
+        others, tree = flatten({"optimizer": dict(snapshot.optimizer), "extra": dict(snapshot.extra)})
+        require_storable(model)
+        require_storable(others)
+        return cls(model=model, others=others, state={"aliases": aliases, "tree": tree})
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (*self.model.values(), *self.others.values()))
+
+    def require_finite(self, snapshot: Snapshot) -> None:
+        if snapshot.score is not None and not math.isfinite(snapshot.score):
+            raise NonFiniteSnapshot(snapshot.step, "score")
+        bad = first_non_finite(self.model, snapshot.may_hold_infinity)
+        bad = bad or first_non_finite(self.others, frozenset())
+        if bad is not None:
+            raise NonFiniteSnapshot(snapshot.step, bad)
+
+
+def _write(folder: Path, snapshot: Snapshot, content: _Content) -> None:
+    """Write and sync a checkpoint's files into the new directory `folder`, the manifest last."""
+    folder.mkdir()
+    state = json.dumps(content.state, allow_nan=False).encode() + b"\n"
+    files = {
+        MODEL_FILE: write_synced(folder / MODEL_FILE, encode_tensors(content.model)),
+        OPTIMIZER_FILE: write_synced(folder / OPTIMIZER_FILE, encode_tensors(content.others)),
+        STATE_FILE: write_synced(folder / STATE_FILE, [state]),
+    }
+    score = None if snapshot.score is None else float(snapshot.score)
+    manifest = Manifest(step=snapshot.step, score=score, files=files)
+    write_synced(folder / MANIFEST_FILE, [manifest.render()])
+    sync_directory(folder)
+
+
+def _read(folder: Path, step: int) -> Loaded:
+    """The checkpoint in `folder`, every byte of it verified, or Damaged."""
+    manifest = read_manifest(folder, step)
+    damages = damaged_files(folder, manifest, hashes=True)
+    if damages:
+        raise Damaged(*damages)
+    file = folder / STATE_FILE
+    try:
+        state = json.loads(read_whole(file, manifest.files[STATE_FILE].num_bytes))
+        aliases, meta = state["aliases"], state["tree"]
+        file = folder / MODEL_FILE
+        model = read_tensors(file)
+        model |= {name: model[kept] for name, kept in aliases.items()}
+        file = folder / OPTIMIZER_FILE
+        tree = unflatten(read_tensors(file), meta)
+        return Loaded(
+            step=step,
+            model=model,
+            optimizer=tree["optimizer"],
+            extra=tree["extra"],
+            score=manifest.score,
+            path=folder,
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        # Its hash is right, so this is what was written: not damage of the disk but another program's file.
+        raise Damaged(Damage(file, f"does not hold what a checkpoint holds: {error}")) from error
+
+
+def _intact(folder: Path, step: int) -> Manifest | None:
+    """The manifest of a checkpoint that looks good without reading its tensors, else None."""
+    try:
+        manifest = read_manifest(folder, step)
+    except Damaged:
+        return None
+    return None if damaged_files(folder, manifest, hashes=False) else manifest
+
+
+def _unique(model: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Json]]:
+    """Each tensor once, and for every further name of one (a tied weight) the name it is kept under."""
+    kept: dict[str, Tensor] = {}
+    aliases: dict[str, Json] = {}
+    names: dict[Hashable, str] = {}
+    for name, tensor in model.items():
+        key = view_key(tensor)
+        if key is not None and key in names:
+            aliases[name] = names[key]
+        else:
+            kept[name] = tensor
+            if key is not None:
+                names[key] = name
+    return kept, aliases
+
+
+def _discard(path: Path) -> None:
+    """Remove whatever stands at `path`; what resists is left for the next save to try again."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+        return
+    try:
+        path.unlink()
+    except OSError:
+        pass
+
+
+def _name(step: int) -> str:
+    return f"step-{step:08d}"

@@ -1,0 +1,148 @@
+"""Nested state (of an optimizer, a scheduler, a random generator) as named tensors and JSON, without pickle.
+
+A tree of None, bool, int, float, str, list, tuple, dict and tensors becomes a flat dictionary of tensors
+and one JSON value in which each tensor is only its key, and comes back equal: floats to the last bit,
+tuples as tuples, integer keys as integers, one tensor that stood in two places as one tensor. What JSON has
+no word for is an object with one `$` key:
+
+    {"$tensor": "optimizer.state.0.exp_avg"}   {"$tuple": [0.9, 0.999]}   {"$float": "inf"}
+    {"$nan": "7ff8000000000001"}        a NaN that is not the usual one, by its bits
+    {"$items": [[0, ...], [1, ...]]}    a dict whose keys are not all plain strings
+    {"$counter": [[30, 1], [80, 1]]}    a collections.Counter (MultiStepLR keeps its milestones in one)
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from collections import Counter, OrderedDict
+from collections.abc import Hashable, Iterable, Mapping
+from typing import Any, TypeAlias
+
+import numpy as np
+from torch import Tensor
+
+from manyhands.data.store.tensorfile import view_key
+from manyhands.errors import UserError
+
+__all__ = ["Json", "flatten", "unflatten"]
+
+_USUAL_NAN = struct.pack(">d", math.nan)
+
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
+
+
+def flatten(tree: Any) -> tuple[dict[str, Tensor], Json]:
+    """Split `tree` into its tensors, keyed by their path, and the JSON of everything else.
+
+    UserError names the path of the first value that is neither. The tensors are the tree's own, not copies.
+    Numpy scalars become plain numbers of the same value, an OrderedDict a dict.
+    """
+    tensors: dict[str, Tensor] = {}
+    return tensors, _flatten(tree, "", tensors, {})
+
+
+def unflatten(tensors: Mapping[str, Tensor], meta: Json) -> Any:
+    """The tree that `flatten` took apart; ValueError says what does not fit together."""
+    match meta:
+        case dict() if any(key.startswith("$") for key in meta):
+            return _untag(tensors, meta)
+        case dict():
+            return {key: unflatten(tensors, item) for key, item in meta.items()}
+        case list():
+            return [unflatten(tensors, item) for item in meta]
+        case _:
+            return meta
+
+
+def _flatten(value: Any, path: str, tensors: dict[str, Tensor], seen: dict[Hashable, str]) -> Json:
+    def inside(items: Iterable[tuple[object, Any]]) -> list[Json]:
+        return [_flatten(item, f"{path}.{key}".lstrip("."), tensors, seen) for key, item in items]
+
+    if isinstance(value, np.generic):
+        value = value.item()
+    kind = type(value)
+    if isinstance(value, Tensor):
+        return {"$tensor": _place(value, path, tensors, seen)}
+    if value is None or kind in (bool, int, str):
+        return value  # type: ignore[no-any-return]
+    if kind is float:
+        return value if math.isfinite(value) else _not_finite(value)
+    if kind is list:
+        return inside(enumerate(value))
+    if kind is tuple:
+        return {"$tuple": inside(enumerate(value))}
+    if kind in (dict, OrderedDict, Counter):
+        _require_keys(value, path)
+        items = inside(value.items())
+        if kind is not Counter and all(type(key) is str and not key.startswith("$") for key in value):
+            return dict(zip(value, items, strict=True))
+        pairs: list[Json] = [[key, item] for key, item in zip(value, items, strict=True)]
+        return {"$counter" if kind is Counter else "$items": pairs}
+    raise UserError(
+        f"{path or 'the state'} is a {kind.__name__}, which a checkpoint does not hold; allowed: None, bool, "
+        "int, float, str, list, tuple, dict and tensors"
+    )
+
+
+def _not_finite(value: float) -> Json:
+    bits = struct.pack(">d", value)
+    return {"$nan": bits.hex()} if math.isnan(value) and bits != _USUAL_NAN else {"$float": repr(value)}
+
+
+def _nan(text: str) -> float:
+    (value,) = struct.unpack(">d", bytes.fromhex(text)) if re.fullmatch("[0-9a-f]{16}", text) else (0.0,)
+    if not math.isnan(value):
+        raise ValueError(f"{text[:40]!r} are not the bits of a NaN")
+    return float(value)
+
+
+def _place(tensor: Tensor, path: str, tensors: dict[str, Tensor], seen: dict[Hashable, str]) -> str:
+    """The key under which the tensor is kept: its path, or that of the same tensor met before."""
+    identity = view_key(tensor)
+    if identity is not None and identity in seen:
+        return seen[identity]
+    key = path or "tensor"
+    while key in tensors:  # {"a": {"b": x}, "a.b": y}: two paths that read the same
+        key += "'"
+    tensors[key] = tensor
+    if identity is not None:
+        seen[identity] = key
+    return key
+
+
+def _require_keys(value: Mapping[Any, Any], path: str) -> None:
+    for key in value:
+        if type(key) not in (str, int):
+            raise UserError(
+                f"{path or 'the state'} has the key {key!r}, a {type(key).__name__}; allowed: str and int"
+            )
+
+
+def _untag(tensors: Mapping[str, Tensor], meta: dict[str, Json]) -> Any:
+    match meta:
+        case {"$tensor": str(key), **others} if not others:
+            if key not in tensors:
+                raise ValueError(f"tensor {key!r} is missing")
+            return tensors[key]
+        case {"$tuple": list(items), **others} if not others:
+            return tuple(unflatten(tensors, item) for item in items)
+        case {"$float": "inf" | "-inf" | "nan" as text, **others} if not others:
+            return float(text)
+        case {"$nan": str(text), **others} if not others:
+            return _nan(text)
+        case {"$items": list(pairs), **others} if not others:
+            return dict(_pairs(tensors, pairs))
+        case {"$counter": list(pairs), **others} if not others:
+            return Counter(dict(_pairs(tensors, pairs)))
+    raise ValueError(f"unknown form {sorted(meta)}")
+
+
+def _pairs(tensors: Mapping[str, Tensor], pairs: list[Json]) -> Iterable[tuple[str | int, Any]]:
+    for pair in pairs:
+        match pair:
+            case [str() | int() as key, item]:
+                yield key, unflatten(tensors, item)
+            case _:
+                raise ValueError("a dict is not written as pairs of key and value")

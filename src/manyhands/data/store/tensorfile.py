@@ -1,0 +1,121 @@
+"""Tensors as safetensors bytes, a chunk at a time.
+
+The safetensors format is a length, a JSON header and the raw bytes of each tensor, little-endian; it holds
+no code. The library's own writer wants every tensor contiguous, in memory of its own, and copies all of
+them into one block first. Ours reads any layout where it lies: parameters that are views into one shared
+bucket, transposed ones, two names for one weight; and needs no more memory than one chunk. Reading is the
+library's, with its checks of the header.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Hashable, Iterator, Mapping
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from manyhands.errors import UserError
+from manyhands.native.dtypes import STORED
+
+__all__ = ["encode_tensors", "first_non_finite", "read_tensors", "require_storable", "view_key"]
+
+CHUNK_BYTES = 4 << 20
+
+_METADATA = "__metadata__"
+
+
+def require_storable(tensors: Mapping[str, Tensor]) -> None:
+    """UserError names the first tensor that the format cannot hold."""
+    for name, tensor in tensors.items():
+        if name == _METADATA:
+            raise UserError(
+                f"a tensor cannot be named {name!r}: the safetensors header uses that name itself"
+            )
+        if not _is_dense(tensor) or tensor.dtype not in STORED:
+            kind = "meta tensor" if tensor.is_meta else f"{tensor.layout} tensor of {tensor.dtype}"
+            raise UserError(
+                f"tensor {name!r} is a {kind}, which a checkpoint does not hold; allowed: dense tensors of "
+                f"{', '.join(str(dtype) for dtype in STORED)}"
+            )
+
+
+def encode_tensors(tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> Iterator[bytes]:
+    """The bytes of a safetensors file of `tensors`; UserError names one that the format cannot hold.
+
+    `about` goes into its header.
+    """
+    require_storable(tensors)
+    # The widest items first, as the library does: every tensor is then aligned to its item.
+    ordered = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, object] = {_METADATA: {"format": "pt", **(about or {})}}
+    offset = 0
+    for name in ordered:
+        tensor = tensors[name]
+        end = offset + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": STORED[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield struct.pack("<Q", len(text)) + text
+    for name in ordered:
+        yield from _chunks(tensors[name])
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, each in memory of its own; ValueError says what is wrong with it.
+
+    The library's tensors are views into one mapping of the file; a copy is aligned as a fresh tensor is (so
+    that resumed arithmetic takes the same vector paths) and is safe from whatever happens to the file
+    later.
+    """
+    try:
+        mapped = safetensors.torch.load_file(path)
+    except (safetensors.SafetensorError, OSError, KeyError) as error:
+        raise ValueError(f"is no safetensors file: {error}") from error
+    return {name: tensor.clone() for name, tensor in mapped.items()}
+
+
+def view_key(tensor: Tensor) -> Hashable | None:
+    """Equal for two tensors exactly if they are one piece of memory seen the same way; None without any."""
+    if not _is_dense(tensor) or tensor.numel() == 0:
+        return None
+    return (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+
+
+def first_non_finite(tensors: Mapping[str, Tensor], may_hold_infinity: frozenset[str]) -> str | None:
+    """The first name whose tensor holds NaN, or an infinity where it may not, and None where all are good."""
+    for name, tensor in tensors.items():
+        if tensor.numel() == 0 or not tensor.dtype.is_floating_point:
+            continue
+        values = tensor.detach()
+        if values.element_size() == 1:  # no comparisons for 8-bit floats
+            values = values.float()
+        # The extremes carry a NaN through, read the memory once and allocate nothing.
+        extremes = torch.stack(torch.aminmax(values))
+        bad = extremes.isnan() if name in may_hold_infinity else ~extremes.isfinite()
+        if bool(bad.any()):
+            return name
+    return None
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_meta
+
+
+def _chunks(tensor: Tensor) -> Iterator[bytes]:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    if flat.numel() == 0:
+        return
+    memory = flat.view(torch.uint8).numpy()
+    for start in range(0, len(memory), CHUNK_BYTES):
+        # A copy, because the tensor may lie in memory that other processes write to: the bytes that are
+        # hashed must be the bytes that reach the disk.
+        yield memory[start : start + CHUNK_BYTES].tobytes()

@@ -1,0 +1,166 @@
+"""`start`: a run in the background, whose workers may be added and removed while it goes on."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+from manyhands.engine.fitting import fit
+from manyhands.engine.options import Options
+from manyhands.engine.run import Run
+from manyhands.engine.run_commands import MORE_WORKERS, AddWorker, Command, RemoveWorker
+from manyhands.errors import Aborted, UserError
+from manyhands.observe.analyse.totals import TotalsSnapshot
+from manyhands.observe.draw.showing import showing
+from manyhands.places.local.template import warm
+from manyhands.strategy import Strategy
+from manyhands.task import Task
+
+__all__ = ["Running", "start"]
+
+
+class Running:
+    """A run under way, which shows how far it is; a context manager that stops it on leaving, if it has not ended."""
+
+    def __init__(self, task: Task, strategy: Strategy, options: Options, arguments: dict[str, Any]) -> None:
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._strategy = strategy
+        self._run: Future[Run] = Future()
+        workers = arguments.get("workers", 1)
+        self._next_slot = (
+            workers if isinstance(workers, int) else 0
+        )  # what makes no sense, `fit` refuses by name
+        self._most = MORE_WORKERS + self._next_slot
+        self._slots = tuple(range(self._next_slot))
+        self._changing = threading.Lock()
+        self._steps = 0
+        self._snapshot: Callable[[], TotalsSnapshot] | None = None
+
+        def look_on(steps: int, snapshot: Callable[[], TotalsSnapshot]) -> AbstractContextManager[object]:
+            self._steps, self._snapshot = steps, snapshot
+            if options.view is not None:
+                return options.view(steps, snapshot)
+            return showing(options.progress, steps, snapshot, str(strategy))
+
+        chosen = replace(options, commands=self._commands, view=look_on)
+
+        def work() -> None:
+            try:
+                self._run.set_result(fit(task, strategy, options=chosen, **arguments))
+            except BaseException as error:  # whatever it was, it is the caller's to see
+                self._run.set_exception(error)
+
+        if strategy.forks_workers(compiled=task.compiled):
+            warm()  # here, not in the thread: what a thread starts ends with it, and the next run wants it
+        self._thread = threading.Thread(target=work, name="manyhands-run", daemon=True)
+        self._thread.start()
+
+    def add_worker(self) -> int:
+        """One more worker: its slot, at once. It gets work as soon as its process is there."""
+        self._require_changeable()
+        with self._changing:
+            if self._next_slot >= self._most:
+                raise UserError(f"no more than {self._most} slots can be in one run")
+            slot, self._next_slot = self._next_slot, self._next_slot + 1
+            self._slots = (*self._slots, slot)
+            self._commands.put(Command(AddWorker()))
+        return slot
+
+    def remove_worker(self, slot: int) -> None:
+        """One worker less: it finishes what it owes, and leaves. Waits until the run has heard of it."""
+        self._require_changeable()
+        self._ask(RemoveWorker(slot=slot))
+        with self._changing:
+            self._slots = tuple(one for one in self._slots if one != slot)
+
+    @property
+    def done(self) -> bool:
+        """Whether the run has ended, well or not."""
+        return self._run.done()
+
+    @property
+    def steps_done(self) -> int:
+        """Global batches that are done, those before a resume included; 0 while it starts."""
+        return min(self._snapshot().step, self._steps) if self._snapshot is not None else 0
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """The places of workers, those included whose process is not there yet."""
+        return self._slots
+
+    def result(self, timeout_s: float | None = None) -> Run:
+        """Wait for the end: what came out, or the error that ended it; TimeoutError after `timeout_s`."""
+        return self._run.result(timeout_s)
+
+    def stop(self) -> None:
+        """End the run now, if it has not ended; a run with a directory can be resumed."""
+        if not self._run.done():
+            self._commands.put(Command(None))
+        self._thread.join()
+
+    def __enter__(self) -> Running:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def __repr__(self) -> str:
+        from manyhands.observe.draw.under_way import running_line
+
+        return f"Running({self._ended or running_line(str(self._strategy), self._slots, self._steps, self._now)})"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: how far it is, and every slot; the run itself once it has ended."""
+        from manyhands.observe.draw.under_way import ended_html, running_html
+
+        if self._ended is None:
+            return running_html(str(self._strategy), self._slots, self._steps, self._now)
+        failed = self._run.exception() is not None
+        return ended_html(self._ended) if failed else self._run.result()._repr_html_()
+
+    @property
+    def _now(self) -> TotalsSnapshot | None:
+        return self._snapshot() if self._snapshot is not None else None
+
+    @property
+    def _ended(self) -> str | None:
+        """What came out, in words; None while it goes on."""
+        if not self._run.done():
+            return None
+        error = self._run.exception()
+        if error is None:
+            return f"ended: {self._run.result()!r}"
+        return f"ended with {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+    def _require_changeable(self) -> None:
+        if not self._strategy.can_change_workers:
+            raise UserError(
+                f"strategy {self._strategy} has a fixed number of workers; use ps or allreduce elastic=yes to change it"
+            )
+        if self._run.done():
+            raise UserError("the run has ended")
+
+    def _ask(self, change: RemoveWorker) -> None:
+        command = Command(change)
+        self._commands.put(command)
+        while not self._run.done():
+            try:
+                command.done.result(0.1)
+                return
+            except TimeoutError:
+                continue
+        if not command.done.done():
+            raise Aborted("the run ended before it could be changed")
+        command.done.result()
+
+
+def start(
+    task: Task, strategy: str | Strategy = "ps", *, options: Options | None = None, **arguments: Any
+) -> Running:
+    """`fit` in the background: the same arguments, and a `Running` at once."""
+    return Running(task, Strategy.parse(strategy), options or Options(), arguments)

@@ -1,0 +1,35 @@
+"""Strategies whose workers may choose a codec themselves (`codec=auto`): what they chose is told at the end."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from manyhands.engine.exchanging import ExchangeTraining
+from manyhands.wire.choice import CHOSEN, codec_sentence
+from manyhands.wire.names import auto_error
+
+__all__ = ["ChoosingTraining"]
+
+
+class ChoosingTraining(ExchangeTraining):
+    """One exchange, whose `told` says what was chosen."""
+
+    @property
+    @abstractmethod
+    def codec(self) -> str:
+        """The strategy's setting."""
+
+    def gather(self, finished: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, Any]]:
+        """With what workers chose."""
+        samples, besides = super().gather(finished)
+        return samples, {**besides, CHOSEN: finished[0].get(CHOSEN)} if self._chooses else besides
+
+    def said(self, finished: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+        """Which codec was chosen, and why."""
+        return (codec_sentence(finished[0].get(CHOSEN)),) if self._chooses else ()
+
+    @property
+    def _chooses(self) -> bool:
+        return auto_error(self.codec) is not None

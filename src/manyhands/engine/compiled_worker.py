@@ -1,0 +1,264 @@
+"""One worker's training of a task whose step is compiled: the loop that every strategy runs, in a thread or a process.
+
+A step of the run is a portion of the records, large enough that what Python does around it costs nothing. Who takes
+which is the `Order` of the strategy. Workers meet after each pass over the records and where the run saves; there
+everything is quiet, so that a pass sees all that the one before it did, and a checkpoint after step s has seen exactly
+the first s portions.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from manyhands.data.store.checkpoint import CheckpointStore, Loaded
+from manyhands.data.store.rundir import RunDirectory
+from manyhands.engine.booking import StepBook
+from manyhands.engine.computing import TrainingPlan
+from manyhands.engine.exchange import Traffic
+from manyhands.engine.kernel_task import KernelStep, KernelTask, Taken
+from manyhands.engine.reporting import Reporter, WorkerContext, WorkerNote
+from manyhands.engine.worker import Trained
+from manyhands.errors import NonFinite, UserError
+from manyhands.native.counters import Counter
+from manyhands.native.group.gate import FREE
+from manyhands.native.group.shared_group import SharedGroup
+from manyhands.native.group.step_order import ORDERS, Order, Together
+from manyhands.native.segment import CACHE_LINE, Segment
+from manyhands.places.local.status import State
+from manyhands.transport.link.wire import Wire
+
+__all__ = ["Control", "KernelTrainer", "kernel_task", "require_same_options"]
+
+_TALLY_ITEMS = CACHE_LINE // 8
+
+
+class Control:
+    """What workers agree on, in the first bytes that they share: who takes which step, whose loss broke, sums.
+
+    Constructed on every worker, on memory that is zero.
+    """
+
+    def __init__(self, segment: Segment, group: SharedGroup, order: str, task: KernelTask) -> None:
+        self.group = group
+        self.order: Order = ORDERS[order](segment, 0, group, task.numbering)
+        self.bad = Counter.within(segment, Order.NUM_BYTES)
+        begin = Order.NUM_BYTES + Counter.NUM_BYTES
+        self._tally = segment.array(begin, group.world * _TALLY_ITEMS, np.float64).reshape(group.world, -1)
+
+    @staticmethod
+    def num_bytes(world: int) -> int:
+        """The memory of all of it; what comes after is a step's own."""
+        return Order.NUM_BYTES + Counter.NUM_BYTES + world * CACHE_LINE
+
+    def sums(self, *values: float) -> list[float]:
+        """Collective: the sum over workers of each of a few numbers, in worker order."""
+        if self.group.world == 1:
+            return list(values)
+        self._tally[self.group.rank, : len(values)] = values
+        self.group.barrier()
+        found: list[float] = self._tally[:, : len(values)].sum(axis=0).tolist()
+        self.group.barrier()  # nobody writes the next before all have read this
+        return found
+
+
+class KernelTrainer:
+    """Trains by `step`; `run` is called once, on every worker. `close` of the step and the group is the caller's."""
+
+    def __init__(
+        self,
+        plan: TrainingPlan,
+        step: KernelStep,
+        control: Control,
+        worker_context: WorkerContext,
+        checkpoints: CheckpointStore | None = None,
+    ) -> None:
+        self._plan = plan
+        self._task = kernel_task(plan)
+        self._steps_per_pass = self._task.passes.steps
+        self._kernel = step
+        self._control = control
+        self._group = control.group
+        self.rank, self.world = self._group.rank, self._group.world
+        self._together = isinstance(control.order, Together)
+        self._worker_context = worker_context
+        self._reporter = Reporter(plan, self, worker_context, checkpoints)
+        self._samples = 0
+        self._since_met = (0.0, 0.0)  # this worker's sums of losses and of weights
+        self._sent = Traffic()
+        self._broken = ""
+        self._ends = ""
+        self.overlap: collections.Counter[int] = collections.Counter()
+        """Where nobody waits: how many steps of this worker had so many of others come between begin and end."""
+
+    def traffic(self) -> Traffic:
+        """What others have read of this worker, and in how many pieces: all of it in steps."""
+        return self._sent
+
+    def run(self, start: Loaded | None = None) -> Trained:
+        """Train from `start` (or from nothing) to the last step; raises NonFinite on a worker where the loss broke."""
+        first = start.step if start is not None else 0
+        if self.rank == 0 or not self._kernel.shares_memory:
+            if start is None:
+                self._kernel.fill()
+            else:
+                self._kernel.restore(start.model)
+        self._group.barrier()
+        if start is not None:
+            start.model.clear()  # or every worker would hold the whole checkpoint for the length of the run
+        self._group.take_stats()  # who was late to start is no part of the training
+        self._reporter.begin(first)
+        step, stopped, model = first, False, self._kernel.model
+        while step < self._plan.steps and not stopped and not self._kernel.is_done:
+            step, stopped = self._until_met(step)
+            if self._control.bad.get():
+                self._refuse(self._control.bad.get() - 1)
+                return self._trained(step, stopped=True)
+            stopped = (stopped or self._kernel.is_done) and step < self._plan.steps
+            self._reporter.after(step, model, model, last=stopped or step == self._plan.steps)
+        if stopped and self._ends and self.rank == 0:
+            self._worker_context.note(WorkerNote(notice=f"stopped after step {step}: {self._ends}"))
+        self._kernel.gather()
+        self._reporter.send(now=True)
+        self._worker_context.mark(step, State.FINISHED)
+        return self._trained(step, stopped)
+
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        """Collective: the sum over workers."""
+        return torch.tensor(self._control.sums(*values.tolist()), dtype=torch.float64)
+
+    def optimizer_state(self) -> dict[str, Any] | None:
+        """Collective: what a rule keeps is part of the memory, which is made whole on worker 0."""
+        self._kernel.gather()
+        return {} if self.rank == 0 else None
+
+    def model_state(self, model: nn.Module) -> Mapping[str, torch.Tensor] | None:
+        """Whole on worker 0 since `optimizer_state`."""
+        return model.state_dict() if self.rank == 0 else None
+
+    def memory(self) -> Mapping[str, Any]:
+        """Nothing but the model."""
+        return {}
+
+    def _until_met(self, step: int) -> tuple[int, bool]:
+        """Train from `step` on until all meet; where they are then, and whether somebody wants to stop there."""
+        order, per_pass = self._control.order, self._steps_per_pass
+        end = min(self._reporter.next_due(step), step - step % per_pass + per_pass)
+        self._meet(step)  # whoever reads what the last round ended with has done so
+        order.begin(step, end)
+        self._meet(step)
+        while (mine := order.claim()) is not None:
+            self._step(mine)
+            self._reporter.send()
+        self._worker_context.mark(end, State.WAITING)
+        self._meet(end)
+        told = (*self._since_met, float(self._worker_context.stop_requested() or bool(self._ends)))
+        loss, weight, stops = self._control.sums(*told)
+        self._since_met = (0.0, 0.0)
+        self._reporter.loss = loss / weight if weight else math.nan
+        return order.done(), bool(stops)
+
+    def _meet(self, step: int) -> None:
+        if self.world == 1:
+            return  # a short pass is over before a barrier is: who is alone goes on
+        book = StepBook(self._worker_context.record, max(0, step - 1), time.monotonic_ns())
+        self._group.barrier()
+        book.waits(self._waits())
+
+    def _waits(self) -> dict[int, int]:
+        waits = self._group.take_stats().waiting_ns
+        return {peer: waited for peer, waited in enumerate(waits) if waited}
+
+    def _step(self, step: int) -> None:
+        """Take step `step`, from 0: this worker's part of it, or all."""
+        self._worker_context.mark(step + 1, State.COMPUTING)
+        begin, order = time.monotonic_ns(), self._control.order
+        order.note_reading()
+        taken = self._kernel.take(self._task.portion(step))
+        between = order.applied()
+        if not self._together and order.turn.order == FREE:
+            self.overlap[between] += 1
+        slow = self._plan.slow
+        if slow is not None:
+            spent_s = (time.monotonic_ns() - begin) / 1e9
+            time.sleep(
+                slow.extra_s(seed=self._plan.seed, step=step, worker_rank=self.rank, compute_s=spent_s)
+            )
+        loss, weight = taken.loss, taken.weight
+        self._since_met = (self._since_met[0] + loss, self._since_met[1] + weight)
+        if self._together:
+            loss, weight = self._control.sums(loss, weight)
+        end = time.monotonic_ns()
+        if not math.isfinite(loss):
+            self._broken = f"worker {self.rank}, step {step + 1}: the loss is not finite"
+            self._control.bad.set(self.rank + 1)
+        self._ends = self._ends or taken.ends
+        if self._worker_context.stop_requested() or self._broken or taken.ends:
+            order.stop(step)
+        mean = loss / weight if weight else 0.0
+        self._record(step, taken, (begin, end), mean)
+        if math.isfinite(loss) and (self.rank == 0 or not self._together):
+            self._reporter.add(
+                step=step + 1,
+                loss=mean,
+                seconds=(end - begin) / 1e9,
+                at_s=self._reporter.seconds,
+                weight=weight,
+            )
+            if taken.metrics:
+                self._reporter.add(step=step + 1, metrics=dict(taken.metrics), at_s=self._reporter.seconds)
+
+    def _record(self, step: int, taken: Taken, span_ns: tuple[int, int], loss: float) -> None:
+        """Book where the time of a step went: reading, waiting for others, what is theirs, and the rest."""
+        begin, end = span_ns
+        book = StepBook(self._worker_context.record, step, begin)
+        book.input(taken.input_ns, taken.samples)
+        if self.world > 1:
+            stats = self._group.take_stats()
+            book.waits({peer: waited for peer, waited in enumerate(stats.waiting_ns) if waited})
+            if self._together:
+                sent = Traffic(bytes_sent=taken.bytes_sent, messages_sent=taken.messages_sent)
+                book.exchange(book.at_ns + stats.reducing_ns, sent, Wire.MEMORY)
+        book.compute(end)
+        book.end(end, taken.samples, loss)
+        self._samples += taken.samples
+        self._sent += Traffic(bytes_sent=taken.bytes_sent, messages_sent=taken.messages_sent)
+
+    def _refuse(self, rank: int) -> None:
+        """All have stopped; if several broke at once, the last to say so is the one that tells."""
+        self._reporter.send(now=True)
+        if rank == self.rank:
+            raise NonFinite(f"{self._broken}; {self._task.advice}")
+
+    def _trained(self, step: int, stopped: bool) -> Trained:
+        return Trained(
+            model=self._kernel.model,
+            steps_done=step,
+            samples=self._samples,
+            seconds=self._reporter.seconds,
+            stopped_early=stopped,
+        )
+
+
+def kernel_task(plan: TrainingPlan) -> KernelTask:
+    """What a run of compiled steps trains."""
+    assert isinstance(plan.task, KernelTask), "the registry leads here with compiled tasks alone"
+    return plan.task
+
+
+def require_same_options(directory: RunDirectory, config: Mapping[str, Any]) -> None:
+    """UserError where a run would go on with other options than it was begun with."""
+    before, now = directory.config.get("task_options") or {}, config["task_options"]
+    for name, value in now.items():
+        if before.get(name) != value:
+            raise UserError(
+                f"{directory.path} cannot be resumed: {name} is {value!r}, but the run was started with "
+                f"{before.get(name)!r}; resume with that"
+            )

@@ -1,0 +1,348 @@
+"""One worker's own work, whatever the strategy: its part of a global batch, forward, backward, and evaluation.
+
+What is computed depends on (plan, batch, part, parts) and the weights alone, so that another process, a later run or a
+replay computes the same bits.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from manyhands.data.batches import BatchSource
+from manyhands.data.randomness import mix, seed_all
+from manyhands.data.reading import BatchReading
+from manyhands.data.shares import Microbatch, Share
+from manyhands.engine.device import NumberReader, device_of, moved
+from manyhands.engine.dynamo import optimizer_of
+from manyhands.engine.kernel_task import AnyTask
+from manyhands.engine.slowdown import Slowdown
+from manyhands.engine.stopping import EarlyStopping
+from manyhands.errors import UserError
+from manyhands.places.local.forking import LOADERS_VARIABLE
+from manyhands.task import Metric, Task
+
+__all__ = ["Built", "Computed", "Computer", "TrainingPlan", "require_loss", "worker_environment"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingPlan:
+    """Everything that decides what is computed; the same value on every worker."""
+
+    task: AnyTask
+    steps: int
+    seed: int
+    evaluate_every: int
+    """Evaluate after every so many steps, and at the end."""
+
+    checkpoint_every: int
+    """Save after every so many steps and at the end; 0: never."""
+
+    stopping: EarlyStopping | None = None
+    slow: Slowdown | None = None
+    device: str = "cpu"
+    autocast: bool = False
+    """Compute in bfloat16 where torch's autocast finds that safe."""
+
+    compile: bool = False
+    """Let torch.compile make the model faster."""
+
+    buffers: str = "broadcast"
+    """How the workers' buffers become the same before they are used: see `Options.buffers`."""
+
+    check_every: int = 0
+    """Compare the workers' parameters after every so many steps, and at the end; 0: never."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Built:
+    """What a task builds, seeded."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    scheduler: LRScheduler | None = None
+    """Advances with each global batch."""
+
+    metric_scheduler: LRScheduler | None = None
+    """Advances with the task's `scheduler_metric` after each evaluation."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Computed:
+    """What became of one part of a batch: its mean loss (0 where it is empty), and what it weighs in the whole."""
+
+    loss: float
+    share: float
+    samples: int
+    input_ns: int = 0
+    """What getting the samples took."""
+
+
+class Computer:
+    """Computes for one worker; `worker_rank` chooses its GPU, and is whom a slowdown may mean."""
+
+    def __init__(self, plan: TrainingPlan, worker_rank: int) -> None:
+        self.plan = plan
+        self.device = device_of(plan.device, worker_rank)
+        self._rank = worker_rank
+        assert isinstance(plan.task, Task), "a compiled task computes its own steps"
+        self._task = task = plan.task
+        self._reading = _reading_of(task, plan.seed)
+        self._shares = self._reading.shares()
+        self.reader = NumberReader(self.device)
+
+    def build(self, first_step: int = 0, *, on_host: bool = False) -> Built:
+        """The model, its optimizer and its schedule, as they are before `first_step` but for what was trained.
+
+        On the worker's device, or in the host's memory.
+        """
+        seed_all(self.plan.seed)
+        model = self._task.model()
+        if not on_host:
+            model = model.to(self.device)
+        optimizer = optimizer_of(self._task, model)
+        _require_plain_step(optimizer)
+        built = Built(model=model, optimizer=optimizer, **self._schedulers(optimizer))
+        if built.scheduler is not None:
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # torch warns of a scheduler that goes first
+            for _ in range(first_step):
+                built.scheduler.step()
+        return built
+
+    def _schedulers(self, optimizer: Optimizer) -> dict[str, LRScheduler]:
+        """The schedule under the name of what advances it, if the task has one."""
+        if self._task.scheduler is None:
+            return {}
+        scheduler = self._task.scheduler(optimizer)
+        if self._task.scheduler_metric is not None:
+            return {"metric_scheduler": scheduler}
+        if isinstance(scheduler, ReduceLROnPlateau):
+            raise UserError(
+                "task.scheduler is a ReduceLROnPlateau, which advances with a metric; name it: "
+                "scheduler_metric='evaluation_loss'"
+            )
+        return {"scheduler": scheduler}
+
+    @property
+    def task(self) -> Task:
+        """What is trained."""
+        return self._task
+
+    @contextmanager
+    def loading_ahead(self) -> Iterator[None]:
+        """Within, loader processes get the next batches ready, where the task has use for them."""
+        task, shares = self._task, self._shares
+        if not task.loaders:
+            yield
+            return
+        from manyhands.engine.ahead import loaded_ahead
+
+        steps, owner = self.plan.steps, f"worker {self._rank}"
+        reading, device = self._reading, self.device
+        with loaded_ahead(reading, task, shares, steps=steps, owner=owner, device=device) as ahead:
+            self._shares = ahead
+            try:
+                yield
+            finally:
+                self._shares = shares
+
+    def batch_samples(self, step: int) -> int:
+        """The number of samples in global batch `step`."""
+        return self._shares.batch_samples(step)
+
+    def compute(
+        self,
+        model: nn.Module,
+        step: int,
+        part: int,
+        parts: int,
+        backward: Callable[[Tensor, float], None],
+        prepare: Callable[[Any], None] | None = None,
+        accumulate: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> Computed:
+        """Forward and backward of part `part` of `parts` of batch `step`; `backward` gets the loss and its share.
+
+        `prepare` gets the batch before the model does, unless it is empty; it draws no random numbers. Where a part is
+        computed in several pieces, `prepare` gets the first, and all backwards but the last are run inside
+        `accumulate()`.
+        """
+        begin = time.monotonic()
+        asked_ns = time.monotonic_ns()
+        share = self._shares.share(step, part, parts)
+        value, input_ns = 0.0, time.monotonic_ns() - asked_ns
+        for number, piece in enumerate(share.pieces, 1):
+            asked_ns = time.monotonic_ns()
+            batch = self.fetch(piece)
+            input_ns += time.monotonic_ns() - asked_ns
+            if number == 1:  # getting the first piece may have drawn
+                seed_all(mix(self.plan.seed, step, part))
+            if prepare is not None and number == 1:
+                prepare(batch)
+                begin = time.monotonic()
+            with nullcontext() if number == len(share.pieces) else accumulate():
+                loss = self.loss(model, batch, piece, share)
+                answer = self.reader.ask(loss)
+                backward(loss if piece.weight == 1 else loss * piece.weight, share.weight)
+            value += answer() * piece.weight
+        self.slow_down(step, time.monotonic() - begin)
+        return Computed(loss=value, share=share.weight, samples=share.samples, input_ns=input_ns)
+
+    def share(self, step: int, part: int, parts: int) -> Share:
+        """Part `part` of `parts` of batch `step`, and the pieces it is computed in."""
+        return self._shares.share(step, part, parts)
+
+    def fetch(self, piece: Microbatch) -> Any:
+        """The samples of a piece, on this worker's device."""
+        batch = piece.fetch()
+        return batch if self.device.type == "cpu" else moved(batch, self.device)
+
+    def slow_down(self, step: int, spent_s: float) -> None:
+        """Sleep where this worker is to be slower than it is."""
+        slow = self.plan.slow
+        if slow is not None:
+            time.sleep(
+                slow.extra_s(seed=self.plan.seed, step=step, worker_rank=self._rank, compute_s=spent_s)
+            )
+
+    def evaluate(
+        self,
+        model: nn.Module,
+        part: int = 0,
+        parts: int = 1,
+        total: Callable[[Tensor], Tensor] | None = None,
+    ) -> tuple[dict[str, float], int] | None:
+        """Means over the evaluation data and the number of samples; None where the task has none.
+
+        With several `parts`, each evaluates its share of the batches and `total` sums over all of them.
+        """
+        if self._task.evaluation is None:
+            return None
+        functions = self.measures()
+        totals = torch.zeros(len(functions) + 1, dtype=torch.float64)
+        model.eval()
+        with torch.no_grad(), self.precision():
+            for piece in self.evaluation_batches(part, parts):
+                batch = self.fetch(piece)
+                for column, function in enumerate(functions.values()):
+                    totals[column] += float(function(model, batch)) * piece.samples
+                totals[-1] += piece.samples
+        model.train()
+        return self.means(total(totals) if total is not None else totals)
+
+    def measures(self) -> dict[str, Metric]:
+        """What is measured on evaluation data, by name."""
+        return {"evaluation_loss": self._mean_loss, **self._task.metrics}
+
+    def evaluation_batches(self, part: int = 0, parts: int = 1) -> Iterator[Microbatch]:
+        """Every `parts`-th batch of the evaluation data, from number `part` on."""
+        task = self._task
+        source = BatchSource(task.evaluation, task.collate)
+        for number, first in enumerate(range(0, len(source), task.batch_size)):
+            if number % parts == part:
+                indices = range(first, min(first + task.batch_size, len(source)))
+                yield Microbatch(samples=len(indices), weight=1.0, fetch=partial(source.fetch, indices))
+
+    def means(self, totals: Tensor) -> tuple[dict[str, float], int]:
+        """From the sum of each measure over samples, and their number last: the means, and that number."""
+        means = (totals[:-1] / totals[-1]).tolist()
+        return dict(zip(self.measures(), means, strict=True)), int(totals[-1])
+
+    def loss(self, model: nn.Module, batch: Any, piece: Microbatch, share: Share) -> Tensor:
+        """The mean over the samples of a piece of a share, by their weights.
+
+        Of a loss that is a sum, the mean times the size of the batch: by their weights, pieces add up to its sum.
+        """
+        with self.precision():
+            loss = self._task.loss(model, batch)
+        if piece.sample_weights is None:
+            require_loss(loss)
+            weight = share.weight * piece.weight
+            return loss / weight if self._task.reduction == "sum" and weight != 1 else loss
+        require_losses(loss, piece.samples)
+        weights = torch.as_tensor(piece.sample_weights, dtype=loss.dtype, device=loss.device)
+        return (loss.reshape(-1) * weights).sum()
+
+    def _mean_loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """Of evaluation data, whose samples all weigh the same."""
+        loss = self._task.loss(model, batch)
+        return loss if self._task.weights is None else loss.mean()
+
+    def precision(self) -> AbstractContextManager[object]:
+        """In which the model computes."""
+        if not self.plan.autocast:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=torch.bfloat16)
+
+
+def worker_environment(plan: TrainingPlan, threads: int, *, loads: bool = True) -> dict[str, str]:
+    """Of a worker's process, or of one that `loads` nothing: its threads, and the loader processes it will need."""
+    loaders = plan.task.loaders if loads and isinstance(plan.task, Task) else 0
+    return {"OMP_NUM_THREADS": str(threads), **({LOADERS_VARIABLE: str(loaders)} if loaders else {})}
+
+
+def _reading_of(task: Task, seed: int) -> BatchReading:
+    return BatchReading(
+        data=task.data,
+        streams=task.streams,
+        collate=task.collate,
+        batch_size=task.batch_size,
+        microbatches=task.microbatches,
+        weights=task.weights,
+        seed=seed,
+    )
+
+
+def require_loss(loss: object) -> None:
+    """UserError where this is not one number that depends on the model."""
+    if not isinstance(loss, Tensor):
+        raise UserError(
+            f"task.loss returned a {type(loss).__name__}; return a tensor of one number that was computed from model(…)"
+        )
+    if loss.numel() != 1:
+        raise UserError(
+            f"task.loss returned a tensor of shape {tuple(loss.shape)}; return one number, as .mean() gives"
+        )
+    _require_graph(loss)
+
+
+def require_losses(losses: object, samples: int) -> None:
+    """UserError where this is not one number for each sample, that depends on the model."""
+    if not isinstance(losses, Tensor) or losses.numel() != samples or not losses.dim():
+        what = (
+            f"tensor of shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
+        )
+        raise UserError(
+            f"task.loss returned a {what}; with task.weights return one loss for each of the {samples} samples, as "
+            "reduction='none' gives"
+        )
+    _require_graph(losses)
+
+
+def _require_graph(loss: Tensor) -> None:
+    if not loss.requires_grad:
+        raise UserError(
+            "task.loss returned a tensor that no parameter leads to; compute it from model(…) without detach, no_grad "
+            "or .item(), and leave some parameter trainable"
+        )
+
+
+def _require_plain_step(optimizer: Optimizer) -> None:
+    """UserError for an optimizer whose step computes the loss by itself: here that was done before the step."""
+    _, *asked = inspect.signature(
+        type(optimizer).step
+    ).parameters.values()  # a scheduler hides the optimizer's own
+    if any(one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD for one in asked):
+        raise UserError(
+            f"optimizer {type(optimizer).__name__} asks for the loss again and again within one step, and a run "
+            "computes it once for each; use another optimizer, such as AdamW"
+        )

@@ -1,0 +1,130 @@
+"""Do all workers still hold the same parameters? Hashes are compared every so often, and the first difference is named.
+
+Where every worker holds the model (`mirrored`, `allreduce`) all take the same step from the same sum, so parameters are
+the same to the last bit on every worker, for ever; if they are not, some worker went its own way: a step left out, a
+random number that depends on the rank, a broken machine. Nothing else would show it, and the weights would be worth
+nothing. Where a model is split (`pipeline data=2`), each part is compared with its copies.
+
+One check is one 64-bit hash over all parameters of a worker and one small sum over workers; only when that differs is
+each parameter's own hash exchanged. Buffers are not compared: between evaluations, running statistics are each worker's
+own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from manyhands.errors import Desync
+from manyhands.native.hashing import xxh64
+
+__all__ = ["Agreement", "describe_difference", "parameter_hashes"]
+
+Hashes = npt.NDArray[np.uint64]
+NamedParameters: TypeAlias = Iterable[tuple[str, torch.Tensor | None]]
+"""In the same order on every worker; None for what this one does not hold."""
+_HALF = np.uint64(32)
+
+
+class Agreement:
+    """One worker's side of the checks; `total` is the sum over workers of a float64 vector, in which all take part."""
+
+    def __init__(
+        self,
+        named: Callable[[], NamedParameters],
+        *,
+        rank: int,
+        world: int,
+        total: Callable[[torch.Tensor], torch.Tensor],
+        copies: Sequence[Sequence[int]] = (),
+        agreed_step: int = 0,
+    ) -> None:
+        """All hold the same parameters after `agreed_step` steps: worker 0's.
+
+        `named` gives the same names on every worker, and None for what another one holds; the workers of each group of
+        `copies` hold the same (none: all do).
+        """
+        self._named = named
+        self._rank = rank
+        self._world = world
+        self._total = total
+        self._copies = [list(group) for group in copies] or [list(range(world))]
+        self._agreed_step = agreed_step
+
+    def check(self, step: int) -> None:
+        """Collective: raise Desync, on every worker, if any parameter differs between workers after `step` steps."""
+        named = dict(self._named())
+        mine = parameter_hashes(named.items())
+        whole = np.array([xxh64(mine.view(np.uint8))], np.uint64)
+        if self._first_unlike(self._exchanged(whole)) is None:
+            self._agreed_step = step
+            return
+        hashes = self._exchanged(mine)
+        unlike = self._first_unlike(hashes)
+        assert unlike is not None, "their hashes differ, or that of all together would not"
+        found = describe_difference(list(named), hashes[unlike], unlike)
+        raise Desync(
+            f"after step {step} the workers no longer hold the same parameters: {found}; after step "
+            f"{self._agreed_step} they still did; look for a step that a worker leaves out, and for random numbers or "
+            "changes of the model that depend on the rank"
+        )
+
+    def _first_unlike(self, hashes: Hashes) -> list[int] | None:
+        """The first group of copies that are no copies."""
+        return next((group for group in self._copies if (hashes[group] != hashes[group[0]]).any()), None)
+
+    def _exchanged(self, mine: Hashes) -> Hashes:
+        """Everyone's hashes, one row per worker: halves of 32 bits, which a float64 holds exactly."""
+        table = np.zeros((self._world, 2, len(mine)), np.float64)
+        table[self._rank] = mine >> _HALF, mine & np.uint64(0xFFFFFFFF)
+        summed = self._total(torch.from_numpy(table).view(-1)).numpy().reshape(table.shape).astype(np.uint64)
+        together: Hashes = summed[:, 0] << _HALF | summed[:, 1]
+        return together
+
+
+def parameter_hashes(named: NamedParameters) -> Hashes:
+    """The XXH64 of each parameter's bytes, in their order; 0 of one that is held elsewhere."""
+    hashes = (xxh64(_bytes(one)) if one is not None else 0 for _, one in named)
+    return np.fromiter(hashes, np.uint64)
+
+
+def describe_difference(names: Sequence[str], hashes: Hashes, ranks: Sequence[int] | None = None) -> str:
+    """Which parameter is the first that differs, and on whom: `hashes` has a row per worker, a column per name.
+
+    The rows are of the workers `ranks`, or of all.
+    """
+    ranks = range(len(hashes)) if ranks is None else ranks
+    differs = (hashes != hashes[0]).any(axis=0)
+    first = int(np.argmax(differs))
+    more = int(differs.sum()) - 1
+    others = "" if more == 0 else f" and in {more} other parameter{'s' if more > 1 else ''}"
+    return f"{_who(hashes[:, first].tolist(), ranks)} in {names[first]!r}{others}"
+
+
+def _who(values: Sequence[int], ranks: Sequence[int]) -> str:
+    """Who differs from whom."""
+    (common, count), (_, next_count) = Counter(values).most_common(2)
+    if count == next_count:
+        groups = [
+            [rank for rank, value in zip(ranks, values, strict=True) if value == one]
+            for one in dict.fromkeys(values)
+        ]
+        if len(values) == 2:
+            return f"ranks {ranks[0]} and {ranks[1]} differ"
+        return f"{', '.join(map(_ranks, groups[:-1]))} and {_ranks(groups[-1])} differ from each other"
+    odd = [rank for rank, value in zip(ranks, values, strict=True) if value != common]
+    return f"{_ranks(odd)} differ{'s' if len(odd) == 1 else ''} from the other {count}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
+    flat: npt.NDArray[np.uint8] = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    return flat

@@ -1,0 +1,180 @@
+"""`torch._dynamo` when somebody compiles, and not before: torch imports it to make and step any optimizer.
+
+That import is nearly as long as torch's own, and a worker that trains eagerly uses a few functions of it, which do
+nothing there: `graph_break`, `disable`, which keeps the compiler away from code, and what `torch.func`, process groups
+and DistributedDataParallel ask of three submodules. So the process that workers come from puts a stand-in in its place
+that has these. Whatever else is asked of it (`torch.compile`, a submodule, a
+setting) imports the real module first, and the stand-in is gone for good.
+
+Only processes of ours are treated so; the caller's own is left as it is. There an optimizer may be made to be looked at
+and not stepped: `optimizer_of` does that without the import.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from types import ModuleType
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from manyhands.task import Task
+
+__all__ = ["defer", "is_deferred", "optimizer_of"]
+
+_NAME: Final = "torch._dynamo"
+_IDLE: Final[Mapping[str, Mapping[str, Callable[[], Any]]]] = {
+    "compiled_autograd": {"_disable": nullcontext},  # around every gradient of torch.func
+    "trace_rules": {"clear_lru_cache": lambda: None},  # of a process group that is made
+    "utils": {"get_optimize_ddp_mode": lambda: "ddp_optimizer"},  # as it is unless somebody sets it
+}
+_DISABLED: Final = "__dynamo_disable"  # what torch keeps a function under that its compiler is to leave alone
+
+
+def defer() -> None:
+    """Put the stand-in in the place of `torch._dynamo`, unless that is imported already."""
+    if _NAME in sys.modules:
+        return
+    spec = importlib.util.find_spec(_NAME)
+    if spec is None:
+        return
+    stand_in = _StandIn(spec)
+    sys.meta_path.insert(0, _SubmoduleFinder(stand_in))
+    sys.modules[_NAME] = stand_in
+    vars(torch)["_dynamo"] = stand_in
+
+
+def optimizer_of(task: Task, model: nn.Module) -> Optimizer:
+    """The task's optimizer for a model, which imports nothing that only stepping it would need."""
+    plain = getattr(Optimizer.add_param_group, "__wrapped__", None)
+    if plain is None or _NAME in sys.modules or hasattr(plain, _DISABLED):
+        return task.optimizer(model.parameters())
+    setattr(plain, _DISABLED, plain)
+    try:
+        return task.optimizer(model.parameters())
+    finally:
+        vars(plain).pop(_DISABLED, None)  # another thread may have been first
+
+
+def is_deferred() -> bool:
+    """Whether the stand-in is still there."""
+    return isinstance(sys.modules.get(_NAME), _StandIn)
+
+
+class _StandIn(ModuleType):
+    """A module with what eager training asks of `torch._dynamo`; asked for anything else, it is replaced by it."""
+
+    def __init__(self, spec: importlib.machinery.ModuleSpec) -> None:
+        super().__init__(_NAME, "torch._dynamo, not imported yet: see manyhands.engine.dynamo.")
+        vars(self).update(
+            __spec__=spec,
+            __loader__=spec.loader,
+            __file__=spec.origin,
+            __package__=_NAME,
+            __path__=list(spec.submodule_search_locations or ()),
+            graph_break=_graph_break,
+            disable=self._disable,
+            **{name: _Part(self, name, idle) for name, idle in _IDLE.items()},
+            _replacing=threading.Lock(),
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real(), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.real(), name, value)
+
+    def __dir__(self) -> list[str]:
+        return dir(self.real())
+
+    def real(self) -> ModuleType:
+        """The module itself, imported now if it was not."""
+        with vars(self)["_replacing"]:  # not held while importing, which has locks of its own
+            if sys.modules.get(_NAME) is self:
+                del sys.modules[_NAME]
+                vars(torch).pop("_dynamo", None)
+                sys.meta_path[:] = [
+                    finder for finder in sys.meta_path if not isinstance(finder, _SubmoduleFinder)
+                ]
+        return importlib.import_module(_NAME)
+
+    def _disable(
+        self, fn: Callable[..., Any] | None = None, recursive: bool = True, **options: Any
+    ) -> Callable[..., Any]:
+        """As torch's own methods are decorated (`torch._compile`); others get the real decorator."""
+        if fn is None or options.get("wrapping", True):
+            disabled: Callable[..., Any] = self.real().disable(fn, recursive, **options)
+            return disabled
+        plain, compiled = fn, None
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal compiled
+            if is_deferred():  # nothing can be compiling
+                return plain(*args, **kwargs)
+            if compiled is None:
+                compiled = self.real().disable(plain, recursive, **options)
+            return compiled(*args, **kwargs)
+
+        return call
+
+
+class _Part:
+    """In the place of a submodule: what is `idle` while nothing is compiled; all else is the real one's."""
+
+    def __init__(self, stand_in: _StandIn, name: str, idle: Mapping[str, Callable[[], Any]]) -> None:
+        vars(self).update(_stand_in=stand_in, _name=name, _idle=idle)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in vars(self)["_idle"] and is_deferred():
+            return vars(self)["_idle"][name]
+        return getattr(self._real(), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._real(), name, value)
+
+    def _real(self) -> Any:
+        return getattr(vars(self)["_stand_in"].real(), vars(self)["_name"])
+
+
+class _SubmoduleFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Has the real package imported before any submodule of it."""
+
+    def __init__(self, stand_in: _StandIn) -> None:
+        self._stand_in = stand_in
+        self._own: dict[str, importlib.machinery.ModuleSpec] = {}
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        del target
+        if not fullname.startswith(f"{_NAME}."):
+            return None
+        self._stand_in.real()
+        module = sys.modules.get(fullname)
+        if module is None:
+            return importlib.machinery.PathFinder.find_spec(fullname, path)
+        # It came along. The import system goes by the specification of what it finds imported, and would run it again.
+        self._own[fullname] = vars(module)["__spec__"]
+        vars(module)["__spec__"] = importlib.machinery.ModuleSpec(fullname, self)
+        return module.__spec__
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        """The submodule that is there, not a second one."""
+        return sys.modules[spec.name]
+
+    def exec_module(self, module: ModuleType) -> None:
+        """It has run; it gets back the specification that it was made from."""
+        vars(module)["__spec__"] = self._own.pop(module.__name__)
+
+
+def _graph_break(msg: str = "") -> None:
+    """Outside of compiled code the real one does nothing, too."""

@@ -1,0 +1,382 @@
+"""Workers that are processes somebody else started: how each is tied to the others, and what its leader hears.
+
+Every process runs the common loop itself, in its own main thread. What ties it to the others is shared memory on its
+host and links to other hosts (`worker_links`). The leader is worker 0, with a thread that hears the others
+(`ControlListener`): the first failure ends everybody's waits, and is what everybody tells.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Final, Self
+
+from manyhands.engine.history_rows import RowsInOrder
+from manyhands.engine.reporting import NOTES, WorkerNote
+from manyhands.engine.training import Stage
+from manyhands.engine.worker_links import WorkerLinks
+from manyhands.errors import Aborted, PeerTimeout, WorkerFailed, printable
+from manyhands.observe.record.event_ring import EventRing
+from manyhands.places.external.control_connection import ControlConnection
+from manyhands.places.external.control_server import ControlEvent, Warned
+from manyhands.places.external.process_group import GroupMember, ProcessGroup
+from manyhands.places.local.failure import Failure, report
+from manyhands.places.local.notes import TypedNotes
+from manyhands.places.local.roster import Ended, Said
+from manyhands.places.local.signals import as_exception, counted_signals
+from manyhands.places.local.status import State
+
+__all__ = [
+    "ORDERS",
+    "BeginTraining",
+    "ControlListener",
+    "ExternalWorker",
+    "LeadingWorker",
+    "MemberWorker",
+    "wait_for_orders",
+]
+
+_log = logging.getLogger("manyhands")
+_TICK_S: Final = 0.1
+_CAUSE_S: Final = 1.0
+_TOLD_S: Final = 3.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeginTraining:
+    """What the leader tells the others before the first step."""
+
+    resumes: bool
+    """The state to go on from comes behind this."""
+
+    keeps: bool
+    """The run has a directory, on the leader's host: all take part in saving."""
+
+
+ORDERS: Final = TypedNotes(BeginTraining)
+
+
+def wait_for_orders(member: GroupMember) -> BeginTraining:
+    """What to begin with; PeerTimeout naming the leader if it says nothing, Aborted if the run is over."""
+    line = member.line
+    deadline = time.monotonic() + member.timeout_s
+    while True:
+        for payload in line.received(min(1.0, member.timeout_s)):
+            order = ORDERS.read(payload)
+            assert isinstance(order, BeginTraining)
+            return order
+        if line.over is not None:
+            raise Aborted(line.over.sentence)
+        if time.monotonic() >= deadline:
+            raise PeerTimeout(
+                f"{line.name}: the leader, {line.leader}, did not begin within {member.timeout_s:.0f} s", 0
+            )
+
+
+class ControlListener:
+    """The leader's thread that hears the others, from entering to leaving; the first failure ends all waits.
+
+    `on_failure` is called in that thread, once.
+    """
+
+    def __init__(self, process_group: ProcessGroup) -> None:
+        self._process_group = process_group
+        self._on_failure: list[Callable[[int, str], None]] = []
+        self._changed = threading.Condition()
+        self._stop = threading.Event()
+        self._suspect: tuple[Failure, float] | None = None
+        self.failure: Failure | None = None
+        """What ended the run, once that is known."""
+
+        self.finished: dict[int, Mapping[str, Any]] = {}
+        """What each other worker told at its end."""
+
+        self.said: queue.SimpleQueue[Mapping[str, Any] | str] = queue.SimpleQueue()
+        """Notes of others, and remarks about them, for the thread of `fit`."""
+
+        self._thread = threading.Thread(target=self._run, name="manyhands hearing", daemon=True)
+
+    def on_failure(self, act: Callable[[int, str], None]) -> None:
+        """Call `act(rank, sentence)` at the first failure; at once if there was one."""
+        with self._changed:
+            failure = self.failure
+            if failure is None:
+                self._on_failure.append(act)
+        if failure is not None:
+            act(failure.rank, failure.sentence)
+
+    def wait_for_failure(self, timeout_s: float) -> Failure | None:
+        """The failure that ended the run, waiting so long for it."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.failure is not None, timeout_s)
+            return self.failure
+
+    def wait_for_all(self, timeout_s: float) -> None:
+        """Wait until all others have finished; WorkerFailed or PeerTimeout where one does not."""
+        others = self._process_group.place.world - 1
+        with self._changed:
+            done = self._changed.wait_for(
+                lambda: self.failure is not None or len(self.finished) == others, timeout_s
+            )
+            if self.failure is not None:
+                raise self.failure.error()
+            if not done:
+                late = min(rank for rank in range(1, others + 1) if rank not in self.finished)
+                name = self._process_group.control_server.name_of(late)
+                raise PeerTimeout(f"{name} did not finish within {timeout_s:.0f} s of worker 0", late)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        """Nobody else would hear of what is raised in this thread: it is the leader's failure."""
+        try:
+            self._go()
+        except Exception as error:
+            reported = report(error, 0)
+            sentence = f"{self._process_group.place.name}, which leads, could not hear the others any more: {error!r}"
+            self._settle(Failure(rank=0, sentence=sentence, name="worker 0", reported=reported))
+
+    def _go(self) -> None:
+        for event in self._process_group.early:
+            self._take(event)
+        while not self._stop.is_set():
+            for event in self._process_group.control_server.poll(_TICK_S):
+                self._take(event)
+            if self._suspect is not None and time.monotonic() >= self._suspect[1]:
+                self._settle(self._suspect[0])
+
+    def _take(self, event: ControlEvent) -> None:
+        match event:
+            case Said(payload=payload):
+                self.said.put(payload)
+            case Warned(sentence=sentence):
+                self.said.put(sentence)
+            case Ended(member=rank, payload=payload, failure=None):
+                with self._changed:
+                    self.finished[rank] = payload or {}
+                    self._changed.notify_all()
+            case Ended(failure=Failure() as failure):
+                self._suspected(failure)
+
+    def _suspected(self, failure: Failure) -> None:
+        """One that failed only because another did is believed if no cause follows."""
+        if failure.is_consequence and self._suspect is None:
+            self._suspect = failure, time.monotonic() + _CAUSE_S
+        elif not failure.is_consequence:
+            self._settle(failure)
+
+    def _settle(self, failure: Failure) -> None:
+        with self._changed:
+            if self.failure is not None:
+                return
+            self.failure = failure
+            acts, self._on_failure = self._on_failure, []
+            self._changed.notify_all()
+        for act in acts:
+            act(failure.rank, failure.sentence)
+        self._process_group.control_server.break_off(failure.rank, failure.sentence)
+
+
+class ExternalWorker(ABC):
+    """The surroundings of a worker that is a process of somebody else's; a context manager around its part.
+
+    Signals are looked at between steps and not raised anywhere: the others must hear of it.
+    """
+
+    def __init__(self, ring: EventRing) -> None:
+        self.record = ring.record
+        self._stack = ExitStack()
+        self._signals: list[int] = []
+        self._worker_links: WorkerLinks | None = None
+
+    def linked_by(self, worker_links: WorkerLinks) -> None:
+        """What ties this worker to the others: whoever fails, or is missed, ends its waits."""
+        self._worker_links = worker_links
+        self.on_failure(worker_links.abort)
+
+    @property
+    def _silent(self) -> tuple[int, str] | None:
+        return self._worker_links.silent if self._worker_links is not None else None
+
+    @abstractmethod
+    def mark(self, step: int, state: State, *, place: tuple[int, int] | None = None) -> None:
+        """See `reporting.WorkerContext`."""
+
+    @abstractmethod
+    def note(self, note: WorkerNote) -> None:
+        """See `reporting.WorkerContext`."""
+
+    @abstractmethod
+    def on_failure(self, act: Callable[[int, str], None]) -> None:
+        """Have `act(rank, sentence)` end this worker's waits when another has failed."""
+
+    @abstractmethod
+    def stop_requested(self) -> bool:
+        """See `reporting.WorkerContext`."""
+
+    @abstractmethod
+    def _end(self, error: BaseException) -> BaseException:
+        """What to raise instead of what ended this worker's part."""
+
+    def _raise_signals(self) -> None:
+        if self._signals:
+            raise as_exception(self._signals[0])
+
+    def __enter__(self) -> Self:
+        self._signals = self._stack.enter_context(counted_signals())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+        if error is None:
+            self._raise_signals()
+            return
+        told = self._end(error)
+        if told is not error:
+            raise told from error
+
+
+class LeadingWorker(ExternalWorker):
+    """Worker 0, in the process that leads: what it tells goes straight to `fit`."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        process_group: ProcessGroup,
+        hearing: ControlListener,
+        ring: EventRing,
+        rows: RowsInOrder,
+    ) -> None:
+        super().__init__(ring)
+        self._stage = stage
+        self._process_group = process_group
+        self._listener = hearing
+        self._rows = rows
+        self._step = 0
+        self._asked_to_stop = False
+
+    def on_failure(self, act: Callable[[int, str], None]) -> None:
+        """From the thread that hears the others."""
+        self._listener.on_failure(act)
+
+    def mark(self, step: int, state: State, *, place: tuple[int, int] | None = None) -> None:
+        """Nobody waits for it to be told: it is here."""
+        del state, place
+        self._step = step
+
+    def note(self, note: WorkerNote) -> None:
+        """In the thread of `fit`, as everything that its callbacks hear."""
+        self._stage.hear(note, self._rows)
+
+    def hear_others(self) -> None:
+        """What others told meanwhile, in this thread."""
+        said = self._listener.said
+        while not said.empty():
+            told = said.get()
+            if isinstance(told, str):
+                self._stage.say(told)
+            else:
+                self._stage.hear(NOTES.read(told), self._rows)
+
+    def stop_requested(self) -> bool:
+        """Whether `fit` wants to stop; then the others are asked, too."""
+        self._raise_signals()
+        self.hear_others()
+        wanted = self._stage.stop_wanted()
+        if wanted and not self._asked_to_stop:
+            self._asked_to_stop = True
+            for rank in self._process_group.control_server.members:
+                self._process_group.control_server.ask_to_stop(rank)
+        return wanted
+
+    def _end(self, error: BaseException) -> BaseException:
+        silent = self._silent
+        follows = isinstance(error, Aborted | PeerTimeout | WorkerFailed)
+        patience_s = 0.0 if not follows else _CAUSE_S if silent is not None else _TOLD_S
+        failure = self._listener.wait_for_failure(patience_s)
+        if failure is None and self._signals:
+            failure = self._listener.wait_for_failure(
+                _CAUSE_S
+            )  # torchrun ends the others when one has failed
+        if follows and silent is not None and (failure is None or failure.is_consequence):
+            return WorkerFailed(silent[1], worker_rank=silent[0])
+        if failure is not None:
+            return failure.error()
+        return _as_failure(error, self._process_group.place.name, self._step)
+
+
+class MemberWorker(ExternalWorker):
+    """Another worker: what it tells goes over its line."""
+
+    def __init__(self, line: ControlConnection) -> None:
+        super().__init__(line.ring)
+        self._line = line
+
+    def mark(self, step: int, state: State, *, place: tuple[int, int] | None = None) -> None:
+        """Over the line, a few times a second."""
+        self._line.mark(step, state, place=place)
+
+    def note(self, note: WorkerNote) -> None:
+        """Over the line, in order."""
+        self._line.send(NOTES.write(note))
+
+    def on_failure(self, act: Callable[[int, str], None]) -> None:
+        """From the line's thread."""
+        self._line.on_over(lambda broken: act(broken.rank, broken.sentence))
+
+    def stop_requested(self) -> bool:
+        """Whether the leader asked for it."""
+        self._raise_signals()
+        return self._line.stop_requested()
+
+    def _end(self, error: BaseException) -> BaseException:
+        return _tell_failure(error, self._line, self._silent)
+
+
+def _tell_failure(
+    error: BaseException, line: ControlConnection, silent: tuple[int, str] | None
+) -> BaseException:
+    """Tell the leader what ended a process that it leads; what to raise: the run's end, where this only follows.
+
+    One that fell silent is named if the leader, who may be cut off as well, does not say what happened.
+    """
+    over, follows = line.over, isinstance(error, Aborted | PeerTimeout | WorkerFailed)
+    missed = silent if follows else None
+    if over is None:
+        told = Aborted(f"{line.name} was ended by a signal") if _is_signal(error) else error
+        line.fail(told if missed is None else Aborted(missed[1]))
+    if over is None and follows:
+        over = line.wait_over(_TOLD_S if missed is None else _CAUSE_S)
+    if missed is not None and (over is None or over.is_lost):
+        return WorkerFailed(missed[1], worker_rank=missed[0])
+    if over is None or _is_signal(error):
+        return error
+    return WorkerFailed(over.sentence, worker_rank=over.rank)
+
+
+def _is_signal(error: BaseException) -> bool:
+    return isinstance(error, SystemExit | KeyboardInterrupt)
+
+
+def _as_failure(error: BaseException, name: str, step: int) -> BaseException:
+    """What the leader raises of an error of its own: as that of any worker, with its traceback."""
+    if not isinstance(error, Exception) or isinstance(error, WorkerFailed):
+        return error
+    reported = report(error, step)
+    sentence = f"{name} raised {reported.error} at step {step}: {printable(reported.message)}"
+    return Failure(rank=0, sentence=sentence, name="worker 0", reported=reported).error()

@@ -1,0 +1,162 @@
+"""`fit`: one task, one strategy, some workers, one run.
+
+Light to import: what a run needs besides, be it to look at its options, is imported when there is one, while the
+process that workers come from imports the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from manyhands.errors import UserError, limits_named, named_arguments
+from manyhands.places.external.started_externally import may_be_started_externally
+from manyhands.places.local.template import expect, warm
+from manyhands.strategies.registry import STRATEGIES
+from manyhands.strategy import Strategy
+
+if TYPE_CHECKING:
+    from manyhands.engine.interrupted_run import Keeping, Kept
+    from manyhands.engine.kernel_task import AnyTask
+    from manyhands.engine.options import Options
+    from manyhands.engine.run import Run
+    from manyhands.places.external.process_place import Place
+    from manyhands.places.ray.cluster import RayCluster
+
+__all__ = ["await_workers", "fit", "fit_or_kept", "place_among_others"]
+
+
+@named_arguments
+@limits_named()
+def fit(
+    task: AnyTask,
+    strategy: str | Strategy = "allreduce",
+    *,
+    workers: int | None = None,
+    steps: int | None = None,
+    epochs: int | None = None,
+    rounds: int | None = None,
+    seed: int = 0,
+    device: str = "cpu",
+    out: str | Path | None = None,
+    resume: bool = False,
+    options: Options | None = None,
+    cluster: str | RayCluster | None = None,
+) -> Run:
+    """Train `task` with `strategy` on `workers` processes of this host (default: one), and return what came out.
+
+    Under torchrun every process that calls `fit` is one worker, and all return the same weights, history and summary;
+    rank 0 keeps the run, the others print nothing but errors. So it is with TF_CONFIG set, or under `manyhands role`,
+    where a process is the role that the cluster specification gives it.
+
+    `steps` counts global batches; `epochs` says the same in passes over the data (default: one); `federated` is counted
+    in `rounds`. `device` is `cpu`, or
+    `cuda` for one GPU per worker in turn. With `out`, the run is kept in that directory, and `resume=True` goes on
+    from its newest good checkpoint to the weights that an uninterrupted run would have. With `cluster`, Ray starts the
+    processes: `ray` for one of this run's own, `auto` for the one that runs here, or its address.
+
+    Raises UserError for what makes no sense, NonFinite when the loss breaks, and WorkerFailed naming the first worker
+    that failed; when it returns or raises, no worker is left; the template process stays for the next call.
+    """
+    chosen = Strategy.parse(strategy)
+    if resume and out is None:
+        raise UserError("resume=True needs out=, the directory of the run to go on with")
+    if chosen.kernels:
+        import_module("manyhands.native.warming").prepare(*chosen.kernels)
+    if cluster is None:
+        # before all that is imported here: the workers wait for it
+        await_workers(chosen, compiled=getattr(task, "compiled", False))
+    from manyhands.engine.device import check_device
+    from manyhands.engine.options import Options
+    from manyhands.places.ray.cluster import RayCluster
+
+    options = options or Options()
+    options.security()  # a bad certificate is told before anything is trained
+    ray_cluster = RayCluster.parse(cluster) if cluster is not None else None
+    place = place_among_others()
+    if place is not None and ray_cluster is not None:
+        raise UserError(
+            f"cluster={cluster}: {place.kind} has started the processes of this run; leave it out"
+        )
+    if ray_cluster is None:
+        _require_fixed_size(chosen, options)
+    from manyhands.engine.request import Length, Request
+    from manyhands.engine.session import run_session
+
+    length, device = Length(steps=steps, epochs=epochs, rounds=rounds), check_device(device)
+    if place is None:
+        asked = Request.make(task, chosen, 1 if workers is None else workers, length, seed, options, device)
+        if ray_cluster is None:
+            return run_session(asked, out, resume)
+        from manyhands.places.ray.afar import fit_on
+
+        return fit_on(ray_cluster, asked, out, resume)
+    from manyhands.engine.external_run import on_processes, run_externally, spoken_by
+
+    with spoken_by(place):
+        chosen, count = on_processes(chosen, place, workers)
+        request = Request.make(task, chosen, count, length, seed, options, device)
+    return run_externally(request, place, out, resume)
+
+
+def _require_fixed_size(strategy: Strategy, options: Options) -> None:
+    """UserError where a run that has no cluster is to follow the size of one."""
+    follows = options.max_workers is not None or (
+        options.min_workers is not None and not strategy.goes_on_with_fewer
+    )
+    if follows and (strategy.can_change_workers or options.max_workers is not None):
+        raise UserError("min_workers and max_workers follow the size of a cluster; give cluster= as well")
+
+
+def fit_or_kept(
+    task: AnyTask,
+    strategy: Strategy,
+    *,
+    workers: int,
+    epochs: int,
+    seed: int,
+    options: Options,
+    keep: Keeping | None,
+    is_result: Callable[[Kept], bool] = lambda _: True,
+) -> Run | Kept:
+    """`fit`, or after a signal that ends it the last checkpoint of a run that is kept.
+
+    Where there is none, or `is_result` says that it is none yet, the signal's exception is raised.
+    """
+    from manyhands.engine.interrupted_run import last_kept
+    from manyhands.places.local.signals import signal_of
+
+    out = keep.out if keep is not None else None
+    resume = keep is not None and keep.resume
+    try:
+        return fit(
+            task, strategy, workers=workers, epochs=epochs, seed=seed, out=out, resume=resume, options=options
+        )
+    except (KeyboardInterrupt, SystemExit) as stop:
+        kept = last_kept(out, task, strategy) if out is not None and signal_of(stop) is not None else None
+        if kept is None or not is_result(kept):
+            raise
+        return kept
+
+
+def await_workers(strategy: Strategy, modules: Sequence[str] = (), *, compiled: bool = False) -> None:
+    """Have what workers need imported, and `modules` too, in the process that they will be forked from.
+
+    Returns at once; nothing happens where the strategy starts no processes. `fit` does it first of all; whoever reads
+    data before it calls `fit` does it before that.
+    """
+    if strategy.forks_workers(compiled=compiled) and place_among_others() is None:
+        expect((*STRATEGIES[strategy.word].modules, *modules))
+        warm()
+
+
+def place_among_others() -> Place | None:
+    """Where this process stands among several that somebody else started; None where it is not one of them."""
+    if not may_be_started_externally():
+        return None
+    from manyhands.places.external.process_place import current
+
+    place = current()
+    return place if place.is_one_of_many else None

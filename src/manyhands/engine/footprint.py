@@ -1,0 +1,133 @@
+"""What a `fit` takes of its host before it starts: the size of a task, and who holds how many copies of what.
+
+Who holds what of a model is the strategy's to say (`Strategy.needs`); to that come processes, events, data, and two
+rings for each pair of workers that talk over links. Everything is a lower bound: activations, and data that are no
+arrays, are not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import Subset, TensorDataset
+
+from manyhands.engine.dynamo import optimizer_of
+from manyhands.engine.kernel_task import KernelTask
+from manyhands.facts import ModelFootprint, Truth
+from manyhands.places.local.capacity import Amount, MemoryCost, of_processes
+from manyhands.strategy import Strategy
+from manyhands.task import Task
+from manyhands.transport.link.shared_link import DEFAULT_CAPACITY_BYTES
+
+__all__ = ["PER_LINK", "Sizes", "cost_of", "sizes_of"]
+
+PER_LINK = Amount(memory_bytes=2 * DEFAULT_CAPACITY_BYTES, descriptors=3)
+"""Of a link between two workers: a ring in each direction; the descriptors are its memory and two lifelines."""
+
+_RING_BYTES = 1 << 20  # events of one worker, and what else is small
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """The bytes of a task, each copy of each part counted once."""
+
+    parameters: int
+    gradients: int
+    buffers: int = 0
+    state: int = 0
+    """What the optimizer keeps."""
+
+    data: int = 0
+
+
+def sizes_of(task: Task | KernelTask, model: nn.Module, *, on_host: bool = True) -> Sizes:
+    """What is known of a task without computing anything; `model` is one that it has built.
+
+    What a device of its own holds takes nothing of the host. What is compiled keeps all its state in the model.
+    """
+    if isinstance(task, KernelTask):
+        return Sizes(parameters=_bytes_of(model.parameters()), gradients=0)
+    data = _data_bytes(task.data) + _data_bytes(task.evaluation)
+    if not on_host:
+        return Sizes(parameters=0, gradients=0, data=data)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return Sizes(
+        parameters=_bytes_of(model.parameters()),
+        gradients=_bytes_of(trained),
+        buffers=_bytes_of(model.buffers()),
+        state=_state_copies(task, model) * _bytes_of(trained),
+        data=data,
+    )
+
+
+def cost_of(strategy: Strategy, sizes: Sizes, *, threads: int, compiled: bool = False) -> MemoryCost:
+    """What a `fit` by `strategy` takes, for any number of workers; `single` starts none and costs nothing here."""
+    if compiled and strategy.in_threads:
+        return MemoryCost(per_worker=Amount(memory_bytes=_RING_BYTES, tasks=1))
+    if strategy.truth is Truth.ONE_PROCESS:
+        return MemoryCost()
+    data = Amount(memory_bytes=sizes.data)
+    model = ModelFootprint(
+        parameters=sizes.parameters, gradients=sizes.gradients, state=sizes.state, buffers=sizes.buffers
+    )
+    if strategy.truth is Truth.EVERYONE:
+        own, kept = model.weights + (sizes.gradients + sizes.state) // strategy.model_parts, 0
+    else:
+        two, four = (sum(row.count * row.total for row in strategy.needs(model, n)) for n in (2, 4))
+        own = (four - two) // 2
+        kept = two - 2 * own
+    if strategy.truth is Truth.SHARES:
+        own = max(own, model.weights)  # as it is built, before it is cut
+    once = Amount(memory_bytes=kept)
+    others = sum(strategy.processes(1).values())  # but one worker; and the template that all are forked from
+    cost = of_processes(memory_bytes=own + _RING_BYTES, threads=threads, others=others, once=once + data)
+    return replace(cost, per_pair=PER_LINK) if strategy.uses_links else cost
+
+
+def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    """Of all tensors, a storage that several share once."""
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in tensors
+        if tensor.device.type != "meta" and tensor.layout is torch.strided
+    }
+    return sum(storages.values())
+
+
+def _state_copies(task: Task, model: nn.Module) -> int:
+    """How many numbers the optimizer keeps for each parameter, as far as that is known by its settings."""
+    try:
+        optimizer = optimizer_of(task, model)
+    except Exception:  # the worker that builds it says what is wrong, with the user's own stack
+        return 0
+    return max((_copies(optimizer, group) for group in optimizer.param_groups), default=0)
+
+
+def _copies(optimizer: Optimizer, group: Mapping[str, Any]) -> int:
+    if "betas" in group:
+        return 3 if group.get("amsgrad") else 2
+    return int(bool(group.get("momentum"))) + int(
+        isinstance(optimizer, torch.optim.Adagrad | torch.optim.RMSprop)
+    )
+
+
+def _data_bytes(data: Any) -> int:
+    """Of arrays, and of datasets and containers that hold nothing else."""
+    match data:
+        case torch.Tensor() | np.ndarray():
+            return int(data.nbytes)
+        case TensorDataset():
+            return sum(map(_data_bytes, data.tensors))
+        case Subset():
+            return _data_bytes(data.dataset)
+        case dict():
+            return sum(map(_data_bytes, data.values()))
+        case tuple() | list() if all(isinstance(one, torch.Tensor | np.ndarray) for one in data):
+            return sum(map(_data_bytes, data))
+    return 0

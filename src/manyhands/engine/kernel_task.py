@@ -1,0 +1,226 @@
+"""Tasks whose step is compiled: a block of memory, a step that moves it, a reader of records.
+
+A `Task` is PyTorch: a strategy moves its gradients. A `KernelTask` is for workloads that go through millions of records
+a second, where a step in Python would cost more than the work. It says what it keeps in memory and how a portion of its
+records moves that; the strategy says who takes which portion, on which memory, and `fit` does the rest: run directory,
+events, progress, checkpoints, resume. Where a strategy moves gradients, as `ps` does, it gives itself as a `Task`.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeAlias
+
+from torch import Tensor, nn
+
+from manyhands.errors import UserError
+from manyhands.facts import Split, Truth
+from manyhands.native.group.gate import Turn
+from manyhands.native.group.shared_group import SharedGroup
+from manyhands.native.segment import Segment
+from manyhands.strategy import Strategy
+from manyhands.task import Metric, Passes, RowsOf, Task
+
+__all__ = ["AnyTask", "KernelStep", "KernelTask", "Portion", "Taken", "check_shared_rows"]
+
+CHECKPOINT_SHARE = 50
+"""Checkpoints write at most one byte for so many bytes of records that are read, so that they cost little time."""
+_CHECKPOINT_BYTES = 12 << 20  # what can be written while the disk makes sure of a small one
+
+
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """The records of one step: `begin` to `end` of a pass, which is number `passed` from 0."""
+
+    begin: int
+    end: int
+    passed: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Taken:
+    """What came of a portion on one worker."""
+
+    loss: float
+    """The sum of the losses that count here, each before its own update."""
+    weight: float
+    """What they are divided by for their mean."""
+    samples: int
+    """How many records are this worker's, so that those of all workers are all of them."""
+    input_ns: int = 0
+    """What reading took."""
+    bytes_sent: int = 0
+    """What others read of this worker."""
+    messages_sent: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What the step measured on data held out, the same on every worker: a row of evaluation in the history."""
+    ends: str = ""
+    """Why the run is to end with this step, the same on every worker; empty: it goes on."""
+
+
+class KernelStep(ABC):
+    """One worker's way to take a portion, on memory of its own or of all; `close` is idempotent.
+
+    The `state_dict()` of `model` is all that a run needs to go on; it is whole and up to date after `gather`.
+    """
+
+    shares_memory: ClassVar[bool] = True
+    """Whether all workers train on one memory; else each has its own."""
+
+    segment: Segment | None = None
+    """Memory that all workers share, where the step has it: its first bytes are the trainer's."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is left to do, so that the run ends before its last step: the same on all workers.
+
+        It may become so with the last step of a pass, and is asked where the workers meet after it.
+        """
+        return False
+
+    @abstractmethod
+    def take(self, portion: Portion) -> Taken:
+        """Move the memory by the records of `portion`."""
+
+    @abstractmethod
+    def fill(self) -> None:
+        """Give the memory the values that a run begins with; where all share it, worker 0 does."""
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """The same with what a checkpoint holds."""
+        self.model.load_state_dict(state)
+
+    def gather(self) -> None:  # noqa: B027 - where one memory is all there is
+        """Collective: make `model` on worker 0 the whole, where workers hold parts of it."""
+
+    def close(self) -> None:
+        """Let go of files and of memory that others share."""
+        if self.segment is not None:
+            self.segment.close()
+
+
+class KernelTask(ABC):
+    """One training problem with a compiled step. Plain values, which are sent to worker processes."""
+
+    compiled: ClassVar[bool] = True
+    sparse: ClassVar[Mapping[str, RowsOf]] = {}
+    evaluation: ClassVar[None] = None
+    metrics: ClassVar[Mapping[str, Metric]] = {}
+    records_each: ClassVar[float] = 1.0
+    name: ClassVar[str]
+
+    @property
+    @abstractmethod
+    def samples(self) -> int:
+        """Records of one pass."""
+
+    @property
+    @abstractmethod
+    def batch_size(self) -> int:
+        """Records of one step; the last of a pass may have fewer."""
+
+    @property
+    @abstractmethod
+    def epochs(self) -> int:
+        """How often `fit` goes through them unless told."""
+
+    @property
+    @abstractmethod
+    def options(self) -> Mapping[str, Any]:
+        """What it was made of, as JSON; a run is resumed with the same."""
+
+    @property
+    @abstractmethod
+    def record_bytes(self) -> float:
+        """What reading one record reads, about."""
+
+    @property
+    @abstractmethod
+    def advice(self) -> str:
+        """What to change where the loss is not finite."""
+
+    @abstractmethod
+    def model(self) -> nn.Module:
+        """Fresh memory, as `nn.Module` whose parameters are the whole state; not filled yet."""
+
+    @abstractmethod
+    def shared_model(self, segment: Segment, offset: int) -> nn.Module:
+        """The same on memory that all share, as it is there."""
+
+    @property
+    @abstractmethod
+    def num_bytes(self) -> int:
+        """What `shared_model` takes."""
+
+    @abstractmethod
+    def step(self, model: nn.Module, turn: Turn) -> KernelStep:
+        """The step on this memory, which others may be changing: one goes through the gate that `turn` describes."""
+
+    @abstractmethod
+    def warm(self) -> None:
+        """Compile what workers will call, so that they find it compiled."""
+
+    def numbering(self, step: int) -> int:
+        """The number that the first of a step's small steps has at the gate."""
+        return step
+
+    def step_on_copies(self, group: SharedGroup, control_bytes: int) -> KernelStep:
+        """The step where every worker has a copy and a part of each batch; `compiled_for` says whether there is one."""
+        raise self._refusal(group, control_bytes)
+
+    def step_on_slices(self, group: SharedGroup, control_bytes: int) -> KernelStep:
+        """The step where every worker has some dimensions; `compiled_for` says whether there is one."""
+        raise self._refusal(group, control_bytes)
+
+    def _refusal(self, _group: SharedGroup, _control_bytes: int) -> UserError:
+        return UserError(f"{self.name} has no compiled step of this kind")
+
+    @abstractmethod
+    def for_strategy(self, strategy: Strategy, workers: int) -> AnyTask:
+        """The task as it is trained by `strategy`: itself, or a `Task` where that moves gradients.
+
+        UserError where strategy, workers and options do not go together.
+        """
+
+    @property
+    def passes(self) -> Passes:
+        """A step's row says what it weighs."""
+        return Passes(steps=-(-self.samples // self.batch_size))
+
+    def portion(self, step: int) -> Portion:
+        """The records of step `step` of a run, from 0."""
+        passed, number = divmod(step, self.passes.steps)
+        begin = number * self.batch_size
+        return Portion(begin, min(begin + self.batch_size, self.samples), passed)
+
+    def checkpoint_every(self, steps: int) -> int:
+        """Ten times a run, or more seldom where they would cost much time: a large memory, or a run of moments."""
+        written = self.num_bytes + _CHECKPOINT_BYTES
+        seldom = CHECKPOINT_SHARE * written / (self.record_bytes * self.batch_size)
+        return max(1, math.ceil(max(steps / 10, seldom)))
+
+
+def check_shared_rows(strategy: Strategy, workers: int, task: str, no_settings: str) -> None:
+    """UserError unless `strategy` is one process, or copies whose workers each have a part of the rows.
+
+    `no_settings` says why the copies have no settings, and what to use instead.
+    """
+    if not isinstance(workers, int) or workers < 1:
+        raise UserError(f"workers={workers!r} must be a whole number of at least 1")
+    if strategy.most_workers is not None and workers > strategy.most_workers:
+        raise UserError(f"workers={workers}: {strategy.word} is one process; use strategy=allreduce for more")
+    copies = strategy.truth is Truth.EVERYONE and strategy.split is Split.DATA and strategy.trains_compiled
+    if not copies and strategy.most_workers != 1:
+        raise UserError(f"strategy {strategy} does not train {task}; allowed: single, allreduce, mirrored")
+    if copies and strategy != type(strategy)():
+        raise UserError(f"strategy {strategy}: {task} {no_settings}")
+
+
+AnyTask: TypeAlias = Task | KernelTask
+"""What `fit` trains."""

@@ -1,0 +1,198 @@
+"""Compiled steps in threads of the caller's process, on one memory: they run without the interpreter's lock.
+
+The caller's own thread listens, so that a signal is heard at once: the others finish the step that they are in, save,
+and then it is raised.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack, closing
+from typing import Any
+
+from manyhands.data.store.rundir import RunDirectory
+from manyhands.engine.compiled_worker import Control, KernelTrainer, kernel_task, require_same_options
+from manyhands.engine.history_rows import RowsInOrder
+from manyhands.engine.read_write_overlap import overlap_told
+from manyhands.engine.reporting import WorkerNote
+from manyhands.engine.training import Result, Stage, Training
+from manyhands.engine.worker import Trained
+from manyhands.errors import Aborted
+from manyhands.native.group.shared_group import SharedGroup, SharedGroupFiles
+from manyhands.observe.record.event_ring import EventRing
+from manyhands.observe.record.events import EventKind
+from manyhands.places.local.signals import as_exception, counted_signals
+from manyhands.places.local.status import State
+
+__all__ = ["KernelThreads"]
+
+_LOOK_S = 0.2  # how soon a signal is seen
+
+
+class KernelThreads(Training):
+    """Trains a kernel task in threads; the order is that of the strategy."""
+
+    def resume(self, directory: RunDirectory, config: Mapping[str, Any]) -> int | None:
+        """From the newest checkpoint, with the same options."""
+        require_same_options(directory, config)
+        return super().resume(directory, config)
+
+    def run(self, stage: Stage) -> Result:
+        """Compile, start the threads, listen to them, and give the memory that they trained on."""
+        kernel_task(self._request.plan).warm()  # not in the time that is measured
+        workers = self._request.workers
+        rows = RowsInOrder(self._start.step if self._start is not None else 0)
+        with ExitStack() as stack:
+            files = stack.enter_context(SharedGroup.create(workers))
+            rings = [stack.enter_context(EventRing.create(role=rank)) for rank in range(workers)]
+            named = {f"worker-{rank}": ring for rank, ring in enumerate(rings)}
+            collector = stack.enter_context(stage.collector(named))
+            hands = _Hands(files, rings)
+            try:
+                with stage.view(collector):
+                    trained = hands.run(lambda rank: self._work(rank, hands, stage), stage, rows)
+            finally:
+                stage.take_rows(rows.rest())
+            collector.flush()
+            return Result(
+                model=self._model,
+                steps_done=trained[0].steps_done,
+                samples=sum(one.samples for one in trained),
+                seconds=trained[0].seconds,
+                stopped_early=trained[0].stopped_early,
+                observed={**collector.summary(), **overlap_told(hands.overlaps)},
+            )
+
+    def _work(self, rank: int, hands: _Hands, stage: Stage) -> Trained:
+        """One thread, from joining the group to the last step."""
+        request, worker_context = self._request, _Thread(hands, rank)
+        task, order = kernel_task(request.plan), request.strategy.record_order
+        assert order is not None, "threads share one memory"
+        joined = time.monotonic_ns()
+        files = hands.files
+        group = SharedGroup(
+            control=os.dup(files.control),
+            arena=os.dup(files.arena),
+            rank=rank,
+            world=files.world,
+            timeout_s=request.options.timeout_s,
+        )
+        with closing(group):
+            with group.share(Control.num_bytes(files.world), "who takes which step") as segment:
+                control = Control(segment, group, order, task)
+                with closing(task.step(self._model, control.order.turn)) as step:
+                    worker_context.record(EventKind.JOIN, joined, time.monotonic_ns() - joined)
+                    trainer = KernelTrainer(request.plan, step, control, worker_context, stage.checkpoints())
+                    trained = trainer.run(self._start)
+                    hands.overlaps.append(trainer.overlap)
+            worker_context.record(EventKind.LEAVE, time.monotonic_ns())
+        return trained
+
+
+class _Hands:
+    """The threads of one run, and what they tell the thread that started them."""
+
+    def __init__(self, files: SharedGroupFiles, rings: list[EventRing]) -> None:
+        self.files = files
+        self.rings = rings
+        self.notes: queue.SimpleQueue[WorkerNote | None] = queue.SimpleQueue()
+        self.stop = threading.Event()
+        self.overlaps: list[Mapping[int, int]] = []
+        self._ended: dict[int, Trained] = {}
+        self._errors: list[BaseException] = []
+
+    def run(self, work: Any, stage: Stage, rows: RowsInOrder) -> list[Trained]:
+        """Run `work(rank)` in a thread each; what is raised here is raised when none of them is left."""
+
+        def life(rank: int) -> None:
+            try:
+                self._ended[rank] = work(rank)
+            except BaseException as error:  # whatever it was, it is the caller's to see
+                self._errors.append(error)
+                self.files.abort(rank)
+            finally:
+                self.notes.put(None)
+
+        threads = [
+            threading.Thread(target=life, args=(rank,), name=f"hand-{rank}", daemon=True)
+            for rank in range(self.files.world)
+        ]
+        with (
+            counted_signals() as presses
+        ):  # one that came between taking a note and keeping it would lose rows
+            try:
+                self._run(threads, stage, rows, presses)
+            except BaseException as error:
+                self.stop.set()
+                self._end(threads, presses)
+                self._hear_the_rest(stage, rows, error)
+                raise
+        for thread in threads:
+            thread.join()
+        if self._errors:  # those that were ended by the first say no more than that
+            raise next((one for one in self._errors if not isinstance(one, Aborted)), self._errors[0])
+        return [self._ended[rank] for rank in range(self.files.world)]
+
+    def _run(
+        self, threads: list[threading.Thread], stage: Stage, rows: RowsInOrder, presses: list[int]
+    ) -> None:
+        left = len(threads)
+        for thread in threads:
+            thread.start()
+        while left:
+            left -= self._hear(stage, rows)
+            if presses:
+                raise as_exception(presses[0])
+
+    def _hear(self, stage: Stage, rows: RowsInOrder) -> int:
+        """Take the next note, if there is one soon; 1 where it was a thread's last."""
+        try:
+            note = self.notes.get(timeout=_LOOK_S)
+        except queue.Empty:
+            return 0
+        if note is None:
+            return 1
+        stage.hear(note, rows)
+        if stage.stop_wanted():
+            self.stop.set()
+        return 0
+
+    def _end(self, threads: list[threading.Thread], presses: list[int]) -> None:
+        """All finish their step and save; whoever presses again does not wait for that."""
+        started = [thread for thread in threads if thread.ident is not None]
+        known = len(presses)
+        try:
+            while any(thread.is_alive() for thread in started):
+                for thread in started:
+                    thread.join(_LOOK_S)
+                if len(presses) > known:
+                    raise as_exception(presses[-1])
+        except BaseException:
+            self.files.abort()
+            for thread in started:
+                thread.join()
+            raise
+
+    def _hear_the_rest(self, stage: Stage, rows: RowsInOrder, error: BaseException) -> None:
+        """Take what was told before the end: the history up to the checkpoint is whole, whoever objects again."""
+        while not self.notes.empty():
+            try:
+                self._hear(stage, rows)
+            except BaseException as again:
+                error.add_note(f"and again while the run ended: {again!r}")
+
+
+class _Thread:
+    """The surroundings of a worker that is a thread."""
+
+    def __init__(self, hands: _Hands, rank: int) -> None:
+        self.record = hands.rings[rank].record
+        self.note = hands.notes.put
+        self.stop_requested = hands.stop.is_set
+
+    def mark(self, step: int, state: State, *, place: tuple[int, int] | None = None) -> None:
+        """Nobody waits for a thread by looking at a board."""

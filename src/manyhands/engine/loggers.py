@@ -1,0 +1,273 @@
+"""Loggers: callbacks that write a run's history where people look at it: a CSV file, Weights & Biases, MLflow.
+
+The packages of the last two are imported when a logger is made, and are no dependency of this one. Each logger has a
+parameter for the module, so that another of the same shape can be given.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import logging
+import math
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TextIO
+
+from manyhands.data.store.atomic import WriteFailed, reason, write_atomically
+from manyhands.engine.callbacks import Beginning, Callback
+from manyhands.engine.run import Run
+from manyhands.errors import UserError
+
+__all__ = ["CsvLogger", "MlflowLogger", "WandbLogger"]
+
+_log = logging.getLogger("manyhands")
+_FIRST_COLUMNS = ("step", "at_s", "loss", "seconds")
+_MLFLOW_VALUE_LENGTH = 250  # of a parameter, in the oldest servers
+
+
+class _RowLogger(Callback):
+    """Takes the rows of a run: steps every so many, evaluations always."""
+
+    def __init__(self, every: int = 1) -> None:
+        if not isinstance(every, int) or every < 1:
+            name = type(self).__name__
+            raise UserError(f"{name}: every is {every!r}; it must be a whole number of at least 1")
+        self._every = every
+
+    def on_step(self, row: Mapping[str, Any]) -> bool | None:
+        """Loss and seconds."""
+        if row["step"] % self._every == 0:
+            self._take(_flat(row))
+        return None
+
+    def on_evaluate(self, row: Mapping[str, Any]) -> bool | None:
+        """Every metric."""
+        self._take(_flat(row))
+        return None
+
+    def _take(self, row: dict[str, Any]) -> None:
+        """The next row, its metrics beside the rest."""
+        raise NotImplementedError
+
+
+class CsvLogger(_RowLogger):
+    """Writes one line per step and evaluation to a CSV file: step, at_s, loss, seconds, and a column per metric.
+
+    A metric that was not there before gets a column: the file is then written anew, with that cell empty in the lines
+    above. A resumed run begins with the lines of the history that it goes on with, so that the file of a run that was
+    interrupted is that of one that was not. A file that is there already is only replaced by a resumed run, or if
+    `overwrite` says so.
+    """
+
+    def __init__(self, path: str | Path, *, overwrite: bool = False) -> None:
+        super().__init__()
+        self._path = Path(path)
+        self._overwrite = overwrite
+        self._columns: list[str] = []
+        self._file: TextIO | None = None
+
+    def on_begin(self, beginning: Beginning) -> None:
+        """Write the header, and the lines of a run that goes on; UserError where that cannot be."""
+        if self._path.exists() and not (beginning.resumed or self._overwrite):
+            raise UserError(
+                f"CsvLogger: {self._path} is there already; choose another path, resume its run, or give overwrite=True"
+            )
+        rows = [_flat(row) for row in beginning.history]
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._write_anew([*_FIRST_COLUMNS, *_names(rows)], rows)
+        except (OSError, WriteFailed) as error:
+            raise UserError(f"CsvLogger: {self._path} cannot be written: {_why(error)}") from error
+
+    def on_end(self, run: Run | None, error: BaseException | None) -> None:
+        """Close the file."""
+        del run, error
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _take(self, row: dict[str, Any]) -> None:
+        """A line; a full disk costs the file and not the run."""
+        if self._file is None:
+            return
+        new = [name for name in _names([row]) if name not in self._columns]
+        try:
+            if new:
+                self._write_anew([*self._columns, *new], [*self._written(), row])
+            else:
+                self._file.write(_lines(self._columns, [row]))
+                self._file.flush()
+        except (OSError, WriteFailed) as error:
+            with suppress(OSError):  # it says once more what is said here
+                self._file.close()
+            self._file = None
+            _log.warning(
+                "CsvLogger: %s cannot be written: %s; the run goes on without it", self._path, _why(error)
+            )
+
+    def _written(self) -> list[dict[str, str]]:
+        with self._path.open(newline="", encoding="utf-8") as file:
+            return list(csv.DictReader(file))
+
+    def _write_anew(self, columns: list[str], rows: Iterable[Mapping[str, Any]]) -> None:
+        """The whole file, in the place of what is there: whoever reads it meanwhile sees one or the other."""
+        lines = _lines(columns, [dict(zip(columns, columns, strict=True)), *rows])
+        write_atomically(self._path, [lines.encode()])
+        if self._file is not None:
+            self._file.close()
+        self._file, self._columns = self._path.open("a", newline="", encoding="utf-8"), columns
+
+
+class WandbLogger(_RowLogger):
+    """Sends a run's history to Weights & Biases.
+
+    `run` is one that `wandb.init` gave you, which stays yours to finish; without it one is made by
+    `wandb.init(project=project, config=…, **settings)` and finished at the end. Steps are sent every so many (`every`),
+    evaluations always.
+    """
+
+    def __init__(
+        self,
+        project: str | None = None,
+        *,
+        run: Any | None = None,
+        every: int = 1,
+        wandb: Any | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(every)
+        self._project, self._run, self._settings = project, run, settings
+        self._owns_run = run is None
+        self._wandb = wandb if wandb is not None or run is not None else _import("WandbLogger", "wandb")
+
+    def on_begin(self, beginning: Beginning) -> None:
+        """Make the run, or tell the one that was given what is trained."""
+        config = dict(beginning.config)
+        if self._run is None:
+            assert self._wandb is not None, "what has no run makes one"
+            self._run = self._wandb.init(project=self._project, config=config, **self._settings)
+        else:
+            self._run.config.update(config, allow_val_change=True)
+        # Its own count of steps only goes forward, and drops what comes behind it: steps of ps, and of a resumed run.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def on_end(self, run: Run | None, error: BaseException | None) -> None:
+        """Tell what came out, and finish the run if it is ours."""
+        if self._run is None:
+            return
+        if run is not None:
+            self._run.summary.update({f"final/{name}": value for name, value in run.summary["final"].items()})
+        if self._owns_run:
+            self._run.finish(exit_code=0 if error is None else 1)
+            self._run = None
+
+    def _take(self, row: dict[str, Any]) -> None:
+        assert self._run is not None, "a run begins before it has rows"
+        self._run.log({"step": row["step"], **_values(row)})
+
+
+class MlflowLogger(_RowLogger):
+    """Sends a run's history to MLflow: the configuration as parameters, steps and evaluations as metrics.
+
+    `experiment` and `tracking_uri` are those of `mlflow.set_experiment` and `mlflow.set_tracking_uri`; `settings` go to
+    `mlflow.start_run`, as `run_id=…` to go on with one. Steps are sent every so many (`every`), evaluations always.
+    """
+
+    def __init__(
+        self,
+        experiment: str | None = None,
+        *,
+        tracking_uri: str | None = None,
+        every: int = 1,
+        mlflow: Any | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(every)
+        self._experiment, self._uri, self._settings = experiment, tracking_uri, settings
+        self._mlflow = mlflow if mlflow is not None else _import("MlflowLogger", "mlflow")
+        self._run_id: str | None = None
+
+    def on_begin(self, beginning: Beginning) -> None:
+        """Make the run."""
+        if self._uri is not None:
+            self._mlflow.set_tracking_uri(self._uri)
+        if self._experiment is not None:
+            self._mlflow.set_experiment(self._experiment)
+        self._run_id = self._mlflow.start_run(**self._settings).info.run_id
+        if not beginning.resumed:  # parameters cannot be changed, and steps may be more than they were
+            self._mlflow.log_params(_parameters(beginning.config))
+
+    def on_end(self, run: Run | None, error: BaseException | None) -> None:
+        """End the run, by a word of MLflow's."""
+        del run
+        if self._run_id is None:
+            return
+        self._run_id = None
+        stopped = isinstance(error, KeyboardInterrupt | SystemExit)
+        self._mlflow.end_run("FINISHED" if error is None else "KILLED" if stopped else "FAILED")
+
+    def _take(self, row: dict[str, Any]) -> None:
+        self._mlflow.log_metrics(_values(row), step=row["step"])
+
+
+def _why(error: OSError | WriteFailed) -> str:
+    """What the system says, without the path, which is named already."""
+    cause = error.__cause__ if isinstance(error, WriteFailed) else error
+    return reason(cause) if isinstance(cause, OSError) else str(error)
+
+
+def _import(logger: str, name: str) -> Any:
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise UserError(
+            f"{logger} needs the package {name}, which cannot be imported ({error}); pip install {name}"
+        ) from error
+
+
+def _values(row: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a flat row by name, but for its step; a loss that is not told is none."""
+    return {
+        name: value
+        for name, value in row.items()
+        if name not in ("step", "at_s") and isinstance(value, int | float)
+    }
+
+
+def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of the history with its metrics beside the rest; lists and tables, as of who took part, are left out."""
+    plain = {name: value for name, value in row.items() if not isinstance(value, list | Mapping)}
+    return {**plain, **row.get("metrics", {})}
+
+
+def _names(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Of all columns besides the first ones, in the order in which they came."""
+    return list(dict.fromkeys(name for row in rows for name in row if name not in _FIRST_COLUMNS))
+
+
+def _lines(columns: list[str], rows: Iterable[Mapping[str, Any]]) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
+    writer.writerows({name: _cell(value) for name, value in row.items()} for row in rows)
+    return text.getvalue()
+
+
+def _cell(value: Any) -> Any:
+    """Not a number is an empty cell, as readers of tables have it."""
+    return "" if isinstance(value, float) and math.isnan(value) else value
+
+
+def _parameters(config: Mapping[str, Any]) -> dict[str, str]:
+    """A configuration as MLflow's parameters: flat, and short."""
+    flat = {
+        name: value
+        for name, value in config.items()
+        if name not in ("parameters", "task_options", "versions")
+    }
+    flat |= {f"version/{name}": value for name, value in config.get("versions", {}).items()}
+    flat |= {f"task/{name}": value for name, value in (config.get("task_options") or {}).items()}
+    return {name: str(value)[:_MLFLOW_VALUE_LENGTH] for name, value in flat.items()}

@@ -1,0 +1,165 @@
+"""The options of `fit`; light to import, because scripts make them before anything is trained."""
+
+from __future__ import annotations
+
+import os
+import queue
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from manyhands.engine.callbacks import Callback
+from manyhands.engine.slowdown import Slowdown
+from manyhands.engine.stopping import EarlyStopping
+from manyhands.errors import UserError, named_arguments, nearest
+from manyhands.observe.draw.asked import PROGRESS
+from manyhands.places.local.patience import check_watchdog_s
+
+if TYPE_CHECKING:
+    from manyhands.engine.run_commands import Command
+    from manyhands.observe.analyse.totals import TotalsSnapshot
+    from manyhands.transport.link.secure import Security
+
+__all__ = ["BUFFERS", "MEAN", "SYNCHRONIZE", "TLS_VARIABLE", "Options", "View"]
+
+MEAN: Final = "mean"
+SYNCHRONIZE: Final = "synchronize"
+BUFFERS: Final = ("broadcast", MEAN, SYNCHRONIZE)
+"""What `Options.buffers` may be."""
+
+TLS_VARIABLE = "MANYHANDS_TLS"
+"""Where the environment names the folder of this host's certificate."""
+
+View: TypeAlias = "Callable[[int, Callable[[], TotalsSnapshot]], AbstractContextManager[object]]"
+"""Shows a run while it goes on: called with the number of steps and a function that gives the latest totals."""
+
+
+@named_arguments
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What most runs leave as it is."""
+
+    evaluate_every: int | None = None
+    """Evaluate after every so many steps (None: after each epoch), and at the end."""
+
+    checkpoint_every: int | None = None
+    """Save after every so many steps (None: ten times a run, more seldom where that costs much), and at the end; needs
+    `out`."""
+
+    keep_checkpoints: int = 3
+    """How many of the last checkpoints to keep; the best one is kept besides."""
+
+    early_stopping: EarlyStopping | None = None
+    """End the run when a metric of its evaluations no longer improves."""
+
+    slow: Slowdown | None = None
+    """Slow a worker on purpose."""
+
+    skip_nonfinite: bool = False
+    """Leave out an update whose gradient is not finite, instead of ending the run; ps only."""
+
+    autocast: bool = False
+    """Compute in bfloat16 where torch's autocast finds that safe."""
+
+    compile: bool = False
+    """Let torch.compile make the model faster."""
+
+    buffers: str = "broadcast"
+    """How the workers' buffers, such as the running statistics of batch norm, become the same before an evaluation, a
+    checkpoint and the end: `broadcast` takes those of worker 0, `mean` their mean; with `synchronize` batch norm
+    computes with the statistics of the whole global batch, as one process does."""
+
+    timeout_s: float = 300.0
+    """How long a worker waits for another that is alive before the run fails naming it."""
+
+    check_every: int = 100
+    """Compare the parameters of workers that hold copies after every so many steps; 0: never."""
+
+    watchdog_s: float = 60.0
+    """How long nobody may make progress before the run fails naming who holds it up; 0: for ever."""
+
+    min_workers: int | None = None
+    """With how few workers a run goes on that can lose some (None: one); with fewer it ends, naming who was lost. Under
+    `ps` on a cluster that shrinks: down to so many (None: the number that was asked for)."""
+
+    allow_overload: bool = False
+    """Start even if the workers do not seem to fit into the memory and the limits of this host."""
+
+    resume_command: str | None = None
+    """How to go on, for the line that a broken or interrupted run ends with (None: `fit` again); empty: no line."""
+
+    tells_interruption: bool = True
+    """Whether `fit` says what an interruption left; a caller who says more turns it off."""
+
+    commands: queue.SimpleQueue[Command] | None = None
+    """Where changes of the workers come from while the run goes on; `start` makes one."""
+
+    own_files: frozenset[str] = frozenset()
+    """Names of files in `out` that are the caller's, and may be there before the run is."""
+
+    callbacks: Sequence[Callback] = ()
+    """Hear of steps, evaluations, checkpoints and the end, in the thread of `fit`, and may ask to stop."""
+
+    on_rows: Callable[[Sequence[Mapping[str, Any]]], None] | None = None
+    """Hears rows of the history as they come, in the thread of `fit`."""
+
+    progress: str = "auto"
+    """How the run shows on stderr how far it is: `bar`, `lines` (one every few seconds) or `none`. `auto` is a bar in a
+    terminal or a notebook, lines where stderr is redirected, nothing in a test or beside the main thread; a run of a
+    second shows nothing."""
+
+    tls: str | Path | None = None
+    """The folder with this host's certificate, key and the run's token (`manyhands certificates`), with which every TCP
+    connection between hosts is encrypted and both ends known; None: what the environment's MANYHANDS_TLS says."""
+
+    insecure: bool = False
+    """Let connections between hosts go in the clear, where everybody on the network may read and change what is
+    trained."""
+
+    view: View | None = None
+    """Shows the run while it goes on, in the place of `progress`."""
+
+    max_workers: int | None = None
+    """On a cluster that grows: up to so many workers (None: the number that was asked for)."""
+
+    def __post_init__(self) -> None:
+        for name in ("evaluate_every", "checkpoint_every"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"{name}={value} must be at least 1; leave it out for the default")
+        if self.keep_checkpoints < 1:
+            raise UserError(f"keep_checkpoints={self.keep_checkpoints} must be at least 1")
+        if self.check_every < 0:
+            raise UserError(f"check_every={self.check_every} must be at least 1, or 0 to compare nothing")
+        if self.min_workers is not None and self.min_workers < 1:
+            raise UserError(f"min_workers={self.min_workers} must be at least 1")
+        if not self.timeout_s > 0:
+            raise UserError(f"timeout_s={self.timeout_s} must be above 0")
+        if self.buffers not in BUFFERS:
+            raise UserError(f"buffers={self.buffers!r} is not known; {nearest(str(self.buffers), BUFFERS)}")
+        if self.progress not in PROGRESS:
+            raise UserError(f"progress={self.progress!r}: {nearest(str(self.progress), PROGRESS)}")
+        if self.insecure and self.tls is not None:
+            raise UserError("tls and insecure were both given; leave out one")
+        check_watchdog_s(self.watchdog_s)
+        for callback in self.callbacks:
+            if not isinstance(callback, Callback):
+                raise UserError(
+                    f"callbacks has {callback!r}; each must be an instance of a subclass of manyhands.Callback"
+                )
+
+    def security(self, environment: Mapping[str, str] = os.environ) -> Security:
+        """How connections of this run are protected; UserError names a file of `tls` that is missing or wrong.
+
+        Without `tls`, MANYHANDS_TLS or `insecure` nothing may leave this host.
+        """
+        from manyhands.transport.link.secure import Security
+
+        folder = self.tls if self.tls is not None else environment.get(TLS_VARIABLE) or None
+        if self.insecure and folder is not None:
+            raise UserError(f"--insecure was given, and {TLS_VARIABLE}={folder} is set; leave out one")
+        if folder is not None:
+            return Security.from_directory(folder)
+        return Security.insecure() if self.insecure else Security.loopback()

@@ -1,0 +1,221 @@
+"""`place`: the modules of a model on devices of their own, with copies at the borders and a log of what ran where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from manyhands.engine.placement.patterns import assigned
+from manyhands.engine.placement.placed_forward import (
+    Entering,
+    ForwardPass,
+    Leaving,
+    Placing,
+    brought,
+    tensors_in,
+)
+from manyhands.engine.placement.placement_log import PlacementLog
+from manyhands.errors import UserError
+
+__all__ = ["AUTO", "Placed", "known_device", "place"]
+
+AUTO = "auto"
+_CPU = torch.device("cpu")
+
+
+def place(
+    model: nn.Module, where: Mapping[str, str | None] | str | None = None, *, soft: bool = True
+) -> Placed:
+    """Place the modules of a model on devices, by patterns of their names; gives the same model, placed.
+
+        mh.place(model, {"tokens": "cpu", "blocks.*": "cuda:0"})
+
+    `where` is a device for the whole model, or one for each pattern, which means the modules that it matches and all
+    that is in them; the pattern with the most letters wins. `"auto"`, or None, is the GPU if there is one, and the CPU
+    otherwise. A module that no pattern reaches stays where it is.
+
+    Inputs are copied to where a module is, and the model's output to where its input came from; gradients follow. With
+    `soft`, a device that is not there and an operation that has no kernel on its device are replaced by the CPU, and
+    `model.log` says so; otherwise they are errors. `model.to(device)` changes dtypes, but moves nothing from its place.
+    """
+    if isinstance(model, Placed):
+        model._release()
+    if hasattr(model, "log"):
+        raise UserError(
+            f"{type(model).__name__} has an attribute `log` of its own, where a placed model has its placement log; "
+            "rename it, or place the modules inside"
+        )
+    course = ForwardPass(soft=soft)
+    named = dict(model.named_modules())
+    devices = _agreed(named, _asked(named, where, course), course)
+    _move(named, devices)
+    for name, module in named.items():
+        course.handles += [
+            module.register_forward_pre_hook(Entering(course, name, devices[name]), with_kwargs=True),
+            module.register_forward_hook(Leaving(course), always_call=True),
+        ]
+    model.__class__ = _placed_class(type(model))
+    assert isinstance(model, Placed)
+    model._placement = course
+    return model
+
+
+_CLASSES: dict[type[nn.Module], type[Placed]] = {}
+
+
+class Placed(nn.Module):
+    """A model whose modules are placed: its own class with a log, made by `place`."""
+
+    _placement: ForwardPass
+
+    @property
+    def log(self) -> PlacementLog:
+        """Where each operation of the last forward pass ran, and what was copied."""
+        return self._placement.log
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model; what it gives comes to where its first tensor came from."""
+        course = self._placement
+        course.begin()
+        given = tensors_in((args, kwargs))
+        with Placing(course):
+            output = super().__call__(*args, **kwargs)
+            return brought(output, given[0].device) if given else output
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Placed:
+        """What `to`, `cuda`, `double` and their like do: all but moving."""
+
+        def in_its_place(tensor: Tensor) -> Tensor:
+            changed = fn(tensor)
+            if changed.device == tensor.device:
+                return changed
+            self.log.note(f"to({changed.device}) moved nothing: the model is placed")
+            return tensor.to(changed.dtype)
+
+        super()._apply(in_its_place, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _blank, (_own_class(self),), self.__dict__
+
+    def _release(self) -> None:
+        """Make it again what it was before it was placed, with every module where it is now."""
+        for handle in self._placement.handles:
+            handle.remove()
+        del self._placement
+        self.__class__ = _own_class(self)  # type: ignore[assignment]
+
+
+def _placed_class(kind: type[nn.Module]) -> type[Placed]:
+    if kind not in _CLASSES:
+        _CLASSES[kind] = type(f"Placed{kind.__name__}", (Placed, kind), {})
+    return _CLASSES[kind]
+
+
+def _own_class(model: Placed) -> type[nn.Module]:
+    """The class that it had before."""
+    found: type[nn.Module] = type(model).__bases__[1]
+    return found
+
+
+def _blank(kind: type[nn.Module]) -> Placed:
+    """An object to be filled by `pickle` or `copy`: the classes are made as they are needed, and have no home."""
+    placed = _placed_class(kind)
+    return placed.__new__(placed)
+
+
+def _asked(
+    named: Mapping[str, nn.Module], where: Mapping[str, str | None] | str | None, course: ForwardPass
+) -> dict[str, torch.device]:
+    """By the name of a module, where it is to be; those that nobody speaks of are left out."""
+    if not isinstance(where, Mapping):
+        device = _found(where, "the model", course)
+        return dict.fromkeys(named, device)
+    found = {pattern: _found(device, repr(pattern), course) for pattern, device in where.items()}
+    patterns = assigned([name for name in named if name], {pattern: pattern for pattern in where})
+    return {name: found[pattern] for name, pattern in patterns.items()}
+
+
+def _found(name: str | torch.device | None, what: str, course: ForwardPass) -> torch.device:
+    """The device of this name, or the CPU in its place."""
+    if name is None or name == AUTO:
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU
+    device = known_device(name, what)
+    there = _there(device)
+    if there is None:
+        if not course.soft:
+            raise UserError(
+                f"placement of {what} on {device}: this machine has no such device; place it on 'cpu' or 'auto', or "
+                "use soft=True"
+            )
+        course.log.note(f"{what} is on cpu, for this machine has no {device}")
+        return _CPU
+    return there
+
+
+def known_device(name: str | torch.device, what: str) -> torch.device:
+    """The device of this name, which need not be there; UserError where no machine has one. `what` is to be on it."""
+    try:
+        return torch.device(name)
+    except (RuntimeError, TypeError) as error:
+        raise UserError(
+            f"placement of {what} on {name!r}: torch knows no such device; allowed: auto, cpu, cuda, cuda:0, ..."
+        ) from error
+
+
+def _there(device: torch.device) -> torch.device | None:
+    """The device as tensors on it call it, `cuda:0` for `cuda`; None where this machine has it not."""
+    if device.type == "cuda" and not torch.cuda.is_available():
+        return None  # torch would say so in a warning
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, ImportError):  # as many as there are kinds of devices
+        return None
+
+
+def _agreed(
+    named: Mapping[str, nn.Module], asked: Mapping[str, torch.device], course: ForwardPass
+) -> dict[str, torch.device | None]:
+    """Where each module is: as asked for, but for parameters that several modules share, which are in one place.
+
+    A module that nobody speaks of is where its parameters are; None where it has none and runs where its tensors are.
+    """
+    homes: dict[int, tuple[str, torch.device]] = {}
+    agreed: dict[str, torch.device | None] = {}
+    for name in sorted(named, key=lambda name: name not in asked):  # those that were spoken of first
+        own = [*named[name].parameters(recurse=False), *named[name].buffers(recurse=False)]
+        device = asked.get(name, own[0].device if own else None)
+        for first, home in (homes[id(one)] for one in own if id(one) in homes):
+            if device != home and name in asked:
+                sharing = f"{name} and {first} share a parameter"
+                if not course.soft:
+                    raise UserError(
+                        f"placement of {name!r} on {device} and {first!r} on {home}: {sharing}; place both on one "
+                        "device, or use soft=True"
+                    )
+                course.log.note(f"{name} is on {home}, for {sharing}")
+            device = home
+        agreed[name] = device
+        if device is not None:
+            homes.update((id(one), (name, device)) for one in own if id(one) not in homes)
+    return agreed
+
+
+def _move(named: Mapping[str, nn.Module], devices: Mapping[str, torch.device | None]) -> None:
+    """Bring the parameters and buffers of each module, not of those in it, to its device; what is shared stays so."""
+    new: dict[int, nn.Parameter] = {}
+    for name, module in named.items():
+        device = devices[name]
+        if device is None:
+            continue
+        before = dict(module.named_parameters(recurse=False))
+        for key, parameter in before.items():
+            if id(parameter) in new:
+                setattr(module, key, new[id(parameter)])
+        module._apply(partial(Tensor.to, device=device), recurse=False)  # type: ignore[no-untyped-call]
+        for key, parameter in module.named_parameters(recurse=False):
+            new[id(before[key])] = parameter

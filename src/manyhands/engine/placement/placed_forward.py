@@ -1,0 +1,219 @@
+"""What happens while a placed model runs: tensors follow their modules, and every operation is logged.
+
+    module's pre-hook      its tensors are copied to where it is placed
+    function mode          operands of one operation are brought together; what has no kernel runs on the CPU
+
+Both work above autograd: a copy is an operation like any other, and gradients go back through it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from manyhands.engine.device import moved
+from manyhands.engine.placement.placement_log import PlacedOperation, PlacementLog
+from manyhands.errors import UserError
+
+__all__ = ["Entering", "ForwardPass", "Leaving", "Placing", "brought", "tensors_in"]
+
+_COPIES = {"to", "cpu", "cuda", "copy_"}
+_CPU = torch.device("cpu")
+_PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.device}  # what most arguments are
+
+
+@dataclass(slots=True)
+class ForwardPass:
+    """Where a forward pass is: the modules that are running, innermost last, and the log of what they did."""
+
+    soft: bool
+    log: PlacementLog = field(default_factory=PlacementLog)
+    running: list[tuple[str, torch.device | None]] = field(default_factory=list)
+    handles: list[RemovableHandle] = field(default_factory=list)
+    """Of the hooks that follow it."""
+
+    def begin(self) -> None:
+        """A forward pass begins."""
+        self.log.rows.clear()
+        self.running.clear()
+
+    @property
+    def module(self) -> str:
+        """The module that is running."""
+        return self.running[-1][0] if self.running else ""
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where the module that is running is placed; None where its tensors say."""
+        return self.running[-1][1] if self.running else None
+
+
+@dataclass(frozen=True, slots=True)
+class Entering:
+    """A forward pre-hook: the module runs now, and its tensors come to where it is placed."""
+
+    course: ForwardPass
+    name: str
+    device: torch.device | None
+
+    def __call__(
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What the module gets instead."""
+        self.course.running.append((self.name, self.device))
+        if self.device is None:
+            return args, kwargs
+        return brought(args, self.device), brought(kwargs, self.device)
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """A forward hook: the module has ended."""
+
+    course: ForwardPass
+
+    def __call__(self, _module: nn.Module, _args: Any, _output: Any) -> None:
+        """Called after errors, too."""
+        if self.course.running:
+            self.course.running.pop()
+
+
+class Placing(TorchFunctionMode):
+    """Active while a placed model runs: each operation has all its tensors on one device, and is logged."""
+
+    def __init__(self, course: ForwardPass) -> None:
+        super().__init__()
+        self._course = course
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Called by torch in place of every function of its own."""
+        del types
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", str(func))
+        if name in {"__get__", "__set__", "__delete__"}:  # an attribute, as `x.shape`
+            return func(*args, **kwargs)
+        if name in _COPIES:
+            return self._copied(func, name, args, kwargs)
+        return self._run(func, name, args, kwargs)
+
+    def _copied(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
+        result = func(*args, **kwargs)
+        given = tensors_in((args, kwargs))
+        if isinstance(result, Tensor):
+            source = given[-1] if name == "copy_" else given[0]
+            crossed = source.device != result.device
+            if crossed or source.dtype != result.dtype:
+                self._note(name, result.device, [result], _num_bytes([source]) if crossed else 0)
+        return result
+
+    def _run(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
+        given = tensors_in((args, kwargs))
+        devices = {one.device for one in given if one.dim()}  # a number on the CPU goes with anything
+        target, copied = next(iter(devices), _CPU), 0
+        if len(devices) > 1:
+            target = self._rendezvous(name, given)
+            copied = _num_bytes(one for one in given if one.device != target)
+            args, kwargs = brought(args, target), brought(kwargs, target)
+        try:
+            result = func(*args, **kwargs)
+        except NotImplementedError as error:
+            if target == _CPU:
+                raise
+            return self._on_the_cpu(func, name, args, kwargs, target, error)
+        made = tensors_in(result)
+        if made:
+            self._note(name, made[0].device, made, copied)
+        return result
+
+    def _rendezvous(self, name: str, given: list[Tensor]) -> torch.device:
+        """Where tensors of several devices come together: what is written in place stays where it is."""
+        own = self._course.device
+        return given[0].device if own is None or _writes(name) else own
+
+    def _on_the_cpu(
+        self,
+        func: Callable[..., Any],
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: Any,
+        device: torch.device,
+        error: NotImplementedError,
+    ) -> Any:
+        """Run what has no kernel on `device` on the CPU, with its results back on the device."""
+        module = self._course.module
+        if not self._course.soft or _writes(name):
+            fix = "write it without the underscore at its end" if _writes(name) else "or use soft=True"
+            raise UserError(
+                f"{module or 'the model'}: {name} has no kernel on {device}; place "
+                f"{repr(module) if module else 'the model'} on 'cpu', {fix}"
+            ) from error
+        there = tensors_in((args, kwargs))
+        result = func(*brought(args, _CPU), **brought(kwargs, _CPU))
+        made = tensors_in(result)
+        copied = _num_bytes(one for one in there if one.device != _CPU) + _num_bytes(made)
+        self._note(name, _CPU, made, copied, f"no kernel on {device}")
+        return brought(result, device)
+
+    def _note(self, name: str, device: torch.device, made: list[Tensor], copied: int, note: str = "") -> None:
+        self._course.log.rows.append(
+            PlacedOperation(
+                module=self._course.module,
+                operation=name,
+                device=str(device),
+                shape=tuple(made[0].shape) if made else (),
+                copied_bytes=copied,
+                note=note,
+            )
+        )
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors of tuples, lists and dicts, nested as they may be."""
+    found: list[Tensor] = []
+    _collect(value, found)
+    return found
+
+
+def _collect(value: Any, found: list[Tensor]) -> None:
+    if isinstance(value, Tensor):
+        found.append(value)
+    elif isinstance(value, tuple | list):
+        for part in value:
+            _collect(part, found)
+    elif type(value) not in _PLAIN and isinstance(value, Mapping):
+        for part in value.values():
+            _collect(part, found)
+
+
+def brought(value: Any, device: torch.device) -> Any:
+    """`value` with all its tensors on `device`; itself where they are there already. Mappings keep their class."""
+    if all(tensor.device == device for tensor in tensors_in(value)):
+        return value
+    if isinstance(value, MutableMapping) and type(value) is not dict:  # as the outputs of some libraries are
+        same = copy.copy(value)
+        for name, part in value.items():
+            same[name] = brought(part, device)
+        return same
+    return moved(value, device)
+
+
+def _writes(name: str) -> bool:
+    """Whether an operation writes into its first tensor."""
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+
+
+def _num_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(one.numel() * one.element_size() for one in tensors)

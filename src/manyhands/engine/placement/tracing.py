@@ -1,0 +1,195 @@
+"""A model's graph, found by running it once on a batch.
+
+A chain is followed module by module. Any other model is run as it is: hooks see which of its innermost modules run, and
+a function mode follows their outputs through the operations between them, so that a sum of two outputs is known to
+come from both.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from manyhands.engine.chain import ChainFunction, SaysChain, named_chain
+from manyhands.engine.placement.module_graph import Edge, Graph, Node, TiedParameters
+from manyhands.engine.placement.placed_forward import tensors_in
+from manyhands.errors import UserError
+
+__all__ = ["trace"]
+
+_TRIES = 3
+
+
+def trace(model: nn.Module, run: Callable[[nn.Module], Any], samples: int) -> Graph:
+    """The graph of `model`, where `run` calls it on a batch of so many samples, as a task's loss does."""
+    with torch.no_grad():
+        args, kwargs = _called_with(model, run)
+        if _says_chain(model) and len(args) == 1 and not kwargs:
+            nodes, modules = _chain_nodes(model, args[0])
+            edges = [Edge(source=at, target=at + 1) for at in range(len(nodes) - 1)]
+        else:
+            with _Following(model) as following:
+                model(*args, **kwargs)
+            nodes, edges, modules = following.nodes, following.edges, following.modules
+    if not nodes:
+        raise UserError(f"{type(model).__name__} ran none of its modules; there is no graph to draw")
+    whole = list(model.parameters())
+    return Graph(
+        nodes=tuple(nodes),
+        edges=tuple(sorted(edges, key=lambda edge: (edge.target, edge.source))),
+        samples=samples,
+        parameters=sum(one.numel() for one in whole),
+        parameter_bytes=_num_bytes(whole),
+        shared=tuple(_shared(modules)),
+        is_chain=all(edge.target == edge.source + 1 for edge in edges) and len(edges) == len(nodes) - 1,
+    )
+
+
+def _called_with(model: nn.Module, run: Callable[[nn.Module], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What `run` calls the model with, the first time."""
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.append((args, kwargs))
+
+    handle = model.register_forward_pre_hook(keep, with_kwargs=True)
+    try:
+        run(model)
+    finally:
+        handle.remove()
+    if not calls:
+        raise UserError(f"the loss does not call {type(model).__name__}; there is no graph to draw")
+    return calls[0]
+
+
+def _says_chain(model: nn.Module) -> bool:
+    plain = isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
+    return plain or isinstance(model, SaysChain)
+
+
+def _chain_nodes(model: nn.Module, x: Any) -> tuple[list[Node], list[nn.Module]]:
+    names = _names(model)
+    nodes, modules = [], []
+    for name, module in named_chain(model):
+        given, took = x, float("inf")
+        for _ in range(_TRIES):
+            began = time.perf_counter()
+            x = module(given)
+            took = min(took, time.perf_counter() - began)
+        nodes.append(_node(name, module, names, x, took))
+        modules.append(module)
+    return nodes, modules
+
+
+def _shared(modules: Sequence[nn.Module]) -> Iterator[TiedParameters]:
+    """Parameters that several nodes have, by the nodes; a module that ran twice shares all with itself."""
+    holders: dict[int, list[int]] = {}
+    parameters = {}
+    for number, module in enumerate(modules):
+        for parameter in dict.fromkeys(module.parameters()):
+            holders.setdefault(id(parameter), []).append(number)
+            parameters[id(parameter)] = parameter
+    sizes: dict[tuple[int, ...], int] = {}
+    for key, nodes in holders.items():
+        if len(nodes) > 1:
+            sizes[tuple(nodes)] = sizes.get(tuple(nodes), 0) + _num_bytes([parameters[key]])
+    for nodes_of_it, num_bytes in sizes.items():
+        yield TiedParameters(nodes=nodes_of_it, num_bytes=num_bytes)
+
+
+def _names(model: nn.Module) -> dict[int, str]:
+    return {id(module): name for name, module in model.named_modules()}
+
+
+def _node(name: str, module: nn.Module, names: Mapping[int, str], output: Any, seconds: float) -> Node:
+    own = [names[id(module)]] if id(module) in names else []
+    within = [names[id(child)] for child in module.children() if id(child) in names]
+    joined = "+".join(type(child).__name__ for child in module.children())
+    made = tensors_in(output)
+    return Node(
+        name=name,
+        kind=joined if isinstance(module, ChainFunction) else type(module).__name__,
+        modules=tuple(own or within),
+        parameters=sum(one.numel() for one in module.parameters()),
+        shape=tuple(made[0].shape) if made else (),
+        output_bytes=_num_bytes(made),
+        seconds=seconds,
+    )
+
+
+class _Following(TorchFunctionMode):
+    """Follows one run of a model: which of its innermost modules ran, and whose outputs each of them got."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.nodes: list[Node] = []
+        self.edges: list[Edge] = []
+        self.modules: list[nn.Module] = []
+        self._names = _names(model)
+        self._leaves = [module for module in model.modules() if not any(module.children())]
+        self._sources: dict[int, frozenset[int]] = {}
+        self._kept: list[Tensor] = []  # so that no number of a tensor is given to another
+        self._within = 0
+        self._began = 0.0
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> _Following:
+        for leaf in self._leaves:
+            self._handles.append(leaf.register_forward_pre_hook(self._enters, with_kwargs=True))
+            self._handles.append(leaf.register_forward_hook(self._left, with_kwargs=True))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        for handle in self._handles:
+            handle.remove()
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Called by torch in place of every function of its own: what it gives comes from what it got."""
+        del types
+        kwargs = dict(kwargs or {})
+        result = func(*args, **kwargs)
+        if not self._within:
+            self._give(result, self._sources_of((args, kwargs)))
+        return result
+
+    def _enters(self, _module: nn.Module, _args: Any, _kwargs: Any) -> None:
+        self._within += 1
+        self._began = time.perf_counter()
+
+    def _left(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        took = time.perf_counter() - self._began
+        self._within -= 1
+        name, number = self._names[id(module)], len(self.nodes)
+        again = sum(ran is module for ran in self.modules)
+        shown = f"{name} ({again + 1})" if again else name
+        for source in sorted(self._sources_of((args, kwargs))):
+            self.edges.append(Edge(source=source, target=number))
+        self.nodes.append(_node(shown, module, self._names, output, took))
+        self.modules.append(module)
+        self._give(output, frozenset({number}))
+
+    def _sources_of(self, value: Any) -> frozenset[int]:
+        found = [self._sources.get(id(tensor), frozenset()) for tensor in tensors_in(value)]
+        return frozenset().union(*found)
+
+    def _give(self, value: Any, sources: frozenset[int]) -> None:
+        for tensor in tensors_in(value) if sources else ():
+            self._sources[id(tensor)] = sources
+            self._kept.append(tensor)
+
+
+def _num_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(one.numel() * one.element_size() for one in tensors)

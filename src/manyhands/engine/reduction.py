@@ -1,0 +1,128 @@
+"""Whether a task's loss is the mean over its batch, as `Task.reduction` says: found by comparing parts with the whole.
+
+A batch that is split is put together from the losses of its parts, by their sizes. That is right for a mean. A sum
+would train another model, and nothing would look wrong. So, before the first step, the loss of a few samples is
+compared with the mean loss of their halves and thirds: a mean is the same, a sum is a half and a third of it. A loss
+that is neither, such as a contrastive one, is left alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Subset
+
+from manyhands.data.batches import as_dataset
+from manyhands.data.randomness import preserved, seed_all
+from manyhands.engine.computing import Computer
+from manyhands.errors import ManyhandsError, UserError
+from manyhands.task import Task
+
+__all__ = ["require_reduction"]
+
+_TRIALS: Final = ((12, (2, 3)), (6, (2, 3)), (4, (2, 4)), (2, (2,)))
+"""How many samples are tried, where there are so many, and in how many parts: a loss of another kind may look like a
+sum in one of them (that of two pairs is, for one that is the logarithm of the size)."""
+_CLOSE: Final = 0.05  # samples that are drawn anew may differ
+
+Evaluate = Callable[[Computer], tuple[dict[str, float], int] | None]
+"""Means over the evaluation data of this computer's task, with the model at hand."""
+
+
+def require_reduction(computer: Computer, worker: int, model: nn.Module, evaluate: Evaluate) -> None:
+    """UserError where the loss of a part, against that of the whole, is clearly not what `Task.reduction` says.
+
+    Changes no buffer and no generator of the caller's. Data that each worker reads by itself are not tried: reading
+    some of them first would change what is trained on.
+    """
+    task = computer.task
+    with preserved():
+        found = _few_samples(task)
+    if found is None or task.weights is not None:
+        return
+    samples, counts = found
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    losses = []
+    with preserved():
+        for parts in (1, *counts):
+            trial = replace(
+                task,
+                loss=_without_errors(task.loss),
+                evaluation=samples,
+                batch_size=len(samples) // parts,
+                metrics={},
+                scheduler=None,
+                scheduler_metric=None,
+            )
+            seed_all(computer.plan.seed)
+            means = evaluate(Computer(replace(computer.plan, task=trial), worker))
+            losses.append(means[0]["evaluation_loss"] if means is not None else math.nan)
+    with torch.no_grad():
+        for buffer, before in buffers:
+            buffer.copy_(before)
+    _judge(task, len(samples), losses, counts)
+
+
+def _judge(task: Task, samples: int, losses: Sequence[float], counts: Sequence[int]) -> None:
+    """`losses` has that of all samples, and then the mean loss of so many parts of them, for each of `counts`."""
+    whole, *parts = losses
+    if not (math.isfinite(whole) and whole):
+        return
+    is_sum = all(abs(part * count / whole - 1) < _CLOSE for part, count in zip(parts, counts, strict=True))
+    is_mean = all(abs(part / whole - 1) < _CLOSE for part in parts)
+    told = f"of {samples} samples it is {whole:.4g}, and of their {counts[0]} equal parts {parts[0]:.4g} on average"
+    if is_sum and task.reduction == "mean":
+        raise UserError(
+            f"task.loss is the sum over a batch and not its mean: {told}; a batch that is split would train another "
+            "model: use reduction='mean' in the loss, or say Task(reduction='sum')"
+        )
+    if is_mean and task.reduction == "sum":
+        raise UserError(
+            f"task.reduction is 'sum', but task.loss is the mean over a batch: {told}; leave reduction out, or use "
+            "reduction='sum' in the loss"
+        )
+
+
+def _few_samples(task: Task) -> tuple[Subset[Any], tuple[int, ...]] | None:
+    """Some samples of the data, and in how many equal parts they are compared; None where there are too few."""
+    most, smallest = _TRIALS[0][0], _TRIALS[-1][0]
+    if task.own is not None:
+        return None
+    piece = max(smallest, task.batch_size // task.microbatches)  # larger ones may be too much for the memory
+    most = min(most, task.batch_size, piece)
+    try:
+        if task.streams:
+            samples = list(islice(copy.deepcopy(task.data), most))  # its own state stays as it is
+        else:
+            data = as_dataset(task.data, "data")
+            samples = [data[number] for number in range(min(most, len(data)))]
+    except (
+        Exception
+    ):  # a stream that cannot be copied; a sample that cannot be read is told of when its batch is made
+        return None
+    if len(samples) < smallest:
+        return None
+    count, counts = next(trial for trial in _TRIALS if trial[0] <= len(samples))
+    return Subset(samples, range(count)), counts  # type: ignore[arg-type] # a list of samples is no data set by itself
+
+
+def _without_errors(loss: Callable[[nn.Module, Any], Tensor]) -> Callable[[nn.Module, Any], Tensor]:
+    """A loss that need not work outside of training is not a number there, and nothing is said about it."""
+
+    def tried(model: nn.Module, batch: Any) -> Tensor:
+        try:
+            found = loss(model, batch)
+            return found if found.numel() == 1 else torch.tensor(math.nan)
+        except ManyhandsError:
+            raise
+        except Exception:  # the user's own
+            return torch.tensor(math.nan)
+
+    return tried

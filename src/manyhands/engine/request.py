@@ -1,0 +1,266 @@
+"""What a run is asked to be: the request that is complete and makes sense."""
+
+from __future__ import annotations
+
+import platform
+import warnings
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from manyhands.data.batch_plan import BatchPlan
+from manyhands.data.store.fingerprint import parameter_shapes
+from manyhands.engine.clipping import check_clipping
+from manyhands.engine.computing import TrainingPlan
+from manyhands.engine.kernel_task import AnyTask
+from manyhands.engine.options import SYNCHRONIZE, Options
+from manyhands.engine.stopping import EarlyStopping
+from manyhands.errors import UserError, nearest
+from manyhands.native.version import __version__
+from manyhands.strategy import Strategy, check_count
+from manyhands.task import Task
+
+__all__ = ["Length", "Request"]
+
+_USUAL_ROUNDS = 10
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Length:
+    """How long a run is to be, said in one of three units; in none: as long as its task says."""
+
+    steps: int | None = None
+    """Global batches."""
+
+    epochs: int | None = None
+    """Passes over the data."""
+
+    rounds: int | None = None
+    """Of a strategy that counts them."""
+
+    def require_one(self) -> None:
+        """UserError where it is said twice, or is no number of at least 1."""
+        said = {name: getattr(self, name) for name in ("steps", "epochs", "rounds")}
+        said = {name: value for name, value in said.items() if value is not None}
+        for name, value in said.items():
+            check_count(name, value)
+        if len(said) > 1:
+            (one, first), (other, second), *_ = said.items()
+            raise UserError(f"{one}={first} and {other}={second} say the same thing twice; give one of them")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What was asked for, checked and complete."""
+
+    plan: TrainingPlan
+    strategy: Strategy
+    workers: int
+    samples: int
+    options: Options
+
+    @classmethod
+    def make(
+        cls,
+        task: AnyTask,
+        strategy: Strategy,
+        workers: int,
+        length: Length,
+        seed: int,
+        options: Options,
+        device: str,
+    ) -> Request:
+        """Check what was asked for and fill in the rest."""
+        check_count("workers", workers)
+        task = task.for_strategy(strategy, workers)
+        strategy.check(workers, device, compiled=task.compiled)
+        check_clipping(task, strategy)
+        if options.compile and strategy.cannot_compile:
+            raise UserError(f"compile: {strategy.cannot_compile}; leave it out")
+        _check_microbatches(task, strategy)
+        _check_buffers(task, strategy, workers, options)
+        _check_schedule(task, strategy)
+        _check_stopping(task, strategy, options.early_stopping)
+        if options.skip_nonfinite and not strategy.can_skip_updates:
+            raise UserError(f"skip_nonfinite: strategy {strategy} cannot leave one worker's part out; ps can")
+        _check_fewest(strategy, workers, options.min_workers)
+        if options.slow is not None and options.slow.worker >= workers:
+            raise UserError(
+                f"slow: there is no worker {options.slow.worker} among {workers}; they count from 0"
+            )
+        samples = task.samples
+        length.require_one()
+        if strategy.counts_rounds:
+            steps, per_epoch = _number_of_rounds(length, strategy), 1
+        elif length.rounds is not None:
+            raise UserError(
+                f"rounds={length.rounds}: strategy {strategy} is counted in global batches; give steps= or epochs="
+            )
+        elif isinstance(task, Task) and task.streams:
+            steps = per_epoch = _steps_of_stream(task, length, strategy)
+            task = _dealt(task, strategy, workers)
+        else:
+            per_epoch = BatchPlan(samples, task.batch_size, seed).batches_per_epoch
+            steps = _number_of_steps(length, per_epoch, task.epochs)
+        smallest = min(task.batch_size, samples) if samples else task.batch_size
+        if workers > smallest and strategy.splits_batches and not task.compiled:
+            warnings.warn(
+                f"{workers} workers share batches of {smallest} samples: {workers - smallest} of them have nothing "
+                "to do in each step",
+                stacklevel=3,
+            )
+        plan = TrainingPlan(
+            task=task,
+            steps=steps,
+            seed=seed,
+            evaluate_every=options.evaluate_every or per_epoch,
+            checkpoint_every=1
+            if strategy.saves_each_step
+            else options.checkpoint_every or task.checkpoint_every(steps),
+            stopping=options.early_stopping,
+            slow=options.slow,
+            device=device,
+            autocast=options.autocast,
+            compile=options.compile,
+            buffers=options.buffers,
+            check_every=options.check_every,
+        )
+        return cls(plan=plan, strategy=strategy, workers=workers, samples=samples, options=options)
+
+    def config(self, model: nn.Module) -> dict[str, Any]:
+        """What config.json holds."""
+        return {
+            "task": self.plan.task.name,
+            "task_options": self.plan.task.options,
+            "strategy": str(self.strategy),
+            "workers": self.workers,
+            "steps": self.plan.steps,
+            "seed": self.plan.seed,
+            "device": self.plan.device,
+            "batch_size": self.plan.task.batch_size,
+            "samples": self.samples,
+            "parameters": parameter_shapes(model.named_parameters()),
+            "evaluate_every": self.plan.evaluate_every,
+            "checkpoint_every": self.plan.checkpoint_every,
+            "versions": {
+                "manyhands": __version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
+        }
+
+
+def _check_fewest(strategy: Strategy, workers: int, fewest: int | None) -> None:
+    if fewest is None:
+        return
+    if fewest > workers:
+        raise UserError(f"min_workers={fewest}: there are {workers} workers to begin with; ask for fewer")
+    if not (strategy.goes_on_with_fewer or strategy.can_change_workers):
+        raise UserError(
+            f"min_workers={fewest}: strategy {strategy} has a use for all its workers; allreduce elastic=yes goes on "
+            "with fewer"
+        )
+
+
+def _check_microbatches(task: AnyTask, strategy: Strategy) -> None:
+    if isinstance(task, Task) and task.microbatches > 1 and task.sparse and strategy.moves_rows:
+        raise UserError(
+            f"task.microbatches={task.microbatches}: strategy {strategy} reads the rows of task.sparse once for a "
+            "whole batch; leave one of the two out"
+        )
+
+
+def _check_buffers(task: AnyTask, strategy: Strategy, workers: int, options: Options) -> None:
+    why = strategy.refused_buffers.get(options.buffers)
+    if why is not None:
+        raise UserError(
+            f"buffers={options.buffers}: strategy {strategy} does not have it: {why}; leave it out"
+        )
+    if options.buffers != SYNCHRONIZE or not isinstance(task, Task) or workers == 1:
+        return
+    if options.compile:
+        raise UserError(
+            "buffers=synchronize: torch.compile takes a model whose layers do not wait for other workers; leave out "
+            "one of the two"
+        )
+    if task.microbatches > 1:
+        raise UserError(
+            f"buffers=synchronize: with task.microbatches={task.microbatches} no layer sees a whole batch; leave out "
+            "one of the two"
+        )
+    fewest = task.samples % task.batch_size or min(task.batch_size, task.samples or task.batch_size)
+    if fewest < workers:
+        raise UserError(
+            f"buffers=synchronize: every worker needs a sample of each batch, and some batches have {fewest} for "
+            f"{workers} workers; use fewer workers, another batch_size, or buffers=mean"
+        )
+
+
+def _check_schedule(task: AnyTask, strategy: Strategy) -> None:
+    if isinstance(task, Task) and task.scheduler_metric is not None and strategy.cannot_heed_evaluations:
+        raise UserError(
+            f"task.scheduler_metric={task.scheduler_metric}: {strategy.cannot_heed_evaluations}; use another strategy, "
+            "or a schedule by steps"
+        )
+
+
+def _check_stopping(task: AnyTask, strategy: Strategy, stopping: EarlyStopping | None) -> None:
+    if stopping is None:
+        return
+    if strategy.cannot_heed_evaluations:
+        raise UserError(
+            f"early_stopping: {strategy.cannot_heed_evaluations}; use another strategy, or leave it out"
+        )
+    if task.evaluation is None:
+        raise UserError(
+            "early_stopping: the task has no evaluation data to judge by; give evaluation= as well"
+        )
+    names = ["evaluation_loss", *task.metrics]
+    if stopping.metric not in names:
+        raise UserError(
+            f"early_stopping: the task has no metric {stopping.metric!r}; {nearest(stopping.metric, names)}"
+        )
+
+
+def _steps_of_stream(task: Task, length: Length, strategy: Strategy) -> int:
+    reason = strategy.cannot_stream if task.own is None else strategy.cannot_read_apart
+    if reason:
+        raise UserError(
+            f"data is {task.stream_name}: {reason}; use another strategy, or samples that can be looked up"
+        )
+    if length.steps is None:
+        raise UserError(
+            f"data is {task.stream_name}, of which nobody knows how long an epoch is; give steps=, the number of "
+            "global batches, and not epochs="
+        )
+    return length.steps
+
+
+def _dealt(task: Task, strategy: Strategy, workers: int) -> Task:
+    """The task with its data shared out, where every worker reads its own."""
+    own, parts = task.own, strategy.shares(workers)
+    if own is None:
+        return task
+    if task.batch_size < parts:
+        raise UserError(
+            f"task.batch_size={task.batch_size}: each of {parts} workers reads data of its own, and some would read "
+            f"none; give {parts} or more, or fewer workers"
+        )
+    return replace(task, data=own.dealt(parts))
+
+
+def _number_of_steps(length: Length, batches_per_epoch: int, usual_epochs: int) -> int:
+    if length.steps is not None:
+        return length.steps
+    return (length.epochs or usual_epochs) * batches_per_epoch
+
+
+def _number_of_rounds(length: Length, strategy: Strategy) -> int:
+    for name in ("steps", "epochs"):
+        if getattr(length, name) is not None:
+            raise UserError(
+                f"{name}={getattr(length, name)}: strategy {strategy} is counted in rounds; give rounds= instead"
+            )
+    return length.rounds or _USUAL_ROUNDS

@@ -1,0 +1,390 @@
+"""One run from what was asked for to what came out. Knows strategies through `Training` alone."""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from signal import Signals
+from typing import Any
+
+from torch import nn
+
+from manyhands.data.randomness import preserved, seed_all
+from manyhands.data.store.atomic import WriteFailed
+from manyhands.data.store.checkpoint import NoCheckpoint
+from manyhands.data.store.fingerprint import fingerprint
+from manyhands.data.store.lines import Backlog
+from manyhands.data.store.rundir import IN_PYTHON, ON_COMMAND_LINE, RunDirectory
+from manyhands.engine.callbacks import Beginning, Listeners
+from manyhands.engine.device import sharing_sentence
+from manyhands.engine.footprint import cost_of, sizes_of
+from manyhands.engine.passes import PassLosses
+from manyhands.engine.request import Request
+from manyhands.engine.run import History, Run
+from manyhands.engine.training import Result, Stage, Training, training_class
+from manyhands.errors import (
+    Aborted,
+    CorruptCheckpoint,
+    ManyhandsError,
+    NonFinite,
+    UserError,
+)
+from manyhands.observe.record.final import final_loss, final_metrics
+from manyhands.places.external.process_group import ProcessGroup
+from manyhands.places.local.capacity_check import check_capacity
+from manyhands.places.local.cores import threads_per_role
+from manyhands.places.local.signals import signal_of
+from manyhands.strategies.registry import STRATEGIES
+from manyhands.strategy import Strategy
+
+__all__ = ["check_capacity_for", "run_session"]
+
+_log = logging.getLogger("manyhands")
+
+
+def run_session(
+    request: Request,
+    out: str | Path | None,
+    resume: bool,
+    process_group: ProcessGroup | None = None,
+    train: Callable[[Request, nn.Module], Training] | None = None,
+) -> Run:
+    """Train what is asked for; in the directory `out`, if there is one, by the `process_group` that is here. See `fit`.
+
+    `train` makes the training, where that is not the strategy's own.
+    """
+    with preserved(), ExitStack() as stack:
+        seed_all(request.plan.seed)
+        model = request.plan.task.model()
+        if process_group is None:  # else the processes are there already
+            check_capacity_for(request, model)
+        _advise(request, model)
+        train = train or training_class(request.strategy, compiled=request.plan.task.compiled)
+        training = train(request, model)
+        directory, done = _open_directory(training, request, model, out, resume)
+        if directory is not None:
+            stack.callback(_close, directory)
+        session = _Session(request, directory, done, process_group)
+        beginning = Beginning(
+            config=request.config(model),
+            history=session.history,
+            resumed=resume,
+            path=directory.path if directory is not None else None,
+        )
+        try:
+            return session.run(training, beginning)
+        except UserError:
+            if directory is not None and not resume and not session.history:
+                directory.discard()  # what was refused can be asked for again, put right, in the same place
+            raise
+
+
+def _close(directory: RunDirectory) -> None:
+    """Let go of the directory; that the last rows may not be synced is no reason to give up what was trained."""
+    try:
+        directory.close()
+    except WriteFailed as error:
+        _log.warning("%s", error)
+
+
+def check_capacity_for(request: Request, model: nn.Module) -> None:
+    """Overload where the workers do not fit on this host, before anything is made for them; `model` is the task's."""
+    if request.options.allow_overload or request.strategy.most_workers == 1:
+        return
+    task, on_host = request.plan.task, request.plan.device == "cpu"
+    sizes = sizes_of(task, model, on_host=on_host)
+    threads = threads_per_role(request.workers)
+    check_capacity(cost_of(request.strategy, sizes, threads=threads, compiled=task.compiled), request.workers)
+
+
+def _advise(request: Request, model: nn.Module) -> None:
+    """Say it where a strategy is used for what it is not made for."""
+    task = request.plan.task
+    sparse = bool(task.sparse) or task.compiled  # what is compiled moves a record's rows alone
+    sparse = sparse or any(getattr(m, "sparse", False) is True for m in model.modules())
+    advice = request.strategy.advice(request.workers, sparse=sparse)
+    if advice:
+        warnings.warn(advice, stacklevel=4)
+
+
+def _open_directory(
+    training: Training, request: Request, model: nn.Module, out: str | Path | None, resume: bool
+) -> tuple[RunDirectory | None, int | None]:
+    """The run's directory, where it has one, and the number of steps that it goes on from."""
+    if out is None:
+        return None, None
+    config = request.config(model)
+    if not resume:
+        instead = ON_COMMAND_LINE if request.options.resume_command else IN_PYTHON
+        return RunDirectory.create(out, config, request.options.own_files, instead), None
+    directory = RunDirectory.open(out)
+    try:
+        conflict = fingerprint(directory.config).conflict(fingerprint(config))
+        if conflict is not None:
+            raise UserError(f"{out} cannot be resumed: {conflict}")
+        if directory.config.get("simulated"):
+            raise UserError(f"{out} cannot be resumed: it was simulated, in no time; begin another run")
+        _hand_over(directory, request, config)
+        done = training.resume(directory, config)
+        directory.go_on_as(config)
+        return directory, done
+    except BaseException:
+        directory.close()
+        raise
+
+
+def _hand_over(directory: RunDirectory, request: Request, config: Mapping[str, Any]) -> None:
+    """Where the strategy or the number of workers changes: have what the run kept in a form that fits any."""
+    if all(directory.config.get(name) == config[name] for name in ("strategy", "workers")):
+        return
+    before = Strategy.parse(str(directory.config.get("strategy")))
+    trained_by = STRATEGIES[before.word].load_training(compiled=request.plan.task.compiled)
+    if trained_by is not None:
+        trained_by.hand_over(directory, request.plan, before)
+
+
+class _Session:
+    """One run under way: collects what a training tells, and makes a `Run` of it."""
+
+    def __init__(
+        self,
+        request: Request,
+        directory: RunDirectory | None,
+        done: int | None,
+        process_group: ProcessGroup | None = None,
+    ) -> None:
+        self._request = request
+        self._process_group = process_group
+        self._directory = directory
+        self._resumed_from = done
+        self.history = History(directory.metrics.read() if directory is not None else ())
+        passes = request.plan.task.passes
+        self._passes = PassLosses(passes, self.history) if passes is not None else None
+        self._notes: list[str] = []
+        self._clock = _TrainingClock()
+        self._listeners = Listeners(request.options.callbacks)
+        self._who_stops = ""
+        if directory is not None:
+            self._metrics: Backlog[Mapping[str, Any]] = Backlog(lambda rows: directory.metrics.append(*rows))
+            self._members: Backlog[Mapping[str, Any]] = Backlog(
+                lambda events: directory.append_member(*events)
+            )
+
+    def run(self, training: Training, beginning: Beginning) -> Run:
+        """Train, and tell the callbacks how it begins and ends."""
+        try:
+            self._listeners.begin(beginning)
+            run = self._train(training)
+        except BaseException as error:
+            self._listeners.end(None, error)
+            raise
+        self._listeners.end(run, None)
+        return run
+
+    def _train(self, training: Training) -> Run:
+        """Run the training and put everything in its place."""
+        began = time.monotonic()
+        sharing = sharing_sentence(self._request.plan.device, self._request.workers)
+        self._notes += [*training.notes, *([sharing] if sharing is not None else [])]
+        stage = Stage(
+            request=self._request,
+            directory=self._directory,
+            history=self.history,
+            take_rows=self._take_rows,
+            take_event=self._take_event,
+            take_checkpoint=self._take_checkpoint,
+            say=self._say,
+            stop_wanted=self._stop_wanted,
+            process_group=self._process_group,
+        )
+        try:
+            result = training.run(stage)
+        except ManyhandsError as error:
+            if self._directory is not None:
+                self._directory.tell_end(error, self._clock.seconds)
+            if isinstance(error, NonFinite):
+                raise NonFinite(f"{error}; {self._last_good()}") from error
+            if not isinstance(error, UserError):
+                self._add_how_to_go_on(error, training)
+            raise
+        except (KeyboardInterrupt, SystemExit) as stop:
+            number = signal_of(stop)
+            if number is not None:
+                self._tell_interruption(number, training)
+            raise
+        except Exception as error:
+            if self._directory is not None and self._listeners.broken is not None:
+                name = type(self._listeners.broken).__name__
+                told = ManyhandsError(f"{name}, a callback, raised {type(error).__name__}: {error}")
+                self._directory.tell_end(told, self._clock.seconds)
+            raise
+        self._notes += result.notes
+        if self._who_stops and result.stopped_early:
+            self._notes.append(f"stopped after step {result.steps_done}: {self._who_stops} asked for it")
+        summary = self._summarise(result, time.monotonic() - began)
+        if self._directory is not None:
+            try:
+                self._directory.write_summary(summary)
+            except WriteFailed as error:
+                self._say(str(error))  # the notes of the summary at hand have it
+        path = self._directory.path if self._directory is not None else None
+        return Run(model=result.model, history=self.history, summary=summary, path=path)
+
+    def _say(self, sentence: str) -> None:
+        """Tell the user now, and again in the summary."""
+        self._notes.append(sentence)
+        _log.warning("%s", sentence)
+
+    def _take_rows(self, rows: list[dict[str, Any]]) -> None:
+        self._clock.heard(rows)
+        if self._passes is not None:
+            rows = self._passes.add(rows)
+        self.history.extend(rows)
+        if self._directory is not None:
+            self._keep(self._metrics, *rows)
+        if self._request.options.on_rows is not None:
+            self._request.options.on_rows(rows)
+        self._listeners.rows(rows)
+        self._require_stoppable()
+
+    def _take_checkpoint(self, step: int, path: Path) -> None:
+        self._listeners.saved(step, path)
+        self._require_stoppable()
+
+    def _stop_wanted(self) -> bool:
+        """Whether a callback wants the run to end, or whoever started it in the background."""
+        stop_request, commands = self._listeners.stop_request, self._request.options.commands
+        if stop_request is not None:
+            self._who_stops = self._who_stops or stop_request.name
+        if (
+            commands is not None and not self._request.strategy.can_change_workers
+        ):  # else the training obeys them
+            while not commands.empty():
+                commands.get().done.set_result(-1)
+                self._who_stops = self._who_stops or "Running.stop"
+        return bool(self._who_stops)
+
+    def _require_stoppable(self) -> None:
+        """Where a strategy cannot end all workers after one step, a callback that asks for a stop ends the run."""
+        stop_request, reason = self._listeners.stop_request, self._request.strategy.cannot_stop
+        if reason and stop_request is not None and stop_request.step < self._request.plan.steps:
+            how = (
+                "resume it from its directory"
+                if self._directory is not None
+                else "nothing was kept without out="
+            )
+            raise Aborted(
+                f"{stop_request.name} asked to stop after step {stop_request.step}: {reason}; {how}"
+            )
+
+    def _keep(self, log: Backlog[Any], *records: Any) -> None:
+        sentence = log.add(*records)
+        if sentence is not None:
+            self._say(sentence)
+
+    def _take_event(self, event: Mapping[str, Any]) -> None:
+        """Something happened to a member: keep it, and say it where it is more than a start."""
+        self._clock.heard([event])
+        if self._directory is not None:
+            self._keep(self._members, {"unix_s": time.time(), **event})
+        if "sentence" in event:
+            _log.warning(event["sentence"])
+
+    def _add_how_to_go_on(self, error: ManyhandsError, training: Training) -> None:
+        """Let what ended the run end with the command that goes on, where a checkpoint is there to go on from."""
+        if self._directory is None or self._request.options.resume_command == "":
+            return
+        try:
+            step = training.kept_step(self._directory)
+        except CorruptCheckpoint:  # resuming will name the damage; this error says why the run ended
+            return
+        if step:
+            way = f"{self._kept(step, self._directory)}; go on with: {self._command(self._directory)}"
+            text = str(error)
+            error.args = (f"{text}\n\n{way}" if "\n" in text else f"{text}; {way}",)
+
+    def _kept(self, step: int, directory: RunDirectory) -> str:
+        return f"step {step} of {self._request.plan.steps} is kept in {directory.path}"
+
+    def _command(self, directory: RunDirectory) -> str:
+        asked = self._request.options.resume_command
+        return f"fit(…, out={str(directory.path)!r}, resume=True)" if asked is None else asked
+
+    def _tell_interruption(self, number: Signals, training: Training) -> None:
+        """One line: what ended the run, what is kept of it, and how to go on."""
+        directory = self._directory
+        if directory is None:
+            kept, how = "nothing was kept, because the run has no directory (out=)", ""
+        else:
+            step = training.kept_step(directory)
+            kept = self._kept(step, directory) if step else "no checkpoint was due yet"
+            how = f"; {'go on' if step else 'begin again'} with: {self._command(directory)}"
+            event = {
+                "event": "interrupted",
+                "at_s": self._clock.seconds,
+                "sentence": f"ended by {number.name}; {kept}",
+            }
+            directory.append_member(event)
+        options = self._request.options
+        if options.tells_interruption and options.resume_command != "":
+            _log.warning(f"manyhands: ended by {number.name}; {kept}{how}")
+
+    def _last_good(self) -> str:
+        if self._directory is None:
+            return "nothing was kept, because the run has no directory (out=)"
+        try:
+            kept = self._directory.checkpoints().load()
+        except NoCheckpoint:
+            return "it broke before the first checkpoint"
+        return f"the last good checkpoint is {kept.path}"
+
+    def _summarise(self, result: Result, wall_s: float) -> dict[str, Any]:
+        request = self._request
+        loss = final_loss(self.history)
+        final = {} if loss is None else {"loss": loss}
+        final |= final_metrics(self.history)
+        seconds, samples = result.seconds, round(result.samples * request.plan.task.records_each)
+        return {
+            "task": request.plan.task.name,
+            "strategy": str(request.strategy),
+            "workers": request.workers,
+            "steps": result.steps_done,
+            "steps_asked": request.plan.steps,
+            "resumed_from_step": self._resumed_from,
+            "seed": request.plan.seed,
+            "device": request.plan.device,
+            "seconds": seconds,
+            "startup_s": max(0.0, wall_s - seconds),
+            "samples": samples,
+            "samples_per_s": samples / seconds if seconds else 0.0,
+            "final": final,
+            "bytes_sent": result.sent.total.bytes_sent,
+            "messages_sent": result.sent.total.messages_sent,
+            "sent": result.sent.to_dict(),
+            "stopped_early": result.stopped_early,
+            "notes": self._notes,
+            **result.observed,
+        }
+
+
+class _TrainingClock:
+    """Seconds since training began, on the time base of the rows that tell of it."""
+
+    def __init__(self) -> None:
+        self._began_s: float | None = None
+
+    def heard(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Take the newest of rows that were told just now: the one that took the shortest way is the nearest."""
+        told = [row["at_s"] for row in rows if row.get("at_s")]
+        if told:
+            began_s = time.monotonic() - max(told)
+            self._began_s = began_s if self._began_s is None else min(self._began_s, began_s)
+
+    @property
+    def seconds(self) -> float:
+        """0 before training began."""
+        return 0.0 if self._began_s is None else time.monotonic() - self._began_s

@@ -1,0 +1,231 @@
+"""What a strategy fills to be trained by: one class, made for one run in the process that called `fit`.
+
+    fit ── makes ──►  Training(request, model)
+        ── resume ─►  where the kept run can go on
+        ── run ────►  Stage: rows, events, views and checkpoints of the run  ──►  Result
+
+`fit` knows strategies through this alone; `strategies/registry.py` leads from a strategy to its class. Workers import
+this as well, but not what gathers and shows their events.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+from torch import Tensor, nn
+
+from manyhands.data.store.checkpoint import CheckpointStore, Loaded, NoCheckpoint
+from manyhands.data.store.rundir import RunDirectory
+from manyhands.engine.computing import TrainingPlan
+from manyhands.engine.exchange import SentFor
+from manyhands.engine.history_rows import RowsInOrder
+from manyhands.engine.reporting import WorkerNote
+from manyhands.engine.request import Request
+from manyhands.errors import UserError
+from manyhands.observe.record.event_ring import EventRing
+from manyhands.strategies.registry import STRATEGIES
+from manyhands.strategy import Strategy
+
+if TYPE_CHECKING:
+    from manyhands.observe.analyse.collect import Collector
+    from manyhands.places.external.process_group import GroupMember, ProcessGroup
+
+__all__ = ["Result", "Stage", "Training", "training_class"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What came of a training."""
+
+    model: nn.Module
+    """The final weights, on the CPU."""
+
+    steps_done: int
+    samples: int
+    seconds: float
+    """Of training alone, without starting processes."""
+
+    stopped_early: bool = False
+    sent: SentFor = field(default_factory=SentFor)
+    """By all workers together."""
+
+    observed: Mapping[str, Any] = field(default_factory=dict)
+    """What the run's summary says besides: who computed, who waited, and whatever else the strategy can tell."""
+
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """What `fit` gives a training: where its rows and events go, who looks on, and the run's directory."""
+
+    request: Request
+    directory: RunDirectory | None
+    history: Sequence[dict[str, Any]]
+    """The rows so far, those of the run that it goes on with included."""
+
+    take_rows: Callable[[list[dict[str, Any]]], None]
+    """Rows of the run's history, in the order of their steps."""
+
+    take_event: Callable[[Mapping[str, Any]], None]
+    """Something happened to a member of the run."""
+
+    take_checkpoint: Callable[[int, Path], None]
+    """A checkpoint was written: after how many steps, and where."""
+
+    say: Callable[[str], None]
+    """Tells the user something, now and again in the summary."""
+
+    stop_wanted: Callable[[], bool]
+    """Whether the run is to end at the next step that it can end at."""
+
+    process_group: ProcessGroup | None = None
+    """The processes of the run, where somebody else started them; this one leads."""
+
+    def hear(self, note: WorkerNote, order: RowsInOrder | None = None) -> None:
+        """Take what a worker tells: rows of the history, put into `order`, and what to tell the user."""
+        rows = [dict(row) for row in note.rows]
+        self.take_rows(order.add(rows) if order is not None else rows)
+        if note.saved is not None:
+            self.take_checkpoint(note.saved.step, Path(note.saved.path))
+        if note.notice is not None:
+            self.say(note.notice)
+
+    @property
+    def run_path(self) -> Path | None:
+        """Where the run is kept."""
+        return self.directory.path.absolute() if self.directory is not None else None
+
+    def collector(
+        self,
+        rings: Mapping[str, EventRing],
+        workers: int | None = None,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> Collector:
+        """Gathers what these rings record by `clock`; the first `workers` of them are workers (None: all)."""
+        from manyhands.observe.analyse.collect import Collector
+
+        directory = self.directory.events_path if self.directory is not None else None
+        return Collector(rings, workers=workers, directory=directory, clock=clock)
+
+    @contextmanager
+    def view(self, collector: Collector) -> Iterator[None]:
+        """Shows the run while this is open, if somebody wants to see it."""
+        from manyhands.observe.draw.showing import showing
+
+        options, steps = self.request.options, self.request.plan.steps
+        if options.view is not None:
+            shown = options.view(steps, collector.snapshot)
+        else:
+            shown = showing(options.progress, steps, collector.snapshot, str(self.request.strategy))
+        with shown:
+            yield
+            collector.flush()  # the last picture is of the end
+
+    def checkpoints(self) -> CheckpointStore | None:
+        """Where checkpoints go, where the run is kept."""
+        if self.directory is None:
+            return None
+        return self.directory.checkpoints(self.request.options.keep_checkpoints)
+
+
+class Training(ABC):
+    """One strategy's way through a run; `resume` at most once, then `run` once.
+
+    In a process that another one leads, `take_part` once instead.
+    """
+
+    can_take_part: ClassVar[bool] = False
+    """Whether processes that somebody else started can be its roles: it can `take_part` in a `Stage.process_group`."""
+
+    comes_again: ClassVar[bool] = False
+    """Whether a process that has lost its leader, and finds it again, can `take_part` again in the same run."""
+
+    def __init__(self, request: Request, model: nn.Module) -> None:
+        self._request = request
+        self._model = model
+        self._start: Loaded | None = None
+
+    @classmethod
+    def chosen_for(cls, strategy: Strategy) -> type[Training]:
+        """The class that trains by a strategy of this word: this one, unless a setting leads to another."""
+        del strategy
+        return cls
+
+    def resume(self, directory: RunDirectory, config: Mapping[str, Any]) -> int | None:
+        """Find what to go on from: the number of global batches that it has seen; None if nothing was kept.
+
+        What the directory holds beyond that is removed. `config` is this run's; UserError where it does not fit what is
+        kept.
+        """
+        del config
+        try:
+            self._start = directory.checkpoints().load()
+        except NoCheckpoint:
+            directory.metrics.truncate_after(0)
+            return None
+        self._require_steps_left(directory, self._start.step)
+        directory.metrics.truncate_after(self._start.step)
+        return self._start.step
+
+    @classmethod
+    def hand_over(cls, directory: RunDirectory, plan: TrainingPlan, strategy: Any) -> None:
+        """Before a run of this strategy goes on under another one, or with another number of workers.
+
+        The newest of what is kept becomes a checkpoint that any strategy can go on from, where it is none yet. `plan`
+        is of the run to come, `strategy` of the one before; UserError where what is kept fits no other.
+        """
+        del directory, plan, strategy
+
+    def _require_steps_left(self, directory: RunDirectory, done: int) -> None:
+        """UserError where fewer steps are asked for than are done: what is kept stays as it is."""
+        steps = self._request.plan.steps
+        if done > steps and steps < directory.config["steps"]:  # a shard may have done some twice
+            raise UserError(
+                f"{directory.path} cannot be resumed: it has {done} steps behind it, and steps={steps} asks for fewer; "
+                f"ask for {done} or more"
+            )
+
+    def kept_step(self, directory: RunDirectory) -> int:
+        """The step that a resumed run would begin after; 0 where nothing is kept."""
+        try:
+            return directory.checkpoints().load().step
+        except NoCheckpoint:
+            return 0
+
+    @classmethod
+    def kept(cls, directory: RunDirectory, task: Any, strategy: Any) -> tuple[int, dict[str, Tensor]] | None:
+        """The newest weights in a run's directory, and the steps they have seen; None where none were kept."""
+        del task, strategy
+        try:
+            loaded = directory.checkpoints().load()
+        except NoCheckpoint:
+            return None
+        return loaded.step, loaded.model
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What resuming found worth telling."""
+        return tuple(f"{damage}" for damage in self._start.skipped) if self._start is not None else ()
+
+    def take_part(self, member: GroupMember) -> None:
+        """Be one role of a run that another process leads, to its end; only where it `can_take_part`."""
+        raise UserError(f"strategy={self._request.strategy} has no part for {member.line.name}")
+
+    @abstractmethod
+    def run(self, stage: Stage) -> Result:
+        """Train to the end; when it returns or raises, no process, memory or file of it is left."""
+
+
+def training_class(strategy: Strategy, *, compiled: bool = False) -> type[Training]:
+    """The class that trains by `strategy`; of tasks whose step is compiled, UserError where there is none."""
+    found = STRATEGIES[strategy.word].load_training(compiled=compiled)
+    if found is None:
+        raise UserError(f"strategy {strategy} moves gradients, and this task's step is compiled")
+    return cast(type[Training], found).chosen_for(strategy)

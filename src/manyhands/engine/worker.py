@@ -1,0 +1,314 @@
+"""One worker's training: the loop that every strategy runs, in a process of its own or in the caller's.
+
+It fetches this worker's share of each global batch, computes, and leaves the rest to the strategy's `Exchange`. Times
+are taken before the exchange, so that a straggler shows as itself and not as everyone.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from manyhands.data.store.checkpoint import CheckpointStore, Loaded
+from manyhands.data.store.optimizer_state import restore_optimizer
+from manyhands.engine.batch_norm import synchronize_batch_norms
+from manyhands.engine.booking import StepBook
+from manyhands.engine.buffers import WorkerBuffers
+from manyhands.engine.clipping import clip
+from manyhands.engine.computing import Computer, TrainingPlan
+from manyhands.engine.desync_check import Agreement
+from manyhands.engine.diagnosis import Course, diagnose
+from manyhands.engine.exchange import Exchange, LocalStep, SentFor, SharedStep, Traffic
+from manyhands.engine.options import SYNCHRONIZE
+from manyhands.engine.reduction import require_reduction
+from manyhands.engine.reporting import Reporter, WorkerContext, WorkerNote, is_due
+from manyhands.errors import NonFinite
+from manyhands.places.local.status import State
+
+__all__ = ["Trained", "Trainer"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trained:
+    """What one worker ended with."""
+
+    model: nn.Module
+    steps_done: int
+    samples: int
+    seconds: float
+    stopped_early: bool
+    weights: Mapping[str, torch.Tensor] | None = None
+    """The whole model's, on worker 0, where its `model` may hold a part; None: those of `model`."""
+
+
+class Trainer:
+    """Trains one worker's replica; `run` is called once.
+
+    All workers are given `checkpoints` or none is: saving is collective, though worker 0 alone writes.
+    """
+
+    def __init__(
+        self,
+        plan: TrainingPlan,
+        exchange: Exchange,
+        worker_context: WorkerContext,
+        checkpoints: CheckpointStore | None = None,
+    ) -> None:
+        self._plan = plan
+        self._exchange = exchange
+        self._worker_context = worker_context
+        self._computer = Computer(plan, exchange.worker)
+        evaluate = partial(exchange.evaluate, self._computer)
+        self._reporter = Reporter(
+            plan,
+            exchange,
+            worker_context,
+            checkpoints,
+            evaluate,
+            keeps_rows=exchange.may_lose_workers,
+            facts=exchange.evaluation_facts,
+        )
+        self._model: nn.Module | None = None
+        self._samples = 0
+        self._agreed_step = 0  # after which all held the same parameters
+        self._course = Course()
+        self._buffers = WorkerBuffers(plan.buffers)
+        self._sent = Traffic()  # up to the last exchange that was booked
+        self._in_steps = Traffic()
+        self._unsettled: list[dict[str, Any]] = []  # rows of steps whose loss is not agreed on yet
+
+    def run(self, start: Loaded | None = None) -> Trained:
+        """Train from `start` (or from nothing) to the last step; raises NonFinite on the worker whose loss broke.
+
+        Takes the tensors out of `start`.
+        """
+        with self._computer.loading_ahead():
+            return self._run(start)
+
+    def _run(self, start: Loaded | None) -> Trained:
+        first = start.step if start is not None else 0
+        built = self._computer.build(first, on_host=self._exchange.builds_on_host)
+        model, optimizer, scheduler = built.model, built.optimizer, built.scheduler
+        if start is not None:
+            model.load_state_dict(start.model)
+            restore_optimizer(optimizer, start.optimizer)
+            start.model.clear()  # or every worker would hold the whole checkpoint for the length of the run
+            start.optimizer.clear()
+        self._exchange.attach(model, optimizer)
+        if start is not None:
+            self._exchange.load_state(start.extra.get("exchange", {}))
+        if self._plan.buffers == SYNCHRONIZE and self._exchange.parts > 1:
+            synchronize_batch_norms(
+                model, self._exchange.total_in_step, self._exchange.part, self._exchange.parts
+            )
+        self._model = model
+        model.train()
+        self._agreed_step = first
+        called = cast(nn.Module, torch.compile(model)) if self._plan.compile else model
+        extra = start.extra if start is not None else None
+        self._reporter.begin(first, extra, built.metric_scheduler)
+        self._samples = (extra or {}).get("samples", 0)
+        self._exchange.on_join(self._for_newcomers)
+        if start is None and self._exchange.splits(self._computer.task):
+            self._worker_context.mark(first, State.EVALUATING)
+            alike = partial(self._exchange.evaluate_alike, model=called)
+            require_reduction(self._computer, self._exchange.worker, model, alike)
+            self._exchange.take_times()  # no part of the first step
+        step, settled, stopped = first, first, self._is_over(first)
+        while step < self._plan.steps and not stopped:
+            shared = self._exchange.whole(
+                partial(self._attempt, step, model, called, scheduler), steps_done=step, at_border=True
+            )
+            step += 1
+            if shared.bad_workers:
+                self._refuse(shared, step, first, model)
+                return self._trained(model, step - 1, stopped=True)
+            if not shared.settled:
+                continue  # what is done together waits until the workers are alike
+            stopped = (shared.stop and step < self._plan.steps) or self._is_over(step)
+            last = stopped or step == self._plan.steps
+            checks = last or is_due(settled, step, self._plan.check_every)
+            settled = step
+            if self._reporter.uses_model(step, last=last):
+                alike = partial(self._make_buffers_alike, model)
+                self._exchange.whole(alike, steps_done=step, at_border=False)
+            together = partial(self._together, step, model, called, checks=checks, last=last)
+            ends = self._exchange.whole(together, steps_done=step, at_border=False)
+            stopped = stopped or (ends and not last)
+            self._exchange.take_times()  # what was done together is no part of the next step
+        if step == first:
+            evaluate = partial(self._reporter.evaluate, step, called)
+            self._exchange.whole(evaluate, steps_done=step, at_border=False)
+        self._reporter.send(now=True)
+        self._worker_context.mark(step, State.FINISHED)
+        before = self._exchange.traffic()
+        weights = self._exchange.model_state(model)
+        self._reporter.saving += self._exchange.traffic() - before
+        return self._trained(model, step, stopped, weights)
+
+    def sent(self) -> SentFor:
+        """What this worker has sent so far, by what it was for."""
+        steps, saving = self._in_steps, self._reporter.saving
+        between = self._exchange.traffic() - steps - saving
+        return SentFor(gradients=steps, control=between, checkpoints=saving)
+
+    def _is_over(self, step: int) -> bool:
+        """Whether the exchange takes no step after `step` of them, though there are more; worker 0 says why."""
+        why = self._exchange.cannot_go_on(self._computer, step) if step < self._plan.steps else ""
+        if why and self._exchange.rank == 0:
+            self._worker_context.note(WorkerNote(notice=why))
+        return bool(why)
+
+    def leave_owed(self, step: int, model: nn.Module) -> None:
+        """Write the checkpoint of `step` that worker 0 was to write, if it was lost and this one is worker 0 now."""
+        self._reporter.save_owed(step, model)
+
+    def _attempt(
+        self, step: int, model: nn.Module, called: nn.Module, scheduler: LRScheduler | None
+    ) -> SharedStep:
+        self._reporter.save_owed(step, model)
+        return self._step(step, called, scheduler)
+
+    def _together(self, step: int, model: nn.Module, called: nn.Module, *, checks: bool, last: bool) -> bool:
+        """Collective: what is due between two steps; whether the run ends here."""
+        if checks:
+            self._check(model, step)
+        return self._reporter.after(step, model, called, last=last)
+
+    def _make_buffers_alike(self, model: nn.Module) -> None:
+        """Collective: before the model is evaluated, saved or handed over, all workers have the same buffers."""
+        exchange = self._exchange
+        if exchange.parts > 1:
+            self._buffers.make_alike(
+                list(exchange.held_buffers(model)), exchange.total_of_copies, first=exchange.part == 0
+            )
+
+    def _for_newcomers(self) -> dict[str, Any]:
+        return {**self._reporter.for_newcomers(), "samples": self._samples}
+
+    def _step(self, step: int, model: nn.Module, scheduler: LRScheduler | None) -> SharedStep:
+        """Train on global batch `step`, from 0."""
+        exchange, worker_context = self._exchange, self._worker_context
+        worker_context.mark(step + 1, State.COMPUTING)
+        before = exchange.traffic()
+        begin = time.monotonic_ns()
+        mine = exchange.compute(self._computer, model, step)
+        local = LocalStep(
+            loss=mine.loss,
+            share=mine.share,
+            stop=worker_context.stop_requested(),
+            step=step,
+            last=step + 1 == self._plan.steps,
+        )
+        self._buffers.computed(mine.share)
+        computed = time.monotonic_ns()
+        during = exchange.take_times()
+        overlapped = during.exchange_ns
+        worker_context.mark(step + 1, State.EXCHANGING)
+        shared = exchange.agree(local)
+        agreed = time.monotonic_ns()
+        times = exchange.take_times()
+        if not shared.bad_workers:
+            if self._computer.task.clips:
+                assert self._model is not None, "a step comes after the model"
+                clip(self._computer.task, exchange, self._model)
+            exchange.apply()
+            if scheduler is not None:
+                scheduler.step()
+        end = time.monotonic_ns()
+        book = StepBook(worker_context.record, step, begin)
+        book.input(mine.input_ns, mine.samples)
+        book.turns(during.turns)
+        in_push_pulls = sum(turn.exchange_ns for turn in during.turns)
+        book.compute(computed - sum(during.wait_ns.values()), less_ns=overlapped - in_push_pulls)
+        book.waits(during.wait_ns)
+        book.waits(times.wait_ns)
+        if exchange.world > 1:
+            self._sent = exchange.traffic()
+            self._in_steps += self._sent - before
+            book.exchange(agreed, self._sent - before, exchange.wire, hidden_ns=overlapped)
+            book.posts(times.posts, exchange.wire)
+        closing = exchange.take_times().wait_ns
+        book.compute(max(agreed, end - sum(closing.values())))
+        book.waits(closing)
+        if not shared.bad_workers and exchange.settle():
+            end = self._book_settling(book)
+        book.end(end, mine.samples, shared.loss if shared.settled else mine.loss)
+        self._samples += exchange.step_samples(self._computer, step)
+        self._add_row(step, (end - begin) / 1e9, shared)
+        return shared
+
+    def _book_settling(self, book: StepBook) -> int:
+        """Making the workers alike after a step is exchange, and waiting for who came late to it; when it ended."""
+        exchange, end = self._exchange, time.monotonic_ns()
+        times = exchange.take_times()
+        book.waits(times.wait_ns)
+        sent = exchange.traffic() - self._sent
+        self._in_steps += sent
+        book.exchange(end, sent, exchange.wire)
+        book.posts(times.posts, exchange.wire)
+        return end
+
+    def _add_row(self, step: int, seconds: float, shared: SharedStep) -> None:
+        """The step's row of the history, once all have agreed on its loss."""
+        facts = self._exchange.row_facts()
+        self._unsettled.append(
+            {"step": step + 1, "seconds": seconds, "at_s": self._reporter.seconds, **facts}
+        )
+        if not shared.settled or shared.bad_workers:
+            return
+        self._reporter.loss = shared.loss
+        self._course.add(shared.loss)
+        rows, self._unsettled = self._unsettled, []
+        if self._exchange.rank == 0 or self._exchange.may_lose_workers:
+            for row, loss in zip(rows, (*shared.earlier, shared.loss), strict=True):
+                self._reporter.add(**{**row, "loss": None if math.isnan(loss) else loss})
+
+    def _check(self, model: nn.Module, step: int) -> None:
+        """Compare the workers' parameters, where there are several copies and somebody wants to know."""
+        exchange = self._exchange
+        if not (self._plan.check_every and any(len(group) > 1 for group in exchange.copies)):
+            return
+        Agreement(
+            partial(exchange.held_parameters, model),
+            rank=exchange.rank,
+            world=exchange.world,
+            total=exchange.total,
+            copies=exchange.copies,
+            agreed_step=self._agreed_step,
+        ).check(step)
+        self._agreed_step = step
+
+    def _refuse(self, shared: SharedStep, step: int, first: int, model: nn.Module) -> None:
+        """Stop every worker at this step; the first whose loss broke is the one that tells."""
+        self._reporter.send(now=True)
+        if shared.bad_workers[0] != self._exchange.worker:
+            return
+        task, since = self._computer.task, "" if step == first + 1 else f"the update of step {step - 1}"
+        cause = diagnose(model, self._course, since=since, clip=not task.clips)
+        where = f"worker {shared.bad_workers[0]}, step {step}"
+        raise NonFinite(f"{where}: the loss is not finite; {self._exchange.when_broken}; {cause}")
+
+    def _trained(
+        self,
+        model: nn.Module,
+        step: int,
+        stopped: bool,
+        weights: Mapping[str, torch.Tensor] | None = None,
+    ) -> Trained:
+        return Trained(
+            model=model,
+            steps_done=step,
+            samples=self._samples,
+            seconds=self._reporter.seconds,
+            stopped_early=stopped,
+            weights=weights,
+        )

@@ -1,0 +1,443 @@
+"""Workers as processes of the local cluster: what the launcher gives them, and what each child does with that.
+
+The parent makes the shared memory, links and rings of a run (`WorkerFiles`); each child attaches its own ends, trains,
+and leaves the final weights in a memory file that only worker 0 writes. What the parent alone needs, or a run over
+hosts, is imported there: the process that children are forked from imports this module while the first run waits.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch._C._distributed_c10d import FileStore, Store
+
+from manyhands.data.store.checkpoint import CheckpointStore, Loaded
+from manyhands.data.store.portable import pack_tree, unpack_tree
+from manyhands.data.store.rundir import RunDirectory
+from manyhands.data.store.tensorfile import encode_tensors, read_tensors
+from manyhands.engine.computing import TrainingPlan, worker_environment
+from manyhands.engine.device import device_of
+from manyhands.engine.exchange import SentFor
+from manyhands.engine.history_rows import RowsInOrder
+from manyhands.engine.reporting import NOTES, WorkerContext
+from manyhands.engine.training import Result, Stage, Training
+from manyhands.engine.worker import Trained
+from manyhands.engine.worker_resources import Resources
+from manyhands.native.group.shared_group import SharedGroup, SharedGroupFiles, warm
+from manyhands.native.threads import use_threads
+from manyhands.observe.record.blackbox import BlackBoxes
+from manyhands.observe.record.event_ring import EventRing
+from manyhands.observe.record.events import EventKind
+from manyhands.observe.record.recorded import role_name
+from manyhands.places.local.context import RoleContext
+from manyhands.places.local.cores import threads_per_role
+from manyhands.strategy import Strategy
+from manyhands.transport.link.interface import Link
+from manyhands.transport.link.mesh import Mesh, mesh_kind
+
+if TYPE_CHECKING:
+    from manyhands.engine.external_workers import BeginTraining, ExternalWorker
+    from manyhands.places.external.process_group import GroupMember, ProcessGroup
+    from manyhands.places.local.children import Role
+    from manyhands.places.local.rendezvous import RendezvousStore
+    from manyhands.places.local.watchdog import Watched
+
+__all__ = ["ProcessTraining", "Train", "WorkerFiles", "WorkerJob"]
+
+Train = Callable[[Loaded | None], tuple[Trained, Mapping[str, Any]]]
+"""Trains from a checkpoint or from nothing, and gives what else there is to tell."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerJob:
+    """What every worker process is told; the same for all of them."""
+
+    plan: TrainingPlan
+    strategy: Strategy
+    workers: int
+    timeout_s: float
+    threads: int
+    run_path: Path | None
+    keep_checkpoints: int
+    resume_step: int | None
+    """Go on from the checkpoint of this step."""
+
+
+class ProcessTraining(Training):
+    """Trains in worker processes; a strategy says what one worker does.
+
+    They are started on this host, or somebody else started them: then each process of the run is one.
+    """
+
+    can_take_part = True
+
+    @classmethod
+    @abstractmethod
+    def worker(
+        cls,
+        job: WorkerJob,
+        resources: Resources,
+        worker_context: WorkerContext,
+        checkpoints: CheckpointStore | None,
+    ) -> AbstractContextManager[Train]:
+        """In a worker's process: what trains there; leaving it lets go of everything."""
+
+    @classmethod
+    def helper(
+        cls, strategy: Strategy, resources: Resources, worker_context: WorkerContext
+    ) -> Mapping[str, Any]:
+        """In the process of a helper, where the strategy has some: its whole part; what it tells at its end."""
+        raise NotImplementedError(f"{strategy} has no helpers")
+
+    def gather(self, finished: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, Any]]:
+        """From what each worker told at the end: the samples of the run, and what its summary says besides."""
+        return finished[0]["samples"], {}
+
+    def said(self, finished: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+        """From what each worker told at the end: sentences for whoever reads the summary."""
+        del finished
+        return ()
+
+    def run(self, stage: Stage) -> Result:
+        """Start the workers, listen to them, and read what worker 0 left."""
+        if stage.process_group is not None:
+            return self._lead(stage, stage.process_group)
+        from manyhands.places.local.local import LocalCluster
+
+        request = self._request
+        rows = RowsInOrder(self._start.step if self._start is not None else 0)
+        warm({torch.float64, *(parameter.dtype for parameter in self._model.parameters())})
+        with WorkerFiles(request.workers, request.strategy) as files:
+            rings = {self._file_name(rank): ring for rank, ring in enumerate(files.rings)}
+            with stage.collector(rings, request.workers) as collector:
+                cluster = LocalCluster(
+                    self._roles(files, stage),
+                    on_note=lambda _rank, payload: stage.hear(NOTES.read(payload), rows),
+                    on_failure=files.abort,
+                    stop_wanted=stage.stop_wanted,
+                    watched=watched(request.options.watchdog_s, files.rings),
+                )
+                try:
+                    with stage.view(collector), cluster:
+                        finished = [message.payload for message in cluster.run()]
+                finally:
+                    stage.take_rows(rows.rest())
+                collector.flush()
+                observed = collector.summary()
+            self._model.load_state_dict(files.read_weights())
+        return self._result(finished, observed)
+
+    def _file_name(self, rank: int) -> str:
+        """Of the events of a process: `worker-0`, or `helper-0`."""
+        kind, number = self._request.strategy.role_of(rank, self._request.workers)
+        return f"{kind}-{number}"
+
+    def _result(self, finished: Sequence[Mapping[str, Any]], observed: Mapping[str, Any]) -> Result:
+        """From what each worker told at the end, worker 0 first."""
+        samples, besides = self.gather(finished)
+        return Result(
+            model=self._model,
+            steps_done=finished[0]["steps_done"],
+            samples=samples,
+            seconds=finished[0]["seconds"],
+            stopped_early=finished[0]["stopped_early"],
+            sent=sum((SentFor.from_dict(one["sent"]) for one in finished), SentFor()),
+            observed={**observed, **besides},
+            notes=self.said(finished),
+        )
+
+    def _lead(self, stage: Stage, process_group: ProcessGroup) -> Result:
+        """Train as worker 0 in this process, and hear the others, who run the same."""
+        from manyhands.engine.external_workers import ORDERS, ControlListener, LeadingWorker
+
+        rows = RowsInOrder(self._start.step if self._start is not None else 0)
+        with ExitStack() as stack:
+            ring = stack.enter_context(EventRing.create(role=0))
+            rings = {"worker-0": ring}
+            rings |= {
+                self._file_name(rank): theirs for rank, theirs in process_group.control_server.rings.items()
+            }
+            collector = stack.enter_context(stage.collector(rings, self._request.workers))
+            hearing = stack.enter_context(ControlListener(process_group))
+            worker_context = LeadingWorker(stage, process_group, hearing, ring, rows)
+            try:
+                with stage.view(collector), worker_context:
+                    process_group.tell_all(ORDERS.write(self._orders(stage)))
+                    if self._start is not None:
+                        process_group.give("start", partial(pack_tree, self._start.tree))
+                    own = self._part(
+                        process_group,
+                        process_group.control_server.store,
+                        worker_context,
+                        stage.checkpoints(),
+                        self._start,
+                    )
+                    hearing.wait_for_all(process_group.timeout_s)
+            finally:
+                worker_context.hear_others()
+                stage.take_rows(rows.rest())
+            collector.flush()
+            observed = collector.summary()
+        others = [hearing.finished[rank] for rank in range(1, process_group.place.world)]
+        return self._result([own, *others], observed)
+
+    def _orders(self, stage: Stage) -> BeginTraining:
+        from manyhands.engine.external_workers import BeginTraining
+
+        return BeginTraining(resumes=self._start is not None, keeps=stage.directory is not None)
+
+    def take_part(self, member: GroupMember) -> None:
+        """Train as one worker of a run that another process leads, from its first word to the last step."""
+        from manyhands.engine.external_workers import MemberWorker, wait_for_orders
+
+        line = member.line
+        with MemberWorker(line) as worker_context:
+            orders = wait_for_orders(member)
+            start = None
+            if orders.resumes:
+                start = Loaded.of(unpack_tree(line.take("start", member.timeout_s)))
+            # All take part in saving where one does, though worker 0 alone writes.
+            checkpoints = CheckpointStore(Path(os.devnull)) if orders.keeps else None
+            line.end(self._part(member, line.store, worker_context, checkpoints, start))
+
+    def _part(
+        self,
+        party: ProcessGroup | GroupMember,
+        store: RendezvousStore,
+        worker_context: ExternalWorker,
+        checkpoints: CheckpointStore | None,
+        start: Loaded | None,
+    ) -> dict[str, Any]:
+        """One worker's part, in this process; what it tells at its end. Worker 0's weights become the model's."""
+        from manyhands.engine.worker_links import connect_worker
+
+        joined = time.monotonic_ns()
+        job = self._job(None)
+        plan, timeout_s = job.plan, job.timeout_s
+        with ExitStack() as stack:
+            rendezvous = connect_worker(
+                party, store, job.strategy, device=plan.device, seed=plan.seed, timeout_s=timeout_s
+            )
+            worker_links = stack.enter_context(rendezvous)
+            worker_context.linked_by(worker_links)
+            if party.place.rank >= job.workers:
+                worker_context.record(EventKind.JOIN, joined, time.monotonic_ns() - joined)
+                helped = self.helper(job.strategy, worker_links.resources, worker_context)
+                worker_context.record(EventKind.LEAVE, time.monotonic_ns())
+                return dict(helped)
+            train = stack.enter_context(self.worker(job, worker_links.resources, worker_context, checkpoints))
+            worker_context.record(EventKind.JOIN, joined, time.monotonic_ns() - joined)
+            trained, told = train(start)
+            if party.place.leads:
+                weights = trained.weights if trained.weights is not None else trained.model.state_dict()
+                self._model.load_state_dict(weights)
+            worker_context.record(EventKind.LEAVE, time.monotonic_ns())
+        return _report(trained, told)
+
+    def _job(self, run_path: Path | None) -> WorkerJob:
+        request = self._request
+        return WorkerJob(
+            plan=request.plan,
+            strategy=request.strategy,
+            workers=request.workers,
+            timeout_s=request.options.timeout_s,
+            threads=threads_per_role(request.workers),
+            run_path=run_path,
+            keep_checkpoints=request.options.keep_checkpoints,
+            resume_step=self._start.step if self._start is not None else None,
+        )
+
+    def _roles(self, files: WorkerFiles, stage: Stage) -> list[Role]:
+        from manyhands.places.local.children import Role
+
+        request = self._request
+        job = self._job(stage.run_path)
+        return [
+            Role(
+                name=role_name(self._file_name(rank)),
+                target=partial(_work if rank < request.workers else _help, job=job, training=type(self)),
+                descriptors=files.descriptors(rank),
+                env=worker_environment(job.plan, job.threads, loads=rank < request.workers),
+            )
+            for rank in range(len(files.rings))
+        ]
+
+
+def watched(deadline_s: float, rings: Sequence[EventRing]) -> Watched:
+    """What the watchdog of a run looks at."""
+    from manyhands.places.local.watchdog import Watched
+
+    boxes = BlackBoxes(dict(enumerate(rings)))
+    return Watched(deadline_s=deadline_s, count_events=boxes.counts, last_events=boxes.last)
+
+
+class WorkerFiles:
+    """Everything that the workers of a run share, in the process that starts them; a context manager."""
+
+    def __init__(self, workers: int, strategy: Strategy) -> None:
+        self._stack = ExitStack()
+        self._workers = workers
+        world = sum(strategy.processes(workers).values())
+        with ExitStack() as stack:
+            self.group = stack.enter_context(SharedGroupFiles.create(workers))
+            self.rings = [stack.enter_context(EventRing.create(role=rank)) for rank in range(world)]
+            self._mesh: Mesh | None = None
+            if strategy.uses_links:
+                self._mesh = stack.enter_context(mesh_kind(network=strategy.uses_network)(world))
+            self._weights = os.memfd_create("manyhands:weights", os.MFD_CLOEXEC)
+            stack.callback(os.close, self._weights)
+            self._store = os.memfd_create("manyhands:store", os.MFD_CLOEXEC)
+            stack.callback(os.close, self._store)
+            self._stack = stack.pop_all()
+
+    def descriptors(self, rank: int) -> dict[str, int]:
+        """What the process of `rank` inherits, by name."""
+        links = {}
+        if self._mesh is not None:
+            links = {
+                f"link {peer} {part}": descriptor
+                for peer, files in self._mesh.descriptors(rank).items()
+                for part, descriptor in zip(self._mesh.parts, files, strict=True)
+            }
+        return {
+            "control": self.group.control,
+            "arena": self.group.arena,
+            "events": self.rings[rank].descriptor,
+            "weights": self._weights,
+            "store": self._store,
+            **links,
+        }
+
+    def abort(self, rank: int) -> None:
+        """The process of `rank` has failed: end every wait of the others, for memory and for what comes over links."""
+        self.group.abort(rank if rank < self._workers else None)
+        if self._mesh is not None:
+            self._mesh.close()  # a lifeline that is kept here would hide the death
+
+    def read_weights(self) -> dict[str, torch.Tensor]:
+        """The final weights that worker 0 left."""
+        return read_tensors(Path(f"/proc/self/fd/{self._weights}"))
+
+    def close(self) -> None:
+        """Let go of everything; idempotent."""
+        self._stack.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _work(context: RoleContext, job: WorkerJob, training: type[ProcessTraining]) -> Mapping[str, Any]:
+    """The whole life of a worker process, from joining to its report."""
+    joined = time.monotonic_ns()
+    use_threads(job.threads)
+    with ExitStack() as stack:
+        ring = stack.enter_context(EventRing.attach(context.descriptor("events")))
+        worker_context = _Process(context, ring)
+        directory = RunDirectory.open(job.run_path, lock=False) if job.run_path is not None else None
+        checkpoints = directory.checkpoints(job.keep_checkpoints) if directory is not None else None
+        start = None
+        if job.resume_step is not None:
+            assert checkpoints is not None, "a run that is resumed has a directory"
+            start = checkpoints.load(job.resume_step)
+        train = stack.enter_context(
+            training.worker(job, _resources(context, job), worker_context, checkpoints)
+        )
+        worker_context.record(EventKind.JOIN, joined, time.monotonic_ns() - joined)
+        trained, told = train(start)
+        if context.rank == 0:
+            weights = trained.weights if trained.weights is not None else trained.model.state_dict()
+            _leave_weights(context.descriptor("weights"), weights)
+        worker_context.record(EventKind.LEAVE, time.monotonic_ns())
+    return _report(trained, told)
+
+
+def _help(context: RoleContext, job: WorkerJob, training: type[ProcessTraining]) -> Mapping[str, Any]:
+    """The whole life of a helper's process."""
+    joined = time.monotonic_ns()
+    use_threads(job.threads)
+    with EventRing.attach(context.descriptor("events")) as ring:
+        worker_context = _Process(context, ring)
+        worker_context.record(EventKind.JOIN, joined, time.monotonic_ns() - joined)
+        told = training.helper(job.strategy, _resources(context, job), worker_context)
+        worker_context.record(EventKind.LEAVE, time.monotonic_ns())
+    return told
+
+
+def _report(trained: Trained, told: Mapping[str, Any]) -> dict[str, Any]:
+    """What a worker tells at its end."""
+    return {
+        "steps_done": trained.steps_done,
+        "samples": trained.samples,
+        "seconds": trained.seconds,
+        "stopped_early": trained.stopped_early,
+        **told,
+    }
+
+
+class _Process:
+    """The surroundings of a worker that is a process: its ring, its line on the board, its channel."""
+
+    def __init__(self, context: RoleContext, ring: EventRing) -> None:
+        self.record = ring.record
+        self.mark = context.mark
+        self.note = lambda note: context.send(NOTES.write(note))
+        self.stop_requested = context.stop_requested
+
+
+def _resources(context: RoleContext, job: WorkerJob) -> Resources:
+    def group() -> SharedGroup:
+        return SharedGroup(
+            control=context.descriptor("control"),
+            arena=context.descriptor("arena"),
+            rank=context.rank,
+            world=job.workers,
+            timeout_s=job.timeout_s,
+        )
+
+    def links() -> Mapping[int, Link]:
+        kind = mesh_kind(network=job.strategy.uses_network)
+        descriptors = {
+            peer: [context.descriptor(f"link {peer} {part}") for part in kind.parts]
+            for peer in range(context.world)
+            if peer != context.rank
+        }
+        return kind.attach(context.rank, descriptors)
+
+    def torch_store() -> Store:
+        store = FileStore(f"/proc/self/fd/{context.descriptor('store')}", context.world)
+        store.set_timeout(timedelta(seconds=job.timeout_s))
+        return store
+
+    return Resources(
+        rank=context.rank,
+        world=job.workers,
+        helpers=context.world - job.workers,
+        torch_store=torch_store,
+        timeout_s=job.timeout_s,
+        group=group,
+        links=links,
+        seed=job.plan.seed,
+        device=device_of(job.plan.device, context.rank),
+    )
+
+
+def _leave_weights(descriptor: int, weights: Mapping[str, torch.Tensor]) -> None:
+    with os.fdopen(os.dup(descriptor), "wb") as file:
+        for chunk in encode_tensors(weights):
+            file.write(chunk)

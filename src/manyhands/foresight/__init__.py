@@ -1,0 +1,1 @@
+"""What would happen: simulated runs, memory estimates, a model's graph."""

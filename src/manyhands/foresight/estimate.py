@@ -1,0 +1,200 @@
+"""What a task's model needs in training, found without taking that memory.
+
+The model is built, and one batch goes through it, with tensors that have a shape and a type and no memory (torch's
+fake tensors): what autograd would keep for backward is counted as it is saved. Where the task looks at values, so that
+this does not work, a few samples are computed in earnest and scaled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from manyhands.data.batches import BatchSource
+from manyhands.data.randomness import seed_all
+from manyhands.engine.dynamo import optimizer_of
+from manyhands.errors import UserError
+from manyhands.facts import LayerFootprint, ModelFootprint
+from manyhands.strategies.common.sharding.layer_units import Unit, units_of
+from manyhands.strategies.common.sharding.optimizers import is_elementwise
+from manyhands.strategies.common.sharding.state_sizes import kept_by
+from manyhands.task import Task
+
+__all__ = ["Estimate", "Tell", "estimate"]
+
+Tell: TypeAlias = Callable[[str], None]
+
+_FEW = 4  # samples that are computed in earnest, where shapes alone do not do
+_DOES = {True: "tracing", False: "computing"}
+_HOW = {True: "traced without taking memory", False: f"measured on {_FEW} samples and scaled"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """What a model needs, and how that is known."""
+
+    footprint: ModelFootprint
+    how: str
+    """Where the number of bytes of activations comes from, as a part of a sentence."""
+
+    model: nn.Module
+    """The task's, whose tensors may have no memory."""
+
+
+def estimate(task: Task, tell: Tell = lambda _: None) -> Estimate:
+    """The memory that `task` needs; a UserError says what is wrong with a task that cannot be computed.
+
+    `tell` hears what is done next: a model of hundreds of layers takes a while.
+    """
+    try:
+        tell("starting torch's tracer")
+        return _estimate(task, FakeTensorMode(allow_non_fake_inputs=True), tell)
+    except UserError:
+        raise
+    except (
+        Exception
+    ):  # whatever a model may do that shapes alone cannot answer: it is computed in earnest next
+        return _estimate(task, None, tell)
+
+
+def _estimate(task: Task, mode: FakeTensorMode | None, tell: Tell) -> Estimate:
+    """With tensors of `mode`, or real ones."""
+    seed_all(0)
+    with mode if mode is not None else nullcontext():
+        tell("building the model" + (", without its memory" if mode is not None else ""))
+        model = task.model()
+        optimizer = optimizer_of(task, model)
+        units = units_of(model)
+        source = _samples(task)
+        most = min(task.batch_size, len(source)) if mode is not None else min(_FEW, len(source))
+        few = max(1, most // 2)
+        numbers = sum(one.numel() for one in model.parameters())
+        tell(f"{_DOES[mode is not None]} a batch of {most} through {numbers:,} parameters")
+        large, by_unit = _saved(task, model, units, _batch(source, most, mode))
+        small = large if few == most else _saved(task, model, units, _batch(source, few, mode))[0]
+    per_sample = (large - small) / (most - few) if most > few else large / most
+    footprint = ModelFootprint(
+        parameters=_bytes_of(model.parameters()),
+        gradients=_bytes_of(one for one in model.parameters() if one.requires_grad),
+        state=_state_bytes(optimizer, mode),
+        buffers=_bytes_of(model.buffers()),
+        fixed=max(0.0, large - per_sample * most),
+        per_sample=per_sample,
+        batch_size=task.batch_size,
+        microbatches=task.microbatches,
+        layers=tuple(
+            LayerFootprint(
+                name=unit.name,
+                parameters=_bytes_of(unit.parameters),
+                activations=by_unit.get(unit.number, 0) / most,
+                lasts=unit.module is None,
+            )
+            for unit in units
+        ),
+    )
+    return Estimate(footprint=footprint, how=_HOW[mode is not None], model=model)
+
+
+def _samples(task: Task) -> BatchSource:
+    if task.streams:
+        raise UserError(
+            f"memory: data is {task.stream_name}, of which no sample can be looked at without drawing it"
+        )
+    return BatchSource(task.data, task.collate)
+
+
+def _batch(source: BatchSource, count: int, mode: FakeTensorMode | None) -> Any:
+    """Some samples, as the loss gets them."""
+    with _outside(mode):
+        batch = source.fetch(range(count))
+    return batch if mode is None else tree_map_only(Tensor, mode.from_tensor, batch)
+
+
+def _outside(mode: FakeTensorMode | None) -> Any:
+    """Where tensors are real for a moment."""
+    return torch.utils._python_dispatch._disable_current_modes() if mode is not None else nullcontext()
+
+
+def _saved(task: Task, model: nn.Module, units: Iterable[Unit], batch: Any) -> tuple[int, dict[int, int]]:
+    """The bytes that autograd keeps of one forward, all and by unit; parameters, buffers and the batch are not new."""
+    known = {_storage(one)._cdata for one in (*model.parameters(), *model.buffers())}
+    tree_map_only(Tensor, lambda one: known.add(_storage(one)._cdata), batch)
+    kept: list[Tensor] = []  # or the memory of one might be given to another
+    inside: list[int] = []
+    by_unit: dict[int, int] = {}
+    total = 0
+
+    def pack(tensor: Tensor) -> Tensor:
+        nonlocal total
+        storage = _storage(tensor)
+        if storage._cdata not in known:
+            known.add(storage._cdata)
+            kept.append(tensor)
+            total += storage.nbytes()
+            if inside:
+                by_unit[inside[-1]] = by_unit.get(inside[-1], 0) + storage.nbytes()
+        return tensor
+
+    hooks = []
+    for unit in units:
+        if unit.module is not None:
+            hooks.append(unit.module.register_forward_pre_hook(_entering(inside, unit.number)))
+            hooks.append(unit.module.register_forward_hook(_leaving(inside), always_call=True))
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            task.loss(model, batch)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return total, by_unit
+
+
+def _entering(inside: list[int], number: int) -> Callable[..., None]:
+    def enter(*_: Any) -> None:
+        inside.append(number)
+
+    return enter
+
+
+def _leaving(inside: list[int]) -> Callable[..., None]:
+    def leave(*_: Any) -> None:
+        inside.pop()
+
+    return leave
+
+
+def _state_bytes(optimizer: Optimizer, mode: FakeTensorMode | None) -> int:
+    """What the optimizer keeps after its first step: as stand-ins of a few items tell, or a step itself."""
+    try:
+        if is_elementwise(optimizer):
+            return sum(one.nbytes for kept in kept_by(optimizer).values() for one in kept)
+    except UserError:  # it says why its state cannot be shared, which nobody asked for here
+        pass
+    with mode if mode is not None else nullcontext():
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.empty_like(parameter)
+        try:
+            optimizer.step()
+        except DataDependentOutputException:  # it looks at a value, after it has made its state
+            pass
+    return _bytes_of(
+        value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)
+    )
+
+
+def _bytes_of(tensors: Iterable[Tensor]) -> int:
+    """A storage that several share once."""
+    return sum({_storage(one)._cdata: one.numel() * one.element_size() for one in tensors}.values())
+
+
+def _storage(tensor: Tensor) -> torch.UntypedStorage:
+    return tensor.untyped_storage()

@@ -1,0 +1,50 @@
+"""Parameter-server runs in virtual time: the cores of a live run, modelled times, and faults drawn from a seed.
+
+`simulate(SimulationSpec(...))` runs a whole training on one core, the same for the same seed. See `docs/simulator.md`.
+"""
+
+from __future__ import annotations
+
+from manyhands.foresight.simulate.driver import simulate
+from manyhands.foresight.simulate.faults import (
+    Fault,
+    FaultRole,
+    Kill,
+    Pause,
+    SlowLink,
+    WorkerComes,
+    WorkerGoes,
+    draw_faults,
+    draw_storm,
+)
+from manyhands.foresight.simulate.models import Ledger, Model, SimulatedTrained, Store
+from manyhands.foresight.simulate.network import NetworkModel
+from manyhands.foresight.simulate.observer import Observer
+from manyhands.foresight.simulate.simulated_run import SimulatedRun
+from manyhands.foresight.simulate.simulated_spec import ComputeModel, SimulationSpec, Timing
+from manyhands.foresight.simulate.witness import Witness, WitnessedPromise
+
+__all__ = [
+    "ComputeModel",
+    "Fault",
+    "FaultRole",
+    "Kill",
+    "Ledger",
+    "Model",
+    "NetworkModel",
+    "Observer",
+    "Pause",
+    "SimulatedRun",
+    "SimulatedTrained",
+    "SimulationSpec",
+    "SlowLink",
+    "Store",
+    "Timing",
+    "Witness",
+    "WitnessedPromise",
+    "WorkerComes",
+    "WorkerGoes",
+    "draw_faults",
+    "draw_storm",
+    "simulate",
+]

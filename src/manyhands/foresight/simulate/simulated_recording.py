@@ -1,0 +1,253 @@
+"""What a simulated run leaves: events in virtual time, and what its workers tell and compute, as of a live one.
+
+Worker s has role s, as in a live run, and the servers follow them. Evaluating takes no virtual time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from manyhands.engine.booking import StepBook
+from manyhands.engine.exchange import Traffic
+from manyhands.foresight.simulate.faults import FaultRole
+from manyhands.foresight.simulate.observer import Observer
+from manyhands.foresight.simulate.task_model import SimulatedTask
+from manyhands.observe.record.event_ring import EventRing
+from manyhands.observe.record.events import NOBODY, EventKind
+from manyhands.strategies.ps.live.losses import LossBook
+from manyhands.strategies.ps.live.message_events import message_number
+from manyhands.strategies.ps.live.reports import Evaluated, StepComputed
+from manyhands.strategies.ps.log_rows import StepRow
+from manyhands.strategies.ps.ps_messages import LEAD, Message, Parameters, Push, Read, Work
+from manyhands.strategies.ps.update_files import ComputedRow
+
+__all__ = ["EventBook", "RunBook", "SimulatedNews"]
+
+_FLUSH_EVERY = 256  # events of all roles; a ring holds more
+
+
+class EventBook:
+    """The rings of all roles on the clock of virtual time, whose second 0 is `begin_ns`.
+
+    `flush` makes room in the rings: nothing waits here for whoever reads them.
+    """
+
+    def __init__(
+        self, rings: Sequence[EventRing], begin_ns: int, flush: Callable[[], None] = lambda: None
+    ) -> None:
+        self._rings, self._begin_ns, self.flush = rings, begin_ns, flush
+        self._num_recorded = 0
+        self.newest_ns = begin_ns
+        """When the newest event ended: the clock of those who look on."""
+
+    def ns(self, at_s: float) -> int:
+        """A moment of virtual time, on the clock of the events."""
+        return self._begin_ns + round(at_s * 1e9)
+
+    def by(self, role: int) -> Callable[..., bool]:
+        """Writes events of this role, whose times are on the clock of the events."""
+
+        def record(kind: EventKind, start_ns: int, duration_ns: int = 0, **fields: Any) -> bool:
+            self._num_recorded += 1
+            self.newest_ns = max(self.newest_ns, start_ns + duration_ns)
+            if self._num_recorded % _FLUSH_EVERY == 0:
+                self.flush()
+            return self._rings[role].record(kind, start_ns, duration_ns, **fields)
+
+        return record
+
+    def at(self, role: int, kind: EventKind, begin_s: float, end_s: float, **fields: Any) -> None:
+        """Write one event of a role, from one moment of virtual time to another."""
+        begin_ns = self.ns(begin_s)
+        self.by(role)(kind, begin_ns, self.ns(end_s) - begin_ns, **fields)
+
+    def everybody(self, kind: EventKind, begin_s: float, end_s: float) -> None:
+        """The same event for all roles."""
+        for role in range(len(self._rings)):
+            self.at(role, kind, begin_s, end_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedNews:
+    """Who hears what a simulated run tells while it goes on."""
+
+    take_rows: Callable[[list[dict[str, Any]]], None]
+    take_computed: Callable[[ComputedRow], None]
+    evaluate_every: int
+    """Global batches; 0: never."""
+
+
+class RunBook(Observer):
+    """Books a run of `model` on `workers` workers and `servers` servers, the lead shard's `num_shards` in all."""
+
+    def __init__(
+        self,
+        model: SimulatedTask,
+        events: EventBook,
+        news: SimulatedNews,
+        *,
+        workers: int,
+        servers: int,
+        wire: int,
+    ) -> None:
+        self._model, self._events, self._news, self._wire = model, events, news, wire
+        self._workers, self._servers, self._shards = workers, servers, model.layout.shards
+        self._roles: dict[int, int] = {}  # of servers, by member
+        self._asked_s: dict[tuple[int, int], float] = {}  # by slot and shard: when its Read came
+        self._losses = LossBook()
+        self._began_s: float | None = None
+        self._pushed: dict[int, int] = {}  # by slot: bytes that it has pushed since it computed
+        self.sent = Traffic()
+        """By all workers."""
+        self.evaluated: set[int] = set()
+        """The steps after which there was an evaluation."""
+
+    def starts(self, member: int, role: FaultRole) -> None:
+        """Give a server its role; one that comes in the place of another has that one's."""
+        if role is FaultRole.SERVER:
+            self._roles[member] = self._workers + len(self._roles) % self._servers
+
+    # ── what workers do ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def waited(self, slot: int, work: Work, waited_for: int, since_s: float, now_s: float) -> None:
+        """Book the time since the push, as a live worker does: to the worker waited for, or to the exchange."""
+        if self._began_s is None:
+            self._began_s = now_s
+            self._events.everybody(EventKind.JOIN, 0.0, since_s)
+        book = StepBook(self._events.by(slot), work.batch, self._events.ns(since_s))
+        if waited_for != NOBODY:
+            book.waits({waited_for: self._events.ns(now_s) - self._events.ns(since_s)})
+        pushed = self._pushed.pop(slot, 0)
+        messages = 2 * self._shards if pushed else self._shards
+        book.exchange(self._events.ns(now_s), Traffic(bytes_sent=pushed, messages_sent=messages), self._wire)
+
+    def computes(self, slot: int, work: Work, read: list[Any], now_s: float) -> None:
+        """Who has the first part of a batch that an evaluation comes before does it, with what it has read."""
+        every = self._news.evaluate_every
+        due = every and work.batch and work.batch % every == 0
+        if not due or work.part or work.batch in self.evaluated:
+            return
+        self.evaluated.add(work.batch)
+        found = self._model.evaluate(slot, read)
+        if found is not None:
+            metrics, samples = found
+            self._events.at(slot, EventKind.EVALUATE, now_s, now_s, step=work.batch - 1, count=samples)
+            row = self._losses.add_evaluation(
+                Evaluated(step=work.batch, metrics=metrics), self.training_s(now_s)
+            )
+            self._news.take_rows([row] if row is not None else [])
+
+    def computed(self, slot: int, work: Work, began_s: float, now_s: float) -> None:
+        """Book the step, and tell its loss."""
+        made = self._model.made[slot]
+        book = StepBook(self._events.by(slot), work.batch, self._events.ns(began_s))
+        book.compute(self._events.ns(now_s))
+        book.end(self._events.ns(now_s), made.samples, made.loss)
+        part = StepComputed(
+            clock=work.clock,
+            batch=work.batch,
+            part=work.part,
+            parts=work.parts,
+            loss=made.loss,
+            share=made.share,
+            seconds=now_s - began_s,
+        )
+        row = self._losses.add(part, self.training_s(now_s))
+        self._news.take_rows([row] if row is not None else [])
+
+    def training_s(self, at_s: float) -> float:
+        """Seconds since the first worker began to compute."""
+        return at_s - (self._began_s or 0.0)
+
+    # ── messages ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def sends(self, source: int, to: int, message: Message, now_s: float) -> None:
+        """A push leaves for a server, or parameters for a worker, perhaps held back until now."""
+        if isinstance(message, Push):
+            if message.shard == LEAD:
+                self._news.take_computed(self._computed_row(source, message))
+            num_bytes = self._model.layout.range_bytes(message.shard)
+            self._pushed[message.slot] = self._pushed.get(message.slot, 0) + num_bytes
+            self.sent += Traffic(messages_sent=1, bytes_sent=num_bytes)
+            self._letter(EventKind.SEND, message.slot, self._roles[to], message, now_s)
+        elif isinstance(message, Parameters):
+            role = self._roles[source]
+            asked_s = self._asked_s.pop((message.slot, message.shard), now_s)
+            if message.waited_for != NOBODY:
+                self._events.at(
+                    role,
+                    EventKind.HOLD,
+                    asked_s,
+                    now_s,
+                    step=message.work.batch,
+                    peer=message.slot,
+                    count=message.shard,
+                    value=message.waited_for,
+                )
+            self._letter(EventKind.SEND, role, message.slot, message, now_s)
+        elif isinstance(message, Read):
+            self.sent += Traffic(messages_sent=1)
+
+    def arrives(self, source: int, to: int, message: Message, num_bytes: int, now_s: float) -> None:
+        """The other end of the same messages."""
+        del num_bytes
+        if isinstance(message, Read):
+            self._asked_s[message.slot, message.shard] = now_s
+        elif isinstance(message, Push):
+            self._letter(EventKind.RECEIVE, self._roles[to], message.slot, message, now_s)
+        elif isinstance(message, Parameters):
+            self._letter(EventKind.RECEIVE, message.slot, self._roles[source], message, now_s)
+
+    def _letter(
+        self, kind: EventKind, role: int, peer: int, message: Push | Parameters, now_s: float
+    ) -> None:
+        self._events.at(
+            role,
+            kind,
+            now_s,
+            now_s,
+            step=message.batch if isinstance(message, Push) else message.work.batch,
+            peer=peer,
+            num_bytes=self._model.layout.range_bytes(message.shard),
+            count=1,
+            message=message_number(message, self._shards),
+            wire=self._wire,
+        )
+
+    def _computed_row(self, process: int, push: Push) -> ComputedRow:
+        made = self._model.made[push.slot]
+        return ComputedRow(
+            process=process,
+            slot=push.slot,
+            member=push.member,
+            clock=push.clock,
+            batch=push.batch,
+            part=push.part,
+            parts=push.parts,
+            versions=made.versions,
+            rows_versions=(-1,) * self._shards,
+            gradients=made.hashes,
+        )
+
+    # ── what servers do ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def steps(self, server: int, row: StepRow, began_s: float, took_s: float) -> None:
+        """Every update of the step is applied; the last has its time."""
+        for number, update in enumerate(row.updates, 1):
+            is_last = number == len(row.updates)
+            self._events.at(
+                self._roles[server],
+                EventKind.APPLY,
+                began_s,
+                began_s + took_s if is_last else began_s,
+                step=update.batch,
+                peer=update.slot,
+                count=row.shard,
+                value=update.staleness,
+            )
+
+    def ends(self, at_s: float) -> None:
+        """All is trained, and everybody leaves."""
+        self._events.everybody(EventKind.LEAVE, at_s, at_s)

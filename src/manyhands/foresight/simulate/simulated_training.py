@@ -1,0 +1,295 @@
+"""A task trained in virtual time as a `Training`: the run that it leaves is as that of the strategy's own.
+
+Gradients, optimizer steps and evaluations are real, of the live processes' own parts; computing, sending and starting
+take as long as the conditions say. There is one process, and no worker.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from manyhands.data.store.checkpoint import Snapshot
+from manyhands.data.store.rundir import RunDirectory
+from manyhands.engine.exchange import SentFor
+from manyhands.engine.request import Request
+from manyhands.engine.training import Result, Stage, Training
+from manyhands.errors import UserError
+from manyhands.foresight.simulate.conditions import SimulatedConditions
+from manyhands.foresight.simulate.driver import simulate
+from manyhands.foresight.simulate.simulated_recording import EventBook, RunBook, SimulatedNews
+from manyhands.foresight.simulate.simulated_run import SimulatedRun
+from manyhands.foresight.simulate.simulated_spec import SimulationSpec
+from manyhands.foresight.simulate.task_model import SimulatedTask, TaskStore
+from manyhands.observe.record.event_ring import EventRing
+from manyhands.strategies.common.consistency.policy import Policy
+from manyhands.strategies.ps.digests import layout_digest
+from manyhands.strategies.ps.live.live_training import server_summary
+from manyhands.strategies.ps.live.ps_launcher import LaunchOutcome
+from manyhands.strategies.ps.log_rows import StepRow
+from manyhands.strategies.ps.replay_player import ReplayStage
+from manyhands.strategies.ps.update_files import ComputedRow, Recorder, RunRecord, ShardRecorder, write_record
+from manyhands.strategy import Strategy
+from manyhands.task import Task
+from manyhands.transport.link.wire import Wire, wire_of
+
+__all__ = ["SimulatedRequest", "SimulatedTraining", "require_simulated"]
+
+_RING_EVENTS = 1 << 10
+
+
+class ServedStrategy(Protocol):
+    """What the simulator asks of a strategy: shards, and when they serve and step."""
+
+    @property
+    def servers(self) -> int:
+        """Shards."""
+
+    @property
+    def consistency(self) -> Policy:
+        """When replicas must agree."""
+
+    @property
+    def replicas(self) -> int:
+        """Backups of each shard."""
+
+    @property
+    def num_server_processes(self) -> int:
+        """Processes that keep them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedRequest(Request):
+    """What was asked for, and under which conditions."""
+
+    conditions: SimulatedConditions = field(default_factory=SimulatedConditions)
+
+    def config(self, model: nn.Module) -> dict[str, Any]:
+        """What config.json holds: that it was simulated, and how."""
+        return {**super().config(model), "simulated": self.conditions.to_dict()}
+
+
+def require_simulated(strategy: Strategy, task: Any) -> None:
+    """UserError where this strategy, or this task under it, has no simulation."""
+    if not strategy.logs_updates:
+        raise UserError(
+            f"strategy={strategy}: the simulator runs parameter servers; use ps, as in 'ps consistency=async'"
+        )
+    for name, plain in (("codec", "raw"), ("push", "gradients")):
+        value = getattr(strategy, name, plain)
+        if value != plain:
+            raise UserError(f"strategy={strategy}: {name}={value} is not simulated; leave it out")
+    if not isinstance(task, Task):
+        raise UserError(f"task {task.name!r} has compiled steps, which are not simulated; use digits")
+    if task.sparse or task.streams:
+        raise UserError(f"task {task.name!r} has sparse tables or a stream, which are not simulated")
+
+
+class SimulatedTraining(Training):
+    """Trains to the end in virtual time; the same for the same seed and the same seconds a step."""
+
+    def __init__(self, request: Request, model: nn.Module) -> None:
+        super().__init__(request, model)
+        assert isinstance(request, SimulatedRequest), "made by fit_simulated"
+        self._conditions = request.conditions
+        self._strategy: ServedStrategy = request.strategy  # type: ignore[assignment]  # require_simulated has looked
+
+    def resume(self, directory: RunDirectory, config: Mapping[str, Any]) -> int | None:
+        """Nothing is kept on the way."""
+        del config
+        raise UserError(f"{directory.path} cannot be resumed: a simulated run is made in one go")
+
+    def run(self, stage: Stage) -> Result:
+        """Simulate to the end, evaluate, and leave a checkpoint."""
+        request = self._request
+        with ExitStack() as stack:
+            stack.enter_context(_one_thread())
+            record = self._record()
+            parts = ReplayStage(request.plan.task, record, self._strategy)  # type: ignore[arg-type]
+            model = SimulatedTask(stack.enter_context(parts))
+            step_s = model.measure_step_s() if self._conditions.step_s is None else self._conditions.step_s
+            files = stack.enter_context(
+                _Files(stage.run_path, replace(record, layout=layout_digest(parts.layout)))
+            )
+            rings = self._rings(stack)
+            events = EventBook(list(rings.values()), time.monotonic_ns())
+            clock = partial(getattr, events, "newest_ns")
+            collector = stack.enter_context(stage.collector(rings, request.workers, clock))
+            events.flush = collector.flush
+            book = self._book(model, stage, files, events)
+            shards = [{"shard": n, "bytes": model.layout.range_bytes(n)} for n in range(model.layout.shards)]
+            stage.take_event({"event": "layout", "shards": shards})
+            stage.take_event({"event": "simulated", "at_s": 0.0, "sentence": self._sentence(step_s)})
+            with stage.view(collector):
+                run = simulate(self._spec(model, step_s), observer=book)
+                book.ends(run.seconds)
+            files.write(run)
+            collector.flush()
+            result = self._result(run, model, book, step_s)
+            self._leave(stage, parts, result)
+            observed = {**collector.summary(), **server_summary(self._outcome(run, files.kept))}
+            return replace(result, observed={**observed, **result.observed})
+
+    def _sentence(self, step_s: float) -> str:
+        how = ", as measured here: give it as --compute, and the run is the same again"
+        told = "" if self._conditions.step_s is not None else how
+        return f"all times are virtual: one worker computes a whole batch in {step_s * 1e3:g}ms{told}"
+
+    def _spec(self, model: SimulatedTask, step_s: float) -> SimulationSpec:
+        request, strategy, conditions = self._request, self._strategy, self._conditions
+        return SimulationSpec(
+            workers=request.workers,
+            steps=request.plan.steps,
+            consistency=strategy.consistency,
+            shards=strategy.servers,
+            replicas=strategy.replicas,
+            seed=request.plan.seed,
+            compute=conditions.compute(step_s),
+            network=conditions.network,
+            timing=conditions.timing(),
+            gradient_bytes=model.layout.num_bytes,
+            model=model,
+        )
+
+    def _rings(self, stack: ExitStack) -> dict[str, EventRing]:
+        workers, servers = self._request.workers, self._strategy.num_server_processes
+        names = [f"worker-{n}" for n in range(workers)] + [f"server-{n}" for n in range(servers)]
+        return {
+            name: stack.enter_context(EventRing.create(role=role, capacity=_RING_EVENTS))
+            for role, name in enumerate(names)
+        }
+
+    def _book(self, model: SimulatedTask, stage: Stage, files: _Files, events: EventBook) -> RunBook:
+        plan = self._request.plan
+        news = SimulatedNews(
+            take_rows=stage.take_rows, take_computed=files.computed, evaluate_every=plan.evaluate_every
+        )
+        return RunBook(
+            model,
+            events,
+            news,
+            workers=self._request.workers,
+            servers=self._strategy.num_server_processes,
+            wire=wire_of(Wire.TCP, "raw"),
+        )
+
+    def _record(self) -> RunRecord:
+        request = self._request
+        return RunRecord(
+            torch=torch.__version__,
+            cpu=torch.backends.cpu.get_cpu_capability(),
+            threads=1,
+            strategy=str(request.strategy),
+            workers=request.workers,
+            steps=request.plan.steps,
+            seed=request.plan.seed,
+            device=request.plan.device,
+            autocast=False,
+            layout="",
+        )
+
+    def _result(self, run: SimulatedRun, model: SimulatedTask, book: RunBook, step_s: float) -> Result:
+        last = next(row for row in reversed(run.logs[0]) if isinstance(row, StepRow))
+        trained, optimizer = model.trained(run.stores, last.updates[-1].slot)
+        self._optimizer = optimizer
+        return Result(
+            model=trained,
+            steps_done=self._request.plan.steps,
+            seconds=book.training_s(run.seconds),
+            samples=model.samples,
+            sent=SentFor(gradients=book.sent),
+            observed={"simulated": {**self._conditions.to_dict(), "step_s": step_s}},
+        )
+
+    def _leave(self, stage: Stage, parts: ReplayStage, result: Result) -> None:
+        """The last evaluation, and a checkpoint of the usual kind."""
+        steps = self._request.plan.steps
+        metrics = parts.evaluate(result.model)
+        if metrics is not None:
+            stage.take_rows([{"step": steps, "metrics": metrics, "at_s": result.seconds}])
+        checkpoints = stage.checkpoints()
+        if checkpoints is not None:
+            snapshot = Snapshot(
+                step=steps,
+                model=result.model.state_dict(),
+                optimizer=self._optimizer,
+                extra={"seed": self._request.plan.seed},
+                score=(metrics or {}).get("evaluation_loss"),
+                may_hold_infinity=frozenset(name for name, _ in result.model.named_buffers()),
+            )
+            stage.take_checkpoint(steps, checkpoints.save(snapshot))
+
+    def _outcome(self, run: SimulatedRun, kept: dict[str, int]) -> LaunchOutcome:
+        outcome = LaunchOutcome(recorded=kept)
+        for shard, store in enumerate(run.stores):
+            assert isinstance(store, TaskStore), "of a SimulatedTask"
+            stale: Counter[int] = run.staleness(shard)
+            outcome.shards.append(
+                {
+                    "shard": shard,
+                    "staleness": sorted(stale.items()),
+                    "nbytes": store.nbytes,
+                    "sha256": store.digest,
+                    "version": store.version,
+                }
+            )
+        return outcome
+
+
+class _Files:
+    """The folder RUN/updates of a simulated run; nothing where the run is not kept."""
+
+    def __init__(self, run_path: Path | None, record: RunRecord) -> None:
+        self._run_path, self._record = run_path, record
+        self._workers: dict[int, Recorder] = {}
+        self.kept: dict[str, int] = {}
+        """How many rows each file has."""
+
+    def __enter__(self) -> _Files:
+        if self._run_path is not None:
+            write_record(self._run_path, self._record)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for recorder in self._workers.values():
+            recorder.close()
+
+    def computed(self, row: ComputedRow) -> None:
+        """What a worker computed."""
+        if self._run_path is not None:
+            if row.process not in self._workers:
+                self._workers[row.process] = Recorder(self._run_path, row.process)
+            if self._workers[row.process].records:
+                self._workers[row.process].write(row)
+
+    def write(self, run: SimulatedRun) -> None:
+        """What every server wrote, once the run has ended."""
+        for member in range(len(run.written[0])) if self._run_path is not None else ():
+            shards = ShardRecorder(self._run_path, member + 1)
+            for shard in sorted(run.written):
+                for row in run.written[shard][member]:
+                    shards.write(row)
+            self.kept |= shards.kept
+            shards.close()
+        for recorder in self._workers.values():
+            self.kept |= recorder.kept
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """As many threads as the record says: a replay has to have the same."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,211 @@
+"""A real task as what simulated servers hold and simulated workers compute: the parts of live ones, in one process.
+
+Values lie in memory as a worker's and a server's do, gradients are made by the code that makes them in a live run, and
+stores are those of live servers. So a simulated run leaves the records of a live one, and `replay` ends with its bytes.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from manyhands.errors import NonFinite
+from manyhands.foresight.simulate.models import Gradient, Model, Store
+from manyhands.strategies.ps.digests import gradient_hash, shard_digest
+from manyhands.strategies.ps.ps_messages import Work
+from manyhands.strategies.ps.replay_player import ProcessBuffers, ReplayStage
+from manyhands.strategies.ps.shard_layout import FlatLayout
+from manyhands.strategies.ps.shard_state import ShardState, merge
+from manyhands.strategies.ps.shard_store import Contribution, ShardStore
+
+__all__ = ["SimulatedGradient", "SimulatedTask", "TaskStore"]
+
+_TIMED = 5  # computations, after one that warms up
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedGradient:
+    """What a worker made of its part of a batch, in figures."""
+
+    loss: float
+    share: float
+    samples: int
+    versions: tuple[int, ...]
+    """What it had read, by shard."""
+    hashes: tuple[str, ...]
+    """Of each shard's part."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Read:
+    """The values of a shard at one version; a worker shows them while it computes."""
+
+    values: Tensor
+    version: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pushed:
+    """A gradient on its way to one shard."""
+
+    batch: int
+    contribution: Contribution
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _StoreState:
+    state: ShardState
+    version: int
+
+
+class TaskStore(Store):
+    """One copy of one shard: a live server's store."""
+
+    def __init__(self, store: ShardStore, layout: FlatLayout, shard: int) -> None:
+        self._store, self._layout, self._shard = store, layout, shard
+        self._read: _Read | None = None
+        self.version = 0
+
+    def apply(self, gradients: Sequence[tuple[float, Gradient]], rate: float) -> None:
+        """Take the step that a live server takes."""
+        contributions = [replace(pushed.contribution, factor=factor) for factor, pushed in gradients]
+        self._store.apply(contributions, rate, len({pushed.batch for _, pushed in gradients}))
+        self._read = None
+        self.version += 1
+
+    def read(self) -> _Read:
+        """A copy of the values, the same one for all who read this version."""
+        if self._read is None:
+            self._read = _Read(self._store.memory.clone(), self.version)
+        return self._read
+
+    def state(self) -> _StoreState:
+        """A copy of values and optimizer state."""
+        copied = self._store.state()
+        fresh = ShardState(
+            model={name: value.clone() for name, value in copied.model.items()},
+            optimizer=_cloned(copied.optimizer),
+            batches=copied.batches,
+        )
+        return _StoreState(fresh, self.version)
+
+    def load(self, state: Any) -> None:
+        """Take values and optimizer state."""
+        self._store.load_state(state.state)
+        self.version, self._read = state.version, None
+
+    @property
+    def shard_state(self) -> ShardState:
+        """What a checkpoint is made of."""
+        return self._store.state()
+
+    @property
+    def nbytes(self) -> int:
+        """Of values and optimizer state."""
+        return self._store.nbytes
+
+    @property
+    def digest(self) -> str:
+        """The SHA-256 of the values."""
+        return shard_digest(self._store, self._layout, self._shard)
+
+
+class SimulatedTask(Model):
+    """A task's gradients by the parts of live workers; `stage` is entered, and left by whoever entered it."""
+
+    def __init__(self, stage: ReplayStage) -> None:
+        self._stage, self.layout = stage, stage.layout
+        self._parts = [stage.area.part(shard) for shard in range(self.layout.shards)]
+        self._buffers = ProcessBuffers(stage.replica.model)
+        self.made: dict[int, SimulatedGradient] = {}
+        """By slot: the newest."""
+        self.samples = 0
+
+    def store(self, shard: int, num_shards: int) -> TaskStore:
+        """A shard before its first step."""
+        assert num_shards == self.layout.shards, "the stage was made for the run"
+        return TaskStore(self._stage.store(shard), self.layout, shard)
+
+    def gradient(self, slot: int, work: Work, read: Sequence[Any]) -> tuple[list[Gradient], float]:
+        """As a worker process computes it; NonFinite where there is nothing to go on with."""
+        stage = self._stage
+        self._show(read)
+        self._buffers.switch(slot)
+        stage.replica.begin()
+        done = stage.computer.compute(
+            stage.replica.model, work.batch, work.part, work.parts, stage.replica.backward
+        )
+        stage.replica.end()
+        if done.loss - done.loss != 0 or not stage.replica.is_finite(stage.area.gradients):
+            raise NonFinite(
+                f"worker {slot}, step {work.batch + 1}: the loss or the gradient is not finite; nothing of it was "
+                "applied; try a smaller learning rate, or a staleness-aware one (consistency=aware:…)"
+            )
+        pushed = [_Pushed(work.batch, self._contribution(shard)) for shard in range(self.layout.shards)]
+        self.samples += done.samples
+        self.made[slot] = SimulatedGradient(
+            loss=done.loss,
+            share=done.share,
+            samples=done.samples,
+            versions=tuple(one.version for one in read),
+            hashes=tuple(gradient_hash(part.flags, part.gradient) for part in self._parts),
+        )
+        return list(pushed), done.share
+
+    def evaluate(self, slot: int, read: Sequence[Any]) -> tuple[dict[str, float], int] | None:
+        """The metrics of what a worker has read, and the number of samples."""
+        self._show(read)
+        self._buffers.switch(slot)
+        return self._stage.computer.evaluate(self._stage.replica.model)
+
+    def measure_step_s(self) -> float:
+        """How long one worker computes the first batch here, to two digits."""
+        stage, took = self._stage, []
+        for _ in range(_TIMED + 1):
+            begin = time.perf_counter()
+            stage.replica.begin()
+            stage.computer.compute(stage.replica.model, 0, 0, 1, stage.replica.backward)
+            stage.replica.end()
+            took.append(time.perf_counter() - begin)
+        stage.replica.undo()
+        return float(f"{statistics.median(took[1:]):.1e}")
+
+    def trained(self, stores: Sequence[Store], last_slot: int) -> tuple[nn.Module, dict[str, Any]]:
+        """The model as all shards ended, with the buffers of the worker that made the last update; its optimizer."""
+        model = self._stage.new_model()
+        self._buffers.switch(last_slot)
+        with torch.no_grad():
+            for own, last in zip(model.buffers(), self._stage.replica.model.buffers(), strict=True):
+                own.copy_(last)
+        states = [store.shard_state for store in stores if isinstance(store, TaskStore)]
+        values, optimizer = merge(self.layout, states, model.state_dict())
+        model.load_state_dict(values)
+        return model.cpu(), optimizer
+
+    def _show(self, read: Sequence[Any]) -> None:
+        """Put what was read where the model's parameters lie, as a pull does."""
+        for part, one in zip(self._parts, read, strict=True):
+            part.values.copy_(one.values)
+        self._stage.replica.pulled()
+
+    def _contribution(self, shard: int) -> Contribution:
+        part = self._parts[shard]
+        gradient = self.layout.range_in(part.gradient.memory.clone(), shard)
+        return Contribution(gradient=gradient, present=part.flags.clone())
+
+
+def _cloned(value: Any) -> Any:
+    match value:
+        case Tensor():
+            return value.clone()
+        case dict():
+            return {key: _cloned(one) for key, one in value.items()}
+        case list():
+            return [_cloned(one) for one in value]
+    return value

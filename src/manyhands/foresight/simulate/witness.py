@@ -1,0 +1,347 @@
+"""An independent judge of simulated runs: what workers really read and servers really held, against what was promised.
+
+It looks at the stores of an abstract model (`Ledger`) and at the messages on the wire, and never asks a core or a
+policy. So a mistake in a core, or in the auditor that reads its log, is not repeated here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+from manyhands.foresight.simulate.faults import FaultRole
+from manyhands.foresight.simulate.models import LedgerStore, SimulatedMark, SimulatedSeen
+from manyhands.foresight.simulate.observer import Observer
+from manyhands.foresight.simulate.simulated_processes import Copy, ServerProcess
+from manyhands.foresight.simulate.simulated_run import SimulatedHappening, SimulatedRun
+from manyhands.strategies.ps.log_rows import LateRow, LostRow, SlotsRow, StepRow
+from manyhands.strategies.ps.ps_messages import LEAD, Ack, Message, Outcome, Work
+
+__all__ = ["Witness", "WitnessedPromise"]
+
+_EVER = 2**62
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WitnessedPromise:
+    """What a consistency promises, said once more in plain numbers.
+
+    `bound`: a read at clock c includes every update below c - bound (None: no such promise). `own`: it includes all of
+    the reader's own. `late`: so many parts of a batch may be left out of its step (backup workers).
+    """
+
+    steps: int
+    bound: int | None
+    own: bool = True
+    late: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    slot: int
+    work: Work
+    seen: tuple[SimulatedSeen, ...]
+
+
+class Witness(Observer):
+    """Watches one run of a `Ledger`; `complaints` says what was wrong with it."""
+
+    def __init__(self, promise: WitnessedPromise) -> None:
+        self._promise = promise
+        self._readings: list[_Reading] = []
+        self._acknowledged: dict[int, set[tuple[int, int]]] = defaultdict(set)
+        self._at_risk: dict[int, set[tuple[int, int]]] = {}  # by shard that went back to a snapshot
+        self._reached: dict[int, int] = {}  # by slot: the clock after the last update that any shard answered
+        self._life: dict[int, set[LedgerStore]] = defaultdict(set)
+        """By shard: the stores that were read since it last went back to a snapshot."""
+        self._at_end: dict[int, tuple[int, set[tuple[int, int]]]] = {}
+        """By shard, when all was over: how many steps it had taken, and what was in none."""
+        self._lost_at_takeover: list[str] = []
+        self._happenings: list[SimulatedHappening] = []
+
+    @property
+    def lost_replicas(self) -> bool:
+        """Whether any shard had to go back to a snapshot."""
+        return bool(self._at_risk)
+
+    def computes(self, slot: int, work: Work, read: list[Any], now_s: float) -> None:
+        """Remember what the worker had read."""
+        del now_s
+        self._readings.append(_Reading(slot, work, tuple(read)))
+
+    def sends(self, source: int, to: int, message: Message, now_s: float) -> None:
+        """Remember what was promised to be safe."""
+        del source, to, now_s
+        if isinstance(message, Ack):
+            self._reached[message.slot] = max(self._reached.get(message.slot, 0), message.clock + 1)
+            if message.outcome in self._safe(message.shard):
+                self._acknowledged[message.shard].add((message.slot, message.clock))
+
+    def _safe(self, shard: int) -> tuple[Outcome, ...]:
+        """Which answers promise that an update counts: an accepted one may come too late, except for the lead."""
+        if shard == LEAD or not self._promise.late:
+            return (Outcome.APPLIED, Outcome.ACCEPTED, Outcome.DUPLICATE)
+        return (Outcome.APPLIED,)
+
+    def serves(self, shard: int, server: ServerProcess, now_s: float) -> None:
+        """Whoever takes over has to have all that was promised."""
+        store = server.stores[shard]
+        assert isinstance(store, LedgerStore)
+        self._life[shard].add(store)
+        has = _names(store) | set(server.held[shard])
+        for slot, clock in sorted(self._acknowledged[shard] - has):
+            self._lost_at_takeover.append(
+                f"update {clock} of slot {slot} was acknowledged by shard {shard}, but server {server.member}, which "
+                f"took over at {now_s:g} s, does not have it"
+            )
+
+    def restores(self, shard: int, copy: Copy, now_s: float) -> None:
+        """More deaths than there are replicas: what was acknowledged may be lost, but not in silence."""
+        del copy, now_s
+        self._life.pop(shard, None)
+        self._at_end.pop(shard, None)
+        self._at_risk[shard] = self._at_risk.get(shard, set()) | self._acknowledged.pop(shard, set())
+
+    def over(self, shard: int, server: ServerProcess) -> None:
+        """Remember what there is: from here on nothing may change."""
+        store = server.stores[shard]
+        assert isinstance(store, LedgerStore)
+        self._at_end[shard] = len(store.groups), set(server.held[shard])
+
+    def happens(self, happening: SimulatedHappening) -> None:
+        """Remember whom faults struck, and when that was made good."""
+        self._happenings.append(happening)
+
+    def struck(self, role: FaultRole) -> int:
+        """How many times processes of this role were killed or stopped, at most in one slot if they are workers."""
+        strikes = [
+            happening.slot
+            for happening in self._happenings
+            if happening.what.startswith((f"{role.value} killed", f"{role.value} paused"))
+        ]
+        if role is FaultRole.SERVER:
+            return len(strikes)
+        return max(Counter(slot for slot in strikes if slot >= 0).values(), default=0)
+
+    def needless_restores(self, noticed_s: float) -> list[str]:
+        """With replicas: every return to a snapshot without two deaths of servers before all copies were there.
+
+        A death is known `noticed_s` later: that all copies are there may be said in between.
+        """
+        found = []
+        deaths_s = [0.0]  # the first copies are on their way
+        for happening in self._happenings:
+            whole = happening.what == "recovered every shard"
+            if whole or (happening.what == "first copies" and len(deaths_s) == 1):
+                deaths_s = [at_s for at_s in deaths_s if at_s >= happening.at_s - noticed_s]
+            elif happening.what == "server killed":
+                deaths_s.append(happening.at_s)
+            elif happening.what.endswith("restored") and len(deaths_s) < 2:
+                found.append(f"{happening.what} at {happening.at_s:g} s, although a copy of it was left")
+        return found
+
+    def complaints(self, run: SimulatedRun) -> list[str]:
+        """Everything that broke a promise; empty for a good run."""
+        found = list(self._lost_at_takeover)
+        for shard, store in enumerate(run.stores):
+            assert isinstance(store, LedgerStore)
+            found += self._repeated(shard, store)
+            found += self._forgotten(shard, store)
+            found += self._unfinished(shard, store, run)
+            found += self._unaccounted(shard, store, run)
+            found += self._misreported(shard, store, run)
+            found += self._diverged(shard, store)
+            found += self._too_stale(shard, store)
+            if shard not in self._at_risk:
+                found += self._misread(shard, run)
+            if not self._at_risk:
+                found += self._incomplete(shard, store)
+        return found + self._torn(run)
+
+    def _torn(self, run: SimulatedRun) -> list[str]:
+        """In lockstep, what an applied update is computed from is one version, the same at every shard.
+
+        Unless a server died: with a worker, it may have taken down what this worker had sent it.
+        """
+        promise = self._promise
+        if promise.bound != 0 or promise.late or any(h.what == "server killed" for h in self._happenings):
+            return []
+        applied = set.intersection(*map(_names, run.stores))
+        return [
+            f"slot {reading.slot} read {[seen.length for seen in reading.seen]} steps of the shards for update "
+            f"{reading.work.clock}"
+            for reading in self._readings
+            if (reading.slot, reading.work.clock) in applied
+            and len({seen.length for seen in reading.seen}) > 1
+        ]
+
+    def _repeated(self, shard: int, store: LedgerStore) -> list[str]:
+        names: set[tuple[int, int]] = set()
+        found = []
+        for mark in _marks(store):
+            if (mark.slot, mark.clock) in names:
+                found.append(f"shard {shard} applied update {mark.clock} of slot {mark.slot} twice")
+            names.add((mark.slot, mark.clock))
+        return found
+
+    def _forgotten(self, shard: int, store: LedgerStore) -> list[str]:
+        missing = sorted(self._acknowledged[shard] - _names(store))
+        return [f"shard {shard} acknowledged update {c} of slot {s} and does not have it" for s, c in missing]
+
+    def _unfinished(self, shard: int, store: LedgerStore, run: SimulatedRun) -> list[str]:
+        """When a run is over nothing waits but what came too late, and a backup has what its primary has."""
+        late = {(row.slot, row.clock) for row in run.logs[shard] if isinstance(row, LateRow)}
+        steps, held = self._at_end.get(shard, (len(store.groups), set()))
+        found = [
+            f"the run was over with update {clock} of slot {slot} in no step of shard {shard}"
+            for slot, clock in sorted(held - late - run.held[shard])
+        ]
+        if steps != len(store.groups):
+            found.append(
+                f"shard {shard} had taken {steps} steps when all was over, and has {len(store.groups)}"
+            )
+        found += [
+            f"shard {shard} ended with update {clock} of slot {slot} in no step"
+            for slot, clock in sorted(run.held[shard] - late)
+        ]
+        backup = run.backups[shard]
+        if isinstance(backup, LedgerStore) and backup.groups != store.groups:
+            found.append(
+                f"shard {shard} ended after {len(store.groups)} steps and its backup after {len(backup.groups)}, "
+                "or after others"
+            )
+        return found
+
+    def _unaccounted(self, shard: int, store: LedgerStore, run: SimulatedRun) -> list[str]:
+        """Every update of every slot is in a step, or the log says once that it is not.
+
+        That goes for what was acknowledged before a restore, too, from the clock on at which its slot begins now; one
+        that was added after the snapshot may begin at a later clock than before, or never.
+        """
+        told: Counter[tuple[int, int]] = Counter()
+        starts: dict[int, int] = {}
+        ends: dict[int, int] = {}
+        slots: set[int] = set()
+        for row in run.logs[shard]:
+            if isinstance(row, SlotsRow):  # every life of the shard begins with all of them
+                starts.update({slot: row.start for slot in row.slots if slot not in starts})
+                ends.update({slot: row.start for slot in slots - set(row.slots) if slot not in ends})
+                slots = set(row.slots)
+            elif isinstance(row, LostRow):
+                told.update((row.slot, clock) for clock in range(row.first, row.until))
+            elif isinstance(row, LateRow):
+                told[row.slot, row.clock] += 1
+        names = _names(store)
+        wanted = {
+            (slot, clock)
+            for slot, start in starts.items()
+            for clock in range(start, min(self._reached.get(slot, 0), ends.get(slot) or _EVER))
+        }
+        wanted |= {name for name in self._at_risk.get(shard, ()) if name[1] >= starts.get(name[0], _EVER)}
+        found = [
+            f"shard {shard} lost update {clock} of slot {slot} and does not say so"
+            for slot, clock in sorted(wanted - names - told.keys())
+        ]
+        found += [
+            f"shard {shard} says {count} times that update {clock} of slot {slot} is in no step"
+            for (slot, clock), count in sorted(told.items())
+            if count > 1
+        ]
+        return found + [
+            f"shard {shard} says that update {clock} of slot {slot} is in no step, and has it"
+            for slot, clock in sorted(names & told.keys())
+        ]
+
+    def _incomplete(self, shard: int, store: LedgerStore) -> list[str]:
+        promise = self._promise
+        parts: dict[int, list[int]] = defaultdict(list)
+        whole: dict[int, int] = {}
+        for mark in _marks(store):
+            parts[mark.batch].append(mark.part)
+            whole[mark.batch] = mark.parts
+        found = []
+        for batch in range(promise.steps):
+            seen, full = sorted(parts[batch]), whole.get(batch, 1)
+            enough = len(seen) >= max(1, full - promise.late)
+            if not enough or len(set(seen)) < len(seen) or not set(seen) <= set(range(full)):
+                found.append(f"shard {shard} applied parts {seen} of batch {batch}, which has {full}")
+        if extra := sorted(batch for batch in parts if batch >= promise.steps):
+            found.append(f"shard {shard} applied batches {extra} of a run of {promise.steps}")
+        return found
+
+    def _diverged(self, shard: int, store: LedgerStore) -> list[str]:
+        """Everybody who read, since the last restore, must have read a beginning of the one history."""
+        lengths: dict[LedgerStore, int] = defaultdict(int)
+        for reading in self._readings:
+            seen = reading.seen[shard]
+            if seen.store in self._life[shard]:
+                lengths[seen.store] = max(lengths[seen.store], seen.length)
+        return [
+            f"shard {shard} was read with a history that is not the final one"
+            for other, length in lengths.items()
+            if other.groups[:length] != store.groups[:length]
+        ]
+
+    def _too_stale(self, shard: int, store: LedgerStore) -> list[str]:
+        """Where in the history every update lies, against how much of it a reader had."""
+        promise = self._promise
+        position = {(m.slot, m.clock): index for index, group in enumerate(store.groups) for m in group}
+        last: dict[int, tuple[int, int, int]] = {}
+        for (slot, clock), index in position.items():
+            last[clock] = max(last.get(clock, (-1, -1, -1)), (index, slot, clock))
+        below: list[tuple[int, int, int]] = [(-1, -1, -1)]
+        for clock in range(max(last, default=-1) + 1):
+            below.append(max(below[-1], last.get(clock, (-1, -1, -1))))
+        found = []
+        for reading in self._readings:
+            if reading.seen[shard].store not in self._life[shard]:
+                continue  # what it had read is not in the history any more
+            length, clock = reading.seen[shard].length, reading.work.clock
+            if self._at_risk and (reading.slot, clock) not in position:
+                continue  # begun before a restore, and in no step: nothing came of what it read
+            who = f"slot {reading.slot} read {length} steps of shard {shard} for its update {clock}"
+            own = position.get((reading.slot, clock - 1), -1)
+            if promise.own and own >= length:
+                found.append(f"{who}, without its own update {clock - 1}, which is in step {own + 1}")
+            if promise.bound is None or clock <= promise.bound:
+                continue
+            index, slot, missed = below[min(clock - promise.bound, len(below) - 1)]
+            if index >= length:
+                found.append(f"{who}, without update {missed} of slot {slot}, which is in step {index + 1}")
+        return found
+
+    def _misreported(self, shard: int, store: LedgerStore, run: SimulatedRun) -> list[str]:
+        """The log has to tell what the store went through."""
+        rows = [row for row in run.logs[shard] if isinstance(row, StepRow)]
+        told = [tuple((u.slot, u.clock, u.batch) for u in row.updates) for row in rows]
+        true = [tuple((m.slot, m.clock, m.batch) for m in group) for group in store.groups]
+        if told != true:
+            first = next(
+                (i for i, pair in enumerate(zip(told, true, strict=False)) if pair[0] != pair[1]), None
+            )
+            return [f"the log of shard {shard} has {len(told)} steps for {len(true)}, first other at {first}"]
+        return []
+
+    def _misread(self, shard: int, run: SimulatedRun) -> list[str]:
+        """The log has to tell which version every worker had read."""
+        rows = [row for row in run.logs[shard] if isinstance(row, StepRow)]
+        read: dict[tuple[int, int], set[int]] = defaultdict(set)
+        for reading in self._readings:
+            read[reading.slot, reading.work.clock].add(reading.seen[shard].length)
+        return [
+            f"the log of shard {shard} says that slot {u.slot} read version {u.read_version} for update {u.clock} "
+            f"and that this was {u.staleness} steps stale in step {row.version}; it read {read[u.slot, u.clock]}"
+            for row in rows
+            for u in row.updates
+            if u.read_version not in read[u.slot, u.clock] or u.staleness != row.version - 1 - u.read_version
+        ]
+
+
+def _marks(store: LedgerStore) -> list[SimulatedMark]:
+    return [mark for group in store.groups for mark in group]
+
+
+def _names(store: Any) -> set[tuple[int, int]]:
+    assert isinstance(store, LedgerStore)
+    return {(mark.slot, mark.clock) for mark in _marks(store)}

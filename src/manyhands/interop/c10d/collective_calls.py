@@ -1,0 +1,211 @@
+"""What a collective call is, as numbers that all ranks can compare, and as words that name who differs.
+
+Before any data is read, every rank lays a record of its call into shared memory. All ranks compare all records, so a
+call that does not fit is refused by all of them with the same sentence and nothing is summed; and whoever waits too
+long can say which call each rank is in. This module is pure: records in, sentences out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from typing import Final, NamedTuple
+
+import torch
+
+from manyhands.errors import UserError
+from manyhands.native.dtypes import BY_CODE, CODES
+
+__all__ = [
+    "COMPARED_WORDS",
+    "EXTENT_WORD",
+    "RECORD_WORDS",
+    "CallKind",
+    "CollectiveCall",
+    "Reduction",
+    "call_of",
+    "describe_lateness",
+    "describe_mismatch",
+    "describe_uneven",
+    "dtype_code",
+    "ranks_text",
+]
+
+Label = Callable[[int], str]
+"""How a rank is called in a sentence."""
+
+
+class CallKind(IntEnum):
+    """What is called; the names are those of torch.distributed."""
+
+    BARRIER = 1
+    ALL_REDUCE = 2
+    REDUCE = 3
+    BROADCAST = 4
+    ALL_GATHER = 5
+    GATHER = 6
+    SCATTER = 7
+    REDUCE_SCATTER = 8
+    ALL_TO_ALL = 9
+    SEND = 10
+    RECV = 11
+
+
+class Reduction(IntEnum):
+    """How values of several ranks become one; the numbers are those of torch's ReduceOp plus one, 0 is none."""
+
+    NONE = 0
+    SUM = 1
+    AVG = 2
+    PRODUCT = 3
+    MIN = 4
+    MAX = 5
+    BAND = 6
+    BOR = 7
+    BXOR = 8
+
+
+_NO_ROOT: Final = -1
+_SHOWN_DIMS: Final = 6
+
+RECORD_WORDS: Final = 16
+COMPARED_WORDS: Final = 7  # the first words of a record must be the same on all ranks
+EXTENT_WORD: Final = (
+    7  # the most bytes this rank lays out for any other: the longest decides how many rounds there are
+)
+
+
+class CollectiveCall(NamedTuple):
+    """One rank's call, as laid into its record; `shape` is that of the first tensor, for sentences."""
+
+    number: int
+    kind: int
+    dtype: int = 0
+    reduction: int = 0
+    root: int = _NO_ROOT
+    items: int = 0
+    digest: int = 0
+    extent_bytes: int = 0
+    tensors: int = 0
+    dims: int = 0
+    shape: tuple[int, ...] = ()
+
+    def words(self) -> tuple[int, ...]:
+        """RECORD_WORDS integers of 64 bits."""
+        return (*self[:-1], *self.shape, *(0,) * (_SHOWN_DIMS - len(self.shape)))
+
+    @classmethod
+    def from_words(cls, words: Sequence[int]) -> CollectiveCall:
+        """What `words` gave."""
+        shown = min(words[9], _SHOWN_DIMS)
+        return cls._make([*words[:10], tuple(words[10 : 10 + shown])])
+
+    @property
+    def name(self) -> str:
+        """The collective, as in `all_reduce(sum)` or `broadcast(root 2)`."""
+        word = CallKind(self.kind).name.lower()
+        if self.reduction and self.root != _NO_ROOT:
+            return f"{word}({Reduction(self.reduction).name.lower()}, root {self.root})"
+        if self.reduction:
+            return f"{word}({Reduction(self.reduction).name.lower()})"
+        return f"{word}(root {self.root})" if self.root != _NO_ROOT else word
+
+    @property
+    def load(self) -> str:
+        """What the rank brings, as in `float32[4, 3]`, or nothing."""
+        if not self.dtype:
+            return "nothing"
+        sizes = ", ".join(map(str, self.shape)) + (", …" if self.dims > _SHOWN_DIMS else "")
+        one = f"{str(BY_CODE[self.dtype]).removeprefix('torch.')}[{sizes}]"
+        return f"{self.tensors} tensors, first {one}" if self.tensors > 1 else one
+
+    def __str__(self) -> str:
+        return f"{self.name} of {self.load}" if self.dtype else self.name
+
+
+def call_of(
+    number: int,
+    kind: CallKind,
+    tensors: Sequence[torch.Tensor],
+    *,
+    reduction: Reduction = Reduction.NONE,
+    root: int = _NO_ROOT,
+    items: int,
+    extent_bytes: int,
+) -> CollectiveCall:
+    """The record of a call; tensors to be reduced must have one shape (up to sizes of 1) on all ranks."""
+    first = tensors[0]
+    digest = 0
+    if reduction:
+        digest = hash(tuple([tuple([size for size in tensor.shape if size != 1]) for tensor in tensors]))
+    dims = first.dim()
+    return CollectiveCall(
+        number,
+        kind,
+        dtype_code(first.dtype),
+        reduction,
+        root,
+        items,
+        digest,
+        extent_bytes,
+        len(tensors),
+        dims,
+        tuple(first.shape[:_SHOWN_DIMS]),
+    )
+
+
+def dtype_code(dtype: torch.dtype) -> int:
+    """The number of a dtype in records; a UserError for one that cannot travel."""
+    code = CODES.get(dtype)
+    if code is None:
+        raise UserError(f"dtype={dtype}: allowed: {', '.join(map(str, CODES))}")
+    return code
+
+
+def ranks_text(ranks: Sequence[int], label: Label = str) -> str:
+    """`rank 3`, or `ranks 1, 3`."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(label, ranks))}"
+
+
+def describe_mismatch(calls: Sequence[CollectiveCall], label: Label = str) -> str:
+    """Which rank called what, for calls that differ; ranks of one call are named together."""
+    number = calls[0].number
+    if len({call.name for call in calls}) == 1:
+        loads = _grouped([call.load for call in calls], label, "bring", "brings")
+        return f"{calls[0].name} #{number}: {loads}; all ranks must bring tensors of one shape and dtype"
+    texts = _grouped([str(call) for call in calls], label, "call", "calls")
+    return f"collective #{number}: {texts}; all ranks must make the same calls in the same order"
+
+
+def describe_uneven(
+    name: str, sends: Sequence[Sequence[int]], expects: Sequence[Sequence[int]], label: Label = str
+) -> str:
+    """Who brings another number of bytes than expected; `sends[i][j]` and `expects[j][i]` should be equal."""
+    world = range(len(sends))
+    wrong = [
+        f"rank {label(i)} brings {sends[i][j]} bytes for rank {label(j)}, which expects {expects[j][i]}"
+        for i in world
+        for j in world
+        if sends[i][j] != expects[j][i]
+    ]
+    more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
+    return f"{name}: {'; '.join(wrong[:3])}{more}"
+
+
+def describe_lateness(
+    call: CollectiveCall, waited_s: float, last_seen: Sequence[tuple[int, str]], label: Label = str
+) -> str:
+    """Who was waited for in vain, and where each of them was last seen."""
+    late = ranks_text([rank for rank, _ in last_seen], label)
+    seen = "; ".join(f"rank {label(rank)} {where}" for rank, where in last_seen)
+    return f"{call} #{call.number}: waited {waited_s:.1f} s for {late}: {seen}"
+
+
+def _grouped(texts: Sequence[str], label: Label, plural: str, singular: str) -> str:
+    ranks: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        ranks.setdefault(text, []).append(rank)
+    return ", ".join(
+        f"{ranks_text(group, label)} {plural if len(group) > 1 else singular} {text}"
+        for text, group in ranks.items()
+    )

@@ -1,0 +1,366 @@
+"""The collectives of torch.distributed on CPU tensors, each as one or two calls of the stage.
+
+Sums, means and maxima of floats are reduced by compiled code in rank order, halves in float32. Every other reduction
+is an exchange of slices, torch's own operation on them in rank order, and an exchange of the results. So a result has
+the same bits on every rank and in every run, and does not depend on how large the message is.
+
+All methods are collective, run to their end in the calling thread, and are called by one thread at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+import torch
+
+from manyhands.errors import UserError
+from manyhands.interop.c10d.collective_calls import CallKind, CollectiveCall, Reduction, call_of
+from manyhands.interop.c10d.exchange import Lane, Read
+from manyhands.interop.c10d.reductions import check_reduction, combine, compiled_reducer
+from manyhands.interop.c10d.shared_stage import CollectiveStage, ReductionPlan, StageReason
+from manyhands.strategies.common.collectives.executor import Op, ScheduleExecutor
+
+__all__ = ["Collectives"]
+
+_BY_SCHEDULE: Final[dict[Reduction, Op]] = {
+    Reduction.SUM: "sum",
+    Reduction.AVG: "mean",
+    Reduction.MAX: "max",
+}
+_MOST_PLANS: Final = 1024
+_Tensors = Sequence[torch.Tensor]
+
+
+class Collectives:
+    """The calls of one rank on its stage; with an executor, all-reduces it can do go by its algorithm."""
+
+    def __init__(self, stage: CollectiveStage, executor: ScheduleExecutor | None = None) -> None:
+        self._stage = stage
+        self._executor = executor
+        self._rank = stage.rank
+        self._world = stage.world
+        self._others = tuple(rank for rank in range(self._world) if rank != self._rank)
+        self._number = 0
+        self._plans: dict[tuple[object, ...], ReductionPlan] = {}
+
+    def barrier(self, timeout_s: float) -> None:
+        """Every rank is here."""
+        self._number += 1
+        self._stage.exchange(CollectiveCall(self._number, CallKind.BARRIER), (), (), timeout_s)
+
+    def all_reduce(self, tensors: _Tensors, reduction: Reduction, timeout_s: float) -> None:
+        """Each tensor becomes that of all ranks, combined; several of one dtype are reduced as one vector."""
+        first = tensors[0]
+        if len(tensors) == 1 and _is_plain(first):
+            self._all_reduce_whole(first, tensors, reduction, timeout_s)
+            return
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+            same = [tensor for tensor in tensors if tensor.dtype == dtype]
+            flat = torch.cat([_dense(tensor).view(-1) for tensor in same])
+            self._all_reduce_whole(flat, same, reduction, timeout_s)
+            pieces = flat.split_with_sizes([tensor.numel() for tensor in same])
+            for tensor, piece in zip(same, pieces, strict=True):
+                tensor.detach().copy_(piece.view(tensor.shape))
+
+    def _all_reduce_whole(
+        self, whole: torch.Tensor, tensors: _Tensors, reduction: Reduction, timeout_s: float
+    ) -> None:
+        """All-reduce one run of bytes, which is or holds the `tensors` of the caller."""
+        key = (whole.dtype, reduction, *[tensor.shape for tensor in tensors])
+        plan = self._plans.get(key)
+        if plan is not None:
+            self._number += 1
+            self._stage.all_reduce(plan, self._number, whole.data_ptr(), timeout_s)
+            return
+        check_reduction(whole.dtype, reduction)
+        reducer = compiled_reducer(whole.dtype, reduction)
+        call = self._call(CallKind.ALL_REDUCE, tensors, whole.numel(), reduction=reduction)
+        if reducer is None:
+            self._reduce_by_torch(call, whole.detach().view(-1), reduction, timeout_s)
+        elif self._executor is not None:
+            self._reduce_by_schedule(self._executor, call, whole, reduction, timeout_s)
+        else:
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
+            plan = self._plans[key] = ReductionPlan(call, reducer, self._world)
+            self._stage.all_reduce(plan, self._number, whole.data_ptr(), timeout_s)
+
+    def reduce(self, tensor: torch.Tensor, reduction: Reduction, root: int, timeout_s: float) -> None:
+        """As `all_reduce`, but only the tensor of `root` changes."""
+        check_reduction(tensor.dtype, reduction)
+        flat = _dense(tensor).view(-1)
+        reducer = compiled_reducer(tensor.dtype, reduction)
+        here = self._rank == root
+        extent = 0 if here else flat.nbytes
+        call = self._call(
+            CallKind.REDUCE, [tensor], flat.numel(), reduction=reduction, root=root, extent_bytes=extent
+        )
+        if reducer is None:
+            self._reduce_by_torch(call, flat, reduction, timeout_s)
+        else:
+            lanes = [] if here else [_lane(flat)]
+            reads = self._reads_from(self._others, 0, flat) if here else []
+            self._stage.exchange(call, lanes, reads, timeout_s, reducer=reducer)
+        if here:
+            _give_back(flat, tensor)
+
+    def broadcast(self, tensor: torch.Tensor, root: int, timeout_s: float) -> None:
+        """The tensor of `root` becomes everyone's."""
+        flat = _dense(tensor).view(-1)
+        here = self._rank == root
+        call = self._call(
+            CallKind.BROADCAST, [tensor], flat.numel(), root=root, extent_bytes=flat.nbytes if here else 0
+        )
+        lanes, reads = ([_lane(flat)], []) if here else ([], self._reads_from([root], 0, flat))
+        self._stage.exchange(call, lanes, reads, timeout_s)
+        if not here:
+            _give_back(flat, tensor)
+
+    def all_gather(self, outputs: _Tensors, tensor: torch.Tensor, timeout_s: float) -> None:
+        """Output i becomes the tensor of rank i; ranks may bring different sizes if all outputs say so."""
+        self._check_list("output", outputs, tensor)
+        even = all(output.numel() == tensor.numel() for output in outputs)
+        source, rooms = _dense(tensor).view(-1), [_dense(output).view(-1) for output in outputs]
+        call = self._call(
+            CallKind.ALL_GATHER, [tensor], tensor.numel() if even else -1, extent_bytes=source.nbytes
+        )
+        reads = [(rank, 0, rooms[rank].data_ptr(), rooms[rank].nbytes) for rank in self._others]
+        self._stage.exchange(call, [_lane(source)], reads, timeout_s, even=even)
+        rooms[self._rank].copy_(source)
+        for room, output in zip(rooms, outputs, strict=True):
+            _give_back(room, output)
+
+    def all_gather_into(self, output: torch.Tensor, tensor: torch.Tensor, timeout_s: float) -> None:
+        """`output` becomes the tensors of all ranks, one after the other."""
+        self._check_whole("output", output, tensor)
+        room = _dense(output)
+        self.all_gather(
+            room.view(-1).chunk(self._world) if room.numel() else [room] * self._world, tensor, timeout_s
+        )
+        _give_back(room, output)
+
+    def gather(self, outputs: _Tensors, tensor: torch.Tensor, root: int, timeout_s: float) -> None:
+        """On `root`, output i becomes the tensor of rank i."""
+        here = self._rank == root
+        source = _dense(tensor).view(-1)
+        rooms: list[torch.Tensor] = []
+        if here:
+            self._check_list("output", outputs, tensor, even=True)
+            rooms = [_dense(output).view(-1) for output in outputs]
+        extent = 0 if here else source.nbytes
+        call = self._call(CallKind.GATHER, [tensor], tensor.numel(), root=root, extent_bytes=extent)
+        reads = (
+            [(rank, 0, rooms[rank].data_ptr(), rooms[rank].nbytes) for rank in self._others] if here else []
+        )
+        self._stage.exchange(call, [] if here else [_lane(source)], reads, timeout_s)
+        if here:
+            rooms[root].copy_(source)
+            for room, output in zip(rooms, outputs, strict=True):
+                _give_back(room, output)
+
+    def scatter(self, output: torch.Tensor, tensors: _Tensors, root: int, timeout_s: float) -> None:
+        """The output of rank i becomes tensor i of `root`."""
+        here = self._rank == root
+        room = _dense(output).view(-1)
+        lanes: list[Lane] = []
+        pieces: list[torch.Tensor] = []
+        if here:
+            self._check_list("input", tensors, output, even=True)
+            pieces = [_dense(tensor).view(-1) for tensor in tensors]
+            lanes = self._lanes_for_others(pieces)
+        call = self._call(
+            CallKind.SCATTER, [output], output.numel(), root=root, extent_bytes=room.nbytes if here else 0
+        )
+        reads = [] if here else self._reads_from([root], self._rank, room)
+        self._stage.exchange(call, lanes, reads, timeout_s, per_rank=True)
+        if here:
+            room.copy_(pieces[root])
+        _give_back(room, output)
+
+    def reduce_scatter(
+        self, output: torch.Tensor, tensors: _Tensors, reduction: Reduction, timeout_s: float
+    ) -> None:
+        """The output of rank i becomes tensor i of all ranks, combined."""
+        check_reduction(output.dtype, reduction)
+        self._check_list("input", tensors, output)
+        pieces, room = [_dense(tensor).view(-1) for tensor in tensors], _dense(output).view(-1)
+        items = sum(piece.numel() for piece in pieces)
+        extent = max(piece.nbytes for piece in pieces)
+        call = self._call(CallKind.REDUCE_SCATTER, tensors, items, reduction=reduction, extent_bytes=extent)
+        reducer = compiled_reducer(output.dtype, reduction)
+        if reducer is None:
+            room.copy_(combine(self._exchange_slices(call, pieces, timeout_s), reduction))
+        else:
+            room.copy_(pieces[self._rank])
+            reads = self._reads_from(self._others, self._rank, room)
+            lanes = self._lanes_for_others(pieces)
+            self._stage.exchange(call, lanes, reads, timeout_s, per_rank=True, reducer=reducer)
+        _give_back(room, output)
+
+    def reduce_scatter_from(
+        self, output: torch.Tensor, tensor: torch.Tensor, reduction: Reduction, timeout_s: float
+    ) -> None:
+        """As `reduce_scatter`, of a tensor that holds the parts for all ranks one after the other."""
+        self._check_whole("input", tensor, output)
+        flat = _dense(tensor).view(-1)
+        pieces = flat.chunk(self._world) if flat.numel() else [flat] * self._world
+        self.reduce_scatter(output, pieces, reduction, timeout_s)
+
+    def all_to_all(self, outputs: _Tensors, tensors: _Tensors, timeout_s: float) -> None:
+        """Output i becomes the tensor that rank i has for this rank; all sizes may differ."""
+        for name, given in (("output", outputs), ("input", tensors)):
+            self._check_list(name, given, (outputs if name == "input" else tensors)[self._rank])
+        pieces, rooms = [_dense(one).view(-1) for one in tensors], [_dense(one).view(-1) for one in outputs]
+        extent = max(piece.nbytes for piece in pieces)
+        call = self._call(CallKind.ALL_TO_ALL, tensors, 0, extent_bytes=extent)
+        reads = [(rank, self._rank, rooms[rank].data_ptr(), rooms[rank].nbytes) for rank in self._others]
+        lanes = self._lanes_for_others(pieces)
+        self._stage.exchange(call, lanes, reads, timeout_s, per_rank=True, even=False)
+        rooms[self._rank].copy_(pieces[self._rank])
+        for room, output in zip(rooms, outputs, strict=True):
+            _give_back(room, output)
+
+    def all_to_all_split(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        splits: tuple[Sequence[int], Sequence[int]],
+        timeout_s: float,
+    ) -> None:
+        """As `all_to_all`, of tensors cut along their first dimension; without `splits` (out, in) into equal parts."""
+        room = _dense(output)
+        pieces = self._cut("input", _dense(tensor), splits[1])
+        self.all_to_all(self._cut("output", room, splits[0]), pieces, timeout_s)
+        _give_back(room, output)
+
+    def _call(
+        self,
+        kind: CallKind,
+        tensors: _Tensors,
+        items: int,
+        *,
+        reduction: Reduction = Reduction.NONE,
+        root: int = -1,
+        extent_bytes: int = 0,
+    ) -> CollectiveCall:
+        """The record of the next call; everything that can be refused alone has been."""
+        self._number += 1
+        return call_of(
+            self._number,
+            kind,
+            tensors,
+            reduction=reduction,
+            root=root,
+            items=items,
+            extent_bytes=extent_bytes,
+        )
+
+    def _reduce_by_schedule(
+        self,
+        executor: ScheduleExecutor,
+        call: CollectiveCall,
+        flat: torch.Tensor,
+        reduction: Reduction,
+        timeout_s: float,
+    ) -> None:
+        """All are here with tensors that fit; then by the group's algorithm."""
+        self._stage.exchange(call, (), (), timeout_s)
+        try:
+            executor.all_reduce(flat.view(-1), _BY_SCHEDULE[reduction])
+        except BaseException:
+            self._stage.abort(self._rank, StageReason.FAILED)
+            raise
+
+    def _reduce_by_torch(
+        self, call: CollectiveCall, flat: torch.Tensor, reduction: Reduction, timeout_s: float
+    ) -> None:
+        """Each rank combines one slice and gives the result to all, or to the root of the call."""
+        sizes = [
+            flat.numel() * (rank + 1) // self._world - flat.numel() * rank // self._world
+            for rank in range(self._world)
+        ]
+        pieces = flat.split_with_sizes(sizes)
+        extent = max(sizes) * flat.itemsize
+        result = combine(
+            self._exchange_slices(call._replace(extent_bytes=extent), pieces, timeout_s), reduction
+        )
+        reads: list[Read] = []
+        if call.root in (-1, self._rank):
+            pieces[self._rank].copy_(result)
+            reads = [(rank, 0, pieces[rank].data_ptr(), pieces[rank].nbytes) for rank in self._others]
+        self._stage.exchange(call._replace(extent_bytes=result.nbytes), [_lane(result)], reads, timeout_s)
+
+    def _exchange_slices(
+        self, call: CollectiveCall, pieces: _Tensors, timeout_s: float
+    ) -> list[torch.Tensor]:
+        """What each rank has for this rank, in rank order."""
+        mine = pieces[self._rank]
+        parts = [mine if rank == self._rank else torch.empty_like(mine) for rank in range(self._world)]
+        reads = [(rank, self._rank, parts[rank].data_ptr(), mine.nbytes) for rank in self._others]
+        self._stage.exchange(call, self._lanes_for_others(pieces), reads, timeout_s, per_rank=True)
+        return parts
+
+    def _lanes_for_others(self, pieces: _Tensors) -> list[Lane]:
+        """A lane for each rank; what this rank keeps for itself is not laid out."""
+        return [_lane(piece) if rank != self._rank else (0, 0) for rank, piece in enumerate(pieces)]
+
+    def _reads_from(self, ranks: Iterable[int], lane: int, target: torch.Tensor) -> list[Read]:
+        return [(rank, lane, target.data_ptr(), target.nbytes) for rank in ranks]
+
+    def _check_list(self, name: str, tensors: _Tensors, like: torch.Tensor, *, even: bool = False) -> None:
+        """One tensor for each rank, this rank's as large as `like`, all of its dtype."""
+        if len(tensors) != self._world:
+            raise UserError(
+                f"{name} list of {len(tensors)} tensors: there must be one for each of {self._world} ranks"
+            )
+        for rank, tensor in enumerate(tensors):
+            if tensor.dtype != like.dtype or (
+                (even or rank == self._rank) and tensor.numel() != like.numel()
+            ):
+                raise UserError(
+                    f"{name} {rank} is {tensor.dtype} of shape {tuple(tensor.shape)}, which does not fit "
+                    f"{like.dtype} of shape {tuple(like.shape)}"
+                )
+
+    def _check_whole(self, name: str, whole: torch.Tensor, part: torch.Tensor) -> None:
+        if whole.numel() != self._world * part.numel() or whole.dtype != part.dtype:
+            raise UserError(
+                f"{name} is {whole.dtype} of shape {tuple(whole.shape)}: it must hold {self._world} times a "
+                f"{part.dtype} of shape {tuple(part.shape)}"
+            )
+
+    def _cut(self, name: str, tensor: torch.Tensor, splits: Sequence[int]) -> Sequence[torch.Tensor]:
+        rows = tensor.shape[0] if tensor.dim() else 0
+        if not splits:
+            if rows % self._world:
+                raise UserError(
+                    f"{name} has {rows} rows, which do not divide among {self._world} ranks; give split sizes"
+                )
+            splits = [rows // self._world] * self._world
+        if len(splits) != self._world or sum(splits) != rows:
+            raise UserError(
+                f"{name} split sizes {list(splits)}: need one for each of {self._world} ranks, {rows} in sum"
+            )
+        return tensor.split_with_sizes(list(splits))
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the bytes of a tensor are its values, in order."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, without its history, or else a copy whose bytes are its values."""
+    tensor = tensor.detach()
+    return tensor if _is_plain(tensor) else tensor.resolve_conj().resolve_neg().contiguous()
+
+
+def _give_back(dense: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Where `dense` had to be a copy, copy it back."""
+    if dense.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(dense.view(tensor.shape))
+
+
+def _lane(tensor: torch.Tensor) -> Lane:
+    return tensor.data_ptr(), tensor.nbytes

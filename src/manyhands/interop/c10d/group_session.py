@@ -1,0 +1,166 @@
+"""Everything that one rank holds open for one process group, from joining it to leaving it."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Final
+
+from torch._C import _distributed_c10d as c10d
+
+from manyhands.errors import UserError
+from manyhands.interop.c10d.collectives import Collectives
+from manyhands.interop.c10d.fallback import FallbackGroup
+from manyhands.interop.c10d.options import SHARED, Options
+from manyhands.interop.c10d.point_to_point import PointToPoint
+from manyhands.interop.c10d.shared_stage import CollectiveStage, StageReason, create_segment
+from manyhands.interop.c10d.works import Conductor
+from manyhands.places.local.rendezvous import Rendezvous, meet
+from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
+from manyhands.strategies.common.collectives.executor import ScheduleExecutor
+from manyhands.transport.link.mesh import SharedMesh
+
+__all__ = ["LocalSession", "Session", "SessionPlace", "open_session"]
+
+_PATIENCE_S: Final = 5.0  # what is under way when a group is closed may take this long to end
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionPlace:
+    """A rank's place in a group; `global_ranks` is empty for the default group, where they are the same."""
+
+    name: str
+    rank: int
+    world: int
+    global_ranks: tuple[int, ...]
+
+    def label(self, rank: int) -> str:
+        """How a rank of the group is called in a sentence."""
+        known = rank < len(self.global_ranks) and self.global_ranks[rank] != rank
+        return f"{rank} (global {self.global_ranks[rank]})" if known else str(rank)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalSession:
+    """What the ranks of one host have: shared memory, the calls on it, and the post."""
+
+    stage: CollectiveStage
+    collectives: Collectives
+    post: PointToPoint
+
+
+class Session:
+    """One rank's end of a group; `local` is None where the ranks are on several hosts. `close` is idempotent."""
+
+    def __init__(
+        self, place: SessionPlace, local: LocalSession | None, fallback: FallbackGroup, resources: ExitStack
+    ) -> None:
+        self.place = place
+        self.local = local
+        self.fallback = fallback
+        self.conductor = Conductor(f"process group {place.name}")
+        self._resources = resources
+        _open_sessions.add(self)
+
+    def abort(self) -> None:
+        """End every call of the group, on all ranks."""
+        if self.local is not None:
+            self.local.stage.abort(self.place.rank, StageReason.ENDED)
+
+    def close(self) -> None:
+        """Let the calls under way end, leave, and free everything."""
+        if self.local is not None:
+            self.conductor.close(self.local.stage.interrupt, _PATIENCE_S)
+        self._resources.close()
+
+    def disown(self) -> None:
+        """In a forked child: the group is its parent's, and must not be left or used in its name."""
+        self.conductor = Conductor(f"process group {self.place.name} of the parent process")
+        self.conductor.close(lambda: None, 0)
+        if self.local is not None:
+            self.local.post.disown()
+        self._resources.pop_all()
+
+
+_open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+def _disown_all() -> None:
+    for session in list(_open_sessions):
+        session.disown()
+
+
+os.register_at_fork(after_in_child=_disown_all)
+
+
+def open_session(store: c10d.Store, place: SessionPlace, options: Options, timeout: timedelta) -> Session:
+    """Collective over the group: meet, and share memory or connect."""
+    timeout_s = timeout.total_seconds()
+    fallback = FallbackGroup(store, place.rank, place.world, timeout)
+    with ExitStack() as resources:
+        rendezvous = resources.enter_context(
+            meet(
+                c10d.PrefixStore("meeting/", store),
+                rank=place.rank,
+                world=place.world,
+                name=place.name,
+                timeout_s=timeout_s,
+            )
+        )
+        several_hosts = len(rendezvous.hosts) > 1
+        if several_hosts and options.algorithm != SHARED:
+            raise UserError(
+                f"group {place.name!r}: algorithm={options.algorithm!r} needs all ranks on one host, and they are on "
+                f"{len(rendezvous.hosts)}: {list(map(list, rendezvous.hosts))}"
+            )
+        resources.callback(fallback.close)
+        fallback.open(several_hosts=several_hosts)
+        local = None if several_hosts else _open_local(rendezvous, place, options, timeout_s, resources)
+        return Session(place, local, fallback, resources.pop_all())
+
+
+def _open_local(
+    rendezvous: Rendezvous, place: SessionPlace, options: Options, timeout_s: float, resources: ExitStack
+) -> LocalSession:
+    """Share memory with the others, and watch over each other."""
+    memory, letters, *ends = _share(rendezvous, options, timeout_s)
+    peers = [rank for rank in range(place.world) if rank != place.rank]
+    stage = CollectiveStage(memory, place.rank, place.world, place.label)
+    resources.callback(stage.close)
+    executor = None
+    if options.algorithm != SHARED:
+        pairs = {peer: ends[2 * i : 2 * i + 2] for i, peer in enumerate(peers)}
+        links = SharedMesh.attach(place.rank, pairs)
+        for link in links.values():
+            resources.callback(link.close)
+        executor = ScheduleExecutor(ALGORITHMS[options.algorithm], place.rank, place.world, links, timeout_s)
+    post = PointToPoint(letters, stage, f"process group {place.name}", place.label)
+    resources.callback(post.close)
+
+    def on_end(rank: int, in_peace: bool) -> None:
+        if not in_peace:
+            stage.abort(rank, StageReason.DIED)
+
+    rendezvous.watch(on_end)
+    return LocalSession(stage=stage, collectives=Collectives(stage, executor), post=post)
+
+
+def _share(rendezvous: Rendezvous, options: Options, timeout_s: float) -> tuple[int, ...]:
+    """This rank's descriptors: the stage's memory, the post's, and two for the link to each other rank, if any."""
+    with ExitStack() as made:
+
+        def make() -> Sequence[Sequence[int]]:
+            memory = made.enter_context(create_segment(rendezvous.world)).descriptor
+            letters = os.memfd_create("manyhands:post", os.MFD_CLOEXEC)
+            made.callback(os.close, letters)
+            if options.algorithm == SHARED:
+                return [(memory, letters)] * rendezvous.world
+            mesh = made.enter_context(SharedMesh(rendezvous.world))
+            ends = [sorted(mesh.descriptors(rank).items()) for rank in range(rendezvous.world)]
+            return [(memory, letters, *(end for _, pair in pairs for end in pair)) for pairs in ends]
+
+        return rendezvous.share(f"memory for algorithm={options.algorithm}", make, timeout_s)

@@ -1,0 +1,309 @@
+"""Point-to-point messages between the ranks of one process group: send, receive, receive from anyone.
+
+Between each two ranks there is a ring of bytes for each direction (see `transport.link.byte_ring`), in memory that is
+reserved when the first message is sent. Whoever writes into a ring or takes from it rings the other rank's bell, one
+word on which a rank can wait for all others at once.
+
+What fits into the ring is sent when `send` is called. The rest moves whenever somebody of this process waits for a
+message of his own, or else in a thread of the post. Messages of one sender and one tag arrive in order; one that nobody
+has asked for yet is laid aside only when it stands before another that somebody waits for.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+import torch
+
+from manyhands.errors import ManyhandsError, PeerTimeout, UserError, WorkerFailed
+from manyhands.interop.c10d.collective_calls import CallKind
+from manyhands.interop.c10d.point_to_point_work import (
+    Inbox,
+    OutgoingMessage,
+    PendingReceive,
+    PointToPointWork,
+    Settled,
+)
+from manyhands.interop.c10d.shared_stage import CollectiveStage, StageReason
+from manyhands.native.segment import PAGE, Segment, reserve, round_up
+from manyhands.native.waiting import REACHED, nudge, wait_until
+from manyhands.transport.link import byte_ring
+
+__all__ = ["PointToPoint", "capacity_bytes", "ring_index"]
+
+_SLICE_NS: Final = 250_000_000  # who waits for the bell looks around this often
+_GRACE_S: Final = 0.001  # most callers wait for their message at once; only then does the thread step in
+_MOST_BYTES: Final = 16 << 20  # for all rings of a group, as long as each has its least
+_LEAST_RING: Final = 16 << 10
+_MOST_RING: Final = 1 << 20
+
+
+def capacity_bytes(world: int) -> int:
+    """The size of one ring among `world` ranks."""
+    return max(_LEAST_RING, min(_MOST_RING, round_up(_MOST_BYTES // max(world * (world - 1), 1), PAGE)))
+
+
+def ring_index(sender: int, receiver: int, world: int) -> int:
+    """Which of the world × (world - 1) rings leads from `sender` to `receiver`."""
+    return sender * (world - 1) + (receiver if receiver < sender else receiver - 1)
+
+
+class PointToPoint:
+    """One rank's end; owns the descriptor, which nobody has sized before the first message. Any thread may use it."""
+
+    def __init__(
+        self, descriptor: int, stage: CollectiveStage, name: str, label: Callable[[int], str] = str
+    ) -> None:
+        self._descriptor = descriptor
+        self._stage = stage
+        self._name = name
+        self._label = label
+        self._rank, self._world = stage.rank, stage.world
+        lock = threading.Lock()
+        self._changed = threading.Condition(lock)  # something ended, or nobody drives any more
+        self._needed = threading.Condition(lock)  # the thread has something to look after, or is to end
+        self._asleep = False  # the thread will not look again by itself
+        self._segment: Segment | None = None
+        self._letters: dict[int, deque[OutgoingMessage]] = {}
+        self._requests: list[PendingReceive] = []
+        self._inboxes: dict[int, Inbox] = {}
+        self._driven = False  # somebody waits for the bell
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int, timeout_s: float) -> PointToPointWork:
+        """Send a contiguous tensor, which must not change until the work is complete."""
+        work = PointToPointWork(CallKind.SEND, tensor, to, tag, self._drive)
+        with self._changed:
+            self._open(work, timeout_s)
+            self._letters[to].append(OutgoingMessage(work, tensor))
+            settled = self._advance()[1]
+        return self._posted(work, settled)
+
+    def receive(
+        self, tensor: torch.Tensor, source: int | None, tag: int, timeout_s: float
+    ) -> PointToPointWork:
+        """Fill a contiguous tensor with the next message of `tag`, from `source` or from anyone."""
+        work = PointToPointWork(CallKind.RECV, tensor, source, tag, self._drive)
+        request = PendingReceive(work, tensor)
+        with self._changed:
+            self._open(work, timeout_s)
+            sources = self._inboxes if source is None else (source,)
+            settled: Settled = []
+            if not any(self._inboxes[one].take_aside(request, settled) for one in sources):
+                self._requests.append(request)
+                settled = self._advance()[1]
+        return self._posted(work, settled)
+
+    def close(self) -> None:
+        """Fail what is under way and let go of the memory; idempotent."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            settled = self._fail_all(
+                lambda work: UserError(f"{work.describe(self._label)}: {self._name} was closed")
+            )
+            self._needed.notify_all()
+            thread, self._thread = self._thread, None
+        nudge(self._stage.wakeup_address(self._rank))  # for whoever of this process waits for it
+        _complete(settled)
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._driven)
+            if self._segment is not None:
+                self._segment.close()
+                self._segment = None
+            else:
+                os.close(self._descriptor)
+
+    def disown(self) -> None:
+        """In a forked child: the post is its parent's, and whatever threads the parent has are not here."""
+        self._closed = True
+        self._name += " of the parent process"
+        self._changed = threading.Condition()
+
+    def _open(self, work: PointToPointWork, timeout_s: float) -> None:
+        """Check that the message can be sent, and map the rings if it is the first."""
+        if self._closed:
+            raise UserError(f"{work.describe(self._label)}: {self._name} is closed")
+        if self._stage.has_stopped:
+            raise self._stage.stopped(work.describe(self._label))
+        if work.tag < 0:
+            raise UserError(f"tag={work.tag}: must be at least 0")
+        if work.peer is not None and (not 0 <= work.peer < self._world or work.peer == self._rank):
+            raise UserError(
+                f"rank={work.peer}: must be one of {self._world} ranks, and not this rank, {self._rank}"
+            )
+        work.deadline_ns = time.monotonic_ns() + int(timeout_s * 1e9)
+        if self._segment is None:
+            self._map_rings()
+
+    def _map_rings(self) -> None:
+        """Reserve, map and prepare the rings: every rank does it, when it first needs them, in the same way."""
+        world, one = self._world, round_up(byte_ring.CONTROL_BYTES + capacity_bytes(self._world), PAGE)
+        reserve(self._descriptor, one * world * (world - 1), "messages between ranks")
+        segment = self._segment = Segment.attach(self._descriptor)
+        for peer in range(world):
+            if peer != self._rank:
+                outgoing = segment.address + ring_index(self._rank, peer, world) * one
+                incoming = segment.address + ring_index(peer, self._rank, world) * one
+                for address in (outgoing, incoming):
+                    byte_ring.prepare(address, one - byte_ring.CONTROL_BYTES)
+                self._letters[peer] = deque()
+                self._inboxes[peer] = Inbox(peer, incoming, self._label)
+
+    def _ring_to(self, peer: int) -> int:
+        assert self._segment is not None
+        one = self._segment.num_bytes // (self._world * (self._world - 1))
+        return self._segment.address + ring_index(self._rank, peer, self._world) * one
+
+    def _posted(self, work: PointToPointWork, settled: Settled) -> PointToPointWork:
+        _complete(settled)
+        if not work.is_completed():
+            with self._changed:
+                if self._thread is None and not self._closed:
+                    self._thread = threading.Thread(
+                        target=self._carry_on, name=f"manyhands post of {self._name}", daemon=True
+                    )
+                    self._thread.start()
+                if self._asleep:
+                    self._needed.notify()
+        return work
+
+    def _pending(self) -> bool:
+        return bool(self._requests) or any(self._letters.values())
+
+    def _advance(self) -> tuple[bool, Settled]:
+        """Move what can be moved now, with the lock held: whether anything did, and what has ended."""
+        moved, settled = False, Settled()
+        for peer, letters in self._letters.items():
+            gone = True
+            while letters and gone:
+                wrote, gone = letters[0].advance(self._ring_to(peer))
+                if wrote:
+                    moved = True
+                    nudge(self._stage.wakeup_address(peer))
+                if gone:
+                    settled.append((letters.popleft().work, None))
+        for source, inbox in self._inboxes.items():
+            if inbox.advance(self._requests, settled):
+                moved = True
+                nudge(self._stage.wakeup_address(source))
+        if settled:
+            self._changed.notify_all()
+        return moved, settled
+
+    def _carry_on(self) -> None:
+        """The thread of the post: waits for the bell while nobody else does."""
+        while True:
+            with self._changed:
+                if not self._pending():
+                    self._asleep = True
+                    self._needed.wait_for(lambda: self._closed or self._pending())
+                    self._asleep = False
+                self._needed.wait_for(lambda: self._closed, _GRACE_S)
+                if self._closed:
+                    return
+                if self._driven or not self._pending():
+                    continue
+                self._driven = True
+            self._wait_for_wakeup(lambda: not self._pending(), time.monotonic_ns() + _SLICE_NS)
+
+    def _drive(self, work: PointToPointWork, timeout_s: float | None) -> None:
+        """Help all messages along until `work` is complete, or `timeout_s` have passed."""
+        until_ns = (
+            work.deadline_ns + _SLICE_NS if timeout_s is None else time.monotonic_ns() + int(timeout_s * 1e9)
+        )
+        self._stage.waiting_in(work.kind, -1 if work.peer is None else work.peer, work.tag)
+        try:
+            while not work.is_completed() and time.monotonic_ns() < until_ns:
+                with self._changed:
+                    if self._driven:
+                        left_s = (until_ns - time.monotonic_ns()) / 1e9
+                        self._changed.wait_for(
+                            lambda: work.is_completed() or not self._driven, max(left_s, 0)
+                        )
+                        continue
+                    self._driven = True
+                self._wait_for_wakeup(work.is_completed, min(until_ns, time.monotonic_ns() + _SLICE_NS))
+        finally:
+            self._stage.waiting_in(None)
+
+    def _wait_for_wakeup(self, over: Callable[[], bool], until_ns: int) -> None:
+        """Move messages and sleep, in turns, until `over` or `until_ns`; the caller has set `_driven`."""
+        wakeup, stop = self._stage.wakeup_address(self._rank), self._stage.abort_address
+        try:
+            while not over():
+                with self._changed:
+                    if self._closed:
+                        return
+                    rung = self._stage.wakeup_count()
+                    moved, settled = self._advance()
+                _complete(settled)
+                now_ns = time.monotonic_ns()
+                if moved:
+                    continue
+                if now_ns >= until_ns:
+                    break
+                if wait_until(wakeup, rung + 1, stop, until_ns, self._stage.spins) != REACHED:
+                    break
+            self._look_around()
+        finally:
+            with self._changed:
+                self._driven = False
+                self._changed.notify_all()
+
+    def _look_around(self) -> None:
+        """Fail what cannot come about any more: the group has stopped, a peer has left, the time is over."""
+        with self._changed:
+            if self._closed:
+                return
+            _, settled = self._advance()
+            settled += self._fail_all(self._doom)
+        _complete(settled)
+
+    def _doom(self, work: PointToPointWork) -> ManyhandsError | None:
+        """Why `work` will not come about, or None."""
+        what = work.describe(self._label)
+        if self._stage.has_stopped:
+            return self._stage.stopped(what)
+        others = [rank for rank in range(self._world) if rank != self._rank]
+        peers = others if work.peer is None else [work.peer]
+        if all(self._stage.has_left(peer) for peer in peers):
+            return WorkerFailed(f"{what}: rank {self._label(peers[0])} has left the group", peers[0])
+        if time.monotonic_ns() < work.deadline_ns:
+            return None
+        where = "; ".join(f"rank {self._label(peer)} {self._stage.last_seen(peer)}" for peer in peers)
+        deed = "took it" if work.kind is CallKind.SEND else "sent it"
+        self._stage.abort(
+            peers[0], StageReason.LATE
+        )  # a message that is cut in the middle spoils all that follow
+        return PeerTimeout(f"{what}: nobody {deed} in time: {where}", peers[0])
+
+    def _fail_all(self, doom: Callable[[PointToPointWork], ManyhandsError | None]) -> Settled:
+        """Take back, with the lock held, every message that is doomed."""
+        settled: Settled = []
+        for letters in self._letters.values():
+            for letter in list(letters):
+                if (error := doom(letter.work)) is not None:
+                    letters.remove(letter)
+                    settled.append((letter.work, error))
+        for request in list(self._requests):
+            if (error := doom(request.work)) is not None:
+                self._requests.remove(request)
+                settled.append((request.work, error))
+        if settled:
+            self._changed.notify_all()
+        return settled
+
+
+def _complete(settled: Settled) -> None:
+    for work, error in settled:
+        work.complete(error)

@@ -1,0 +1,339 @@
+"""One rank's end of the memory that the ranks of a process group share: runs calls, and says why one cannot go on.
+
+A stage runs one call at a time. A call whose records differ between ranks is refused on all of them and leaves the
+group usable. Whatever else goes wrong (a rank that died, left, failed, or did not come in time) stops the group for
+good, on all ranks, and every later call says the same.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from typing import Final, NoReturn
+
+import numpy as np
+
+from manyhands.errors import Aborted, ManyhandsError, PeerTimeout, UserError, WorkerFailed
+from manyhands.interop.c10d import compiled_allreduce, layout_rounds, shared_layout
+from manyhands.interop.c10d.collective_calls import (
+    COMPARED_WORDS,
+    RECORD_WORDS,
+    CallKind,
+    CollectiveCall,
+    describe_lateness,
+    describe_mismatch,
+    describe_uneven,
+)
+from manyhands.interop.c10d.exchange import Lane, Read, exchange, exchange_words, most_words
+from manyhands.interop.c10d.layout_rounds import RoundReducer
+from manyhands.native.segment import Segment
+from manyhands.native.waiting import REACHED, TIMED_OUT, spins_for
+
+__all__ = ["CollectiveStage", "ReductionPlan", "StageReason", "create_segment"]
+
+_SLICE_NS: Final = 250_000_000  # a waiting call looks around this often, and Python at its signals
+_PATIENCE: Final = 8  # times the usual spinning: a peer that runs Python needs 20 µs between two calls
+_REASON_SHIFT: Final = 16  # of the abort word: below it the rank + 1, above it the reason
+
+
+class StageReason(IntEnum):
+    """Why a group stopped."""
+
+    DIED = 1
+    """A rank's process ended without leaving the group."""
+    LEFT = 2
+    """A rank closed the group while another waited for it."""
+    LATE = 3
+    """A rank did not come in time."""
+    FAILED = 4
+    """A rank raised, or was interrupted, in the middle of a call."""
+    ENDED = 5
+    """The group was aborted on purpose."""
+
+
+class ReductionPlan:
+    """An all-reduce that has been thought through, to be run again and again on tensors of the same kind."""
+
+    def __init__(self, call: CollectiveCall, reducer: RoundReducer, world: int) -> None:
+        self.call = call
+        head = layout_rounds.call_head(call.words(), reducer)
+        block = shared_layout.block_items(call.items, reducer.item_bytes)
+        self.words = np.array(compiled_allreduce.all_reduce_words(head, call.items, block, world), np.int64)
+        self.address = self.words.ctypes.data
+
+
+def create_segment(world: int, *, first_round: int = 1) -> Segment:
+    """The memory of a group of `world` ranks, whose rounds are numbered from `first_round`; for all of them."""
+    where = shared_layout.layout_of(world)
+    segment = Segment.create(where.num_bytes, "a process group")
+    before = (first_round - 1) & 0xFFFFFFFF
+    segment.array(0, shared_layout.HEADER_WORDS, np.uint32)[:] = (
+        shared_layout.MAGIC,
+        shared_layout.VERSION,
+        world,
+        before,
+    )
+    for rank in range(world):
+        for which in (shared_layout.ARRIVED, shared_layout.DONE):
+            offset = shared_layout.REGIONS + rank * where.region_bytes + which
+            segment.array(offset, 1, np.uint32)[0] = before
+    return segment
+
+
+class CollectiveStage:
+    """One rank's end; calls are made by one thread at a time, `abort` and `close` by any.
+
+    Owns the descriptor. `label` says how a rank is called in sentences; `spins` is how often a waiter looks before it
+    sleeps.
+    """
+
+    def __init__(self, descriptor: int, rank: int, world: int, label: Callable[[int], str] = str) -> None:
+        self.rank = rank
+        self.world = world
+        self._label = label
+        self.spins = _PATIENCE * spins_for(world)
+        self._lock = threading.Lock()  # nobody unmaps what another thread is about to write
+        self._closing = self._closed = False
+        self._segment = Segment.attach(descriptor)
+        where = shared_layout.layout_of(world)
+        header = (
+            self._u32(0, shared_layout.HEADER_WORDS) if self._segment.num_bytes == where.num_bytes else []
+        )
+        if header[:-1] != [shared_layout.MAGIC, shared_layout.VERSION, world]:
+            self._segment.close()
+            raise ManyhandsError(f"the shared memory is not that of a process group of {world}")
+        self._region_bytes = where.region_bytes
+        self._scratch = np.zeros(layout_rounds.SCRATCH_ROOM, np.uint8)
+        self._stage = np.array(
+            layout_rounds.stage_words(
+                control=self._segment.address,
+                where=where,
+                rank=rank,
+                world=world,
+                spins=self.spins,
+                scratch=self._scratch.ctypes.data,
+                before=header[-1],
+            ),
+            np.int64,
+        )
+        self._address = self._stage.ctypes.data
+        self._call = np.zeros(most_words(world), np.int64)  # the exchange under way
+        self._call_address = self._call.ctypes.data
+
+    def wakeup_address(self, rank: int) -> int:
+        """The word that is rung when `rank` has post."""
+        return self._segment.address + self._region(rank) + shared_layout.WAKEUP
+
+    def wakeup_count(self) -> int:
+        """How often this rank's bell was rung, modulo 2^32."""
+        return self._u32(self._region(self.rank) + shared_layout.WAKEUP, 1)[0]
+
+    @property
+    def abort_address(self) -> int:
+        """The word that is not zero once the group has stopped."""
+        return self._segment.address + shared_layout.ABORT_OFFSET
+
+    def all_reduce(self, plan: ReductionPlan, number: int, address: int, timeout_s: float) -> None:
+        """Collective: the items at `address` become those of all ranks, combined in rank order."""
+        words = plan.words
+        words[0] = number
+        words[layout_rounds.PHASE] = layout_rounds.BEGIN
+        words[layout_rounds.STEP] = 0
+        words[compiled_allreduce.ADDRESS] = address
+        self._run(compiled_allreduce.all_reduce, words, plan.address, plan.call, timeout_s)
+
+    def exchange(
+        self,
+        call: CollectiveCall,
+        lanes: Sequence[Lane],
+        reads: Sequence[Read],
+        timeout_s: float,
+        *,
+        per_rank: bool = False,
+        even: bool = True,
+        reducer: RoundReducer | None = None,
+    ) -> None:
+        """Collective: lay out `lanes`, and read those of others.
+
+        `per_rank` says that lane i is for rank i, on the ranks that have lanes; else there is at most one, for all.
+        Without `even`, what each rank brings for each is compared with what that one expects. With a `reducer`, all
+        reads are of one lane to one place, where this rank's own contribution lies.
+        """
+        room = shared_layout.lane_bytes(self.world if per_rank else 1)
+        head = layout_rounds.call_head(call.words(), reducer)
+        words = exchange_words(head, lanes, reads, even=even, lane_bytes=room)
+        self._call[: len(words)] = words
+        self._run(exchange, self._call, self._call_address, call, timeout_s)
+
+    def waiting_in(self, kind: CallKind | None, peer: int = 0, tag: int = 0) -> None:
+        """Show the others what this rank waits for outside collectives, or that it no longer does."""
+        offset = self._region(self.rank) + shared_layout.STATE_WAIT
+        self._segment.array(offset, 3, np.int64)[:] = kind or 0, peer, tag
+
+    def abort(self, rank: int, reason: StageReason) -> None:
+        """Stop the group because of `rank`, on all ranks; the first reason stands."""
+        with self._lock:
+            if not self._closed:
+                layout_rounds.abort(self._address, rank + 1 | reason << _REASON_SHIFT)
+
+    @property
+    def has_stopped(self) -> bool:
+        """Whether the group has been aborted."""
+        return self._u32(shared_layout.ABORT_OFFSET, 1) != [0]
+
+    def stopped(self, what: str) -> ManyhandsError:
+        """The error that says why the group has stopped."""
+        (word,) = self._u32(shared_layout.ABORT_OFFSET, 1)
+        rank, reason = (word & (1 << _REASON_SHIFT) - 1) - 1, StageReason(word >> _REASON_SHIFT)
+        who = f"rank {self._label(rank)}"
+        match reason:
+            case StageReason.DIED:
+                return WorkerFailed(f"{what}: {who} died: its process ended without leaving the group", rank)
+            case StageReason.LEFT:
+                return WorkerFailed(f"{what}: {who} left the group while others waited for it", rank)
+            case StageReason.LATE:
+                return PeerTimeout(f"{what}: {who} did not come in time; it {self.last_seen(rank)}", rank)
+            case StageReason.FAILED:
+                return Aborted(
+                    f"{what}: stopped, because {who} failed or was interrupted in the middle of a call"
+                )
+            case StageReason.ENDED:
+                return Aborted(f"{what}: stopped, because {who} aborted the group")
+
+    def has_left(self, rank: int) -> bool:
+        """Whether `rank` has closed its end."""
+        return self._u32(self._region(rank) + shared_layout.STATE_LEFT, 1) != [0]
+
+    def last_seen(self, rank: int) -> str:
+        """Where `rank` was last seen, as the rest of a sentence about it."""
+        region = self._region(rank)
+        if self.has_left(rank):
+            return "has left the group"
+        kind, peer, tag = self._segment.array(region + shared_layout.STATE_WAIT, 3, np.int64).tolist()
+        if kind:
+            whom = "any rank" if peer < 0 else f"rank {self._label(peer)}"
+            way = "to" if kind == CallKind.SEND else "from"
+            return f"waits in {CallKind(kind).name.lower()} {way} {whom} (tag {tag})"
+        records = self._segment.array(region + shared_layout.RECORDS, 2 * RECORD_WORDS, np.int64).tolist()
+        last = max(
+            CollectiveCall.from_words(records[:RECORD_WORDS]),
+            CollectiveCall.from_words(records[RECORD_WORDS:]),
+        )
+        if not last.number:
+            return "has made no call yet"
+        arrived, done = (
+            self._u32(region + shared_layout.ARRIVED, 1),
+            self._u32(region + shared_layout.DONE, 1),
+        )
+        if arrived != done:
+            return f"is in {last} #{last.number}"
+        return f"is in no call since {last} #{last.number}"
+
+    def interrupt(self) -> None:
+        """Have the call under way, if there is one, raise soon: the group is about to be closed."""
+        self._closing = True
+
+    def close(self) -> None:
+        """Leave the group and let go of the memory; idempotent. No call may be under way."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._segment.array(self._region(self.rank) + shared_layout.STATE_LEFT, 1, np.uint32)[0] = 1
+            self._segment.close()
+
+    def _run(
+        self,
+        kernel: Callable[[int, int, int], int],
+        words: np.ndarray,
+        address: int,
+        call: CollectiveCall,
+        timeout_s: float,
+    ) -> None:
+        if self._closed:
+            raise UserError(f"{call}: the process group is closed")
+        began_ns = now_ns = time.monotonic_ns()
+        deadline_ns = began_ns + int(timeout_s * 1e9)
+        try:
+            while True:
+                status = kernel(self._address, address, min(deadline_ns, now_ns + _SLICE_NS))
+                if status == REACHED:
+                    return
+                if status != TIMED_OUT:
+                    break
+                now_ns = time.monotonic_ns()
+                over_s = timeout_s if now_ns >= deadline_ns else None
+                self._look_around(words, call, began_ns, over_s)
+        except BaseException:
+            self.abort(self.rank, StageReason.FAILED)  # a reason that was given before stands
+            raise
+        call = call._replace(number=int(words[0]))
+        if status == layout_rounds.MISMATCH:
+            self._refuse(call, int(words[layout_rounds.ROUND]) & 1)
+        raise self._stopped_in(words, call, began_ns)
+
+    def _look_around(
+        self, words: np.ndarray, call: CollectiveCall, began_ns: int, over_s: float | None
+    ) -> None:
+        """Raise if a rank that is waited for has left, or if the call's time of `over_s` is over."""
+        call = call._replace(number=int(words[0]))
+        if self._closing:
+            raise UserError(f"{call} #{call.number}: the process group was closed meanwhile")
+        late = self._late(words)
+        gone = [rank for rank in late if self.has_left(rank)]
+        if gone:
+            self.abort(gone[0], StageReason.LEFT)
+            raise WorkerFailed(self._lateness(call, began_ns, gone), gone[0])
+        if over_s is not None and late:
+            text = self._lateness(call, began_ns, late)
+            self.abort(late[0], StageReason.LATE)
+            raise PeerTimeout(
+                f"{text}; see whether it still runs and makes the same calls, or set a timeout above {over_s:g} s",
+                late[0],
+            )
+
+    def _late(self, words: np.ndarray) -> list[int]:
+        """The ranks that a call waits for."""
+        phase, number = words[[layout_rounds.PHASE, layout_rounds.ROUND]].tolist()
+        which = shared_layout.DONE if phase == layout_rounds.SETTLE else shared_layout.ARRIVED
+        seen = [self._u32(self._region(rank) + which, 1)[0] for rank in range(self.world)]
+        return [rank for rank, word in enumerate(seen) if (word - number) & 0x80000000]
+
+    def _lateness(self, call: CollectiveCall, began_ns: int, late: Sequence[int]) -> str:
+        where = [(rank, self.last_seen(rank)) for rank in late]
+        return describe_lateness(call, (time.monotonic_ns() - began_ns) / 1e9, where, self._label)
+
+    def _stopped_in(self, words: np.ndarray, call: CollectiveCall, began_ns: int) -> ManyhandsError:
+        """Why a call could not go on; if someone was late for another rank, who is late for this one."""
+        error = self.stopped(f"{call} #{call.number}")
+        late = self._late(words)
+        if isinstance(error, PeerTimeout) and late:
+            return PeerTimeout(self._lateness(call, began_ns, late), error.peer)
+        return error
+
+    def _refuse(self, call: CollectiveCall, slot: int) -> NoReturn:
+        """All ranks see that the records differ: say how, and be done with the round."""
+        calls, tables = [], []
+        for rank in range(self.world):
+            region, size = self._region(rank), 2 * self.world
+            record = region + shared_layout.RECORDS + slot * shared_layout.RECORD_BYTES
+            calls.append(
+                CollectiveCall.from_words(self._segment.array(record, RECORD_WORDS, np.int64).tolist())
+            )
+            table = region + shared_layout.TABLES + slot * 8 * size
+            tables.append(self._segment.array(table, size, np.int64).tolist())
+        layout_rounds.leave_round(self._address)
+        if any(other[:COMPARED_WORDS] != call[:COMPARED_WORDS] for other in calls):
+            raise UserError(describe_mismatch(calls, self._label))
+        brought = [table[: self.world] for table in tables]
+        expected = [table[self.world :] for table in tables]
+        raise UserError(describe_uneven(f"{call.name} #{call.number}", brought, expected, self._label))
+
+    def _region(self, rank: int) -> int:
+        return shared_layout.REGIONS + rank * self._region_bytes
+
+    def _u32(self, offset: int, count: int) -> list[int]:
+        words: list[int] = self._segment.array(offset, count, np.uint32).tolist()
+        return words

@@ -1,0 +1,384 @@
+"""The process group that torch.distributed talks to: each of its methods becomes calls on shared memory.
+
+torch calls some of the methods from Python and some from C++ (the reducer of DDP, functional collectives), and has
+renamed several between the releases we support: each goes by all its names. What shared memory does not take (CUDA and
+sparse tensors, ranks on several hosts) goes to the backends underneath, as it came.
+"""
+
+# ruff: noqa: N802 - names that torch's C++ looks up
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+from manyhands.errors import UserError
+from manyhands.interop.c10d.collective_calls import Reduction
+from manyhands.interop.c10d.collectives import Collectives
+from manyhands.interop.c10d.group_session import Session
+from manyhands.interop.c10d.point_to_point import PointToPoint
+
+__all__ = ["BACKEND", "ManyhandsGroup"]
+
+BACKEND: Final = "manyhands"
+
+_REDUCTIONS: Final = {int(one) - 1: one for one in Reduction if one is not Reduction.NONE}
+_Tensors = list[torch.Tensor]
+_Base: Any = dist.ProcessGroup  # its stubs demand overloads that torch.distributed never calls
+
+
+class ManyhandsGroup(_Base):  # type: ignore[misc]
+    """One rank's end of a group; torch makes it, uses it and shuts it down.
+
+    `opts` are torch's options of each call: reduction, root, timeout, and whether the caller goes on meanwhile.
+    """
+
+    def __init__(self, session: Session, timeout: timedelta) -> None:
+        super().__init__(session.place.rank, session.place.world)
+        self._session = session
+        self._local = session.local
+        self._timeout_s = timeout.total_seconds()
+        self._name = session.place.name
+        self._desc = "undefined"
+        self._finalizer = weakref.finalize(self, session.close)
+
+    # What the group is.
+
+    def getBackendName(self) -> str:
+        """The name it is registered by."""
+        return BACKEND
+
+    def getGroupName(self) -> str:
+        """The name torch gave it."""
+        return self._name
+
+    def setGroupName(self, name: str) -> None:
+        """Called by torch."""
+        self._name = name
+
+    def getGroupDesc(self) -> str:
+        """What torch says it is for."""
+        return self._desc
+
+    def setGroupDesc(self, desc: str) -> None:
+        """Called by torch."""
+        self._desc = desc
+
+    group_name = property(getGroupName)
+    group_desc = property(getGroupDesc)
+
+    supports_coalescing = supports_splitting = False  # asked of the CPU's backend, which is this group
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device(name) for name in ("cpu", "cuda")[: 1 + self._session.fallback.has_cuda]]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        device = torch.device(device)
+        if device.type == "cpu" and self._local is not None:
+            return self
+        return self._session.fallback.for_device(device)._get_backend(device)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """How long calls may take from now on."""
+        self._timeout_s = timeout.total_seconds()
+
+    def shutdown(self) -> None:
+        """Let the calls under way end, leave the group, and free everything; idempotent."""
+        self._finalizer()
+
+    def abort(self) -> None:
+        """End every call of this group, on all ranks."""
+        self._session.abort()
+
+    # Reductions.
+
+    def allreduce(self, tensors: _Tensors, opts: Any = None) -> c10d.Work:
+        """Combine each tensor over all ranks, in place; several are reduced as one vector."""
+        reduction = _reduction(opts)
+        return self._route(
+            tensors[0], "allreduce", (tensors,), opts, tensors, Collectives.all_reduce, tensors, reduction
+        )
+
+    def allreduce_coalesced(self, tensors: _Tensors, opts: Any = None) -> c10d.Work:
+        """As `allreduce`."""
+        reduction = _reduction(opts)
+        return self._route(
+            tensors[0],
+            "allreduce_coalesced",
+            (tensors,),
+            opts,
+            tensors,
+            Collectives.all_reduce,
+            tensors,
+            reduction,
+        )
+
+    def reduce(self, tensors: _Tensors, opts: Any = None) -> c10d.Work:
+        """Combine a tensor over all ranks into that of the root."""
+        (tensor,), reduction, root = tensors, _reduction(opts), _root(opts)
+        return self._route(
+            tensor, "reduce", (tensors,), opts, tensors, Collectives.reduce, tensor, reduction, root
+        )
+
+    def reduce_scatter(self, outputs: _Tensors, inputs: list[_Tensors], opts: Any = None) -> c10d.Work:
+        """Combine input i over all ranks into the output of rank i."""
+        (output,), (parts,), reduction = outputs, inputs, _reduction(opts)
+        return self._route(
+            output,
+            "reduce_scatter",
+            (outputs, inputs),
+            opts,
+            outputs,
+            Collectives.reduce_scatter,
+            output,
+            parts,
+            reduction,
+        )
+
+    def reduce_scatter_single(
+        self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None
+    ) -> c10d.Work:
+        """As `reduce_scatter`, of one tensor that holds all inputs."""
+        reduction = _reduction(opts)
+        return self._route(
+            output,
+            "_reduce_scatter_base",
+            (output, tensor),
+            opts,
+            [output],
+            Collectives.reduce_scatter_from,
+            output,
+            tensor,
+            reduction,
+        )
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: _Tensors, inputs: _Tensors, opts: Any = None
+    ) -> c10d.Work:
+        """`reduce_scatter_single` of each pair."""
+        reduction = _reduction(opts)
+
+        def each(on: Collectives, timeout_s: float) -> None:
+            for output, tensor in zip(outputs, inputs, strict=True):
+                on.reduce_scatter_from(output, tensor, reduction, timeout_s)
+
+        given = (outputs, inputs)
+        return self._route(outputs[0], "reduce_scatter_tensor_coalesced", given, opts, outputs, each)
+
+    # Moves.
+
+    def broadcast(self, tensors: _Tensors, opts: Any = None) -> c10d.Work:
+        """The root's tensor becomes everyone's."""
+        (tensor,), root = tensors, _root(opts)
+        return self._route(
+            tensor, "broadcast", (tensors,), opts, tensors, Collectives.broadcast, tensor, root
+        )
+
+    def allgather(self, outputs: list[_Tensors], inputs: _Tensors, opts: Any = None) -> c10d.Work:
+        """Output i becomes the input of rank i."""
+        (rooms,), (tensor,) = outputs, inputs
+        return self._route(
+            tensor, "allgather", (outputs, inputs), opts, rooms, Collectives.all_gather, rooms, tensor
+        )
+
+    def allgather_coalesced(self, outputs: list[_Tensors], inputs: _Tensors, opts: Any = None) -> c10d.Work:
+        """Output list i becomes the inputs of rank i."""
+
+        def each(on: Collectives, timeout_s: float) -> None:
+            for index, tensor in enumerate(inputs):
+                on.all_gather([output[index] for output in outputs], tensor, timeout_s)
+
+        rooms = [room for output in outputs for room in output]
+        return self._route(inputs[0], "allgather_coalesced", (outputs, inputs), opts, rooms, each)
+
+    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> c10d.Work:
+        """The output becomes the inputs of all ranks, one after the other."""
+        return self._route(
+            tensor,
+            "_allgather_base",
+            (output, tensor),
+            opts,
+            [output],
+            Collectives.all_gather_into,
+            output,
+            tensor,
+        )
+
+    def all_gather_single_coalesced(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> c10d.Work:
+        """`all_gather_single` of each pair."""
+
+        def each(on: Collectives, timeout_s: float) -> None:
+            for output, tensor in zip(outputs, inputs, strict=True):
+                on.all_gather_into(output, tensor, timeout_s)
+
+        given = (outputs, inputs)
+        return self._route(inputs[0], "allgather_into_tensor_coalesced", given, opts, outputs, each)
+
+    def gather(self, outputs: list[_Tensors], inputs: _Tensors, opts: Any = None) -> c10d.Work:
+        """Output i of the root becomes the input of rank i."""
+        (tensor,), root, rooms = inputs, _root(opts), outputs[0] if outputs else []
+        return self._route(
+            tensor, "gather", (outputs, inputs), opts, rooms, Collectives.gather, rooms, tensor, root
+        )
+
+    def scatter(self, outputs: _Tensors, inputs: list[_Tensors], opts: Any = None) -> c10d.Work:
+        """The output of rank i becomes input i of the root."""
+        (output,), root, parts = outputs, _root(opts), inputs[0] if inputs else []
+        return self._route(
+            output, "scatter", (outputs, inputs), opts, outputs, Collectives.scatter, output, parts, root
+        )
+
+    def alltoall(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> c10d.Work:
+        """Output i becomes the input that rank i has for this rank."""
+        return self._route(
+            outputs[0], "alltoall", (outputs, inputs), opts, outputs, Collectives.all_to_all, outputs, inputs
+        )
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        opts: Any = None,
+    ) -> c10d.Work:
+        """As `alltoall`, of tensors cut along their first dimension."""
+        splits = (output_splits, input_splits)
+        given = (output, tensor, list(output_splits), list(input_splits))
+        return self._route(
+            tensor,
+            "alltoall_base",
+            given,
+            opts,
+            [output],
+            Collectives.all_to_all_split,
+            output,
+            tensor,
+            splits,
+        )
+
+    def barrier(self, opts: Any = None) -> c10d.Work:
+        """Every rank is here; where this process uses GPUs, what those of `device_ids` have been given is done, too."""
+        uses_gpus: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        devices = opts.device_ids if opts is not None and uses_gpus else []
+        if self._local is None:
+            under = self._session.fallback.for_device(torch.device("cuda" if devices else "cpu"))
+            work: c10d.Work = under.barrier(opts)
+            return work
+        for device in devices or []:
+            torch.cuda.synchronize(device)
+        return self._perform(opts, [], Collectives.barrier)
+
+    # Names of other releases.
+
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    alltoall_base = all_to_all_single
+
+    # Messages.
+
+    def send(self, tensors: _Tensors, to: int, tag: int) -> c10d.Work:
+        """Send a tensor to one rank."""
+        (tensor,) = tensors
+        if (post := self._post_for(tensor)) is not None:
+            return post.send(tensor.detach().contiguous(), to, tag, self._timeout_s)
+        work: c10d.Work = self._fallback(tensor).send(tensors, to, tag)
+        return work
+
+    def recv(self, tensors: _Tensors, source: int, tag: int) -> c10d.Work:
+        """Receive a tensor from one rank."""
+        (tensor,) = tensors
+        if (post := self._post_for(tensor)) is not None:
+            return post.receive(_contiguous(tensor), source, tag, self._timeout_s)
+        work: c10d.Work = self._fallback(tensor).recv(tensors, source, tag)
+        return work
+
+    def recv_anysource(self, tensors: _Tensors, tag: int) -> c10d.Work:
+        """Receive a tensor from whoever sends one first."""
+        (tensor,) = tensors
+        if (post := self._post_for(tensor)) is not None:
+            return post.receive(_contiguous(tensor), None, tag, self._timeout_s)
+        work: c10d.Work = self._fallback(tensor).recv_anysource(tensors, tag)
+        return work
+
+    # Calls that torch would collect: on the CPU each is made when it comes, and the last work is that of all.
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        if device.type != "cpu" or self._local is None:
+            self._session.fallback.for_device(device)._start_coalescing(device)
+
+    def _end_coalescing(self, device: torch.device) -> c10d.Work:
+        if device.type != "cpu" or self._local is None:
+            return self._session.fallback.for_device(device)._end_coalescing(device)
+        return self._session.conductor.perform(lambda: None, [], background=True)
+
+    # How.
+
+    def _route(
+        self,
+        tensor: torch.Tensor,
+        name: str,
+        given: Sequence[Any],
+        opts: Any,
+        result: _Tensors,
+        method: Callable[..., None],
+        *args: Any,
+    ) -> c10d.Work:
+        """Do `method` in shared memory if that takes the tensor, else call torch's method `name` underneath."""
+        if self._takes(tensor):
+            return self._perform(opts, result, method, *args)
+        under = getattr(self._fallback(tensor), name)
+        work: c10d.Work = under(*given) if opts is None else under(*given, opts)
+        return work
+
+    def _perform(self, opts: Any, result: _Tensors, method: Callable[..., None], *args: Any) -> c10d.Work:
+        assert self._local is not None
+        timeout_s, background = self._timeout_s, True
+        if opts is not None:
+            given_s, background = opts.timeout.total_seconds(), opts.asyncOp
+            timeout_s = given_s if given_s > 0 else timeout_s
+        job = partial(method, self._local.collectives, *args, timeout_s)
+        return self._session.conductor.perform(job, result, background=background)
+
+    def _takes(self, tensor: torch.Tensor) -> bool:
+        """Whether shared memory can do it."""
+        return self._local is not None and tensor.is_cpu and tensor.layout is torch.strided
+
+    def _post_for(self, tensor: torch.Tensor) -> PointToPoint | None:
+        return self._local.post if self._local is not None and self._takes(tensor) else None
+
+    def _fallback(self, tensor: torch.Tensor) -> Any:
+        return self._session.fallback.for_device(tensor.device)
+
+
+def _reduction(opts: Any) -> Reduction:
+    """What torch's options say, a sum by default."""
+    if opts is None:
+        return Reduction.SUM
+    operation = opts.reduceOp.op
+    reduction = _REDUCTIONS.get(int(operation))
+    if reduction is None:
+        raise UserError(
+            f"reduction {operation.name}: allowed: {', '.join(one.name for one in _REDUCTIONS.values())}"
+        )
+    return reduction
+
+
+def _root(opts: Any) -> int:
+    return 0 if opts is None else int(opts.rootRank)
+
+
+def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.is_contiguous():
+        raise UserError(f"recv into a tensor of strides {tensor.stride()}: it must be contiguous")
+    return tensor.detach()

@@ -1,0 +1,322 @@
+"""The rounds of a group: what happens between the workers at each backward of the user's loop.
+
+    forward            writes buffers; a wish to stop counts from here on
+    first gradient     this worker's word is said, without waiting (`words`)
+    more gradients     weighted by this worker's share on their way into their buckets; full ones leave (`Exchange`)
+    end of backward    autograd's own callback: hear the words, finish the sums, make buffers alike
+
+So when `loss.backward()` returns, `grad` holds the gradient of the mean over the global batch, and whatever the user
+does with it (clipping, GradScaler, looking at it) is the same on every worker. Where the strategy steps by itself
+(`central`), `grad` holds this worker's part, which only the group may change, and `optimizer.step()` is a round of its
+own, as clipping and unscaling are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from manyhands.engine.desync_check import Agreement
+from manyhands.engine.exchange import Exchange, LocalStep
+from manyhands.engine.reporting import WorkerContext
+from manyhands.errors import UserError
+from manyhands.interop.own_loop.loop_buffers import BufferKeeper
+from manyhands.interop.own_loop.loop_clock import RoundClock
+from manyhands.interop.own_loop.parts import GradientWatch, unscale
+from manyhands.interop.own_loop.random_state import Draws
+from manyhands.interop.own_loop.readings import Readings
+from manyhands.interop.own_loop.scaler import require_prepared_scaler, telling_of_scalers
+from manyhands.interop.own_loop.small_sums import Call, Word, Words, require_same
+
+__all__ = ["Rounds"]
+
+
+class Rounds:
+    """One worker's part in all rounds of a group, from `attach` to `leave`; owns the words and the exchange."""
+
+    def __init__(
+        self, words: Words, exchange: Exchange, worker_context: WorkerContext, check_every: int = 0
+    ) -> None:
+        """Where workers hold copies, their parameters are compared every `check_every` rounds; 0: never."""
+        self.rank = words.rank
+        self.world = words.world
+        self.words = words
+        self.exchange = exchange
+        self.readings = Readings(words.world, self._weigh)
+        self.clock = RoundClock(words, exchange, worker_context, self.readings.take_input_ns)
+        self.wants_stop = False
+        """This worker asked to stop."""
+
+        self.is_stopped = False
+        """All have agreed to."""
+
+        self._worker_context = worker_context
+        self._check_every = check_every if exchange.copies else 0
+        self._agreement: Agreement | None = None
+        self._says_stop = False
+        self._for_others = 0  # rounds that this worker has brought nothing to, since it left
+        self._holding = 0
+        self._stepping = False
+        self._model: nn.Module | None = None
+        self._buffers: BufferKeeper | None = None
+        self._optimizer: Optimizer | None = None
+        self._watch: GradientWatch | None = None
+        """Where the strategy steps by itself."""
+
+        self._hooks = ExitStack()
+
+    def require_model(self) -> nn.Module:
+        """The models of the group as one; UserError before there is any."""
+        if self._model is None:
+            raise UserError("the group has no model yet: call prepare first")
+        return self._model
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether there is a model."""
+        return self._model is not None
+
+    def attach(self, models: Sequence[nn.Module], optimizer: Optimizer, buffers: str) -> None:
+        """Collective: take the models' gradients over, and give everyone worker 0's weights."""
+        self.words.meet(Call.PREPARE)
+        model = models[0] if len(models) == 1 else nn.ModuleList(models)
+        self.exchange.attach(model, optimizer)
+        self._model = model
+        self._buffers = BufferKeeper(model, buffers, self.words)
+        if self._check_every and self.world > 1:
+            self._agreement = Agreement(
+                model.named_parameters, rank=self.rank, world=self.world, total=self.words.total
+            )
+        self._weigh(self.readings.part.share)
+        self.exchange.on_next_gradient(self._begin_backward)
+        for one in models:
+            self._hooks.callback(one.register_forward_pre_hook(self._on_forward).remove)
+        if self.exchange.steps_itself:
+            self._optimizer, self._watch = optimizer, GradientWatch(model)
+            self._hooks.callback(optimizer.register_step_pre_hook(self._on_step).remove)
+            self._hooks.enter_context(telling_of_scalers(optimizer))
+        else:
+            self._hooks.callback(optimizer.register_step_post_hook(self._after_step).remove)
+        self.clock.start()
+
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """Backwards inside bring nothing to the others; their gradients add up here."""
+        self.require_model()
+        with self.exchange.accumulate():
+            self._holding += 1
+            try:
+                yield
+            finally:
+                self._holding -= 1
+
+    def clip(self, max_norm: float) -> float:
+        """Scale the gradient to `max_norm`; the norm it had. Collective where the strategy holds it in parts."""
+        self.require_model()
+        if self._watch is None:
+            return self.exchange.clip(max_norm)
+        self._watch.require_untouched()
+        self.words.meet(Call.CLIP, max_norm)
+        norm = self.exchange.clip(max_norm)
+        self._watch.remember()
+        return norm
+
+    def unscale(self, optimizer: Optimizer, factor: torch.Tensor) -> bool:
+        """Collective, where the strategy steps by itself: multiply the gradient by `factor`.
+
+        Whether any of it, on any worker, was not finite.
+        """
+        if optimizer is not self._optimizer or self._watch is None:
+            raise UserError(
+                f"the GradScaler of a group is for its own optimizer, not for another {type(optimizer).__name__}; "
+                "use a second one"
+            )
+        self._watch.require_untouched()
+        found = unscale(self.exchange.held_gradients(), factor)
+        self._watch.remember()
+        return any(word.value for word in self.words.meet(Call.UNSCALE, float(found)))
+
+    def in_worker_0s_order(self, draw: Callable[[], Any], generators: Sequence[torch.Generator]) -> Any:
+        """Collective: call `draw` as if torch's random numbers, and these generators, were worker 0's."""
+        if self.world == 1:
+            return draw()
+        self.words.meet(Call.EPOCH)
+        mine = [torch.get_rng_state(), *(generator.get_state() for generator in generators)]
+        states = torch.cat(mine)
+        self.words.broadcast(states)
+        if self.rank == 0:
+            return draw()
+        shared, *others = torch.split(states, [len(state) for state in mine])
+        for generator, state in zip(generators, others, strict=True):
+            generator.set_state(state.clone())
+        torch.set_rng_state(shared.clone())
+        try:
+            return draw()
+        finally:
+            torch.set_rng_state(mine[0])
+
+    def all_have_a_batch(self, mine: bool) -> bool:
+        """Collective: whether every worker's stream has one."""
+        return all(word.value for word in self.words.meet(Call.EPOCH, float(mine)))
+
+    def worker_0s_draws(self) -> Draws:
+        """Collective: worker 0's random generators, as they are now."""
+        self.words.meet(Call.EPOCH)
+        content = Draws().content()
+        self.words.broadcast(content)
+        return Draws.from_content(content)
+
+    def require_one_batch(self, mark: int) -> None:
+        """Collective: UserError unless the batch that all workers have read is the same."""
+        marks = [int(word.value) for word in self.words.meet(Call.EPOCH, mark)]
+        _require_one_batch(dict(enumerate(marks)))
+
+    def leave(self) -> None:
+        """Collective: leave together. Who comes early brings nothing to the rounds of the others until they come.
+
+        At the end everyone has the weights of the worker that came furthest.
+        """
+        while True:
+            self.words.say(Word(call=Call.LEAVE, value=self.clock.rounds))
+            words = self.words.hear()
+            others = {word.call for word in words} - {Call.LEAVE}
+            if not others:
+                break
+            if others != {Call.BACKWARD}:
+                require_same(words)
+            self._require_alike(words)
+            self._bring_nothing(words)
+        self.exchange.settle(end=True)
+        rounds = [word.value for word in words]
+        if min(rounds) < max(rounds):
+            self._take_weights(root=rounds.index(max(rounds)))
+
+    def close(self) -> None:
+        """Take the hooks off and let go of everything; idempotent."""
+        self._hooks.close()
+        self.exchange.close()
+        self.words.close()
+
+    def _weigh(self, share: float) -> None:
+        if self._model is not None:
+            self.exchange.weigh(share)
+
+    def _on_forward(self, module: nn.Module, _: Any) -> None:
+        self.exchange.settle()  # a step that was due may have been left out, as a GradScaler does
+        if not module.training or not torch.is_grad_enabled():
+            return
+        self._says_stop = self.wants_stop or self._worker_context.stop_requested()
+        if self._says_stop and self.world == 1:
+            self._stop()
+
+    def _on_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._stepping:  # the strategy itself calls the optimizer, for this worker's part
+            return
+        if len(args) > 1 or kwargs.get("closure") is not None:  # the first argument is the optimizer
+            raise UserError("optimizer.step(closure) runs backward inside the step, which central cannot do")
+        assert self._watch is not None
+        require_prepared_scaler(optimizer)
+        self._watch.require_untouched()
+        self.words.meet(Call.STEP)
+        self._stepping = True
+        try:
+            self.exchange.apply()  # leaves no gradient, so the step that brought us here finds nothing to do
+        finally:
+            self._stepping = False
+
+    def _after_step(self, *_: Any) -> None:
+        self.exchange.settle()
+
+    def _begin_backward(self) -> None:
+        """Called at the first gradient of a backward."""
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        if self._holding:
+            return
+        assert self._buffers is not None
+        part = self.readings.part
+        self.words.say(
+            Word(
+                call=Call.BACKWARD,
+                stop=self._says_stop,
+                last=part.last,
+                mark=part.mark,
+                news=self._buffers.news(),
+            )
+        )
+        self.exchange.begin(self.clock.rounds)
+
+    @torch.no_grad()
+    def _end_backward(self) -> None:
+        """Called by autograd when all gradients of a backward are there."""
+        self.exchange.on_next_gradient(self._begin_backward)
+        if self._holding:
+            return
+        part = self.readings.part
+        self.clock.computed()
+        words = self.words.hear()
+        self._require_alike(words)
+        self._exchange(words, part.share)
+        self._check_agreement(words)
+        if any(word.stop for word in words):
+            self._stop()
+        elif any(word.last for word in words):
+            self.readings.end_stream()
+        self.clock.exchanged(part.samples)
+
+    def _check_agreement(self, words: Sequence[Word]) -> None:
+        """After the steps of all rounds so far; who has left takes no steps, and differs in peace."""
+        rounds = self.clock.rounds
+        is_due = rounds and self._check_every and rounds % self._check_every == 0
+        if is_due and self._agreement is not None and all(word.call is Call.BACKWARD for word in words):
+            self._agreement.check(rounds)
+
+    def _exchange(self, words: Sequence[Word], share: float) -> None:
+        assert self._buffers is not None
+        step = self.clock.rounds + self._for_others  # on all alike: what is done together may hang on it
+        self.exchange.agree(LocalStep(loss=0.0, share=share, step=step))
+        self._buffers.exchange(words, share)
+        if self._watch is not None:
+            self._watch.remember()
+
+    def _bring_nothing(self, words: Sequence[Word]) -> None:
+        """Take part in a round of others that are still at work."""
+        for parameter in self.require_model().parameters():
+            parameter.grad = None
+        self._exchange(words, share=0.0)
+        self._for_others += 1
+        self.exchange.settle()
+
+    @torch.no_grad()
+    def _take_weights(self, root: int) -> None:
+        model = self.require_model()
+        for tensor in (*model.parameters(), *model.buffers()):
+            flat = tensor.detach().contiguous().view(-1).view(torch.uint8).clone()
+            self.words.broadcast(flat, root)
+            tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
+
+    def _stop(self) -> None:
+        self.is_stopped = True
+        self.readings.stop()
+
+    def _require_alike(self, words: Sequence[Word]) -> None:
+        """All are in backward, or have left where the strategy can do without them."""
+        allowed = {Call.BACKWARD} if self.exchange.steps_itself else {Call.BACKWARD, Call.LEAVE}
+        if any(word.call not in allowed for word in words):
+            require_same(words)
+        _require_one_batch({rank: word.mark for rank, word in enumerate(words) if word.call is Call.BACKWARD})
+
+
+def _require_one_batch(marks: Mapping[int, int]) -> None:
+    first, *rest = marks
+    odd = next((rank for rank in rest if marks[rank] != marks[first]), None)
+    if odd is not None:
+        raise UserError(
+            f"worker {odd} reads another batch than worker {first}: the order of the samples must be the same on "
+            "all; let the sampler or dataset draw from torch's generators, which are kept alike, or seed its own on "
+            "every worker. Where each worker reads data of its own, say group.prepare(loader, split=False)"
+        )

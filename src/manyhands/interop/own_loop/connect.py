@@ -1,0 +1,273 @@
+"""From a place to a connected worker: meet the others, and open what the strategy exchanges through.
+
+    one host       shared memory for gradients and for words; links in shared memory where the algorithm needs them
+    several hosts  a link to everyone, in shared memory on this host, and to others over TLS where MANYHANDS_TLS is set,
+                   else over Gloo; `hierarchical` by itself, with the workers of a host as a group; and memory that the
+                   workers of a host share
+
+Under TLS all that workers of different hosts exchange (gradients, weights, words) is encrypted, and both ends are
+known. Torch's store, where they find each other, and the heartbeats, which name a rank that falls silent within
+seconds, hold addresses and signs of life alone, and stay as they are: whoever changes them can end a run, and cannot
+join it. Gloo authenticates nobody and encrypts nothing: without TLS, several hosts need a network that is trusted, and
+a warning says so. All listen on the one address that leads to torchrun's master, or on GLOO_SOCKET_IFNAME where that is
+set.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
+
+from manyhands.engine.exchange import Exchange, SingleExchange
+from manyhands.engine.exchanging import exchange_for, exchanging
+from manyhands.engine.options import TLS_VARIABLE, Options
+from manyhands.engine.worker_resources import Resources
+from manyhands.errors import ManyhandsError, UserError
+from manyhands.interop.own_loop.small_sums import AloneCollective, Words
+from manyhands.places.external.links import address_towards, open_links
+from manyhands.places.external.process_place import Place
+from manyhands.places.external.sharing import no_group, share_group, share_links
+from manyhands.places.local.rendezvous import Rendezvous, meet
+from manyhands.strategies.common.collectives.collective import SharedCollective
+from manyhands.strategy import Strategy
+from manyhands.transport.link.alarm import Alarm
+from manyhands.transport.link.heartbeats import BeatPlace, Heartbeats, address_of_interface, exchange_places
+from manyhands.transport.link.interface import Link
+from manyhands.transport.link.tcp import TcpLink
+from manyhands.transport.link.torch_p2p import TorchLink
+
+__all__ = ["GroupConnection", "choose", "connect"]
+
+_log = logging.getLogger("manyhands")
+
+FarLink = TorchLink | TcpLink
+"""A link to a worker of another host."""
+
+Hosts = Sequence[Sequence[int]]
+"""The ranks of each host."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupConnection:
+    """What one worker of a group exchanges through."""
+
+    strategy: Strategy
+    words: Words
+    exchange: Exchange
+    local_rank: int = 0
+    """This worker's place among those of its host."""
+
+    on_one_host: bool = True
+    abort: Callable[[], None] = lambda: None
+    """End the waits of the others: this worker has failed."""
+
+    close: Callable[[], None] = lambda: None
+    """Say farewell; before `words` and `exchange` are closed."""
+
+
+_ALONE = "single"
+_BY_DEFAULT = "mirrored"
+
+
+def choose(asked: Strategy | None, hosts: Hosts) -> Strategy:
+    """The strategy for workers on these hosts: what was asked for if that can be, else what suits them."""
+    world = sum(map(len, hosts))
+    if asked is not None and asked.instead_of_own_loop:
+        raise UserError(
+            f"strategy={asked} is not for a loop of your own; use mirrored, central or allreduce there, or "
+            f"{asked.instead_of_own_loop}"
+        )
+    if asked is not None and asked.most_workers is not None and world > asked.most_workers:
+        raise UserError(f"strategy={asked} is one process, but there are {world} workers; leave it out")
+    asked = asked or Strategy.parse(_BY_DEFAULT)
+    return asked if len(hosts) == 1 else asked.across_hosts(hosts)
+
+
+def connect(place: Place, name: str, asked: Strategy | None, timeout_s: float) -> GroupConnection:
+    """Collective: meet the other workers of the group `name`; every wait lasts at most `timeout_s`."""
+    if place.world == 1:
+        return GroupConnection(
+            strategy=Strategy.parse(_ALONE), words=Words(AloneCollective()), exchange=SingleExchange()
+        )
+    store = PrefixStore(f"manyhands/{name}", place.open_store(timeout_s))
+    with ExitStack() as stack:
+        stack.enter_context(
+            nullcontext(store)
+        )  # without an agent, rank 0 hosts it: it lives as long as the group
+        rendezvous = stack.enter_context(
+            meet(
+                PrefixStore("meeting", store),
+                rank=place.rank,
+                world=place.world,
+                name=name,
+                timeout_s=timeout_s,
+            )
+        )
+        strategy = choose(asked, rendezvous.hosts)
+        if len(rendezvous.hosts) == 1:
+            connection = _on_one_host(rendezvous, strategy, timeout_s, stack)
+        else:
+            interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+            address = address_of_interface(interface) if interface else None
+            address = address or address_towards(place.master or "", socket.AF_UNSPEC)
+            far = _reach_others(rendezvous, store, place, interface, address, timeout_s)
+            beats = exchange_places(PrefixStore("beats", store), place.rank, place.world, address)
+            connection = _on_several_hosts(rendezvous, strategy, far, beats, timeout_s, stack)
+        return replace(connection, local_rank=rendezvous.local_rank, close=stack.pop_all().close)
+
+
+def _on_one_host(
+    rendezvous: Rendezvous, strategy: Strategy, timeout_s: float, stack: ExitStack
+) -> GroupConnection:
+    groups = [
+        stack.enter_context(share_group(rendezvous, purpose, timeout_s)) for purpose in ("words", "gradients")
+    ]
+    words, gradients = groups
+    links = share_links(rendezvous, timeout_s, network=strategy.uses_network) if strategy.uses_links else {}
+    resources = Resources(
+        rank=rendezvous.local_rank,
+        world=len(rendezvous.here),
+        timeout_s=timeout_s,
+        group=lambda: gradients,
+        links=lambda: links,
+    )
+
+    def abort(rank: int = rendezvous.rank) -> None:
+        for group in groups:
+            group.abort(rendezvous.here.index(rank))
+
+    connection = GroupConnection(
+        strategy=strategy,
+        words=Words(SharedCollective(words)),
+        exchange=exchange_for(strategy, resources),
+        abort=abort,
+    )
+    rendezvous.watch(lambda rank, in_peace: None if in_peace else abort(rank))
+    stack.callback(rendezvous.close)  # before the groups: who watches must not find them closed
+    return connection
+
+
+def _reach_others(
+    rendezvous: Rendezvous, store: Store, place: Place, interface: str, address: str, timeout_s: float
+) -> Mapping[int, FarLink]:
+    """Collective: a link to each worker of another host."""
+    ranks = [rank for rank in range(rendezvous.world) if rank not in rendezvous.here]
+    security = Options().security()  # that of the environment
+    _require_alike(store, place.rank, ranks, tls=security.tls)
+    if security.tls:
+        return open_links(
+            place.rank,
+            ranks,
+            PrefixStore("links", store),
+            address=address,
+            token=security.token,
+            security=security,
+            timeout_s=timeout_s,
+        )
+    if place.rank == 0:
+        _log.warning(
+            "manyhands: group %r is on %d hosts, and what its workers exchange is neither encrypted nor authenticated; "
+            "set %s on each host (docs/security.md), or keep to a network that you trust",
+            rendezvous.name,
+            len(rendezvous.hosts),
+            TLS_VARIABLE,
+        )
+    gloo = _open_gloo(PrefixStore("gloo", store), place, interface, address, timeout_s)
+    group = cast(dist.ProcessGroup, gloo)  # which it is not, but a link asks for nothing that it has not
+    return {rank: TorchLink(group, rank) for rank in ranks}
+
+
+def _on_several_hosts(
+    rendezvous: Rendezvous,
+    strategy: Strategy,
+    far: Mapping[int, FarLink],
+    beats: tuple[socket.socket, Mapping[int, BeatPlace], bytes],
+    timeout_s: float,
+    stack: ExitStack,
+) -> GroupConnection:
+    shared = stack.enter_context(share_group(rendezvous, "gradients", timeout_s))
+    links: dict[int, Link] = {**share_links(rendezvous, timeout_s, network=strategy.uses_network), **far}
+    alarm = Alarm()
+
+    def abort(rank: int = rendezvous.rank) -> None:
+        shared.abort(rendezvous.here.index(rank) if rank in rendezvous.here else None)
+
+    def lose(rank: int, sentence: str) -> None:
+        alarm.ring(rank, sentence)
+        abort(rank)
+        for link in far.values():  # the group is of no further use, and leaving it must not wait
+            if isinstance(link, TorchLink):
+                link.give_up(sentence)
+            else:
+                link.interrupt()
+
+    own, places, secret = beats
+    heartbeats = Heartbeats(
+        rendezvous.rank,
+        own,
+        {rank: places[rank] for rank in far},
+        secret,
+        on_lost=lose,
+        in_peace=lambda rank: _left_in_peace(far[rank]),
+    )
+    stack.callback(heartbeats.close)
+    alarm.mark = heartbeats.mark
+    resources = Resources(
+        rank=rendezvous.rank,
+        world=rendezvous.world,
+        timeout_s=timeout_s,
+        group=no_group,
+        host_group=lambda: shared,
+        links=lambda: links,
+        hosts=rendezvous.hosts,
+        alarm=alarm,
+    )
+    exchange, collective = exchanging(strategy).exchange_across_hosts(strategy, resources)
+    connection = GroupConnection(
+        strategy=strategy, words=Words(collective), exchange=exchange, on_one_host=False, abort=abort
+    )
+    rendezvous.watch(lambda rank, in_peace: None if in_peace else abort(rank))
+    stack.callback(rendezvous.close)  # before the group: who watches must not find it closed
+    return connection
+
+
+def _require_alike(store: Store, rank: int, ranks: Sequence[int], *, tls: bool) -> None:
+    """Collective: UserError where some have certificates and others have not, who would wait for each other."""
+    store.set(f"tls/{rank}", str(tls))
+    for other in ranks:
+        if store.get(f"tls/{other}") != str(tls).encode():
+            has, lacks = (rank, other) if tls else (other, rank)
+            raise UserError(
+                f"rank {has} has {TLS_VARIABLE}, and rank {lacks} on another host has not; set it on every host"
+            )
+
+
+def _left_in_peace(link: FarLink) -> bool:
+    """Whether the other end has said goodbye, as far as that is known without a receive."""
+    return isinstance(link, TorchLink) and link.left_in_peace
+
+
+def _open_gloo(
+    store: Store, place: Place, interface: str, address: str, timeout_s: float
+) -> ProcessGroupGloo:
+    """Collective: connections to the workers of other hosts."""
+    where = {"interface": interface} if interface else {"hostname": address}
+    options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [ProcessGroupGloo.create_device(**where)]
+    options._timeout = timedelta(seconds=timeout_s)
+    try:
+        return ProcessGroupGloo(store, place.rank, place.world, options)
+    except RuntimeError as error:
+        raise ManyhandsError(
+            f"rank {place.rank} could not connect to the workers of other hosts from {', '.join(where.values())}: "
+            f"{error}; set GLOO_SOCKET_IFNAME to the interface that leads to them"
+        ) from error

@@ -1,0 +1,182 @@
+"""`mh.join()`: become one worker of a group, however the script was started."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from manyhands.engine.device import check_device, device_of
+from manyhands.engine.reporting import NOTES, WorkerContext
+from manyhands.errors import UserError
+from manyhands.interop.own_loop.backward_rounds import Rounds
+from manyhands.interop.own_loop.connect import connect
+from manyhands.interop.own_loop.loop_buffers import check_mode
+from manyhands.interop.own_loop.loop_events import Recorded, Unwatched, keeping
+from manyhands.interop.own_loop.worker_group import WorkerGroup
+from manyhands.native.threads import choose_functions
+from manyhands.observe.record.event_ring import EventRing
+from manyhands.observe.record.events import EventKind
+from manyhands.places.external.process_place import Launched, Place, find_place
+from manyhands.places.local.context import RoleContext
+from manyhands.strategy import Strategy
+
+__all__ = ["join", "open_group"]
+
+_open: dict[str, str] = {}
+"""The groups of this process by name, with where each was joined."""
+
+_opening = threading.Lock()
+_CHECK_EVERY = 100
+
+
+def join(
+    name: str = "main",
+    *,
+    strategy: str | Strategy | None = None,
+    device: str | None = None,
+    buffers: str = "broadcast",
+    check_every: int | None = None,
+    timeout_s: float = 300.0,
+    out: str | Path | None = None,
+) -> WorkerGroup:
+    """Join the group of all workers that run this script, under `manyhands launch` or torchrun; or be its only one.
+
+    Collective: all workers join groups of the same names in the same order. `strategy` is by default that of the
+    launcher, else `mirrored` on one host and `allreduce algorithm=hierarchical` on several. `device` is likewise the
+    launcher's, else `cpu`; `cuda` gives each worker of a host a GPU in turn. `buffers` says how batch-norm statistics
+    and the like are kept alike: `broadcast` from worker 0, their `mean`, or `local`. Every `check_every` exchanges the
+    parameters of all workers are compared where each holds its own; by default every 100 on one host and never (0) on
+    several, whose processors may round differently. Waiting for another worker longer than `timeout_s` is an error that
+    names it. With `out`, each worker keeps its events in that directory, on a clock that agrees with worker 0's;
+    `manyhands launch` has an option for the same.
+    """
+    with ExitStack() as stack:
+        _register(name, where=_caller(), stack=stack)
+        group = open_group(
+            find_place(),
+            name,
+            strategy=strategy,
+            device=device,
+            buffers=buffers,
+            check_every=check_every,
+            timeout_s=timeout_s,
+            out=Path(out) if out is not None else None,
+        )
+        group.on_close(stack.pop_all().close)
+        return group
+
+
+def open_group(
+    place: Place,
+    name: str,
+    *,
+    strategy: str | Strategy | None = None,
+    device: str | None = None,
+    buffers: str = "broadcast",
+    check_every: int | None = None,
+    timeout_s: float = 300.0,
+    out: Path | None = None,
+) -> WorkerGroup:
+    """Collective: join from a place that is known; `join` finds it, and minds the names."""
+    check_mode(buffers)
+    choose_functions()
+    if not timeout_s > 0:
+        raise UserError(f"timeout_s={timeout_s} must be above 0")
+    if check_every is not None and check_every < 0:
+        raise UserError(f"check_every={check_every} must be at least 1, or 0 to compare nothing")
+    launched = place.launched
+    parsed = Strategy.parse(strategy) if strategy is not None else None
+    asked = _said_once("strategy", parsed, launched.strategy if launched is not None else None)
+    where = check_device(
+        _said_once("device", device, launched.device if launched is not None else None) or "cpu"
+    )
+    if launched is not None and out is not None:
+        raise UserError(f"out={out} is the launcher's to say: manyhands launch --out {out}")
+    with ExitStack() as stack:
+        worker_context = _worker_context(launched, stack)
+        ring = stack.enter_context(EventRing.create(role=place.rank)) if out is not None else None
+        if ring is not None:
+            worker_context = Recorded(ring)
+        connection = connect(place, name, asked, timeout_s)
+        if check_every is None:
+            check_every = _CHECK_EVERY if connection.on_one_host else 0
+        rounds = Rounds(connection.words, connection.exchange, worker_context, check_every)
+        stack.callback(rounds.close)
+        stack.callback(connection.close)
+        if ring is not None and out is not None:
+            try:
+                stack.enter_context(keeping(ring, connection, out))
+            except BaseException:
+                connection.abort()  # or the others would wait for a worker that leaves in good order
+                raise
+        own_device = device_of(where, connection.local_rank)
+        if own_device.type == "cuda":
+            torch.cuda.set_device(own_device)
+        group = WorkerGroup(
+            name,
+            rounds,
+            strategy=connection.strategy,
+            device=own_device,
+            buffers=buffers,
+            on_abort=connection.abort,
+        )
+        group.on_close(stack.pop_all().close)
+        return group
+
+
+def _caller() -> str:
+    """The line that joins."""
+    frame = sys._getframe(2)
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _register(name: str, where: str, stack: ExitStack) -> None:
+    if not isinstance(name, str) or not name or not name.isprintable():
+        raise UserError(f"name={name!r} must be a word that names the group")
+    with _opening:
+        if name in _open:
+            raise UserError(
+                f"a group named {name!r} is open already: joined at {_open[name]}, and again at {where}; leave the "
+                "first, or give one of them another name"
+            )
+        _open[name] = where
+    stack.callback(_open.pop, name)
+
+
+_T = TypeVar("_T")
+
+
+def _said_once(what: str, here: _T | None, launcher: _T | None) -> _T | None:
+    """What the script asks for, or the launcher; not both differently."""
+    if here is not None and launcher is not None and here != launcher:
+        raise UserError(
+            f"the script asks for {what}={here} and the launcher for {launcher}; say it in one place"
+        )
+    return here if here is not None else launcher
+
+
+def _worker_context(launched: Launched | None, stack: ExitStack) -> WorkerContext:
+    if launched is None:
+        return Unwatched()
+    launched.joins += 1
+    ring = stack.enter_context(EventRing.attach(os.dup(launched.context.descriptor("events"))))
+    ring.record(EventKind.JOIN, time.monotonic_ns())
+    stack.callback(lambda: ring.record(EventKind.LEAVE, time.monotonic_ns()))
+    return _Watched(launched.context, ring)
+
+
+class _Watched:
+    """The surroundings of a launched worker: its ring, its line on the board, its channel."""
+
+    def __init__(self, context: RoleContext, ring: EventRing) -> None:
+        self.record = ring.record
+        self.mark = context.mark
+        self.note = lambda note: context.send(NOTES.write(note))
+        self.stop_requested = context.stop_requested

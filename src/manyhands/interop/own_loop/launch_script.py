@@ -1,0 +1,131 @@
+"""`manyhands launch`: the user's script in several processes of this host, each a worker that `mh.join()` finds.
+
+The launcher makes what workers need before they know each other: a store where they meet, in a memory file that they
+inherit, and a ring of events for each. Everything else they open among themselves when they join. Compiled kernels are
+imported here (`connect` does), so that the workers find them in the cache.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from manyhands.data.store.atomic import WriteFailed
+from manyhands.data.store.rundir import RunDirectory
+from manyhands.engine.device import check_device, sharing_sentence
+from manyhands.errors import ManyhandsError, UserError
+from manyhands.interop.own_loop.connect import (
+    choose,
+)  # which imports the compiled kernels: once here, and not in each worker
+from manyhands.interop.own_loop.loop_events import own_loop_config
+from manyhands.interop.own_loop.script import Script, run_script
+from manyhands.native.version import __version__
+from manyhands.observe.analyse.collect import Collector
+from manyhands.observe.record.blackbox import BlackBoxes
+from manyhands.observe.record.event_ring import EventRing
+from manyhands.places.external.started_externally import LAUNCHER_VARIABLE
+from manyhands.places.local.capacity import of_processes
+from manyhands.places.local.capacity_check import check_capacity
+from manyhands.places.local.control import Finished
+from manyhands.places.local.local import LocalCluster, Role
+from manyhands.places.local.patience import check_watchdog_s
+from manyhands.places.local.watchdog import Watched
+from manyhands.strategy import Strategy
+
+__all__ = ["launch"]
+
+
+def launch(
+    script: str | Path,
+    arguments: Sequence[str] = (),
+    *,
+    workers: int,
+    strategy: str | Strategy | None = None,
+    device: str | None = None,
+    watchdog_s: float = 60.0,
+    out: str | Path | None = None,
+    allow_overload: bool = False,
+) -> dict[str, Any]:
+    """Run `script` with `arguments` on `workers` processes, and return where their time went.
+
+    Raises UserError for what makes no sense, in the script's use of manyhands too, and WorkerFailed naming the first
+    worker that failed. When nobody makes progress for `watchdog_s` (0: for ever), Hang says who holds the others up.
+    With `out`, the run is kept there, for `timeline`, `explain` and `watch`. Workers that do not fit on this
+    host are refused (Overload) unless `allow_overload`. When it returns or raises, no worker is left.
+    """
+    path = Path(script)
+    if not path.is_file():
+        raise UserError(f"there is no script {path}")
+    if workers < 1:
+        raise UserError(f"workers={workers} must be at least 1")
+    asked = Strategy.parse(strategy) if strategy is not None else None
+    chosen = choose(asked, [range(workers)])  # refuses a strategy that cannot be
+    if device is not None:
+        check_device(device)
+    check_watchdog_s(watchdog_s)
+    check_capacity(of_processes(), workers, allow_overload=allow_overload)
+    job = Script(path=path, arguments=tuple(arguments), strategy=asked, device=device)
+    with ExitStack() as stack:
+        directory = None
+        if out is not None:
+            config = own_loop_config(path.name, str(chosen), workers)
+            directory = stack.enter_context(RunDirectory.create(out, config))
+        began = time.monotonic()
+        try:
+            finished, observed = _run(job, workers, watchdog_s, directory)
+        except ManyhandsError as error:
+            if directory is not None:
+                directory.tell_end(error, time.monotonic() - began)
+            raise
+        sharing = sharing_sentence(device or "cpu", workers)
+        summary = {
+            "task": path.name,
+            "strategy": str(chosen),
+            "workers": workers,
+            "joined": all(one.payload["joins"] for one in finished),
+            "seconds": time.monotonic() - began,
+            "notes": [sharing] if sharing is not None else [],
+            "steps": max(row["steps"] for row in observed["per_worker"]),
+            **observed,
+        }
+        if directory is not None:
+            try:
+                directory.write_summary(summary)
+            except WriteFailed as error:  # the script has done its work
+                summary["notes"] = [*summary["notes"], str(error)]
+        return summary
+
+
+def _run(
+    job: Script, workers: int, watchdog_s: float, directory: RunDirectory | None
+) -> tuple[list[Finished], dict[str, Any]]:
+    """Run the workers to their end: what each said of it, and where their time went; events are on disk then."""
+    with ExitStack() as stack:
+        store = os.memfd_create("manyhands:store", os.MFD_CLOEXEC)
+        stack.callback(os.close, store)
+        rings = [stack.enter_context(EventRing.create(role=rank)) for rank in range(workers)]
+        roles = [
+            Role(
+                name=f"worker {rank}",
+                target=partial(run_script, script=job),
+                descriptors={"store": store, "events": ring.descriptor},
+                env={LAUNCHER_VARIABLE: __version__},
+            )
+            for rank, ring in enumerate(rings)
+        ]
+        collector = stack.enter_context(
+            Collector(
+                {f"worker-{ring.role}": ring for ring in rings},
+                directory=directory.events_path if directory is not None else None,
+            )
+        )
+        boxes = BlackBoxes(dict(enumerate(rings)))
+        watched = Watched(deadline_s=watchdog_s, count_events=boxes.counts, last_events=boxes.last)
+        finished = stack.enter_context(LocalCluster(roles, watched=watched)).run()
+        collector.flush()
+        return finished, collector.summary()

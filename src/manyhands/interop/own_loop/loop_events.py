@@ -1,0 +1,87 @@
+"""The events of workers that no launcher of ours looks at: each keeps its own, in a directory of the user's choice.
+
+Where the hosts share a file system that is one run directory; where they do not, each host has the files of its own
+workers, which can be put together in one `events` folder afterwards. Every file says how far its clock is from the
+time of day as worker 0 has it, so the files of all hosts fit together.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from manyhands.data.store.rundir import RunDirectory
+from manyhands.engine.reporting import WorkerNote
+from manyhands.interop.own_loop.alignment import align
+from manyhands.interop.own_loop.connect import GroupConnection
+from manyhands.observe.analyse.collect import Collector
+from manyhands.observe.record.event_ring import EventRing
+from manyhands.observe.record.events import EventKind
+from manyhands.places.local.status import State
+
+__all__ = ["Recorded", "Unwatched", "keeping", "own_loop_config"]
+
+
+def own_loop_config(script: str, strategy: str, workers: int) -> dict[str, Any]:
+    """What config.json says of a run whose loop is the user's; what only the script knows is left at nothing."""
+    return {
+        "task": script,
+        "strategy": strategy,
+        "workers": workers,
+        "steps": 0,
+        "seed": 0,
+        "batch_size": 0,
+        "samples": 0,
+        "parameters": {},
+    }
+
+
+class Unwatched:
+    """The surroundings of a worker that no launcher of ours looks at."""
+
+    def record(self, *_: Any, **__: Any) -> bool:
+        """Nobody reads it."""
+        return False
+
+    def mark(self, step: int, state: State, *, place: tuple[int, int] | None = None) -> None:
+        """Nobody looks."""
+
+    def note(self, note: WorkerNote) -> None:
+        """Nobody listens."""
+
+    def stop_requested(self) -> bool:
+        """Nobody asks."""
+        return False
+
+
+class Recorded(Unwatched):
+    """The same, with events."""
+
+    def __init__(self, ring: EventRing) -> None:
+        self.record = ring.record  # type: ignore[method-assign]
+
+
+@contextmanager
+def keeping(ring: EventRing, connection: GroupConnection, out: Path) -> Iterator[None]:
+    """Collective: while this is open, the events of this worker's `ring` go to `out`, which worker 0 makes."""
+    words = connection.words
+    config = own_loop_config(Path(sys.argv[0]).name, str(connection.strategy), words.world)
+    made = RunDirectory.create(out, config) if words.rank == 0 else None
+    try:
+        offset, wall_offset_ns = align(words)  # and nobody writes before worker 0 has made the directory
+        with Collector(
+            {f"worker-{words.rank}": ring},
+            workers=words.world,
+            directory=out / "events",
+            wall_offset_ns=wall_offset_ns + offset.ns,
+        ):
+            ring.record(EventKind.JOIN, time.monotonic_ns())
+            yield
+            ring.record(EventKind.LEAVE, time.monotonic_ns())
+    finally:
+        if made is not None:
+            made.close()

@@ -1,0 +1,253 @@
+"""What the workers of a group tell each other besides gradients: a word each, small sums, whole tensors.
+
+Whatever all workers do together begins with one word from each, which says what that worker is doing. So workers that
+went different ways are told apart by name, instead of exchanging the wrong things or waiting for each other for ever:
+
+    word of a worker   | call | stop | last | mark of its batch | news of its buffers | a number |
+
+All words lie side by side in one small bucket in which each worker fills its own row; the sum is the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum, unique
+from typing import Final
+
+import torch
+
+from manyhands.engine.exchange import Times, Traffic
+from manyhands.errors import UserError
+from manyhands.native.dtypes import BY_CODE, CODES, LINKED
+from manyhands.strategies.common.collectives.collective import Collective
+from manyhands.wire.parcels import Parcel
+
+__all__ = ["AloneCollective", "Call", "Word", "Words", "require_same"]
+
+_FIELDS: Final = 6
+_SMALLEST_TABLE: Final = 64
+_CARRIERS: Final = (512, 32 * 1024)  # items of 8 bytes that travel in one piece: the smallest that suffices
+_MAX_DIMS: Final = 8
+_DTYPES: Final = tuple(dtype for dtype in CODES if dtype in LINKED or dtype.is_complex)
+
+
+@unique
+class Call(IntEnum):
+    """What a worker is doing when it meets the others."""
+
+    BACKWARD = 1
+    STEP = 2
+    CLIP = 3
+    GATHER = 4
+    MEAN = 5
+    BARRIER = 6
+    EPOCH = 7
+    PREPARE = 8
+    SAVE = 9
+    LOAD = 10
+    LEAVE = 11
+    UNSCALE = 12
+    ALIGN = 13
+
+    @property
+    def sentence(self) -> str:
+        """As an error says it of a worker."""
+        match self:
+            case Call.BACKWARD:
+                return "is in backward()"
+            case Call.STEP:
+                return "is in optimizer.step()"
+            case Call.CLIP:
+                return "is in clip_grad_norm_()"
+            case Call.UNSCALE:
+                return "is in GradScaler's unscale_()"
+            case Call.ALIGN:
+                return "joins with out="
+            case Call.EPOCH:
+                return "begins to read a loader"
+            case Call.LEAVE:
+                return "has left the group"
+            case other:
+                return f"is in {other.name.lower()}()"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Word:
+    """What one worker says of itself."""
+
+    call: Call
+    stop: bool = False
+    """It wants all to stop."""
+
+    last: bool = False
+    """Its stream of batches has no other after this one."""
+
+    mark: int = 0
+    """A checksum of the global batch it reads; 0 where batches are not split."""
+
+    news: int = 0
+    """Which buffers changed; see `buffers.py`."""
+
+    value: float = 0.0
+    """A number that belongs to the call."""
+
+
+def require_same(words: Sequence[Word]) -> None:
+    """Raise UserError naming who does what, unless all workers are in the same call."""
+    if len({word.call for word in words}) > 1:
+        found = ", ".join(f"worker {rank} {word.call.sentence}" for rank, word in enumerate(words))
+        raise UserError(
+            f"the workers went different ways: {found}; every worker must make the same calls in the same order, so "
+            "look for one that hangs on the rank or on this worker's own data"
+        )
+
+
+class Words:
+    """One worker's end; all methods are collective, called in the same order by all. Takes over `collective`."""
+
+    def __init__(self, collective: Collective) -> None:
+        self.rank = collective.rank
+        self.world = collective.world
+        self._collective = collective
+        size = max(_SMALLEST_TABLE, _FIELDS * self.world)
+        parcels = [
+            Parcel.whole(number, count, torch.float64, exact=True)
+            for number, count in enumerate((size, *_CARRIERS))
+        ]
+        self._table, *self._carriers = collective.allocate(parcels)
+
+    def say(self, word: Word) -> None:
+        """Say this worker's word; returns at once."""
+        row = [word.call, word.stop, word.last, word.mark, word.news, word.value]
+        self._table.zero_()
+        begin = self.rank * _FIELDS
+        self._table[begin : begin + _FIELDS] = torch.tensor(row, dtype=torch.float64)
+        if word.call is Call.BACKWARD:
+            self._collective.begin(0)  # it leaves before the gradients of this backward do
+        self._collective.launch(0)
+
+    def hear(self) -> tuple[Word, ...]:
+        """Wait for the words of all, by rank."""
+        self._collective.finish()
+        rows = self._table[: self.world * _FIELDS].view(self.world, _FIELDS).tolist()
+        return tuple(
+            Word(
+                call=Call(int(call)),
+                stop=bool(stop),
+                last=bool(last),
+                mark=int(mark),
+                news=int(news),
+                value=value,
+            )
+            for call, stop, last, mark, news, value in rows
+        )
+
+    def meet(self, call: Call, value: float = 0.0) -> tuple[Word, ...]:
+        """All workers come here for the same call, or UserError says who went another way."""
+        self.say(Word(call=call, value=value))
+        words = self.hear()
+        require_same(words)
+        return words
+
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum over workers of a float64 vector."""
+        result = values.clone()
+        for piece in torch.split(result, _CARRIERS[-1]):
+            index, carrier = self._carrier(piece)
+            carrier[: len(piece)] = piece
+            self._collective.launch(index)
+            self._collective.finish()
+            piece.copy_(carrier[: len(piece)])
+        return result
+
+    def broadcast(self, content: torch.Tensor, root: int = 0) -> None:
+        """Make worker `root`'s bytes everyone's: a flat tensor of uint8, of one length on all."""
+        for piece in torch.split(content, _CARRIERS[-1] * torch.float64.itemsize):
+            index, carrier = self._carrier(piece)
+            raw = carrier.view(torch.uint8)
+            if self.rank == root:
+                raw[: len(piece)] = piece
+            self._collective.broadcast(index, root)
+            piece.copy_(raw[: len(piece)])
+
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+        """Everyone's rows one after the other, in rank order; the first dimension may differ between workers."""
+        shapes = self._shapes(rows)
+        parts = []
+        for root, count in enumerate(shape[0] for shape in shapes):
+            part = rows.contiguous() if root == self.rank else rows.new_empty((count, *rows.shape[1:]))
+            self.broadcast(part.view(-1).view(torch.uint8), root)
+            parts.append(part)
+        return torch.cat(parts)
+
+    def take_times(self) -> Times:
+        """Where time went since the last call."""
+        return self._collective.take_times()
+
+    def traffic(self) -> Traffic:
+        """What was sent so far."""
+        return self._collective.traffic()
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self._collective.close()
+
+    def _carrier(self, piece: torch.Tensor) -> tuple[int, torch.Tensor]:
+        """The bucket that a piece travels in, and its number."""
+        numbered = enumerate(self._carriers, start=1)
+        return next((index, carrier) for index, carrier in numbered if carrier.nbytes >= piece.nbytes)
+
+    def _shapes(self, rows: torch.Tensor) -> list[tuple[int, ...]]:
+        """Every worker's shape; UserError names workers whose tensors do not fit together."""
+        if rows.dtype not in _DTYPES or rows.dim() > _MAX_DIMS:
+            raise UserError(
+                f"a tensor of {rows.dtype} with {rows.dim()} dimensions cannot be gathered; allowed: at most "
+                f"{_MAX_DIMS} dimensions of {', '.join(str(dtype).removeprefix('torch.') for dtype in _DTYPES)}"
+            )
+        table = torch.zeros(self.world, 2 + _MAX_DIMS, dtype=torch.float64)
+        mine = [CODES[rows.dtype], rows.dim(), *rows.shape]
+        table[self.rank, : len(mine)] = torch.tensor(mine, dtype=torch.float64)
+        found = self.total(table.view(-1)).view_as(table).to(torch.int64).tolist()
+        kinds = [(BY_CODE[row[0]], tuple(row[3 : 2 + row[1]])) for row in found]
+        odd = next((rank for rank, kind in enumerate(kinds) if kind != kinds[0]), None)
+        if odd is not None:
+            told = (
+                f"worker {rank} has {found[rank][2]} × {kinds[rank][1]} of {kinds[rank][0]}"
+                for rank in (0, odd)
+            )
+            raise UserError(
+                f"tensors that are gathered must agree in all but their first dimension: {', '.join(told)}"
+            )
+        return [tuple(row[2 : 2 + row[1]]) for row in found]
+
+
+class AloneCollective(Collective):
+    """A world of one: what this worker lays down is the sum."""
+
+    rank = 0
+    world = 1
+
+    def allocate(self, parcels: Sequence[Parcel]) -> list[torch.Tensor]:
+        """Plain memory."""
+        return [torch.zeros(parcel.count, dtype=parcel.dtype) for parcel in parcels]
+
+    def launch(self, index: int) -> None:
+        """Nothing to do."""
+
+    def finish(self) -> None:
+        """Nobody to wait for."""
+
+    def broadcast(self, index: int, root: int = 0) -> None:
+        """Nobody to tell."""
+
+    def take_times(self) -> Times:
+        """None was spent."""
+        return Times()
+
+    def traffic(self) -> Traffic:
+        """None was sent."""
+        return Traffic()
+
+    def close(self) -> None:
+        """Nothing to let go of."""

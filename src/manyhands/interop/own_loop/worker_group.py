@@ -1,0 +1,297 @@
+"""A group: the workers of one training, as one of them sees it. What `mh.join()` returns.
+
+The script is the same for one worker and for many, and so is what it computes: batch k of a prepared loader is the
+global batch, of which each worker reads its share, and after `loss.backward()` every gradient is that of the mean over
+the global batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+import torch
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from manyhands.data.store.checkpoint import CheckpointStore, Loaded, NoCheckpoint, Snapshot
+from manyhands.data.store.optimizer_state import restore_optimizer
+from manyhands.engine.device import moved
+from manyhands.errors import UserError
+from manyhands.interop.own_loop.backward_rounds import Rounds
+from manyhands.interop.own_loop.prepared_loader import prepare_loader
+from manyhands.interop.own_loop.scaler import PartsScaler
+from manyhands.interop.own_loop.small_sums import Call
+from manyhands.strategy import Strategy
+
+__all__ = ["Resumed", "WorkerGroup"]
+
+_MEMORY: Final = "manyhands: what the exchange remembers"
+"""Beside the user's own `extra` in a checkpoint."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Resumed:
+    """What `load` found besides weights and optimizer state: the step, and the `extra` that was saved with it."""
+
+    step: int
+    extra: Mapping[str, Any]
+
+
+class WorkerGroup:
+    """One worker's end of a group; made by `join`, a context manager.
+
+    Every method that is *collective* is called by all workers, in the same order; workers that go different ways get a
+    UserError that says who is where. Leaving the `with` block is collective too: a worker that leaves early brings
+    nothing to the exchanges of the others until they come. Leaving by an exception ends the waiting of all.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        rounds: Rounds,
+        *,
+        strategy: Strategy,
+        device: torch.device,
+        buffers: str = "broadcast",
+        on_abort: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Work through `rounds`; `on_abort` ends the waits of the other workers."""
+        self.name = name
+        self.strategy = strategy
+        self.rank = rounds.rank
+        self.world = rounds.world
+        self.device = device
+        self._rounds = rounds
+        self._words = rounds.words
+        self._buffers = buffers
+        self._on_abort = on_abort
+        self._closing = ExitStack()
+        self._optimizers: list[Optimizer] = []
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is worker 0."""
+        return self.rank == 0
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether all workers have agreed to stop."""
+        return self._rounds.is_stopped
+
+    def prepare(self, *objects: Any, split: bool = True) -> Any:
+        """Collective: make models, optimizers and loaders those of the group; returned in the same order.
+
+        Models and optimizers stay what they are, all of them in one call: every worker gets worker 0's weights, and
+        gradients are exchanged from here on. Loaders, in this or any later call, become loaders of each worker's share;
+        with `split=False` those of this call are streams of each worker's own, which the script has split itself: every
+        batch weighs 1/world, and all leave the loop when the shortest stream ends.
+        A GradScaler comes back as one that all workers obey; it must be prepared under `central`, and may be elsewhere.
+        Where the group was joined with a GPU, models and batches are moved there.
+        """
+        models = [one for one in objects if isinstance(one, nn.Module)]
+        optimizers = [one for one in objects if isinstance(one, Optimizer)]
+        scalers = [one for one in objects if isinstance(one, GradScaler)]
+        others = nn.Module | Optimizer | LRScheduler | GradScaler
+        loaders = [one for one in objects if not isinstance(one, others)]
+        for one in loaders:
+            if not isinstance(one, Iterable) or isinstance(one, str | bytes | torch.Tensor):
+                raise UserError(
+                    f"prepare got a {type(one).__name__}; it takes models, optimizers, schedulers, scalers and loaders"
+                )
+        if models or optimizers:
+            self._attach(models, optimizers)
+        prepared: dict[int, Any] = {
+            id(one): prepare_loader(one, self._rounds, self._move, to_split=split) for one in loaders
+        }
+        if self._rounds.exchange.steps_itself:
+            prepared |= {
+                id(one): PartsScaler(one, self._rounds.unscale) for one in scalers if one.is_enabled()
+            }
+        results = tuple(prepared.get(id(one), one) for one in objects)
+        return results[0] if len(results) == 1 else results
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backwards inside only add to this worker's gradients; the first one after it exchanges them all."""
+        return self._rounds.holding()
+
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        """Scale the gradient of all prepared models down to `max_norm`, and return the norm it had.
+
+        The same under every strategy. Under `mirrored` and `allreduce`, torch's own function does the same; under
+        `central` the next step refuses gradients that it has changed.
+        """
+        return self._rounds.clip(max_norm)
+
+    def stop(self) -> None:
+        """Ask all workers to stop: the next forward and backward are the last of the loaders being read.
+
+        Every worker leaves its loop after the same step; loaders that were being read give nothing from then on.
+        """
+        self._rounds.wants_stop = True
+
+    def print(self, *values: object, **options: Any) -> None:
+        """Print once: on worker 0."""
+        if self.is_main:
+            print(*values, **options)
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Collective: every worker's rows, in rank order; the number of rows may differ, a scalar is one row.
+
+        Workers whose share of the batch being read is empty are left out: what they computed was a filler.
+        """
+        rows = tensor.detach().cpu()
+        rows = rows.reshape(1) if rows.dim() == 0 else rows
+        self._words.meet(Call.GATHER)
+        gathered = self._words.gather(rows if self._rounds.readings.part.share else rows[:0])
+        return gathered.to(tensor.device)
+
+    def mean(self, value: torch.Tensor | float) -> torch.Tensor:
+        """Collective: the mean over workers, each weighted by its share of the batch being read: a loss, say."""
+        given = torch.as_tensor(value).detach()
+        share = self._rounds.readings.part.share
+        values = torch.cat([given.cpu().double().reshape(-1), torch.ones(1, dtype=torch.float64)])
+        self._words.meet(Call.MEAN)
+        total = self._words.total(values * share if share else torch.zeros_like(values))
+        kind = given.dtype if given.is_floating_point() else torch.get_default_dtype()
+        return (total[:-1] / total[-1]).reshape(given.shape).to(given.device, kind)
+
+    def barrier(self) -> None:
+        """Collective: wait for all."""
+        self._words.meet(Call.BARRIER)
+
+    def save(
+        self, folder: str | Path, *, step: int, extra: Mapping[str, Any] | None = None, keep: int = 3
+    ) -> None:
+        """Collective, between steps: write a checkpoint of models and optimizers, with `extra` of worker 0.
+
+        Worker 0 writes; all return when it is on disk. The last `keep` stay. `extra` may hold plain values and tensors.
+        """
+        model = self._rounds.require_model()
+        self._words.meet(Call.SAVE, step)
+        optimizer = self._optimizer_state()
+        memory = self._rounds.exchange.memory()
+        if self.is_main:
+            snapshot = Snapshot(
+                step=step,
+                model=model.state_dict(),
+                optimizer=optimizer,
+                extra={**(extra or {}), **({_MEMORY: dict(memory)} if memory else {})},
+                may_hold_infinity=frozenset(name for name, _ in model.named_buffers()),
+            )
+            CheckpointStore(Path(folder), keep).save(snapshot)
+        self._words.meet(Call.SAVE, step)
+        self._rounds.clock.start()
+
+    def load(self, folder: str | Path, step: int | None = None) -> Resumed | None:
+        """Collective, after `prepare`: put the newest good checkpoint of `folder` back, or that of `step`.
+
+        None where there is none yet. Worker 0 decides which it is; all hosts must see the same folder.
+        """
+        model = self._rounds.require_model()
+        self._words.meet(Call.LOAD)
+        loaded = self._find(CheckpointStore(Path(folder)), step)
+        if loaded is not None:
+            model.load_state_dict(loaded.model)
+            many = len(self._optimizers) > 1
+            for number, optimizer in enumerate(self._optimizers):
+                restore_optimizer(optimizer, loaded.optimizer[str(number)] if many else loaded.optimizer)
+                optimizer.zero_grad()
+            self._rounds.exchange.load_state(loaded.extra.pop(_MEMORY, {}))
+        self._words.meet(Call.LOAD)
+        self._rounds.clock.start()
+        return Resumed(step=loaded.step, extra=loaded.extra) if loaded is not None else None
+
+    def close(self) -> None:
+        """Let go of everything, without a word to the others; idempotent. Leaving `with` does it."""
+        self._closing.close()
+
+    def on_close(self, call: Callable[[], None]) -> None:
+        """Call this when the group is closed; the latest comes first."""
+        self._closing.callback(call)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self._rounds.leave()
+            else:
+                self._on_abort()
+        except BaseException:
+            self._on_abort()
+            raise
+        finally:
+            self.close()
+
+    def _attach(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+        if self._rounds.is_attached:
+            raise UserError("prepare has models already; give it all models and optimizers in one call")
+        if not models or not optimizers:
+            missing = "no optimizer" if models else "no model"
+            raise UserError(
+                f"prepare got {missing}; give it models and their optimizers in one call (a model that is only "
+                "evaluated needs no preparing)"
+            )
+        if len(optimizers) > 1 and self._rounds.exchange.steps_itself:
+            raise UserError(f"prepare got {len(optimizers)} optimizers; central can share out one")
+        known = {id(parameter) for model in models for parameter in model.parameters()}
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if id(parameter) not in known:
+                        raise UserError(
+                            f"the optimizer {type(optimizer).__name__} has a parameter of shape "
+                            f"{tuple(parameter.shape)} that belongs to no model given to prepare, so its gradient "
+                            "would not be exchanged"
+                        )
+        if self._is_on_gpu:
+            for model in models:
+                model.to(self.device)  # the parameters stay the same objects, which the optimizers know
+        self._optimizers = list(optimizers)
+        self._rounds.attach(models, optimizers[0], self._buffers)
+
+    def _move(self, batch: Any) -> Any:
+        return moved(batch, self.device) if self._is_on_gpu else batch
+
+    @property
+    def _is_on_gpu(self) -> bool:
+        """On the CPU nothing is moved: a user may have put things elsewhere."""
+        return self.device.type != "cpu"
+
+    def _optimizer_state(self) -> Mapping[str, Any]:
+        """Collective: what a checkpoint holds, on worker 0."""
+        if len(self._optimizers) == 1:
+            return self._rounds.exchange.optimizer_state() or {}
+        return {str(number): optimizer.state_dict() for number, optimizer in enumerate(self._optimizers)}
+
+    def _find(self, store: CheckpointStore, step: int | None) -> Loaded | None:
+        """Collective: the checkpoint that worker 0 found, read by every worker."""
+        loaded: Loaded | None = None
+        if self.is_main:
+            try:
+                loaded = store.load(step)
+            except NoCheckpoint:
+                if step is not None:
+                    raise
+        found = torch.tensor([-1.0 if loaded is None else loaded.step], dtype=torch.float64)
+        self._words.broadcast(found.view(torch.uint8))
+        which = int(found.item())
+        if self.is_main or which < 0:
+            return loaded
+        try:
+            return store.load(which)
+        except NoCheckpoint as error:
+            raise UserError(
+                f"worker {self.rank} does not see the checkpoint of step {which} that worker 0 found ({error}); the "
+                "folder must be the same one on every host"
+            ) from error

@@ -1,0 +1,1 @@
+"""Experiments: comparisons, sweeps, scaling curves, benchmarks, the tour."""

@@ -1,0 +1,212 @@
+"""How fast trained models answer: over precision, batch and workers, without a network in between.
+
+Every worker is a process with the whole model, as `manyhands serve` has them; they begin at the same moment and compute
+batches of inputs, which they have in memory, for a while. Told are the inputs of all workers a second, how long one
+batch takes (p50, p95), and how many of the model's choices are those of single precision.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import platform
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from manyhands.data.store.exported import check_precision
+from manyhands.engine.fitting import fit
+from manyhands.errors import ManyhandsError, UserError, nearest
+from manyhands.observe.analyse.serving_view import percentile
+from manyhands.observe.draw.bars import Bars
+from manyhands.places.local.context import RoleContext
+from manyhands.places.local.cores import threads_per_role
+from manyhands.places.local.supervisor import Ended, Role, Said, Supervisor
+from manyhands.task import Task
+from manyhands.workloads.precision import in_precision
+from manyhands.workloads.tasks import build
+
+__all__ = ["MODELS", "AskedModel", "format_table", "measured_together", "run_bench"]
+
+_WAIT_S = 120.0  # for all to be ready, and again for what is under way when the time is over
+_BEFORE_S = 0.3  # from the last that is ready to the moment when all begin
+_LEAST_BATCHES = 2
+_COMPARED = 512
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AskedModel:
+    """What is measured of each model."""
+
+    options: Mapping[str, Any]
+    steps: int
+    """Of training, so that its choices mean something."""
+    inputs: Callable[[Task], Tensor]
+    """Real ones, of the task's evaluation data."""
+
+
+def _images(task: Task) -> Tensor:
+    assert task.evaluation is not None
+    images: Tensor = task.evaluation[0]
+    return images.float()
+
+
+def _windows(task: Task) -> Tensor:
+    assert task.evaluation is not None
+    return torch.from_numpy(np.ascontiguousarray(task.evaluation[:_COMPARED, :-1])).long()
+
+
+MODELS: dict[str, AskedModel] = {
+    "digits": AskedModel(options={"width": 32}, steps=40, inputs=_images),
+    "language": AskedModel(options={}, steps=20, inputs=_windows),
+    "recurrent": AskedModel(options={}, steps=20, inputs=_windows),
+}
+"""By the name of its task."""
+
+
+def run_bench(
+    models: Sequence[str],
+    precisions: Sequence[str],
+    batches: Sequence[int],
+    workers: Sequence[int],
+    seconds: float,
+) -> dict[str, Any]:
+    """Train each model for a moment, then measure every combination; the figures as JSON."""
+    for name in models:
+        if name not in MODELS:
+            raise UserError(f"there is no model {name!r} to measure; {nearest(name, MODELS)}")
+    for precision in precisions:
+        check_precision(precision)
+    if min((*batches, *workers), default=0) < 1 or not seconds > 0:
+        raise UserError("batch sizes and workers must be at least 1, and the seconds above 0")
+    rows: list[dict[str, Any]] = []
+    combinations = list(itertools.product(workers, batches, precisions))
+    for name in models:
+        measured = MODELS[name]
+        task = build(name, **measured.options)
+        model = fit(task, "single", steps=measured.steps).model.eval()
+        inputs = measured.inputs(task)[:_COMPARED]
+        agrees = {precision: _agreement(model, inputs, precision) for precision in precisions}
+        with Bars() as bars, bars.phase(name, len(combinations), "combinations") as phase:
+            for count, batch, precision in combinations:
+                job = partial(
+                    _work, model=model, inputs=inputs, precision=precision, batch=batch, seconds=seconds
+                )
+                about = {"model": name, "precision": precision, "batch": batch, "workers": count}
+                about |= {"threads": threads_per_role(count), "agreement": agrees[precision]}
+                rows.append({**about, **_measured(count, job, seconds)})
+                phase.advance(1)
+    return {
+        "cores": len(os.sched_getaffinity(0)),
+        "machine": platform.machine(),
+        "torch": torch.__version__,
+        "seconds": seconds,
+        "rows": rows,
+    }
+
+
+def _agreement(model: nn.Module, inputs: Tensor, precision: str) -> float:
+    """The share of the model's choices that are those of single precision."""
+    with torch.inference_mode():
+        ours = in_precision(model, precision)(inputs).float().argmax(-1)
+        return float((ours == model(inputs).argmax(-1)).double().mean())
+
+
+def _measured(
+    count: int, job: Callable[[RoleContext], Mapping[str, Any]], seconds: float
+) -> dict[str, float]:
+    """Have `count` workers compute at the same time; their inputs a second together, and how long batches took."""
+    ended: list[Mapping[str, Any]] = []
+    ready = 0
+    deadline = time.monotonic() + _WAIT_S
+    with Supervisor(num_members=count) as supervisor:
+        members = [supervisor.start(Role(name=f"worker {number}", target=job)) for number in range(count)]
+        while len(ended) < count:
+            if time.monotonic() > deadline:
+                late = "answer within" if ready == count else "start within"
+                missing = count - len(ended)
+                raise ManyhandsError(f"{missing} worker{'s' * (missing > 1)} did not {late} {_WAIT_S:g} s")
+            for event in supervisor.poll(0.1):
+                match event:
+                    case Said():
+                        ready += 1
+                        if ready == count:
+                            begin = time.monotonic() + _BEFORE_S
+                            deadline = begin + seconds + _WAIT_S
+                            for member in members:
+                                supervisor.tell(member, {"begin": begin})
+                    case Ended(payload=payload, failure=failure):
+                        if payload is None:
+                            raise ManyhandsError(
+                                failure.sentence if failure is not None else "a worker failed"
+                            )
+                        ended.append(payload)
+    return measured_together(ended)
+
+
+def measured_together(workers: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Their inputs a second in all, and the percentiles of the batches of all, as who asks any of them sees them."""
+    counted: Counter[int] = Counter()
+    for worker in workers:
+        counted.update(dict(worker["took_us"]))
+    took = sorted(counted.elements())
+    return {
+        "inputs_per_s": sum(worker["inputs_per_s"] for worker in workers),
+        "p50_ms": percentile(took, 50) / 1e3,
+        "p95_ms": percentile(took, 95) / 1e3,
+    }
+
+
+def _work(
+    context: RoleContext, *, model: nn.Module, inputs: Tensor, precision: str, batch: int, seconds: float
+) -> Mapping[str, Any]:
+    """One worker: computes batches until the time is over."""
+    computing = in_precision(model, precision)
+    rows = torch.arange(batch) % len(inputs)
+    mine = inputs[rows]
+    with torch.inference_mode():
+        computing(mine)  # what is done once is not measured
+        context.send({"ready": True})
+        begin = _told_when(context)
+        time.sleep(max(0.0, begin - time.monotonic()))
+        took: list[float] = []
+        started = time.perf_counter()
+        while len(took) < _LEAST_BATCHES or time.perf_counter() - started < seconds:
+            before = time.perf_counter()
+            computing(mine)
+            took.append(time.perf_counter() - before)
+        elapsed = time.perf_counter() - started
+    # Whole microseconds, counted: of a million batches each would be too much for one message.
+    counted = Counter(round(one * 1e6) for one in took)
+    return {"inputs_per_s": batch * len(took) / elapsed, "took_us": sorted(counted.items())}
+
+
+def _told_when(context: RoleContext) -> float:
+    deadline = time.monotonic() + _WAIT_S
+    while time.monotonic() < deadline:
+        for told in context.received():
+            return float(told["begin"])
+        time.sleep(0.002)
+    raise ManyhandsError("nobody said when to begin")
+
+
+def format_table(result: Mapping[str, Any]) -> str:
+    """The figures as a table for a terminal."""
+    lines = [
+        f"{result['cores']} cores ({result['machine']}), torch {result['torch']}, {result['seconds']:g} s each"
+    ]
+    heading = ("model", "workers", "batch", "precision", "inputs/s", "p50, ms", "p95, ms", "same choices")
+    lines.append("{:<10} {:>7} {:>6} {:>10} {:>11} {:>9} {:>9} {:>13}".format(*heading))
+    for row in result["rows"]:
+        lines.append(
+            f"{row['model']:<10} {row['workers']:>7} {row['batch']:>6} {row['precision']:>10} "
+            f"{row['inputs_per_s']:>11,.0f} {row['p50_ms']:>9.2f} {row['p95_ms']:>9.2f} {row['agreement']:>12.1%}"
+        )
+    return "\n".join(lines)

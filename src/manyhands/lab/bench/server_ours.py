@@ -1,0 +1,306 @@
+"""Our side of the server benchmark: a real server process, and the worker's end of the protocol in this one.
+
+The server is `strategies.ps.live`'s own role with all that it does in training; only what a worker does between two
+exchanges, computing, is left out.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any, Self
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from manyhands.engine.computing import TrainingPlan
+from manyhands.errors import ManyhandsError, PeerTimeout
+from manyhands.lab.bench.server_work import PARAMETER, Array, TimedExchange
+from manyhands.native.segment import Segment
+from manyhands.observe.record.event_ring import EventRing
+from manyhands.places.local.cores import threads_per_role
+from manyhands.places.local.packed_job import pack
+from manyhands.places.local.supervisor import Ended, Role, Said, Started, Supervisor
+from manyhands.strategies.ps.actions import SendMessage
+from manyhands.strategies.ps.client_core import ClientAction, ClientCore, Compute
+from manyhands.strategies.ps.client_fast_path import ClientLane
+from manyhands.strategies.ps.live.area import SharedParameters, WorkerArea
+from manyhands.strategies.ps.live.ps_job import Job
+from manyhands.strategies.ps.live.ps_launcher import new_token
+from manyhands.strategies.ps.live.reports import ORDERS, REPORTS, ServerListens, ViewPublished
+from manyhands.strategies.ps.live.server_process import serve
+from manyhands.strategies.ps.live.server_tables import final_bytes
+from manyhands.strategies.ps.live.worker_tables import WorkerTables
+from manyhands.strategies.ps.ps_messages import (
+    Message,
+    Parameters,
+    Push,
+    ReadRows,
+    RowsUnknown,
+    RowValues,
+    ShardView,
+    SlotView,
+    View,
+)
+from manyhands.strategies.ps.push_pull import PushPull, PushPullAnswer, in_push_pulls
+from manyhands.strategies.ps.shard_layout import FlatLayout
+from manyhands.strategies.ps.strategy import Ps
+from manyhands.task import Task
+from manyhands.transport.hub.hub import Arrived, Hub, Lost
+
+__all__ = ["OurPeer", "OurServer", "WorkerEnd"]
+
+_SERVER = 1
+_FIRST_WORKER = 2
+_ENDLESS = 1 << 40  # steps of a training that the benchmark never sees the end of
+_LOOK_S = 0.2
+_LAST_WORDS_S = 2.0
+_LINKS = {"shared": "shared memory", "tcp": "TCP"}
+
+
+class OurPeer:
+    """A server of ours with one worker."""
+
+    def __init__(self, exchange: TimedExchange, strategy: Ps, timeout_s: float) -> None:
+        self.name = f"manyhands, {_LINKS[strategy.link]}, {strategy.consistency}"
+        with ExitStack() as stack:
+            self._end = stack.enter_context(OurServer(exchange.task(), strategy, 1, timeout_s)).add_worker()
+            self._stack = stack.pop_all()
+
+    @property
+    def pulled(self) -> Array:
+        """What came back last."""
+        return self._end.pulled()
+
+    def give(self, pushed: Sequence[NDArray[Any]]) -> None:
+        """What the next exchange pushes."""
+        self._end.give(*(torch.from_numpy(array) for array in pushed))
+
+    def exchange(self) -> None:
+        """Push, and wait for what comes back; it ends in the parameters of a model."""
+        self._end.exchange()
+
+    def close(self) -> None:
+        """End the server."""
+        self._stack.close()
+
+
+class OurServer:
+    """One server process of ours, for up to so many workers; a context manager."""
+
+    def __init__(self, task: Task, strategy: Ps, workers: int, timeout_s: float) -> None:
+        self._job = Job(
+            plan=TrainingPlan(task=task, steps=_ENDLESS, seed=0, evaluate_every=0, checkpoint_every=0),
+            strategy=strategy,
+            token=new_token(),
+            fingerprint="server benchmark",
+            workers=workers,
+            timeout_s=timeout_s,
+            threads=threads_per_role(workers),
+            run_path=None,
+            keep_checkpoints=1,
+            resume_version=None,
+        )
+        self._stack = ExitStack()
+        self._deadline_s = time.monotonic() + timeout_s
+        self.ends: list[WorkerEnd] = []
+        self.pid = 0
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            supervisor = stack.enter_context(Supervisor(num_members=1 + self._job.workers))
+            packed = pack(self._job)
+            env = {"OMP_NUM_THREADS": str(self._job.threads)}
+            stack.callback(os.close, packed)
+            _, _, layout = self._job.build()
+            self._final = stack.enter_context(Segment.create(final_bytes(layout), "the parameters"))
+            ring = stack.enter_context(EventRing.create(role=0))
+            files = {"job": packed, "final": self._final.descriptor, "events": ring.descriptor}
+            supervisor.start(Role(name="server", target=serve, descriptors=files, env=env), _SERVER)
+            stack.callback(supervisor.kill, _SERVER)  # it has nothing to leave in order
+            address = self._await_address(supervisor)
+            members = range(_FIRST_WORKER, _FIRST_WORKER + self._job.workers)
+            view = View(
+                epoch=1,
+                shards=(ShardView(shard=0, epoch=1, primary=_SERVER),),
+                slots=tuple(SlotView(slot=slot, member=member) for slot, member in enumerate(members)),
+            )
+            published = ViewPublished(view=view, addresses={_SERVER: address}, roles={})
+            supervisor.tell(_SERVER, ORDERS.write(published))
+            supervisor.poll(0)
+            self._supervisor, self._view, self._address = supervisor, view, address
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def add_worker(self) -> WorkerEnd:
+        """The next of the workers, connected."""
+        slot = len(self.ends)
+        member = self._view.slots[slot].member
+        end = self._stack.enter_context(WorkerEnd(self._job, slot, member, self))
+        end.join(self._view, self._address)
+        self.ends.append(end)
+        return end
+
+    def home(self, layout: FlatLayout) -> SharedParameters | None:
+        """Where workers read the parameters, if not in memory of their own."""
+        return self._job.home(lambda: Segment.attach(os.dup(self._final.descriptor)), layout)
+
+    def last_words(self) -> str:
+        """Why the server ended, if it did."""
+        events = self._supervisor.poll(_LAST_WORDS_S)
+        failures = [event.failure for event in events if isinstance(event, Ended)]
+        return "; ".join(failure.sentence for failure in failures if failure is not None)
+
+    def _await_address(self, supervisor: Supervisor) -> str:
+        while time.monotonic() < self._deadline_s:
+            for event in supervisor.poll(_LOOK_S):
+                match event:
+                    case Started(pid=pid):
+                        self.pid = pid
+                    case Said(payload=payload):
+                        report = REPORTS.read(payload)
+                        if isinstance(report, ServerListens):
+                            return report.address
+                    case Ended(failure=failure):
+                        raise ManyhandsError(f"the server did not start: {failure}")
+        raise ManyhandsError("the server did not start in time")
+
+
+class WorkerEnd:
+    """A worker that does not compute: it pushes a gradient that it is given, and pulls what comes of it."""
+
+    def __init__(self, job: Job, slot: int, member: int, server: OurServer) -> None:
+        self._job = job
+        self._server = server
+        _, built, layout = job.build(slot)
+        self._parameter = built.model.get_parameter(PARAMETER)
+        self._home = server.home(layout)
+        self._area = WorkerArea.create(layout, self._home.values if self._home is not None else None)
+        self._part = self._area.part(0)
+        self._tables = WorkerTables(built.model, layout, job.plan.task.sparse)
+        self._tables.begin()
+        self._rows = torch.empty(0, dtype=torch.int64)
+        self._values, self._gradient = (
+            layout.views(buffer).get(PARAMETER) for buffer in (self._area.values, self._area.gradients)
+        )
+        self._part.flags.copy_(layout.flags(0, {PARAMETER}))
+        self._is_shared = job.strategy.link == "shared"
+        self._core = ClientCore(slot=slot, member=member, num_shards=1)
+        self._lane = ClientLane(self._core)
+        self._hub: Hub = job.hub(member, "worker", destination=self._destination)
+        self._computing = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hub.close()
+        self._area.close()
+        if self._home is not None:
+            self._home.close()
+
+    def join(self, view: View, address: str) -> None:
+        """Connect, share memory where the link does, and pull for the first time."""
+        (server,) = {place.primary for place in view.shards}
+        self._hub.connect(server, address)
+        self._listen_until(lambda: server in self._hub.members())
+        if self._is_shared:
+            self._hub.share(server, self._area.segment, self._core.member)
+        self._do(self._core.view(view))
+        self._listen_until(lambda: self._computing)
+
+    def give(self, *pushed: Tensor) -> None:
+        """Bring a gradient to where backward would have left it; `pushed` is that, after its rows where it has any."""
+        *rows, gradient = pushed
+        if self._gradient is not None:
+            self._gradient.copy_(gradient)
+            return
+        (self._rows,) = rows
+        self._tables.begin()
+        self._tables.choose(self._rows)
+        self._parameter.grad = torch.sparse_coo_tensor(
+            self._rows[None], gradient, self._parameter.shape, is_coalesced=True, check_invariants=False
+        )
+        self._tables.collect(share=1.0)
+
+    def exchange(self) -> None:
+        """Push the gradient; return when the server has applied it and the new parameters are here."""
+        self._computing = False
+        turn = self._lane.turn(weight=1.0)
+        if turn is not None:
+            self._hub.send(*turn, self._push_payload(*turn))
+        else:
+            self._do(self._core.computed(weight=1.0))
+        self._listen_until(lambda: self._computing)
+        if self._tables.exist:
+            self._tables.begin()
+            self._do(self._core.read_rows(self._tables.choose(self._rows)))
+            self._listen_until(lambda: not self._core.awaits_rows)
+
+    def pulled(self) -> Array:
+        """What the last exchange brought."""
+        pulled = self._parameter.detach()[self._rows] if self._values is None else self._values
+        values: Array = pulled.numpy()
+        return values
+
+    def _listen_until(self, done: Callable[[], bool]) -> None:
+        deadline_s = time.monotonic() + self._job.timeout_s
+        while not done():
+            for event in self._hub.poll(_LOOK_S):
+                match event:
+                    case Arrived():
+                        self._take(event)
+                    case Lost(reason=reason):
+                        raise ManyhandsError(f"the server is gone: {self._server.last_words() or reason}")
+            if time.monotonic() > deadline_s:
+                raise PeerTimeout(f"the server did not answer within {self._job.timeout_s:g} s", peer=_SERVER)
+
+    def _take(self, event: Arrived) -> None:
+        message = event.message
+        if type(message) is PushPullAnswer:
+            if self._lane.answered(message, event.member) is not None:
+                self._computing = True
+                event.release()
+                return
+            message = message.parameters
+        if isinstance(message, RowValues):
+            self._tables.take(message.shard, event.payload)
+        elif isinstance(message, RowsUnknown):
+            self._tables.forgotten(message.names)
+        self._do(self._core.handle(message, event.member))
+        event.release()
+
+    def _do(self, actions: list[ClientAction]) -> None:
+        for action, turn in in_push_pulls(actions):
+            match action:
+                case SendMessage(to=to, message=message):
+                    self._hub.send(to, turn or message, self._payload(to, message))
+                case Compute():
+                    self._computing = True
+                case _:
+                    raise ManyhandsError(f"the server does not serve: {action}")
+
+    def _payload(self, to: int, message: Message) -> list[Any]:
+        match message:
+            case Push():
+                return self._push_payload(to, message)
+            case ReadRows():
+                return self._tables.request(to, message.shard)
+            case _:
+                return []
+
+    def _push_payload(self, to: int, push: Push | PushPull) -> list[Any]:
+        inline = [] if self._is_shared else [self._part.flags.numpy(), self._part.gradient.memory.numpy()]
+        return inline + self._tables.push(to, push.shard) if self._tables.exist else inline
+
+    def _destination(self, member: int, message: Any, num_bytes: int) -> memoryview | None:
+        del member
+        if isinstance(message, Parameters | PushPullAnswer) and self._part.values.nbytes == num_bytes:
+            return memoryview(self._part.values.numpy())  # type: ignore[arg-type]
+        return None

@@ -1,0 +1,235 @@
+"""One worker process of the step benchmark: `python -m manyhands.lab.bench.step_worker PLAN`.
+
+PLAN is a `StepPlan` as JSON. The worker holds every contender's model at once and lets them take turns; it prints a
+`Measured` as one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from manyhands.data.batch_plan import BatchPlan
+from manyhands.data.batches import BatchSource
+from manyhands.data.randomness import seed_all
+from manyhands.engine.exchange import Exchange, LocalStep, SingleExchange
+from manyhands.engine.exchanging import exchange_for
+from manyhands.engine.worker_resources import Resources
+from manyhands.lab.bench.workers import joined_gloo
+from manyhands.lab.bench.workloads import Workload
+from manyhands.native.group.shared_group import SharedGroup
+from manyhands.places.local.parent import die_with_parent
+from manyhands.strategy import Strategy
+from manyhands.task import Task
+
+__all__ = ["ALONE", "DDP", "SINGLE", "STRATEGIES", "StepMeasured", "StepPlan"]
+
+DDP, SINGLE, ALONE = "ddp", "single", "alone"
+STRATEGIES = ("mirrored", "central")
+_WARM_UP_STEPS = 3  # DDP lays out its buckets anew after the first
+_SEED = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """What one worker does."""
+
+    rank: int
+    world: int
+    rendezvous: tuple[int, int]  # control and arena of the group in which all meet before a block
+    groups: dict[str, tuple[int, int]]  # control and arena of each strategy's group
+    store: str  # the file through which Gloo's ranks find each other
+    parent_pid: int
+    workload: str  # a Workload as JSON
+    rounds: int
+    block: int  # measured steps of each contender in a round
+    threads: int  # of torch, in each worker
+    cores: int  # threads of torch in the one process that does the work of all
+    timeout_s: float
+
+    @classmethod
+    def from_json(cls, text: str) -> StepPlan:
+        """What `to_json` gave."""
+        return cls(**json.loads(text))
+
+    def to_json(self) -> str:
+        """One line."""
+        return json.dumps(asdict(self))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMeasured:
+    """What one rank saw; a contender that runs on rank 0 alone is missing elsewhere."""
+
+    parameters: int
+    seconds: dict[str, list[float]]
+    """By contender and round: how long the block of measured steps took."""
+
+    losses: dict[str, list[float]]
+    """By contender and step, from its very first one: the mean over this rank's part of the batch."""
+
+
+class StepContender(ABC):
+    """One way to train: its own model and optimizer, and its place in the data."""
+
+    def __init__(self, task: Task, fetch: Callable[[int], Any], threads: int) -> None:
+        seed_all(_SEED)
+        self.model = task.model()
+        self.optimizer = task.optimizer(self.model.parameters())
+        self.seconds: list[float] = []
+        self.losses: list[float] = []
+        self._loss = task.loss
+        self._fetch = fetch
+        self._threads = threads
+
+    def run(self, steps: int) -> float:
+        """Train on the next `steps` batches; the seconds that took, without fetching them."""
+        first = len(self.losses)
+        batches = [self._fetch(step) for step in range(first, first + steps)]
+        torch.set_num_threads(self._threads)
+        began = time.perf_counter()
+        for batch in batches:
+            self.losses.append(self._step(batch))
+        return time.perf_counter() - began
+
+    @abstractmethod
+    def _step(self, batch: Any) -> float:
+        """One whole training step; the loss of `batch` before it."""
+
+
+class DdpContender(StepContender):
+    """torch's DistributedDataParallel on the default process group, with its fastest settings."""
+
+    def __init__(self, task: Task, fetch: Callable[[int], Any], threads: int) -> None:
+        super().__init__(task, fetch, threads)
+        self._wrapped = DistributedDataParallel(self.model, gradient_as_bucket_view=True, static_graph=True)
+
+    def _step(self, batch: Any) -> float:
+        loss = self._loss(self._wrapped, batch)
+        value = float(loss.detach())
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return value
+
+
+class ExchangeContender(StepContender):
+    """A strategy of ours, stepped as the training loop does it."""
+
+    def __init__(self, task: Task, fetch: Callable[[int], Any], threads: int, exchange: Exchange) -> None:
+        super().__init__(task, fetch, threads)
+        self._exchange = exchange
+        exchange.attach(self.model, self.optimizer)
+
+    def _step(self, batch: Any) -> float:
+        share = 1 / self._exchange.world
+        loss = self._loss(self.model, batch)
+        value = float(loss.detach())
+        self._exchange.backward(loss, share)
+        self._exchange.agree(LocalStep(loss=value, share=share))
+        self._exchange.apply()
+        return value
+
+
+class StepWorker:
+    """One rank of the benchmark, with all contenders at hand; those it has no part in are None."""
+
+    def __init__(self, plan: StepPlan, meet: Callable[[], None], exchanges: dict[str, Exchange]) -> None:
+        task = Workload.from_json(plan.workload).task(plan.world)
+        source = BatchSource(task.data, task.collate)
+        batches = BatchPlan(len(source), task.batch_size, _SEED)
+
+        def fetch_share(step: int) -> Any:
+            return source.fetch(batches.share(step, plan.rank, plan.world))
+
+        def fetch_whole(step: int) -> Any:
+            return source.fetch(batches.indices(step))
+
+        self._plan = plan
+        self._meet = meet
+        self._contenders: dict[str, StepContender | None] = {
+            DDP: DdpContender(task, fetch_share, plan.threads)
+        }
+        for name, exchange in exchanges.items():
+            self._contenders[name] = ExchangeContender(task, fetch_share, plan.threads, exchange)
+        self._contenders |= {SINGLE: None, ALONE: None}
+        if plan.rank == 0:
+            self._contenders[SINGLE] = ExchangeContender(task, fetch_whole, plan.cores, SingleExchange())
+            self._contenders[ALONE] = ExchangeContender(task, fetch_share, plan.threads, SingleExchange())
+
+    def measure(self) -> StepMeasured:
+        """Every contender, taking turns."""
+        for contender in self._contenders.values():
+            self._meet()
+            if contender is not None:
+                contender.run(_WARM_UP_STEPS)
+        for turn in range(self._plan.rounds):
+            for contender in self._in_order(turn):
+                self._take_turn(contender)
+        mine = {name: contender for name, contender in self._contenders.items() if contender is not None}
+        return StepMeasured(
+            parameters=sum(parameter.numel() for parameter in mine[DDP].model.parameters()),
+            seconds={name: contender.seconds for name, contender in mine.items()},
+            losses={name: contender.losses for name, contender in mine.items()},
+        )
+
+    def _in_order(self, turn: int) -> Iterator[StepContender | None]:
+        """Another one first in every round, so that nobody always runs after the same other."""
+        contenders = list(self._contenders.values())
+        first = turn % len(contenders)
+        yield from contenders[first:] + contenders[:first]
+
+    def _take_turn(self, contender: StepContender | None) -> None:
+        """One step to bring its memory back into the caches, then the measured ones; all ranks meet before each."""
+        self._meet()
+        if contender is not None:
+            contender.run(1)
+        self._meet()
+        if contender is not None:
+            contender.seconds.append(contender.run(self._plan.block))
+
+
+def main(plan: StepPlan) -> None:
+    """Join the others, measure, and print."""
+    torch.set_num_threads(plan.threads)
+    with ExitStack() as stack:
+
+        def join(descriptors: tuple[int, int]) -> SharedGroup:
+            control, arena = descriptors
+            return SharedGroup(
+                control=control, arena=arena, rank=plan.rank, world=plan.world, timeout_s=plan.timeout_s
+            )
+
+        rendezvous = stack.enter_context(join(plan.rendezvous))
+        exchanges = {}
+        for name, descriptors in plan.groups.items():
+            resources = Resources(
+                rank=plan.rank,
+                world=plan.world,
+                timeout_s=plan.timeout_s,
+                group=partial(join, descriptors),
+                links=dict,
+            )
+            exchange = exchange_for(Strategy.parse(name), resources)
+            stack.callback(exchange.close)
+            exchanges[name] = exchange
+        stack.enter_context(joined_gloo(plan.store, plan.rank, plan.world, plan.timeout_s))
+        print(json.dumps(asdict(StepWorker(plan, rendezvous.barrier, exchanges).measure())))
+        rendezvous.barrier()  # nobody leaves while another may still need it
+
+
+if __name__ == "__main__":
+    step_plan = StepPlan.from_json(sys.argv[1])
+    die_with_parent(step_plan.parent_pid, signal.SIGKILL)
+    main(step_plan)

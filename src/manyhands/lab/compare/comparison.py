@@ -1,0 +1,158 @@
+"""What a comparison runs, in which order, and what it measures the time to; nothing is run here.
+
+    repeat 0:  allreduce   central   ps   hogwild
+    repeat 1:  allreduce   central   ps   hogwild
+
+Repeats are interleaved, so that a machine which grows slower or faster over the minutes does so for all alike.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from manyhands.errors import UserError, nearest
+from manyhands.observe.analyse.better import lower_is_better
+from manyhands.strategies.registry import STRATEGIES
+from manyhands.strategy import Strategy
+
+__all__ = [
+    "DEFAULT_STRATEGIES",
+    "Target",
+    "Trial",
+    "check_separators",
+    "default_target",
+    "lower_is_better",
+    "parse_strategies",
+    "trials",
+    "workers_of",
+]
+
+DEFAULT_STRATEGIES = "allreduce; central; ps; ps consistency=bounded:4; ps consistency=async; hogwild"
+"""One of each kind that trains any task."""
+
+_TARGET = re.compile(r"\s*(?P<metric>[^<>=\s]+)\s*(?P<sign><=|>=|=)\s*(?P<value>\S+)\s*")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Target:
+    """A value of a metric that a run reaches or does not; `chosen` where nobody asked for it."""
+
+    metric: str
+    value: float
+    lower: bool
+    """Whether smaller values are better ones."""
+    chosen: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> Target:
+        """Read `accuracy=0.95`, or with the direction said: `accuracy>=0.95`, `evaluation_loss<=0.2`."""
+        match = _TARGET.fullmatch(text)
+        if match is None:
+            raise UserError(f"target {text!r} is no metric and value; write it as accuracy=0.95")
+        try:
+            value = float(match["value"])
+        except ValueError:
+            value = math.nan
+        if not math.isfinite(value):
+            raise UserError(f"target {text!r}: {match['value']!r} is no number; write it as accuracy=0.95")
+        lower = match["sign"] == "<=" if match["sign"] != "=" else lower_is_better(match["metric"])
+        return cls(metric=match["metric"], value=value, lower=lower)
+
+    def require_known(self, metrics: Sequence[str]) -> None:
+        """UserError where a task does not measure this metric."""
+        if not metrics:
+            raise UserError(f"target {self.metric}: the task has no evaluation data to measure it on")
+        if self.metric not in metrics:
+            raise UserError(
+                f"target {self.metric}: the task measures no such metric; {nearest(self.metric, metrics)}"
+            )
+
+    def reached_by(self, value: float) -> bool:
+        """Whether `value` is at least as good."""
+        return value <= self.value if self.lower else value >= self.value
+
+    def __str__(self) -> str:
+        return f"{self.metric} {'≤' if self.lower else '≥'} {self.value:.4g}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trial:
+    """One run of a comparison: which strategy (by its place in the list), which time."""
+
+    place: int
+    repeat: int
+
+    def folder(self, strategy: Strategy) -> str:
+        """The name of its run directory: `05-ps-2` is the second run of the fifth strategy."""
+        return f"{self.place + 1:02d}-{strategy.word}-{self.repeat + 1}"
+
+
+def parse_strategies(text: str) -> tuple[Strategy, ...]:
+    """Strategies separated by semicolons; a UserError names the first bad one, or one that stands there twice."""
+    check_separators("--strategies", text)
+    strategies = [Strategy.parse(part) for part in text.split(";") if part.strip()]
+    if not strategies:
+        raise UserError(
+            f"--strategies {text!r} names none; separate them by semicolons, as in 'allreduce; ps'"
+        )
+    for place, strategy in enumerate(strategies):
+        if strategy in strategies[:place]:
+            raise UserError(
+                f"--strategies has {str(strategy)!r} twice; --repeats runs each of them several times"
+            )
+    return tuple(strategies)
+
+
+def check_separators(option: str, text: str) -> None:
+    """UserError where commas separate strategies; settings may have commas, as in `cuts=1,2`."""
+    comma = rf"\s*,\s*(?=(?:{'|'.join(STRATEGIES)})(?:[\s,;]|$))"
+    if re.search(comma, text):
+        fixed = re.sub(comma, "; ", text)
+        raise UserError(
+            f"{option} {text!r}: strategies are separated by semicolons, not by commas; write {fixed!r}"
+        )
+
+
+def trials(strategies: int, repeats: int) -> list[Trial]:
+    """All runs in their order: every strategy once, then every one again."""
+    if repeats < 1:
+        raise UserError(f"--repeats {repeats} must be at least 1")
+    return [Trial(place=place, repeat=repeat) for repeat in range(repeats) for place in range(strategies)]
+
+
+def workers_of(strategy: Strategy, workers: int) -> int:
+    """How many workers a strategy is compared with: no more than it can have, whatever the others have."""
+    return workers if strategy.most_workers is None else min(workers, strategy.most_workers)
+
+
+def default_target(finals: Sequence[Sequence[Mapping[str, float]]]) -> Target | None:
+    """What the better half of the strategies ended with or better in each of their runs, in four digits.
+
+    `finals` holds the runs of each strategy. Of the first metric that is no loss, if there is one; None for no metric.
+    """
+    finals = [runs for runs in finals if runs]
+    every = [final for runs in finals for final in runs]
+    shared = [name for name in every[0] if all(name in final for final in every)] if every else []
+    shared = [name for name in shared if name != "loss"]  # of a single batch: it jumps about
+    shared = [name for name in shared if all(math.isfinite(final[name]) for final in every)]
+    if not shared:
+        return None
+    metric = next((name for name in shared if not lower_is_better(name)), shared[0])
+    lower = lower_is_better(metric)
+    reached = sorted(
+        ((max if lower else min)(final[metric] for final in runs) for runs in finals), reverse=not lower
+    )
+    value = _eased(reached[(len(reached) - 1) // 2], lower)
+    return Target(metric=metric, value=value, lower=lower, chosen=True)
+
+
+def _eased(value: float, lower: bool) -> float:
+    """In four digits, and no harder to reach: whoever computes the same in another order reaches it, too."""
+    shown = float(f"{value:.4g}")
+    if value in (0, shown) or (value < shown) == lower:
+        return shown
+    unit = 10.0 ** (math.floor(math.log10(abs(value))) - 3)
+    return float(f"{shown + (unit if lower else -unit):.4g}")

@@ -1,0 +1,312 @@
+"""What a comparison measured, strategy by strategy: medians over its repeats, and how far the repeats lie apart.
+
+Pure: what each run left goes in as `Measured`, a table's worth of numbers comes out. Seconds are those of training:
+starting processes does not count, and the clock stands still while a model is evaluated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from manyhands.lab.compare.comparison import Target, default_target
+from manyhands.lab.compare.price import Prices
+from manyhands.observe.record.final import final_loss, final_metrics
+from manyhands.strategy import Strategy
+
+__all__ = ["CompareRow", "FailedTrial", "Figures", "Measured", "Point", "Spread", "figures"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Point:
+    """What was known after `step` global batches and `at_s` seconds of training."""
+
+    step: int
+    at_s: float
+    values: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """What one run left; `place` is that of its strategy in the list."""
+
+    place: int
+    repeat: int
+    steps: int
+    samples: int
+    seconds: float
+    losses: tuple[Point, ...]
+    """One a step, `loss` alone: the mean over the global batch."""
+    evaluations: tuple[Point, ...]
+    """The metrics on the evaluation data, in the order of the steps."""
+    accounted_s: float
+    """Computing, exchanging and waiting, of all workers together."""
+    waited_s: float
+    """The waiting in it."""
+    waited_for_s: Mapping[int, float]
+    """By the worker waited for."""
+    messages: int
+    num_bytes: int
+    """Sent by all workers and servers together."""
+    busiest_bytes: int
+    """Sent by the one of them that sent most."""
+    staleness_mean: float = 0.0
+    staleness_max: int = 0
+    notes: tuple[str, ...] = ()
+
+    @property
+    def final(self) -> dict[str, float]:
+        """What the run's summary has under the same name, and what was `scored`."""
+        loss = final_loss({"step": point.step, **point.values} for point in self.losses)
+        metrics = final_metrics({"step": point.step, "metrics": point.values} for point in self.evaluations)
+        return ({} if loss is None else {"loss": loss}) | metrics
+
+    def scored(self, scores: Mapping[str, float]) -> Measured:
+        """The same with what was measured of the model that it ended with, beside its last evaluation."""
+        *before, last = self.evaluations or (Point(step=self.steps, at_s=self.seconds, values={}),)
+        if last.step < self.steps:
+            before, last = [*before, last], Point(step=self.steps, at_s=self.seconds, values=last.values)
+        return dataclasses.replace(
+            self, evaluations=(*before, dataclasses.replace(last, values={**last.values, **scores}))
+        )
+
+    def reached(self, target: Target) -> Point | None:
+        """Where the target was first seen to be reached, if it was."""
+        return next(
+            (
+                point
+                for point in self.evaluations
+                if target.metric in point.values and target.reached_by(point.values[target.metric])
+            ),
+            None,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FailedTrial:
+    """A run that came to nothing, and the sentence that says why."""
+
+    place: int
+    repeat: int
+    sentence: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spread:
+    """One number over the repeats: their median, the least and the greatest."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Of at least one value."""
+        return cls(median=statistics.median(values), low=min(values), high=max(values))
+
+    def apart_from(self, other: Spread) -> bool:
+        """Whether every one of these values is on the same side of every one of the other's."""
+        return self.high < other.low or other.high < self.low
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompareRow:
+    """One strategy."""
+
+    strategy: Strategy
+    workers: int
+    runs: tuple[Measured, ...]
+    failures: tuple[str, ...]
+    reached: int
+    """How many of the runs reached the target."""
+    target_s: Spread | None
+    """Over the runs that reached it; None where none did."""
+    target_steps: Spread | None
+    seconds: Spread | None
+    """Of training, to the end."""
+    samples_per_s: Spread | None
+    waiting: Spread | None
+    """The share of the workers' time."""
+    messages_per_step: Spread | None
+    bytes_per_step: Spread | None
+    """Sent by all workers and servers together."""
+    busiest_bytes_per_step: Spread | None
+    """Sent by the one of them that sent most: it sets the pace where the network does."""
+    staleness_mean: Spread | None
+    staleness_max: int
+    final: Mapping[str, Spread] = field(default_factory=dict)
+    waits_mostly_for: int | None = None
+    """The worker that most of the waiting was for."""
+    price_per_hour: float | None = None
+    """Of all its processes together; None where no prices were given."""
+    price_per_1000_steps: Spread | None = None
+    price_to_target: Spread | None = None
+    device: str = ""
+    """Where its workers computed, where several devices are compared."""
+
+    @property
+    def name(self) -> str:
+        """The strategy's text form, with its device where several are compared."""
+        return f"{self.strategy} on {self.device}" if self.device else str(self.strategy)
+
+    @property
+    def always_reached(self) -> bool:
+        """Whether there were runs and all of them reached the target."""
+        return bool(self.runs) and self.reached == len(self.runs)
+
+    def waiting_for(self, worker: int) -> float:
+        """The median share of the time of all workers together that went into waiting for this one."""
+        shares = [_ratio(run.waited_for_s.get(worker, 0.0), run.accounted_s) for run in self.runs]
+        return statistics.median(shares) if shares else 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figures:
+    """A whole comparison; rows in the order of the strategies."""
+
+    target: Target | None
+    """None where nothing was evaluated."""
+    evaluate_every: int
+    rows: tuple[CompareRow, ...]
+    prices: Prices | None = None
+    scores: tuple[str, ...] = ()
+    """What was measured of each run's model at its end besides."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """For `--json`."""
+        return {
+            "target": dataclasses.asdict(self.target) if self.target else None,
+            "evaluate_every": self.evaluate_every,
+            "prices_per_hour": dict(self.prices.per_hour) if self.prices else None,
+            "strategies": [_row_dict(row) for row in self.rows],
+        }
+
+
+def figures(
+    strategies: Sequence[tuple[Strategy, int]],
+    runs: Sequence[Measured | FailedTrial],
+    target: Target | None,
+    evaluate_every: int,
+    prices: Prices | None = None,
+    *,
+    scores: tuple[str, ...] = (),
+    devices: Sequence[str] = (),
+) -> Figures:
+    """All rows, from each strategy with its number of workers; where no target was asked for one is chosen.
+
+    Not among the `scores`, which are known at the end alone. `devices` are those of the strategies, if they differ.
+    """
+    measured = [run for run in runs if isinstance(run, Measured)]
+    target = target or default_target(
+        [
+            [_without(scores, run.final) for run in measured if run.place == place]
+            for place in range(len(strategies))
+        ]
+    )
+    rows = [
+        _row(
+            strategy,
+            workers,
+            [run for run in measured if run.place == place],
+            [run.sentence for run in runs if isinstance(run, FailedTrial) and run.place == place],
+            target,
+        )
+        for place, (strategy, workers) in enumerate(strategies)
+    ]
+    if devices:
+        rows = [dataclasses.replace(row, device=device) for row, device in zip(rows, devices, strict=True)]
+    if prices is not None:
+        rows = [_priced(row, prices) for row in rows]
+    return Figures(
+        target=target, evaluate_every=evaluate_every, rows=tuple(rows), prices=prices, scores=scores
+    )
+
+
+def _without(names: Sequence[str], final: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in final.items() if name not in names}
+
+
+def _priced(row: CompareRow, prices: Prices) -> CompareRow:
+    """The row with what its processes cost: for 1,000 steps at their mean pace, and to the target."""
+    per_hour = prices.of(row.strategy, row.workers)
+    steps = [prices.for_seconds(per_hour, 1000 * _ratio(run.seconds, run.steps)) for run in row.runs]
+    reached = row.target_s
+    return dataclasses.replace(
+        row,
+        price_per_hour=per_hour,
+        price_per_1000_steps=_spread(steps),
+        price_to_target=None
+        if reached is None
+        else Spread(
+            median=prices.for_seconds(per_hour, reached.median),
+            low=prices.for_seconds(per_hour, reached.low),
+            high=prices.for_seconds(per_hour, reached.high),
+        ),
+    )
+
+
+def _row(
+    strategy: Strategy, workers: int, runs: list[Measured], failures: list[str], target: Target | None
+) -> CompareRow:
+    reached = [point for run in runs if target is not None and (point := run.reached(target)) is not None]
+    names = [name for name in runs[0].final if all(name in run.final for run in runs)] if runs else []
+    waited_for: dict[int, float] = {}
+    for run in runs:
+        for worker, seconds in run.waited_for_s.items():
+            waited_for[worker] = waited_for.get(worker, 0.0) + seconds
+    mostly = max(waited_for, key=waited_for.__getitem__, default=None)
+    return CompareRow(
+        strategy=strategy,
+        workers=workers,
+        runs=tuple(runs),
+        failures=tuple(dict.fromkeys(failures)),
+        reached=len(reached),
+        target_s=_spread([point.at_s for point in reached]),
+        target_steps=_spread([point.step for point in reached]),
+        seconds=_spread([run.seconds for run in runs]),
+        samples_per_s=_spread([_ratio(run.samples, run.seconds) for run in runs]),
+        waiting=_spread([_ratio(run.waited_s, run.accounted_s) for run in runs]),
+        messages_per_step=_spread([_ratio(run.messages, run.steps) for run in runs]),
+        bytes_per_step=_spread([_ratio(run.num_bytes, run.steps) for run in runs]),
+        busiest_bytes_per_step=_spread([_ratio(run.busiest_bytes, run.steps) for run in runs]),
+        staleness_mean=_spread([run.staleness_mean for run in runs]),
+        staleness_max=max((run.staleness_max for run in runs), default=0),
+        final={name: Spread.of([run.final[name] for run in runs]) for name in names},
+        waits_mostly_for=mostly if mostly is not None and waited_for[mostly] > 0 else None,
+    )
+
+
+def _spread(values: Sequence[float]) -> Spread | None:
+    return Spread.of(values) if values and all(math.isfinite(value) for value in values) else None
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole > 0 else 0.0
+
+
+def _row_dict(row: CompareRow) -> dict[str, Any]:
+    """The numbers of a row, without its curves."""
+    numbers = {
+        name: dataclasses.asdict(value) if isinstance(value := getattr(row, name), Spread) else value
+        for name in (
+            "workers", "reached", "target_s", "target_steps", "seconds", "samples_per_s", "waiting",
+            "waits_mostly_for", "messages_per_step", "bytes_per_step", "busiest_bytes_per_step", "staleness_mean",
+            "staleness_max", "price_per_hour", "price_per_1000_steps", "price_to_target",
+        )
+    }  # fmt: skip
+    promises = row.strategy.promises
+    return {
+        "strategy": row.name,
+        **({"device": row.device} if row.device else {}),
+        "runs": len(row.runs),
+        "failures": list(row.failures),
+        **numbers,
+        "final": {name: dataclasses.asdict(spread) for name, spread in row.final.items()},
+        "promises": {
+            one.name: getattr(promises, one.name).answer.value for one in dataclasses.fields(promises)
+        },
+    }

@@ -1,0 +1,1 @@
+"""Shared memory, atomics, waiting, compiled kernels and their cache."""

@@ -1,0 +1,139 @@
+"""A gate that lets one worker through at a time, by number: a lock that is fair, and a round of turns as well.
+
+Whoever draws a number and waits for it holds a ticket lock, first come first served (Mellor-Crummey and Scott, 1991).
+Whoever waits for a number that was agreed on beforehand takes turns. `Gate` is for steps of Python; `enter` and `leave`
+are the same gate for compiled ones, which go through it too often for Python.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from manyhands.errors import Aborted, PeerTimeout
+from manyhands.native.atomics import add_u32, clock_ns
+from manyhands.native.counters import Counter
+from manyhands.native.decorators import helper
+from manyhands.native.segment import CACHE_LINE, Segment
+from manyhands.native.wait_sign import LongWait
+from manyhands.native.waiting import ABORTED, REACHED, announce, spins_for, wait_until
+
+if TYPE_CHECKING:
+    from manyhands.native.group.shared_group import SharedGroup
+
+__all__ = ["FREE", "LOCKED", "TURNS", "Gate", "Turn", "enter", "leave", "require_turn"]
+
+FREE, LOCKED, TURNS = 0, 1, 2
+"""Who may go through: everybody at any time; one at a time, first come first served; one at a time, by number."""
+
+_SLICE_NS = 100_000_000  # how often a waiter looks whether the run is being taken down
+
+
+class Gate:
+    """One worker's side of a gate whose memory begins at `offset` of `segment`, which is zero at first.
+
+    `group` says how long a wait may last, and ends it when the run is taken down.
+    """
+
+    NUM_BYTES = 2 * Counter.NUM_BYTES + 2 * CACHE_LINE
+
+    def __init__(self, segment: Segment, offset: int, group: SharedGroup, purpose: str) -> None:
+        self._tickets = Counter.within(segment, offset)
+        self._inside = Counter.within(segment, offset + Counter.NUM_BYTES)
+        words = segment.address + offset + 2 * Counter.NUM_BYTES
+        self._served, self._never = words, words + CACHE_LINE
+        self._group = group
+        self._purpose = purpose
+        self._spins = spins_for(group.world)
+        self._waits: dict[int, int] = {}
+
+    def draw(self) -> int:
+        """A number of one's own: wait for it."""
+        return self._tickets.add()
+
+    def reset(self, number: int, rank: int) -> None:
+        """While nobody waits: let `number` through next, which is `rank`'s."""
+        self._tickets.set(number)
+        self._inside.set(rank)
+        announce(self._served, number)
+
+    def enter(self, number: int) -> None:
+        """Wait until it is this number's turn; PeerTimeout names the worker that is inside."""
+        begin = time.monotonic_ns()
+        deadline = begin + int(self._group.timeout_s * 1e9)
+        peer = self._inside.get()
+        until = begin
+        with LongWait() as wait:
+            while True:
+                until = min(until + _SLICE_NS, deadline)
+                if wait_until(self._served, number, self._never, until, self._spins) == REACHED:
+                    break
+                self._group.poll()  # raises Aborted
+                late = self._inside.get()
+                wait.goes_on(late)
+                if time.monotonic_ns() >= deadline:
+                    raise PeerTimeout(
+                        f"worker {self._group.rank} waited {self._group.timeout_s:g} s for worker {late} to "
+                        f"{self._purpose}; see whether it still runs, or allow more than that with timeout_s",
+                        late,
+                    )
+        self._inside.set(self._group.rank)
+        if peer != self._group.rank:
+            self._waits[peer] = self._waits.get(peer, 0) + time.monotonic_ns() - begin
+
+    def leave(self, number: int, next_rank: int | None = None) -> None:
+        """Let the next number through; `next_rank` is whose it is, where that is known."""
+        if next_rank is not None:
+            self._inside.set(next_rank)
+        announce(self._served, number + 1)
+
+    def turn(self, order: int) -> Turn:
+        """What compiled steps need to go through this gate."""
+        tickets = self._tickets.address if order == LOCKED else 0
+        patience_ns = int(self._group.timeout_s * 1e9)
+        return Turn(order, self._served, tickets, self._group.abort_address, patience_ns, self._spins)
+
+    def take_waits(self) -> dict[int, int]:
+        """Nanoseconds waited for each worker since the last call."""
+        waits, self._waits = self._waits, {}
+        return waits
+
+
+class Turn(NamedTuple):
+    """A gate as compiled code takes it: addresses and numbers."""
+
+    order: int = FREE
+    served: int = 0
+    tickets: int = 0
+    abort: int = 0
+    patience_ns: int = 0
+    spins: int = 0
+
+
+def require_turn(status: int, turn: Turn) -> None:
+    """Raise what the end of a compiled step's wait means, unless it was REACHED."""
+    if status == ABORTED:
+        raise Aborted(
+            "a worker stops waiting for its turn: another failed first, or the run is being taken down"
+        )
+    if status != REACHED:
+        raise PeerTimeout(
+            f"a worker waited {turn.patience_ns / 1e9:g} s for its turn; see whether the others still run, or allow "
+            "more than that with timeout_s",
+            -1,
+        )
+
+
+@helper()
+def enter(turn: Any, number: int) -> Any:
+    """Wait for one's turn: its number, which is `number` where turns are agreed on, and how the wait ended."""
+    mine = np.int64(add_u32(turn[2], np.uint32(1))) if turn[0] == LOCKED else np.int64(number)
+    return mine, wait_until(turn[1], mine, turn[3], clock_ns() + turn[4], turn[5])
+
+
+@helper()
+def leave(turn: Any, number: int) -> None:
+    """Let the next number through."""
+    announce(turn[1], number + 1)

@@ -1,0 +1,217 @@
+"""Who takes which step, and when it may read and write the parameters: written once for all strategies.
+
+* `free`: each worker takes the next batch that nobody has, and steps whenever it is ready. Nobody waits.
+* `locked`: the same batches, but from reading the parameters to writing them a worker is alone.
+* `turns`: batch k is worker k mod n's, and is read and written after batch k − 1 and before batch k + 1. So it is the
+  plain loop, with the batches fetched by n workers.
+* `together`: every worker takes its part of every batch, and they wait for each other in it.
+
+Compiled steps are many small ones in one call: there the batches are given out here, and the waiting is theirs, at the
+gate that `turn` describes.
+
+Training goes from one meeting of all workers to the next (an evaluation, a checkpoint, the end). Between two of them
+the batches from `first` to `end` are each taken once; whoever stops the run early leaves no gap in what was done.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import ClassVar
+
+from manyhands.native.counters import Counter
+from manyhands.native.group.gate import FREE, LOCKED, TURNS, Gate, Turn
+from manyhands.native.group.shared_group import SharedGroup
+from manyhands.native.segment import Segment
+
+__all__ = ["ORDERS", "Order", "Together"]
+
+
+class Order(ABC):
+    """One worker's side of an order, whose memory begins at `offset` of `segment`.
+
+    begin(first, end)                  all workers, while all are met
+    while (step := claim()) is not None:
+        enter(step); read, compute, write; applied(); leave(step)
+    done()                             when all are met again
+
+    Where steps are compiled, `numbering` gives the number that the first of a batch's small steps has at the gate, and
+    they go through it by themselves.
+    """
+
+    NUM_BYTES: ClassVar[int] = 4 * Counter.NUM_BYTES + Gate.NUM_BYTES
+
+    def __init__(
+        self, segment: Segment, offset: int, group: SharedGroup, numbering: Callable[[int], int] | None = None
+    ) -> None:
+        self._rank, self._world = group.rank, group.world
+        self._numbering = numbering
+        self._claimed, self._end, self._stopped, self._applied = (
+            Counter.within(segment, offset + number * Counter.NUM_BYTES) for number in range(4)
+        )
+        self._gate = Gate(segment, offset + 4 * Counter.NUM_BYTES, group, "take its step")
+        self._seen = 0
+
+    def begin(self, first: int, end: int) -> None:
+        """Every worker, between two barriers: give out the batches from `first` to `end`."""
+        if self._rank == 0:
+            self._claimed.set(first)
+            self._end.set(end)
+            self._stopped.set(0)
+
+    @abstractmethod
+    def claim(self) -> int | None:
+        """The next batch that is this worker's; None if it is to meet the others."""
+
+    def enter(self, step: int) -> None:  # noqa: ARG002 - others wait for their turn here
+        """The parameters may be read from here on."""
+        self.note_reading()
+
+    def note_reading(self) -> None:
+        """This worker reads the parameters now: what others write from here on is counted by `applied`."""
+        self._seen = self._applied.get()
+
+    def applied(self) -> int:
+        """This worker's step is written: how many steps others wrote since it entered."""
+        return self._applied.add() - self._seen
+
+    def leave(self, step: int) -> None:  # noqa: B027 - the free have nobody to let in
+        """The parameters are written, or are not to be."""
+
+    @property
+    def turn(self) -> Turn:
+        """The gate of compiled steps."""
+        return self._gate.turn(FREE)
+
+    @abstractmethod
+    def stop(self, step: int) -> None:
+        """Between `enter` and `leave`, or after a compiled step: let nobody begin another batch."""
+
+    @abstractmethod
+    def done(self) -> int:
+        """Every worker, when all are met: the first batch that was not taken."""
+
+    def take_waits(self) -> dict[int, int]:
+        """Nanoseconds waited for each worker since the last call."""
+        return self._gate.take_waits()
+
+
+class Free(Order):
+    """Nobody waits for anybody."""
+
+    def claim(self) -> int | None:
+        """The next that nobody has."""
+        if self._stopped.get():
+            return None
+        step = self._claimed.add()
+        return step if step < self._end.get() else None
+
+    def stop(self, step: int) -> None:  # noqa: ARG002 - whatever was taken is finished
+        """What is taken is finished."""
+        self._stopped.set(1)
+
+    def done(self) -> int:
+        """All that was taken."""
+        return min(self._claimed.get(), self._end.get())
+
+
+class Locked(Free):
+    """One step at a time, whoever is ready first."""
+
+    _ticket = 0
+
+    @property
+    def turn(self) -> Turn:
+        """First come first served."""
+        return self._gate.turn(LOCKED)
+
+    def enter(self, step: int) -> None:
+        """Wait until those who came before are done."""
+        self._ticket = self._gate.draw()
+        self._gate.enter(self._ticket)
+        super().enter(step)
+
+    def leave(self, step: int) -> None:
+        """Let in who waits longest."""
+        super().leave(step)
+        self._gate.leave(self._ticket)
+
+
+class Turns(Order):
+    """Round-robin: one step at a time, in the order of the batches."""
+
+    _next = 0
+
+    @property
+    def turn(self) -> Turn:
+        """By number."""
+        return self._gate.turn(TURNS)
+
+    def begin(self, first: int, end: int) -> None:
+        """The first turn is that of batch `first`."""
+        super().begin(first, end)
+        self._next = first + (self._rank - first) % self._world
+        if self._rank == 0:
+            number = first if self._numbering is None else self._numbering(first)
+            self._gate.reset(number, first % self._world)
+
+    def claim(self) -> int | None:
+        """Every n-th batch."""
+        step = self._next
+        if step >= self._end.get():
+            return None
+        self._next += self._world
+        return step
+
+    def enter(self, step: int) -> None:
+        """Wait until the batch before is done."""
+        self._gate.enter(step)
+        super().enter(step)
+
+    def leave(self, step: int) -> None:
+        """The next batch may be read."""
+        super().leave(step)
+        self._gate.leave(step, (step + 1) % self._world)
+
+    def stop(self, step: int) -> None:
+        """Each worker may have taken its next batch, which is finished: those end n after this one.
+
+        After a compiled step the others were let in already, and may have taken another each: n more.
+        """
+        ahead = self._world if self._numbering is None else 2 * self._world
+        self._end.set(min(self._end.get(), step + ahead))
+
+    def done(self) -> int:
+        """All before the end, wherever that has been moved."""
+        return self._end.get()
+
+
+class Together(Order):
+    """Every worker takes part in every step, and each step ends only when all have."""
+
+    _next = 0
+
+    def begin(self, first: int, end: int) -> None:
+        """All begin with `first`."""
+        super().begin(first, end)
+        self._next = first
+
+    def claim(self) -> int | None:
+        """The next."""
+        step = self._next
+        if step >= self._end.get():
+            return None
+        self._next += 1
+        return step
+
+    def stop(self, step: int) -> None:
+        """Others may have begun the next step, which needs all; nobody can have begun the one after it."""
+        self._end.set(min(self._end.get(), step + 2))
+
+    def done(self) -> int:
+        """All before the end."""
+        return self._end.get()
+
+
+ORDERS: dict[str, type[Order]] = {"free": Free, "locked": Locked, "turns": Turns, "together": Together}
+"""By the name in a strategy's text."""

@@ -1,0 +1,308 @@
+"""Compile kernels before they are needed: several at once, with a line that says so, and never twice.
+
+numba compiles under one lock, so what compiles side by side are processes, forked from one that has imported numba and
+nothing that computes. A family is the jobs that one kind of run needs; a file in the cache says that a job was done.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+
+from manyhands.native.cache_folder import cache_folder
+from manyhands.native.sources import digest_of, module_file
+
+__all__ = ["FAMILIES", "JOBS", "CompileJob", "missing_jobs", "prepare", "run_jobs", "spent_s"]
+
+_PATIENCE_S = 600.0
+_SHOWN_EVERY_S = 1.0
+_PREPARED: set[str] = set()
+"""What this process has prepared, or tried to."""
+_SPENT_S: list[float] = []
+
+
+@dataclass(frozen=True, slots=True)
+class CompileJob:
+    """Kernels that one process compiles: modules to import, and functions `module:name` to call."""
+
+    calls: tuple[str, ...]
+    after: str | None = None
+    """The job whose kernels are compiled into these: its code is loaded once it is there, instead of made twice."""
+
+
+JOBS: Mapping[str, CompileJob] = {
+    "waiting": CompileJob(("manyhands.native.waiting",)),
+    "reductions": CompileJob(("manyhands.native.group.reduction_kernels:warm",)),
+    "reductions_double": CompileJob(("manyhands.native.group.reduction_kernels:warm_double",)),
+    "group": CompileJob(("manyhands.native.group.group_calls",), after="waiting"),
+    "records": CompileJob(
+        (
+            "manyhands.observe.record.event_ring:warm",
+            "manyhands.transport.link.byte_ring",
+            "manyhands.transport.link.heartbeats",
+            "manyhands.places.local.status",
+            "manyhands.places.local.sentinel",
+            "manyhands.native.counters",
+        ),
+        after="waiting",
+    ),
+    "libsvm": CompileJob(("manyhands.data.row_files:warm_libsvm",)),
+    "vowpal": CompileJob(("manyhands.data.row_files:warm_vowpal",)),
+    "logreg": CompileJob(("manyhands.workloads.logreg.logreg_kernels:warm",), after="waiting"),
+    "svd": CompileJob(("manyhands.workloads.svd.product_kernels:warm",)),
+    "boosting_rows": CompileJob(
+        ("manyhands.workloads.gbdt.bin_kernels:warm", "manyhands.workloads.gbdt.predict_kernels:warm")
+    ),
+    "boosting_histograms": CompileJob(("manyhands.workloads.gbdt.histogram_kernels:warm",)),
+    "boosting_splits": CompileJob(("manyhands.workloads.gbdt.split_kernels:warm",)),
+    "words": CompileJob(("manyhands.workloads.glove.word_table:warm",)),
+    "counting": CompileJob(
+        ("manyhands.workloads.glove.count_kernels:warm", "manyhands.workloads.glove.shuffle_kernels:warm")
+    ),
+    "glove": CompileJob(("manyhands.workloads.glove.glove_kernels:warm",), after="waiting"),
+    "glove_in_order": CompileJob(("manyhands.workloads.glove.glove_kernels:warm_in_order",), after="waiting"),
+    "codecs": CompileJob(
+        tuple(
+            f"manyhands.wire.kernels.{name}"
+            for name in (
+                "fp8_kernels",
+                "indices",
+                "int8_kernels",
+                "packing",
+                "qsgd_kernels",
+                "randomk_kernels",
+                "select",
+                "sign_kernels",
+                "ternary_kernels",
+            )
+        )
+    ),
+    "hashing": CompileJob(("manyhands.native.hashing:warm",)),
+    "c10d": CompileJob(
+        (
+            "manyhands.transport.hub.areas",
+            "manyhands.interop.c10d.layout_rounds",
+            "manyhands.interop.c10d.compiled_allreduce",
+            "manyhands.interop.c10d.exchange",
+        ),
+        after="group",
+    ),
+}
+
+_CORE = ("waiting", "group", "records")
+FAMILIES: Mapping[str, tuple[str, ...]] = {
+    "fit": (*_CORE, "reductions", "reductions_double", "hashing"),
+    "codecs": ("codecs",),
+    "logreg": (*_CORE, "libsvm", "logreg"),
+    "svd": (*_CORE, "reductions_double", "libsvm", "svd"),
+    "gbdt": (*_CORE, "libsvm", "boosting_rows", "boosting_histograms", "boosting_splits"),
+    "libsvm": ("libsvm",),
+    "vowpal": ("vowpal",),
+    "glove": (*_CORE, "words", "counting", "glove"),
+    "all": tuple(JOBS),
+}
+"""What each kind of run needs."""
+
+
+def prepare(*families: str) -> float:
+    """Compile what these families need and is not there yet; the seconds it took, 0 where nothing was left to do.
+
+    To be called before the modules with these kernels are imported. One process of a user compiles and others wait for
+    it. Where nothing can be kept nothing is done, and where a kernel does not compile that is said; whoever needs it
+    compiles it.
+    """
+    root = cache_folder()
+    if root is None or _PREPARED.issuperset(families) or not missing_jobs(*families):
+        return 0.0
+    _PREPARED.update(families)
+    began = time.monotonic()
+    with _alone(root):
+        missing = missing_jobs(*families)
+        if missing:  # and no other process has done it meanwhile
+            cores = len(os.sched_getaffinity(0))
+            _tell(f"compiling kernels on {cores} cores, once per machine and version; kept in {root}")
+            _compile_elsewhere(missing)
+    seconds = time.monotonic() - began
+    _SPENT_S.append(seconds)
+    if missing:
+        _tell(f"compiled in {seconds:.1f} s")
+    return seconds
+
+
+def spent_s() -> float:
+    """The seconds that `prepare` has taken in this process: no part of a training's time."""
+    return sum(_SPENT_S)
+
+
+def missing_jobs(*families: str) -> list[str]:
+    """The jobs of these families that have not been done here, with the sources as they are."""
+    needed = dict.fromkeys(job for family in families for job in FAMILIES[family])
+    return [job for job in needed if not _mark(job).exists()]
+
+
+@cache
+def _mark(job: str) -> Path:
+    """The file that says that a job was done."""
+    root = cache_folder()
+    assert root is not None, "the callers have asked"
+    files = [module_file(call.partition(":")[0]) for call in JOBS[job].calls]
+    sources = digest_of([file for file in files if file is not None])
+    digest = hashlib.sha256(_machine() + sources.encode()).hexdigest()[:16]
+    return root / f"{job}-{digest}.done"
+
+
+@cache
+def _machine() -> bytes:
+    """What kind of processor this is; a home on a shared disk serves several."""
+    try:
+        with open("/proc/cpuinfo", "rb") as file:
+            first = file.read(1 << 16).partition(b"\n\n")[0]
+    except OSError:
+        first = b""
+    kinds = (b"model name", b"flags", b"Features", b"CPU part")
+    lines = [line for line in first.splitlines() if line.startswith(kinds)]
+    return b"\n".join([platform.machine().encode(), os.environ.get("NUMBA_CPU_NAME", "").encode(), *lines])
+
+
+@contextmanager
+def _alone(root: Path) -> Iterator[None]:
+    """While no other process of this user compiles; goes on without that after a long wait."""
+    descriptor = os.open(root / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    deadline = time.monotonic() + _PATIENCE_S
+    try:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    _tell(
+                        f"another process has compiled for {_PATIENCE_S:.0f} s; going on without waiting for it"
+                    )
+                    break
+                time.sleep(0.05)
+        yield
+    finally:
+        os.close(descriptor)  # which lets go of the lock
+
+
+def _compile_elsewhere(names: Sequence[str]) -> None:
+    """Do jobs in a process of their own, and say what went wrong."""
+    command = [sys.executable, "-m", "manyhands.native.warming", *names]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment,
+        start_new_session=True, text=True,
+    )  # fmt: skip
+    try:
+        said = _what_it_says(process, names)
+    finally:
+        if process.poll() is None:  # it took too long, or somebody pressed Ctrl-C
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        if process.stderr is not None:
+            process.stderr.close()
+    if said is None:
+        _tell(f"kernels were not compiled within {_PATIENCE_S:.0f} s; going on without them")
+    elif process.returncode != 0:
+        last = said.strip().splitlines()[-1:] or [f"exit status {process.returncode}"]
+        _tell(f"kernels could not be compiled beforehand: {last[0]}")
+
+
+def _what_it_says(process: subprocess.Popen[str], names: Sequence[str]) -> str | None:
+    """All that it writes until it ends, while a terminal shows how far it is; None where it takes too long."""
+    began, shows = time.monotonic(), sys.stderr.isatty()
+    try:
+        while (seconds := time.monotonic() - began) < _PATIENCE_S:
+            try:
+                return process.communicate(timeout=_SHOWN_EVERY_S)[1]
+            except subprocess.TimeoutExpired:
+                if shows:
+                    done = sum(_mark(name).exists() for name in names)
+                    line = f"manyhands: compiling: {done} of {len(names)} parts done, {seconds:.0f} s"
+                    print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+        return None
+    finally:
+        if shows:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def run_jobs(names: Sequence[str], slots: int) -> list[str]:
+    """Run jobs in forked processes, `slots` at once, each after the one that it builds on; the names of failed ones.
+
+    This process has one thread and has computed nothing.
+    """
+    waiting, done, failed = list(names), set[str](), list[str]()
+    running: dict[int, str] = {}
+    while waiting or running:
+        ready = [
+            name for name in waiting if JOBS[name].after in (None, *done) or JOBS[name].after not in names
+        ]
+        while ready and len(running) < slots:
+            name = ready.pop(0)
+            waiting.remove(name)
+            running[_fork(name)] = name
+        pid, status = os.wait()
+        name = running.pop(pid)
+        done.add(name)
+        if status != 0:
+            failed.append(name)
+    return failed
+
+
+def _fork(name: str) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        _compile(JOBS[name])
+        _mark(name).touch()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _compile(job: CompileJob) -> None:
+    for call in job.calls:
+        module, _, function = call.partition(":")
+        found = import_module(module)
+        if function:
+            getattr(found, function)()
+
+
+def _tell(line: str) -> None:
+    print(f"manyhands: {line}", file=sys.stderr, flush=True)
+
+
+def _something(value: int) -> int:
+    """Something to compile."""
+    return abs(value)
+
+
+def _main(names: Sequence[str]) -> None:
+    # Once for all: numba, and what it does before it compiles its first function.
+    import_module("manyhands.native.decorators").njit("int64(int64)")(_something)
+    failed = run_jobs(names, slots=max(1, len(os.sched_getaffinity(0))))
+    if failed:
+        sys.exit(f"{', '.join(failed)} failed")
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1:])

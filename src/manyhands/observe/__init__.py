@@ -1,0 +1,1 @@
+"""What a run recorded, what that says, and how it is drawn."""

@@ -1,0 +1,230 @@
+"""Curves of bounded length, however long the run: points thinned evenly, and rates over bins that grow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from manyhands.observe.analyse.better import lower_is_better
+from manyhands.observe.analyse.view import Curve
+from manyhands.observe.record.checked_values import number, text, whole
+from manyhands.observe.record.events import Records
+from manyhands.observe.record.final import final_loss, last_row
+
+__all__ = ["MAX_POINTS", "HistoryCurves", "RateCurve", "ThinnedCurve", "spread"]
+
+MAX_POINTS = 400
+"""Of a curve as it is shown."""
+
+_FIRST_BIN_NS = 250_000_000
+_PARTS = 1_000_000  # of one sample
+_MAX_METRICS = 100
+
+
+class ThinnedCurve:
+    """Points as they come: all of them, then every second, every fourth and so on, and always the newest."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._points: list[tuple[float, float, float]] = []
+        self._newest: tuple[float, float, float] | None = None
+        self._seen = 0
+        self._stride = 1
+
+    def add(self, step: float, seconds: float, value: float) -> None:
+        """One more point; a value that is not finite is left out."""
+        if not math.isfinite(value):
+            return
+        self._newest = (step, seconds, value)
+        if self._seen % self._stride == 0:
+            self._points.append(self._newest)
+            if len(self._points) >= MAX_POINTS:
+                self._points = self._points[::2]
+                self._stride *= 2
+        self._seen += 1
+
+    def curve(self, later_s: float = 0.0) -> Curve:
+        """What is left of the points, `later_s` added to their seconds."""
+        points = list(self._points)
+        if self._newest is not None and points[-1] is not self._newest:
+            points.append(self._newest)
+        return Curve(
+            name=self.name,
+            steps=tuple(step for step, _, _ in points),
+            seconds=tuple(seconds + later_s for _, seconds, _ in points),
+            values=tuple(value for _, _, value in points),
+        )
+
+
+class RateCurve:
+    """Samples per second over bins of time, whose length doubles when there are too many of them.
+
+    A step's samples are spread evenly over the time that it took, so that steps which are longer than a bin give a
+    steady rate and no spikes. Whole millionths of a sample are counted, and a step's parts add up to all of it however
+    it is cut: the same events give the same curve in whatever portions they arrive.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._first_bin = 0
+        self._bin_ns = _FIRST_BIN_NS
+        self._parts: npt.NDArray[np.int64] = np.zeros(0, np.int64)  # millionths of samples
+        self._steps: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+        self._begin_ns = 0
+        self._newest: dict[int, tuple[int, int]] = {}  # of each role's newest step, its start and its end
+
+    def add(self, steps: Records) -> None:
+        """Take in STEP records, those of one role in the order they were recorded."""
+        if not len(steps):
+            return
+        starts = steps["start_ns"].astype(np.int64)
+        # A file that no run wrote may have times that no clock has.
+        ends = np.maximum(starts + 1, starts + steps["duration_ns"].astype(np.int64))
+        self._begin_ns = min(self._begin_ns or int(starts.min()), int(starts.min()))
+        both = zip(starts.tolist(), ends.tolist(), strict=True)
+        self._newest.update(zip(steps["role"].tolist(), both, strict=True))
+        first, last = int(starts.min()) // self._bin_ns, int(ends.max()) // self._bin_ns
+        if len(self._parts):
+            first = min(first, self._first_bin)
+            last = max(last, self._first_bin + len(self._parts) - 1)
+        while last - first >= MAX_POINTS:
+            self._coarsen()
+            first, last = first // 2, last // 2
+        self._reach(first, last)
+        place, parts = spread(starts, ends, steps["count"], self._bin_ns)
+        np.add.at(self._parts, place - self._first_bin, parts)
+        np.maximum.at(self._steps, ends // self._bin_ns - self._first_bin, steps["step"] + 1)
+
+    def curve(self, first_ns: int) -> Curve:
+        """The rate in each bin that is over for all workers; before there is one, that of all there is."""
+        edges = (self._first_bin + np.arange(len(self._parts) + 1)) * self._bin_ns
+        edges[:1] = self._begin_ns
+        whole = int(np.searchsorted(edges[1:], self._known_until(), side="right"))
+        if whole == 0 and len(self._parts):
+            edges = np.array([self._begin_ns, max(end for _, end in self._newest.values())])
+            parts, steps = self._parts.sum(keepdims=True), self._steps.max(keepdims=True)
+        else:
+            parts, steps, edges = self._parts[:whole], self._steps[:whole], edges[: whole + 1]
+        return Curve(
+            name=self.name,
+            steps=tuple(np.maximum.accumulate(steps).astype(float).tolist()),
+            seconds=tuple(((edges[1:] - first_ns) / 1e9).tolist()),
+            values=tuple((parts * (1e9 / _PARTS) / np.diff(edges)).tolist()),
+        )
+
+    def _known_until(self) -> int:
+        """Until when every worker that still takes steps has told of them; one under way is told at its end."""
+        newest = max((end for _, end in self._newest.values()), default=0)
+        return min((end for start, end in self._newest.values() if 2 * end - start >= newest), default=0)
+
+    def _reach(self, first: int, last: int) -> None:
+        """Have a place for every bin from `first` to `last`."""
+        if not len(self._parts):
+            self._first_bin = first
+        before = self._first_bin - first
+        after = last - (self._first_bin + len(self._parts) - 1)
+        self._parts = np.pad(self._parts, (before, max(0, after)))
+        self._steps = np.pad(self._steps, (before, max(0, after)))
+        self._first_bin = first
+
+    def _coarsen(self) -> None:
+        odd_begin, odd_end = self._first_bin % 2, (self._first_bin + len(self._parts)) % 2
+        self._bin_ns *= 2
+        self._first_bin //= 2
+        if not len(self._parts):
+            return
+        pairs = [np.pad(column, (odd_begin, odd_end)).reshape(-1, 2) for column in (self._parts, self._steps)]
+        self._parts, self._steps = pairs[0].sum(axis=1), pairs[1].max(axis=1)
+
+
+def spread(
+    starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64], counts: npt.NDArray[np.int64], bin_ns: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Counts spread evenly over the time from start to end: the numbers of the bins, and millionths for each.
+
+    The parts of each count add up to it exactly, and those of two bins to what a bin of both would get.
+    """
+    first = starts // bin_ns
+    spanned = (ends - 1) // bin_ns - first + 1
+    owner = np.repeat(np.arange(len(starts)), spanned)
+    bins = np.arange(len(owner)) - np.repeat(np.cumsum(spanned) - spanned, spanned) + first[owner]
+    whole = counts[owner] * np.int64(_PARTS)
+
+    def until(moment_ns: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        begin, end = starts[owner], ends[owner]
+        share = (np.clip(moment_ns, begin, end) - begin) / (end - begin)
+        cut: npt.NDArray[np.int64] = np.rint(share * whole).astype(np.int64)
+        return cut
+
+    return bins, until((bins + 1) * bin_ns) - until(bins * bin_ns)
+
+
+class HistoryCurves:
+    """The rows of the history as curves."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.final: dict[str, float] = {}
+        self._last: Mapping[str, Any] = {}  # the row of the last step
+        self._measured: Mapping[str, Any] = {}  # and that of the last evaluation
+        self._loss = ThinnedCurve("loss")
+        self._metrics: dict[str, ThinnedCurve] = {}
+        self._before_s = 0.0  # what earlier parts of a resumed run took
+        self._last_s = 0.0
+        self.best: tuple[str, float, int] | None = None
+        """Of the first metric that is no loss, or of the evaluation loss: its name, best value and step."""
+
+    def add(self, row: Mapping[str, Any]) -> bool:
+        """One row as it stands in metrics.jsonl; False where it is none that a run writes, and is left out."""
+        step, at_s = whole(row.get("step")), number(row.get("at_s") or 0.0)
+        loss, metrics = row.get("loss"), row.get("metrics")
+        if step is None or step < 0 or at_s is None or not (loss is None or number(loss) is not None):
+            return False
+        if not (metrics is None or isinstance(metrics, Mapping)):
+            return False
+        if at_s < self._last_s / 2:  # the clock of a resumed run begins anew
+            self._before_s += self._last_s
+        self._last_s = at_s
+        self.step = max(self.step, step)
+        if loss is not None:
+            self._last = last_row((self._last, row), "loss") or row
+            self._loss.add(step, self._before_s + at_s, float(loss))
+        if metrics is not None:
+            named = {text(name): number(value) for name, value in metrics.items()}
+            known = {name: value for name, value in named.items() if value is not None}
+            self._measured = last_row((self._measured, row), "metrics") or row
+            self.final = known if self._measured is row else self.final
+            for name, value in known.items():
+                if name in self._metrics or len(self._metrics) < _MAX_METRICS:
+                    curve = self._metrics.setdefault(name, ThinnedCurve(name))
+                    curve.add(step, self._before_s + at_s, value)
+            self._judge(step, named)
+        return True
+
+    @property
+    def loss(self) -> float | None:
+        """The final loss, as far as the run has come."""
+        return final_loss((self._last,))
+
+    def curves(self, later_s: float) -> list[Curve]:
+        """`loss` first, then one for each metric."""
+        return [self._loss.curve(later_s), *(curve.curve(later_s) for curve in self._metrics.values())]
+
+    def _judge(self, step: int, measured: Mapping[str, float | None]) -> None:
+        """Keep the best evaluation, by the metric that the first one had."""
+        finite = {
+            name: value for name, value in measured.items() if value is not None and math.isfinite(value)
+        }
+        if self.best is None:
+            first = next((name for name in finite if not name.endswith("loss")), next(iter(finite), None))
+        else:
+            first = self.best[0]
+        if first is None or first not in finite:
+            return
+        value = finite[first]
+        if self.best is None or (value < self.best[1] if lower_is_better(first) else value > self.best[1]):
+            self.best = (first, value, step)

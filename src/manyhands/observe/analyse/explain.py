@@ -1,0 +1,310 @@
+"""Why a run is as fast as it is: where the time of its median step goes, who is slow, and what would be ideal.
+
+Pure: records go in, numbers and sentences come out.
+
+*Synchronous runs.* A step lasts until the last worker arrives, so its time is that worker's: the critical
+path. Who arrives last is the one that waits least. Of its compute, as much as the median of the others
+needs is compute; the rest is what everybody waits for. Step times themselves say nothing about who is slow,
+since the barrier makes them equal; compute times, taken before the barrier, do.
+
+*Servers.* Of the time between a worker's push and the answer, what the busiest of the servers spent applying
+updates meanwhile is theirs; the rest is exchange, or waiting for the one that the answer was held for.
+
+*Other runs.* Nobody's step is everybody's: each worker has a path of its own, and the figures of the run are
+the means over its workers.
+
+Means are taken over the middle fifth of the steps by their time. That is as robust as the median, and the
+parts add up to the whole.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from manyhands.errors import UserError
+from manyhands.observe.analyse.pace import Pace, Slow, find_slow
+from manyhands.observe.analyse.slowness import Late, Slowness
+from manyhands.observe.record.events import EventKind, Records
+from manyhands.observe.record.recorded import RoleEvents, role_name, step_keys
+
+__all__ = ["Explanation", "Parts", "Slow", "WorkerPath", "explain"]
+
+_MS = 1e-6  # nanoseconds in milliseconds
+_IN_STEP = (
+    EventKind.COMPUTE,
+    EventKind.INPUT,
+    EventKind.EXCHANGE,
+    EventKind.WAIT,
+    EventKind.EVALUATE,
+    EventKind.CHECKPOINT,
+)
+_Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What a step is made of, in milliseconds."""
+
+    compute_ms: float
+    exchange_ms: float  # exposed communication: not overlapped with compute
+    wait_ms: float  # waiting for stragglers
+    apply_ms: float  # waiting for servers that apply updates
+    input_ms: float  # getting the samples
+    other_ms: float  # in the step and in none of the parts: bookkeeping
+
+    @property
+    def step_ms(self) -> float:
+        """The whole."""
+        return float(sum(dataclasses.astuple(self)))
+
+    @property
+    def own_ms(self) -> float:
+        """What nobody else has a part in."""
+        return self.compute_ms + self.input_ms + self.other_ms
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerPath:
+    """The median step of one worker, as it went for that worker."""
+
+    worker: int
+    name: str
+    steps: int
+    parts: Parts
+    evaluate_ms: float  # per step, averaged over all steps
+    checkpoint_ms: float
+    last_share: float  # of the steps, those at which everybody waited for this worker; 0 where nobody must
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """Where the time of a run goes."""
+
+    synchronous: bool
+    steps: int
+    parts: Parts  # of the critical path; of the mean worker where the run is not synchronous
+    evaluate_ms: float  # per step, averaged over all steps, beside the step itself
+    checkpoint_ms: float
+    ideal_ms: float  # a step with everybody at the median speed and no exchange
+    speedup: float  # steps per second in the ideal, over those of now
+    workers: tuple[WorkerPath, ...]
+    slow: tuple[Slow, ...]  # the slowest first
+    late: Late | None = None  # waited for in the median step, and computing no longer than the others
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON values, with the sums that the fields leave to the reader."""
+        row = dataclasses.asdict(self)
+        row["parts"]["step_ms"] = self.parts.step_ms
+        for worker, path in zip(row["workers"], self.workers, strict=True):
+            worker["parts"]["step_ms"] = path.parts.step_ms
+        return row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Steps:
+    """The steps of one worker as columns in nanoseconds, in the order of `keys`."""
+
+    worker: int
+    name: str
+    keys: npt.NDArray[np.int64]
+    start: npt.NDArray[np.int64]
+    compute: _Floats
+    exchange: _Floats
+    wait: _Floats
+    apply: _Floats
+    input: _Floats
+    other: _Floats
+    evaluate_ns: float  # of all steps together
+    checkpoint_ns: float
+
+    @property
+    def columns(self) -> tuple[_Floats, ...]:
+        """In the order of the fields of `Parts`."""
+        return (self.compute, self.exchange, self.wait, self.apply, self.input, self.other)
+
+    def parts(self) -> Parts:
+        return _middle(np.sum(self.columns, axis=0), self.columns)
+
+
+def explain(roles: Sequence[RoleEvents], *, synchronous: bool) -> Explanation:
+    """Explain a run by its events; `synchronous` where every step waits for every worker.
+
+    UserError where no step was recorded.
+    """
+    applying = [_Applying(records) for events in roles if len(records := events.of(EventKind.APPLY))]
+    workers = [steps for events in roles if len((steps := _steps_of(events, applying)).keys)]
+    if not workers:
+        raise UserError("the run has recorded no step yet; there is nothing to explain")
+    if synchronous:
+        parts, whole, last = _critical_path(workers)
+        ideal_ms = parts.own_ms
+        speedup = _ratio(parts.step_ms, ideal_ms)
+    else:
+        paths = [worker.parts() for worker in workers]
+        parts = _mean(paths)
+        last = np.zeros(len(workers))
+        whole = None
+        ideal_ms = float(np.median([path.own_ms for path in paths]))
+        speedup = _ratio(len(paths) / ideal_ms if ideal_ms else 0.0, sum(1 / path.step_ms for path in paths))
+    per_step = [(worker.evaluate_ns, worker.checkpoint_ns) for worker in workers]
+    shares = np.asarray(per_step) * _MS / np.asarray([[len(worker.keys)] for worker in workers])
+    # While one of a synchronous crew evaluates or saves, the others wait for it.
+    evaluate_ms, checkpoint_ms = shares.max(axis=0) if synchronous else shares.mean(axis=0)
+    paces = [
+        Pace(worker.worker, worker.name, worker.keys, worker.start, worker.compute) for worker in workers
+    ]
+    return Explanation(
+        synchronous=synchronous,
+        steps=len(np.unique(np.concatenate([worker.keys for worker in workers]))),
+        parts=parts,
+        evaluate_ms=float(evaluate_ms),
+        checkpoint_ms=float(checkpoint_ms),
+        ideal_ms=ideal_ms,
+        speedup=speedup,
+        workers=tuple(
+            WorkerPath(
+                worker=worker.worker,
+                name=worker.name,
+                steps=len(worker.keys),
+                parts=worker.parts(),
+                evaluate_ms=float(share[0]),
+                checkpoint_ms=float(share[1]),
+                last_share=float(late),
+            )
+            for worker, share, late in zip(workers, shares, last, strict=True)
+        ),
+        slow=find_slow(paces, whole),
+        late=_late(roles, {worker.worker for worker in workers}),
+    )
+
+
+def _late(roles: Sequence[RoleEvents], workers: Collection[int]) -> Late | None:
+    seen = Slowness()
+    for events in roles:
+        if events.role in workers:
+            seen.add(events.records)
+    return seen.late_ever()
+
+
+class _Applying:
+    """How long one server had been applying updates at any moment."""
+
+    def __init__(self, records: Records) -> None:
+        records = records[np.argsort(records["start_ns"], kind="stable")]
+        starts = records["start_ns"].astype(np.float64)
+        durations = records["duration_ns"].astype(np.float64)
+        done = np.cumsum(durations)
+        self._moments = np.stack([starts, starts + durations], axis=1).ravel()
+        self._done = np.stack([done - durations, done], axis=1).ravel()
+
+    def within(self, begin: _Floats, end: _Floats) -> _Floats:
+        """Nanoseconds of applying between each `begin` and its `end`."""
+        before, after = (np.interp(moment, self._moments, self._done) for moment in (begin, end))
+        spent: _Floats = after - before
+        return spent
+
+
+def _applied(records: Records, applying: Sequence[_Applying]) -> _Floats:
+    """Of each record that is an exchange or a wait, what the busiest server spent applying meanwhile."""
+    spent = np.zeros(len(records))
+    chosen = np.isin(records["kind"], (EventKind.EXCHANGE, EventKind.WAIT))
+    begin = records["start_ns"][chosen].astype(np.float64)
+    end = begin + records["duration_ns"][chosen]
+    if applying and chosen.any():
+        spent[chosen] = np.max([server.within(begin, end) for server in applying], axis=0)
+    return spent
+
+
+def _steps_of(events: RoleEvents, applying: Sequence[_Applying]) -> _Steps:
+    records, keys = events.records, step_keys(events)
+    durations = records["duration_ns"].astype(np.int64)
+    starts = records["start_ns"].astype(np.int64)
+    is_step = records["kind"] == EventKind.STEP
+    unique, index = np.unique(keys[is_step], return_inverse=True)
+    count = len(unique)
+    begin = np.full(count, np.iinfo(np.int64).max)
+    end = np.zeros(count, np.int64)
+    np.minimum.at(begin, index, starts[is_step])
+    np.maximum.at(end, index, starts[is_step] + durations[is_step])
+    home = np.minimum(np.searchsorted(unique, keys), max(0, count - 1))
+    belongs = unique[home] == keys if count else np.zeros(len(keys), bool)
+    whole = np.bincount(index, durations[is_step], count)
+
+    applied = _applied(records, applying)
+
+    def spent(*kinds: EventKind, inside: bool = False, of: _Floats | None = None) -> _Floats:
+        chosen = belongs & np.isin(records["kind"], kinds)
+        if inside:  # a parameter server's worker pulls before its step, others evaluate after it
+            chosen &= (starts >= begin[home]) & (starts < end[home]) if count else False
+        values = durations if of is None else of
+        return np.bincount(home[chosen], values[chosen], count).astype(np.float64)
+
+    known = spent(*_IN_STEP, inside=True)
+    return _Steps(
+        worker=events.role,
+        name=role_name(events.name),
+        keys=unique,
+        start=begin,
+        compute=spent(EventKind.COMPUTE),
+        exchange=spent(EventKind.EXCHANGE) - spent(EventKind.EXCHANGE, of=applied),
+        wait=spent(EventKind.WAIT) - spent(EventKind.WAIT, of=applied),
+        apply=spent(EventKind.EXCHANGE, EventKind.WAIT, of=applied),
+        input=spent(EventKind.INPUT),
+        other=np.maximum(0.0, whole - known),
+        evaluate_ns=float(durations[records["kind"] == EventKind.EVALUATE].sum()),
+        checkpoint_ns=float(durations[records["kind"] == EventKind.CHECKPOINT].sum()),
+    )
+
+
+def _critical_path(workers: Sequence[_Steps]) -> tuple[Parts, dict[int, float], _Floats]:
+    """The parts of the median step, every step's time in ms by its key, and who was last how often."""
+    keys = np.unique(np.concatenate([worker.keys for worker in workers]))
+    columns = np.arange(len(keys))
+
+    table = np.full((len(Parts.__dataclass_fields__), len(workers), len(keys)), np.nan)
+    for row, worker in enumerate(workers):
+        table[:, row, np.searchsorted(keys, worker.keys)] = worker.columns
+    compute, exchange, wait, apply, read, other = table
+    least = np.nanmin(wait, axis=0)
+    # Where waiting was not measured nobody waits least, and who works longest is last.
+    last = np.where(wait == least, compute + read + other, -1.0).argmax(axis=0)
+    own = compute[last, columns]
+    others = compute.copy()
+    others[last, columns] = np.nan
+    alone = np.isnan(others).all(axis=0)
+    others[0, alone] = own[alone]
+    needed = np.minimum(own, np.nanmedian(others, axis=0))
+    straggling = own - needed + wait[last, columns]
+    rest = (part[last, columns] for part in (apply, read, other))
+    path = (needed, exchange[last, columns], straggling, *rest)
+    whole = np.sum(path, axis=0)
+    step_ms = dict(zip(keys.tolist(), (whole * _MS).tolist(), strict=True))
+    share = np.bincount(last, minlength=len(workers)) / len(keys)
+    return _middle(whole, path), step_ms, share if len(workers) > 1 else np.zeros(1)
+
+
+def _middle(whole: _Floats, parts: Sequence[_Floats]) -> Parts:
+    """The means of `parts` over the middle fifth of the steps by their time."""
+    order = np.argsort(whole, kind="stable")
+    count = len(order)
+    reach = count // 10
+    chosen = order[max(0, (count - 1) // 2 - reach) : count // 2 + reach + 1]
+    return _parts([float(part[chosen].mean()) * _MS for part in parts])
+
+
+def _mean(paths: Sequence[Parts]) -> Parts:
+    return _parts(np.asarray([dataclasses.astuple(path) for path in paths]).mean(axis=0).tolist())
+
+
+def _parts(columns: Sequence[float]) -> Parts:
+    return Parts(**dict(zip(Parts.__dataclass_fields__, columns, strict=True)))
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole > 0 else 1.0

@@ -1,0 +1,278 @@
+"""Follow a run by its directory: while it is written, and after its end; only what is new is read.
+
+Nothing is asked of the run itself, so a viewer may come and go. What is damaged is left out with a note: a
+view must show what there is. Time is that of the run's first file; files of a resumed run, and those of other
+hosts, are moved onto it by the difference of their offsets to the time of day.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from manyhands.data.store.rundir import RunDirectory
+from manyhands.errors import DataError, UserError
+from manyhands.observe.analyse.about import about_run
+from manyhands.observe.analyse.run_view import Gather
+from manyhands.observe.analyse.view import RunView
+from manyhands.observe.record.checked_values import text, whole
+from manyhands.observe.record.event_files import has_header, read_events, read_header
+from manyhands.observe.record.events import MAX_SHOWN, RECORD, EventKind, Records
+from manyhands.observe.record.recorded import part_of, read_run_events
+
+__all__ = ["RunFollower", "read_interleaved"]
+
+_PORTION = 1 << 14  # events that are gathered at once
+_MAX_STEPS = 1 << 20
+_MOST_BYTES = 16 << 20  # of a file of lines that are taken in at once; no line is as long
+
+
+class RunFollower:
+    """One run directory, seen again at every `poll`; one thread at a time."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self._directory: RunDirectory | None = None
+        self._gather = Gather()
+        self._files: dict[Path, _EventTail] = {}
+        self._offsets: dict[tuple[int, int], int] = {}  # to the time of day, by part and clock
+        self._first_offset_ns = 0
+        self._metrics: _LineTail | None = None
+        self._members: _LineTail | None = None
+        self._step_ends = _StepEnds()
+        self.new_rows: list[dict[str, Any]] = []
+        """Rows of the history that the last poll found."""
+
+    def wall_s(self, seconds: float) -> float | None:
+        """A moment of the run, in its view's seconds, as seconds since 1970; None before the first event."""
+        if not self._offsets or not self._gather.first_ns:
+            return None
+        return (self._gather.first_ns + self._first_offset_ns) / 1e9 + seconds
+
+    def wall_of_step(self, step: int) -> float | None:
+        """When this global batch (from 0) was done, in seconds since 1970; None where no event tells."""
+        end_ns = self._step_ends.get(step)
+        return None if end_ns is None else (end_ns + self._first_offset_ns) / 1e9
+
+    def wall_of_training(self, at_s: float) -> float | None:
+        """The same for seconds since training began, as rows of the history count."""
+        return self.wall_s(self._gather.training_began_s + at_s)
+
+    def poll(self) -> RunView:
+        """Read what is new, and show the run as of now.
+
+        A directory without a configuration is a run that has not begun; one that is not there is a UserError.
+        """
+        if self._directory is None and not self._open():
+            return self._gather.view(0)
+        directory = self._directory
+        assert directory is not None
+        # The end is looked at first: whatever was written before it is then read below.
+        summary = self._summary(directory)
+        self._read_events(directory)
+        self._read_lines()
+        held = directory.is_held()
+        if summary is not None and not self._is_of_the_end(summary, held):
+            summary = None
+        self._gather.end(summary)
+        if summary is not None or not self._offsets:
+            return self._gather.view(self._gather.last_ns)
+        now_ns = self._gather.last_ns if held is False else time.time_ns() - self._first_offset_ns
+        return self._gather.view(now_ns, held=held)
+
+    def _open(self) -> bool:
+        if not self.path.is_dir():
+            raise UserError(f"{self.path} is no directory; name the directory of a run, as in runs/digits")
+        if not (self.path / "config.json").exists():
+            return False
+        directory = RunDirectory.open(self.path, lock=False)
+        config = directory.config
+        self._directory = directory
+        self._gather = Gather(
+            task=text(config.get("task")),
+            strategy=text(config.get("strategy")),
+            steps_asked=max(0, whole(config.get("steps")) or 0),
+            workers=min(MAX_SHOWN, max(1, whole(config.get("workers")) or 1)),
+            about=about_run(config, directory.origin),
+        )
+        self._metrics = _LineTail(directory.metrics_path)
+        self._members = _LineTail(directory.members_path)
+        return True
+
+    def _summary(self, directory: RunDirectory) -> dict[str, Any] | None:
+        try:
+            return directory.read_summary()
+        except DataError as error:
+            self._gather.note(str(error))
+            return None
+
+    def _is_of_the_end(self, summary: dict[str, Any], held: bool | None) -> bool:
+        """Whether this is the summary of all there is: until its end, a resumed run has an earlier one's."""
+        assert self._directory is not None
+        written = self._directory.summary_path.stat().st_mtime_ns
+        files = self._directory.events_path.glob("*.bin")
+        if written >= max((path.stat().st_mtime_ns for path in files), default=0):
+            return True
+        # A copy of a run has files of any age.
+        return not held and (whole(summary.get("steps")) or 0) >= self._gather.step
+
+    def _read_events(self, directory: RunDirectory) -> None:
+        found = ((part_of(path), path) for path in directory.events_path.glob("*.bin"))
+        for part, path in sorted((part, path) for part, path in found if part is not None):
+            if path not in self._files and has_header(path):
+                self._meet(path, part)
+        pieces = []
+        for tail in self._files.values():
+            if tail.is_damaged:
+                continue
+            try:
+                pieces.append(tail.read(self._offsets[tail.clock] - self._first_offset_ns))
+            except DataError as error:
+                self._gather.note(f"{error}; what follows there is left out")
+                tail.is_damaged = True
+            if tail.note:
+                self._gather.note(tail.note)
+        records = _interleaved(pieces)
+        self._step_ends.add(records)
+        for begin in range(0, len(records), _PORTION):
+            self._gather.add_events(records[begin : begin + _PORTION])
+
+    def _meet(self, path: Path, part: int) -> None:
+        try:
+            header = read_header(path)
+            if header.role >= MAX_SHOWN:
+                raise DataError(f"{path.name} is of role {header.role}; views show those below {MAX_SHOWN}")
+        except DataError as error:
+            self._gather.note(str(error))
+            self._files[path] = _EventTail(path=path, clock=(part, 0), is_damaged=True)
+            return
+        clock = (part, header.clock)
+        if not self._offsets:
+            self._first_offset_ns = header.wall_offset_ns
+            self._gather.set_clock(header.wall_offset_ns)
+        self._offsets.setdefault(clock, header.wall_offset_ns)
+        self._files[path] = _EventTail(path=path, clock=clock)
+        self._gather.meet(header.role, header.name)
+
+    def _read_lines(self) -> None:
+        assert self._metrics is not None
+        assert self._members is not None
+        rows, anew = self._metrics.read()
+        if anew:
+            self._gather.forget_rows()
+        self.new_rows = self._gather.add_rows(rows)
+        self._gather.add_members(self._members.read()[0])
+        for tail in (self._metrics, self._members):
+            if tail.damaged:
+                self._gather.note(f"{tail.path} has lines that are no JSON objects; they are left out")
+
+
+@dataclass(kw_only=True)
+class _EventTail:
+    """An event file, and how many of its records were read."""
+
+    path: Path
+    clock: tuple[int, int]
+    """Which part of a resumed run it is of, and whose clock it was written on."""
+    num_read: int = 0
+    is_damaged: bool = False
+    note: str = ""
+
+    def read(self, by_ns: int) -> Records:
+        """The new records, their times moved by `by_ns`."""
+        records = read_events(self.path, skip=self.num_read)
+        self.num_read += len(records)
+        unwritten = read_header(self.path).unwritten
+        if unwritten:
+            self.note = (
+                f"{self.path.name} reached its bound: {unwritten} or more later events are not in this view"
+            )
+        if by_ns:
+            records["start_ns"] = np.maximum(0, records["start_ns"].astype(np.int64) + by_ns).astype(
+                np.uint64
+            )
+        return records
+
+
+class _LineTail:
+    """A file of JSON lines, and how much of it was read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.damaged = False
+        self._offset = 0
+        self._inode = -1
+
+    def read(self) -> tuple[list[dict[str, Any]], bool]:
+        """The new whole lines, and whether the file was written anew, so that they are all of its lines."""
+        rows: list[dict[str, Any]] = []
+        try:
+            with self.path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                anew = status.st_ino != self._inode or status.st_size < self._offset
+                if anew:
+                    self._inode, self._offset = status.st_ino, 0
+                while whole := self._next_lines(file):
+                    rows += [row for line in whole.splitlines() if (row := self._parse(line)) is not None]
+        except OSError:
+            return rows, False
+        return rows, anew
+
+    def _next_lines(self, file: BinaryIO) -> bytes:
+        """The next whole lines, up to a bound; of a line that is longer than that, as much."""
+        file.seek(self._offset)
+        data = file.read(_MOST_BYTES)
+        whole = data if len(data) == _MOST_BYTES and b"\n" not in data else data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        return whole
+
+    def _parse(self, line: bytes) -> dict[str, Any] | None:
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        if isinstance(row, dict):
+            return row
+        self.damaged = True
+        return None
+
+
+class _StepEnds:
+    """When each of the newest million global batches was done: by the last worker, where several share one."""
+
+    def __init__(self) -> None:
+        self._done = np.zeros(
+            _MAX_STEPS, np.int64
+        )  # the step and 1; memory that is never written is never taken
+        self._end_ns = np.zeros(_MAX_STEPS, np.int64)
+
+    def add(self, records: Records) -> None:
+        steps = records[(records["kind"] == EventKind.STEP) & (records["step"] >= 0)]
+        # Records come by the time they ended, and of several assignments to one place numpy keeps the last.
+        self._done[steps["step"] % _MAX_STEPS] = steps["step"] + 1
+        self._end_ns[steps["step"] % _MAX_STEPS] = steps["start_ns"] + steps["duration_ns"]
+
+    def get(self, step: int) -> int | None:
+        return int(self._end_ns[step % _MAX_STEPS]) if self._done[step % _MAX_STEPS] == step + 1 else None
+
+
+def read_interleaved(directory: Path) -> tuple[Records, dict[int, str]]:
+    """All events of a run's `events` directory by the time they ended, and the names of their roles."""
+    roles = read_run_events(directory).roles
+    return _interleaved([events.records for events in roles]), {events.role: events.name for events in roles}
+
+
+def _interleaved(pieces: Sequence[Records]) -> Records:
+    """All records by the time they ended, those of one role in the order they were recorded."""
+    pieces = [piece for piece in pieces if len(piece)]
+    if not pieces:
+        return np.zeros(0, RECORD)
+    known = [np.maximum.accumulate(piece["start_ns"] + piece["duration_ns"]) for piece in pieces]
+    return np.concatenate(pieces)[np.argsort(np.concatenate(known), kind="stable")]

@@ -1,0 +1,152 @@
+"""Who takes part in a run, from the rows of members.jsonl: what happened to whom, and which server keeps what."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from manyhands.observe.analyse.view import Happening
+from manyhands.observe.record.checked_values import number, text, whole
+
+__all__ = ["Members", "ServerPlace"]
+
+_MAX_HAPPENINGS = 200
+_MEMBER = re.compile("[0-9]{1,15}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerPlace:
+    """What one server keeps, as of the newest view of the membership."""
+
+    primary_of: tuple[int, ...] = ()
+    backup_of: tuple[int, ...] = ()
+    num_bytes: int = 0
+
+
+class Members:
+    """The membership of a run, as far as it was told."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self.is_known = False
+        """Whether a view of the membership was ever told."""
+        self._names: dict[int, str] = {}  # as the newest views have them
+        self._started: dict[int, str] = {}  # as they were when their processes began
+        self._gone: set[str] = set()
+        self._starting: set[str] = set()
+        self._bytes_by_shard: dict[int, int] = {}
+        self._shards: tuple[
+            tuple[int, int | None, int | None], ...
+        ] = ()  # with who holds them: primary, backup
+        self._slots: dict[int, int] = {}
+        # With the time of day of each, in seconds since 1970, where it was told.
+        self._happenings: deque[tuple[Happening, float | None]] = deque(maxlen=_MAX_HAPPENINGS)
+
+    def happenings(self, first_s: float | None = None) -> tuple[Happening, ...]:
+        """The newest last, in seconds since the run's first event, which was at `first_s` since 1970.
+
+        Where either is not known they are as they were told, in seconds since training began. What came before the
+        first event, as the start of the process that recorded it, is shown at 0.
+        """
+        return tuple(
+            one if first_s is None or told_s is None else replace(one, at_s=max(0.0, told_s - first_s))
+            for one, told_s in self._happenings
+        )
+
+    def add(self, row: Mapping[str, Any]) -> bool:
+        """Take in one row; one of an unknown kind is a happening like the others. False: no run writes such a row."""
+        match row:
+            case {"event": "layout", "shards": list(shards)}:
+                sizes = [(_at(one, "shard"), _at(one, "bytes")) for one in shards]
+                found = {shard: size for shard, size in sizes if shard is not None and size is not None}
+                self._bytes_by_shard = found
+                return len(found) == len(shards)
+            case {"event": "view", "shards": list(shards), "slots": list(slots)}:
+                return self._look(row, shards, slots)
+            case {"event": str(what)}:
+                self._happened(text(what), row)
+                return True
+        return False
+
+    def servers(self) -> dict[str, ServerPlace]:
+        """What each server keeps, by its name."""
+        primary_of: dict[str, list[int]] = defaultdict(list)
+        backup_of: dict[str, list[int]] = defaultdict(list)
+        for shard, primary, backup in self._shards:
+            for holder, kept in ((primary, primary_of), (backup, backup_of)):
+                if holder in self._names:
+                    kept[self._names[holder]].append(shard)
+        return {
+            name: ServerPlace(
+                primary_of=tuple(primary_of.get(name, ())),
+                backup_of=tuple(backup_of.get(name, ())),
+                num_bytes=sum(self._bytes_by_shard.get(shard, 0) for shard in primary_of.get(name, ())),
+            )
+            for name in sorted(set(self._names.values()))
+            if name.startswith("server")
+        }
+
+    def is_gone(self, name: str) -> bool:
+        """Whether the newest thing told of it is that it died, fell silent or left."""
+        return name in self._gone
+
+    def is_starting(self, name: str) -> bool:
+        """Whether the newest thing told of it is that its process was started."""
+        return name in self._starting
+
+    def has_slot(self, worker: int) -> bool:
+        """Whether the newest view gives this worker's slot to a member."""
+        return worker in self._slots
+
+    def _look(self, row: Mapping[str, Any], shards: list[Any], slots: list[Any]) -> bool:
+        names = row.get("names", {})
+        held = [(_at(one, "shard"), _at(one, "primary"), _at(one, "backup")) for one in shards]
+        known = tuple((shard, primary, backup) for shard, primary, backup in held if shard is not None)
+        if not isinstance(names, Mapping) or len(known) < len(shards):
+            return False
+        self.is_known = True
+        self.epoch = whole(row.get("epoch")) or self.epoch
+        self._names |= {
+            int(member): text(name) for member, name in names.items() if _MEMBER.fullmatch(member)
+        }
+        self._shards = known
+        seats = ((_at(one, "slot"), _at(one, "member")) for one in slots)
+        self._slots = {
+            slot: member for slot, member in seats if slot is not None and member is not None and member >= 0
+        }
+        return True
+
+    def _happened(self, what: str, row: Mapping[str, Any]) -> None:
+        told = whole(row.get("member"))
+        member = -1 if told is None else told
+        if text(row.get("name")):
+            self._started[member] = text(row["name"])
+        who = self._names.get(member) or self._started.get(member) or ""
+        if not who and told is not None:
+            who = f"member {told}"
+        if what in ("died", "silent", "left"):
+            self._gone.add(who)
+            self._starting.discard(who)
+        elif what in ("started", "joined", "recovered"):
+            self._gone.discard(who)
+            (self._starting.add if what == "started" else self._starting.discard)(who)
+        happening = Happening(
+            at_s=number(row.get("at_s")) or 0.0,
+            what=what,
+            who=who,
+            sentence=text(_one_line(row.get("sentence"))),
+            epoch=whole(row.get("epoch", self.epoch)) or 0,
+        )
+        self._happenings.append((happening, number(row.get("unix_s"))))
+
+
+def _one_line(sentence: Any) -> Any:
+    return sentence.replace("\n", " ") if isinstance(sentence, str) else sentence
+
+
+def _at(one: Any, key: str) -> int | None:
+    """A whole number in an entry of a list, or None."""
+    return whole(one.get(key)) if isinstance(one, Mapping) else None

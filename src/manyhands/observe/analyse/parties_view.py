@@ -1,0 +1,125 @@
+"""The parties of a federated run as they are shown, from its history and its summary."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from manyhands.observe.analyse.curves import ThinnedCurve
+from manyhands.observe.analyse.view import Curve, PartiesView, PartyView
+from manyhands.observe.record.checked_values import number, text, whole
+
+__all__ = ["COURSES", "PartiesHistory", "parties_view"]
+
+COURSES = ("highest_tenth", "mean", "lowest_tenth")
+"""Parts of a spread that are shown over the run."""
+
+_MOST = 100_000  # parties that are counted
+_MOST_COURSES = 20  # measures
+
+
+class PartiesHistory:
+    """Who took part in how many rounds, and how the parties fared, as the rows of the history tell it."""
+
+    def __init__(self) -> None:
+        self.rounds: Counter[int] = Counter()
+        self._courses: dict[str, dict[str, ThinnedCurve]] = {}
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """One row; what makes no sense in it is passed over."""
+        told = row.get("clients")
+        for one in told if isinstance(told, list) else ():
+            client = whole(one)
+            if client is not None and 0 <= client < _MOST:
+                self.rounds[client] += 1
+        step, at_s = whole(row.get("step")), number(row.get("at_s") or 0.0)
+        if step is not None and at_s is not None:
+            for name, parts in _spread(row.get("fairness")).items():
+                self._add_spread(name, parts, step, at_s)
+
+    def _add_spread(self, name: str, parts: Mapping[str, float], step: int, at_s: float) -> None:
+        if name not in self._courses and len(self._courses) >= _MOST_COURSES:
+            return
+        curves = self._courses.setdefault(name, {part: ThinnedCurve(part) for part in COURSES})
+        for part, curve in curves.items():
+            if part in parts:
+                curve.add(step, at_s, parts[part])
+
+    @property
+    def courses(self) -> dict[str, tuple[Curve, ...]]:
+        """Of each measure: the parts of its spread over the run."""
+        return {
+            name: tuple(curve.curve() for curve in curves.values()) for name, curves in self._courses.items()
+        }
+
+
+def parties_view(
+    rounds: Mapping[int, int],
+    summary: Mapping[str, Any] | None,
+    courses: Mapping[str, tuple[Curve, ...]] | None = None,
+) -> PartiesView:
+    """What is known: participation from the first round, `courses` from the first evaluation, the rest at the end."""
+    told = (summary or {}).get("parties")
+    told = told if isinstance(told, Mapping) else {}
+    numbers = [whole(one) for one in _list(told.get("numbers"))]
+    names, samples, counts = (_list(told.get(name)) for name in ("names", "samples", "counts"))
+    own, common = (_columns(told.get(name)) for name in ("measures", "measures_common"))
+    labels = tuple(text(str(one)) for one in _list(told.get("labels")))
+    parties = []
+    for place, client in enumerate(numbers):
+        if client is None:
+            continue
+        mine = _list(_at(counts, place))
+        parties.append(
+            PartyView(
+                number=client,
+                name=text(_at(names, place)) or f"client {client}",
+                samples=whole(_at(samples, place)) or 0,
+                rounds=rounds.get(client, 0),
+                labels=tuple(whole(one) or 0 for one in mine) if len(mine) == len(labels) else (),
+                measures=_row(own, place),
+                common=_row(common, place),
+            )
+        )
+    return PartiesView(
+        count=whole(told.get("clients")) or 0,
+        rounds=dict(sorted(rounds.items())),
+        labels=labels,
+        parties=tuple(parties),
+        spread=_spread((summary or {}).get("fairness")),
+        spread_common=_spread((summary or {}).get("fairness_common")),
+        held_out=number(told.get("held_out")) or 0.0,
+        courses=dict(courses or {}),
+    )
+
+
+def _columns(told: Any) -> dict[str, Sequence[Any]]:
+    """The values of each measure."""
+    return {text(name): _list(values) for name, values in told.items()} if isinstance(told, Mapping) else {}
+
+
+def _row(columns: Mapping[str, Sequence[Any]], place: int) -> dict[str, float]:
+    """One party's, of those that are numbers."""
+    found = {name: number(_at(values, place)) for name, values in columns.items()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _spread(told: Any) -> Mapping[str, Mapping[str, float]]:
+    if not isinstance(told, Mapping):
+        return {}
+    found = {}
+    for name, row in told.items():
+        if isinstance(row, Mapping):
+            found[text(name)] = {
+                text(part): value for part, one in row.items() if (value := number(one)) is not None
+            }
+    return found
+
+
+def _list(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _at(values: Sequence[Any], place: int) -> Any:
+    return values[place] if place < len(values) else None

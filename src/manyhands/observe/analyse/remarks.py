@@ -1,0 +1,104 @@
+"""What is wrong with a run, in plain sentences: the one place where the page, the terminal and the table get them.
+
+A sentence names who, since when, what it costs the others and, where one fits the strategy, an advice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from manyhands.errors import UserError
+from manyhands.observe.analyse.slowness import Late, Straggler
+from manyhands.strategy import Strategy
+
+__all__ = [
+    "about_imbalance",
+    "about_late",
+    "about_quiet",
+    "about_workers",
+    "planned_waits",
+    "straggler_advice",
+]
+
+_MAX_NAMED = 3
+_NOBODY_WAITS = 0.01
+_MOST = 2.0  # times its even share of the applying that makes a server worth a word
+
+
+def straggler_advice(strategy: str) -> str:
+    """What would keep a lasting straggler from holding the others up, for a strategy's text; empty where nothing would.
+
+    A text that no strategy has gets no advice: runs of other releases are looked at, too.
+    """
+    try:
+        return Strategy.parse(strategy).straggler_advice
+    except UserError:
+        return ""
+
+
+def planned_waits(strategy: str) -> str:
+    """What waiting belongs to a strategy, by its text; empty where none does, and for a text that no strategy has."""
+    try:
+        return Strategy.parse(strategy).planned_waits
+    except UserError:
+        return ""
+
+
+def about_workers(slow: Sequence[Straggler], late: Late | None, strategy: str = "") -> list[str]:
+    """Who holds the others up, the worst first: by computing longer (`slow`) or, else, in some other way (`late`)."""
+    if slow:
+        return [_about_straggler(straggler, strategy) for straggler in slow[:_MAX_NAMED]]
+    return [about_late(late)] if late is not None else []
+
+
+def about_late(late: Late) -> str:
+    """What is said of one that computes no longer than the others, and spends its time elsewhere."""
+    return (
+        f"the others wait {_percent(late.others_wait)} of their median step for worker {late.worker}, which computes "
+        "no longer than they do; look at its data loading, evaluation and checkpoints"
+    )
+
+
+def about_imbalance(applying: Sequence[tuple[str, float]]) -> list[str]:
+    """A server that does far more than its share; `applying` has each server's name and share of the whole."""
+    if len(applying) < 2:
+        return []
+    name, share = max(applying, key=lambda one: one[1])
+    even = 1 / len(applying)
+    if share < min(_MOST * even, (1 + even) / 2):
+        return []
+    return [
+        f"{name} does {_percent(share)} of the applying, and {_percent(even)} would be its share: the parameters lie "
+        "unevenly on the servers; more, smaller ones (servers=) spread them"
+    ]
+
+
+def about_quiet(seconds: float, last_seen: Sequence[tuple[str, str]]) -> str:
+    """Nothing has happened; `last_seen` says of each role what it did last, the longest ago first."""
+    seen = "; ".join(f"{name} was last seen {doing}" for name, doing in last_seen[:_MAX_NAMED])
+    more = len(last_seen) - _MAX_NAMED
+    others = f"; and {more} more" if more > 0 else ""
+    return f"nothing has happened for {seconds:.0f} s, and nobody said that the run is over: {seen}{others}"
+
+
+def _about_straggler(straggler: Straggler, strategy: str) -> str:
+    times = f"{straggler.ratio:.1f} times slower than the median of the others"
+    who = f"worker {straggler.worker}"
+    waiting = straggler.others_wait >= _NOBODY_WAITS
+    if straggler.until_step is not None:
+        when = f"from step {straggler.since_step} to step {straggler.until_step}"
+        cost = (
+            f"the others waited {_percent(straggler.others_wait)} of their time"
+            if waiting
+            else "nobody waited"
+        )
+        return f"{who} was {times} {when}: {cost}"
+    when = "from the start" if straggler.from_the_start else f"since step {straggler.since_step}"
+    if not waiting:
+        return f"{who} is {times} {when}: nobody waits for it"
+    sentence = f"{who} is {times} {when}: the others wait {_percent(straggler.others_wait)} of their time"
+    return "; ".join(part for part in (sentence, straggler_advice(strategy)) if part)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"

@@ -1,0 +1,491 @@
+"""A run as it is shown, gathered from what it leaves behind: events, rows of its history, what members did.
+
+Pure: portions of each go in, in whatever sizes, `view` comes out. Memory is bounded whatever the length of the
+run. All start times are on one axis, the clock of the first part of the run (`recorded` says how a resumed run's
+clocks are brought onto it).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from manyhands.errors import UserError
+from manyhands.facts import Truth
+from manyhands.observe.analyse.curves import HistoryCurves, RateCurve
+from manyhands.observe.analyse.member_history import Members, ServerPlace
+from manyhands.observe.analyse.parties_view import PartiesHistory, parties_view
+from manyhands.observe.analyse.privacy import privacy_words
+from manyhands.observe.analyse.recent import WINDOW_NS, Recent
+from manyhands.observe.analyse.remarks import about_imbalance, about_quiet, about_workers
+from manyhands.observe.analyse.seen import TOLD, Seen
+from manyhands.observe.analyse.totals import Totals, TotalsSnapshot, WorkerTotals
+from manyhands.observe.analyse.view import (
+    Happening,
+    Phase,
+    Presence,
+    RunView,
+    ServerView,
+    Shares,
+    Staleness,
+    TrafficView,
+    WorkerView,
+)
+from manyhands.observe.record.checked_values import number
+from manyhands.observe.record.events import MAX_SHOWN, NO_STEP, EventKind, Records
+from manyhands.observe.record.recorded import role_name
+from manyhands.strategy import Strategy
+from manyhands.transport.link.wire import Wire, codec_of
+
+__all__ = ["Gather"]
+
+_NS_PER_S = 1_000_000_000
+_QUIET_NS = 10 * _NS_PER_S  # without an event, once steps have ended
+_QUIET_START_NS = 30 * _NS_PER_S  # before that: models are loaded and compiled
+_QUIET_STEPS = 3  # nor is a run quiet that just takes long steps
+_MAX_STALENESS = 1000  # what is staler counts as this
+_MIN_APPLYING = 0.2  # of the time of the busiest server: below, it is no matter who applies
+_SPLIT = (EventKind.COMPUTE, EventKind.INPUT, EventKind.EXCHANGE, EventKind.WAIT)
+_DOING = {
+    EventKind.COMPUTE: "computing",
+    EventKind.EXCHANGE: "exchanging in",
+    EventKind.WAIT: "waiting in",
+    EventKind.STEP: "at the end of",
+    EventKind.EVALUATE: "evaluating after",
+    EventKind.CHECKPOINT: "saving after",
+    EventKind.JOIN: "joining",
+    EventKind.FAULT: "in trouble in",
+    EventKind.INPUT: "reading the samples of",
+    EventKind.APPLY: "applying an update of",
+    EventKind.HOLD: "holding an answer back in",
+    EventKind.SEND: "sending in",
+    EventKind.RECEIVE: "receiving in",
+}
+
+
+class Gather:
+    """What is known of one run so far."""
+
+    def __init__(
+        self,
+        *,
+        task: str = "",
+        strategy: str = "",
+        steps_asked: int = 0,
+        workers: int = 1,
+        about: tuple[tuple[str, str], ...] = (),
+    ) -> None:
+        self._task, self._strategy, self._steps_asked = task, strategy, steps_asked
+        self._about = about
+        self._workers = workers  # that were asked for
+        self._servers = _servers_of(strategy, workers)
+        self._offset_ns: int | None = None
+        self._names: dict[int, str] = {}
+        self._totals = Totals(max(1, workers))
+        self._recent = Recent()
+        self._rate = RateCurve("samples_per_s")
+        self._seen = Seen()
+        self._history = HistoryCurves()
+        self._members = Members()
+        self._staleness: Counter[int] = Counter()
+        self._traffic: dict[tuple[int, int, int], list[int]] = {}  # role, kind, wire: bytes, messages
+        self._updates: Counter[int] = Counter()
+        self._applying_ns: Counter[int] = Counter()
+        self._summary: Mapping[str, Any] | None = None
+        self._notes: dict[str, None] = {}
+        self._odd_rows: Counter[str] = Counter()  # by file
+        self._parties = PartiesHistory() if _has_parties(strategy) else None
+
+    def set_clock(self, offset_ns: int) -> None:
+        """Tell how much the events' clock is behind the time of day, which members are told in."""
+        self._offset_ns = offset_ns
+
+    def meet(self, role: int, name: str) -> None:
+        """There is a role of this name, as its event file has it: `worker-3` or `server-0`."""
+        if role >= MAX_SHOWN:
+            self.note(
+                f"{role_name(name)} is left out: a view holds the roles 0 to {MAX_SHOWN - 1}, and it is {role}"
+            )
+            return
+        self._names[role] = role_name(name)
+        if name.startswith("worker"):
+            self._totals.widen(role + 1)
+
+    def add_events(self, records: Records) -> None:
+        """Events of roles that were met, those of one role in the order they were recorded; others are left out."""
+        records = records[np.isin(records["role"], list(self._names))]
+        if not len(records):
+            return
+        is_worker = np.isin(
+            records["role"], [r for r, name in self._names.items() if name.startswith("worker")]
+        )
+        self._totals.update(records[is_worker])
+        self._recent.add(records)
+        self._rate.add(records[is_worker & (records["kind"] == EventKind.STEP)])
+        self._seen.add(records)
+        self._add_traffic(records)
+        applied = records[records["kind"] == EventKind.APPLY]
+        staleness = np.clip(applied["value"], 0, _MAX_STALENESS)
+        self._staleness.update(staleness.astype(int).tolist())
+        self._updates.update(applied["role"].tolist())
+        for role in np.unique(applied["role"]).tolist():
+            self._applying_ns[role] += int(applied["duration_ns"][applied["role"] == role].sum())
+
+    def add_rows(self, rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Rows of the history, as they stand in metrics.jsonl; those that are such rows, the others are noted."""
+        known = []
+        for row in rows:
+            if self._history.add(row):
+                known.append(row)
+                if self._parties is not None:
+                    self._parties.add(row)
+            else:
+                self._odd_rows["metrics.jsonl"] += 1
+        return known
+
+    def forget_rows(self) -> None:
+        """The history was rewritten, as a resumed run does; its rows will all be added again."""
+        self._history = HistoryCurves()
+        if self._parties is not None:
+            self._parties = PartiesHistory()
+
+    def add_members(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Rows of what happened to members, as they stand in members.jsonl."""
+        for row in rows:
+            if not self._members.add(row):
+                self._odd_rows["members.jsonl"] += 1
+
+    def note(self, sentence: str) -> None:
+        """Something is missing from this view; the same sentence counts once."""
+        self._notes[sentence] = None
+
+    def end(self, summary: Mapping[str, Any] | None) -> None:
+        """The run has come to its end with this summary, or (None) goes on after all."""
+        self._summary = summary
+
+    @property
+    def step(self) -> int:
+        """Global batches that the history tells of."""
+        return self._history.step
+
+    @property
+    def first_ns(self) -> int:
+        """When the first event began; 0 before it."""
+        return self._seen.first_ns
+
+    @property
+    def last_ns(self) -> int:
+        """When the newest event ended; 0 before the first."""
+        return self._seen.last_ns
+
+    @property
+    def training_began_s(self) -> float:
+        """When the clock of the history began, in seconds since the first event."""
+        began = self._seen.first_step_ns
+        return (began - self._seen.first_ns) / _NS_PER_S if began else 0.0
+
+    def view(self, now_ns: int, *, held: bool | None = None) -> RunView:
+        """The run as of `now_ns`; `held` says whether a live process holds it, None where that is not known."""
+        snapshot = self._totals.snapshot(now_ns)
+        phase = self._phase(snapshot.step, now_ns, held)
+        first_ns = self._seen.first_ns
+        workers = self._worker_views(snapshot, now_ns, phase)
+        servers = self._server_views(now_ns, phase)
+        rate = self._rate_of(snapshot, phase)
+        running = phase is Phase.RUNNING and snapshot.steps_per_s > 0 and not snapshot.evaluating
+        loss, *metrics = self._history.curves(self.training_began_s)
+        roles = [worker.role for worker in workers]
+        return RunView(
+            task=self._task,
+            strategy=self._strategy,
+            about=self._about,
+            phase=phase,
+            step=max(snapshot.step, self._history.step),
+            steps_asked=self._steps_asked,
+            seconds=max(0.0, (self._until_ns(now_ns, phase) - first_ns) / _NS_PER_S) if first_ns else 0.0,
+            loss=self._loss(snapshot, phase),
+            samples_per_s=rate,
+            steps_per_s=snapshot.steps_per_s,
+            seconds_left=max(0, self._steps_asked - snapshot.step) / snapshot.steps_per_s
+            if running
+            else None,
+            final=self._history.final,
+            best=self._history.best,
+            curves=(loss, self._rate.curve(first_ns), *metrics),
+            workers=workers,
+            servers=servers,
+            waits=tuple(tuple(snapshot.workers[i].wait_for_s[j] for j in roles) for i in roles),
+            staleness=_staleness(self._staleness),
+            traffic=self._traffic_views(),
+            epoch=self._members.epoch,
+            parties=None
+            if self._parties is None
+            else parties_view(self._parties.rounds, self._summary, self._parties.courses),
+            happenings=self._happenings(),
+            warnings=self._warnings(snapshot, now_ns, phase, held),
+            notes=(*self._notes, *self._odd()),
+            notices=tuple(privacy_words(self._summary or {})),
+            evaluating=phase is Phase.RUNNING and snapshot.evaluating,
+        )
+
+    def _odd(self) -> list[str]:
+        return [
+            f"{name} has {count} row{'s' * (count > 1)} that no run writes; they are left out"
+            for name, count in sorted(self._odd_rows.items())
+        ]
+
+    def _phase(self, steps: int, now_ns: int, held: bool | None) -> Phase:
+        if self._summary is not None:
+            return Phase.ENDED
+        limit_ns = _QUIET_NS if steps else _QUIET_START_NS
+        limit_ns = max(limit_ns, _QUIET_STEPS * self._seen.newest_step_ns)
+        quiet = self._seen.last_ns > 0 and now_ns - self._seen.last_ns >= limit_ns
+        if quiet or (held is False and self._seen.last_ns > 0):
+            return Phase.QUIET
+        return Phase.RUNNING if steps else Phase.STARTING
+
+    def _until_ns(self, now_ns: int, phase: Phase) -> int:
+        return self._seen.last_ns if phase is Phase.ENDED else max(now_ns, self._seen.last_ns)
+
+    def _loss(self, snapshot: TotalsSnapshot, phase: Phase) -> float | None:
+        """What the history ends with; before that the events are ahead of it."""
+        first, second = self._history.loss, snapshot.loss
+        if phase is not Phase.ENDED:
+            first, second = second, first
+        return first if first is not None else second
+
+    def _rate_of(self, snapshot: TotalsSnapshot, phase: Phase) -> float:
+        if phase is Phase.ENDED and self._summary is not None:
+            rate = number(self._summary.get("samples_per_s"))
+            return snapshot.samples_per_s if rate is None else rate
+        return snapshot.samples_per_s
+
+    def _shown(self, snapshot: TotalsSnapshot) -> list[WorkerTotals]:
+        """The workers that were asked for, and those that came; not the room for more."""
+        return [
+            worker
+            for worker in snapshot.workers
+            if worker.worker < self._workers or worker.steps or worker.worker in self._seen.last_event
+        ]
+
+    def _worker_views(self, snapshot: TotalsSnapshot, now_ns: int, phase: Phase) -> tuple[WorkerView, ...]:
+        """Each worker as it does now, or where the run has ended as it did on the whole."""
+        durations, events = self._recent.durations_ns(now_ns), self._recent.events(now_ns)
+        waits = self._recent.wait_for_ns(now_ns)
+        views = []
+        for worker in self._shown(snapshot):
+            role = worker.worker
+            whole = [int(self._totals.duration_ns(role)[kind]) for kind in _SPLIT]
+            if phase is Phase.ENDED:
+                spent, steps, for_whom = whole, worker.steps, worker.waits_mostly_for()
+            else:
+                known = role < len(durations)
+                spent = [int(durations[role, kind]) if known else 0 for kind in _SPLIT]
+                steps = int(events[role, EventKind.STEP]) if known else 0
+                for_whom = int(waits[role].argmax()) if known and waits[role].any() else None
+            views.append(
+                WorkerView(
+                    role=role,
+                    name=self._name(role),
+                    presence=self._presence(role, self._name(role)),
+                    steps=worker.steps,
+                    samples=worker.samples,
+                    steps_per_s=steps / self._window_s(now_ns, phase),
+                    compute_ms=_per(spent[0], steps) if steps else _per(whole[0], worker.steps),
+                    shares=_shares(whole),
+                    recent=_shares(spent),
+                    waits_for="" if for_whom is None else self._name(for_whom),
+                    bytes_sent=worker.bytes_sent,
+                    messages_sent=worker.messages_sent,
+                )
+            )
+        return tuple(views)
+
+    def _server_views(self, now_ns: int, phase: Phase) -> tuple[ServerView, ...]:
+        """Each server as it does now, or where the run has ended as it did on the whole."""
+        durations, events = self._recent.durations_ns(now_ns), self._recent.events(now_ns)
+        roles = {name: role for role, name in self._names.items() if name.startswith("server")}
+        places = self._members.servers()
+        if phase is Phase.ENDED:
+            applying = {name: self._applying_ns[role] for name, role in roles.items()}
+            updates = {name: self._updates[role] for name, role in roles.items()}
+        else:
+            recent = {name: role for name, role in roles.items() if role < len(durations)}
+            applying = {name: int(durations[role, EventKind.APPLY]) for name, role in recent.items()}
+            updates = {name: int(events[role, EventKind.APPLY]) for name, role in recent.items()}
+        whole = sum(applying.values())
+        views = []
+        asked = {f"server {place}" for place in range(self._servers)}
+        for name in sorted({*roles, *places, *asked}, key=lambda name: (roles.get(name, 1 << 16), name)):
+            role, place = roles.get(name, -1), places.get(name, ServerPlace())
+            views.append(
+                ServerView(
+                    role=role,
+                    name=name,
+                    presence=self._presence(role, name, holds_shards=name in places),
+                    primary_of=place.primary_of,
+                    backup_of=place.backup_of,
+                    num_bytes=place.num_bytes,
+                    updates=self._updates[role],
+                    updates_per_s=updates.get(name, 0) / self._window_s(now_ns, phase),
+                    apply_ms=_per(applying.get(name, 0), updates.get(name, 0)),
+                    share=applying.get(name, 0) / whole if whole else 0.0,
+                )
+            )
+        return tuple(views)
+
+    def _window_s(self, now_ns: int, phase: Phase) -> float:
+        """How long rates are taken over: the window of recent events, from the first to the last step at the end."""
+        began = self._seen.first_step_ns or self._seen.first_ns
+        if phase is Phase.ENDED:
+            return max(1e-3, (self._seen.last_step_ns - began) / _NS_PER_S)
+        return max(0.25, min(WINDOW_NS, now_ns - began) / _NS_PER_S)  # it is shorter at the beginning
+
+    def _name(self, role: int) -> str:
+        return self._names.get(role, f"worker {role}")
+
+    def _presence(self, role: int, name: str, *, holds_shards: bool = False) -> Presence:
+        if self._members.is_gone(name):
+            return Presence.GONE
+        if self._members.is_starting(name):
+            return Presence.STARTING
+        was_seen = role in self._seen.last_event
+        if self._members.is_known and name.startswith("worker") and self._summary is None:
+            has_place = self._members.has_slot(role)
+        else:
+            has_place = (was_seen or holds_shards) and not self._seen.has_left(role)
+        if has_place:
+            return Presence.PRESENT
+        return Presence.GONE if was_seen else Presence.STARTING
+
+    def _add_traffic(self, records: Records) -> None:
+        sent = records[
+            np.isin(records["kind"], (EventKind.SEND, EventKind.EXCHANGE)) & (records["count"] > 0)
+        ]
+        carried = sent["wire"].astype(np.int64) | sent["codec"].astype(np.int64) << 8  # as `wire_of` has it
+        keys = np.stack([sent["role"], sent["kind"], carried]).astype(np.int64)
+        unique, index = np.unique(keys, axis=1, return_inverse=True)
+        num_bytes = np.bincount(index.ravel(), sent["num_bytes"].astype(np.float64), unique.shape[1])
+        messages = np.bincount(index.ravel(), sent["count"], unique.shape[1])
+        for column in range(unique.shape[1]):
+            role, kind, wire = unique[:, column].tolist()
+            sums = self._traffic.setdefault((role, kind, wire), [0, 0])
+            sums[0] += int(num_bytes[column])
+            sums[1] += int(messages[column])
+
+    def _traffic_views(self) -> tuple[TrafficView, ...]:
+        """A role that tells of each message has told all; of others, the exchanges say what they sent."""
+        tells = {role for role, kind, _ in self._traffic if kind == EventKind.SEND}
+        sums: dict[int, list[int]] = {}
+        for (role, kind, wire), (num_bytes, messages) in self._traffic.items():
+            if (kind == EventKind.SEND) == (role in tells):
+                total = sums.setdefault(wire, [0, 0])
+                total[0] += num_bytes
+                total[1] += messages
+        views = []
+        for both, (num_bytes, messages) in sorted(sums.items()):
+            views.append(
+                TrafficView(
+                    wire=Wire(both & 0xFF).name.lower(),
+                    codec=codec_of(both >> 8),
+                    num_bytes=num_bytes,
+                    messages=messages,
+                )
+            )
+        return tuple(views)
+
+    def _happenings(self) -> tuple[Happening, ...]:
+        """What members.jsonl says; a run without it has what its roles said of themselves."""
+        first_ns, offset_ns = self._seen.first_ns, self._offset_ns
+        first_s = (first_ns + offset_ns) / _NS_PER_S if first_ns and offset_ns is not None else None
+        return self._members.happenings(first_s) or tuple(
+            Happening(
+                at_s=(at_ns - self._seen.first_ns) / _NS_PER_S,
+                what=TOLD[kind],
+                who=self._name(role),
+                sentence="",
+                epoch=0,
+            )
+            for at_ns, role, kind in self._seen.told
+        )
+
+    def _warnings(
+        self, snapshot: TotalsSnapshot, now_ns: int, phase: Phase, held: bool | None
+    ) -> tuple[str, ...]:
+        warnings = []
+        if phase is Phase.ENDED:
+            late = self._totals.late_ever()
+            warnings += about_workers(self._totals.slow_ever(), late, self._strategy)
+        else:
+            warnings += about_workers(snapshot.slow, snapshot.late, self._strategy)
+            warnings += self._imbalance(now_ns, phase)
+        if phase is Phase.QUIET and held is False:
+            warnings.append(
+                "no process holds the run, and it has no summary: it was stopped; --resume goes on with it"
+            )
+        elif phase is Phase.QUIET:
+            warnings.append(about_quiet((now_ns - self._seen.last_ns) / _NS_PER_S, self._last_seen(now_ns)))
+        for role, lost in sorted(self._seen.lost.items()):
+            warnings.append(
+                f"{self._name(role)} recorded faster than it was read: {lost} events are missing from all figures"
+            )
+        return tuple(warnings)
+
+    def _imbalance(self, now_ns: int, phase: Phase) -> list[str]:
+        servers = [server for server in self._server_views(now_ns, phase) if server.role >= 0]
+        busiest = max((server.apply_ms * server.updates_per_s / 1000 for server in servers), default=0.0)
+        if busiest < _MIN_APPLYING:
+            return []
+        return about_imbalance([(server.name, server.share) for server in servers])
+
+    def _last_seen(self, now_ns: int) -> list[tuple[str, str]]:
+        """What each role that has not left did last, the longest ago first."""
+        seen = sorted(self._seen.last_event.items(), key=lambda item: item[1][0])
+        words = []
+        for role, (at_ns, kind, step) in seen:
+            if kind != EventKind.LEAVE:
+                where = "" if step == NO_STEP else f" step {step}"
+                doing = _DOING[kind] if where else re.sub(" (in|of|after)$", "", _DOING[kind])
+                words.append((self._name(role), f"{doing}{where}, {(now_ns - at_ns) / _NS_PER_S:.0f} s ago"))
+        return words
+
+
+def _has_parties(strategy: str) -> bool:
+    """Whether clients with data of their own take part; a strategy that is not known has none."""
+    try:
+        return Strategy.parse(strategy).truth is Truth.SERVER_OF_CLIENTS
+    except UserError:
+        return False
+
+
+def _servers_of(strategy: str, workers: int) -> int:
+    """How many servers were asked for; none where the text is of no strategy, as in runs of other releases."""
+    try:
+        return min(MAX_SHOWN, Strategy.parse(strategy).processes(workers).get("server", 0))
+    except UserError:
+        return 0
+
+
+def _shares(spent_ns: list[int]) -> Shares:
+    whole = sum(spent_ns)
+    if whole == 0:
+        return Shares()
+    compute, reading, exchange, wait = (part / whole for part in spent_ns)
+    return Shares(compute=compute, input=reading, exchange=exchange, wait=wait)
+
+
+def _staleness(histogram: Counter[int]) -> Staleness:
+    count = sum(histogram.values())
+    if not count:
+        return Staleness()
+    mean = sum(stale * times for stale, times in histogram.items()) / count
+    return Staleness(histogram=dict(sorted(histogram.items())), mean=mean, max=max(histogram))
+
+
+def _per(duration_ns: int, count: int) -> float:
+    """Milliseconds of each of so many."""
+    return duration_ns / count / 1e6 if count else 0.0

@@ -1,0 +1,324 @@
+"""What every role did when: the rows, slices, marks and arrows that a picture of a run is made of.
+
+Pure: records go in, a `Timeline` comes out, which `trace_json` and `timeline_svg` only write down. Three
+things happen on the way.
+
+*Choosing.* A picture of 10,000 steps is no picture. Where the run has more slices than wanted, three windows
+of steps are kept: the first, one around the slowest step, and the last. What lies between is one slice per
+role that says how much it stands for.
+
+*Laying out.* Within a row nothing overlaps (`layout`).
+
+*Pointing.* Arrows lead from one who was waited for to the waiter, and from who sent to who received (`arrows`).
+
+Workers are shown by their steps. A server or a helper has none: of it is shown what it did while the steps that
+are shown were under way.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from manyhands.errors import UserError
+from manyhands.observe.analyse.arrows import Span, message_arrows, wait_arrows
+from manyhands.observe.analyse.picture import Gap, Mark, PictureStep, Row, Slice, Timeline, Window
+from manyhands.observe.analyse.slice_rows import laid_out
+from manyhands.observe.record.events import NO_STEP, EventKind, Records
+from manyhands.observe.record.recorded import RoleEvents, role_name
+
+__all__ = ["build_timeline"]
+
+_PARTS = (
+    EventKind.INPUT,
+    EventKind.COMPUTE,
+    EventKind.EXCHANGE,
+    EventKind.WAIT,
+    EventKind.EVALUATE,
+    EventKind.CHECKPOINT,
+)
+_SERVER_PARTS = (
+    EventKind.RECEIVE,
+    EventKind.APPLY,
+    EventKind.SEND,
+    EventKind.CHECKPOINT,
+    EventKind.EXCHANGE,  # a helper's
+)
+_MARKS = (EventKind.JOIN, EventKind.LEAVE, EventKind.FAULT)
+_MAX_MARKS = 1_000  # of one role; a role that faults without end must not fill the file
+
+
+def build_timeline(
+    roles: Sequence[RoleEvents], *, max_slices: int, max_steps: int | None = None, steps: range | None = None
+) -> Timeline:
+    """The picture of a run, of at most about `max_slices` slices and `max_steps` steps.
+
+    `steps` restricts it to those global batches; UserError where the run has none of them.
+    """
+    ids, slowness = _steps_of(roles)
+    if not len(ids):
+        raise UserError("the run has recorded no step yet; there is nothing to draw")
+    wanted = np.ones(len(ids), bool) if steps is None else (ids >= steps.start) & (ids < steps.stop)
+    if steps is not None and not wanted.any():
+        raise UserError(f"none of the run's steps, {ids[0]} to {ids[-1]}, is among the steps asked for")
+    ids, slowness = ids[wanted], slowness[wanted]
+    most = _affordable_steps(roles, ids, max_slices)
+    windows = _choose(ids, slowness, most if max_steps is None else max(3, min(most, max_steps)))
+    roles = [events for events in roles if len(events.records)]
+    zero_ns = min(int(events.records["start_ns"].min()) for events in roles)
+    holes = _holes(ids, windows)
+    spans = [_span(roles, window) for window in windows]
+    rows = tuple(
+        _row(events, windows, holes, zero_ns, whole=steps is None)
+        if _has_steps(events)
+        else _server_row(events, spans, zero_ns)
+        for events in roles
+    )
+    left_out = (*_steps_left_out(rows, holes, ids), *_marks_left_out(roles))
+    arrows = (*wait_arrows(rows), *message_arrows(rows, roles, spans, zero_ns))
+    return Timeline(rows=rows, arrows=arrows, windows=windows, left_out=left_out)
+
+
+def _has_steps(events: RoleEvents) -> bool:
+    return bool(len(events.of(EventKind.STEP, EventKind.COMPUTE)))
+
+
+def _steps_of(roles: Sequence[RoleEvents]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """The run's steps in order, and how long each took the role that took longest."""
+    records = [events.of(EventKind.STEP, EventKind.COMPUTE) for events in roles]
+    joined = np.concatenate(records) if records else np.zeros(0, [("step", np.int64)])
+    joined = joined[joined["step"] > NO_STEP]
+    ids, index = np.unique(joined["step"], return_inverse=True)
+    slowness = np.zeros(len(ids), np.int64)
+    if len(ids):
+        whole = joined["kind"] == EventKind.STEP
+        np.maximum.at(slowness, index[whole], joined["duration_ns"][whole].astype(np.int64))
+    return ids, slowness
+
+
+def _affordable_steps(roles: Sequence[RoleEvents], ids: npt.NDArray[np.int64], max_slices: int) -> int:
+    slices = 0.0
+    for events in roles:
+        parts = events.of(*_PARTS, EventKind.STEP, EventKind.SEND)
+        if not _has_steps(events):  # whose events need not know their step
+            slices += len(events.of(*_SERVER_PARTS, EventKind.HOLD)) * _share(roles, ids)
+            continue
+        slices += int(((parts["step"] >= ids[0]) & (parts["step"] <= ids[-1])).sum())
+    return max(3, int(max_slices * len(ids) / max(1, slices)))
+
+
+def _share(roles: Sequence[RoleEvents], ids: npt.NDArray[np.int64]) -> float:
+    """Of all steps, those that are among `ids`."""
+    return len(ids) / max(1, len(_steps_of(roles)[0]))
+
+
+def _span(roles: Sequence[RoleEvents], window: Window) -> Span:
+    """From the first to the last thing that belongs to a window's steps, whoever did it."""
+    begin, end = np.iinfo(np.int64).max, 0
+    for events in roles:
+        steps = events.of(EventKind.STEP, *_PARTS)
+        steps = steps[(steps["step"] >= window.first_step) & (steps["step"] <= window.last_step)]
+        if len(steps):
+            starts = steps["start_ns"].astype(np.int64)
+            begin = min(begin, int(starts.min()))
+            end = max(end, int((starts + steps["duration_ns"].astype(np.int64)).max()))
+    return begin, end
+
+
+def _choose(
+    ids: npt.NDArray[np.int64], slowness: npt.NDArray[np.int64], max_steps: int
+) -> tuple[Window, ...]:
+    """All steps where there are few, else a third each: the first, those around the slowest, the last."""
+    if len(ids) <= max_steps:
+        return (Window(label="all", first_step=int(ids[0]), last_step=int(ids[-1])),)
+    size = max(1, max_steps // 3)
+    middle = range(size, len(ids) - size)
+    begin = middle.start + int(slowness[middle.start : middle.stop].argmax()) - size // 2
+    begin = min(max(begin, middle.start), max(middle.start, middle.stop - size))
+    kept = {
+        "first": ids[:size],
+        "slowest": ids[begin : min(begin + size, middle.stop)],
+        "last": ids[-size:],
+    }
+    return tuple(
+        Window(label=label, first_step=int(part[0]), last_step=int(part[-1])) for label, part in kept.items()
+    )
+
+
+def _holes(ids: npt.NDArray[np.int64], windows: Sequence[Window]) -> tuple[tuple[int, int], ...]:
+    """First and last step of every stretch between two windows."""
+    holes = []
+    for left, right in itertools.pairwise(windows):
+        between = ids[(ids > left.last_step) & (ids < right.first_step)]
+        if len(between):
+            holes.append((int(between[0]), int(between[-1])))
+    return tuple(holes)
+
+
+def _steps_left_out(
+    rows: Sequence[Row], holes: Sequence[tuple[int, int]], ids: npt.NDArray[np.int64]
+) -> tuple[str, ...]:
+    if not holes:
+        return ()
+    count = sum(int(((ids >= first) & (ids <= last)).sum()) for first, last in holes)
+    which = " and ".join(f"{first} to {last}" for first, last in holes)
+    slices = f"{sum(len(row.slices) for row in rows):,}"
+    return (
+        f"{count:,} of {len(ids):,} steps are left out (steps {which}); kept are the first, those around "
+        f"the slowest, and the last: {slices} slices",
+    )
+
+
+def _marks_left_out(roles: Sequence[RoleEvents]) -> Iterable[str]:
+    for events in roles:
+        count = len(events.of(*_MARKS)) - _MAX_MARKS
+        if count > 0:
+            yield f"{count:,} joins, leaves and faults in the middle of {role_name(events.name)} are left out"
+
+
+def _row(
+    events: RoleEvents,
+    windows: Sequence[Window],
+    holes: Sequence[tuple[int, int]],
+    zero_ns: int,
+    *,
+    whole: bool,
+) -> Row:
+    records = events.records
+    kept = np.zeros(len(records), bool)
+    for window in windows:
+        kept |= (records["step"] >= window.first_step) & (records["step"] <= window.last_step)
+    if whole:
+        kept |= records["step"] == NO_STEP
+    chosen = records[kept]
+    steps = _step_spans(chosen[chosen["kind"] == EventKind.STEP], zero_ns)
+    parts = chosen[np.isin(chosen["kind"], _PARTS) & (chosen["duration_ns"] > 0)]
+    slices = laid_out(_slices(parts, zero_ns), steps)
+    gaps = [gap for hole in holes if (gap := _gap(records, hole, zero_ns)) is not None]
+    return Row(
+        role=events.role,
+        name=role_name(events.name),
+        slices=slices,
+        steps=steps,
+        gaps=_fitted(gaps, slices),
+        marks=_marks(events.of(*_MARKS), zero_ns),
+    )
+
+
+def _server_row(events: RoleEvents, spans: Sequence[Span], zero_ns: int) -> Row:
+    """What a role without steps did in the given stretches of time."""
+    records = events.records
+    starts = records["start_ns"].astype(np.int64)
+    ends = starts + records["duration_ns"].astype(np.int64)
+    kept = np.zeros(len(records), bool)
+    for begin, end in spans:
+        kept |= (starts >= begin) & (ends <= end)
+    chosen = records[kept & (records["duration_ns"] > 0)]
+    slices = laid_out(_slices(chosen[np.isin(chosen["kind"], _SERVER_PARTS)], zero_ns), ())
+    gaps = []
+    for (_, begin), (end, _) in itertools.pairwise(spans):
+        between = records[(starts > begin) & (ends < end)]
+        if len(between):
+            gaps.append(_gap_of(between, (int(between["step"].min()), int(between["step"].max())), zero_ns))
+    return Row(
+        role=events.role,
+        name=role_name(events.name),
+        slices=slices,
+        steps=(),
+        gaps=_fitted(gaps, slices),
+        marks=_marks(events.of(*_MARKS), zero_ns),
+        holds=tuple(_slices(chosen[chosen["kind"] == EventKind.HOLD], zero_ns)),
+    )
+
+
+def _slices(parts: Records, zero_ns: int) -> list[Slice]:
+    order = np.lexsort((parts["id"], parts["start_ns"]))
+    names = ("kind", "start_ns", "duration_ns", "step", "peer", "num_bytes", "count", "value")
+    columns = zip(*(parts[name][order].tolist() for name in names), strict=True)
+    return [
+        Slice(
+            kind=EventKind(kind),
+            start_ns=start - zero_ns,
+            end_ns=start - zero_ns + duration,
+            step=step,
+            peer=peer,
+            num_bytes=num_bytes,
+            count=count,
+            value=value,
+        )
+        for kind, start, duration, step, peer, num_bytes, count, value in columns
+    ]
+
+
+def _step_spans(records: Records, zero_ns: int) -> tuple[PictureStep, ...]:
+    """The steps in the order of time, cut where a clock made one overlap the next."""
+    records = records[np.argsort(records["start_ns"], kind="stable")]
+    names = ("step", "start_ns", "duration_ns", "count", "value")
+    columns = zip(*(records[name].tolist() for name in names), strict=True)
+    spans: list[PictureStep] = []
+    for step, start, duration, samples, loss in columns:
+        begin = start - zero_ns
+        if spans and spans[-1].end_ns > begin:
+            spans[-1] = replace(spans[-1], end_ns=begin)
+        spans.append(
+            PictureStep(step=step, start_ns=begin, end_ns=begin + duration, samples=samples, loss=loss)
+        )
+    return tuple(spans)
+
+
+def _gap(records: Records, hole: tuple[int, int], zero_ns: int) -> Gap | None:
+    first, last = hole
+    inside = records[(records["step"] >= first) & (records["step"] <= last)]
+    return _gap_of(inside, hole, zero_ns) if len(inside) else None
+
+
+def _gap_of(inside: Records, steps: tuple[int, int], zero_ns: int) -> Gap:
+    """What these records add up to."""
+    durations = inside["duration_ns"].astype(np.int64)
+
+    def spent(kind: EventKind) -> int:
+        return int(durations[inside["kind"] == kind].sum())
+
+    return Gap(
+        first_step=steps[0],
+        last_step=steps[1],
+        start_ns=int(inside["start_ns"].min()) - zero_ns,
+        end_ns=int((inside["start_ns"].astype(np.int64) + durations).max()) - zero_ns,
+        compute_ns=spent(EventKind.COMPUTE),
+        exchange_ns=spent(EventKind.EXCHANGE),
+        wait_ns=spent(EventKind.WAIT),
+        apply_ns=spent(EventKind.APPLY),
+    )
+
+
+def _fitted(gaps: Iterable[Gap], slices: Sequence[Slice]) -> tuple[Gap, ...]:
+    """The gaps, cut to the free time around their middle; one with no room there is not shown."""
+    starts = [part.start_ns for part in slices]
+    fitted: list[Gap] = []
+    for gap in sorted(gaps, key=lambda gap: gap.start_ns + gap.end_ns):
+        index = bisect.bisect_right(starts, (gap.start_ns + gap.end_ns) // 2)
+        before = [slices[index - 1].end_ns] if index else []
+        begin = max([gap.start_ns, *before, *(left.end_ns for left in fitted[-1:])])
+        end = min(gap.end_ns, starts[index]) if index < len(starts) else gap.end_ns
+        if end > begin:
+            fitted.append(replace(gap, start_ns=begin, end_ns=end))
+    return tuple(fitted)
+
+
+def _marks(records: Records, zero_ns: int) -> tuple[Mark, ...]:
+    if len(records) > _MAX_MARKS:
+        records = np.concatenate([records[: _MAX_MARKS // 2], records[-_MAX_MARKS // 2 :]])
+    return tuple(
+        Mark(
+            kind=EventKind(int(record["kind"])),
+            at_ns=int(record["start_ns"]) + int(record["duration_ns"]) - zero_ns,
+            step=int(record["step"]),
+            peer=int(record["peer"]),
+        )
+        for record in records
+    )

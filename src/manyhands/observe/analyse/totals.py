@@ -1,0 +1,270 @@
+"""What the events of a run add up to: who computed, who exchanged, who waited for whom.
+
+Pure: records go in, numbers come out, and the same records give the same numbers in whatever portions they
+arrive (times are summed as whole nanoseconds). The only clock is the `now_ns` that a caller passes for rates.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from manyhands.errors import UserError
+from manyhands.observe.analyse.recent import BIN_NS, BINS
+from manyhands.observe.analyse.slowness import Late, Slowness, Straggler
+from manyhands.observe.record.events import NOBODY, EventKind, Records
+
+__all__ = ["TimeSplit", "Totals", "TotalsSnapshot", "WorkerTotals"]
+
+_NS_PER_S = 1_000_000_000
+
+
+class TimeSplit(NamedTuple):
+    """Shares of the time a worker accounted for; they add up to 1, or are all 0 before the first event."""
+
+    compute: float
+    exchange: float
+    wait: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerTotals:
+    """What one worker did so far."""
+
+    worker: int
+    steps: int
+    samples: int
+    compute_s: float
+    exchange_s: float
+    wait_s: float
+    wait_for_s: tuple[float, ...]  # by peer; what is missing to wait_s was for nobody in particular
+    bytes_sent: int
+    messages_sent: int
+
+    @property
+    def accounted_s(self) -> float:
+        """Computing, exchanging and waiting together."""
+        return self.compute_s + self.exchange_s + self.wait_s
+
+    def split(self) -> TimeSplit:
+        """The three as shares of their sum."""
+        whole = self.accounted_s
+        if whole == 0:
+            return TimeSplit(0.0, 0.0, 0.0)
+        return TimeSplit(self.compute_s / whole, self.exchange_s / whole, self.wait_s / whole)
+
+    def waits_mostly_for(self) -> int | None:
+        """The peer behind the largest part of the waiting, if any."""
+        longest = max(self.wait_for_s, default=0.0)
+        return self.wait_for_s.index(longest) if longest > 0 else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As it stands in a summary."""
+        return dataclasses.asdict(self) | {"wait_for_s": list(self.wait_for_s)}
+
+    @classmethod
+    def from_dict(cls, row: Mapping[str, Any]) -> WorkerTotals:
+        """Back from a summary; what else the row holds is left alone."""
+        fields = {field.name: row[field.name] for field in dataclasses.fields(cls)}
+        return cls(**fields | {"wait_for_s": tuple(row["wait_for_s"])})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TotalsSnapshot:
+    """A run at one moment, for views."""
+
+    workers: tuple[WorkerTotals, ...]
+    step: int  # global batches done, those before a resume included
+    loss: float | None  # of the last step, weighted by samples
+    samples_per_s: float  # recent, all workers together
+    steps_per_s: float  # recent
+    evaluating: bool = False  # nobody trains meanwhile
+    slow: tuple[Straggler, ...] = ()  # now, the slowest first
+    late: Late | None = None  # who is waited for now, and computes no longer
+
+
+class Totals:
+    """The sums over all events of `workers` workers, whose roles are 0 to workers − 1."""
+
+    def __init__(self, workers: int) -> None:
+        if workers < 1:
+            raise UserError(f"workers={workers} is not allowed; it is 1 or more")
+        self._workers = workers
+        self._duration_ns = np.zeros((workers, len(EventKind) + 1), np.int64)
+        self._wait_for_ns = np.zeros((workers, workers), np.int64)
+        self._bytes_sent = np.zeros(workers, np.int64)
+        self._messages_sent = np.zeros(workers, np.int64)
+        self._steps = np.zeros(workers, np.int64)
+        self._samples = np.zeros(workers, np.int64)
+        self._last_step = np.full(workers, -1, np.int64)
+        self._last_samples = np.zeros(workers, np.int64)
+        self._last_loss = np.zeros(workers, np.float64)
+        self._evaluation_ns = np.zeros(workers, np.int64)  # when each worker's newest evaluation began
+        self._is_evaluating = np.zeros(workers, bool)
+        self._pace = _Pace()
+        self._slowness = Slowness()
+
+    @property
+    def workers(self) -> int:
+        """How many workers there may be, so far."""
+        return self._workers
+
+    def widen(self, workers: int) -> None:
+        """Make room for more workers; nothing happens where there is room already."""
+        more = workers - self._workers
+        if more <= 0:
+            return
+        self._duration_ns = np.pad(self._duration_ns, ((0, more), (0, 0)))
+        self._wait_for_ns = np.pad(self._wait_for_ns, (0, more))
+        for name in (
+            *("_bytes_sent", "_messages_sent", "_steps", "_samples", "_last_samples", "_last_loss"),
+            *("_evaluation_ns", "_is_evaluating"),
+        ):
+            setattr(self, name, np.pad(getattr(self, name), (0, more)))
+        self._last_step = np.pad(self._last_step, (0, more), constant_values=-1)
+        self._workers = workers
+
+    def update(self, records: Records) -> None:
+        """Add events of any workers; those of one worker in the order they were recorded."""
+        roles = records["role"].astype(np.intp)
+        if len(roles) and roles.max() >= self._workers:
+            raise UserError(f"role={roles.max()} is not allowed; there are workers 0 to {self._workers - 1}")
+        kinds = records["kind"]
+        durations = records["duration_ns"].astype(np.int64)
+        np.add.at(self._duration_ns, (roles, kinds), durations)
+
+        peers = records["peer"]
+        waits = (kinds == EventKind.WAIT) & (peers > NOBODY) & (peers < self._workers)
+        np.add.at(self._wait_for_ns, (roles[waits], peers[waits]), durations[waits])
+
+        exchanges = kinds == EventKind.EXCHANGE
+        np.add.at(self._bytes_sent, roles[exchanges], records["num_bytes"][exchanges].astype(np.int64))
+        np.add.at(self._messages_sent, roles[exchanges], records["count"][exchanges])
+
+        evaluations = kinds == EventKind.EVALUATE
+        # Of several assignments to one place numpy keeps the last, which is each worker's newest.
+        self._evaluation_ns[roles[evaluations]] = records["start_ns"][evaluations]
+        self._is_evaluating[roles[evaluations]] = records["count"][evaluations] == 0
+
+        self._slowness.add(records)
+        steps = kinds == EventKind.STEP
+        if steps.any():
+            self._add_steps(roles[steps], records[steps])
+
+    def _add_steps(self, roles: npt.NDArray[np.intp], records: Records) -> None:
+        np.add.at(self._steps, roles, 1)
+        np.add.at(self._samples, roles, records["count"])
+        self._last_step[roles] = records["step"]
+        self._last_samples[roles] = records["count"]
+        self._last_loss[roles] = records["value"]
+        self._pace.add(records)
+
+    def worker(self, worker: int) -> WorkerTotals:
+        """The sums of one worker."""
+        duration_s = self._duration_ns[worker] / _NS_PER_S
+        return WorkerTotals(
+            worker=worker,
+            steps=int(self._steps[worker]),
+            samples=int(self._samples[worker]),
+            compute_s=float(duration_s[EventKind.COMPUTE]),
+            exchange_s=float(duration_s[EventKind.EXCHANGE]),
+            wait_s=float(duration_s[EventKind.WAIT]),
+            wait_for_s=tuple((self._wait_for_ns[worker] / _NS_PER_S).tolist()),
+            bytes_sent=int(self._bytes_sent[worker]),
+            messages_sent=int(self._messages_sent[worker]),
+        )
+
+    def duration_ns(self, worker: int) -> npt.NDArray[np.int64]:
+        """The time that one worker spent on each kind of event, by the kind's number."""
+        spent: npt.NDArray[np.int64] = self._duration_ns[worker]
+        return spent
+
+    def snapshot(self, now_ns: int) -> TotalsSnapshot:
+        """The run as of `now_ns`, on the clock of the events."""
+        idle = self._evaluation_ns >= self._pace.newest_ns  # evaluates, or has done nothing else since
+        # The pace of training stays as it was when the evaluation began.
+        until_ns = int(self._evaluation_ns[idle].min()) if idle.any() else now_ns
+        samples_per_s, steps_per_s = self._pace.rates(min(now_ns, until_ns))
+        return TotalsSnapshot(
+            workers=tuple(self.worker(worker) for worker in range(self._workers)),
+            step=int(self._last_step.max()) + 1,
+            loss=self._loss(),
+            samples_per_s=samples_per_s,
+            steps_per_s=steps_per_s,
+            evaluating=bool((idle & self._is_evaluating).any()),
+            slow=self._slowness.now(),
+            late=self._slowness.late_now(),
+        )
+
+    def slow_ever(self) -> tuple[Straggler, ...]:
+        """Every worker that is slow or was for a while, for the end of a run."""
+        return self._slowness.ever()
+
+    def late_ever(self) -> Late | None:
+        """Who was waited for in the median step of the run, and computed no longer than the others."""
+        return self._slowness.late_ever()
+
+    def _loss(self) -> float | None:
+        """One number whether each worker reports the loss of its own share or that of the whole batch."""
+        shares = self._last_samples > 0  # a worker without samples may report anything
+        if not shares.any():
+            return None
+        shares &= self._last_step == self._last_step[shares].max()  # others may be steps behind
+        total = int(self._last_samples[shares].sum())
+        return float((self._last_loss[shares] * self._last_samples[shares]).sum() / total)
+
+
+class _Pace:
+    """How fast steps ended lately: samples by bin, kept for the window of recent events."""
+
+    def __init__(self) -> None:
+        self._samples_by_bin: dict[int, int] = {}
+        self._samples = 0
+        self._begin_ns: int | None = None
+        self.newest_ns = 1
+        """When the newest step ended."""
+
+        self._step_range = range(0)  # the global batches seen so far
+
+    def add(self, steps: Records) -> None:
+        """Count the samples of STEP records at the time each step ended."""
+        begin_ns, first, end = (
+            int(steps["start_ns"].min()),
+            int(steps["step"].min()),
+            int(steps["step"].max()) + 1,
+        )
+        if self._begin_ns is not None:
+            begin_ns = min(begin_ns, self._begin_ns)
+            first, end = min(first, self._step_range.start), max(end, self._step_range.stop)
+        self._begin_ns, self._step_range = begin_ns, range(first, end)
+        self._samples += int(steps["count"].sum())
+
+        ends = steps["start_ns"] + steps["duration_ns"]
+        self.newest_ns = max(self.newest_ns, int(ends.max()))
+        bins = ends // np.uint64(BIN_NS)
+        for index in np.unique(bins):
+            samples = int(steps["count"][bins == index].sum())
+            self._samples_by_bin[int(index)] = self._samples_by_bin.get(int(index), 0) + samples
+        oldest = max(self._samples_by_bin) - BINS
+        self._samples_by_bin = {
+            index: samples for index, samples in self._samples_by_bin.items() if index > oldest
+        }
+
+    def rates(self, now_ns: int) -> tuple[float, float]:
+        """Samples and steps per second over the window, or over the whole run if no step ended within it."""
+        if self._begin_ns is None:
+            return 0.0, 0.0
+        oldest = now_ns // BIN_NS - BINS + 1
+        samples = sum(count for index, count in self._samples_by_bin.items() if index >= oldest)
+        begin_ns = max(self._begin_ns, oldest * BIN_NS)
+        if samples == 0:
+            samples, begin_ns = self._samples, self._begin_ns
+        if samples == 0 or now_ns <= begin_ns:
+            return 0.0, 0.0
+        samples_per_s = samples * _NS_PER_S / (now_ns - begin_ns)
+        return samples_per_s, samples_per_s * len(self._step_range) / self._samples

@@ -1,0 +1,491 @@
+"""Charts as SVG and tables as HTML: pure functions from numbers to text, the same for every view of a run.
+
+All are 360 units wide and readable at that many pixels. A chart says its key numbers in words (`aria-label`),
+and single values when pointed at (`<title>`). Every text is escaped; equal numbers give equal bytes. The
+colours and the page around a chart are those of `paper`, which this module passes on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from manyhands.observe.draw.axes import Axis, Tick, linear, logarithmic, short_number, spans_powers
+from manyhands.observe.draw.hidden_curves import overlapping
+from manyhands.observe.draw.paper import (
+    NUM_COLOURS,
+    NUM_DASHES,
+    NUM_HEATS,
+    STYLE,
+    document,
+    made_section,
+    quiet,
+    section,
+    told_section,
+)
+
+__all__ = [
+    "STYLE",
+    "Series",
+    "bar_chart",
+    "data_table",
+    "document",
+    "histogram",
+    "line_chart",
+    "loss_chart",
+    "made_section",
+    "matrix",
+    "quiet",
+    "section",
+    "share_bars",
+    "short_number",
+    "told_section",
+]
+
+_WIDTH, _HEIGHT = 360.0, 190.0
+_LEFT, _RIGHT, _TOP, _BOTTOM = 50.0, 10.0, 8.0, 34.0
+_ROW, _NAME = 22.0, 78.0  # of a horizontal bar: its height, the width of the names
+_NAME_LETTERS = 13
+_MAX_POINTS = 400  # of a curve; more would be narrower than a pixel
+_MAX_SPOTS = 40  # of a curve that say their numbers when pointed at
+_MAX_BINS = 24
+_NARROW = 4  # columns that a phone has room for
+_HALF_LETTERS = 20  # that half a phone's width has room for
+_STRIPE = 7  # how long a stripe is of a curve that lies on others
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """One named curve; points where either number is not finite are left out, and the curve has a gap there."""
+
+    name: str
+    xs: Sequence[float]
+    ys: Sequence[float]
+    note: str = ""
+    """What the legend says beside the name."""
+
+    dots: Sequence[tuple[float, float]] = ()
+    """Points that are drawn by themselves, in the colour of the curve."""
+
+
+def line_chart(
+    series: Sequence[Series],
+    *,
+    title: str,
+    x_label: str,
+    y_label: str,
+    log_x: bool = False,
+    log_y: bool = False,
+    from_zero: bool = False,
+    empty: str = "Nothing yet.",
+) -> str:
+    """Curves over one pair of axes, with a legend; those that lie on one another are striped, and said to.
+
+    On a logarithmic axis values that are not positive are left out. `from_zero` begins the upward axis at 0. Without
+    any point the picture has the same size and says `empty`.
+    """
+    shown = [(one.name, _gaps(one, log_x, log_y)) for one in series]
+    points = [point for _, runs in shown for run in runs for point in run]
+    if not points:
+        return _nothing(title, empty)
+    points += [dot for one in series for dot in one.dots]
+    across = [x for x, _ in points]
+    if log_x:
+        xs, x_ticks = logarithmic(across, _LEFT, _WIDTH - _RIGHT)
+    else:
+        xs, x_ticks = linear(across, _LEFT, _WIDTH - _RIGHT, 5, tight=True)
+    upward = [y for _, y in points]
+    if log_y:
+        ys, y_ticks = logarithmic(upward, _HEIGHT - _BOTTOM, _TOP)
+    else:
+        ys, y_ticks = linear([0.0, *upward] if from_zero else upward, _HEIGHT - _BOTTOM, _TOP, 5)
+    labels = [
+        f"{label}, log scale" if is_log else label for label, is_log in ((x_label, log_x), (y_label, log_y))
+    ]
+    drawn = [*_frame(xs, x_ticks, ys, y_ticks, *labels)]
+    for index, one in enumerate(series):
+        drawn += [
+            f'<circle class="f{index % NUM_COLOURS}" cx="{xs.at(x):.1f}" cy="{ys.at(y):.1f}" r="1.3" opacity=".5"/>'
+            for x, y in one.dots[:: math.ceil(len(one.dots) / _MAX_POINTS) or 1]
+        ]
+    groups = overlapping([[(xs.at(x), ys.at(y)) for run in runs for x, y in run] for _, runs in shown])
+    for index, (name, runs) in enumerate(shown):
+        drawn += _curve(index, name, runs, (xs, ys), _stroke(index, groups), (x_label, y_label))
+    together = "; ".join(
+        f"{_listed([shown[index][0] for index in group])} lie on one another" for group in groups
+    )
+    words = [
+        f"{title}: {y_label} over {x_label}",
+        _in_words(shown, x_label),
+        *([together] if together else []),
+    ]
+    svg = _svg(drawn, _HEIGHT, "; ".join(words)) + (quiet(f"{together}.") if together else "")
+    names = [f"{one.name} {one.note}".strip() for one in series]
+    marks = [_line_mark(_stroke(index, groups, striped=False)) for index in range(len(series))]
+    return _figure(title, svg, _legend(names, marks), "plot")
+
+
+def loss_chart(series: Sequence[Series], *, title: str, x_label: str, empty: str = "Nothing yet.") -> str:
+    """Losses, by the one rule of all pages: a logarithmic axis where they span a power of ten, else a linear one."""
+    log_y = spans_powers(value for one in series for value in one.ys)
+    return line_chart(series, title=title, x_label=x_label, y_label="loss", log_y=log_y, empty=empty)
+
+
+def bar_chart(
+    bars: Sequence[tuple[str, float]],
+    *,
+    title: str,
+    show: Callable[[float], str] | None = None,
+) -> str:
+    """One bar to the right for each name, with its number as `show` writes it."""
+    show = show or short_number
+    finite = [value for _, value in bars if math.isfinite(value)]
+    axis = Axis(0.0, max([*finite, 0.0]) or 1.0, _NAME, _WIDTH - 62)
+    drawn: list[str] = []
+    for index, (name, value) in enumerate(bars):
+        y = index * _ROW
+        drawn.append(_row_name(name, y))
+        end = axis.at(max(0.0, value)) if math.isfinite(value) else axis.begin
+        drawn.append(_rect("f0", axis.begin, y + 3, end - axis.begin, _ROW - 6, f"{name}: {show(value)}"))
+        drawn.append(_text(end + 5, y + _ROW / 2 + 4, show(value)))
+    said = f"{title}: " + (", ".join(f"{name} {show(value)}" for name, value in bars) or "nothing yet")
+    return _figure(title, _svg(drawn, max(_ROW, _ROW * len(bars)), said, "chart rows"))
+
+
+def share_bars(
+    rows: Sequence[tuple[str, Sequence[float]]],
+    parts: Sequence[str],
+    *,
+    title: str,
+    colours: Sequence[int] | None = None,
+) -> str:
+    """For each name one bar of shares (0 to 1, in the order of `parts`), with the percentages that have room."""
+    colours = colours or range(len(parts))
+    axis = Axis(0.0, 1.0, _NAME, _WIDTH - 4)
+    drawn: list[str] = []
+    for index, (name, shares) in enumerate(rows):
+        y, before = index * _ROW, 0.0
+        drawn.append(_row_name(name, y))
+        drawn.append(_rect("track", axis.begin, y + 3, axis.end - axis.begin, _ROW - 6))
+        for part, share, colour in zip(parts, shares, colours, strict=True):
+            share = min(1.0 - before, max(0.0, share)) if math.isfinite(share) else 0.0
+            left, right = axis.at(before), axis.at(before + share)
+            before += share
+            if share <= 0:
+                continue
+            said = f"{name}: {part} {share:.0%}".replace("%", " %")
+            drawn.append(_rect(f"f{colour % NUM_COLOURS}", left, y + 3, right - left, _ROW - 6, said))
+            if right - left >= 30:
+                percent = f"{100 * share:.0f} %"
+                drawn.append(_text((left + right) / 2, y + _ROW / 2 + 3.5, percent, "on", "middle"))
+    said = f"{title}: " + (
+        "; ".join(_shares_in_words(name, shares, parts) for name, shares in rows) or "none yet"
+    )
+    svg = _svg(drawn, max(_ROW, _ROW * len(rows)), said, "chart rows")
+    return _figure(title, svg, _legend(parts, [_swatch(colour) for colour in colours]))
+
+
+def histogram(
+    counts: Mapping[int, int], *, title: str, x_label: str, y_label: str, empty: str = "Nothing yet."
+) -> str:
+    """How often each whole number came; where they spread wide, neighbours share a bar. `empty` as in `line_chart`."""
+    if not counts:
+        return _nothing(title, empty)
+    low, high = min(counts), max(counts)
+    width = max(1, math.ceil((high - low + 1) / _MAX_BINS))
+    bins: dict[int, int] = {}
+    for value, count in counts.items():
+        bins[(value - low) // width] = bins.get((value - low) // width, 0) + count
+    num_bins = max(4, (high - low) // width + 1)
+    ys, y_ticks = linear([0.0, *map(float, bins.values())], _HEIGHT - _BOTTOM, _TOP, 4)
+    xs = Axis(0.0, float(num_bins), _LEFT, _WIDTH - _RIGHT)
+    drawn = [*_frame(xs, [], ys, y_ticks, x_label, y_label)]
+    every = math.ceil(num_bins / 12)
+    for index in range(num_bins):
+        first = low + index * width
+        name = str(first) if width == 1 else f"{first} to {first + width - 1}"
+        left, right, top = xs.at(index + 0.1), xs.at(index + 0.9), ys.at(bins.get(index, 0))
+        if bins.get(index, 0):
+            drawn.append(_rect("f0", left, top, right - left, ys.begin - top, f"{name}: {bins[index]:,}"))
+        if index % every == 0:
+            drawn.append(_text((left + right) / 2, ys.begin + 14, str(first), "tick", "middle"))
+    total = sum(counts.values())
+    mean = sum(value * count for value, count in counts.items()) / max(1, total)
+    said = f"{title}: {total:,} in all, from {low} to {high}, mean {mean:.2f}"
+    return _figure(title, _svg(drawn, _HEIGHT, said), _legend((), ()), "plot")
+
+
+def matrix(
+    values: Sequence[Sequence[float]],
+    rows: Sequence[str],
+    columns: Sequence[str],
+    *,
+    title: str,
+    corner: str = "",
+    show: Callable[[float], str] | None = None,
+    scrolls: bool = True,
+) -> str:
+    """Numbers as a table whose cells are the stronger coloured the greater they are; 0 is a quiet dot.
+
+    Where it `scrolls` it is a region of its own that the keyboard reaches.
+    """
+    show = show or short_number
+    greatest = max((abs(v) for row in values for v in row if math.isfinite(v)), default=0.0) or 1.0
+    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in columns)
+    body = ""
+    for name, row in zip(rows, values, strict=True):
+        cells = "".join(_cell(value, greatest, show) for value in row)
+        body += f'<tr><th scope="row">{escape(name)}</th>{cells}</tr>'
+    return _scroll(
+        title,
+        f'<table class="heat"><caption>{escape(title)}</caption><thead><tr>'
+        f'<th scope="col" class="corner">{escape(corner)}</th>{head}</tr></thead><tbody>{body}</tbody></table>',
+        scrolls,
+    )
+
+
+def data_table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    title: str,
+    words: Sequence[int] = (0,),
+    scrolls: bool = True,
+) -> str:
+    """Rows of text under their columns; those of `words` are read from the left, the others are numbers.
+
+    On a phone a table of many columns is a block for each row, every cell with its column's name; the roles keep
+    it a table for those who listen. Where it `scrolls` it is a region of its own that the keyboard reaches.
+    """
+    rows = [tuple(row) for row in rows]
+    kinds = [
+        _kinds(
+            "" if index in words else "number", "long" if _is_long(name, [row[index] for row in rows]) else ""
+        )
+        for index, name in enumerate(columns)
+    ]
+    head = "".join(
+        f'<th role="columnheader" scope="col"{kind}>{escape(name)}</th>'
+        for name, kind in zip(columns, kinds, strict=True)
+    )
+    body = ""
+    for first, *others in rows:
+        cells = "".join(
+            f'<td role="cell"{kind} data-name="{escape(name)}">{escape(text)}</td>'
+            for name, text, kind in zip(columns[1:], others, kinds[1:], strict=True)
+        )
+        body += f'<tr role="row"><th role="rowheader" scope="row"{kinds[0]}>{escape(first)}</th>{cells}</tr>'
+    prose = " prose" if len(words) == len(columns) else ""
+    shape = f"stack{prose}" if len(columns) > _NARROW else "plain"
+    return _scroll(
+        title,
+        f'<table class="{shape}" role="table"><caption>{escape(title)}</caption><thead role="rowgroup">'
+        f'<tr role="row">{head}</tr></thead><tbody role="rowgroup">{body}</tbody></table>',
+        scrolls,
+    )
+
+
+def _gaps(series: Series, positive_x: bool, positive_y: bool) -> list[list[tuple[float, float]]]:
+    """The points that can be drawn, parted where some cannot."""
+    runs: list[list[tuple[float, float]]] = [[]]
+    for x, y in zip(series.xs, series.ys, strict=True):
+        is_drawn = (x > 0 or not positive_x) and (y > 0 or not positive_y)
+        if math.isfinite(x) and math.isfinite(y) and is_drawn:
+            runs[-1].append((float(x), float(y)))
+        elif runs[-1]:
+            runs.append([])
+    most = max(2, _MAX_POINTS // len(runs))
+    return [_thinned(run, most) for run in runs if run]
+
+
+def _thinned(points: list[tuple[float, float]], most: int) -> list[tuple[float, float]]:
+    """At most `most` points: the first, the last, and the lowest and highest of each stretch between."""
+    if len(points) <= most:
+        return points
+    inner, stretches = points[1:-1], max(1, most // 2 - 1)
+    kept = [points[0]]
+    for index in range(stretches):
+        stretch = inner[index * len(inner) // stretches : (index + 1) * len(inner) // stretches]
+        if stretch:
+            low, high = (pick(stretch, key=lambda point: point[1]) for pick in (min, max))
+            kept += [low] if low == high else sorted((low, high))
+    return [*kept, points[-1]]
+
+
+def _nothing(title: str, sentence: str) -> str:
+    """A picture of the size of the others, with axes and no numbers, that says why it is empty."""
+    bottom, right = _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
+    drawn = [
+        f'<path class="axis" fill="none" d="M{_LEFT:g},{_TOP:g} {_LEFT:g},{bottom:g} {right:g},{bottom:g}"/>',
+        _text((_LEFT + right) / 2, (_TOP + bottom) / 2, sentence, "none", "middle"),
+    ]
+    return _figure(title, _svg(drawn, _HEIGHT, f"{title}: {sentence}"), _legend((), ()), "plot")
+
+
+def _stroke(index: int, groups: Sequence[tuple[int, ...]], *, striped: bool = True) -> str:
+    """The attributes of a curve's line: its colour and dash, or its stripes of what it shares with others.
+
+    Such a one is of one colour where it is not `striped`, as in a legend.
+    """
+    colour = f"s{index % NUM_COLOURS}"
+    for group in groups:
+        if index in group:
+            if not striped:
+                return f'class="curve {colour}"'
+            place, others = group.index(index), len(group) - 1
+            dashes = f'stroke-dasharray="{_STRIPE} {_STRIPE * others}" stroke-dashoffset="{-_STRIPE * place}"'
+            return f'class="curve striped {colour}" {dashes}'
+    return f'class="curve {colour} d{index % NUM_DASHES}"'
+
+
+def _curve(
+    index: int,
+    name: str,
+    runs: list[list[tuple[float, float]]],
+    axes: tuple[Axis, Axis],
+    stroke: str,
+    labels: tuple[str, str],
+) -> Iterator[str]:
+    (xs, ys), (x_label, y_label) = axes, labels
+    path = " ".join(
+        "M" + " ".join(f"{xs.at(x):.1f},{ys.at(y):.1f}" for x, y in run) + ("h0" if len(run) == 1 else "")
+        for run in runs
+    )
+    if not path:
+        return
+    yield f'<path {stroke} d="{path}"><title>{escape(name)}</title></path>'
+    points = [point for run in runs for point in run]
+    last_x, last_y = points[-1]
+    yield f'<circle class="f{index % NUM_COLOURS}" cx="{xs.at(last_x):.1f}" cy="{ys.at(last_y):.1f}" r="2.6"/>'
+    every = math.ceil(len(points) / _MAX_SPOTS)
+    for x, y in points[::-1][::every]:
+        said = f"{name}: {y_label} {short_number(y)} at {x_label} {short_number(x)}"
+        yield (
+            f'<circle class="spot" cx="{xs.at(x):.1f}" cy="{ys.at(y):.1f}" r="4">'
+            f"<title>{escape(said)}</title></circle>"
+        )
+
+
+def _in_words(shown: Sequence[tuple[str, list[list[tuple[float, float]]]]], x_label: str) -> str:
+    said = []
+    for name, runs in shown:
+        points = [point for run in runs for point in run]
+        if points:
+            (first_x, first_y), (last_x, last_y) = points[0], points[-1]
+            said.append(
+                f"{name} from {short_number(first_y)} at {x_label} {short_number(first_x)} "
+                f"to {short_number(last_y)} at {short_number(last_x)}"
+            )
+    return "; ".join(said) or "nothing yet"
+
+
+def _frame(
+    xs: Axis,
+    x_ticks: Sequence[Tick],
+    ys: Axis,
+    y_ticks: Sequence[Tick],
+    x_label: str,
+    y_label: str,
+) -> Iterator[str]:
+    for place, said in y_ticks:
+        y = ys.at(place)
+        yield f'<line class="grid" x1="{xs.begin:g}" y1="{y:.1f}" x2="{xs.end:g}" y2="{y:.1f}"/>'
+        yield _text(xs.begin - 5, y + 3.5, said, "tick y", "end")
+    for place, said in x_ticks:
+        x = xs.at(place)
+        yield f'<line class="axis" x1="{x:.1f}" y1="{ys.begin:g}" x2="{x:.1f}" y2="{ys.begin + 3:g}"/>'
+        yield _text(min(x, _WIDTH - 3.2 * len(said)), ys.begin + 14, said, "tick x", "middle")
+    yield f'<line class="axis" x1="{xs.begin:g}" y1="{ys.begin:g}" x2="{xs.end:g}" y2="{ys.begin:g}"/>'
+    yield _text((xs.begin + xs.end) / 2, _HEIGHT - 5, x_label, "label", "middle")
+    middle = (ys.begin + ys.end) / 2
+    yield (
+        f'<text class="label" x="8" y="{middle:g}" text-anchor="middle" transform="rotate(-90 8 {middle:g})">'
+        f"{escape(y_label)}</text>"
+    )
+
+
+def _legend(names: Sequence[str], marks: Sequence[str]) -> str:
+    """What each colour is; without names an empty line, so that pictures side by side begin at one height.
+
+    `marks` are pictures of them.
+    """
+    if not names:
+        return '<div class="legend"></div>'
+    items = "".join(f"<li>{mark}{escape(name)}</li>" for name, mark in zip(names, marks, strict=True))
+    return f'<ul class="legend">{items}</ul>'
+
+
+def _line_mark(stroke: str) -> str:
+    line = f'<line {stroke} x1="1" y1="5" x2="25" y2="5"/>'
+    return f'<svg viewBox="0 0 26 10" aria-hidden="true">{line}</svg>'
+
+
+def _swatch(colour: int) -> str:
+    rect = f'<rect class="f{colour % NUM_COLOURS}" width="12" height="10" rx="2"/>'
+    return f'<svg class="swatch" viewBox="0 0 12 10" aria-hidden="true">{rect}</svg>'
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _shares_in_words(name: str, shares: Sequence[float], parts: Sequence[str]) -> str:
+    return f"{name} " + ", ".join(
+        f"{part} {100 * share:.0f} %" for part, share in zip(parts, shares, strict=True)
+    )
+
+
+def _cell(value: float, greatest: float, show: Callable[[float], str]) -> str:
+    if value == 0 or not math.isfinite(value):
+        return f'<td class="quiet">{"·" if value == 0 else escape(show(value))}</td>'
+    heat = min(NUM_HEATS - 1, max(1, round((NUM_HEATS - 1) * (abs(value) / greatest))))
+    return f'<td class="h{heat}">{escape(show(value))}</td>'
+
+
+def _row_name(name: str, y: float) -> str:
+    short = name if len(name) <= _NAME_LETTERS else name[: _NAME_LETTERS - 1] + "…"
+    return (
+        f'<text x="{_NAME - 7:g}" y="{y + _ROW / 2 + 4:g}" text-anchor="end">{escape(short)}'
+        f"<title>{escape(name)}</title></text>"
+    )
+
+
+def _rect(kind: str, x: float, y: float, width: float, height: float, said: str = "") -> str:
+    inside = f"<title>{escape(said)}</title>" if said else ""
+    return (
+        f'<rect class="{kind}" x="{x:.2f}" y="{y:g}" width="{width:.2f}" height="{height:g}">{inside}</rect>'
+    )
+
+
+def _text(x: float, y: float, text: str, kind: str = "", anchor: str = "start") -> str:
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+def _svg(drawn: Iterable[str], height: float, said: str, kind: str = "chart") -> str:
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="{kind}" viewBox="0 0 {_WIDTH:g} {height:g}" role="img" '
+        f'aria-label="{escape(said)}">' + "".join(drawn) + "</svg>"
+    )
+
+
+def _figure(title: str, svg: str, legend: str = "", kind: str = "") -> str:
+    shape = f' class="{kind}"' if kind else ""
+    return f"<figure{shape}><figcaption>{escape(title)}</figcaption>{legend}{svg}</figure>"
+
+
+def _is_long(name: str, cells: Iterable[str]) -> bool:
+    """Whether a column's name and the longest of its cells are too much for half a phone's width."""
+    return len(name) + max((len(cell) for cell in cells), default=0) > _HALF_LETTERS
+
+
+def _kinds(*kinds: str) -> str:
+    named = " ".join(kind for kind in kinds if kind)
+    return f' class="{named}"' if named else ""
+
+
+def _scroll(title: str, table: str, scrolls: bool) -> str:
+    if not scrolls:
+        return table
+    return f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(title)}">{table}</div>'

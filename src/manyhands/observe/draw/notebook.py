@@ -1,0 +1,121 @@
+"""A run that has ended as a notebook and a terminal show it: a short table with the curve of its loss, or one line.
+
+The curve is a picture in itself (`<img>`), so that neither the notebook's style nor ours changes the other's.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from manyhands.observe.analyse.totals import WorkerTotals
+from manyhands.observe.draw.charts import STYLE, Series, loss_chart, short_number
+from manyhands.observe.record.final import final_loss
+
+__all__ = ["facts_of", "loss_curve", "run_html", "run_line", "table_html"]
+
+_WIDTH = 480
+_LEAST_WAITING = 0.005  # of a worker's time; less rounds to nothing
+
+
+def facts_of(
+    summary: Mapping[str, Any], steps: Sequence[Mapping[str, Any]], path: Path | None = None
+) -> list[tuple[str, str]]:
+    """What there is to say of a run, as names and values; `steps` are its rows that have a loss."""
+    facts = [(name, str(summary[name])) for name in ("task", "strategy", "workers") if name in summary]
+    if "steps" in summary:
+        facts.append(("steps", _steps(summary)))
+    if steps:
+        first, last = _ends(steps)
+        facts.append(("loss", f"{first} → {last}"))
+    measured = [one for one in summary.get("final", {}).items() if one[0] != "loss"]
+    facts += [(name, short_number(_number(value))) for name, value in measured]
+    if "seconds" in summary:
+        facts.append(("time", f"{summary['seconds']:.1f} s"))
+    if summary.get("samples_per_s"):
+        facts.append(("speed", f"{summary['samples_per_s']:,.0f} samples/s"))
+    facts.append(
+        ("waiting", _waiting([WorkerTotals.from_dict(row) for row in summary.get("per_worker", ())]))
+    )
+    if path is not None:
+        facts.append(("directory", str(path)))
+    return [(name, value) for name, value in facts if value]
+
+
+def run_line(facts: Iterable[tuple[str, str]]) -> str:
+    """The facts in one line."""
+    return " · ".join(_in_words(name, value) for name, value in facts)
+
+
+def table_html(facts: Iterable[tuple[str, str]]) -> str:
+    """The facts, a row each."""
+    left = 'style="text-align: left"'  # a notebook would have it otherwise
+    rows = "".join(
+        f"<tr><th {left}>{escape(name)}</th><td {left}>{escape(value)}</td></tr>" for name, value in facts
+    )
+    return f"<table><tbody>{rows}</tbody></table>"
+
+
+def loss_curve(steps: Sequence[Mapping[str, Any]]) -> str:
+    """The loss over the steps, as an image that holds its data itself; empty where there is no step."""
+    if not steps:
+        return ""
+    first, last = _ends(steps)
+    steps = sorted(steps, key=lambda row: row["step"])  # workers that do not wait end them in another order
+    losses = [_number(row["loss"]) for row in steps]
+    curve = Series(name="loss", xs=[float(row["step"]) for row in steps], ys=losses)
+    figure = loss_chart([curve], title="Loss", x_label="step")
+    svg = figure[figure.index("<svg xmlns") : figure.rindex("</svg>") + len("</svg>")]
+    opening, _, drawn = svg.partition(">")
+    style = f"<style>{STYLE} svg.chart {{ background: var(--card); }}</style>"
+    picture = base64.b64encode(f"{opening}>{style}{drawn}".encode(errors="backslashreplace")).decode()
+    return (
+        f'<img width="{_WIDTH}" alt="loss over steps, from {escape(first)} to {escape(last)}" '
+        f'src="data:image/svg+xml;base64,{picture}"/>'
+    )
+
+
+def run_html(summary: Mapping[str, Any], steps: Sequence[Mapping[str, Any]], path: Path | None = None) -> str:
+    """The table and the curve."""
+    html = f"<div>{table_html(facts_of(summary, steps, path))}{loss_curve(steps)}</div>"
+    return html.encode(errors="backslashreplace").decode()  # what a task says may be no text
+
+
+def _ends(steps: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+    """The loss of the first step, and the final one."""
+    first = min(steps, key=lambda row: row["step"])
+    return short_number(_number(first["loss"])), short_number(_number(final_loss(steps)))
+
+
+def _in_words(name: str, value: str) -> str:
+    match name:
+        case "task" | "strategy" | "time" | "speed" | "directory":  # they say themselves what they are
+            return value
+        case "workers" | "steps":
+            return f"{value} {name.removesuffix('s') if value == '1' else name}"
+    return f"{name} {value}"
+
+
+def _steps(summary: Mapping[str, Any]) -> str:
+    done, asked = summary["steps"], summary.get("steps_asked")
+    return f"{done} of {asked}" if asked not in (None, done) else str(done)
+
+
+def _number(value: Any) -> float:
+    """A number of the history, in which what is not finite may be None."""
+    return float("nan") if value is None else float(value)
+
+
+def _waiting(workers: Sequence[WorkerTotals]) -> str:
+    """Who waited most, for how much of its time, and for whom."""
+    if len(workers) < 2:
+        return ""
+    most = max(workers, key=lambda worker: worker.split().wait)
+    if most.split().wait < _LEAST_WAITING:
+        return "none"
+    peer = most.waits_mostly_for()
+    whom = f", mostly for {peer}" if peer is not None else ""
+    return f"worker {most.worker} {100 * most.split().wait:.0f} % of its time{whom}"

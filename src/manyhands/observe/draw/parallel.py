@@ -1,0 +1,150 @@
+"""Parallel coordinates: many runs as lines over upright axes, one for each setting and each number that came out.
+
+Pure, as all charts: equal numbers give equal bytes. The best line is thick and on top; the others go from its colour's
+neighbour to grey, third by third, so that what good runs have in common can be seen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from manyhands.observe.draw.axes import Axis, linear, logarithmic, short_number, spans_powers
+from manyhands.observe.draw.paper import quiet
+
+__all__ = ["ParallelAxis", "parallel_coordinates"]
+
+_HEIGHT, _TOP, _BOTTOM, _SIDE = 240.0, 34.0, 14.0, 46.0
+_LEAST_WIDTH, _APART = 360.0, 104.0
+_NAME_LETTERS, _VALUE_LETTERS = 18, 16
+_KINDS = (("s0", 3.0, 1.0, "the best"), ("s2", 1.6, 0.9, "best third"), ("s4", 1.3, 0.7, "middle third"))
+_LAST = ("s7", 1.1, 0.55, "last third")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelAxis:
+    """One axis: its name, and where each line crosses it; texts are placed evenly, in the order they come in."""
+
+    name: str
+    values: Sequence[str | float]
+
+    @property
+    def numbers(self) -> list[float] | None:
+        """The values, where all of them are numbers."""
+        found = []
+        for value in self.values:
+            try:
+                found.append(float(value))
+            except ValueError:
+                return None
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """An axis in the picture: where each line crosses it, and its ticks as (place, words)."""
+
+    x: float
+    name: str
+    places: list[float]
+    ticks: list[tuple[float, str]]
+
+
+def parallel_coordinates(
+    axes: Sequence[ParallelAxis], names: Sequence[str], *, title: str, empty: str = "No run has ended."
+) -> str:
+    """A figure of lines, the best of them first; line i crosses every axis at its value i, and is called `names[i]`.
+
+    A line with a value that is not finite is left out.
+    """
+    keep = [n for n in range(len(names)) if all(_is_drawn(axis.values[n]) for axis in axes)]
+    if not keep or not axes:
+        return f'<figure class="plot"><figcaption>{escape(title)}</figcaption>{quiet(empty)}</figure>'
+    kept = [ParallelAxis(name=axis.name, values=[axis.values[n] for n in keep]) for axis in axes]
+    width = max(_LEAST_WIDTH, 2 * _SIDE + _APART * (len(kept) - 1))
+    gap = (width - 2 * _SIDE) / max(1, len(kept) - 1)
+    placed = [_place(axis, _SIDE + gap * place) for place, axis in enumerate(kept)]
+    lines = [_line(placed, names[n], rank, len(keep)) for rank, n in enumerate(keep)]
+    drawn = [*reversed(lines), *(text for one in placed for text in _axis(one))]
+    ranges = "; ".join(f"{axis.name} {_range(axis)}" for axis in kept)
+    said = f"{title}: {len(keep)} runs; {ranges}; the best is {names[keep[0]]}"
+    svg = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" viewBox="0 0 {width:g} {_HEIGHT:g}" role="img" '
+        f'aria-label="{escape(said)}">{"".join(drawn)}</svg>'
+    )
+    return f'<figure class="plot"><figcaption>{escape(title)}</figcaption>{_legend(len(keep))}{svg}</figure>'
+
+
+def _is_drawn(value: str | float) -> bool:
+    return isinstance(value, str) or math.isfinite(value)
+
+
+def _place(axis: ParallelAxis, x: float) -> _Placed:
+    bottom, numbers = _HEIGHT - _BOTTOM, axis.numbers
+    if numbers is None:
+        words = list(dict.fromkeys(map(str, axis.values)))
+        scale = Axis(-0.5, len(words) - 0.5, bottom, _TOP)
+        at = {word: scale.at(place) for place, word in enumerate(words)}
+        return _Placed(x, axis.name, [at[str(value)] for value in axis.values], [(at[w], w) for w in words])
+    few = sorted(set(numbers))
+    if spans_powers(numbers):
+        scale, ticks = logarithmic(numbers, bottom, _TOP)
+    else:
+        scale, ticks = linear(numbers, bottom, _TOP, 4)
+    if len(few) <= 6 and isinstance(axis.values[0], str):  # a setting: the values that it was given
+        ticks = [(value, short_number(value)) for value in few]
+    return _Placed(x, axis.name, [scale.at(n) for n in numbers], [(scale.at(n), said) for n, said in ticks])
+
+
+def _line(placed: Sequence[_Placed], name: str, rank: int, count: int) -> str:
+    path = "M" + " ".join(f"{axis.x:.1f},{axis.places[rank]:.1f}" for axis in placed)
+    if len(placed) == 1:
+        path += "h6"
+    colour, width, opacity, _ = _kind(rank, count)
+    return (
+        f'<path class="curve {colour}" stroke-width="{width:g}" stroke-opacity="{opacity:g}" d="{path}">'
+        f"<title>{escape(f'{rank + 1}. {name}')}</title></path>"
+    )
+
+
+def _kind(rank: int, count: int) -> tuple[str, float, float, str]:
+    if rank == 0:
+        return _KINDS[0]
+    third = 3 * rank // count
+    return _KINDS[third + 1] if third < 2 else _LAST
+
+
+def _axis(axis: _Placed) -> Iterator[str]:
+    bottom = _HEIGHT - _BOTTOM
+    yield f'<line class="axis" x1="{axis.x:.1f}" y1="{_TOP:g}" x2="{axis.x:.1f}" y2="{bottom:g}"/>'
+    yield _text(axis.x, 14.0, axis.name, _NAME_LETTERS, "middle", "label")
+    for y, said in axis.ticks:
+        yield _text(axis.x + 4, y + 3.5, said, _VALUE_LETTERS, "start", "tick")
+
+
+def _text(x: float, y: float, text: str, letters: int, anchor: str, kind: str) -> str:
+    short = text if len(text) <= letters else f"{text[: letters - 1]}…"
+    whole = f"<title>{escape(text)}</title>" if short != text else ""
+    return (
+        f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(short)}{whole}</text>'
+    )
+
+
+def _range(axis: ParallelAxis) -> str:
+    numbers = axis.numbers
+    if numbers is None:
+        return ", ".join(dict.fromkeys(map(str, axis.values)))
+    return f"from {short_number(min(numbers))} to {short_number(max(numbers))}"
+
+
+def _legend(count: int) -> str:
+    """Those kinds that so many lines have."""
+    shown = dict.fromkeys(_kind(rank, count) for rank in range(count))
+    items = "".join(
+        f'<li><svg viewBox="0 0 26 10" aria-hidden="true"><line class="curve {colour}" stroke-width="{width:g}" '
+        f'x1="1" y1="5" x2="25" y2="5"/></svg>{name}</li>'
+        for colour, width, _, name in shown
+    )
+    return f'<ul class="legend">{items}</ul>'

@@ -1,0 +1,168 @@
+"""What the page of a served model shows: rates, latencies, workers, and how to ask it."""
+
+from __future__ import annotations
+
+import math
+from html import escape
+
+from manyhands.observe.analyse.serving_view import ServingView
+from manyhands.observe.draw.charts import Series, data_table, histogram, line_chart, quiet, section
+from manyhands.observe.draw.page import PAGE_STYLE
+from manyhands.observe.draw.paper import document
+
+__all__ = ["serving_metrics", "serving_report", "serving_sections", "serving_title"]
+
+
+def serving_title(view: ServingView) -> str:
+    """What the page is called."""
+    return f"{view.task} · served by {view.wanted} workers"
+
+
+def serving_report(view: ServingView) -> str:
+    """The page as one file."""
+    title = f"{serving_title(view)} · report"
+    return document(title, serving_sections(view).values(), style=PAGE_STYLE)
+
+
+def serving_sections(view: ServingView) -> dict[str, str]:
+    """Each section's HTML by its key, in the order of the page."""
+    return dict(
+        (
+            _now(view),
+            _wrong(view),
+            _latency(view),
+            _throughput(view),
+            _workers(view),
+            _how(view),
+            _notes(view),
+        )
+    )
+
+
+def _now(view: ServingView) -> tuple[str, str]:
+    values = {
+        "requests/s": f"{view.requests_per_s:,.1f}",
+        "inputs/s": f"{view.inputs_per_s:,.1f}",
+        "latency p50": _ms(view.p50_ms),
+        "p95": _ms(view.p95_ms),
+        "p99": _ms(view.p99_ms),
+        "requests": f"{view.requests:,}",
+        "inputs in a batch": f"{view.batch_mean:.1f}",
+        "waiting": f"{view.waiting:,}",
+    }
+    tiles = "".join(f"<div><dt>{name}</dt><dd>{escape(text)}</dd></div>" for name, text in values.items())
+    return "now", section("now", "Now", f'<dl class="tiles">{tiles}</dl>', "wide")
+
+
+def _wrong(view: ServingView) -> tuple[str, str]:
+    present = [one for one in view.workers if one.state != "starting"]
+    failed = sum(count for status, count in view.lately if status >= 500)
+    refused = sum(count for status, count in view.lately if 400 <= status < 500)
+    found = []
+    if len(present) < view.wanted:
+        found.append(f"{len(present)} of {view.wanted} workers answer; the others are being started.")
+    if failed:
+        found.append(
+            f"{_requests(failed)} answered with 5xx in the last minute: the model failed, or no worker could answer in "
+            "time."
+        )
+    if refused:
+        found.append(
+            f"{_requests(refused)} answered with 4xx in the last minute: what was sent made no sense."
+        )
+    body = (
+        f"<ul>{''.join(f'<li>{escape(one)}</li>' for one in found)}</ul>"
+        if found
+        else '<p class="good">Every request of the last minute was answered, and all workers are there.</p>'
+    )
+    spoken = f'<div class="wrong" role="status" aria-live="polite">{body}</div>'
+    return "wrong", section("wrong", "What is wrong", spoken, "wide alarm" if found else "wide")
+
+
+def _requests(count: int) -> str:
+    return "1 request was" if count == 1 else f"{count:,} requests were"
+
+
+def _latency(view: ServingView) -> tuple[str, str]:
+    chart = histogram(
+        dict(view.latencies_ms),
+        title="The newest answers, by milliseconds",
+        x_label="milliseconds from request to answer",
+        y_label="answers",
+        empty="Nothing was answered yet.",
+    )
+    return "latency", section("latency", "Latency", chart)
+
+
+def _throughput(view: ServingView) -> tuple[str, str]:
+    series = [Series(name="requests/s", xs=[x for x, _ in view.curve], ys=[y for _, y in view.curve])]
+    chart = line_chart(
+        series if view.curve else [],
+        title="Requests answered in each of the last seconds",
+        x_label="seconds since the start",
+        y_label="requests/s",
+        from_zero=True,
+        empty="Nothing was answered yet.",
+    )
+    return "throughput", section("throughput", "Throughput", chart)
+
+
+def _workers(view: ServingView) -> tuple[str, str]:
+    if not view.workers:
+        return "workers", section("workers", "Workers", quiet("No worker is there yet."), "beside")
+    rows = [
+        (f"worker {one.number}", str(one.pid), one.state, f"{one.batches:,}", f"{one.inputs:,}")
+        for one in view.workers
+    ]
+    table = data_table(
+        ("worker", "process", "state", "batches", "inputs"), rows, title="Replicas of one model", words=(0, 2)
+    )
+    return "workers", section("workers", "Workers", table, "beside")
+
+
+def _how(view: ServingView) -> tuple[str, str]:
+    shown = view.example if len(view.example) <= 160 else view.example[:160] + " …"
+    body = (
+        f"<p>POST to <code>/predict</code> with the token that the command printed, as "
+        f"<code>Authorization: Bearer TOKEN</code>, and a body of JSON: an array of inputs, each "
+        f"{escape(view.takes)}.</p>"
+        f'<p><code>{{"inputs": [{escape(shown)}]}}</code></p>'
+    )
+    return "how", section("how", "How to ask", body, "wide")
+
+
+def _notes(view: ServingView) -> tuple[str, str]:
+    counted = ", ".join(f"{count:,} × {status}" for status, count in view.by_status) or "none yet"
+    lines = [
+        f"Answers by HTTP status: {counted}. Workers that died and were replaced: {view.deaths}.",
+        *view.notes,
+    ]
+    listed = "".join(f"<li>{escape(line)}</li>" for line in lines)
+    return "notes", section("notes", "What happened", f"<ul>{listed}</ul>", "wide")
+
+
+def _ms(value: float) -> str:
+    return "–" if math.isnan(value) else f"{value:,.1f} ms"
+
+
+def serving_metrics(view: ServingView) -> str:
+    """The view in Prometheus' text form."""
+    lines = ["# TYPE manyhands_serve_requests_total counter"]
+    lines += [
+        f'manyhands_serve_requests_total{{status="{status}"}} {count}' for status, count in view.by_status
+    ]
+    lines.append("# TYPE manyhands_serve_latency_seconds gauge")
+    quantiles = (("0.5", view.p50_ms), ("0.95", view.p95_ms), ("0.99", view.p99_ms))
+    lines += [
+        f'manyhands_serve_latency_seconds{{quantile="{name}"}} {"NaN" if math.isnan(value) else value / 1e3}'
+        for name, value in quantiles
+    ]
+    for name, value in (
+        ("workers", sum(one.state != "starting" for one in view.workers)),
+        ("worker_deaths_total", view.deaths),
+        ("waiting_inputs", view.waiting),
+        ("inputs_total", view.inputs),
+    ):
+        kind = "counter" if name.endswith("_total") else "gauge"
+        lines += [f"# TYPE manyhands_serve_{name} {kind}", f"manyhands_serve_{name} {value}"]
+    return "".join(f"{line}\n" for line in lines)

@@ -1,0 +1,236 @@
+"""Where a run shows how far it is, and how often: a bar in a terminal or notebook, lines elsewhere, or nothing.
+
+    asked   notebook   terminal   redirected   under pytest, or not in the main thread
+    auto    bar        bar        lines        nothing
+    bar     bar        bar        lines        as elsewhere
+    lines   lines      lines      lines        lines
+    none    nothing
+
+Everything goes to stderr, or to the notebook's cell. A bar comes after a second and lines after five: short runs, of
+which somebody may make many, say nothing. What is drawn is drawn by a thread that looks at the run's totals a few times
+a second; the training knows nothing of it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from html import escape
+from importlib import import_module
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol
+
+from manyhands.observe.analyse.remarks import about_workers
+from manyhands.observe.analyse.totals import TotalsSnapshot
+from manyhands.observe.draw.headline import headline, in_order
+
+__all__ = [
+    "Here",
+    "Lines",
+    "Notebook",
+    "Panel",
+    "Screen",
+    "Showing",
+    "chosen",
+    "look_around",
+    "showing",
+]
+
+_BAR_AFTER_S, _BAR_EVERY_S = 1.0, 0.25
+_NOTEBOOK_EVERY_S = 0.5
+_LINES_EVERY_S = 5.0
+
+
+class Here(NamedTuple):
+    """What the place where a run goes on is like."""
+
+    notebook: bool
+    """A kernel of IPython, which shows HTML."""
+
+    terminal: bool
+    """Whether stderr is one that can move its cursor."""
+
+    unwatched: bool
+    """Nobody asked to see it: a test, or a run in a thread beside what its user does."""
+
+
+def look_around() -> Here:
+    """The place where this is called."""
+    stream = sys.stderr
+    is_gone = stream is None or getattr(stream, "closed", False)
+    is_terminal = not is_gone and stream.isatty() and os.environ.get("TERM") != "dumb"
+    in_main = threading.current_thread() is threading.main_thread()
+    return Here(
+        notebook=_in_notebook(),
+        terminal=is_terminal,
+        unwatched="PYTEST_CURRENT_TEST" in os.environ or not in_main or is_gone,
+    )
+
+
+def _in_notebook() -> bool:
+    """Whether a kernel runs this process; IPython is not imported for that, it would be there."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return getattr(shell, "kernel", None) is not None
+
+
+def chosen(asked: str, here: Here) -> str:
+    """`notebook`, `bar`, `lines` or `none`."""
+    if asked in ("lines", "none"):
+        return asked
+    if asked == "auto" and here.unwatched:
+        return "none"
+    return "notebook" if here.notebook else "bar" if here.terminal else "lines"
+
+
+def showing(
+    asked: str, steps: int, snapshot: Callable[[], TotalsSnapshot], strategy: str = ""
+) -> AbstractContextManager[object]:
+    """Shows a run of `steps` steps while this is open; `asked` is one of `PROGRESS`."""
+    match chosen(asked, look_around()):
+        case "none":
+            return nullcontext()
+        case "notebook":
+            return Showing(snapshot, Notebook(steps, strategy), _BAR_AFTER_S, _NOTEBOOK_EVERY_S)
+        case "lines":
+            return Showing(snapshot, Lines(steps), _LINES_EVERY_S, _LINES_EVERY_S)
+        case _:
+            return Showing(snapshot, _Terminal(steps, strategy), _BAR_AFTER_S, _BAR_EVERY_S)
+
+
+class Screen(Protocol):
+    """Something that shows a run; `close` comes last, and only after a `show`."""
+
+    def show(self, snapshot: TotalsSnapshot) -> None:
+        """The run as it is now."""
+
+    def close(self) -> None:
+        """It is over."""
+
+
+class Showing:
+    """Looks at a run after `after_s` and then every `every_s`, in a thread; a context manager.
+
+    What was shown once is shown once more at the end, as it was then. A screen that is gone ends the showing and not
+    the run.
+    """
+
+    def __init__(
+        self, snapshot: Callable[[], TotalsSnapshot], screen: Screen, after_s: float, every_s: float
+    ) -> None:
+        self._snapshot, self._screen = snapshot, screen
+        self._after_s, self._every_s = after_s, every_s
+        self._over = threading.Event()
+        self._shown = False
+        self._gone = False
+        self._thread = threading.Thread(target=self._work, name="manyhands-progress", daemon=True)
+
+    def __enter__(self) -> Showing:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._over.set()
+        self._thread.join()
+        if self._shown:
+            self._do(lambda: self._screen.show(self._snapshot()))
+            self._do(self._screen.close)
+
+    def _work(self) -> None:
+        wait_s = self._after_s
+        while not self._over.wait(wait_s) and not self._gone:
+            self._shown = True
+            self._do(lambda: self._screen.show(self._snapshot()))
+            wait_s = self._every_s
+
+    def _do(self, draw: Callable[[], None]) -> None:
+        try:
+            draw()
+        except (OSError, ValueError):  # the terminal was closed, or the pipe: nobody sees it any more
+            self._gone = True
+
+
+class Lines:
+    """One line on stderr each time."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self._last = ""
+
+    def show(self, snapshot: TotalsSnapshot) -> None:
+        """Nothing where there is nothing new."""
+        line = f"manyhands: {in_order(headline(snapshot, self._steps))}"
+        if line != self._last:
+            print(line, file=sys.stderr, flush=True)
+            self._last = line
+
+    def close(self) -> None:
+        """The last line stands."""
+
+
+class Notebook:
+    """A bar in the output of the cell, in its place for the length of the run."""
+
+    def __init__(self, steps: int, strategy: str = "") -> None:
+        self._steps, self._strategy = steps, strategy
+        self._handle: Any = None
+
+    def show(self, snapshot: TotalsSnapshot) -> None:
+        """Put the new one where the old one is."""
+        panel = Panel(snapshot, self._steps, self._strategy)
+        if self._handle is None:
+            self._handle = import_module("IPython.display").display(panel, display_id=True)
+        else:
+            self._handle.update(panel)
+
+    def close(self) -> None:
+        """The last one stands."""
+
+
+class Panel:
+    """One moment of a run as a notebook shows it."""
+
+    def __init__(self, snapshot: TotalsSnapshot, steps: int, strategy: str) -> None:
+        self._words = in_order(headline(snapshot, steps))
+        self._done, self._steps = min(snapshot.step, steps), steps
+        notices = about_workers(snapshot.slow, snapshot.late, strategy)
+        self._notice = notices[0] if notices else ""
+
+    def __repr__(self) -> str:
+        return f"manyhands: {self._words}"
+
+    def _repr_html_(self) -> str:
+        notice = f"<br/><small>{escape(self._notice)}</small>" if self._notice else ""
+        return (
+            f'<div><progress max="{max(1, self._steps)}" value="{self._done}"></progress> '
+            f"<code>{escape(self._words)}</code>{notice}</div>"
+        )
+
+
+class _Terminal:
+    """The picture of `progress`, whose libraries are loaded when there is something to show."""
+
+    def __init__(self, steps: int, strategy: str) -> None:
+        self._steps, self._strategy = steps, strategy
+        self._screen: Screen | None = None
+
+    def show(self, snapshot: TotalsSnapshot) -> None:
+        """The run as it is now."""
+        if self._screen is None:
+            from manyhands.observe.draw.terminal_progress import LivePicture
+
+            self._screen = LivePicture(self._steps, self._strategy)
+        self._screen.show(snapshot)
+
+    def close(self) -> None:
+        """Leave the last picture, and the cursor below it."""
+        if self._screen is not None:
+            self._screen.close()

@@ -1,0 +1,310 @@
+"""A timeline as one self-contained SVG: the classic picture of a row per worker, with bars for what it did.
+
+Each window of steps is a panel with its own axis of milliseconds since the run began, from its first step to its
+last and a little beyond: what reaches further, as the wait for the others to start or the save at the end, is cut
+at the edge. A step is a pale box around its parts, so that what is in none of them shows as pale, with a line at
+its end; in a synchronous run the lines of all rows meet, which is the barrier. Colours follow the reader's light
+or dark setting, every bar says its numbers when pointed at, and nothing is fetched from anywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from xml.sax.saxutils import escape
+
+from manyhands.observe.analyse.picture import Arrow, Mark, PictureStep, Row, Slice, Timeline, Window
+from manyhands.observe.draw.axes import nice
+from manyhands.observe.draw.paper import COLOURS, PART_COLOURS
+from manyhands.observe.record.events import NO_STEP, NOBODY, EventKind
+
+__all__ = ["MAX_SVG_SLICES", "MAX_SVG_STEPS", "timeline_svg"]
+
+MAX_SVG_SLICES = 6_000
+"""Steps and parts that a picture holds at most: about 1.5 MB."""
+
+MAX_SVG_STEPS = 24
+"""Steps that a picture holds at most: more would be too narrow to tell apart."""
+
+_WIDTH, _LEFT, _RIGHT = 1120, 110, 20
+_ROW, _BAR, _LABELS = 44, 24, 14  # the height of a row, of its bars, of the step numbers above them
+_HEAD, _AXIS, _SPACE = 30, 34, 18  # the height of a panel's title, of its axis, between panels
+_TITLE, _LEGEND, _GAP = 40, 20, 8  # the height of the title, of a line of the legend, below it
+_BEYOND = 0.25  # of a panel's steps, what is shown before and after them at most
+_LETTER = 6.7  # the width of one, about
+_MIN_LABEL_PX = 26  # a narrower step gets no number
+_TICKS = 8
+
+_WORDS = {
+    EventKind.INPUT: "input",
+    EventKind.COMPUTE: "compute",
+    EventKind.EXCHANGE: "exchange",
+    EventKind.WAIT: "waiting",
+    EventKind.EVALUATE: "evaluate",
+    EventKind.CHECKPOINT: "checkpoint",
+    EventKind.APPLY: "apply",
+    EventKind.RECEIVE: "receive",
+    EventKind.SEND: "send",
+}
+_PEER_WORDS = {
+    EventKind.WAIT: "for",
+    EventKind.APPLY: "an update of",
+    EventKind.RECEIVE: "from",
+    EventKind.SEND: "to",
+}
+_LEGEND_WORDS = {
+    "step": "in the step, none of these",
+    "arrow": "arrived, and ended a wait",
+    "message": "a message",
+}
+_MARK_WIDTHS = {"arrow": 22, "message": 22}  # of what is a line in the legend; the others are squares
+_MARK_WORDS = {EventKind.JOIN: "joined", EventKind.LEAVE: "left", EventKind.FAULT: "fault"}
+
+_STYLE = """
+:root { color-scheme: light dark; }
+svg { --paper: #ffffff; --ink: #1f2328; --faint: #59636e; --line: #d1d9e0; --step: #eceff2;
+  LIGHT --evaluate: #8250df; --checkpoint: #6e7781; --apply: #8a5a2b; --receive: #1fa8b8; --send: #8ad9e0;
+  --fault: #cf222e; font: 12px system-ui, sans-serif; }
+@media (prefers-color-scheme: dark) {
+  svg { --paper: #0d1117; --ink: #e6edf3; --faint: #9198a1; --line: #30363d; --step: #21262d;
+    DARK --evaluate: #a371f7; --checkpoint: #8b949e; --apply: #c98f5a; --receive: #1fd0d6; --send: #b4f0f0;
+    --fault: #ff7b72; }
+}
+.paper { fill: var(--paper); } text { fill: var(--ink); } .faint { fill: var(--faint); font-size: 11px; }
+.title { font-size: 15px; font-weight: 600; } .panel { font-weight: 600; }
+.line { stroke: var(--line); } .step { fill: var(--step); stroke: var(--line); }
+.compute { fill: var(--compute); } .exchange { fill: var(--exchange); } .waiting { fill: var(--waiting); }
+.evaluate { fill: var(--evaluate); } .checkpoint { fill: var(--checkpoint); } .input { fill: var(--input); }
+.apply { fill: var(--apply); } .receive { fill: var(--receive); } .send { fill: var(--send); }
+.arrow { stroke: var(--ink); stroke-width: 1.2; opacity: .75; marker-end: url(#tip); } .tip { fill: var(--ink); }
+.message { stroke: var(--faint); stroke-width: .7; opacity: .6; marker-end: url(#tip); }
+.end { stroke: var(--ink); stroke-width: .8; }
+.mark { stroke: var(--faint); stroke-width: 2; stroke-dasharray: 2 2; } .mark.fault { stroke: var(--fault); }
+"""
+
+
+for _word, _place in (("LIGHT", 0), ("DARK", 1)):
+    _parts = (f"--{part}: {COLOURS[number][_place]};" for part, number in PART_COLOURS.items())
+    _STYLE = _STYLE.replace(_word, " ".join(_parts))
+
+
+@dataclass(frozen=True, slots=True)
+class _Scale:
+    """From nanoseconds of the run to pixels of one panel, and the panel's upper edge."""
+
+    begin_ns: int
+    end_ns: int
+    top: float
+
+    def x(self, at_ns: int) -> float:
+        inside = _WIDTH - _LEFT - _RIGHT
+        return _LEFT + inside * (at_ns - self.begin_ns) / max(1, self.end_ns - self.begin_ns)
+
+    def holds(self, at_ns: int) -> bool:
+        return self.begin_ns <= at_ns <= self.end_ns
+
+    def cut(self, start_ns: int, end_ns: int) -> tuple[int, int]:
+        """What of a stretch lies in the panel; its end is not after its start where nothing does."""
+        return max(start_ns, self.begin_ns), min(end_ns, self.end_ns)
+
+
+def timeline_svg(timeline: Timeline, title: str) -> str:
+    """The picture, with `title` above it and what was left out said below."""
+    names = {row.role: row.name for row in timeline.rows}
+    height_of_panel = _HEAD + _ROW * len(timeline.rows) + _AXIS
+    body: list[str] = []
+    legend = list(_legend(timeline))
+    top = float(_TITLE + _LEGEND * (1 + max(line for line, _, _ in legend)) + _GAP)
+    for window in timeline.windows:
+        body += _panel(timeline, window, top, names)
+        top += height_of_panel + _SPACE
+    notes = [*timeline.left_out, *_faults(timeline)]
+    for note in notes:
+        body.append(_text(_LEFT, top, note, "faint"))
+        top += 16
+    height = math.ceil(top + 4)
+    head = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" '
+        f'height="{height}" role="img" aria-label="{escape(title, {chr(34): "&quot;"})}">',
+        f"<style>{_STYLE}</style>",
+        '<defs><marker id="tip" viewBox="0 0 6 6" refX="5" refY="3" markerWidth="6" markerHeight="6" '
+        'orient="auto"><path class="tip" d="M0 0 6 3 0 6z"/></marker></defs>',
+        f'<rect class="paper" width="{_WIDTH}" height="{height}"/>',
+        _text(_LEFT, 26, title, "title"),
+        *(_legend_item(word, x, _TITLE + _LEGEND * line) for line, x, word in legend),
+    ]
+    return "\n".join([*head, *body, "</svg>", ""])
+
+
+def _legend(timeline: Timeline) -> Iterator[tuple[int, float, str]]:
+    """The line, the place in it and the word of everything that the picture has to explain."""
+    kinds = {part.kind for row in timeline.rows for part in row.slices}
+    words = [*(word for kind, word in _WORDS.items() if kind in kinds), "step"]
+    words += ["arrow"] if any(not arrow.is_message for arrow in timeline.arrows) else []
+    words += ["message"] if any(arrow.is_message for arrow in timeline.arrows) else []
+    line, x = 0, float(_LEFT)
+    for word in words:
+        width = _MARK_WIDTHS.get(word, 12) + 5 + _LETTER * len(_LEGEND_WORDS.get(word, word))
+        if x > _LEFT and x + width > _WIDTH - _RIGHT:
+            line, x = line + 1, float(_LEFT)
+        yield line, x, word
+        x += width + 15
+
+
+def _legend_item(word: str, x: float, y: float) -> str:
+    wide = _MARK_WIDTHS.get(word, 12)
+    if word in _MARK_WIDTHS:
+        mark = f'<line class="{word} key" x1="{x:g}" y1="{y + 6:g}" x2="{x + wide:g}" y2="{y + 6:g}"/>'
+    else:
+        mark = f'<rect class="{word}" x="{x:g}" y="{y:g}" width="{wide}" height="12" rx="2"/>'
+    return mark + _text(x + wide + 5, y + 10, _LEGEND_WORDS.get(word, word))
+
+
+def _panel(timeline: Timeline, window: Window, top: float, names: Mapping[int, str]) -> Iterator[str]:
+    scale = _scale(timeline, window, top + _HEAD)
+    kept = range(window.first_step, window.last_step + 1)
+    why = "" if window.label == "all" else f" ({window.label})"
+    steps = f"steps {kept[0]} to {kept[-1]}" if len(kept) > 1 else f"step {kept[0]}"
+    yield _text(_LEFT, top + 14, steps + why, "panel")
+    yield from _axis(scale, len(timeline.rows))
+    places = {row.role: scale.top + _ROW * index + _LABELS for index, row in enumerate(timeline.rows)}
+    for row in timeline.rows:
+        y = places[row.role]
+        yield _text(_LEFT - 10, y + _BAR / 2 + 4, row.name, "", 'text-anchor="end"')
+        yield from (_step_box(step, row, scale, y) for step in row.steps if step.step in kept)
+        yield from (
+            _bar(part, row, names, scale, y)
+            for part in row.slices
+            if part.start_ns < scale.end_ns and part.end_ns > scale.begin_ns
+        )
+        yield from (_boundary(step, scale, y) for step in row.steps if step.step in kept)
+        yield from (_mark(mark, row, names, scale, y) for mark in row.marks if scale.holds(mark.at_ns))
+    for arrow in timeline.arrows:
+        if scale.holds(arrow.source_ns) and scale.holds(arrow.target_ns):
+            yield _arrow(arrow, names, scale, places)
+
+
+def _scale(timeline: Timeline, window: Window, top: float) -> _Scale:
+    """From the first to the last step of the window, with what belongs to them or follows at once, up to a bound.
+
+    Only rows with steps count: what a server calls a step may be a number of another kind.
+    """
+    steps = [step for row in timeline.rows for step in row.steps if _is_in(step, window)]
+    parts = [part for row in timeline.rows if row.steps for part in row.slices if _is_in(part, window)]
+    inner: list[Slice | PictureStep] = [*steps] or [
+        part for row in timeline.rows for part in row.slices if _is_in(part, window)
+    ]
+    begin, end = min(span.start_ns for span in inner), max(span.end_ns for span in inner)
+    beyond = round(_BEYOND * (end - begin))
+    leaves = [mark.at_ns for row in timeline.rows for mark in row.marks if end < mark.at_ns <= end + beyond]
+    return _Scale(
+        max(begin - beyond, min([begin, *(part.start_ns for part in parts)])),
+        min(end + beyond, max([end, *(part.end_ns for part in parts), *leaves])),
+        top,
+    )
+
+
+def _is_in(span: Slice | PictureStep, window: Window) -> bool:
+    return window.first_step <= span.step <= window.last_step
+
+
+def _axis(scale: _Scale, rows: int) -> Iterator[str]:
+    bottom = scale.top + _ROW * rows
+    spacing_ms = nice(max(1e-6, (scale.end_ns - scale.begin_ns) / 1e6 / _TICKS))
+    digits = max(0, -math.floor(math.log10(spacing_ms)))
+    tick = math.ceil(scale.begin_ns / 1e6 / spacing_ms)
+    while tick * spacing_ms * 1e6 <= scale.end_ns:
+        x = scale.x(round(tick * spacing_ms * 1e6))
+        yield f'<line class="line" x1="{x:.1f}" y1="{scale.top:g}" x2="{x:.1f}" y2="{bottom + 4:g}"/>'
+        yield _text(x, bottom + 17, f"{tick * spacing_ms:,.{digits}f}", "faint", 'text-anchor="middle"')
+        tick += 1
+    yield _text(_LEFT - 34, bottom + 17, "ms", "faint", 'text-anchor="end"')
+
+
+def _step_box(step: PictureStep, row: Row, scale: _Scale, y: float) -> str:
+    left, right = scale.x(step.start_ns), scale.x(step.end_ns)
+    loss = f", loss {step.loss:.4g}" if math.isfinite(step.loss) else ""
+    said = f"{row.name}, step {step.step}: {_ms(step.end_ns - step.start_ns)}{loss}"
+    box = _rect("step", left, y - 2, right - left, _BAR + 4, said)
+    if right - left < _MIN_LABEL_PX:
+        return box
+    return box + _text((left + right) / 2, y - 5, str(step.step), "faint", 'text-anchor="middle"')
+
+
+def _boundary(step: PictureStep, scale: _Scale, y: float) -> str:
+    x = scale.x(step.end_ns)
+    return f'<line class="end" x1="{x:.2f}" y1="{y - 6:g}" x2="{x:.2f}" y2="{y + _BAR + 6:g}"/>'
+
+
+def _bar(part: Slice, row: Row, names: Mapping[int, str], scale: _Scale, y: float) -> str:
+    left, right = map(scale.x, scale.cut(part.start_ns, part.end_ns))
+    word = _WORDS[part.kind]
+    peer = (
+        f" {_PEER_WORDS[part.kind]} {names.get(part.peer, part.peer)}"
+        if part.kind in _PEER_WORDS and part.peer != NOBODY
+        else ""
+    )
+    size = f", {part.num_bytes:,} bytes" if part.num_bytes else ""
+    step = f", step {part.step}" if part.step != NO_STEP else ""
+    said = f"{row.name}{step}: {word}{peer} {_ms(part.end_ns - part.start_ns)}{size}"
+    return _rect(word, left, y, max(0.4, right - left), _BAR, said)
+
+
+def _mark(mark: Mark, row: Row, names: Mapping[int, str], scale: _Scale, y: float) -> str:
+    x = scale.x(mark.at_ns)
+    kind = "mark fault" if mark.kind is EventKind.FAULT else "mark"
+    said = f"{row.name} {_MARK_WORDS[mark.kind]} at {_ms(mark.at_ns)}{_blame(mark, names)}"
+    return (
+        f'<line class="{kind}" x1="{x:.2f}" y1="{y - 6:g}" x2="{x:.2f}" y2="{y + _BAR + 6:g}">'
+        f"<title>{escape(said)}</title></line>"
+    )
+
+
+def _arrow(arrow: Arrow, names: Mapping[int, str], scale: _Scale, places: Mapping[int, float]) -> str:
+    down = places[arrow.target] > places[arrow.source]
+    y1 = places[arrow.source] + (_BAR if down else 0)
+    y2 = places[arrow.target] + (0 if down else _BAR)
+    if arrow.is_message:
+        said = f"{names[arrow.source]} to {names[arrow.target]}: {arrow.num_bytes:,} bytes"
+    else:
+        said = f"step {arrow.step}: {names[arrow.source]} arrived, {names[arrow.target]} went on"
+    kind = "message" if arrow.is_message else "arrow"
+    return (
+        f'<line class="{kind}" x1="{scale.x(arrow.source_ns):.2f}" y1="{y1:g}" '
+        f'x2="{scale.x(arrow.target_ns):.2f}" y2="{y2:g}"><title>{escape(said)}</title></line>'
+    )
+
+
+def _faults(timeline: Timeline) -> list[str]:
+    """A line for the faults, which may lie outside every panel."""
+    names = {row.role: row.name for row in timeline.rows}
+    faults = [
+        f"{row.name} at {_ms(mark.at_ns)}{_blame(mark, names)}"
+        for row in timeline.rows
+        for mark in row.marks
+        if mark.kind is EventKind.FAULT
+    ]
+    more = f" and {len(faults) - 5} more" if len(faults) > 5 else ""
+    return [f"faults: {', '.join(faults[:5])}{more}"] if faults else []
+
+
+def _blame(mark: Mark, names: Mapping[int, str]) -> str:
+    blamed = mark.kind is EventKind.FAULT and mark.peer != NOBODY
+    return f" because of {names.get(mark.peer, mark.peer)}" if blamed else ""
+
+
+def _rect(kind: str, x: float, y: float, width: float, height: float, said: str) -> str:
+    return (
+        f'<rect class="{kind}" x="{x:.2f}" y="{y:g}" width="{width:.2f}" height="{height:g}">'
+        f"<title>{escape(said)}</title></rect>"
+    )
+
+
+def _text(x: float, y: float, text: str, kind: str = "", more: str = "") -> str:
+    attributes = f' class="{kind}"' if kind else ""
+    return f'<text x="{x:.1f}" y="{y:g}"{attributes}{" " + more if more else ""}>{escape(text)}</text>'
+
+
+def _ms(nanoseconds: int) -> str:
+    return f"{nanoseconds / 1e6:,.3f} ms"

@@ -1,0 +1,165 @@
+"""A timeline as trace JSON, which ui.perfetto.dev, chrome://tracing and Speedscope open.
+
+The format is Google's "Trace Event Format". Every role is a process with two tracks, its steps and their
+parts (a server has the second only); parts are complete events ("X"), joins, leaves and faults instants
+("i"), what a server keeps back an asynchronous slice ("b" to "e"), and the end of a wait and every message is
+a flow ("s" to "f") that is bound, by role and time, to the slices that enclose its two ends.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from manyhands.observe.analyse.picture import Arrow, Gap, Mark, PictureStep, Row, Slice, Timeline
+from manyhands.observe.record.events import NO_STEP, NOBODY, EventKind
+
+__all__ = ["MAX_TRACE_SLICES", "trace_json"]
+
+MAX_TRACE_SLICES = 60_000
+"""Steps and parts in a trace: with its arrows that is at most some 18 MB."""
+
+_STEPS, _PARTS = 1, 2  # the two tracks of a role
+_WITH_PEER = {
+    EventKind.APPLY: "apply update of",
+    EventKind.RECEIVE: "receive from",
+    EventKind.SEND: "send to",
+}
+_COUNTS = {
+    EventKind.EXCHANGE: "messages",
+    EventKind.SEND: "messages",
+    EventKind.INPUT: "samples",
+    EventKind.EVALUATE: "samples",
+    EventKind.APPLY: "shard",
+}
+
+
+def trace_json(timeline: Timeline, about: Mapping[str, str]) -> Iterator[bytes]:
+    """The file in pieces, one event a line; `about` is shown among the trace's details."""
+    names = {row.role: row.name for row in timeline.rows}
+    details = dict(about) | {"left out": "; ".join(timeline.left_out) or "nothing"}
+    head = json.dumps({"displayTimeUnit": "ms", "otherData": details})
+    yield head.removesuffix("}").encode() + b', "traceEvents": [\n'
+    separator = b""
+    encoder = json.JSONEncoder(separators=(",", ":"), allow_nan=False)  # json.dumps makes one for each event
+    for event in _events(timeline, names):
+        yield separator + encoder.encode(event).encode()
+        separator = b",\n"
+    yield b"\n]}\n"
+
+
+def _events(timeline: Timeline, names: Mapping[int, str]) -> Iterator[dict[str, Any]]:
+    for row in timeline.rows:
+        yield from _titles(row)
+        yield from (_step(row, step) for step in row.steps)
+        yield from (_part(row, part, names) for part in row.slices)
+        yield from (_gap(row, gap) for gap in row.gaps)
+        yield from (_mark(row, mark, names) for mark in row.marks)
+        for number, hold in enumerate(row.holds, start=1):
+            yield from _hold(row, hold, number, names)
+    for number, arrow in enumerate(timeline.arrows, start=1):
+        yield from _flow(number, arrow, names)
+
+
+def _event(name: str, phase: str, role: int, at_ns: int, **more: Any) -> dict[str, Any]:
+    track = more.pop("track", _PARTS)
+    # Viewers take process 0 for the system's idle task, so roles count from 1.
+    return {"name": name, "ph": phase, "ts": _us(at_ns), "pid": role + 1, "tid": track, **more}
+
+
+def _us(nanoseconds: int) -> float:
+    return nanoseconds / 1000
+
+
+def _titles(row: Row) -> Iterator[dict[str, Any]]:
+    yield _event("process_name", "M", row.role, 0, args={"name": row.name})
+    yield _event("process_sort_index", "M", row.role, 0, args={"sort_index": row.role})
+    tracks = ((_STEPS, "steps"), (_PARTS, "parts")) if row.steps else ((_PARTS, "work"),)
+    for track, name in tracks:
+        yield _event("thread_name", "M", row.role, 0, track=track, args={"name": name})
+        yield _event("thread_sort_index", "M", row.role, 0, track=track, args={"sort_index": track})
+
+
+def _step(row: Row, step: PictureStep) -> dict[str, Any]:
+    args: dict[str, Any] = {"step": step.step, "samples": step.samples}
+    if math.isfinite(step.loss):
+        args["loss"] = step.loss
+    duration = _us(step.end_ns - step.start_ns)
+    return _event(
+        f"step {step.step}", "X", row.role, step.start_ns, track=_STEPS, cat="step", dur=duration, args=args
+    )
+
+
+def _part(row: Row, part: Slice, names: Mapping[int, str]) -> dict[str, Any]:
+    kind = part.kind.name.lower()
+    name = kind
+    args: dict[str, Any] = {}
+    if part.step != NO_STEP:
+        args["step"] = part.step
+    if part.kind is EventKind.WAIT and part.peer != NOBODY:
+        name = f"wait for {_name(part.peer, names)}"
+        args["peer"] = part.peer
+    elif part.kind in _WITH_PEER:
+        name = f"{_WITH_PEER[part.kind]} {_name(part.peer, names)}"
+        args["peer"] = part.peer
+    if part.kind in (EventKind.COMPUTE, EventKind.WAIT) and part.count:  # a turn in a pipeline
+        args["micro-batch"] = part.count - 1
+        name += f", micro-batch {part.count - 1}"
+    if part.num_bytes:
+        args |= {"bytes": part.num_bytes}
+    if part.kind in _COUNTS and (part.count or part.kind is EventKind.APPLY):
+        args |= {_COUNTS[part.kind]: part.count}
+    if part.kind is EventKind.APPLY:
+        args |= {"staleness": part.value}
+    duration = _us(part.end_ns - part.start_ns)
+    return _event(name, "X", row.role, part.start_ns, cat=kind, dur=duration, args=args)
+
+
+def _gap(row: Row, gap: Gap) -> dict[str, Any]:
+    args = {
+        "first step": gap.first_step,
+        "last step": gap.last_step,
+        "compute ms": gap.compute_ns / 1e6,
+        "exchange ms": gap.exchange_ns / 1e6,
+        "wait ms": gap.wait_ns / 1e6,
+        "apply ms": gap.apply_ns / 1e6,
+    }
+    name = f"steps {gap.first_step} to {gap.last_step}, left out"
+    return _event(
+        name, "X", row.role, gap.start_ns, cat="left out", dur=_us(gap.end_ns - gap.start_ns), args=args
+    )
+
+
+def _mark(row: Row, mark: Mark, names: Mapping[int, str]) -> dict[str, Any]:
+    kind = mark.kind.name.lower()
+    args: dict[str, Any] = {} if mark.step == NO_STEP else {"step": mark.step}
+    blamed = mark.kind is EventKind.FAULT and mark.peer != NOBODY
+    name = f"{kind} of {_name(mark.peer, names)}" if blamed else kind
+    return _event(name, "i", row.role, mark.at_ns, s="p", cat=kind, args=args)
+
+
+def _hold(row: Row, hold: Slice, number: int, names: Mapping[int, str]) -> Iterator[dict[str, Any]]:
+    name = f"hold {_name(hold.peer, names)}"
+    if hold.value >= 0:
+        name += f" for {_name(int(hold.value), names)}"
+    shared: dict[str, Any] = {"cat": "hold", "id": f"{row.role}.{number}", "args": {"shard": hold.count}}
+    yield _event(name, "b", row.role, hold.start_ns, **shared)
+    yield _event(name, "e", row.role, hold.end_ns, **shared)
+
+
+def _flow(number: int, arrow: Arrow, names: Mapping[int, str]) -> Iterator[dict[str, Any]]:
+    if arrow.is_message:
+        name = f"{_name(arrow.source, names)} to {_name(arrow.target, names)}"
+        shared: dict[str, Any] = {"cat": "message", "id": number, "args": {"bytes": arrow.num_bytes}}
+    else:
+        name = f"{_name(arrow.source, names)} arrived"
+        shared = {"cat": "arrival", "id": number}
+    yield _event(name, "s", arrow.source, arrow.source_ns, **shared)
+    # "bp": "e" binds the end to the slice around it; without it a viewer takes the next slice.
+    yield _event(name, "f", arrow.target, arrow.target_ns, bp="e", **shared)
+
+
+def _name(role: int, names: Mapping[int, str]) -> str:
+    return names.get(role, f"role {role}")

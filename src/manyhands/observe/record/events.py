@@ -1,0 +1,172 @@
+"""The vocabulary of a run: its kinds of event, and the fixed 64-byte record that holds one.
+
+Whatever a run shows (progress, the end table, timelines) is computed from these records and nothing else. A
+record is one cache line, little-endian, without pointers, so that the same bytes serve as the slot of a
+shared ring, as the item of a file and as the row of a numpy array.
+
+Durations are taken on the role's own clock *before* any barrier: the time a role computes ends when its own
+work ends, and the time it then spends for others is a WAIT that names the one waited for. A straggler
+therefore shows as the one who computes, never as everyone being slow. The durations of COMPUTE, EXCHANGE and
+WAIT of one role do not overlap: what is reduced inside a backward pass counts as exchange and is taken off
+the compute.
+
+A message is recorded by both its ends, with the same number: the SEND of role a to b and the RECEIVE of role
+b from a belong together where their `message` is the same. What workers of one host read in each other's
+memory is no message; the WAIT for the one who wrote it is all there is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from manyhands.transport.link.wire import KNOWN_WIRES, Wire, codec_of, wire_of
+
+__all__ = [
+    "KNOWN_WIRES",
+    "MAX_ROLE",
+    "MAX_SHOWN",
+    "NOBODY",
+    "NO_STEP",
+    "RECORD",
+    "Event",
+    "EventKind",
+    "Records",
+    "Wire",
+    "to_events",
+    "wire_of",
+]
+
+NOBODY = -1
+"""The peer of an event that concerns no other role."""
+
+NO_STEP = -1
+"""The step of an event that belongs to none."""
+
+MAX_ROLE = 2**15 - 1
+"""Roles are numbered 0 to this."""
+
+MAX_SHOWN = 512
+"""Views tell roles below this one apart: what they keep grows with the square of their number."""
+
+
+class EventKind(IntEnum):
+    """What a role did; 0 is no kind, so that zeroed memory never reads as an event."""
+
+    COMPUTE = 1
+    """Forward, backward and optimizer step of this role's share of a batch: its own work only.
+
+    In a pipeline, what it did with one micro-batch in one turn: `count` is its number, from 1; 0 for all of them.
+    """
+    EXCHANGE = 2
+    """Moving or reducing gradients and parameters, having sent `num_bytes` in `count` messages."""
+    WAIT = 3
+    """Doing nothing until `peer` arrived, or until nobody in particular did (`peer` = -1); `count` as in COMPUTE."""
+    STEP = 4
+    """One whole step, all of the above; `value` is the loss, `count` the samples of this role's share."""
+    EVALUATE = 5
+    """Measuring the metrics on the evaluation data; `count` is the number of samples.
+
+    A worker records its beginning as well, so that views can say what goes on: no duration, and `count` = 0.
+    """
+    CHECKPOINT = 6
+    """Writing a checkpoint of `num_bytes`."""
+    JOIN = 7
+    """The role entered the run; the duration is what it took to get ready."""
+    LEAVE = 8
+    """The role left the run in good order."""
+    FAULT = 9
+    """Something went wrong; `peer` is the one to blame, -1 where it is this role itself."""
+    INPUT = 10
+    """Getting the samples of a batch: reading, collating, copying to the device; `count` is their number."""
+    APPLY = 11
+    """A server took one update of worker `peer` into shard `count`; `value` is its staleness.
+
+    The duration is that of the optimizer's step, and 0 for all but the last of several updates in one step.
+    """
+    HOLD = 12
+    """A server kept back what worker `peer` asked of shard `count`; `value` is the worker it waited for, or -1."""
+    SEND = 13
+    """`num_bytes` went to `peer` in `count` messages; `message` is the number that its RECEIVE has, too."""
+    RECEIVE = 14
+    """What `peer` sent as `message` is here; the duration is what taking it in took."""
+
+
+RECORD = np.dtype(
+    [
+        ("start_ns", "<u8"),  # CLOCK_MONOTONIC, one clock for all processes of a host
+        ("duration_ns", "<u8"),
+        ("kind", "u1"),
+        ("wire", "u1"),  # what carried its bytes
+        ("role", "<u2"),  # who recorded it; stamped by the ring
+        ("peer", "<i2"),  # the role it concerns, or NOBODY
+        ("codec", "<u2"),  # in which codec its bytes were: 5 bits for each stage of a chain, 0: raw
+        ("step", "<i8"),  # the global batch, from 0, or NO_STEP
+        ("num_bytes", "<u8"),
+        ("value", "<f8"),
+        (
+            "id",
+            "<u8",
+        ),  # events of this role before it, lost ones included: a gap is a loss; stamped by the ring
+        ("count", "<u4"),
+        ("message", "<u4"),  # the number of a message, 0: none
+    ]
+)
+"""The layout of one event, 64 bytes."""
+
+Records = npt.NDArray[np.void]
+"""A one-dimensional array of dtype RECORD."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One record as plain Python values, for readers that look at single events."""
+
+    kind: EventKind
+    role: int
+    id: int
+    start_ns: int
+    duration_ns: int
+    step: int
+    peer: int
+    num_bytes: int
+    count: int
+    value: float
+    message: int = 0
+    wire: Wire = Wire.NONE
+    codec: str = "raw"
+    """The words of it, as `topk+int8`; with which options, the run's strategy says."""
+
+    @property
+    def microbatch(self) -> int | None:
+        """Which micro-batch of its step was computed or waited for, from 0; None where it is all of it."""
+        has_one = self.kind in (EventKind.COMPUTE, EventKind.WAIT) and self.count > 0
+        return self.count - 1 if has_one else None
+
+    @classmethod
+    def from_record(cls, record: Any) -> Event:
+        """The event that one item of a RECORD array holds."""
+        return cls(
+            kind=EventKind(int(record["kind"])),
+            role=int(record["role"]),
+            id=int(record["id"]),
+            start_ns=int(record["start_ns"]),
+            duration_ns=int(record["duration_ns"]),
+            step=int(record["step"]),
+            peer=int(record["peer"]),
+            num_bytes=int(record["num_bytes"]),
+            count=int(record["count"]),
+            value=float(record["value"]),
+            message=int(record["message"]),
+            wire=Wire(int(record["wire"])),
+            codec=codec_of(int(record["codec"])),
+        )
+
+
+def to_events(records: Records) -> list[Event]:
+    """Every record as an `Event`, in the same order."""
+    return [Event.from_record(record) for record in records]

@@ -1,0 +1,109 @@
+"""The events of a whole run, read back from its directory: one array per role, all on one time axis.
+
+A resumed run has several files per role (`worker-0.bin`, `worker-0.2.bin`), and a run of several hosts files
+of several clocks, which need not agree: all files of one clock in one set are moved by the same difference of
+offsets to the time of day, so that among them the distances stay those that were measured.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from manyhands.errors import DataError, UserError
+from manyhands.observe.record.event_files import EventFile, read_events, read_header
+from manyhands.observe.record.events import RECORD, EventKind, Records
+
+__all__ = ["RoleEvents", "RunEvents", "part_of", "read_run_events", "role_name", "step_keys"]
+
+_FILE = re.compile(r"(?P<name>[^.]+)(?:\.(?P<part>\d+))?\.bin")
+_PART_SHIFT = 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleEvents:
+    """What one role recorded, in the order it recorded it."""
+
+    role: int
+    name: str
+    records: Records
+    resumes: tuple[int, ...] = ()  # where in `records` the run was resumed
+
+    def of(self, *kinds: EventKind) -> Records:
+        """The records of these kinds, in order."""
+        return self.records[np.isin(self.records["kind"], kinds)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEvents:
+    """What all roles recorded, in the order of their numbers; `notes` are sentences on what is missing."""
+
+    roles: tuple[RoleEvents, ...]
+    notes: tuple[str, ...] = ()
+
+
+def part_of(path: Path) -> int | None:
+    """Which part of a run wrote this file: 1, and one more for each resume; None for another kind of file."""
+    match = _FILE.fullmatch(path.name)
+    return int(match["part"] or 1) if match is not None else None
+
+
+def role_name(name: str) -> str:
+    """The name of a role for people: `worker-3` is worker 3."""
+    return name.replace("-", " ")
+
+
+def step_keys(events: RoleEvents) -> npt.NDArray[np.int64]:
+    """For every record a number that tells its step from the same step done again after a resume.
+
+    Keys grow with the resumes, then with the steps; the step itself is the key modulo 2^40.
+    """
+    part = np.searchsorted(np.asarray(events.resumes, np.int64), np.arange(len(events.records)), side="right")
+    keys: npt.NDArray[np.int64] = (part.astype(np.int64) << _PART_SHIFT) + events.records["step"]
+    return keys
+
+
+def read_run_events(directory: Path) -> RunEvents:
+    """All event files of a run's `events` directory; UserError where there is none, DataError on damage."""
+    files: dict[int, list[tuple[EventFile, Path]]] = defaultdict(list)
+    for path in sorted(directory.glob("*.bin")):
+        part = part_of(path)
+        if part is not None:
+            files[part].append((read_header(path), path))
+    if not files:
+        raise UserError(f"{directory} holds no event files; runs made with `out` have them")
+    first_offset: int | None = None
+    pieces: dict[int, list[Records]] = defaultdict(list)
+    names: dict[int, str] = {}
+    notes: list[str] = []
+    for _, group in sorted(files.items()):
+        group.sort(key=lambda item: item[0].role)
+        offsets: dict[int, int] = {}
+        for header, path in group:
+            offset = offsets.setdefault(header.clock, header.wall_offset_ns)
+            first_offset = offset if first_offset is None else first_offset
+            if names.setdefault(header.role, header.name) != header.name:
+                raise DataError(f"{path}: role {header.role} is {header.name}, and was {names[header.role]}")
+            pieces[header.role].append(_moved(read_events(path), offset - first_offset))
+            missing = header.dropped + header.unwritten
+            if missing:
+                notes.append(f"{path.name} misses {missing} events that were recorded and not kept")
+    roles = tuple(_joined(role, names[role], pieces[role]) for role in sorted(pieces))
+    return RunEvents(roles=roles, notes=tuple(notes))
+
+
+def _moved(records: Records, by_ns: int) -> Records:
+    if by_ns:
+        records["start_ns"] = np.maximum(0, records["start_ns"].astype(np.int64) + by_ns).astype(np.uint64)
+    return records
+
+
+def _joined(role: int, name: str, pieces: list[Records]) -> RoleEvents:
+    resumes = np.cumsum([len(piece) for piece in pieces])[:-1]
+    records = np.concatenate(pieces) if pieces else np.zeros(0, RECORD)
+    return RoleEvents(role=role, name=name, records=records, resumes=tuple(resumes.tolist()))

@@ -1,0 +1,509 @@
+"""A process's line to the leader of its run: what a role's context is on one host, over the network.
+
+    with open_line(place, contact, terms, timeout_s=60) as line:
+        line.mark(step, State.COMPUTING)
+        line.ring.record(EventKind.COMPUTE, …)          reaches the leader, on the leader's clock
+        line.send({"rows": …})
+        if line.stop_requested(): …
+        line.end({"steps": 100})
+
+A thread of the line's own has the connection: it sends what waits, hears the leader, takes events out of the ring, and
+compares clocks. The leader's death or silence, and its word that the run has failed, end waits through `on_over`.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any, Final, Self
+
+from manyhands.errors import Aborted, ManyhandsError, PeerTimeout, UserError, printable
+from manyhands.observe.record.clocks import Bracket, Offset, clock_id, offset_from
+from manyhands.observe.record.event_ring import EventRing
+from manyhands.places.external.control_messages import (
+    LINE,
+    LINE_FINGERPRINT,
+    ControlEvents,
+    ControlFrame,
+    ControlMarked,
+    ControlOver,
+    ControlPiece,
+    ControlPing,
+    ControlPong,
+    ControlRefused,
+    ControlWelcome,
+    StoreAnswer,
+    StoreCall,
+    Term,
+)
+from manyhands.places.external.control_server import hello_of
+from manyhands.places.external.process_place import Place
+from manyhands.places.external.send_queue import SendQueue, Wakeup, pieces
+from manyhands.places.local.control import Decoder, Finished, Note, Stop, encode
+from manyhands.places.local.failure import report
+from manyhands.places.local.status import NOBODY, State
+from manyhands.transport.hub.arrivals import Arrived, HubEvent, Joined, Lost, Ready
+from manyhands.transport.hub.handshake import Credentials
+from manyhands.transport.hub.hub import Hub
+from manyhands.transport.hub.settings import Settings
+
+__all__ = ["Contact", "ControlConnection", "ControlStore", "open_control_connection"]
+
+_LEADER: Final = 0
+_TICK_S: Final = 0.05
+_PING_S: Final = 2.0
+_FIRST_PINGS: Final = 5
+_KEPT_BRACKETS: Final = 32
+_SEND_TIMEOUT_S: Final = 60.0
+_STORE_TIMEOUT_S: Final = 30.0
+_FLUSH_S: Final = 10.0
+_LEAST_NUMBER, _MOST_NUMBER = 1 << 20, 1 << 62
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contact:
+    """Where a leader is reached."""
+
+    name: str
+    """The leader's, for errors."""
+
+    address: str
+    """As `transport.hub.addresses` has it."""
+
+    token: bytes
+    """The secret of the run."""
+
+    def __repr__(self) -> str:
+        """Everything but the token."""
+        return f"Contact(name={self.name!r}, address={self.address!r})"
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """Why a run is over before its end: whose fault, and a sentence."""
+
+    rank: int
+    sentence: str
+    is_lost: bool = False
+    """Whether it is the leader that is not heard any more: the run may go on, and this process come again."""
+
+
+def open_control_connection(
+    place: Place,
+    contact: Contact,
+    terms: Sequence[Term],
+    *,
+    timeout_s: float,
+    settings: Settings | None = None,
+) -> ControlConnection:
+    """Join the run of a leader; UserError where it refuses this process, PeerTimeout where it does not answer."""
+    settings = replace(settings or Settings(), connect_s=timeout_s)
+    # A number of its own for each process: two with one rank must both be heard, for one of them to be told.
+    number = _LEAST_NUMBER + secrets.randbelow(_MOST_NUMBER)
+    mine = Credentials(member=number, role=place.name, token=contact.token, fingerprint=LINE_FINGERPRINT)
+    with ExitStack() as stack:
+        hub = stack.enter_context(Hub(mine, LINE, settings=settings))
+        hub.connect(_LEADER, contact.address)
+        welcome, rest = _introduce(hub, place, contact, terms, timeout_s)
+        line = ControlConnection(
+            place, hub, leader=welcome.leader, same_clock=welcome.clock == str(clock_id())
+        )
+        stack.pop_all()
+    line.begin(rest)
+    return line
+
+
+def _introduce(
+    hub: Hub, place: Place, contact: Contact, terms: Sequence[Term], timeout_s: float
+) -> tuple[ControlWelcome, list[HubEvent]]:
+    """Say who this is; the leader's welcome, and what has come right behind it."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise PeerTimeout(
+                f"{place.name} (rank {place.rank}): the leader, {contact.name}, did not answer at {contact.address} "
+                f"within {timeout_s:.0f} s",
+                _LEADER,
+            )
+        events = hub.poll(left_s)
+        for number, event in enumerate(events, 1):
+            match event:
+                case Joined():
+                    hub.send(_LEADER, hello_of(place, terms))
+                case Arrived(_, ControlWelcome() as welcome):
+                    return welcome, events[number:]
+                case Arrived(_, ControlRefused(reason=reason)):
+                    raise UserError(printable(reason, 1000))
+                case Lost(_, reason):
+                    raise ManyhandsError(
+                        f"{place.name} (rank {place.rank}) cannot join the run of {contact.name}: {reason}"
+                    )
+                case _:
+                    raise ManyhandsError(f"the leader, {contact.name}, says something before it greets")
+
+
+class ControlConnection:
+    """One process's end; a context manager, `close` is idempotent. All calls may come from any thread."""
+
+    def __init__(self, place: Place, hub: Hub, *, leader: str, same_clock: bool) -> None:
+        """Made by `open_control_connection`; owns the hub."""
+        self.name = place.name
+        self.rank = place.rank
+        self.world = place.world
+        self.leader = leader
+        self.step = 0
+        self.store = ControlStore(self)
+        self._hub = hub
+        self._same_clock = same_clock
+        self._brackets: deque[Bracket] = deque(maxlen=_KEPT_BRACKETS)
+        self._decoder = Decoder()
+        self._marked: ControlMarked | None = None
+        self._told: deque[Mapping[str, Any]] = deque()
+        self._stop_requested = False
+        self._over: Broken | None = None
+        self._on_over: list[Callable[[Broken], None]] = []
+        self._heard = threading.Condition()
+        self._answers: dict[int, StoreAnswer | None] = {}
+        self._asked = 0
+        self._large: dict[str, bytearray] = {}
+        self._whole: set[str] = set()
+        self._dropped = 0
+        self._leaving = False
+        self._closed = False
+        self._thread: threading.Thread | None = None
+        with ExitStack() as stack:
+            stack.callback(hub.close)
+            self.ring = stack.enter_context(EventRing.create(role=place.rank))
+            """What this process records; all of it reaches the leader."""
+
+            self._wakeup = Wakeup()
+            stack.callback(self._wakeup.close)
+            hub.register(self._wakeup.descriptor)
+            self._bag = SendQueue(self._wakeup.ring)
+            self._ear = Wakeup()
+            stack.callback(self._ear.close)
+            self._stack = stack.pop_all()
+
+    # ── what a role asks of its context ───────────────────────────────────────────────────────────────────────────
+
+    def send(self, payload: Mapping[str, Any]) -> None:
+        """Tell the leader something, as JSON; in order, and all of it before the result."""
+        frame = encode(Note(payload=payload))
+        self._bag.put_when_room(ControlFrame(), [frame], _SEND_TIMEOUT_S, self.leader)
+
+    def mark(
+        self,
+        step: int,
+        state: State,
+        waiting_for: int = NOBODY,
+        *,
+        place: tuple[int, int] | None = None,
+    ) -> None:
+        """Show the leader what this process is doing; costs nothing, the newest mark is sent a few times a second."""
+        self.step = step
+        stage, microbatch = place if place is not None else (NOBODY, NOBODY)
+        self._marked = ControlMarked(
+            step=step, state=int(state), waiting_for=waiting_for, stage=stage, microbatch=microbatch
+        )
+
+    def received(self, timeout_s: float = 0.0) -> list[Mapping[str, Any]]:
+        """What the leader told this process since the last call, in order; waits for it at most `timeout_s`."""
+        self._ear.answer_any()
+        if timeout_s > 0:
+            with self._heard:
+                self._heard.wait_for(lambda: self._told or self._over is not None, timeout_s)
+        told = []
+        while self._told:
+            told.append(self._told.popleft())
+        return told
+
+    def stop_requested(self) -> bool:
+        """Whether the leader asked to leave, or the run is over."""
+        return self._stop_requested or self._over is not None
+
+    @property
+    def stopping(self) -> bool:
+        """As `stop_requested`."""
+        return self.stop_requested()
+
+    def control_fileno(self) -> int:
+        """A descriptor for a selector, readable when the leader said something that `told` gives, or asked to leave."""
+        return self._ear.descriptor
+
+    def give(self, name: str, chunks: Iterable[Any]) -> None:
+        """Send the leader something large, in order with what is said; chunks are buffers, made as they leave.
+
+        They are made in the line's thread.
+        """
+        self._bag.put_all(pieces(name, chunks))
+
+    def end(self, payload: Mapping[str, Any]) -> None:
+        """This process's part is done, with this result; the line stays for what the leader gives."""
+        self._bag.put_when_room(
+            ControlFrame(), [encode(Finished(payload=payload))], _SEND_TIMEOUT_S, self.leader
+        )
+
+    def fail(self, error: BaseException) -> None:
+        """This process's part ended with an error, which the leader is told with its traceback."""
+        self._bag.put(ControlFrame(), [encode(report(error, self.step))])
+
+    # ── what comes from the leader ────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def over(self) -> Broken | None:
+        """Why the run is over before its end, if it is."""
+        return self._over
+
+    def wait_over(self, timeout_s: float) -> Broken | None:
+        """As `over`, waiting so long for it."""
+        with self._heard:
+            self._heard.wait_for(lambda: self._over is not None, timeout_s)
+            return self._over
+
+    def on_over(self, act: Callable[[Broken], None]) -> None:
+        """Call `act` in the line's thread when the run is over before its end; at once if it is. To end waits."""
+        with self._heard:
+            over = self._over
+            if over is None:
+                self._on_over.append(act)
+        if over is not None:
+            act(over)
+
+    def take(self, name: str, timeout_s: float) -> bytearray:
+        """Something large that the leader gives; PeerTimeout if nothing more of it comes for so long, Aborted if over.
+
+        The caller's from then on.
+        """
+        seen, deadline = -1, 0.0
+        with self._heard:
+            while name not in self._whole:
+                self._require_going()
+                here = len(self._large.get(name, b""))
+                if here != seen:
+                    seen, deadline = here, time.monotonic() + timeout_s
+                elif time.monotonic() >= deadline:
+                    raise PeerTimeout(
+                        f"{self.name}: {self.leader} sent no more of {name} for {timeout_s:.0f} s", _LEADER
+                    )
+                self._heard.wait(min(1.0, timeout_s))
+            self._whole.discard(name)
+            return self._large.pop(name)
+
+    def ask_store(self, call: str, keys: Sequence[str], values: Sequence[str] = ()) -> StoreAnswer:
+        """One call of the store that the leader keeps."""
+        with self._heard:
+            self._require_going()
+            self._asked += 1
+            number = self._asked
+            self._answers[number] = None
+        self._bag.put(StoreCall(number=number, call=call, keys=tuple(keys), values=tuple(values)))
+        deadline = time.monotonic() + _STORE_TIMEOUT_S
+        with self._heard:
+            try:
+                while (answer := self._answers[number]) is None:
+                    self._require_going()
+                    if not self._heard.wait(deadline - time.monotonic()):
+                        raise PeerTimeout(
+                            f"{self.name}: {self.leader} did not answer for {_STORE_TIMEOUT_S:.0f} s", _LEADER
+                        )
+            finally:
+                del self._answers[number]
+        return answer
+
+    def offset(self) -> Offset:
+        """Add its `ns` to this process's clock to get the leader's."""
+        if self._same_clock or not self._brackets:
+            return Offset(ns=0, error_ns=0)
+        return offset_from(tuple(self._brackets))
+
+    # ── its life ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def begin(self, rest: Sequence[HubEvent] = ()) -> None:
+        """Take what came behind the welcome, compare clocks, and let the line's thread have the connection."""
+        self._take(rest)
+        for _ in range(0 if self._same_clock else _FIRST_PINGS):
+            self._ping()
+            asked, deadline = len(self._brackets), time.monotonic() + 1.0
+            while len(self._brackets) == asked and time.monotonic() < deadline and self._over is None:
+                self._poll(0.1)
+        self._thread = threading.Thread(target=self._run, name="manyhands line", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Send what waits, say goodbye and leave."""
+        if self._closed:
+            return
+        self._closed = True
+        self._leaving = True
+        if self._thread is not None:
+            self._wakeup.ring()
+            self._thread.join()
+        self._bag.close()
+        self._stack.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        """Nobody else would hear of what is raised in this thread: it ends the waits, and the leader is told."""
+        try:
+            self._go()
+        except BaseException as error:
+            self._end_waits(Broken(self.rank, f"{self.name}: its line to {self.leader} failed: {error!r}"))
+            self._post(ControlFrame(), [encode(report(error, self.step))])
+            self._hub.flush(1.0)
+
+    def _go(self) -> None:
+        pinged_s = time.monotonic()
+        while not self._leaving and self._over is None:
+            self._poll(_TICK_S)
+            self._send_signs()
+            if not self._same_clock and time.monotonic() - pinged_s >= _PING_S:
+                pinged_s = time.monotonic()
+                self._ping()
+        deadline = time.monotonic() + _FLUSH_S
+        while self._over is None and time.monotonic() < deadline:
+            self._send_signs()
+            if self._bag.empty(self._post):
+                self._hub.flush(max(0.0, deadline - time.monotonic()))
+                return
+            self._poll(_TICK_S)
+        if self._over is not None and self._hub.members():  # the leader lives: it may want to hear why
+            self._send_signs()
+            self._bag.empty(self._post)
+            self._hub.flush(1.0)
+
+    def _poll(self, timeout_s: float) -> None:
+        self._bag.empty(self._post)
+        self._take(self._hub.poll(timeout_s))
+        self._bag.empty(self._post)
+
+    def _take(self, events: Sequence[HubEvent]) -> None:
+        for event in events:
+            match event:
+                case Arrived():
+                    try:
+                        self._hear(event)
+                    finally:
+                        event.release()
+                case Lost(_, reason, in_peace):
+                    how = "left" if in_peace else f"is lost: {reason}"
+                    sentence = f"the leader of the run, {self.leader}, {how}"
+                    self._end_waits(Broken(_LEADER, sentence, is_lost=not in_peace))
+                case Ready():
+                    self._wakeup.answer()
+                case _:
+                    raise AssertionError(f"nobody else is at this line: {event}")
+
+    def _post(self, message: object, payload: list[Any]) -> bool:
+        return self._hub.send(_LEADER, message, payload)
+
+    def _send_signs(self) -> None:
+        """The newest mark, and the events since the last time, on the leader's clock; what finds no room waits."""
+        if not self._bag.empty(self._post):
+            return
+        marked, self._marked = self._marked, None
+        if marked is not None:
+            self._post(marked, [])
+        records = self.ring.drain()
+        dropped = self.ring.dropped
+        if not len(records) and dropped == self._dropped:
+            return
+        records["start_ns"] += self.offset().ns
+        lost, self._dropped = dropped - self._dropped, dropped
+        self._bag.put(ControlEvents(lost=lost), [records.tobytes()])
+        self._bag.empty(self._post)
+
+    def _ping(self) -> None:
+        self._post(ControlPing(sent_ns=time.monotonic_ns()), [])
+
+    def _hear(self, arrived: Arrived) -> None:
+        match arrived.message:
+            case ControlPong(sent_ns=sent_ns, leader_ns=leader_ns):
+                self._brackets.append(
+                    Bracket(before_ns=sent_ns, theirs_ns=leader_ns, after_ns=time.monotonic_ns())
+                )
+            case ControlFrame():
+                for message in self._decoder.feed(bytes(arrived.payload)):
+                    if isinstance(message, Note):
+                        with self._heard:
+                            self._told.append(message.payload)
+                            self._heard.notify_all()
+                    elif isinstance(message, Stop):
+                        self._stop_requested = True
+                self._ear.ring()
+            case StoreAnswer() as answer:
+                with self._heard:
+                    if answer.number in self._answers:
+                        self._answers[answer.number] = answer
+                        self._heard.notify_all()
+            case ControlPiece(name=name, last=last):
+                with self._heard:
+                    self._large.setdefault(name, bytearray()).extend(arrived.payload)
+                    if last:
+                        self._whole.add(name)
+                    self._heard.notify_all()
+            case ControlOver(rank=rank, sentence=sentence):
+                self._end_waits(Broken(rank, sentence))
+            case other:
+                self._end_waits(Broken(_LEADER, f"the leader sent a {type(other).__name__} out of turn"))
+
+    def _end_waits(self, broken: Broken) -> None:
+        with self._heard:
+            if self._over is not None:
+                return
+            self._over = broken
+            acts, self._on_over = self._on_over, []
+            self._heard.notify_all()
+        self._ear.ring()
+        for act in acts:
+            act(broken)
+
+    def _require_going(self) -> None:
+        if self._over is not None:
+            raise Aborted(self._over.sentence)
+        if self._closed:
+            raise Aborted(f"{self.name} has closed its line to {self.leader}")
+
+
+class ControlStore:
+    """The store that the leader keeps, over the line: as `places.local.rendezvous.meet` calls torch's."""
+
+    def __init__(self, line: ControlConnection) -> None:
+        self._line = line
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """See `shelf.KeyValueStore`."""
+        return self._line.ask_store("compare_set", [key], [expected, desired]).value.encode()
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """See `shelf.KeyValueStore`."""
+        return self._line.ask_store("check", keys).found
+
+    def get(self, key: str) -> bytes:
+        """See `shelf.KeyValueStore`."""
+        answer = self._line.ask_store("get", [key])
+        if not answer.found:
+            raise UserError(f"the run's store has no {key!r}")
+        return answer.value.encode()
+
+    def set(self, key: str, value: str) -> None:
+        """See `shelf.KeyValueStore`."""
+        self._line.ask_store("set", [key], [value])
+
+    def add(self, key: str, amount: int) -> int:
+        """See `shelf.KeyValueStore`."""
+        return int(self._line.ask_store("add", [key], [str(amount)]).value)
+
+    def delete_key(self, key: str) -> bool:
+        """See `shelf.KeyValueStore`."""
+        return self._line.ask_store("delete_key", [key]).found

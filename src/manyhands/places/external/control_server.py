@@ -1,0 +1,478 @@
+"""The leader's end of all lines: who is there, what each says, and what it is told.
+
+    with Front(place, terms, token) as front:
+        address = front.listen("unix")                 # and "tcp:…", for those of other hosts
+        for event in front.poll(1.0):                  # Started, Said, Ended, Turned, Warned
+            ...
+        front.tell(2, {"begin": True})
+
+What `places.local.supervisor.Supervisor` is for processes of this host, for processes that somebody else started: an
+end is an event, and what it means is the caller's to say. One thread polls, several times a second; any may tell,
+ask, give and break off.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Self
+
+import numpy as np
+
+from manyhands.errors import UserError, printable
+from manyhands.observe.record.clocks import clock_id
+from manyhands.observe.record.event_files import good_records
+from manyhands.observe.record.event_ring import EventRing
+from manyhands.observe.record.events import NOBODY, RECORD
+from manyhands.places.external.control_messages import (
+    LINE,
+    LINE_FINGERPRINT,
+    ControlEvents,
+    ControlFrame,
+    ControlHello,
+    ControlMarked,
+    ControlOver,
+    ControlPiece,
+    ControlPing,
+    ControlPong,
+    ControlRefused,
+    ControlWelcome,
+    StoreCall,
+    Term,
+)
+from manyhands.places.external.key_value_store import KeyValueStore
+from manyhands.places.external.process_place import Place
+from manyhands.places.external.register import Register, clock_notice
+from manyhands.places.external.send_queue import SendQueue, Wakeup, pieces
+from manyhands.places.local.control import (
+    ControlError,
+    Decoder,
+    Failed,
+    Finished,
+    Message,
+    Note,
+    RoleStarted,
+    Stop,
+    encode,
+)
+from manyhands.places.local.failure import Failure, describe_status
+from manyhands.places.local.host import host_identity
+from manyhands.places.local.roster import Ended, Said, Started
+from manyhands.places.local.status import State
+from manyhands.places.local.status import StatusRow as ProcessStatus
+from manyhands.transport.hub.arrivals import Arrived, HubEvent, Joined, Lost, Ready, Rejected
+from manyhands.transport.hub.handshake import Credentials
+from manyhands.transport.hub.hub import Hub
+from manyhands.transport.hub.settings import Settings
+from manyhands.transport.link.message import ProtocolError
+
+__all__ = ["ControlEvent", "ControlServer", "Delivered", "ProcessRejected", "Warned", "hello_of"]
+
+_MOST_LARGE: Final = 64  # things that one member may be sending at a time
+_MOST_LOST: Final = 1 << 40  # events that one member may say it dropped at a time
+_MOST_LARGE_BYTES: Final = 1 << 36
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessRejected:
+    """A process that has the run's token was not let in; the sentence, which it was told too, says why."""
+
+    sentence: str
+    field: str = ""
+    """What did not fit: `rank` where another process has it, or the name of a term."""
+
+
+@dataclass(frozen=True, slots=True)
+class Warned:
+    """Something about a member that its user should know, and that ends nothing."""
+
+    member: int
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """A member has sent something large, by `Line.give`; in order with what it said."""
+
+    member: int
+    name: str
+    data: bytearray
+
+
+ControlEvent = Started | Said | Ended | ProcessRejected | Warned | Delivered
+
+
+def hello_of(place: Place, terms: Sequence[Term]) -> ControlHello:
+    """What a process says of itself."""
+    return ControlHello(
+        rank=place.rank,
+        world=place.world,
+        role=place.role,
+        name=place.name,
+        host=host_identity(),
+        pid=os.getpid(),
+        unix_s=time.time(),
+        terms=tuple(terms),
+    )
+
+
+@dataclass(slots=True)
+class _Member:
+    """One process that was let in, by its rank."""
+
+    hello: ControlHello
+    connection: int
+    """The hub's number for it."""
+
+    bag: SendQueue
+    decoder: Decoder
+    seen: ProcessStatus
+    ended: bool = False
+    connected: bool = True
+    large: dict[str, bytearray] = field(default_factory=dict)
+    """What it is about to have sent, by name."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.hello.name} (process {self.hello.pid})"
+
+
+class ControlServer:
+    """All lines of one run, at its leader; a context manager, `close` is idempotent."""
+
+    def __init__(
+        self,
+        place: Place,
+        terms: Sequence[Term],
+        token: bytes,
+        *,
+        settings: Settings | None = None,
+    ) -> None:
+        """Nobody can come before `listen`; `terms` are what must be the same on every process."""
+        self.name = place.name
+        self.world = place.world
+        self.store = KeyValueStore()
+        """What the members reach as `Line.store`."""
+
+        self._register = Register(hello_of(place, terms))
+        self._members: dict[int, _Member] = {}  # by rank, those who left included
+        self._ranks: dict[int, int] = {}  # by the hub's number
+        self._untold: list[ControlEvent] = []
+        self._closed = False
+        self._seeing_off = False
+        with ExitStack() as stack:
+            self.rings: Mapping[int, EventRing] = {
+                rank: stack.enter_context(EventRing.create(role=rank)) for rank in range(1, place.world)
+            }
+            """What each other rank recorded, on this process's clock."""
+
+            mine = Credentials(member=0, role=place.name, token=token, fingerprint=LINE_FINGERPRINT)
+            self._hub = stack.enter_context(Hub(mine, LINE, settings=settings))
+            self._wakeup = Wakeup()
+            stack.callback(self._wakeup.close)
+            self._hub.register(self._wakeup.descriptor)
+            self._stack = stack.pop_all()
+
+    @contextmanager
+    def recording_into(self, rings: Mapping[int, EventRing]) -> Iterator[None]:
+        """While this is open, what the others record goes into these rings, by rank, which stay the caller's."""
+        before, self.rings = self.rings, rings
+        try:
+            yield
+        finally:
+            self.rings = before
+
+    def listen(self, address: str = "unix") -> str:
+        """Let members come; the address to tell them."""
+        return self._hub.listen(address)
+
+    # ── who is there ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks that are there and have not ended."""
+        return tuple(rank for rank, member in self._members.items() if not member.ended)
+
+    @property
+    def known(self) -> tuple[int, ...]:
+        """The ranks that have ever come."""
+        return tuple(self._members)
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """The ranks that have not come."""
+        return self._register.missing
+
+    def late(self, deed: str, waited_s: float, named: Callable[[int], str] = "rank {}".format) -> str:
+        """The sentence on ranks that did not come in time."""
+        return self._register.late(deed, waited_s, named)
+
+    @property
+    def rejected(self) -> Sequence[str]:
+        """A sentence on everyone who was not let in."""
+        return self._register.rejected
+
+    def name_of(self, rank: int) -> str:
+        """`worker 2 on hostB (process 4711)`; of one who never came, its rank."""
+        member = self._members.get(rank)
+        return member.name if member is not None else f"rank {rank}"
+
+    def host_of(self, rank: int) -> str:
+        """The identity of the host that a rank is on."""
+        return self._members[rank].hello.host
+
+    def line(self, rank: int) -> ProcessStatus:
+        """What a member last said it was doing, on this process's clock."""
+        return self._members[rank].seen
+
+    # ── what happens ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def poll(self, timeout_s: float) -> list[ControlEvent]:
+        """What happened, in order per member; waits at most `timeout_s` for the first of it."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            self._send_letters()
+            untold, self._untold = self._untold, []
+            left_s = 0.0 if untold else max(0.0, deadline - time.monotonic())
+            told = untold + [one for event in self._hub.poll(left_s) for one in self._hear(event)]
+            self._send_letters()
+            if told or left_s == 0.0:
+                return told
+
+    # ── what they are told, by any thread ─────────────────────────────────────────────────────────────────────────
+
+    def tell(self, member: int, payload: Mapping[str, Any]) -> None:
+        """Send JSON that the member's `told` returns; in order, without waiting. Nothing happens if it has left."""
+        self._post(member, Note(payload=payload))
+
+    def ask_to_stop(self, member: int) -> None:
+        """Ask the member to leave; nothing happens if it has left."""
+        self._post(member, Stop())
+
+    def give(self, member: int, name: str, chunks: Iterable[Any]) -> None:
+        """Send something large, which the member's `take(name)` returns; chunks are buffers, made as they leave.
+
+        They are made in the thread that polls.
+        """
+        self._bag(member).put_all(pieces(name, chunks))
+
+    def break_off(self, rank: int, sentence: str) -> None:
+        """Tell everyone that the run has failed, by the fault of `rank`: their waits end with this sentence."""
+        for member in tuple(self._members.values()):
+            member.bag.put(ControlOver(rank=rank, sentence=sentence))
+
+    def dismiss(self, member: int, sentence: str) -> None:
+        """Have done with a member, which is told why; its end is told by `poll`. From the thread that polls."""
+        found = self._members.get(member)
+        if found is None or not found.connected:
+            return
+        self._hub.send(found.connection, ControlOver(rank=member, sentence=sentence))
+        self._hub.disconnect(found.connection, sentence)
+        self._untold += self._lost(found.connection, sentence, False)
+
+    def shutdown(self, timeout_s: float) -> tuple[int, ...]:
+        """Send everything, and wait until every member has left; the ranks that have not. In the place of a `poll`."""
+        deadline = time.monotonic() + timeout_s
+        self._seeing_off = True
+        while (left := self._connected()) and time.monotonic() < deadline:
+            self.poll(0.05)
+        return left
+
+    def close(self) -> None:
+        """Say goodbye to everyone and leave; what still waits is dropped (see `shutdown`)."""
+        if self._closed:
+            return
+        self._closed = True
+        for member in self._members.values():
+            member.bag.close()
+        self._stack.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _connected(self) -> tuple[int, ...]:
+        return tuple(rank for rank, member in self._members.items() if member.connected)
+
+    def _bag(self, rank: int) -> SendQueue:
+        member = self._members.get(rank)
+        if member is None:
+            raise UserError(f"member={rank} never came")
+        return member.bag
+
+    def _post(self, rank: int, message: Message) -> None:
+        self._bag(rank).put(ControlFrame(), [encode(message)])
+
+    def _send_letters(self) -> bool:
+        """Whether all have left, as far as the hub's own queues."""
+        done = True
+        for member in self._members.values():
+            if member.connected:
+                connection = member.connection
+                done &= member.bag.empty(lambda m, p, to=connection: self._hub.send(to, m, p))  # type: ignore[misc]
+        return done
+
+    # ── what they say ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _hear(self, event: HubEvent) -> list[ControlEvent]:
+        match event:
+            case Arrived():
+                try:
+                    return self._take(event)
+                finally:
+                    event.release()
+            case Lost(connection, reason, in_peace):
+                return self._lost(connection, reason, in_peace)
+            case Rejected(reason, claimed):
+                if claimed is None:
+                    return []  # a stranger, of whom nothing is known
+                return [
+                    ProcessRejected(
+                        f"a process that has this run's token was turned away: {printable(reason)}"
+                    )
+                ]
+            case Ready():
+                self._wakeup.answer()
+            case Joined():
+                pass  # it has yet to say who it is
+            case _:
+                raise AssertionError(f"nobody shares memory over a line: {event}")
+        return []
+
+    def _take(self, arrived: Arrived) -> list[ControlEvent]:
+        connection, message = arrived.member, arrived.message
+        if isinstance(message, ControlHello):
+            return self._greet(connection, message)
+        rank = self._ranks.get(connection)
+        if rank is None:
+            self._hub.disconnect(connection, "it says something before it says who it is")
+            return []
+        member = self._members[rank]
+        member.seen = replace(member.seen, heartbeat_ns=time.monotonic_ns())
+        try:
+            return self._said(rank, member, message, arrived.payload)
+        except (ProtocolError, ControlError) as error:
+            self._hub.disconnect(connection, str(error))
+            return self._lost(connection, f"it broke the rules of the line: {printable(str(error))}", False)
+
+    def _said(self, rank: int, member: _Member, message: object, payload: memoryview) -> list[ControlEvent]:
+        match message:
+            case ControlFrame():
+                return [
+                    one
+                    for frame in member.decoder.feed(bytes(payload))
+                    for one in self._control(rank, member, frame)
+                ]
+            case ControlPing(sent_ns=sent_ns):
+                self._hub.send(member.connection, ControlPong(sent_ns=sent_ns, leader_ns=time.monotonic_ns()))
+            case ControlMarked():
+                member.seen = _process_status(member.hello.pid, message)
+            case ControlEvents(lost=lost):
+                if len(payload) % RECORD.itemsize or not 0 <= lost < _MOST_LOST:
+                    raise ProtocolError("events", f"{len(payload)} bytes of records, {lost} lost")
+                records = np.frombuffer(payload, RECORD)
+                if not good_records(records).all():
+                    raise ProtocolError("events", "a record that no role makes")
+                self.rings[rank].append(records, lost)
+            case ControlPiece(name=name, last=last):
+                data = member.large.setdefault(name, bytearray())
+                if len(data) + len(payload) > _MOST_LARGE_BYTES or len(member.large) > _MOST_LARGE:
+                    raise ProtocolError("piece", f"more of {name[:80]!r} than anybody sends")
+                data += payload
+                if last:
+                    return [Delivered(rank, name, member.large.pop(name))]
+            case StoreCall():
+                member.bag.put(self.store.answer(message))
+            case _:
+                raise ProtocolError("kind", f"a {type(message).__name__} is for members, not for the leader")
+        return []
+
+    def _greet(self, connection: int, hello: ControlHello) -> list[ControlEvent]:
+        if connection in self._ranks:
+            self._hub.disconnect(connection, "it says twice who it is")
+            return self._lost(connection, "it says twice who it is", False)
+        refused = self._register.arrive(hello)
+        if refused is None and self._seeing_off:
+            self._register.leave(hello.rank)
+            refused = ControlRefused(field="rank", reason=f"{hello.name} comes too late: the run is over")
+        if refused is not None:
+            self._hub.send(connection, refused)
+            return [ProcessRejected(refused.reason, refused.field)]
+        self._ranks[connection] = hello.rank
+        self._members[hello.rank] = _Member(
+            hello, connection, SendQueue(self._wakeup.ring), Decoder(), ProcessStatus(pid=hello.pid)
+        )
+        self._hub.send(connection, ControlWelcome(leader=self.name, clock=str(clock_id())))
+        told: list[ControlEvent] = [Started(hello.rank, hello.pid)]
+        notice = clock_notice(hello.name, hello.unix_s, time.time())
+        return [*told, Warned(hello.rank, notice)] if notice is not None else told
+
+    def _control(self, rank: int, member: _Member, message: Message) -> list[ControlEvent]:
+        if member.ended:
+            return []
+        match message:
+            case Note(payload=payload):
+                return [Said(rank, payload)]
+            case Finished(payload=payload):
+                return [self._end(rank, member, payload=payload)]
+            case Failed():
+                sentence = f"{member.name} raised {message.error} at step {message.step}: {printable(message.message)}"
+                return [self._end(rank, member, Failure(rank=rank, sentence=sentence, reported=message))]
+            case RoleStarted():
+                return []
+            case Stop():
+                raise ControlError("a member may not ask its leader to stop")
+
+    def _lost(self, connection: int, reason: str, in_peace: bool) -> list[ControlEvent]:
+        rank = self._ranks.pop(connection, None)
+        if rank is None:
+            return []
+        member = self._members[rank]
+        member.connected = False
+        member.bag.close()
+        if member.ended:
+            return []
+        how = "left before it had a result" if in_peace else f"is lost: {reason}"
+        sentence = f"{member.name} {how}; {describe_status(member.seen, time.monotonic_ns())}"
+        return [self._end(rank, member, Failure(rank=rank, sentence=sentence))]
+
+    def _end(
+        self,
+        rank: int,
+        member: _Member,
+        failure: Failure | None = None,
+        payload: Mapping[str, Any] | None = None,
+    ) -> Ended:
+        member.ended = True
+        self._register.leave(rank)
+        short = member.hello.name.partition(" on ")[0]  # as the run's own files call it
+        return Ended(
+            member=rank,
+            name=member.hello.name,
+            status=None,
+            last_words="",
+            payload=payload,
+            failure=replace(failure, name=short) if failure is not None else None,
+        )
+
+
+def _process_status(pid: int, marked: ControlMarked) -> ProcessStatus:
+    try:
+        state = State(marked.state)
+    except ValueError as error:
+        raise ProtocolError("state", str(error)) from error
+    now_ns = time.monotonic_ns()
+    return ProcessStatus(
+        pid=pid,
+        heartbeat_ns=now_ns,
+        marked_ns=now_ns,
+        step=marked.step,
+        state=state,
+        waiting_for=marked.waiting_for,
+        place=(marked.stage, marked.microbatch) if marked.stage != NOBODY else None,
+    )

@@ -1,0 +1,103 @@
+"""The store of a run, kept by its leader: the few calls of torch's stores by which processes find each other.
+
+torch's own store lets in everyone who reaches its port. This one is reached over lines, whose ends have proved the
+run's token. Values are text; keys and values are bounded, and so is their number.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Final
+
+from manyhands.errors import UserError
+from manyhands.places.external.control_messages import StoreAnswer, StoreCall
+from manyhands.transport.link.message import ProtocolError
+
+__all__ = ["KeyValueStore"]
+
+_MOST_KEYS: Final = 1 << 16
+_LONGEST: Final = 1 << 16
+
+
+class KeyValueStore:
+    """Keys and values; every call is one step, from any thread."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, str] = {}
+        self._lock = threading.Lock()
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Set `key` to `desired` if it is `expected`, or is not there and that is empty; what it is then.
+
+        As torch's: where it is not there and something else is expected, that is what is returned.
+        """
+        with self._lock:
+            there = self._values.get(key)
+            if there == expected or (there is None and not expected):
+                self._put(key, desired)
+                return desired.encode()
+            return (expected if there is None else there).encode()
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all of these keys are there."""
+        with self._lock:
+            return all(key in self._values for key in keys)
+
+    def get(self, key: str) -> bytes:
+        """The value; UserError where there is none (torch's waits, which nobody here needs)."""
+        with self._lock:
+            value = self._values.get(key)
+        if value is None:
+            raise UserError(f"the run's store has no {key!r}")
+        return value.encode()
+
+    def set(self, key: str, value: str) -> None:
+        """Keep a value."""
+        with self._lock:
+            self._put(key, value)
+
+    def add(self, key: str, amount: int) -> int:
+        """Count, from 0; what it counts to."""
+        with self._lock:
+            number = int(self._values.get(key, "0")) + amount
+            self._put(key, str(number))
+            return number
+
+    def delete_key(self, key: str) -> bool:
+        """Forget a key; whether it was there."""
+        with self._lock:
+            return self._values.pop(key, None) is not None
+
+    def answer(self, call: StoreCall) -> StoreAnswer:
+        """Do what came over a line; ProtocolError for what is no call."""
+        try:
+            found, value = self._do(call)
+        except (UserError, ValueError) as error:
+            raise ProtocolError("call", f"{call.call}: {error}") from error
+        return StoreAnswer(number=call.number, found=found, value=value)
+
+    def _do(self, call: StoreCall) -> tuple[bool, str]:
+        match call.call, call.keys, call.values:
+            case "compare_set", (key,), (expected, desired):
+                return True, self.compare_set(key, expected, desired).decode()
+            case "check", keys, ():
+                return self.check(keys), ""
+            case "get", (key,), ():
+                with self._lock:
+                    return key in self._values, self._values.get(key, "")
+            case "set", (key,), (value,):
+                self.set(key, value)
+                return True, ""
+            case "add", (key,), (amount,):
+                return True, str(self.add(key, int(amount)))
+            case "delete_key", (key,), ():
+                return self.delete_key(key), ""
+        raise ValueError(f"of {len(call.keys)} keys and {len(call.values)} values is no call of a store")
+
+    def _put(self, key: str, value: str) -> None:
+        if len(key) > _LONGEST or len(value) > _LONGEST:
+            raise UserError(f"a key or value of more than {_LONGEST} characters")
+        if key not in self._values and len(self._values) >= _MOST_KEYS:
+            raise UserError(f"more than {_MOST_KEYS} keys")
+        self._values[key] = value

@@ -1,0 +1,284 @@
+"""How the processes of a run find their leader: in the store that a launcher gives them, or at an address all know.
+
+    store    here/0 … here/3    who each process is, and on which host     every rank
+             leader             where it is reached, or why it is not      rank 0
+
+Once the leader knows who is where, it listens: on a Unix socket for its own host, and by TCP if there are others, or if
+one that dies may be followed by another elsewhere, which must find its leader then.
+At an address that all know, it listens by TCP, or on a Unix socket named after it where it is on loopback.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Final
+
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from manyhands.errors import ManyhandsError, PeerTimeout, UserError
+from manyhands.native.version import __version__
+from manyhands.places.external.control_connection import Contact, ControlConnection, open_control_connection
+from manyhands.places.external.control_messages import Term
+from manyhands.places.external.control_server import ControlServer
+from manyhands.places.external.links import address_towards
+from manyhands.places.external.process_place import Place
+from manyhands.places.external.specified import listening_at
+from manyhands.places.external.store_waiting import comes_true
+from manyhands.places.local.host import host_identity
+from manyhands.places.local.rendezvous import hosts_of
+from manyhands.transport.hub.settings import Settings
+from manyhands.transport.link.liveness import LivenessTimes
+from manyhands.transport.link.secure import Security, is_loopback
+
+__all__ = ["Following", "Leading", "follow", "lead"]
+
+_HEARD_S: Final = 2.0
+_TOKEN_BYTES: Final = 32
+_PATIENT: Final = Settings(silence=LivenessTimes(silence_s=20.0, handshake_s=10.0))
+"""A process trains in Python while its line beats in a thread: one long call must not pass for silence."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leading:
+    """What a leader has once it can be reached: the front of all lines, and the secret of the run."""
+
+    control_server: ControlServer
+    token: bytes
+    address: str
+    """Where links of this process may listen for those of other hosts; empty where there are none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Following:
+    """What every other process has: its line, and the secret of the run."""
+
+    line: ControlConnection
+    token: bytes
+    address: str
+
+
+def lead(
+    place: Place,
+    terms: Sequence[Term],
+    name: str,
+    *,
+    security: Security,
+    timeout_s: float,
+    comes_again: bool = False,
+) -> Leading:
+    """Be the leader of the run `name`, and let the others know where; nobody has come yet.
+
+    What makes that impossible is told to those who wait for it, too. `comes_again` says that a process that is lost may
+    come again, or another in its place.
+    """
+    settings = _settings(security, comes_again)
+    if place.leader is not None:
+        token = security.token or _open_token(place.leader)
+        with ExitStack() as stack:
+            control_server = stack.enter_context(ControlServer(place, terms, token, settings=settings))
+            _listen(control_server, place.leader)
+            stack.pop_all()
+        return Leading(control_server=control_server, token=token, address=place.leader.rpartition(":")[0])
+    store = _store(place, name, timeout_s)
+    _sit_down(store, place)
+    try:
+        hosts = _wait_for_all(store, place, timeout_s)
+        several = len(hosts) > 1 or ((comes_again or place.later) and _may_be_reached(place, security))
+        address = _own_address(place, security) if several else ""
+        token = security.token or secrets.token_bytes(_TOKEN_BYTES)
+        with ExitStack() as stack:
+            control_server = stack.enter_context(ControlServer(place, terms, token, settings=settings))
+            told = {"unix": control_server.listen("unix")}
+            if address:
+                told["tcp"] = control_server.listen(f"tcp:{address}:0")
+            if not security.token:
+                told["token"] = token.hex()
+            store.set("leader", json.dumps({**_mine(place), **told}))
+            stack.pop_all()
+        return Leading(control_server=control_server, token=token, address=address)
+    except ManyhandsError as error:
+        store.set("leader", json.dumps({**_mine(place), "refused": str(error)}))
+        _await_readers(store, place)
+        raise
+
+
+def follow(
+    place: Place,
+    terms: Sequence[Term],
+    name: str,
+    *,
+    security: Security,
+    timeout_s: float,
+    comes_again: bool = False,
+) -> Following:
+    """Find the leader of the run `name`, and open the line to it; see `lead`."""
+    settings = _settings(security, comes_again)
+    if place.leader is not None:
+        token = security.token or _open_token(place.leader)
+        address = _near(place.leader) or f"tcp:{place.leader}"
+        contact = Contact(name=f"the leader at {place.leader}", address=address, token=token)
+        line = open_control_connection(place, contact, terms, timeout_s=timeout_s, settings=settings)
+        return Following(line=line, token=token, address=address_towards(place.leader.rpartition(":")[0]))
+    store = _store(place, name, timeout_s)
+    _sit_down(store, place, follows_another=comes_again)
+    told = _read_leader(store, place, timeout_s)
+    token = security.token or bytes.fromhex(str(told.get("token", "")))
+    if not token:
+        raise UserError(
+            f"{place.name} has no certificate, and the leader, {told['name']}, has one: give every process --tls DIR, "
+            "with the folder that `manyhands certificates` made for its host"
+        )
+    near = told["host"] == host_identity()
+    if not near and "tcp" not in told:
+        raise UserError(
+            f"{place.name} comes to a run that began on one host, that of {told['name']}, and listens nowhere else; "
+            "begin it with --tls DIR, or with --insecure where you trust the network, and let workers come later"
+        )
+    contact = Contact(name=told["name"], address=told["unix"] if near else told["tcp"], token=token)
+    line = open_control_connection(place, contact, terms, timeout_s=timeout_s, settings=settings)
+    address = address_towards(told["tcp"].split(":")[1]) if "tcp" in told else ""
+    return Following(line=line, token=token, address=address)
+
+
+def _store(place: Place, name: str, timeout_s: float) -> Store:
+    return PrefixStore(f"manyhands/{name}", place.open_store(timeout_s))
+
+
+def _mine(place: Place) -> dict[str, str]:
+    return {
+        "name": place.name,
+        "host": host_identity(),
+        "version": __version__,
+        "process": f"process {os.getpid()} ({place.name})",
+    }
+
+
+def _sit_down(store: Store, place: Place, *, follows_another: bool = False) -> None:
+    mine = json.dumps({**_mine(place), "nonce": secrets.token_hex(8)})
+    there = store.compare_set(f"here/{place.rank}", "", mine).decode()
+    if there == mine:
+        return
+    other = json.loads(there)
+    if (other["host"], other["process"]) == (host_identity(), _mine(place)["process"]):
+        return  # it is this process itself, which has lost its line and comes again
+    if follows_another:
+        store.set(f"here/{place.rank}", mine)  # whether the other one is dead is for the leader to say
+        return
+    raise UserError(
+        f"two processes are rank {place.rank}: {other['process']} and {_mine(place)['process']}; give each a rank, "
+        "or each job a port, of its own"
+    )
+
+
+def _settings(security: Security, comes_again: bool) -> Settings:
+    """Who is taken for lost too early may come again: then silence need not be borne for as long."""
+    return replace(Settings() if comes_again else _PATIENT, security=security)
+
+
+def _may_be_reached(place: Place, security: Security) -> bool:
+    """Whether the leader has an address for other hosts, and is allowed to listen there."""
+    if place.master is None or is_loopback(address := address_towards(place.master)):
+        return False
+    try:
+        security.check_address(address)
+    except UserError:
+        return False
+    return True
+
+
+def _own_address(place: Place, security: Security) -> str:
+    """Where other hosts reach this one."""
+    assert place.master is not None, "who has a store is told where it is"
+    address = address_towards(place.master)
+    if is_loopback(address):
+        raise UserError(
+            f"MASTER_ADDR={place.master} means {address} on {place.host}, the host of rank 0, which no other host can "
+            "reach; give an address that all hosts know it by"
+        )
+    security.check_address(address)
+    return address
+
+
+def _wait_for_all(store: Store, place: Place, timeout_s: float) -> tuple[tuple[int, ...], ...]:
+    keys = [f"here/{rank}" for rank in range(place.world - place.later)]
+    if not comes_true(lambda: store.check(keys), timeout_s):
+        late = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        if late:
+            who = f"rank{'s' if len(late) > 1 else ''} {', '.join(map(str, late))}"
+            raise PeerTimeout(
+                f"{who} of {place.world} did not come within {timeout_s:.0f} s; see whether it was started, with the "
+                f"same MASTER_ADDR and MASTER_PORT, and whether it failed before it called fit",
+                late[0],
+            )
+    seats = [json.loads(store.get(key).decode()) for key in keys]
+    for seat in seats:
+        _require_version(seat, place)
+    return hosts_of([seat["host"] for seat in seats])
+
+
+def _await_readers(store: Store, place: Place) -> None:
+    """Stay until all who are there have read why not, for a moment: a server of a store may end with this process."""
+    if not isinstance(store, PrefixStore) or not isinstance(store.underlying_store, TCPStore):
+        return
+    others = (rank for rank in range(place.world - place.later) if rank != place.rank)
+    heard = [f"heard/{rank}" for rank in others if store.check([f"here/{rank}"])]
+    comes_true(lambda: not heard or store.check(heard), _HEARD_S)
+
+
+def _require_version(other: Mapping[str, str], place: Place) -> None:
+    if other["version"] != __version__:
+        raise UserError(
+            f"{other['name']} is manyhands {other['version']}, and {place.name} is manyhands {__version__}: install "
+            "one release on all hosts"
+        )
+
+
+def _read_leader(store: Store, place: Place, timeout_s: float) -> dict[str, str]:
+    # A moment longer than the leader waits for everyone: it says who is missing, and that is worth hearing.
+    patience_s = timeout_s + 5.0
+    if not comes_true(lambda: store.check(["leader"]), patience_s):
+        raise PeerTimeout(
+            f"{place.name} (rank {place.rank}): rank 0, which leads, did not come within {patience_s:.0f} s; see "
+            "whether it was started, and whether it failed before it called fit",
+            0,
+        )
+    told: dict[str, str] = json.loads(store.get("leader").decode())
+    _require_version(told, place)
+    if "refused" in told:
+        store.set(f"heard/{place.rank}", "")
+        raise ManyhandsError(f"the leader, {told['name']}, cannot begin: {told['refused']}")
+    return told
+
+
+def _listen(control_server: ControlServer, leader: str) -> None:
+    """Listen where a specification has its leader; UserError where somebody else does."""
+    near = _near(leader)
+    try:
+        control_server.listen(near or listening_at(leader))
+    except UserError as error:
+        cause = error.__cause__
+        if near is None or not isinstance(cause, OSError) or cause.errno != errno.EADDRINUSE:
+            raise
+        raise UserError(
+            f"address {leader!r}: cannot listen there: it is in use by another run that is led from this host; give "
+            "the leader another port"
+        ) from error
+
+
+def _near(leader: str) -> str | None:
+    """The Unix socket of a leader that only its own host reaches, where users are compared; None for any other."""
+    if not is_loopback(leader.rpartition(":")[0]):
+        return None
+    return f"unix:manyhands-{hashlib.sha256(leader.encode()).hexdigest()[:32]}"
+
+
+def _open_token(leader: str) -> bytes:
+    """No secret: of a run without certificates whose processes know nothing in common but the leader's address."""
+    return hashlib.sha256(f"manyhands without certificates, led from {leader}".encode()).digest()

@@ -1,0 +1,126 @@
+"""What waits to leave for one peer: filled by any thread, emptied by the one that has the hub."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final
+
+from manyhands.errors import PeerTimeout
+from manyhands.places.external.control_messages import ControlPiece
+
+__all__ = ["PIECE_BYTES", "SendQueue", "Wakeup", "pieces"]
+
+PIECE_BYTES: Final = 1 << 20
+_MOST_WAITING: Final = 4096
+
+LinkMessage = tuple[object, list[Any]]
+"""A message and its payload."""
+
+_Send = Callable[[object, list[Any]], bool]
+
+
+class Wakeup:
+    """Wakes the thread that polls a hub, where `descriptor` is registered; any thread rings, `close` is idempotent."""
+
+    def __init__(self) -> None:
+        self.descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def ring(self) -> None:
+        """Wake it; nothing happens once this is closed, for the number may then be another's."""
+        with self._lock:
+            if not self._closed:
+                os.eventfd_write(self.descriptor, 1)
+
+    def answer(self) -> None:
+        """It is awake."""
+        os.eventfd_read(self.descriptor)
+
+    def answer_any(self) -> None:
+        """The same where it may not have been rung, or be closed."""
+        with self._lock:
+            if not self._closed:
+                try:
+                    os.eventfd_read(self.descriptor)
+                except BlockingIOError:
+                    pass
+
+    def close(self) -> None:
+        """Nobody is woken any more."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                os.close(self.descriptor)
+
+
+class SendQueue:
+    """Letters in order; `wake` is called after something was put in, to have it emptied."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self._letters: deque[Iterator[LinkMessage]] = deque()
+        self._next: LinkMessage | None = None
+        self._room = threading.Condition()
+        self._closed = False
+
+    def put(self, message: object, payload: Iterable[Any] = ()) -> None:
+        """Take a letter, without waiting."""
+        self.put_all(iter([(message, list(payload))]))
+
+    def put_all(self, letters: Iterator[LinkMessage]) -> None:
+        """Take letters that are made one by one as there is room for them; by the thread that empties this."""
+        with self._room:
+            if self._closed:
+                return
+            self._letters.append(letters)
+        self._wake()
+
+    def put_when_room(self, message: object, payload: Iterable[Any], timeout_s: float, peer: str) -> None:
+        """Take a letter once there is room for it; PeerTimeout naming the `peer` that takes nothing."""
+        deadline = time.monotonic() + timeout_s
+        with self._room:
+            while len(self._letters) >= _MOST_WAITING and not self._closed:
+                if not self._room.wait(deadline - time.monotonic()):
+                    raise PeerTimeout(f"{peer} has read nothing for {timeout_s:g} s", peer=0)
+        self.put(message, payload)
+
+    def empty(self, send: _Send) -> bool:
+        """Hand letters to `send` until it takes no more; whether all have left."""
+        while True:
+            if self._next is None:
+                with self._room:
+                    if not self._letters:
+                        return True
+                    letters = self._letters[0]
+                self._next = next(letters, None)
+                if self._next is None:
+                    with self._room:
+                        self._letters.popleft()
+                        self._room.notify_all()
+                    continue
+            message, payload = self._next
+            if not send(message, payload):
+                return False
+            self._next = None
+
+    def close(self) -> None:
+        """Forget what waits, and take nothing more."""
+        with self._room:
+            self._closed = True
+            self._letters.clear()
+            self._next = None
+            self._room.notify_all()
+
+
+def pieces(name: str, chunks: Iterable[Any]) -> Iterator[LinkMessage]:
+    """Something large, as letters of bounded size."""
+    for chunk in chunks:
+        view = memoryview(chunk).cast("B")
+        for begin in range(0, len(view), PIECE_BYTES):
+            yield ControlPiece(name=name, last=False), [view[begin : begin + PIECE_BYTES]]
+    yield ControlPiece(name=name, last=True), []

@@ -1,0 +1,249 @@
+"""A cluster as it is written down: which roles there are, and at which address each of them listens.
+
+    {"chief": ["a:2222"], "worker": ["b:2222", "c:2222"], "ps": ["d:2222"]}
+
+It comes from Python, from a TOML or JSON file, or from the variable TF_CONFIG in TensorFlow's format, which also says
+which of these roles a process is. Nothing is opened or looked up here: every mistake that the text shows is told before
+anything starts.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Self
+
+from manyhands.errors import UserError, nearest, printable
+from manyhands.places.external.started_externally import TF_CONFIG
+
+__all__ = ["EVALUATOR", "ROLE_TYPES", "ClusterRole", "ClusterSpec"]
+
+EVALUATOR: Final = (
+    "an evaluator has nothing to do here, and ends: workers evaluate while they train (--evaluate-every), and the "
+    "leader at the end"
+)
+"""What an evaluator is told: it takes no part."""
+
+ROLE_TYPES: Final = ("chief", "worker", "ps", "evaluator")
+_TASK_KEYS: Final = ("type", "index")
+_MOST_PORT: Final = 65535
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ClusterRole:
+    """One process of a cluster: its type, and which of that type it is."""
+
+    type: str
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.type} {self.index}"
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSpec:
+    """Which roles a run consists of, and the `host:port` at which each of them listens, by type.
+
+    Types are `chief`, `worker`, `ps` and `evaluator`. The chief leads where there is one, else worker 0 does. UserError
+    names the entry that makes no sense.
+    """
+
+    addresses: Mapping[str, Sequence[str]]
+    """By type, in the order of the index."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.addresses, Mapping):
+            raise UserError(
+                f"cluster={_shown(self.addresses)} must be a table from types ({', '.join(ROLE_TYPES)}) to lists of "
+                "host:port"
+            )
+        checked = {str(kind): _checked_list(str(kind), listed) for kind, listed in self.addresses.items()}
+        _check_apart(checked)
+        kinds = {kind: checked[kind] for kind in ROLE_TYPES if checked.get(kind)}
+        if len(kinds.get("chief", ())) > 1:
+            raise UserError(
+                f"cluster.chief lists {len(kinds['chief'])} addresses: one chief leads; list the others under worker"
+            )
+        if "chief" not in kinds and "worker" not in kinds:
+            raise UserError("cluster lists no worker: somebody has to train; add worker = ['host:port']")
+        object.__setattr__(self, "addresses", kinds)
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> Self:
+        """What a TOML or JSON file says, by its ending: the types at its top, or in a table named `cluster`."""
+        path = Path(path)
+        table = _read_table(path)
+        try:
+            return cls(table.get("cluster", table))
+        except UserError as error:
+            raise UserError(f"{path}: {error}") from None
+
+    @classmethod
+    def from_tf_config(cls, text: str) -> tuple[Self, ClusterRole]:
+        """The cluster that a value of TF_CONFIG describes, and which of its roles this process is."""
+        try:
+            table = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{TF_CONFIG} is not JSON ({error}): {_shown(text)}") from None
+        if not isinstance(table, dict):
+            raise UserError(f"{TF_CONFIG}={_shown(text)} must be an object with cluster and task")
+        for key in ("cluster", "task"):
+            if key not in table:
+                raise UserError(
+                    f"{TF_CONFIG} has no {key}: it must be like "
+                    '{"cluster": {"worker": ["host:port"]}, "task": {"type": "worker", "index": 0}}'
+                )
+        try:
+            spec = cls(table["cluster"])
+            return spec, spec.role(*_task_of(table["task"]))
+        except UserError as error:
+            raise UserError(f"{TF_CONFIG}: {error}") from None
+
+    def role(self, kind: str, index: int) -> ClusterRole:
+        """The role of that type and index; UserError where there is none.
+
+        An evaluator need not be listed: nobody connects to it.
+        """
+        if kind not in ROLE_TYPES:
+            raise UserError(f"task.type={_shown(kind)} is no type of role; {nearest(str(kind), ROLE_TYPES)}")
+        if type(index) is not int or index < 0:
+            raise UserError(f"task.index={_shown(index)} must be a whole number from 0 on")
+        listed = self.addresses.get(kind, ())
+        if kind == "evaluator" and not listed and index == 0:
+            return ClusterRole(kind, index)
+        if not listed:
+            raise UserError(
+                f"task.type={kind}: the cluster lists no {kind}, only {', '.join(self.addresses)}; add its address to "
+                "the cluster, or take another type"
+            )
+        if index >= len(listed):
+            raise UserError(
+                f"task.index={index}: the cluster lists {len(listed)} of type {kind}, which count from 0 to "
+                f"{len(listed) - 1}"
+            )
+        return ClusterRole(kind, index)
+
+    @property
+    def leader(self) -> ClusterRole:
+        """Who keeps the run directory and the terminal, and whom all others look for."""
+        return ClusterRole("chief" if "chief" in self.addresses else "worker", 0)
+
+    def roles(self, *kinds: str) -> tuple[ClusterRole, ...]:
+        """Those of these types, in the order that the types are given in; without any, all that are listed."""
+        return tuple(
+            ClusterRole(kind, index)
+            for kind in kinds or ROLE_TYPES
+            for index in range(len(self.addresses.get(kind, ())))
+        )
+
+    @property
+    def ranked(self) -> tuple[ClusterRole, ...]:
+        """Those who take part, by rank: the chief where there is one, then the workers, then the servers.
+
+        So the leader is rank 0, and under strategies without servers the chief counts as the first worker.
+        """
+        return self.roles("chief", "worker", "ps")
+
+    def rank(self, role: ClusterRole) -> int:
+        """The rank of a role; UserError for an evaluator, which takes no part."""
+        if role.type == "evaluator":
+            raise UserError(EVALUATOR)
+        return self.ranked.index(role)
+
+    def address(self, role: ClusterRole) -> str:
+        """Where a role listens, as `host:port`; empty for an evaluator that is not listed."""
+        listed = self.addresses.get(role.type, ())
+        return listed[role.index] if role.index < len(listed) else ""
+
+    def __str__(self) -> str:
+        return ", ".join(f"{len(listed)} {kind}" for kind, listed in self.addresses.items())
+
+
+def _read_table(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--spec {path} cannot be read: {error}") from None
+    match path.suffix:
+        case ".toml":
+            load = tomllib.loads
+        case ".json":
+            load = json.loads
+        case _:
+            raise UserError(
+                f"--spec {path}: its name must end in .toml or .json, which says how it is written"
+            )
+    try:
+        table = load(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"--spec {path} is no {path.suffix[1:].upper()}: {error}") from None
+    if not isinstance(table, dict):
+        raise UserError(
+            f"--spec {path} must be a table from types ({', '.join(ROLE_TYPES)}) to lists of host:port"
+        )
+    return table
+
+
+def _task_of(task: Any) -> tuple[str, int]:
+    if not isinstance(task, dict):
+        raise UserError(f'task={_shown(task)} must be like {{"type": "worker", "index": 0}}')
+    for key in _TASK_KEYS:
+        if key not in task:
+            raise UserError(f"task has no {key}; it must say type and index")
+    index = task["index"]
+    if isinstance(index, str) and index.isdecimal():
+        index = int(index)  # some operators write it so
+    return task["type"], index
+
+
+def _checked_list(kind: str, listed: Any) -> tuple[str, ...]:
+    if kind not in ROLE_TYPES:
+        raise UserError(f"cluster.{printable(kind, 40)} is no type of role; {nearest(kind, ROLE_TYPES)}")
+    if isinstance(listed, str) or not isinstance(listed, Sequence):
+        raise UserError(f"cluster.{kind}={_shown(listed)} must be a list of host:port")
+    return tuple(_checked_address(f"cluster.{kind}[{index}]", one) for index, one in enumerate(listed))
+
+
+def _checked_address(field: str, address: Any) -> str:
+    if not isinstance(address, str) or not address:
+        raise UserError(f"{field}={_shown(address)} must be an address like host:2222")
+    host, colon, port = address.rpartition(":")
+    if not colon:
+        raise UserError(f"{field}={_shown(address)} has no port; write {printable(address, 60)}:2222")
+    if not host:
+        raise UserError(
+            f"{field}={_shown(address)} has no host before the port; write the host that others reach it by"
+        )
+    if "://" in host or any(one in host for one in "/ \t@[]") or not host.isascii() or ":" in host:
+        raise UserError(
+            f"{field}={_shown(address)}: {_shown(host)} is no host name or IPv4 address; write host:port"
+        )
+    if not port.isdecimal() or not port.isascii():
+        raise UserError(f"{field}={_shown(address)}: the port {_shown(port)} is not a number")
+    if not 1 <= int(port) <= _MOST_PORT:
+        raise UserError(
+            f"{field}={_shown(address)}: the port must lie between 1 and {_MOST_PORT}; others have to know it, so 0 "
+            "cannot stand for any"
+        )
+    return f"{host.lower()}:{int(port)}"
+
+
+def _check_apart(kinds: Mapping[str, Sequence[str]]) -> None:
+    """Two roles cannot listen at one address."""
+    taken: dict[str, str] = {}
+    for kind, listed in kinds.items():
+        for index, address in enumerate(listed):
+            field = f"cluster.{kind}[{index}]"
+            if address in taken:
+                raise UserError(
+                    f"{field}={address!r} is the address of {taken[address]} as well; every role needs a host and port "
+                    "of its own"
+                )
+            taken[address] = field
+
+
+def _shown(value: Any) -> str:
+    return printable(repr(value), 80)

@@ -1,0 +1,58 @@
+"""Where the roles of a cluster specification listen, and whether others can reach them there."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+
+from manyhands.errors import UserError
+from manyhands.places.external.specification import ClusterRole, ClusterSpec
+from manyhands.transport.link.secure import is_loopback
+
+__all__ = ["check_hosts", "listening_at"]
+
+Resolve = Callable[[str], str]
+"""From the name of a host to its IPv4 address; OSError where nobody knows it."""
+
+
+def check_hosts(spec: ClusterSpec, role: ClusterRole, resolve: Resolve = socket.gethostbyname) -> None:
+    """UserError where this role's own name means loopback here, and others are elsewhere: nobody would reach it."""
+    host = spec.address(role).rpartition(":")[0]
+    others = [spec.address(other).rpartition(":")[0] for other in spec.roles()]
+    if is_loopback(host) or all(other == host for other in others):
+        return
+    try:
+        found = resolve(host)
+    except OSError as error:
+        raise UserError(
+            f"cluster.{role.type}[{role.index}]={spec.address(role)!r}: this host does not know the name {host!r} "
+            f"({error}); write the address that others reach it by"
+        ) from None
+    if is_loopback(found):
+        raise UserError(
+            f"cluster.{role.type}[{role.index}]={spec.address(role)!r}: {host!r} means {found} on this host, where "
+            f"others cannot reach it; write its address in the network, or correct {host!r} in /etc/hosts"
+        )
+
+
+def listening_at(address: str, resolve: Resolve = socket.gethostbyname) -> str:
+    """Where a process binds that others reach at `host:port`, as hubs have it.
+
+    There, or at every address of its host where that one only leads to it: in a container a service has an
+    address that no interface has.
+    """
+    host, _, port = address.rpartition(":")
+    if is_loopback(host):
+        return f"tcp:{address}"
+    found = resolve(host)
+    return f"tcp:{found if _is_ours(found) else '0.0.0.0'}:{port}"
+
+
+def _is_ours(address: str) -> bool:
+    """Whether an interface of this host has the address."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as trial:
+        try:
+            trial.bind((address, 0))
+        except OSError:
+            return False
+    return True

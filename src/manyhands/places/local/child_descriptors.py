@@ -1,0 +1,89 @@
+"""How the launcher tells a child which descriptors are which: plain text, read before anything heavy is imported."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+
+__all__ = ["LoaderSpec", "RoleSpec"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleSpec:
+    """One child's place in the run, its inherited descriptors, and the launcher's search path for modules."""
+
+    name: str
+    rank: int
+    world: int
+    parent_pid: int
+    lifeline: int
+    status_table: int
+    line: int
+    """Its line of the board."""
+
+    descriptors: Mapping[str, int]
+    path: tuple[str, ...]
+    python_path: str | None
+    """PYTHONPATH as the user set it; the launcher borrows the variable to start the child."""
+
+    job: int = -1
+    """The file of its job."""
+
+    stacks: int = -1
+    """Where it writes its stacks when it is asked to."""
+
+    control: int = -1
+    """The child's end of its control channel; known when the child is started."""
+
+    def inherited(self) -> tuple[int, ...]:
+        """All descriptors that the child must hold."""
+        return (
+            self.control,
+            self.lifeline,
+            self.status_table,
+            self.stacks,
+            self.job,
+            *self.descriptors.values(),
+        )
+
+    def received(self, passed: Sequence[int]) -> RoleSpec:
+        """This, with the numbers that `inherited` got on their way to another process."""
+        control, lifeline, status_table, stacks, job, *others = passed
+        return replace(
+            self,
+            control=control,
+            lifeline=lifeline,
+            status_table=status_table,
+            stacks=stacks,
+            job=job,
+            descriptors=dict(zip(self.descriptors, others, strict=True)),
+        )
+
+    def to_text(self) -> str:
+        """As the launcher sends it."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> RoleSpec:
+        """Read what `to_text` wrote."""
+        fields = json.loads(text)
+        return cls(**{**fields, "path": tuple(fields["path"])})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderSpec:
+    """A loader process of a worker: it has no place in the run, and one descriptor, its line (see `loader`)."""
+
+    name: str
+    parent_pid: int
+
+    def to_text(self) -> str:
+        """As the worker sends it."""
+        return json.dumps({"loader": asdict(self)})
+
+    @classmethod
+    def from_text(cls, text: str) -> LoaderSpec | None:
+        """Read what `to_text` wrote; None where it is the text of a `RoleSpec`."""
+        fields = json.loads(text).get("loader")
+        return cls(**fields) if fields is not None else None

@@ -1,0 +1,146 @@
+"""How a role's failure travels and is told: an exception becomes words, and words an exception again.
+
+Only errors of `KINDS` are known by their type on the way (so that a mistake of the user stays a `UserError`);
+every other one becomes a `WorkerFailed` that tells it. Nothing is unpickled: a kind is a word, the rest is text and
+plain numbers.
+"""
+
+from __future__ import annotations
+
+import signal
+import traceback
+from dataclasses import dataclass
+
+from manyhands.errors import (
+    Aborted,
+    CorruptCheckpoint,
+    DataError,
+    Desync,
+    Hang,
+    ManyhandsError,
+    NonFinite,
+    OutOfSharedMemory,
+    PeerTimeout,
+    UserError,
+    WorkerFailed,
+)
+from manyhands.places.local.control import Failed
+from manyhands.places.local.status import StatusRow
+
+__all__ = ["KINDS", "Failure", "describe_exit", "describe_status", "report"]
+
+KINDS: dict[str, type[ManyhandsError]] = {
+    kind.__name__: kind
+    for kind in (
+        UserError,
+        DataError,
+        CorruptCheckpoint,
+        OutOfSharedMemory,
+        NonFinite,
+        Desync,
+        Aborted,
+        PeerTimeout,
+    )
+}
+_KEPT = (UserError, Desync, NonFinite)
+"""What the launcher raises as what it was; anything else is told by a WorkerFailed."""
+
+_CONSEQUENCES = frozenset({Aborted.__name__, PeerTimeout.__name__})
+_MAX_MESSAGE, _MAX_TRACEBACK = 8 * 2**10, 64 * 2**10
+
+
+def report(error: BaseException, step: int) -> Failed:
+    """What a role tells of the error that ended it; long texts lose their middle or their beginning."""
+    kind = next((base.__name__ for base in type(error).__mro__ if base.__name__ in KINDS), "")
+    # The first frame is the role's own call of the job: it says nothing.
+    outer = error.__traceback__
+    inner = outer.tb_next or outer if outer is not None else None
+    trace = "".join(traceback.format_exception(type(error), error, inner))
+    return Failed(
+        kind=kind,
+        error=type(error).__name__,
+        message=_shortened(str(error), _MAX_MESSAGE),
+        traceback=trace[-_MAX_TRACEBACK:],
+        step=step,
+        details={name: value for name, value in vars(error).items() if type(value) in (int, float, bool)},
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """One role's failure: what happened in one sentence, what the role reported, and its last words."""
+
+    rank: int
+    sentence: str
+    name: str = ""
+    """What reports call the role."""
+
+    reported: Failed | None = None
+    last_words: str = ""
+    page: str = ""
+    """Of a hang: who waits for whom."""
+
+    details: str = ""
+    """Of a hang: everyone's stacks and events."""
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether the role failed only because another one did, or seems to have."""
+        reported = self.reported
+        if reported is None:
+            return False
+        lost = reported.details.get("worker_rank") if reported.error == WorkerFailed.__name__ else None
+        return reported.kind in _CONSEQUENCES or lost not in (None, self.rank)
+
+    def outranks(self, earlier: Failure) -> bool:
+        """Whether this, though later, is the one to tell: the cause of a consequence that came before it."""
+        return earlier.is_consequence and not self.is_consequence
+
+    def error(self) -> ManyhandsError:
+        """The exception for the launcher's caller: of the reported type where that is one of `_KEPT`."""
+        error = self._made()
+        error.blamed = self.name
+        return error
+
+    def _made(self) -> ManyhandsError:
+        reported = self.reported
+        if self.page:
+            return Hang(f"{self.sentence}\n\n{self.page}", worker_rank=self.rank, details=self.details)
+        if reported is not None and issubclass(KINDS.get(reported.kind, ManyhandsError), _KEPT):
+            kind = KINDS[reported.kind]
+            # Not by its constructor, which differs from kind to kind: message and attributes are all there is.
+            kept = kind.__new__(kind, reported.message)
+            vars(kept).update(reported.details)
+            kept.add_note(f"{self.sentence}\n{reported.traceback}")
+            return kept
+        told = [self.sentence]
+        if reported is not None:
+            told.append(reported.traceback.rstrip())
+        elif self.last_words.strip():
+            told.append(f"its last words on stderr:\n{self.last_words.strip()}")
+        return WorkerFailed("\n\n".join(told), worker_rank=self.rank)
+
+
+def describe_exit(status: int) -> str:
+    """`exited with status 3` or `was killed by SIGSEGV`, from the return code of a process."""
+    if status >= 0:
+        return f"exited with status {status} before it had reported a result"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:
+        name = f"signal {-status}"
+    hint = " (by someone, or by the kernel for want of memory)" if -status == signal.SIGKILL else ""
+    return f"was killed by {name}{hint}"
+
+
+def describe_status(line: StatusRow, now_ns: int) -> str:
+    """`last seen computing step 17, 5.2 s ago`."""
+    if line.seen_ns == 0:
+        return "never seen on the board"
+    return f"last seen {line.doing()}, {max(0, now_ns - line.seen_ns) / 1e9:.1f} s ago"
+
+
+def _shortened(text: str, limit: int) -> str:
+    if len(text) <= limit:
+        return text
+    return f"{text[: limit // 2]} [...] {text[-limit // 2 :]}"

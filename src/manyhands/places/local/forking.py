@@ -1,0 +1,460 @@
+"""The template process: it has imported what takes seconds to import and computed nothing, and workers are its forks.
+
+    launcher ──►  a batch                              ──►  template  forks once: a process in between
+    launcher ──►  role, surroundings, descriptors      ──►            in between  forks a worker
+    launcher  ◄── pid, pidfd                           ◄──            in between
+             …    for every worker of the batch
+    launcher ──►  that is all                          ──►            in between  ends
+    launcher  ◄── done                                 ◄──  template, when it has
+
+When the process in between ends, the launcher becomes the parent of its workers, which wait for that: it is a *child
+subreaper* during a batch, which makes the kernel give it the orphans. From then on a worker is a child of the launcher
+like any other.
+
+A fork of a process that has computed is not safe: threads of OpenMP and of CUDA do not come along. So nothing here, and
+nothing that is imported here, may compute.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import json
+import os
+import random
+import resource
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from manyhands.places.local.child_descriptors import LoaderSpec, RoleSpec
+from manyhands.places.local.pages import use_large_pages
+from manyhands.places.local.parent import die_with_parent
+
+__all__ = [
+    "FRAME_BYTES",
+    "LOADERS_VARIABLE",
+    "MOST_PASSED",
+    "TEMPLATE_NAME",
+    "BatchEnd",
+    "BatchRequest",
+    "ForkRequest",
+    "ImportRequest",
+    "TemplateSpec",
+    "await_birth",
+    "born_loaders",
+    "run_template",
+    "spare_finalizers",
+    "take_environment",
+]
+
+FRAME_BYTES = 1 << 20
+MOST_PASSED = 250
+"""Descriptors that fit into one message, short of the kernel's 253."""
+
+TEMPLATE_NAME = b"mh template"
+"""What a list of processes shows."""
+
+LOADERS_VARIABLE = "MANYHANDS_LOADERS"
+"""In the environment of a role: with how many processes it is born that may become its loaders."""
+
+born_loaders: list[tuple[int, socket.socket]] = []
+"""Their numbers and this process's ends of their lines, for whoever needs loaders first."""
+
+_TAKEN_APART = ("torch", "numba", "llvmlite")
+"""Whose finalizers change nothing but memory that ends with the process."""
+
+_MANY_FORKS = 8
+"""After so many, and when nobody has asked for another in `_QUIET_MS`, it pays to make the next ones cheaper."""
+_QUIET_MS = 100
+_SETTLED_MS = 1000
+"""When nobody has asked for so long after a fork, a run goes on: what another may need is imported meanwhile."""
+
+_ADOPTED_S = 30.0
+_PR_SET_NAME = 15
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TemplateSpec:
+    """What a template is told when it is started."""
+
+    launcher_pid: int
+    control: int
+    """Its end of the socket on which forks are asked for."""
+
+    launcher: int
+    """A descriptor of the launcher's process, which reports its end."""
+
+    modules: tuple[str, ...]
+    """What it imports before it forks."""
+
+    later: tuple[str, ...]
+    """What it imports when nobody asks for anything."""
+
+    path: tuple[str, ...]
+
+    def to_text(self) -> str:
+        """The form in the environment variable."""
+        return json.dumps(asdict(self))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForkRequest:
+    """One fork: the role, and what a process that the launcher started itself would inherit.
+
+    Its output's two pipes and then the role's descriptors, in the order of `RoleSpec.inherited`, come along.
+    """
+
+    role: str
+    """The text of a `RoleSpec`, or of a `LoaderSpec`."""
+
+    environment: Mapping[str, str]
+    folder: str
+    umask: int
+    cores: tuple[int, ...]
+    limits: Mapping[str, tuple[int, int]]
+    num_descriptors: int
+
+    def to_bytes(self) -> bytes:
+        """As it is sent."""
+        return json.dumps(asdict(self)).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRequest:
+    """Forks are asked for now, one after the other, until a `BatchEnd`."""
+
+    modules: tuple[str, ...]
+    """What the template imports first, where it has not: they will need it, and so may those after them."""
+
+    def to_bytes(self) -> bytes:
+        """As it is sent."""
+        return json.dumps({"batch": self.modules}).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class BatchEnd:
+    """That is all: what was forked gets the launcher as its parent."""
+
+    def to_bytes(self) -> bytes:
+        """As it is sent."""
+        return json.dumps({"end": True}).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class ImportRequest:
+    """What forks that are asked for soon will need: it is imported as soon as nobody asks for anything."""
+
+    modules: tuple[str, ...]
+
+    def to_bytes(self) -> bytes:
+        """As it is sent."""
+        return json.dumps({"imports": self.modules}).encode()
+
+
+_Asked = tuple[ForkRequest | BatchRequest | BatchEnd | ImportRequest, list[int]]
+"""What the launcher sends, with the descriptors that came along."""
+
+_Born = tuple[ForkRequest, list[int]]
+"""What a fork is to be."""
+
+
+def run_template(text: str) -> int:
+    """Import, then fork whatever is asked for until the launcher is gone; in a fork, the life of its role."""
+    born = await_birth(text)
+    return _live(*born) if born is not None else 0
+
+
+def await_birth(text: str) -> _Born | None:
+    """Import, then fork; it returns in every fork, with what was asked and its descriptors, and at the end with None.
+
+    `text` is that of a `TemplateSpec`.
+    """
+    spec = TemplateSpec(**json.loads(text))
+    sys.path[:] = spec.path
+    _show_name(TEMPLATE_NAME)
+    _import_all(spec.modules)
+    with socket.socket(fileno=spec.control) as control:
+        return _serve(control, spec)
+
+
+def _import_all(names: Sequence[str]) -> None:
+    """Import what is not there yet; what fails is told of, and fails again in the worker that needs it."""
+    gc.disable()  # what is imported stays: looking for garbage among it takes a fifth of the time
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            if isinstance(
+                error, OSError
+            ):  # such as a limit of this shell's, which the launcher meets too and names
+                print(f"manyhands: {name} is not imported ahead: {error}", file=sys.stderr)
+            else:
+                traceback.print_exc()
+    spare_finalizers()
+    gc.enable()
+    gc.freeze()  # or collecting in a fork would copy what all forks share
+
+
+def spare_finalizers() -> None:
+    """Have forks end without taking torch's and numba's tables apart, which takes as long as a short run.
+
+    Thousands of operators are registered while importing, and are to be removed one by one when a process ends; what
+    others ask for at the end is done.
+    """
+    for finalizer in list(getattr(weakref.finalize, "_registry", ())):
+        peeked = finalizer.peek()
+        if peeked is not None and str(getattr(peeked[1], "__module__", "")).partition(".")[0] in _TAKEN_APART:
+            finalizer.atexit = False
+
+
+def _serve(control: socket.socket, spec: TemplateSpec) -> _Born | None:
+    """In the template, None at the end; in a fork, what it is."""
+    poll = _poll_for(control, spec)
+    soon, later = list[str](), list(spec.later)
+    num_forks, is_large, is_settled = 0, False, True
+    why_none = "no batch has begun"
+    while True:
+        pays = num_forks >= _MANY_FORKS and not is_large
+        wait_ms = _QUIET_MS if pays else 0 if is_settled else _SETTLED_MS
+        ready = poll.poll(0 if soon else wait_ms if pays or later else None)
+        if not ready and (soon or not pays):
+            is_settled = is_settled or not soon
+            _import_all([(soon or later).pop(0)])
+            continue
+        if not ready:
+            use_large_pages()
+            is_large = True
+            continue
+        asked = _next_of(control, spec, ready)
+        match asked:
+            case None:
+                return None
+            case ImportRequest(modules), _:
+                soon += modules
+            case BatchRequest(modules), _:
+                if not sys.modules.keys() >= set(modules):
+                    _import_all(modules)
+                born = _serve_batch(control, spec)
+                if isinstance(born, tuple):
+                    return born
+                if isinstance(born, str):
+                    why_none = born
+                else:
+                    num_forks += born
+                    is_settled = False
+                    _tell(control, done=True)
+            case BatchEnd(), _:
+                _tell(control, done=True)
+            case ForkRequest(), passed:
+                _tell(control, error=why_none)
+                _close_all(passed)
+
+
+def _serve_batch(control: socket.socket, spec: TemplateSpec) -> _Born | int | str:
+    """In the template, how many were forked, or a word on why nobody else can be; in a fork, what it is."""
+    try:
+        between = os.fork()
+    except OSError as error:
+        return f"{error.strerror or error}"
+    if between == 0:
+        return _live_between(control, spec)
+    _, status = os.waitpid(between, 0)
+    if os.WIFSIGNALED(status):
+        why = f"the process that forks them was killed by signal {os.WTERMSIG(status)}"
+        _tell(control, error=why)  # to whoever waits for a fork; if nobody does, to the next
+        return why
+    return os.WEXITSTATUS(status)
+
+
+def _live_between(control: socket.socket, spec: TemplateSpec) -> _Born:
+    """Fork whoever is asked for, and end with the batch; it returns in these forks, when the launcher is their parent.
+
+    Its exit status is how many there were, as far as a status can say.
+    """
+    count = 0
+    try:
+        poll, own = _poll_for(control, spec), os.pidfd_open(os.getpid())
+        while True:
+            asked = _next_of(control, spec, poll.poll())
+            request, passed = asked if asked is not None else (None, ())
+            if not isinstance(request, ForkRequest):
+                os._exit(min(count, 255))
+            try:
+                worker = _fork_leader()
+            except OSError as error:
+                _tell(control, error=f"{error.strerror or error}")
+            else:
+                if worker == 0:
+                    _await_adoption(spec, own)
+                    return request, list(passed)
+                count += 1
+                pidfd = os.pidfd_open(worker)
+                socket.send_fds(control, [json.dumps({"pid": worker}).encode()], [pidfd])
+                os.close(pidfd)
+            _close_all(passed)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(min(count, 255))
+
+
+def _fork_leader() -> int:
+    """The process id of a child that leads a session; 0 in that child."""
+    reader, writer = os.pipe()
+    with os.fdopen(reader, "rb", 0) as told, os.fdopen(writer, "wb", 0) as telling:
+        worker = os.fork()
+        if worker == 0:
+            os.setsid()  # before anybody knows its number, so that it can be killed with its group at once
+            telling.write(b".")
+            return 0
+        telling.close()
+        if not told.read(1):
+            raise OSError("it ended as soon as it was made")
+        return worker
+
+
+def _poll_for(control: socket.socket, spec: TemplateSpec) -> select.poll:
+    poll = select.poll()
+    poll.register(control, select.POLLIN)
+    poll.register(spec.launcher, select.POLLIN)
+    return poll
+
+
+def _next_of(control: socket.socket, spec: TemplateSpec, ready: Sequence[tuple[int, int]]) -> _Asked | None:
+    """What the launcher asks, of which `ready` tells; None once it is gone."""
+    if any(descriptor == spec.launcher for descriptor, _ in ready):
+        return None
+    data, passed, _, _ = socket.recv_fds(control, FRAME_BYTES, MOST_PASSED)
+    if not data:
+        return None
+    told = json.loads(data)
+    if "imports" in told:
+        return ImportRequest(tuple(told["imports"])), []
+    if "batch" in told:
+        return BatchRequest(tuple(told["batch"])), []
+    if "end" in told:
+        return BatchEnd(), []
+    request = ForkRequest(**told)
+    while len(passed) < request.num_descriptors:
+        more, others, _, _ = socket.recv_fds(control, 1, MOST_PASSED)
+        if not more:
+            return None
+        passed += others
+    for descriptor in passed:
+        os.set_inheritable(descriptor, False)
+    return request, passed
+
+
+def _tell(control: socket.socket, **told: Any) -> None:
+    control.send(json.dumps(told).encode())
+
+
+def _close_all(descriptors: Sequence[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def _await_adoption(spec: TemplateSpec, between: int) -> None:
+    """Wait until the process in between has ended, of which `between` tells, and the launcher is this worker's parent.
+
+    Leave if it never is.
+    """
+    select.select([between, spec.launcher], [], [])
+    deadline = time.monotonic() + _ADOPTED_S
+    while os.getppid() != spec.launcher_pid:
+        if time.monotonic() > deadline or select.select([spec.launcher], [], [], 0.0005)[0]:
+            os._exit(1)
+    os.close(between)
+    os.close(spec.launcher)
+
+
+def _live(request: ForkRequest, passed: Sequence[int]) -> int:
+    """Be the role: with its own output, surroundings and random numbers, as a process of its own would be."""
+    stdout, stderr, *inherited = passed
+    spec = LoaderSpec.from_text(request.role) or RoleSpec.from_text(request.role).received(inherited)
+    for descriptor, number in ((stdout, 1), (stderr, 2)):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    die_with_parent(spec.parent_pid, signal.SIGKILL)
+    take_environment(request)
+    _show_name(spec.name.encode())
+    sys.orig_argv[-1] = spec.name
+    if isinstance(spec, LoaderSpec):
+        return _load(socket.socket(fileno=inherited[0]))
+    line = _bear_loaders(int(os.environ.pop(LOADERS_VARIABLE, "0")))
+    if line is not None:
+        _show_name(b"mh loader")
+        return _load(line)
+    role = importlib.import_module("manyhands.places.local.role_process")
+    status: int = role.run_role(spec)
+    return status
+
+
+def _load(line: socket.socket) -> int:
+    _take_threads("1")
+    loader = importlib.import_module("manyhands.places.local.loader")
+    status: int = loader.run_loader(line)
+    return status
+
+
+def _bear_loaders(count: int) -> socket.socket | None:
+    """Fork so many processes while this one has a single thread and has computed nothing; in each of them, its line.
+
+    They hold nothing of the role's: a socket that they kept would hide its death.
+    """
+    role = os.getpid()
+    for _ in range(count):
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        pid = os.fork()
+        if pid == 0:
+            os.setsid()
+            die_with_parent(role, signal.SIGKILL)
+            for held in (ours, *(line for _, line in born_loaders)):
+                held.detach()  # or the object would close a number that means something else by then
+            born_loaders.clear()
+            for descriptor in map(int, os.listdir("/proc/self/fd")):
+                if descriptor > 2 and descriptor != theirs.fileno():
+                    with suppress(OSError):  # that of the listing itself is closed already
+                        os.close(descriptor)
+            return theirs
+        theirs.close()
+        born_loaders.append((pid, ours))
+    return None
+
+
+def take_environment(request: ForkRequest) -> None:
+    """What a process that is started would have inherited or read: of its parent, and random numbers of its own."""
+    os.environ.clear()
+    os.environ.update(request.environment)
+    os.chdir(request.folder)
+    os.umask(request.umask)
+    os.sched_setaffinity(0, request.cores)
+    for name, limit in request.limits.items():
+        soft, hard = limit
+        resource.setrlimit(getattr(resource, name), (soft, hard))
+    random.seed()
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed()
+    _take_threads(request.environment.get("OMP_NUM_THREADS", ""))
+
+
+def _take_threads(count: str) -> None:
+    """As many as the role is given: the variable was read when the template imported torch."""
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and count.isdecimal() and int(count) > 0:
+        torch.set_num_threads(int(count))
+
+
+def _show_name(name: bytes) -> None:
+    """For those who list processes, and see at most 15 letters of it."""
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, ctypes.c_char_p(name[:15]), 0, 0, 0)

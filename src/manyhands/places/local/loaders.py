@@ -1,0 +1,299 @@
+"""A worker's loader processes: what it will ask for next is read by them while it computes.
+
+They are forks of a process that has computed nothing: of the worker itself, made before it began, where the launcher
+knew that it would need them, else of a template. Either way they are the worker's children, and end with it.
+What they read comes in files without a name, so nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, nullcontext
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+
+from manyhands.data.loading import Loading
+from manyhands.errors import ManyhandsError, UserError
+from manyhands.places.local.child_descriptors import LoaderSpec
+from manyhands.places.local.failure import describe_exit
+from manyhands.places.local.foreign_process import AdoptedProcess, StillRunning
+from manyhands.places.local.forking import born_loaders
+from manyhands.places.local.loader import KeyReader, LoadFailed
+from manyhands.places.local.packed_job import load, pack
+from manyhands.places.local.stacks import (
+    LOADER_CALL,
+    STACK_SIGNAL,
+    answered_by,
+    answers_to,
+    call_of,
+    main_stack,
+)
+from manyhands.places.local.template import inherited_environment, obtain
+
+__all__ = ["Loaders"]
+
+_LOOK_S = 0.2
+_ANSWER_S = 0.3
+_LEAVE_S = 1.0
+"""How long a loader process may finish what it is reading when it is needed no more."""
+
+_Key = TypeVar("_Key", bound=Hashable)
+
+
+class Loaders(Generic[_Key]):
+    """Up to `count` loader processes with a reader each; started when something is first asked for.
+
+    `owner` is whose they are, for error messages. `prepare` is applied to everything that was read, by a thread. For
+    one thread; `close` is idempotent.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], KeyReader],
+        loading: Loading,
+        count: int,
+        owner: str,
+        prepare: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self._make, self._loading, self._count, self._owner = make, loading, count, owner
+        if len(born_loaders) < count:
+            obtain(inherited_environment())  # it imports while the worker builds its model
+        self._prepare = prepare
+        self._preparing = ThreadPoolExecutor(1, "prepare batches") if prepare is not None else None
+        self._loaders: list[_Loader[_Key]] = []
+        self._poll = select.poll()
+        self._last_ticket = 0
+        self._asked: dict[_Key, int] = {}
+        self._arrived: dict[_Key, Callable[[], Any]] = {}
+        self._files = ExitStack()
+
+    @property
+    def window(self) -> int:
+        """How many things they read ahead."""
+        return self._count * self._loading.ahead
+
+    def get(self, key: _Key, upcoming: Sequence[_Key], kept_from: int = 0) -> Any:
+        """What the reader reads for `key`; the processes go on with `upcoming`, and forget what is neither.
+
+        Raises what reading raised; ManyhandsError where a loader process is gone or silent.
+        """
+        if not self._loaders:
+            self._start()
+        self._take(0)
+        wanted = [key, *upcoming[: self.window]]
+        self._forget(set(wanted))
+        for one in wanted:
+            if one not in self._asked:
+                self._ask(one, kept_from)
+        if key not in self._arrived:
+            self._await(key)
+        del self._asked[key]
+        found = self._arrived.pop(key)()
+        if isinstance(found, LoadFailed):
+            found.error.add_note(f"in a loader process of {self._owner}:\n{found.trace}")
+            raise found.error
+        return found
+
+    def close(self) -> None:
+        """End the processes, which may finish what they are reading, and drop what they have read."""
+        self._forget(set())
+        loaders, self._loaders = self._loaders, []
+        for loader in loaders:
+            loader.line.close()
+        deadline = time.monotonic() + _LEAVE_S
+        for loader in loaders:
+            loader.end(max(0.0, deadline - time.monotonic()))
+        if self._preparing is not None:
+            self._preparing.shutdown()
+        self._files.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _start(self) -> None:
+        try:
+            job = pack(self._make)
+        except UserError as error:
+            raise UserError(
+                f"loading: data cannot be sent to loader processes ({error.__cause__ or error}); make it of functions, "
+                "arrays and plain objects, and open files when they are first read, or set workers=0"
+            ) from error
+        stacks = answers_to()
+        if stacks is None:
+            stacks = os.memfd_create("manyhands:stacks", os.MFD_CLOEXEC)
+            self._files.callback(os.close, stacks)
+        self._stacks = stacks
+        try:
+            self._loaders = self._born() or self._forked()
+            for loader in self._loaders:
+                told = json.dumps({"path": sys.path}).encode()
+                socket.send_fds(loader.line, [told], [job, stacks])
+                self._poll.register(loader.line, select.POLLIN)
+                self._poll.register(loader.process.pidfd, select.POLLIN)
+        finally:
+            os.close(job)
+
+    def _born(self) -> list[_Loader[_Key]]:
+        """Those that this process was born with, if they are enough."""
+        if len(born_loaders) < self._count:
+            return []
+        taken = born_loaders[: self._count]
+        del born_loaders[: self._count]
+        return [
+            _Loader(self._name(number), AdoptedProcess(pid, os.pidfd_open(pid)), line)
+            for number, (pid, line) in enumerate(taken)
+        ]
+
+    def _forked(self) -> list[_Loader[_Key]]:
+        """Of a template."""
+        template, loaders = obtain(inherited_environment()), []
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        with template.batch():
+            for number in range(self._count):
+                name = self._name(number)
+                ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                with theirs:
+                    spec = LoaderSpec(name=name, parent_pid=os.getpid())
+                    process = template.ask(name, spec.to_text(), [1, 2, theirs.fileno()], environment)
+                loaders.append(_Loader[_Key](name, process, ours))
+        return loaders
+
+    def _name(self, number: int) -> str:
+        return f"loader {number} of {self._owner}"
+
+    def _ask(self, key: _Key, kept_from: int) -> None:
+        self._last_ticket += 1
+        loader = min(self._loaders, key=lambda one: len(one.reading))
+        loader.reading[self._last_ticket] = key
+        self._asked[key] = self._last_ticket
+        loader.tell(ticket=self._last_ticket, key=key, kept_from=kept_from)
+
+    def _forget(self, wanted: set[_Key]) -> None:
+        """Drop what was asked for and is not `wanted`; what is being read already is read, and dropped then."""
+        unwanted = {ticket: key for key, ticket in self._asked.items() if key not in wanted}
+        for key in unwanted.values():
+            del self._asked[key]
+            self._arrived.pop(key, None)
+        for loader in self._loaders:
+            told = [ticket for ticket in loader.reading if ticket in unwanted]
+            if told:
+                loader.tell(forget=told)
+                for ticket in told:
+                    del loader.reading[ticket]
+
+    def _await(self, key: _Key) -> None:
+        begin = time.monotonic()
+        loader = next(one for one in self._loaders if self._asked[key] in one.reading)
+        while key not in self._arrived:
+            waited_s = time.monotonic() - begin
+            if waited_s > self._loading.timeout_s:
+                raise ManyhandsError(
+                    f"{loader} gave nothing for {waited_s:.0f} s: it is {self._where(loader)}; where reading a batch "
+                    "takes longer, set loading's timeout_s"
+                )
+            with answered_by(loader.process.pid) if waited_s > _LOOK_S else nullcontext():
+                self._take(round(min(_LOOK_S, self._loading.timeout_s) * 1000))
+
+    def _take(self, wait_ms: int) -> None:
+        """What has come, after so long a wait at most; ManyhandsError if a process has ended."""
+        ready = {descriptor for descriptor, _ in self._poll.poll(wait_ms)}
+        for loader in self._loaders:
+            if ready & {loader.line.fileno(), loader.process.pidfd}:
+                while self._receive(loader):
+                    pass
+                if loader.process.pidfd in ready:
+                    raise ManyhandsError(loader.ended())
+
+    def _receive(self, loader: _Loader[_Key]) -> bool:
+        """One thing that was read, if there is one."""
+        try:
+            data, descriptors, _, _ = socket.recv_fds(loader.line, 4096, 1)
+        except (BlockingIOError, ConnectionResetError):
+            return False
+        if not data:
+            return False
+        ticket = json.loads(data)["ticket"]
+        if ticket < 0:  # it has no reader
+            key = next(iter(loader.reading.values()))
+        elif ticket in loader.reading:
+            key = loader.reading.pop(ticket)
+        else:  # forgotten meanwhile
+            os.close(descriptors[0])
+            return True
+        file = _File(descriptors[0])
+        if self._preparing is None or self._prepare is None:
+            self._arrived[key] = file.load
+        else:
+            self._arrived[key] = self._preparing.submit(_prepared, file, self._prepare).result
+        return True
+
+    def _where(self, loader: _Loader[_Key]) -> str:
+        """In which line of the user's code."""
+        told = os.fstat(self._stacks).st_size
+        os.kill(loader.process.pid, STACK_SIGNAL)
+        time.sleep(_ANSWER_S)
+        written = os.pread(self._stacks, os.fstat(self._stacks).st_size - told, told)
+        return call_of(main_stack(written.decode(errors="replace"))).removeprefix(LOADER_CALL)
+
+
+class _Loader(Generic[_Key]):
+    """One process, the worker's end of its line, and what it was asked for and has not given."""
+
+    def __init__(self, name: str, process: AdoptedProcess, line: socket.socket) -> None:
+        self.name, self.process, self.line = name, process, line
+        line.setblocking(False)
+        self.reading: dict[int, _Key] = {}
+
+    def __str__(self) -> str:
+        return f"{self.name} (pid {self.process.pid})"
+
+    def tell(self, **told: Any) -> None:
+        try:
+            self.line.send(json.dumps(told).encode())
+        except (BrokenPipeError, ConnectionResetError):  # it has ended, which its process descriptor tells
+            pass
+
+    def ended(self) -> str:
+        """What to say of it, once it has."""
+        reading = next(iter(self.reading.values()), None)
+        what = f" while it had {reading} to read" if reading is not None else ""
+        return f"{self} {describe_exit(self.process.wait())}{what}"
+
+    def end(self, patience_s: float) -> None:
+        try:
+            self.process.wait(patience_s)
+        except StillRunning:
+            os.killpg(self.process.pid, signal.SIGKILL)  # it leads a session: what it has started goes, too
+            self.process.wait()
+        self.process.close()
+
+
+class _File:
+    """What a loader process has read; the file goes when it is loaded or dropped."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def load(self) -> Any:
+        return load(self._descriptor)
+
+    def __del__(self) -> None:
+        os.close(self._descriptor)
+
+
+def _prepared(file: _File, prepare: Callable[[Any], Any]) -> Any:
+    found = file.load()
+    return found if isinstance(found, LoadFailed) else prepare(found)

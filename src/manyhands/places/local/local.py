@@ -1,0 +1,220 @@
+"""The local cluster: starts the roles of a run on this host, watches them, and leaves nothing behind.
+
+    with LocalCluster([Role(name=f"worker {rank}", target=job) for rank in range(4)]) as cluster:
+        results = cluster.run()
+
+What to do is decided in `watch` and done here, on the processes of a `children`. For processes that come and go, see
+`supervisor`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any
+
+from manyhands.errors import UserError
+from manyhands.places.local.children import Children, Role
+from manyhands.places.local.control import Finished, Stop
+from manyhands.places.local.member import TICK_S, Exited, Garbled, Heard, KillProcess, Patience
+from manyhands.places.local.packed_job import pack
+from manyhands.places.local.signals import as_exception, counted_signals
+from manyhands.places.local.watch_core import (
+    Action,
+    AskToStop,
+    Deliver,
+    Event,
+    HangAlarm,
+    HungRole,
+    Looked,
+    Watch,
+    WatchInterrupted,
+    WatchStopWanted,
+)
+from manyhands.places.local.watchdog import Watchdog, Watched
+from manyhands.transport.link.liveness import SILENT_AFTER_S
+
+__all__ = ["LocalCluster", "OnFailure", "OnNote", "Role"]
+
+OnNote = Callable[[int, Mapping[str, Any]], None]
+OnFailure = Callable[[int], None]
+
+
+class LocalCluster:
+    """Runs `roles` side by side, rank by position; a context manager, used for one `run`.
+
+    `on_note(rank, payload)` gets what the roles send, `on_failure(rank)` is called at the first failure,
+    before anyone else is told (to end waits in shared memory). Both are called in the thread of `run`.
+
+    A role whose process gives no sign of life is noticed within `silent_after_s`. After a failure or an
+    interruption, the others have `grace_s` to leave. Where nobody makes progress for as long as `watched` says, the
+    run fails with a `Hang` that names who is to blame. Once `stop_wanted()`, which is asked after all that came, the
+    roles are asked to stop and come to their end by themselves, with results.
+    """
+
+    def __init__(
+        self,
+        roles: Sequence[Role],
+        *,
+        on_note: OnNote | None = None,
+        on_failure: OnFailure | None = None,
+        stop_wanted: Callable[[], bool] = lambda: False,
+        watched: Watched | None = None,
+        silent_after_s: float = SILENT_AFTER_S,
+        grace_s: float = 2.0,
+        start_timeout_s: float = 120.0,
+    ) -> None:
+        if not roles:
+            raise UserError("roles=[] must hold at least one role")
+        self._roles = tuple(roles)
+        self._on_note = on_note
+        self._on_failure = on_failure
+        self._stop_wanted = stop_wanted
+        self._watched = watched or Watched(deadline_s=0.0)
+        self._patience = Patience(
+            silent_after_s=silent_after_s, grace_s=grace_s, start_timeout_s=start_timeout_s
+        )
+        self._stack = ExitStack()
+        self._prepared: tuple[Children, int] | None = None
+
+    def __enter__(self) -> LocalCluster:
+        """Pack the job and make what all roles share; no process is started yet."""
+        with ExitStack() as stack:
+            job = pack([role.target for role in self._roles])
+            stack.callback(os.close, job)
+            children = stack.enter_context(Children(capacity=len(self._roles), world=len(self._roles)))
+            self._prepared = children, job
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Release what `__enter__` made; the processes are gone when `run` returns or raises."""
+        self._prepared = None
+        self._stack.close()
+
+    def run(self) -> list[Finished]:
+        """Start every role and wait for all results, by rank; called once.
+
+        Raises WorkerFailed for the first failure, or the role's own error if that was a UserError. On Ctrl-C
+        and on SIGTERM (in the main thread, where they have their default meaning) all roles are taken down
+        first; then KeyboardInterrupt or SystemExit(143) is raised. When this returns or raises, every process
+        is gone.
+        """
+        if self._prepared is None:
+            raise RuntimeError("a cluster runs once, as a context manager: with LocalCluster(...) as cluster")
+        (children, job), self._prepared = self._prepared, None
+        with (
+            counted_signals() as signals,
+            _Run(children, job, self._roles, self._patience, self._watched) as run,
+        ):
+            try:
+                run.until_over(signals, self._on_note, self._on_failure, self._stop_wanted)
+            except BaseException as error:  # from a callback, or from a signal handler of the user's own
+                run.handle(WatchInterrupted())
+                run.until_over(signals)
+                if run.watch.failure is not None:
+                    error.add_note(f"before that: {run.watch.failure}")
+                raise
+        if signals:
+            raise as_exception(signals[0]) from run.watch.failure
+        if run.watch.failure is not None:
+            raise run.watch.failure
+        return run.watch.results()
+
+
+class _Run:
+    """The processes of one run and the loop around them; entering starts them, leaving leaves none."""
+
+    def __init__(
+        self, children: Children, job: int, roles: Sequence[Role], patience: Patience, watched: Watched
+    ) -> None:
+        self._children = children
+        self._job = job
+        self._roles = roles
+        self._patience = patience
+        self._watchdog = Watchdog(watched, time.monotonic_ns())
+        self._arrived: deque[Heard | Garbled | Exited] = deque()
+        self._signals_handled = 0
+        self._on_note: OnNote | None = None
+        self._on_failure: OnFailure | None = None
+
+    def __enter__(self) -> _Run:
+        try:
+            with self._children.together():
+                started = [
+                    (role.name, self._children.start(rank, role, self._job))
+                    for rank, role in enumerate(self._roles)
+                ]
+        except BaseException:
+            self._children.end()
+            raise
+        self.watch = Watch(started, self._patience, time.monotonic_ns())
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._children.end()
+
+    def until_over(
+        self,
+        signals: Sequence[int],
+        on_note: OnNote | None = None,
+        on_failure: OnFailure | None = None,
+        stop_wanted: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Watch until every process has ended."""
+        self._on_note, self._on_failure = on_note, on_failure
+        while not self.watch.over:
+            self._arrived.extend(self._children.wait(TICK_S))
+            self.handle(Looked([self._children.line(rank) for rank in range(len(self._roles))]))
+            for _ in signals[self._signals_handled :]:
+                self._signals_handled += 1
+                self.handle(WatchInterrupted())
+            while self._arrived:  # one by one: what a callback's error leaves is for the taking down
+                self.handle(self._arrived.popleft())
+            if stop_wanted():
+                self.handle(WatchStopWanted())
+            if not self.watch.taking_down:
+                self._look_for_a_hang()
+
+    def _look_for_a_hang(self) -> None:
+        roles = dict(enumerate(self.watch.members))
+        found = self._watchdog.look(roles, self._children, time.monotonic_ns())
+        if found is not None:
+            self.handle(
+                HungRole(rank=found.role, sentence=found.sentence, page=found.page, details=found.details)
+            )
+
+    def handle(self, event: Event) -> None:
+        """Let the watch decide about `event`, and do what it says."""
+        for action in self.watch.handle(event, time.monotonic_ns()):
+            self._do(action)
+
+    def _do(self, action: Action) -> None:
+        match action:
+            case Deliver(rank, note):
+                if self._on_note is not None:
+                    self._on_note(rank, note.payload)
+            case HangAlarm(rank):
+                if self._on_failure is not None:
+                    self._on_failure(rank)
+            case AskToStop(rank):
+                self._children.post(rank, Stop())
+            case KillProcess(rank):
+                self._children.kill(rank)

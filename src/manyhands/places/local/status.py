@@ -1,0 +1,224 @@
+"""The board: one cache line of shared memory per role, where it shows that it lives and what it is doing.
+
+    line of a role   | pid | heartbeat_ns | marked_ns | mark | sign | place |
+    mark             | step (40 bits) | state (8 bits) | waiting for (16 bits) |
+    sign             | waiting since_ns | waiting for + 1 |
+    place            | stage of a pipeline (32 bits) | micro-batch + 1 (32 bits), 0 for none |
+
+Only the role writes its line, the launcher reads all of them. The heartbeat (written by `sentinel`) proves the
+process, the mark proves the work, the sign (`native.wait_sign`) says whom a long wait is for. A mark is one word, so a
+reader never sees the step of one mark with the state of another.
+
+The board is mapped here and not through `native.segment`, which imports torch: a role is on the board before
+it has imported anything heavy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from dataclasses import dataclass
+from enum import IntEnum, unique
+from types import TracebackType
+
+from manyhands.native.atomics import clock_ns, load_i64, store_i64
+from manyhands.native.decorators import njit
+
+__all__ = [
+    "HEARTBEAT_OFFSET",
+    "NOBODY",
+    "SIGN_OFFSET",
+    "State",
+    "StatusRow",
+    "StatusTable",
+    "pack_mark",
+    "unpack_mark",
+]
+
+NOBODY = -1
+HEARTBEAT_OFFSET = 8
+SIGN_OFFSET = 32
+
+_LINE_BYTES = 128  # two 64-byte lines: adjacent-line prefetch makes neighbours share
+_PID_OFFSET, _MARKED_OFFSET, _MARK_OFFSET, _PLACE_OFFSET = 0, 16, 24, 48
+_MAX_STEP, _MAX_RANK = 2**39 - 1, 2**16 - 2
+
+
+@unique
+class State(IntEnum):
+    """What a role is doing; the words of the launcher's errors."""
+
+    STARTING = 0
+    COMPUTING = 1
+    EXCHANGING = 2
+    WAITING = 3
+    EVALUATING = 4
+    SAVING = 5
+    FINISHED = 6
+    SERVING = 7
+    """At the service of others: it may have nothing to do for as long as they like."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatusRow:
+    """What one role's line said at one moment; times are on the clock of `time.monotonic_ns`, 0 for never."""
+
+    pid: int = 0
+    heartbeat_ns: int = 0
+    marked_ns: int = 0
+    step: int = 0
+    state: State = State.STARTING
+    waiting_for: int = NOBODY
+    waiting_since_ns: int = 0
+    """When a long wait began; 0 where only the mark speaks of a wait."""
+
+    place: tuple[int, int] | None = None
+    """Stage and micro-batch of a pipeline, from 0, where it is at one."""
+
+    @property
+    def seen_ns(self) -> int:
+        """When the role last gave any sign."""
+        return max(self.heartbeat_ns, self.marked_ns)
+
+    def doing(self) -> str:
+        """`computing step 17`, `waiting for role 0 at step 17`, or `starting`."""
+        if self.state is State.STARTING:
+            return "starting"
+        if self.state is State.FINISHED:
+            return f"finished after step {self.step}"
+        if self.state is State.SERVING:
+            return "serving"
+        where = "" if self.place is None else f", micro-batch {self.place[1]} on stage {self.place[0]}"
+        if self.waiting_for != NOBODY:
+            return f"waiting for role {self.waiting_for} at step {self.step}{where}"
+        return f"{self.state.name.lower()} step {self.step}{where}"
+
+
+class StatusTable:
+    """The mapped board; a context manager, `close` is idempotent.
+
+    The launcher calls `create` and hands `descriptor` to its children, which map it too. Which line is whose is the
+    launcher's to say; the line of one who is gone may be given to another.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        """Map the board behind `descriptor`, which this object now owns."""
+        self.descriptor = descriptor
+        self._map: mmap.mmap | None = mmap.mmap(descriptor, 0)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self._num_lines = len(self._map) // _LINE_BYTES
+
+    @classmethod
+    def create(cls, num_lines: int) -> StatusTable:
+        """A fresh board of `num_lines` lines."""
+        descriptor = os.memfd_create("manyhands:board", os.MFD_CLOEXEC)
+        try:
+            os.posix_fallocate(descriptor, 0, num_lines * _LINE_BYTES)
+            return cls(descriptor)
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+    def control_address(self, line: int) -> int:
+        """Where `line` starts in this process, for compiled code."""
+        if self._map is None:
+            raise ValueError("the board is closed")
+        if not 0 <= line < self._num_lines:
+            raise IndexError(f"there is no line {line}; the board has {self._num_lines}")
+        return self._address + line * _LINE_BYTES
+
+    def sign_on(self, line: int) -> None:
+        """Write this process's id on its line, with a first mark."""
+        _write_pid(self.control_address(line), os.getpid())
+        self.mark(line, 0, State.STARTING)
+
+    def mark(
+        self,
+        line: int,
+        step: int,
+        state: State,
+        waiting_for: int = NOBODY,
+        place: tuple[int, int] | None = None,
+    ) -> None:
+        """Say what the owner of the line is doing; a few microseconds."""
+        at = 0 if place is None else place[0] << 32 | place[1] + 1
+        _write_mark(self.control_address(line), pack_mark(step, state, waiting_for), at)
+
+    def wipe(self, line: int) -> None:
+        """Make the line of a process that is gone as good as new."""
+        ctypes.memset(self.control_address(line), 0, _LINE_BYTES)
+
+    def read(self, line: int) -> StatusRow:
+        """What the line says now."""
+        pid, heartbeat_ns, marked_ns, mark, since_ns, waited_for, place = _read_line(
+            self.control_address(line)
+        )
+        step, state, waiting_for = unpack_mark(mark)
+        return StatusRow(
+            pid=pid,
+            heartbeat_ns=heartbeat_ns,
+            marked_ns=marked_ns,
+            step=step,
+            state=state,
+            waiting_for=waited_for - 1 if waited_for else waiting_for,
+            waiting_since_ns=since_ns if waited_for else 0,
+            place=(place >> 32, (place & 0xFFFFFFFF) - 1) if place else None,
+        )
+
+    def close(self) -> None:
+        """Unmap, and close the descriptor."""
+        if self._map is not None:
+            self._map.close()
+            self._map = None
+            os.close(self.descriptor)
+
+    def __enter__(self) -> StatusTable:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def pack_mark(step: int, state: State, waiting_for: int = NOBODY) -> int:
+    """The three parts of a mark in one word."""
+    if not 0 <= step <= _MAX_STEP:
+        raise ValueError(f"step={step} must lie between 0 and {_MAX_STEP}")
+    if not NOBODY <= waiting_for <= _MAX_RANK:
+        raise ValueError(f"waiting_for={waiting_for} must lie between {NOBODY} (nobody) and {_MAX_RANK}")
+    return step << 24 | state << 16 | (waiting_for + 1)
+
+
+def unpack_mark(mark: int) -> tuple[int, State, int]:
+    """The step, the state and whom it waits for."""
+    return mark >> 24, State(mark >> 16 & 0xFF), (mark & 0xFFFF) - 1
+
+
+@njit("void(int64, int64)", nogil=True, cache=True)
+def _write_pid(line, pid):  # type: ignore[no-untyped-def]
+    store_i64(line + _PID_OFFSET, pid)
+
+
+@njit("void(int64, int64, int64)", nogil=True, cache=True)
+def _write_mark(line, mark, place):  # type: ignore[no-untyped-def]
+    store_i64(line + _PLACE_OFFSET, place)
+    store_i64(line + _MARK_OFFSET, mark)
+    store_i64(line + _MARKED_OFFSET, clock_ns())
+
+
+@njit("UniTuple(int64, 7)(int64)", nogil=True, cache=True)
+def _read_line(line):  # type: ignore[no-untyped-def]
+    return (
+        load_i64(line + _PID_OFFSET),
+        load_i64(line + HEARTBEAT_OFFSET),
+        load_i64(line + _MARKED_OFFSET),
+        load_i64(line + _MARK_OFFSET),
+        load_i64(line + SIGN_OFFSET),
+        load_i64(line + SIGN_OFFSET + 8),
+        load_i64(line + _PLACE_OFFSET),
+    )

@@ -1,0 +1,341 @@
+"""The launcher's side of the template: started when workers are first asked for, and kept for the next run.
+
+Workers of a run are forks of one process that has already imported torch; see `forking`. A template fits as long as
+what is read while importing stays the same: the interpreter, the package, and the variables that libraries read once.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import json
+import os
+import resource
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+from manyhands.errors import ManyhandsError, PeerTimeout
+from manyhands.places.local import entry
+from manyhands.places.local.child_descriptors import RoleSpec
+from manyhands.places.local.foreign_process import AdoptedProcess
+from manyhands.places.local.forking import (
+    MOST_PASSED,
+    BatchEnd,
+    BatchRequest,
+    ForkRequest,
+    ImportRequest,
+    TemplateSpec,
+)
+from manyhands.strategies.registry import STRATEGIES
+
+__all__ = [
+    "PRELOADED",
+    "Template",
+    "end_kept",
+    "expect",
+    "inherited_environment",
+    "kept_descriptor",
+    "kept_pid",
+    "obtain",
+    "warm",
+]
+
+PRELOADED: Final = ("torch", "manyhands.engine.preload")
+"""What workers of every strategy need."""
+
+_LATER: Final = tuple(module for home in STRATEGIES.values() for module in home.modules)
+"""What those of one strategy need: the one that is asked for, and all when nothing is."""
+
+# -P: no folder of ours is searched before the standard library. faulthandler: a crash in C code
+# prints where Python was.
+_COMMAND: Final = (sys.executable, "-P", "-X", "faulthandler")
+_READ_ONCE: Final = (
+    "OMP_",
+    "MKL_",
+    "KMP_",
+    "GOMP_",
+    "OPENBLAS_",
+    "NUMBA_",
+    "TORCH",
+    "PYTORCH",
+    "PYTHON",
+    "LD_",
+    "MALLOC_",
+    "CUDA_",
+)
+"""Variables that begin so are read while importing."""
+
+_NOT_READ_ONCE: Final = ("OMP_NUM_THREADS", "PYTHONPATH", "CUDA_VISIBLE_DEVICES", "TORCHINDUCTOR_CACHE_DIR")
+"""But for these: a worker sets its threads itself, takes over the launcher's search path, and compiles on its own."""
+
+_LIMITS: Final = tuple(name for name in dir(resource) if name.startswith("RLIMIT_"))
+_START_S: Final = 120.0
+_PR_SET_CHILD_SUBREAPER: Final = 36
+_PR_GET_CHILD_SUBREAPER: Final = 37
+
+
+class Template:
+    """One template process; any thread may ask it for forks. `close` ends it, and is idempotent."""
+
+    def __init__(
+        self, environment: Mapping[str, str], modules: Sequence[str], first_file: str = entry.__file__
+    ) -> None:
+        """Start it, and return at once: it imports while we go on. `first_file` is what it runs."""
+        self.key = _key(environment, modules)
+        self._asking = threading.RLock()
+        self._in_batch = False
+        self._foreseen: set[str] = set()
+        self._starter = threading.current_thread()  # the kernel ends a child with the thread that started it
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        launcher = os.pidfd_open(os.getpid())
+        try:
+            with theirs:
+                spec = TemplateSpec(
+                    launcher_pid=os.getpid(),
+                    control=theirs.fileno(),
+                    launcher=launcher,
+                    modules=tuple(modules),
+                    later=_LATER if modules == PRELOADED else (),
+                    path=tuple(sys.path),
+                )
+                self._process = subprocess.Popen(
+                    (*_COMMAND, first_file, "template"),
+                    stdin=subprocess.DEVNULL,
+                    env={**environment, entry.TEMPLATE_VARIABLE: spec.to_text()},
+                    pass_fds=(theirs.fileno(), launcher),
+                    start_new_session=True,
+                )
+        except BaseException:
+            self._control.close()
+            raise
+        finally:
+            os.close(launcher)
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    def fileno(self) -> int:
+        """The socket on which it is asked."""
+        return self._control.fileno()
+
+    def is_alive(self) -> bool:
+        """Whether it can be asked, and will be there for a while."""
+        return self._starter.is_alive() and self._process.poll() is None and self._control.fileno() >= 0
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """Forks that are asked for inside come right one after the other; all of them begin when this is left."""
+        with self._asking:
+            if self._in_batch:
+                yield
+                return
+            with _adopting_orphans():
+                self._send(BatchRequest(tuple(_expected)))
+                self._in_batch = True
+                try:
+                    yield
+                finally:
+                    self._end_batch()
+
+    def fork(self, spec: RoleSpec, output: tuple[int, int], environment: Mapping[str, str]) -> AdoptedProcess:
+        """A child of this process that lives `spec`; `output` are the writing ends of its stdout and stderr.
+
+        ManyhandsError if there is none to be had, naming why.
+        """
+        return self.ask(spec.name, spec.to_text(), [*output, *spec.inherited()], environment)
+
+    def ask(
+        self, name: str, role: str, passed: Sequence[int], environment: Mapping[str, str], folder: str = ""
+    ) -> AdoptedProcess:
+        """A fork for what the first file makes of `role`, in `folder` or here, with the descriptors in `passed`."""
+        request = ForkRequest(
+            role=role,
+            environment=environment,
+            folder=folder or os.readlink("/proc/self/cwd"),
+            umask=_umask(),
+            cores=tuple(os.sched_getaffinity(0)),
+            limits={name: resource.getrlimit(getattr(resource, name)) for name in _LIMITS},
+            num_descriptors=len(passed),
+        )
+        with self.batch():
+            try:
+                socket.send_fds(self._control, [request.to_bytes()], passed[:MOST_PASSED])
+                for begin in range(MOST_PASSED, len(passed), MOST_PASSED):
+                    socket.send_fds(self._control, [b"+"], passed[begin : begin + MOST_PASSED])
+                told: dict[str, Any] = {}
+                while not ("pid" in told or "error" in told):
+                    told, descriptors = self._hear(name)
+            except OSError as error:
+                raise self._gone(name) from error
+            except (KeyboardInterrupt, SystemExit):  # a late answer would be taken for that of the next
+                self.close()
+                raise
+            if "error" in told:
+                raise ManyhandsError(f"{name} cannot be started: {told['error']}")
+            return AdoptedProcess(told["pid"], descriptors[0])
+
+    def foresee(self, modules: Sequence[str]) -> None:
+        """Have it import what forks will need before one is asked for; returns at once."""
+        with self._asking:
+            new = tuple(module for module in modules if module not in self._foreseen)
+            self._foreseen.update(new)
+            if new:
+                self._send(ImportRequest(new))
+
+    def close(self) -> None:
+        """End it, which has nothing to lose; its forks live on."""
+        if self._in_batch:
+            self._send(BatchEnd())
+        self._control.close()
+        self._process.kill()
+        self._process.wait()
+
+    def forget(self) -> None:
+        """In a fork of the launcher: it is the launcher's, and not ours."""
+        self._control.close()
+        self._process.returncode = 0
+
+    def _send(self, message: BatchRequest | BatchEnd | ImportRequest) -> None:
+        try:
+            self._control.send(message.to_bytes())
+        except OSError:  # it is gone, which is told to whoever asks for a fork
+            return
+
+    def _end_batch(self) -> None:
+        """Have what was forked begin: when this returns, this process is its parent."""
+        self._in_batch = False
+        self._send(BatchEnd())
+        told: dict[str, Any] = {}
+        while self._control.fileno() >= 0 and "done" not in told:
+            told, _ = self._hear("a batch of processes")
+
+    def _hear(self, name: str) -> tuple[dict[str, Any], list[int]]:
+        deadline = time.monotonic() + _START_S
+        while not select.select([self._control], [], [], 0.2)[0]:
+            if self._process.poll() is not None:
+                raise self._gone(name)
+            if time.monotonic() > deadline:
+                raise PeerTimeout(
+                    f"{name} was not started: the template process (pid {self.pid}) is silent for {_START_S:g} s",
+                    peer=-1,
+                )
+        data, descriptors, _, _ = socket.recv_fds(self._control, 1 << 16, 1)
+        if not data:
+            raise self._gone(name)
+        return json.loads(data), descriptors
+
+    def _gone(self, name: str) -> ManyhandsError:
+        self._control.close()
+        self._process.kill()
+        status = self._process.wait()
+        how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+        return ManyhandsError(
+            f"{name} was not started: the template process (pid {self.pid}) that workers are forked from {how}"
+        )
+
+
+def obtain(environment: Mapping[str, str], modules: Sequence[str] = PRELOADED) -> Template:
+    """The kept template if it fits, or a new one, which is kept from now on."""
+    global _kept
+    with _keeping:
+        if _kept is not None and not (_kept.is_alive() and _kept.key == _key(environment, modules)):
+            _kept.close()
+            _kept = None
+        if _kept is None:
+            _kept = Template(environment, modules)
+        return _kept
+
+
+def warm() -> None:
+    """Have the process that workers come from import what they need while the caller does something else.
+
+    Returns at once. `fit` does this first of all; a script that calls it before it imports torch and loads its data
+    waits the less for its first step. Without a `fit`, the process ends with the script.
+    """
+    obtain(inherited_environment()).foresee(tuple(_expected))
+
+
+def expect(modules: Sequence[str]) -> None:
+    """Have templates import `modules` before the next fork, for it and those that come after; with `warm`, at once."""
+    _expected.update(dict.fromkeys(modules))
+
+
+def inherited_environment() -> dict[str, str]:
+    """The launcher's environment, in which a child finds this package where the launcher did."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(folder or os.getcwd() for folder in sys.path)}
+
+
+def kept_pid() -> int | None:
+    """The process id of the template that is kept for the next run, if there is one."""
+    kept = _kept
+    return kept.pid if kept is not None and kept.is_alive() else None
+
+
+def kept_descriptor() -> int | None:
+    """The one descriptor that is kept for it."""
+    kept = _kept
+    return kept.fileno() if kept is not None and kept.is_alive() else None
+
+
+def end_kept() -> None:
+    """End the kept template; the next run starts another."""
+    global _kept
+    with _keeping:
+        kept, _kept = _kept, None
+    if kept is not None:
+        kept.close()
+
+
+@contextmanager
+def _adopting_orphans() -> Iterator[None]:
+    """Have the kernel give this process the orphans among its descendants, for a moment."""
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    before = ctypes.c_int()
+    if prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0) or prctl(
+        _PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0
+    ):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) was refused")
+    try:
+        yield
+    finally:
+        prctl(_PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
+
+
+def _key(environment: Mapping[str, str], modules: Sequence[str]) -> tuple[object, ...]:
+    read_once = {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(_READ_ONCE) and name not in _NOT_READ_ONCE
+    }
+    return sys.executable, entry.__file__, tuple(modules), tuple(sorted(read_once.items()))
+
+
+def _umask() -> int:
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+_expected: dict[str, None] = {}
+_keeping = threading.Lock()
+_kept: Template | None = None
+
+
+def _forget_in_child() -> None:
+    global _kept, _keeping
+    kept, _kept, _keeping = _kept, None, threading.Lock()
+    if kept is not None:
+        kept.forget()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+atexit.register(end_kept)

@@ -1,0 +1,1 @@
+"""Trained models at work: opened, asked, served over HTTP; and the server of the live page."""

@@ -1,0 +1,64 @@
+"""A live page served from a thread of this process, for as long as a run or a command lasts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+from manyhands.observe.analyse.view import RunView
+from manyhands.serving.hosting import LOOPBACK, Listening, WebThread
+from manyhands.serving.page_app import PageApp, require_web
+
+__all__ = ["LOOPBACK", "Dashboard"]
+
+_FAREWELL_S = 3.0
+_LOOK_S = 0.01
+
+
+class Dashboard:
+    """Serves views of a run while it is entered; `url` holds the token that opens it. A context manager.
+
+    On the way out every open page gets the newest state and `farewell`, for at most three seconds; then the
+    server is gone, and what the pages show stays.
+    """
+
+    def __init__(
+        self,
+        source: Callable[[], RunView],
+        metrics: Callable[[RunView], str],
+        *,
+        host: str = LOOPBACK,
+        port: int = 0,
+        farewell: str = "the server has ended",
+    ) -> None:
+        require_web()
+        self._listening = Listening(host, port, "the live page")
+        self._app = PageApp(source, self._listening.guard, metrics)
+        self._farewell = farewell
+        self.url = self._listening.url
+
+    def __enter__(self) -> Dashboard:
+        from manyhands.serving.connections import room_here
+
+        self._web = WebThread(self._app, self._listening, room_here())
+        self._web.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._app.end(self._farewell)
+        deadline = time.monotonic() + _FAREWELL_S
+        while self.num_pages and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
+        self.stop()
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that are open and live now."""
+        return self._app.num_streams
+
+    def stop(self) -> None:
+        """End at once, with no word to the pages that are open."""
+        self._web.stop()

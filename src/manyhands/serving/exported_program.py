@@ -1,0 +1,85 @@
+"""A trained model as a program of `torch.export`: it runs without manyhands and without the model's source.
+
+What is written is read back and asked the same questions as the module: a program that answers otherwise is an error,
+and leaves no file.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import warnings
+
+import torch
+from torch import nn
+
+from manyhands.data.store.atomic import write_atomically
+from manyhands.errors import ManyhandsError, UserError
+from manyhands.serving.opening import open_predictor
+from manyhands.workloads.exporting import Export, ExportAsked, trained_steps
+from manyhands.workloads.predictor import ModulePredictor
+
+__all__ = ["PROGRAM_FILE", "export_program"]
+
+PROGRAM_FILE = "model.pt2"
+_BATCHES = (1, 2, 5)  # sizes that are compared; the program is made from 3, so that none of them is built in
+_MADE_FROM = 3
+_EQUAL_TO = 1e-5
+
+
+def export_program(asked: ExportAsked) -> Export:
+    """Write the program of a run's module, for batches of any size, into `out` or RUN/model.pt2."""
+    if asked.precision != "fp32" or asked.test is not None:
+        raise UserError(
+            "--format torch-export writes the module as it is: leave --precision and --test out, or write safetensors"
+        )
+    predictor = open_predictor(asked.run)
+    if not isinstance(predictor, ModulePredictor):
+        raise UserError(
+            f"{asked.run} is of the task {predictor.task!r}, whose model is no PyTorch module; leave --format out"
+        )
+    file = asked.target(PROGRAM_FILE)
+    content = _written(predictor)
+    difference = _largest_difference(predictor, content)
+    if not difference <= _EQUAL_TO:
+        raise ManyhandsError(
+            f"the exported program differs from the module by {difference:.3g}, more than {_EQUAL_TO:g}: nothing was "
+            "written; mh.load(RUN) gives the module"
+        )
+    write_atomically(file, [content])
+    return Export(
+        path=file,
+        precision="fp32",
+        steps=trained_steps(asked.run),
+        num_bytes=len(content),
+        full_bytes=_weight_bytes(predictor.model),
+        largest_difference=difference,
+    )
+
+
+def _written(predictor: ModulePredictor[object]) -> bytes:
+    stream = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of LSTM's list of weights, which export sets and puts back
+        made = torch.export.export(
+            predictor.model,
+            (predictor.example_batch(_MADE_FROM),),
+            dynamic_shapes=predictor.dynamic_shapes,
+        )
+        torch.export.save(made, stream)
+    return stream.getvalue()
+
+
+def _largest_difference(predictor: ModulePredictor[object], content: bytes) -> float:
+    program = torch.export.load(io.BytesIO(content)).module()
+    largest = 0.0
+    with torch.inference_mode():
+        for count in _BATCHES:
+            batch = predictor.example_batch(count, seed=count)
+            difference = (program(batch) - predictor.model(batch)).abs().max().item()
+            largest = max(largest, math.inf if math.isnan(difference) else difference)
+    return largest
+
+
+def _weight_bytes(model: nn.Module) -> int:
+    return sum(value.nbytes for value in model.state_dict().values())

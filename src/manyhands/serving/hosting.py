@@ -1,0 +1,113 @@
+"""An ASGI application served from a thread of this process, on a socket that is opened at once."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import threading
+import time
+from typing import Any
+
+from manyhands.errors import ManyhandsError, UserError
+from manyhands.serving.access import Guard
+from manyhands.transport.link.secure import is_loopback
+
+__all__ = ["LOOPBACK", "Listening", "WebThread"]
+
+LOOPBACK = "127.0.0.1"
+_log = logging.getLogger("manyhands")
+_START_S = 10.0
+_STOP_S = 5.0
+_LOOK_S = 0.01
+_WAITING = 1024
+_MAX_HEADER_BYTES = 16 << 10
+
+
+class Listening:
+    """A socket, the guard of what is served on it, and the address that opens it with the guard's token."""
+
+    def __init__(self, host: str, port: int, what: str) -> None:
+        self.what = what
+        """What messages call it."""
+        self.socket = _listen(host, port, what)
+        names = {host} if is_loopback(host) else {host, socket.gethostname()}
+        self.guard = Guard(names=frozenset(map(str.lower, names)), any_address=not is_loopback(host))
+        shown = socket.gethostname() if host in ("0.0.0.0", "::") else host
+        shown = f"[{shown}]" if ":" in shown else shown
+        self.address = f"http://{shown}:{self.socket.getsockname()[1]}"
+        self.url = f"{self.address}/#token={self.guard.token}"
+
+
+class WebThread:
+    """Serves an application by `listening` from `start` until `stop`; `loop` is the event loop that it runs in."""
+
+    def __init__(self, app: Any, listening: Listening, room: int) -> None:
+        import uvicorn
+
+        from manyhands.serving.connections import ACCEPTED_AT_ONCE, Admission, connections_of
+
+        self._listening = listening
+        self._failure: BaseException | None = None
+        self.loop: asyncio.AbstractEventLoop | None = None
+        config = uvicorn.Config(
+            app,
+            log_config=None,  # an access log would write the token
+            access_log=False,
+            log_level="critical",
+            lifespan="off",
+            ws="none",
+            server_header=False,
+            http=connections_of(Admission(room)),  # type: ignore[arg-type]
+            backlog=ACCEPTED_AT_ONCE,
+            h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
+            timeout_graceful_shutdown=1,
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._serve, name=listening.what, daemon=True)
+
+    def start(self) -> None:
+        """Begin, and wait until it answers."""
+        self._thread.start()
+        deadline = time.monotonic() + _START_S
+        while not self._server.started:
+            if self._failure is not None or time.monotonic() > deadline:
+                self.stop()
+                raise ManyhandsError(
+                    f"{self._listening.what} did not start within {_START_S:g} s: {self._failure}"
+                )
+            time.sleep(_LOOK_S)
+        # Who waits in the kernel's queue takes no descriptor; uvicorn makes it as short as what it accepts at once.
+        self._listening.socket.listen(_WAITING)
+
+    def stop(self) -> None:
+        """End at once, with no word to those who are connected."""
+        self._server.should_exit = True
+        self._thread.join(_STOP_S)
+        self._listening.socket.close()
+        if self._thread.is_alive():
+            _log.warning(
+                "%s was still answering somebody %.0f s after its end", self._listening.what, _STOP_S
+            )
+
+    def _serve(self) -> None:
+        try:
+            asyncio.run(self._in_loop())
+        except BaseException as failure:  # told by whoever waits for the start
+            self._failure = failure
+
+    async def _in_loop(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        await self._server.serve(sockets=[self._listening.socket])
+
+
+def _listen(host: str, port: int, what: str) -> socket.socket:
+    if not 0 <= port <= 65535:
+        raise UserError(f"port {port} is not allowed; 0 (any free one) to 65535")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise UserError(
+            f"{what} cannot listen on {host}:{port} ({error.strerror}); port 0 takes a free one"
+        ) from error

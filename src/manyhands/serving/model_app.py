@@ -1,0 +1,225 @@
+"""A served model as an ASGI application: POST /predict answers, everything else is its page.
+
+POST /predict   {"inputs": [...]} → {"answers": [...]}, one for each input, or {"error": "one sentence"}
+
+400 no JSON, no inputs, an input that the model cannot take, or headers that contradict themselves
+405 not a POST                          408 the body came too slowly
+401 the token is missing or wrong       403 another origin         413 too many bytes or inputs
+500 the model failed                    503 too many wait, or no worker could answer in time
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from manyhands.errors import format_bytes
+from manyhands.observe.analyse.serving_view import Answered, ServingTally
+from manyhands.serving.access import Guard, GuardRefusal
+from manyhands.serving.model_replica import MAX_FRAME_BYTES
+from manyhands.serving.page_app import SECURE_HEADERS, PageApp
+from manyhands.serving.switchboard import Switchboard
+from manyhands.wire.nesting import MOST_NESTED, json_depth
+
+__all__ = ["BodyLimits", "ModelApp", "RequestRefused", "checked_body"]
+
+PREDICT = "/predict"
+_POST = ("POST",)
+
+Receive = Callable[[], Awaitable[Any]]
+SendMessage = Callable[[Any], Awaitable[None]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BodyLimits:
+    """What a request may send."""
+
+    num_bytes: int = 8 << 20
+    inputs: int = 1024
+    slowest_s: float = 10.0
+    """How long a body may take to come."""
+    held_bytes: int = MAX_FRAME_BYTES // 2
+    """Of all requests that have no answer yet; what fits here fits into one batch, too."""
+    refused_bytes: int = 64 << 20
+    """That are still taken in, and dropped, after a request was refused."""
+    refused_s: float = 3.0
+    """For how long."""
+
+
+class RequestRefused(Exception):
+    """A request that gets a status and one sentence instead of an answer."""
+
+    def __init__(self, status: int, sentence: str) -> None:
+        super().__init__(sentence)
+        self.status, self.sentence = status, sentence
+
+
+class ModelApp:
+    """The application; `page` shows what `tally` counts."""
+
+    def __init__(
+        self,
+        switchboard: Switchboard,
+        page: PageApp[Any],
+        guard: Guard,
+        tally: ServingTally,
+        limits: BodyLimits,
+    ) -> None:
+        self._switchboard, self._page, self._guard = switchboard, page, guard
+        self._tally, self._limits = tally, limits
+        self._held_bytes = 0
+
+    async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: SendMessage) -> None:
+        """Answer one request, as ASGI asks."""
+        if scope["type"] != "http" or scope["path"] != PREDICT:
+            await self._page(scope, receive, send)
+            return
+        begun = time.monotonic()
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        refused = self._guard.refusal(scope["method"], headers, methods=_POST)
+        if refused is not None:  # a stranger's, which is not counted
+            reply = _Reply(refused.status, _error(refused.sentence), _extra(refused))
+            await self._refuse_unread(reply, receive, send)
+            return
+        scope.get("state", {}).get("know", lambda: None)()
+        body = _Body()
+        size = 0
+        try:
+            await self._read(body, headers, receive)
+            content = body.content()
+            size = checked_body(content, self._limits)
+            status, answer = await self._switchboard.ask(content, size)
+        except RequestRefused as refusal:
+            status, answer = refusal.status, _error(refusal.sentence)
+        finally:
+            self._held_bytes -= body.num_bytes
+        self._tally.answered(Answered(time.monotonic(), time.monotonic() - begun, status, size))
+        reply = _Reply(status, answer, {"retry-after": "1"} if status == 503 else {})
+        if body.is_whole:
+            await _respond(send, reply)
+        else:
+            await self._refuse_unread(reply, receive, send)
+
+    async def _read(self, body: _Body, headers: Mapping[str, str], receive: Receive) -> None:
+        """The whole body; what is too large is refused before it is read, as far as it says so."""
+        most = self._limits.num_bytes
+        too_large = RequestRefused(
+            413, f"A request has at most {format_bytes(most)}; send fewer inputs at a time."
+        )
+        told = headers.get("content-length", "")
+        if told.isdecimal() and int(told[:20]) > most:
+            raise too_large
+        try:
+            async with asyncio.timeout(self._limits.slowest_s):
+                while not body.is_whole:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise RequestRefused(400, "The connection ended before the request did.")
+                    self._held_bytes += body.take(message)
+                    if body.num_bytes > most:
+                        raise too_large
+                    if self._held_bytes > self._limits.held_bytes:
+                        sentence = "Too many requests are being answered; try again in a moment."
+                        raise RequestRefused(503, sentence)
+        except TimeoutError:
+            sentence = f"The request did not come whole within {self._limits.slowest_s:g} s."
+            raise RequestRefused(408, sentence) from None
+
+    async def _refuse_unread(self, reply: _Reply, receive: Receive, send: SendMessage) -> None:
+        """Answer a request before it was read, and take in for a while what it still sends.
+
+        Most clients look for an answer when they have sent all; a connection that was closed before that is reset, and
+        they would never see why.
+        """
+        await _begin(send, reply, {"connection": "close"})
+        await send({"type": "http.response.body", "body": reply.body, "more_body": True})
+        left = self._limits.refused_bytes
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._limits.refused_s):
+                while left > 0:
+                    message = await receive()
+                    left -= len(message.get("body", b""))
+                    if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                        break
+        await send({"type": "http.response.body", "body": b""})
+
+
+@dataclass(frozen=True, slots=True)
+class _Reply:
+    status: int
+    body: bytes
+    headers: Mapping[str, str]
+
+
+class _Body:
+    """What has come of a request."""
+
+    def __init__(self) -> None:
+        self._pieces: list[bytes] = []
+        self.num_bytes = 0
+        self.is_whole = False
+
+    def take(self, message: Mapping[str, Any]) -> int:
+        """The next piece; how many bytes it has."""
+        piece: bytes = message.get("body", b"")
+        self._pieces.append(piece)
+        self.num_bytes += len(piece)
+        self.is_whole = not message.get("more_body", False)
+        return len(piece)
+
+    def content(self) -> bytes:
+        """All of it, of which the pieces are then forgotten."""
+        content = b"".join(self._pieces)
+        self._pieces.clear()
+        return content
+
+
+async def _begin(send: SendMessage, reply: _Reply, more: Mapping[str, str]) -> None:
+    shown = {
+        **SECURE_HEADERS,
+        "content-type": "application/json",
+        "content-length": str(len(reply.body)),
+        **reply.headers,
+        **more,
+    }
+    pairs = [(name.encode(), value.encode()) for name, value in shown.items()]
+    await send({"type": "http.response.start", "status": reply.status, "headers": pairs})
+
+
+async def _respond(send: SendMessage, reply: _Reply) -> None:
+    await _begin(send, reply, {})
+    await send({"type": "http.response.body", "body": reply.body})
+
+
+def checked_body(body: bytes, limits: BodyLimits) -> int:
+    """How many inputs a request's body has; refused where it is no `{"inputs": [...]}`."""
+    wanted = 'send {"inputs": [...]}'
+    try:
+        value = json.loads(body.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise RequestRefused(400, f"The body is no JSON ({str(error)[:100]}); {wanted}.") from error
+    if json_depth(body) > MOST_NESTED:
+        raise RequestRefused(
+            400, f"The body is nested more than {MOST_NESTED} deep, which no input is; {wanted}."
+        )
+    inputs = value.get("inputs") if isinstance(value, dict) else None
+    if not isinstance(inputs, list) or not inputs:
+        raise RequestRefused(400, f"The body has no array of inputs; {wanted}.")
+    if len(inputs) > limits.inputs:
+        raise RequestRefused(
+            413, f"A request has at most {limits.inputs:,} inputs, not {len(inputs):,}; send fewer at a time."
+        )
+    return len(inputs)
+
+
+def _error(sentence: str) -> bytes:
+    return json.dumps({"error": sentence}).encode()
+
+
+def _extra(refused: GuardRefusal) -> dict[str, str]:
+    return {"allow": "POST"} if refused.status == 405 else {}

@@ -1,0 +1,142 @@
+"""One worker of a served model: reads batches of requests from a socket that it inherited, and writes their answers.
+
+A frame is a 4-byte big-endian length and that much JSON; nothing on it can carry code. To the worker: an array of
+request bodies, each `{"inputs": [...]}`. From it: at first `{"ready": PID}`, then for each batch an array with a
+`{"status": …, ...}` for each request, in their order: `answers`, or an `error` in one sentence.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+from manyhands.errors import ManyhandsError, UserError
+from manyhands.places.local.context import RoleContext
+from manyhands.places.local.packed_job import load
+from manyhands.places.local.status import State
+from manyhands.workloads.predictor import Predictor
+
+__all__ = ["LENGTH", "MAX_FRAME_BYTES", "answer_batch", "answers_frame", "frame", "replica"]
+
+LENGTH = struct.Struct("!I")
+MAX_FRAME_BYTES = 1 << 28
+"""Of a batch, and of its answers."""
+
+_MOST_TOLD = 500  # characters of what went wrong
+
+
+def replica(context: RoleContext) -> None:
+    """Answer until the other end is closed."""
+    import torch
+
+    predictor: Predictor[Any] = load(context.descriptor("model"))
+    predictor.prepare()
+    with socket.socket(fileno=context.descriptor("requests")) as connection, torch.inference_mode():
+        predictor.answers(predictor.inputs([predictor.example]))  # what is done once, no request waits for
+        context.mark(0, State.SERVING)
+        connection.sendall(frame({"ready": os.getpid()}))
+        context.send({"ready": True})
+        while (batch := _received(connection)) is not None:
+            connection.sendall(answers_frame(answer_batch(predictor, batch)))
+
+
+def answer_batch(predictor: Predictor[Any], bodies: Sequence[Any]) -> list[dict[str, Any]]:
+    """What each request of a batch gets; those that make no sense are told so, and leave the others alone."""
+    said: dict[int, dict[str, Any]] = {}
+    parts: dict[int, Any] = {}
+    for number, body in enumerate(bodies):
+        try:
+            parts[number] = predictor.inputs(body["inputs"])
+        except UserError as error:
+            said[number] = {"status": 400, "error": str(error)[:_MOST_TOLD]}
+        except Exception as error:  # or the worker would die of it, and the next one, too
+            said[number] = _failed(error)
+    for number, answers in _computed(predictor, parts, [len(body["inputs"]) for body in bodies]).items():
+        said[number] = answers
+    return [said[number] for number in range(len(bodies))]
+
+
+def _computed(
+    predictor: Predictor[Any], parts: dict[int, Any], sizes: Sequence[int]
+) -> dict[int, dict[str, Any]]:
+    """All at once, or, where that fails, each by itself, so that the others have their answers."""
+    if not parts:
+        return {}
+    try:
+        answers = iter(predictor.answers(predictor.together(list(parts.values()))))
+        return {
+            number: {"status": 200, "answers": [next(answers) for _ in range(sizes[number])]}
+            for number in parts
+        }
+    except Exception as error:
+        if len(parts) == 1:
+            (number,) = parts
+            return {number: _failed(error)}
+    return {
+        number: answer
+        for one, part in parts.items()
+        for number, answer in _computed(predictor, {one: part}, sizes).items()
+    }
+
+
+def _failed(error: Exception) -> dict[str, Any]:
+    """What the request gets; all of it is on the server's terminal."""
+    traceback.print_exception(error, file=sys.stderr)
+    return {"status": 500, "error": f"the model failed: {type(error).__name__}: {error}"[:_MOST_TOLD]}
+
+
+def answers_frame(said: Sequence[dict[str, Any]]) -> bytes:
+    """The frame of a batch's answers; JSON has no word for what is not finite, so that is told as a failure."""
+    try:
+        return frame(said)
+    except ValueError:
+        return frame([one if _is_finite(one) else _NOT_FINITE for one in said])
+
+
+_NOT_FINITE = {
+    "status": 500,
+    "error": "the model's answer is no finite number: the input is too large for it, or its training diverged",
+}
+
+
+def _is_finite(said: dict[str, Any]) -> bool:
+    try:
+        json.dumps(said, allow_nan=False)
+    except ValueError:
+        return False
+    return True
+
+
+def frame(value: Any) -> bytes:
+    """One frame; ValueError where a number in it is not finite."""
+    body = json.dumps(value, allow_nan=False).encode()
+    return LENGTH.pack(len(body)) + body
+
+
+def _received(connection: socket.socket) -> Any:
+    """The next frame; None at the end."""
+    head = _exactly(connection, LENGTH.size)
+    if head is None:
+        return None
+    (length,) = LENGTH.unpack(head)
+    if length > MAX_FRAME_BYTES:
+        raise ManyhandsError(f"a frame announces {length} bytes; at most {MAX_FRAME_BYTES} are allowed")
+    body = _exactly(connection, length)
+    return None if body is None else json.loads(body)
+
+
+def _exactly(connection: socket.socket, count: int) -> bytearray | None:
+    found = bytearray(count)
+    view, have = memoryview(found), 0
+    while have < count:
+        more = connection.recv_into(view[have:])
+        if not more:
+            return None
+        have += more
+    return found

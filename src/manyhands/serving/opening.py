@@ -1,0 +1,89 @@
+"""From a path to a predictor: which task a run or a file of a model is of, and what its line in `uses` names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from manyhands.data.store.rundir import RunDirectory
+from manyhands.errors import UserError
+from manyhands.workloads.predictor import Predictor
+from manyhands.workloads.registry import PREDICTORS, Use, found_at
+
+__all__ = ["open_predictor", "task_name", "use_of"]
+
+_MODEL_FILE = "model.safetensors"
+_FORMATS = "manyhands."  # as in manyhands.logreg.1
+
+
+def open_predictor(path: str | Path) -> Predictor[Any]:
+    """The predictor of a run's directory, or of a file that `manyhands export` or a workload wrote.
+
+    UserError where it is neither, or of a Task of the user's own, whose inputs only they know.
+    """
+    place = Path(path)
+    name, use = use_of(place)
+    predictor: Predictor[Any] = found_at(use.predictor)(place)
+    predictor.task = name
+    return predictor
+
+
+def use_of(place: Path) -> tuple[str, Use]:
+    """The name of the task that `place` is of, and what can be done with it."""
+    name = task_name(place)
+    if name not in PREDICTORS:
+        raise UserError(
+            f"{place} is of the task {name!r}, which is not built in: what it takes only you know; in Python, "
+            "mh.load(path, task=...) gives its module"
+        )
+    return name, PREDICTORS[name]
+
+
+def task_name(place: Path) -> str:
+    """What trained it: from a run's configuration, or from how a file begins."""
+    if (place / "config.json").is_file():
+        directory = RunDirectory.open(place, lock=False)
+        try:
+            return str(directory.config["task"])
+        finally:
+            directory.close()
+    file = place / _MODEL_FILE if place.is_dir() else place
+    if place.is_dir() and not file.is_file():
+        raise UserError(
+            f"{place} holds no run (there is no config.json); name a run's directory, as in runs/digits"
+        )
+    return _begun_like(file) or _header_name(file)
+
+
+def _begun_like(file: Path) -> str:
+    most = max(len(use.begins) for use in PREDICTORS.values())
+    try:
+        with file.open("rb") as opened:
+            start = opened.read(most)
+    except OSError as error:
+        raise UserError(f"model {file} cannot be read: {error.strerror}") from error
+    for name, use in PREDICTORS.items():
+        if use.begins and start.startswith(use.begins):
+            return name
+    return ""
+
+
+def _header_name(file: Path) -> str:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            header: dict[str, str] = opened.metadata() or {}
+    except OSError as error:
+        raise UserError(f"model {file} cannot be read: {error.strerror or error}") from error
+    except (SafetensorError, ValueError) as error:
+        raise UserError(f"model {file} is no safetensors file: {error}") from error
+    form = header.get("format", "")
+    if form.startswith(_FORMATS):
+        return form.removeprefix(_FORMATS).rpartition(".")[0]
+    name = header.get("task", "")
+    if not name:
+        raise UserError(
+            f"model {file} does not say which task it is of; give a run's directory, or what `manyhands export` wrote"
+        )
+    return name

@@ -1,0 +1,223 @@
+"""The live page as an ASGI application: the page, its events, metrics for scrapers and the report.
+
+    GET /          the page's frame, the same for everybody: it needs no token and says nothing of the run
+    GET /events    what fills it: the sections that changed, about twice a second, in the form of server-sent events
+    GET /metrics   the run in Prometheus' text form
+    GET /report    the page as one file, to keep
+
+All of them show one `RunView` that is made when somebody asks and is shared by all who ask at the same time; a
+server that nobody looks at does nothing. Nothing is queued for a slow reader: it gets the newest when it is ready.
+A connection that has shown no token is closed after one answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from manyhands.errors import ManyhandsError, UserError
+from manyhands.observe.analyse.view import RunView
+from manyhands.observe.draw.live import POLICY, as_event, live_page
+from manyhands.observe.draw.page import report, sections, title_of
+from manyhands.serving.access import Guard
+
+if TYPE_CHECKING:
+    from starlette.responses import Response
+
+__all__ = ["SECURE_HEADERS", "Drawn", "PageApp", "require_web"]
+
+View = TypeVar("View")
+
+MAX_STREAMS = 16
+"""Pages that may be live at the same time."""
+
+_PERIOD_S = 0.5
+_HEARTBEAT_S = 5.0
+_FRESH_S = 0.4  # for how long a view is shared
+_END_CHECK_S = 0.05
+
+SECURE_HEADERS = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "x-frame-options": "DENY",
+    "cross-origin-resource-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+    "cache-control": "no-store",
+}
+
+
+def require_web() -> None:
+    """Say what to install where the packages that serve pages are missing."""
+    try:
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError:
+        raise UserError("the live page needs the web extra: pip install 'manyhands[web]'") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawn(Generic[View]):
+    """How a kind of view looks: as a page, piece by piece, and as a file."""
+
+    title: Callable[[View], str]
+    sections: Callable[[View], dict[str, str]]
+    report: Callable[[View], str]
+
+
+RUN_PAGE: Drawn[RunView] = Drawn(title=title_of, sections=sections, report=report)
+"""That of a run."""
+
+
+class PageApp(Generic[View]):
+    """The application; call `end` when what it shows is over and the server is about to go."""
+
+    def __init__(
+        self,
+        source: Callable[[], View],
+        guard: Guard,
+        metrics: Callable[[View], str],
+        *,
+        drawn: Drawn[View] = RUN_PAGE,  # type: ignore[assignment] # views of a run, unless told otherwise
+        period_s: float = _PERIOD_S,
+    ) -> None:
+        self._source = source
+        self._guard = guard
+        self._metrics = metrics
+        self._drawn = drawn
+        self._period_s = period_s
+        self._lock = asyncio.Lock()
+        self._view: View | None = None
+        self._sections: dict[str, str] = {}
+        self._seen_at = -float("inf")
+        self._farewell: str | None = None
+        self.num_streams = 0
+        """Pages that are live now."""
+
+    def end(self, farewell: str) -> None:
+        """Let every live page get the newest state and this sentence, and end; from any thread."""
+        self._farewell = farewell
+
+    async def __call__(
+        self,
+        scope: Mapping[str, Any],
+        receive: Callable[[], Awaitable[Any]],
+        send: Callable[[Any], Awaitable[None]],
+    ) -> None:
+        """Answer one request, as ASGI asks."""
+        if scope["type"] != "http":
+            return
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        is_known = self._guard.has_token(headers)
+        if is_known:
+            scope.get("state", {}).get("know", lambda: None)()
+        # Counted before anything is awaited: of pages that ask at the same moment, none slips by.
+        streams = scope["path"] == "/events" and scope["method"] == "GET" and is_known
+        is_full = streams and self.num_streams >= MAX_STREAMS
+        self.num_streams += streams and not is_full
+        try:
+            response = await self._answer(scope, headers, is_full=is_full)
+            for name, value in SECURE_HEADERS.items():
+                response.headers[name] = value
+            if (
+                not is_known or response.status_code == 400
+            ):  # after which nobody knows where the next request begins
+                response.headers["connection"] = "close"
+            await response(scope, receive, send)  # type: ignore[arg-type]
+        finally:
+            self.num_streams -= streams and not is_full
+
+    async def _answer(
+        self, scope: Mapping[str, Any], headers: Mapping[str, str], *, is_full: bool
+    ) -> Response:
+        from starlette.responses import PlainTextResponse
+
+        path = scope["path"]
+        refused = self._guard.refusal(scope["method"], headers, needs_token=path != "/")
+        if refused is not None:
+            allow = {"allow": "GET, HEAD"} if refused.status == 405 else None
+            return PlainTextResponse(refused.sentence + "\n", refused.status, allow)
+        answers = {
+            "/": self._page,
+            "/events": self._events,
+            "/metrics": self._scrape,
+            "/report": self._report,
+        }
+        answer = answers.get(path)
+        if answer is None:
+            return PlainTextResponse("There is no such page here; / is the run.\n", 404)
+        if path == "/events" and scope["method"] == "HEAD":
+            return PlainTextResponse("", media_type="text/event-stream")
+        if is_full:
+            return PlainTextResponse(f"{MAX_STREAMS} pages are open already; close one.\n", 503)
+        try:
+            return await answer()
+        except ManyhandsError as error:
+            return PlainTextResponse(f"{error}\n", 500)
+
+    async def _page(self) -> Response:
+        from starlette.responses import HTMLResponse
+
+        return HTMLResponse(live_page())
+
+    async def _scrape(self) -> Response:
+        from starlette.responses import PlainTextResponse
+
+        text = self._metrics(await self._newest())
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def _report(self) -> Response:
+        from starlette.responses import HTMLResponse
+
+        return HTMLResponse(
+            self._drawn.report(await self._newest()),
+            headers={"content-disposition": 'attachment; filename="report.html"'},
+        )
+
+    async def _events(self) -> Response:
+        from starlette.responses import StreamingResponse
+
+        return StreamingResponse(self.stream(), media_type="text/event-stream")
+
+    async def stream(self) -> AsyncIterator[bytes]:
+        """What one live page gets: its title, all sections, then those that changed, a heartbeat, the farewell."""
+        sent: dict[str, str] = {}
+        title = ""
+        spoke_at = time.monotonic()
+        while True:
+            farewell = self._farewell  # looked at before the view, so that the last view is newer
+            view = await self._newest(at_once=farewell is not None)
+            if title != self._drawn.title(view):
+                title = self._drawn.title(view)
+                yield as_event("title", title)
+            changed = {key: text for key, text in self._sections.items() if sent.get(key) != text}
+            if changed or time.monotonic() - spoke_at > _HEARTBEAT_S:
+                sent.update(changed)
+                spoke_at = time.monotonic()
+                yield as_event("sections", changed) if changed else b": still here\n\n"
+            if farewell is not None:
+                yield as_event("end", farewell)
+                return
+            await self._pause()
+
+    async def _pause(self) -> None:
+        until = time.monotonic() + self._period_s
+        while self._farewell is None and (rest := until - time.monotonic()) > 0:
+            await asyncio.sleep(min(_END_CHECK_S, rest))
+
+    async def _newest(self, *, at_once: bool = False) -> View:
+        """The view that was made last, or a new one where that is too old; made in a thread, for it reads files."""
+        async with self._lock:
+            if (
+                self._view is None
+                or at_once
+                or time.monotonic() - self._seen_at > min(_FRESH_S, self._period_s)
+            ):
+                view = await asyncio.to_thread(self._source)
+                if view != self._view:
+                    self._view, self._sections = view, await asyncio.to_thread(self._drawn.sections, view)
+                self._seen_at = time.monotonic()
+            return self._view

@@ -1,0 +1,108 @@
+"""Images to classes: what the models of `digits` and `mnist` answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from manyhands.data.image_files import IMAGE_FORMATS, ImageShape, read_images
+from manyhands.errors import UserError
+from manyhands.workloads.exporting import load
+from manyhands.workloads.predictor import ModulePredictor, ReadAs
+from manyhands.workloads.tasks.vision import ImageClassifier
+
+__all__ = ["ImagePredictor", "open_images"]
+
+_AT_ONCE = 1024
+_DIGITS_TOLD = 6  # of a probability
+
+
+class ImagePredictor(ModulePredictor[NDArray[np.float32]]):
+    """The class of every image, and how likely the model holds it to be."""
+
+    takes: ClassVar[str] = "an array of rows of pixels"
+    formats: ClassVar[tuple[str, ...]] = IMAGE_FORMATS
+
+    def __init__(self, model: ImageClassifier) -> None:
+        super().__init__(model)
+        self.shape = ImageShape(model.side, model.white)
+
+    def blocks(self, source: str, read_as: ReadAs) -> Iterator[NDArray[np.float32]]:
+        """All images of the file, a thousand at a time."""
+        self.check_read_as(read_as)
+        images = read_images(source, self.shape, read_as.format)
+        for begin in range(0, len(images), _AT_ONCE):
+            yield images[begin : begin + _AT_ONCE]
+
+    def inputs(self, values: Sequence[Any]) -> NDArray[np.float32]:
+        """Each value is one image."""
+        try:
+            images = self.shape.images(values)
+        except ValueError:
+            images = np.empty(0, np.float32)
+        if len(images) == len(values) > 0:
+            return images
+        return np.concatenate([self._one(number, value) for number, value in enumerate(values)])
+
+    def _one(self, number: int, value: Any) -> NDArray[np.float32]:
+        """One image; where all together are none, this says which."""
+        try:
+            image = self.shape.images(value)
+        except ValueError as error:
+            raise UserError(f"input {number}: {error}") from error
+        if len(image) != 1:
+            raise UserError(f"input {number} holds {len(image)} images; give each as an input of its own")
+        return image
+
+    def together(self, parts: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
+        """One after the other."""
+        return np.concatenate(parts)
+
+    def answers(self, inputs: NDArray[np.float32]) -> list[Any]:
+        """The most likely class, and its probability."""
+        with torch.inference_mode():
+            scores = self.model(torch.from_numpy(inputs).unsqueeze(1))
+            chances, classes = scores.double().softmax(dim=1).max(dim=1)
+        return [
+            {"label": label, "probability": round(chance, _DIGITS_TOLD)}
+            for label, chance in zip(classes.tolist(), chances.tolist(), strict=True)
+        ]
+
+    def lines(self, inputs: NDArray[np.float32]) -> Iterator[str]:
+        """The class, and its probability."""
+        return (f"{one['label']} {one['probability']:.6f}" for one in self.answers(inputs))
+
+    @property
+    def example(self) -> Any:
+        """A white cross, roughly a 1 or a 4."""
+        middle, side, white = self.shape.side // 2, self.shape.side, self.shape.white
+        return [
+            [white if column == middle or row == middle else 0 for column in range(side)]
+            for row in range(side)
+        ]
+
+    def example_batch(self, count: int, seed: int = 0) -> Tensor:
+        """Noise of all greys."""
+        side = self.shape.side
+        drawn = torch.rand(count, 1, side, side, generator=torch.Generator().manual_seed(seed))
+        return drawn * self.shape.white
+
+    @property
+    def dynamic_shapes(self) -> tuple[dict[int, Any]]:
+        """Any number of images."""
+        from torch.export import Dim  # which takes a while, and only exporting needs it
+
+        return ({0: Dim("batch")},)
+
+
+def open_images(path: Path) -> ImagePredictor:
+    """That of a run, or of a file of `manyhands export`."""
+    model = load(path)
+    assert isinstance(model, ImageClassifier), "the tasks of this predictor have such models"
+    return ImagePredictor(model)

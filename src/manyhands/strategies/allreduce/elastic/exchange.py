@@ -1,0 +1,315 @@
+"""`allreduce elastic=yes`, one worker's end: the all-reduce of each epoch, and the way from one to the next.
+
+    whole(step) ──► exchanges ──► MembersChanged ──► tell how far, wait for the next view ──► enter it ──► again
+                       │
+                       └► complete: the step is taken, by all
+
+Parameters and optimizer change only after the last exchange of a step, so what a worker holds when a step is cut is
+what it held before it; buffers, which a forward may change, are copied before each step and put back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from manyhands.data.store.checkpoint import Loaded
+from manyhands.engine.computing import Computed, Computer
+from manyhands.engine.exchange import Exchange, LocalStep, SharedStep, Times, Traffic
+from manyhands.strategies.allreduce.elastic.channel import StepChannel
+from manyhands.strategies.allreduce.elastic.elastic_messages import ArrivedInEpoch, EpochView, LeftEpoch
+from manyhands.strategies.allreduce.elastic.epoch_collective import LOST, ElasticCollective, MembersChanged
+from manyhands.strategies.allreduce.elastic.epochs import Epoch, Epochs
+from manyhands.strategies.allreduce.elastic.member_control import MemberLine
+from manyhands.strategies.allreduce.elastic.state import restore_buffers, state_tree
+from manyhands.strategies.allreduce.exchange import AllReduceExchange
+from manyhands.strategies.allreduce.strategy import AllReduce
+
+__all__ = ["ElasticExchange"]
+
+_T = TypeVar("_T")
+
+
+class ElasticExchange(Exchange):
+    """One worker's end; `receive` comes first, then the calls of any exchange, in which epochs come and go."""
+
+    may_lose_workers = True
+
+    def __init__(self, strategy: AllReduce, line: MemberLine, slot: int, epochs: Epochs) -> None:
+        self.rank, self.world = 0, 1
+        self._strategy = strategy
+        self._line = line
+        self._slot = slot
+        self._epochs = epochs
+        self._channel = StepChannel(line.member)
+        self._opened: Epoch | None = None
+        self._inner: AllReduceExchange | None = None
+        self._model: nn.Module | None = None
+        self._optimizer: Optimizer | None = None
+        self._loaded: Loaded | None = None
+        self._tell: Callable[[], Mapping[str, Any]] = dict
+        self._buffers: list[torch.Tensor] = []
+        self._sent = Traffic()  # in epochs that are over
+        self._steps_done = 0
+        self._at_border = True
+        self._began = self._settled = self._paused = False
+
+    @property
+    def worker(self) -> int:
+        """Its slot."""
+        return self._slot
+
+    @property
+    def copies(self) -> Sequence[Sequence[int]]:
+        """Everyone who is there holds the model."""
+        return [range(self.world)]
+
+    # ── coming in ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def receive(self) -> Loaded | None:
+        """Wait for an epoch; the state that a donor gave, None where this member begins with all others."""
+        self._line.tell(self._epochs.ready(self._line.member))
+        self._channel.next = self._line.next_view(0)
+        while True:
+            try:
+                self._open()
+                if not self._is_fresh:
+                    return None
+                self._loaded = self._take()
+                return self._loaded
+            except LOST:
+                self._leave()
+
+    def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Collective: begin with the state of rank 0, or with the donor's, which `model` has been given."""
+        self._model, self._optimizer = model, optimizer
+        if self._loaded is not None:
+            restore_buffers(model, self._loaded)
+            extra = dict(self._loaded.extra)
+            self._tell = lambda: extra  # until the loop has begun, who comes next hears what this one heard
+            self._steps_done, self._loaded = self._loaded.step, None
+        self._buffers = [torch.empty_like(buffer) for buffer in model.buffers()]
+        while True:
+            try:
+                if self._channel.next is not None:
+                    self._open()
+                self._lay_out()
+                if not self._settled:
+                    self._current.spread()
+                    self._settled = True
+                return
+            except LOST:
+                self._leave()
+
+    def on_join(self, tell: Callable[[], Mapping[str, Any]]) -> None:
+        """Asked when this worker is a donor."""
+        self._tell = tell
+
+    # ── from epoch to epoch ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def whole(self, work: Callable[[], _T], *, steps_done: int, at_border: bool) -> _T:
+        """Do `work` among those who are there, again if one of them was lost before it was complete."""
+        self._steps_done, self._at_border = steps_done, at_border
+        while True:
+            if at_border and self._paused and self._channel.next is None:
+                self._leave()
+            self._regroup()
+            try:
+                return work()
+            except MembersChanged:
+                self._leave()
+                self._put_back()
+            finally:
+                self._began = False
+
+    def follow(self, view: EpochView) -> None:
+        """After the last step: be in an epoch in which nothing is exchanged any more."""
+        self._channel.begin(view)
+        self.rank, self.world = view.rank_of(self._line.member), len(view.seats)
+
+    def end(self) -> EpochView | None:
+        """After the last step: the view that was told when the last exchange was cut, if it was."""
+        self._at_border = False  # nobody needs to join any more
+        return self._channel.next
+
+    def leave(self) -> EpochView:
+        """After the last step: another is lost; the next view."""
+        self._leave()
+        assert self._channel.next is not None, "to leave is to have learnt of the next"
+        return self._channel.next
+
+    @property
+    def epoch(self) -> int:
+        """The one that this worker is in."""
+        return self._channel.epoch
+
+    def _leave(self) -> bool:
+        """Tell how far this worker is, and wait for the next view; whether the exchange that was cut is complete."""
+        if self._channel.next is not None:
+            return False  # it has been told already
+        self._line.tell(
+            LeftEpoch(
+                member=self._line.member,
+                epoch=self._channel.epoch,
+                passed=self._channel.passed,
+                step=self._steps_done,
+                at_border=self._at_border,
+                began=self._began,
+                settled=self._settled,
+            )
+        )
+        return self._channel.learn(self._line.next_view(self._channel.epoch))
+
+    def _regroup(self) -> None:
+        """Be in the newest epoch."""
+        while self._channel.next is not None:
+            try:
+                self._open()
+                self._lay_out()
+            except LOST:
+                self._leave()
+
+    def _open(self) -> None:
+        """Collective: let go of the epoch before, and be in the next; a donor gives its state."""
+        view = self._channel.next
+        assert view is not None, "somebody has told of it"
+        self._close_epoch()
+        self._channel.begin(view)
+        self._paused = False
+        self.rank, self.world = view.rank_of(self._line.member), len(view.seats)
+        self._opened = self._epochs.open(view, self._line)
+        if view.has_fresh and not self._is_fresh:
+            self._opened.hand_over(self._state if view.donor == self._line.member else None)
+
+    def _take(self) -> Loaded:
+        """Collective with `_open` of the others: the donor's state."""
+        taken = self._entered.take()
+        self._settled = True
+        return taken
+
+    def _lay_out(self) -> None:
+        """Collective: the buckets of this epoch."""
+        summed, confirm = self._entered.collective(self._strategy)
+        collective = ElasticCollective(summed, confirm, self._leave, self._channel.passes)
+        self._inner = AllReduceExchange(collective, self._strategy.buckets)
+        self._inner.lay_out(*self._trained)
+        self.wire = self._inner.wire
+        self._line.tell(ArrivedInEpoch(member=self._line.member, epoch=self.epoch, step=self._steps_done))
+
+    def _state(self) -> Mapping[str, Any]:
+        return state_tree(*self._trained, self._steps_done, dict(self._tell()))
+
+    @property
+    def _entered(self) -> Epoch:
+        assert self._opened is not None, "the epoch is open"
+        return self._opened
+
+    @property
+    def _trained(self) -> tuple[nn.Module, Optimizer]:
+        assert self._model is not None, "attach comes first"
+        assert self._optimizer is not None, "attach comes first"
+        return self._model, self._optimizer
+
+    @property
+    def _is_fresh(self) -> bool:
+        view = self._channel.view
+        assert view is not None, "an epoch is open"
+        return view.seats[self.rank].fresh and not self._settled
+
+    @property
+    def _current(self) -> AllReduceExchange:
+        assert self._inner is not None, "attach comes first"
+        return self._inner
+
+    def _close_epoch(self) -> None:
+        if self._inner is not None:
+            self._sent = self._sent + self._inner.traffic()
+            self._inner.close()
+            self._inner = None
+        if self._opened is not None:
+            self._opened.close()
+            self._opened = None
+
+    # ── a step ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @torch.no_grad()
+    def _keep(self) -> None:
+        assert self._model is not None, "attach comes before a step"
+        for kept, buffer in zip(self._buffers, self._model.buffers(), strict=True):
+            kept.copy_(buffer)
+
+    @torch.no_grad()
+    def _put_back(self) -> None:
+        """A step was cut: as all was before it."""
+        if self._began and self._model is not None:
+            for kept, buffer in zip(self._buffers, self._model.buffers(), strict=True):
+                buffer.copy_(kept)
+        if self._optimizer is not None:
+            self._optimizer.zero_grad()
+
+    def compute(self, computer: Computer, model: nn.Module, step: int) -> Computed:
+        """Forward and backward, from which there is a way back."""
+        self._keep()
+        self._began = True
+        self._current.begin(step)
+        return super().compute(computer, model, step)
+
+    def backward(self, loss: torch.Tensor, share: float) -> None:
+        """As all-reduce does it."""
+        self._current.backward(loss, share)
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """As all-reduce does it."""
+        return self._current.accumulate()
+
+    def agree(self, local: LocalStep) -> SharedStep:
+        """Collective: after it, the step is taken by all who are there."""
+        view = self._channel.view
+        assert view is not None, "a step is taken in an epoch"
+        pause = self._line.is_asked(view.epoch)
+        shared = self._current.agree(replace(local, pause=pause))
+        self._paused = shared.pause
+        self._began = False
+        return replace(shared, bad_workers=tuple(view.seats[rank].slot for rank in shared.bad_workers))
+
+    def clip(self, max_norm: float) -> float:
+        """As all-reduce does it."""
+        return self._current.clip(max_norm)
+
+    def apply(self) -> None:
+        """The same step on every worker."""
+        self._current.apply()
+
+    def optimizer_state(self) -> dict[str, Any] | None:
+        """The lowest worker that is there tells."""
+        assert self._optimizer is not None, "attach comes before optimizer_state"
+        return self._optimizer.state_dict() if self.rank == 0 else None
+
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        """Collective: the sum over those who are there."""
+        return self._current.total(values)
+
+    def take_times(self) -> Times:
+        """Of this epoch, by worker."""
+        if self._inner is None or self._channel.view is None:
+            return Times()
+        times, seats = self._inner.take_times(), self._channel.view.seats
+        return replace(
+            times,
+            wait_ns={seats[rank].slot: waited for rank, waited in times.wait_ns.items()},
+            posts={seats[rank].slot: post for rank, post in times.posts.items()},
+        )
+
+    def traffic(self) -> Traffic:
+        """Of all epochs."""
+        return self._sent if self._inner is None else self._sent + self._inner.traffic()
+
+    def close(self) -> None:
+        """Release everything."""
+        self._close_epoch()

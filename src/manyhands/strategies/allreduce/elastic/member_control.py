@@ -1,0 +1,185 @@
+"""A member's line to the launcher: what it is told and what it tells, wherever the launcher is.
+
+A thread of the line's own hears the launcher, so that word of a loss ends waits for what would never come.
+"""
+
+from __future__ import annotations
+
+import select
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
+
+from manyhands.engine.reporting import WorkerNote
+from manyhands.errors import Aborted, PeerTimeout
+from manyhands.places.external.send_queue import Wakeup
+from manyhands.places.local.context import Context
+from manyhands.places.local.notes import TypedNotes
+from manyhands.strategies.allreduce.elastic.elastic_messages import (
+    ArrivedInEpoch,
+    Depart,
+    Done,
+    EndSoon,
+    EpochView,
+    GatherEpoch,
+    LeaveEpoch,
+    LeftEpoch,
+    MemberReady,
+)
+
+__all__ = ["ORDERS", "REPORTS", "Departed", "ListeningContext", "MemberLine"]
+
+REPORTS = TypedNotes(MemberReady, ArrivedInEpoch, LeftEpoch, Done, WorkerNote)
+ORDERS = TypedNotes(EpochView, GatherEpoch, LeaveEpoch, Depart, EndSoon)
+_LOOK_S = 1.0
+
+
+class Departed(Exception):
+    """Nothing more is wanted of this member."""
+
+
+class ListeningContext(Context, Protocol):
+    """A context that a thread can wait for."""
+
+    def control_fileno(self) -> int:
+        """Readable when the launcher said something."""
+
+
+class MemberLine:
+    """One member's end, which alone reads what its context is told; `close` is idempotent."""
+
+    def __init__(
+        self,
+        context: ListeningContext,
+        member: int,
+        timeout_s: float,
+        early: Iterable[Mapping[str, Any]] = (),
+    ) -> None:
+        """`early` is what the launcher has told before."""
+        self.member = member
+        self._context = context
+        self._timeout_s = timeout_s
+        self._views: list[EpochView] = []
+        self._gather = self._leave = 0
+        self._departs = self._ends_soon = self._closed = False
+        self._on_leave: tuple[int, Callable[[], None]] | None = None
+        self._broken: Exception | None = None
+        self._changed = threading.Condition()
+        self._wakeup = Wakeup()
+        for payload in early:
+            self._sort(payload)
+        self._thread = threading.Thread(target=self._listen, name="manyhands member line", daemon=True)
+        self._thread.start()
+
+    def tell(self, report: Any) -> None:
+        """Say something to the launcher."""
+        self._context.send(REPORTS.write(report))
+
+    @property
+    def departs(self) -> bool:
+        """Whether it was told to end."""
+        self._require_whole()
+        return self._departs
+
+    def stop_requested(self) -> bool:
+        """Whether the run is to end after the next step."""
+        self._require_whole()
+        return self._ends_soon or self._context.stopping
+
+    def is_asked(self, epoch: int) -> bool:
+        """Whether the members of this epoch are to meet before the next step."""
+        return self._gather == epoch
+
+    def is_told_to_leave(self, epoch: int) -> bool:
+        """Whether somebody of this epoch is lost."""
+        self._require_whole()
+        return self._leave >= epoch
+
+    def is_over(self, epoch: int, wait_s: float = 0.0) -> bool:
+        """Whether this epoch is to be left, or the run is being taken down; waits so long for it."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: self.is_told_to_leave(epoch) or self._context.stopping, wait_s
+            )
+
+    def on_leave(self, epoch: int, act: Callable[[], None]) -> None:
+        """Call `act`, from any thread, when this epoch is to be left, in the place of what was said before."""
+        with self._changed:
+            self._on_leave = epoch, act
+            self._act()
+
+    def wait(self, epoch: int) -> None:
+        """Until this member is to end, or to leave this epoch, or a second has passed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.departs or self.is_over(epoch), _LOOK_S)
+
+    def next_view(self, after: int) -> EpochView:
+        """Wait for the view of the next epoch; Departed where this member is to end instead."""
+        deadline = time.monotonic() + self._timeout_s
+        with self._changed:
+            while True:
+                self._require_whole()
+                self._views = [view for view in self._views if view.epoch > after]
+                if self._views:
+                    return self._views.pop(0)
+                if self._departs:
+                    raise Departed
+                if self._context.stopping:
+                    raise Aborted("the run is being taken down")
+                if time.monotonic() > deadline:
+                    raise PeerTimeout(
+                        f"{self._context.name} waited {self._timeout_s:g} s for all others to leave epoch {after}; "
+                        "see whether one of them is slow, or allow more time",
+                        -1,
+                    )
+                self._changed.wait(_LOOK_S)
+
+    def close(self) -> None:
+        """Hear nothing more."""
+        if not self._closed:
+            self._closed = True
+            self._wakeup.ring()
+            self._thread.join()
+            self._wakeup.close()
+
+    def _require_whole(self) -> None:
+        if self._broken is not None:
+            raise self._broken
+
+    def _listen(self) -> None:
+        try:
+            while not self._closed and not self._context.stopping:
+                select.select([self._context.control_fileno(), self._wakeup.descriptor], [], [], _LOOK_S)
+                for payload in self._context.received():
+                    self._sort(payload)
+        except Exception as error:
+            self._broken = error
+        with self._changed:
+            self._act()
+            self._changed.notify_all()
+
+    def _sort(self, payload: Mapping[str, Any]) -> None:
+        order = ORDERS.read(payload)
+        with self._changed:
+            match order:
+                case EpochView() as view:
+                    self._views.append(view)
+                case GatherEpoch(epoch=epoch):
+                    self._gather = epoch
+                case LeaveEpoch(epoch=epoch):
+                    self._leave = epoch
+                case Depart():
+                    self._departs = True
+                case EndSoon():
+                    self._ends_soon = True
+            self._act()
+            self._changed.notify_all()
+
+    def _act(self) -> None:
+        if self._on_leave is None:
+            return
+        epoch, act = self._on_leave
+        if self._leave >= epoch or self._broken is not None or self._context.stopping:
+            self._on_leave = None
+            act()

@@ -1,0 +1,171 @@
+"""The whole life of one member's process: come in, train, and see that the weights are left by whoever is lowest."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from manyhands.data.store.checkpoint import CheckpointStore, Loaded
+from manyhands.data.store.rundir import RunDirectory
+from manyhands.data.store.tensorfile import encode_tensors
+from manyhands.engine.computing import TrainingPlan
+from manyhands.engine.exchange import SentFor
+from manyhands.engine.reporting import WorkerNote
+from manyhands.engine.worker import Trained, Trainer
+from manyhands.native.threads import use_threads
+from manyhands.observe.record.event_ring import EventRing
+from manyhands.observe.record.events import EventKind
+from manyhands.places.local.context import Context, RoleContext
+from manyhands.places.local.packed_job import load
+from manyhands.strategies.allreduce.elastic.elastic_messages import Done
+from manyhands.strategies.allreduce.elastic.epochs import Epochs, SharedEpochs
+from manyhands.strategies.allreduce.elastic.exchange import ElasticExchange
+from manyhands.strategies.allreduce.elastic.linked import LinkedEpochs, Wiring
+from manyhands.strategies.allreduce.elastic.member_control import Departed, ListeningContext, MemberLine
+from manyhands.strategies.allreduce.elastic.state import write_file
+from manyhands.strategies.allreduce.strategy import AllReduce
+
+__all__ = ["ElasticJob", "ElasticPart", "train", "work"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElasticJob:
+    """What every member is told; the same for all of them."""
+
+    plan: TrainingPlan
+    strategy: AllReduce
+    timeout_s: float
+    threads: int
+    run_path: Path | None
+    keep_checkpoints: int
+    resume_step: int | None
+    """Begin with the checkpoint of this step; whoever joins later has its state from another."""
+
+    wiring: Wiring | None = None
+    """How members reach each other over links; None: all share memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElasticPart:
+    """One member's own: what ties its process to the run, wherever that is."""
+
+    context: ListeningContext
+    member: int
+    slot: int
+    ring: EventRing
+    checkpoints: CheckpointStore | None
+    leave_weights: Callable[[Mapping[str, torch.Tensor]], None]
+    """Called by the lowest of those who are there at the end."""
+
+    resume: Callable[[], Loaded | None]
+    """The checkpoint that a run begins with, for those who are there from its beginning."""
+
+    early: Sequence[Mapping[str, Any]] = ()
+    """What the launcher has told it before."""
+
+
+def work(context: RoleContext, *, slot: int) -> Mapping[str, Any]:
+    """Be the worker of `slot` as a child of the launcher; what it tells at its end."""
+    job: ElasticJob = load(context.descriptor("job"))
+    use_threads(job.threads)
+    files = socket.socket(fileno=context.descriptor("files"))
+    with files, EventRing.attach(context.descriptor("events")) as ring:
+        directory = RunDirectory.open(job.run_path, lock=False) if job.run_path is not None else None
+        checkpoints = directory.checkpoints(job.keep_checkpoints) if directory is not None else None
+
+        def resume() -> Loaded | None:
+            if job.resume_step is None:
+                return None
+            assert checkpoints is not None, "a run that is resumed has a directory"
+            return checkpoints.load(job.resume_step)
+
+        def leave_weights(weights: Mapping[str, torch.Tensor]) -> None:
+            write_file(context.descriptor("weights"), encode_tensors(weights))
+
+        part = ElasticPart(
+            context=context,
+            member=context.rank,
+            slot=slot,
+            ring=ring,
+            checkpoints=checkpoints,
+            leave_weights=leave_weights,
+            resume=resume,
+        )
+        epochs = (
+            LinkedEpochs(job.wiring, job.timeout_s)
+            if job.wiring is not None
+            else SharedEpochs(files, job.timeout_s)
+        )
+        return train(job, part, epochs)
+
+
+def train(job: ElasticJob, part: ElasticPart, epochs: Epochs) -> Mapping[str, Any]:
+    """The whole life of one member, which owns `epochs`; what it tells at its end."""
+    joined = time.monotonic_ns()
+    with ExitStack() as stack:
+        stack.enter_context(closing(epochs))
+        line = stack.enter_context(closing(MemberLine(part.context, part.member, job.timeout_s, part.early)))
+        worker_context = _MemberContext(part.context, part.ring, line)
+        exchange = stack.enter_context(closing(ElasticExchange(job.strategy, line, part.slot, epochs)))
+        trainer = None
+        try:
+            start = exchange.receive() or part.resume()
+            part.ring.record(EventKind.JOIN, joined, time.monotonic_ns() - joined)
+            trainer = Trainer(job.plan, exchange, worker_context, part.checkpoints)
+            _end(part, line, exchange, trainer, trainer.run(start))
+        except Departed:
+            pass  # removed, or not needed any more
+        part.ring.record(EventKind.LEAVE, time.monotonic_ns())
+        sent = trainer.sent() if trainer is not None else SentFor(control=exchange.traffic())
+    return {"sent": sent.to_dict()}
+
+
+def _end(
+    part: ElasticPart, line: MemberLine, exchange: ElasticExchange, trainer: Trainer, trained: Trained
+) -> None:
+    """The lowest of those who are there leaves the weights; all stay until somebody has."""
+    view = exchange.end()
+    left = False
+    while not line.departs and not part.context.stopping:
+        if view is not None:
+            exchange.follow(view)
+            view = None
+        if exchange.rank == 0 and not left:
+            trainer.leave_owed(trained.steps_done, trained.model)
+            part.leave_weights(trained.weights if trained.weights is not None else trained.model.state_dict())
+            line.tell(
+                Done(
+                    member=line.member,
+                    epoch=exchange.epoch,
+                    steps_done=trained.steps_done,
+                    samples=trained.samples,
+                    seconds=trained.seconds,
+                    stopped_early=trained.stopped_early,
+                )
+            )
+            left = True
+        if line.is_told_to_leave(exchange.epoch):
+            view = exchange.leave()
+        elif not line.departs:
+            line.wait(exchange.epoch)
+
+
+class _MemberContext:
+    """The surroundings of a member: its ring, its line on the board, its line to the launcher."""
+
+    def __init__(self, context: Context, ring: EventRing, line: MemberLine) -> None:
+        self.record = ring.record
+        self.mark = context.mark
+        self.stop_requested = line.stop_requested
+        self._line = line
+
+    def note(self, note: WorkerNote) -> None:
+        """Send something to the launcher."""
+        self._line.tell(note)

@@ -1,0 +1,91 @@
+"""From what workers tell of their GPUs to the collective that sums there, where NCCL is chosen."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from manyhands.engine.worker_resources import Resources
+from manyhands.errors import ManyhandsError, PeerTimeout, first_line
+from manyhands.places.external.store_waiting import comes_true
+from manyhands.places.local.rendezvous import RendezvousStore
+from manyhands.strategies.allreduce.chosen import collective_across_hosts, collective_for
+from manyhands.strategies.allreduce.gpu_choice import GpuSeat, SumsChoice, choose_sums, seat_of
+from manyhands.strategies.allreduce.strategy import AllReduce, Mirrored
+from manyhands.strategies.common.collectives.collective import Collective
+from manyhands.strategies.common.collectives.torch_sums import TorchCollective, done_in_time
+from manyhands.transport.link.torch_groups import SumGroup
+
+__all__ = ["announced", "chosen_sums", "sums_on_gpus"]
+
+
+def chosen_sums(strategy: Mirrored | AllReduce, resources: Resources) -> SumsChoice | None:
+    """Collective: whether NCCL sums for these workers; None where they compute on the CPU, and nobody asks."""
+    mine = seat_of(resources.device)
+    if not mine.gpu or resources.torch_store is None:
+        return None
+    if isinstance(strategy, AllReduce) and strategy.instead_of_nccl:
+        return SumsChoice(nccl=False, why=strategy.instead_of_nccl)
+    seats = announced(resources.torch_store(), mine, resources.rank, resources.world, resources.timeout_s)
+    return choose_sums(strategy, seats, in_the_clear=resources.in_the_clear)
+
+
+def announced(
+    store: RendezvousStore, mine: GpuSeat, rank: int, world: int, timeout_s: float
+) -> list[GpuSeat]:
+    """Collective: what every worker says of where it computes; PeerTimeout names one that says nothing."""
+    store.set(f"gpu/{rank}", mine.to_text())
+    deadline = time.monotonic() + timeout_s
+    seats = []
+    for worker in range(world):
+        if not comes_true(partial(store.check, [f"gpu/{worker}"]), deadline - time.monotonic()):
+            raise PeerTimeout(
+                f"worker {worker} did not say within {timeout_s:g} s which GPU it computes on", worker
+            )
+        seats.append(GpuSeat.from_text(store.get(f"gpu/{worker}").decode()))
+    return seats
+
+
+def sums_on_gpus(strategy: Mirrored | AllReduce, resources: Resources) -> Collective:
+    """Collective, where NCCL was chosen: one worker's end, connected; words go as they would without it."""
+    assert resources.torch_store is not None, "who was chosen for NCCL has a store"
+    store, device, timeout_s = resources.torch_store(), resources.device, resources.timeout_s
+
+    def connect() -> SumGroup:
+        group = SumGroup(device, store, resources.rank, resources.world, timeout_s)
+        group.allreduce(torch.zeros(1, device=device)).wait()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return group
+
+    what = f"worker {resources.rank} connects its GPU with those of {resources.world - 1} others"
+    try:
+        group = done_in_time(
+            connect,
+            what,
+            timeout_s=timeout_s,
+            alarm=resources.alarm,
+            peer=1 if resources.rank == 0 else 0,
+        )
+    except RuntimeError as error:
+        raise ManyhandsError(
+            f"{what} by NCCL, which fails: {first_line(error)}; NCCL_DEBUG=INFO tells more, and allreduce link=tcp "
+            "does without it"
+        ) from error
+    words = _words(strategy, resources)
+    return TorchCollective(group, device, words, timeout_s, resources.alarm)
+
+
+def _words(strategy: Mirrored | AllReduce, resources: Resources) -> Collective:
+    """For what workers agree by, in the host's memory."""
+    if not resources.several_hosts:
+        return collective_for(
+            replace(strategy, link="shared") if isinstance(strategy, AllReduce) else strategy, resources
+        )
+    over_links = strategy.across_hosts(resources.hosts)
+    assert isinstance(over_links, AllReduce), "whatever it is on one host"
+    _, words = collective_across_hosts(over_links, resources)
+    return words

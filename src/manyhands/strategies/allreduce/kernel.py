@@ -1,0 +1,23 @@
+"""`mirrored` and `allreduce` for compiled steps: a copy for every worker, and a part of each batch."""
+
+from __future__ import annotations
+
+from manyhands.engine.compiled_worker import Control
+from manyhands.engine.kernel_processes import KernelProcesses
+from manyhands.engine.kernel_task import KernelStep, KernelTask
+from manyhands.native.group.shared_group import SharedGroup
+from manyhands.strategy import Strategy
+
+__all__ = ["AllReduceKernels"]
+
+
+class AllReduceKernels(KernelProcesses):
+    """All take every step together."""
+
+    @classmethod
+    def assemble(cls, task: KernelTask, strategy: Strategy, group: SharedGroup) -> tuple[KernelStep, Control]:
+        """What travels goes through memory that the step lays out."""
+        del strategy
+        step = task.step_on_copies(group, Control.num_bytes(group.world))
+        assert step.segment is not None, "the workers share memory"
+        return step, Control(step.segment, group, "together", task)

@@ -1,0 +1,259 @@
+"""`allreduce order=priority`: a worker's end of an all-reduce that goes on while the next step is computed.
+
+    backward k     slices leave as they are full, the most urgent of those that all workers have first
+    agree k        all know the loss; what has not left yet goes on leaving
+    forward k + 1  each layer waits until its own parameters are stepped, and steps whatever has arrived meanwhile
+    backward k + 1 begins when all of step k has arrived
+
+Parameters are written by the worker's own thread, never while a backward runs. Whoever looks at the model or the
+optimizer between two steps (evaluation, checkpoint, comparison of workers) finds step k finished.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from manyhands.engine.computing import Computed, Computer
+from manyhands.engine.exchange import Exchange, LocalStep, PeerTraffic, SharedStep, Times, Traffic
+from manyhands.errors import UserError
+from manyhands.native.heap import keep_freed_memory
+from manyhands.strategies.allreduce.priority.booked import Blocked, exposed
+from manyhands.strategies.allreduce.priority.gradient_slices import cut
+from manyhands.strategies.allreduce.priority.parameter_guard import ParameterGuard
+from manyhands.strategies.allreduce.priority.sender import Agreed, SliceSender
+from manyhands.strategies.allreduce.priority.sliced_gradients import SlicedGradients
+from manyhands.strategies.allreduce.priority.stepping import LateOptimizer
+from manyhands.strategies.common.collectives.collective import ScheduleCollective
+from manyhands.strategies.common.collectives.piggyback import broadcast, kept_by_codecs, remember_kept, total
+from manyhands.strategies.common.collectives.reducer import gradient_layouts
+from manyhands.wire.codec import check_optimizer
+from manyhands.wire.parcels import Parcel
+
+__all__ = ["PriorityExchange"]
+
+_CARRIER_ITEMS = 1 << 17  # of float64: a megabyte at a time for weights, totals and what codecs keep
+
+
+class PriorityExchange(Exchange):
+    """One worker's end; at most `credit_bytes` are on their way at once, in slices of at most so many."""
+
+    def __init__(self, collective: ScheduleCollective, bucket_bytes: int, credit_bytes: int) -> None:
+        self.rank = collective.rank
+        self.world = collective.world
+        self.wire = collective.wire
+        self._collective = collective
+        self._bucket_bytes = bucket_bytes
+        self._credit_bytes = credit_bytes
+        self._model: nn.Module | None = None
+        self._optimizer: Optimizer | None = None
+        self._step = 0  # the one that is computed
+        self._is_open = False  # whether its slices are being filled
+        self._agreed: Agreed | None = None
+        self._unarrived: list[int] = []  # by parameter: its slices that are still to come
+        self._is_applied = True  # all of the last step that was agreed on
+        self._blocked: list[Blocked] = []
+        self._posts: Mapping[int, PeerTraffic] = {}
+        self._sender: SliceSender | None = None
+
+    @property
+    def copies(self) -> Sequence[Sequence[int]]:
+        """Everybody holds the model."""
+        return (range(self.world),)
+
+    def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Collective: cut the gradients into slices and give every worker worker 0's weights and buffers."""
+        check_optimizer(self._collective.codec, optimizer)
+        self._model, self._optimizer, self._late = model, optimizer, LateOptimizer(optimizer)
+        layouts = gradient_layouts(model, self._bucket_bytes)
+        slices = cut(layouts, self._credit_bytes)
+        parcels = [layout.parcel(number) for number, layout in enumerate(layouts)]
+        carrier = Parcel.whole(len(parcels), _CARRIER_ITEMS, torch.float64, exact=True)
+        *buckets, self._carrier = self._collective.allocate([*parcels, carrier])
+        self._carrier_index = len(parcels)
+        broadcast(
+            self._collective,
+            self._carrier_index,
+            self._carrier,
+            [*model.parameters(), *model.buffers()],
+        )
+        self._gradients = SlicedGradients(model, layouts, slices, buckets, self._fill)
+        self._guard = ParameterGuard(model, self._gradients.parameters, self._wait_for)
+        self._slices = slices
+        self._sender = SliceSender(
+            self._collective, slices, len(self._gradients.parameters), self._credit_bytes
+        )
+        keep_freed_memory()  # every step frees what the next one takes
+
+    def compute(self, computer: Computer, model: nn.Module, step: int) -> Computed:
+        """Each layer waits for its own parameters; a compiled model, which cannot say what it reads, for all."""
+        self._step = step
+        if model is not self._model:
+            self.finish()
+            return super().compute(computer, model, step)
+        with self._guard:
+            return super().compute(computer, model, step)
+
+    def backward(self, loss: Tensor, share: float) -> None:
+        """Backward of this worker's weighted loss, once the last step has arrived; full slices leave meanwhile."""
+        self.finish()
+        self._begin()
+        (loss * share).backward()  # type: ignore[no-untyped-call]
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """Gradients add up in their buckets, which stay here."""
+        return self._gradients.holding()
+
+    def agree(self, local: LocalStep) -> SharedStep:
+        """Collective: learn what all workers brought; sums go on arriving."""
+        self.finish()
+        self._begin()
+        self._gradients.fill_rest()
+        with self._waiting():
+            self._agreed = self._the_sender.agree(local, self._gradients.reached)
+        self._posts = self._the_sender.take_traffic()
+        self._is_open = False
+        return self._agreed.shared
+
+    def clip(self, max_norm: float) -> float:
+        """Refused: the strategy's `cannot_clip` says why."""
+        raise UserError(
+            f"clip_norm={max_norm:g}: order=priority steps parameters before all gradients are there"
+        )
+
+    def apply(self) -> None:
+        """Step what has arrived; the rest when it arrives, as it would be stepped now."""
+        assert self._agreed is not None, "agree comes before apply"
+        self._late.allow()
+        self._unarrived = [len(numbers) for numbers in self._gradients.slices_of]
+        self._guard.expect(number for number, reached in enumerate(self._agreed.reached) if reached)
+        self._is_applied = False
+        self._take_step([number for number, slices in enumerate(self._unarrived) if not slices])
+        self._step_arrived(wait=False)
+
+    def finish(self) -> None:
+        """Collective: wait until every parameter is stepped and nothing is on its way."""
+        if not self._is_applied:
+            self._wait_for(self._guard.pending)
+            while not self._the_sender.is_over:  # what no worker's backward reached is sent, and not stepped
+                self._step_arrived(wait=True)
+            self._step_arrived(wait=False)
+            self._is_applied = True
+
+    def evaluate(self, computer: Computer, model: nn.Module) -> tuple[dict[str, float], int] | None:
+        """With finished parameters."""
+        self.finish()
+        return super().evaluate(computer, model)
+
+    def held_parameters(self, model: nn.Module) -> Iterable[tuple[str, Tensor | None]]:
+        """Finished ones."""
+        self.finish()
+        return super().held_parameters(model)
+
+    def model_state(self, model: nn.Module) -> Mapping[str, Tensor] | None:
+        """That of the finished step."""
+        self.finish()
+        return super().model_state(model)
+
+    def optimizer_state(self) -> dict[str, Any] | None:
+        """Every worker has all of it; worker 0 tells."""
+        self.finish()
+        assert self._optimizer is not None, "attach comes before optimizer_state"
+        return self._optimizer.state_dict() if self.rank == 0 else None
+
+    def memory(self) -> Mapping[str, Any]:
+        """What the codec has left out so far, of every worker."""
+        self.finish()
+        owed = kept_by_codecs(self._collective, self._carrier_index, self._carrier)
+        return {"codec": owed} if owed else {}
+
+    def load_state(self, memory: Mapping[str, Any]) -> None:
+        """Each its own."""
+        remember_kept(self._collective, memory.get("codec"))
+
+    def total(self, values: Tensor) -> Tensor:
+        """Collective: the sum over workers."""
+        self.finish()
+        return total(self._collective, self._carrier_index, self._carrier, values)
+
+    def take_times(self) -> Times:
+        """How long this worker could do nothing: for others who were late, and for what was on its way."""
+        blocked, self._blocked = self._blocked, []
+        late = self._sender.take_late() if self._sender is not None else []
+        exchange_ns, wait_ns = exposed(blocked, late)
+        posts, self._posts = self._posts, {}
+        return Times(exchange_ns=exchange_ns, wait_ns=wait_ns, posts=posts)
+
+    def traffic(self) -> Traffic:
+        """What the collective sent."""
+        return self._collective.traffic()
+
+    def close(self) -> None:
+        """End the courier; release gradients and links."""
+        if self._sender is None:
+            self._collective.close()
+            return
+        self._sender.close()
+        self._guard.close()
+        self._gradients.close()
+
+    @property
+    def _the_sender(self) -> SliceSender:
+        assert self._sender is not None, "attach comes first"
+        return self._sender
+
+    def _begin(self) -> None:
+        """Open the next step, unless it is open: at its first backward, or where it has none."""
+        if not self._is_open:
+            self._is_open = True
+            self._gradients.begin()
+            self._the_sender.begin(self._step)
+
+    def _fill(self, number: int) -> None:
+        self._the_sender.fill(number)
+
+    def _wait_for(self, numbers: Iterable[int]) -> None:
+        """Until these parameters are stepped."""
+        awaited = frozenset(numbers)
+        self._step_arrived(wait=False)
+        while awaited & self._guard.pending:
+            if not self._step_arrived(wait=True):
+                raise RuntimeError("every slice has arrived, and a parameter is still waited for")
+
+    def _step_arrived(self, *, wait: bool) -> bool:
+        """Step the parameters all of whose slices have arrived; whether any has since the last time."""
+        if wait:
+            with self._waiting():
+                arrived = self._the_sender.arrivals(wait=True)
+        else:
+            arrived = self._the_sender.arrivals(wait=False)
+        complete = []
+        for number in arrived:
+            for parameter in self._slices[number].parameters:
+                self._unarrived[parameter] -= 1
+                if not self._unarrived[parameter]:
+                    complete.append(parameter)
+        self._take_step(complete)
+        return bool(arrived)
+
+    def _take_step(self, numbers: Sequence[int]) -> None:
+        pending = self._guard.pending
+        due = [number for number in numbers if number in pending]
+        if due:
+            gradients = self._gradients
+            self._guard.stepped(due)  # or the optimizer would wait for what it is about to write
+            self._late.step({gradients.parameters[number]: gradients.views[number] for number in due})
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        begin_ns = time.monotonic_ns()
+        try:
+            yield
+        finally:
+            self._blocked.append(Blocked(begin_ns, time.monotonic_ns()))

@@ -1,0 +1,222 @@
+"""The courier: a thread that exchanges reports and sums slices while its worker computes.
+
+The worker fills slices and closes the step; the courier does what the `Desk` says, and says what has arrived. A report
+is what a worker tells all others: its loss and its flags, which count once all have closed the step, then a byte for
+each slice that it has and for each parameter that its backward reached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from manyhands.engine.exchange import LocalStep, PeerTraffic, SharedStep
+from manyhands.strategies.allreduce.priority.gradient_slices import GradientSlice
+from manyhands.strategies.allreduce.priority.slice_order import Desk, SendOrder
+from manyhands.strategies.common.collectives.collective import ScheduleCollective
+from manyhands.strategies.common.collectives.side_thread import SideThread
+
+__all__ = ["Agreed", "Lateness", "SliceSender"]
+
+_LOSS, _STOP, _PAUSE, _BAD = range(4)
+_WORDS = 4
+_WORD_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Lateness:
+    """From when to when the courier could only wait for a worker that had not come this far."""
+
+    begin_ns: int
+    end_ns: int
+    peer: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreed:
+    """What all know once all have closed a step."""
+
+    shared: SharedStep
+    reached: tuple[bool, ...]
+    """By parameter: whether any worker's backward reached it."""
+
+
+@dataclass(slots=True)
+class _Step:
+    """What goes on in one step."""
+
+    number: int
+    desk: Desk
+    words: list[float] = field(default_factory=lambda: [0.0] * _WORDS)
+    reached: Sequence[bool] = ()
+    agreed: Agreed | None = None
+
+
+class SliceSender(SideThread):
+    """One worker's; it has the collective to itself from `begin` until the step `is_over`. `close` is idempotent.
+
+    What goes wrong in the thread is raised in the worker's, at its next call.
+    """
+
+    def __init__(
+        self,
+        collective: ScheduleCollective,
+        slices: Sequence[GradientSlice],
+        parameters: int,
+        credit_bytes: int,
+    ) -> None:
+        super().__init__("manyhands courier")
+        self._collective = collective
+        self._slices = slices
+        self._parameters = parameters
+        self._credit_bytes = credit_bytes
+        self._step: _Step | None = None
+        self._arrived: list[int] = []
+        self._late: list[Lateness] = []
+        self._posts: dict[int, PeerTraffic] = {}
+        self._start()
+
+    # ── the worker's side ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the last step that was begun is over: every slice has arrived, or it was called off."""
+        with self._changed:
+            return self._is_idle()
+
+    def begin(self, step: int) -> None:
+        """The next step; the last one is over."""
+        sizes = [one.parcel.num_bytes for one in self._slices]
+        order = SendOrder(sizes, [one.parcel.priority for one in self._slices], self._credit_bytes)
+        with self._changed:
+            assert self._step is None or self._step.desk.is_over, "a step begins when the last one is over"
+            self._step = _Step(step, Desk(order, len(self._slices)))
+
+    def fill(self, number: int) -> None:
+        """This worker's part of a slice is there."""
+        with self._changed:
+            assert self._step is not None, "begin comes before fill"
+            self._step.desk.filled(number)
+            self._changed.notify_all()
+
+    def agree(self, local: LocalStep, reached: Sequence[bool]) -> Agreed:
+        """Close the step, in which every slice is filled; wait until all have."""
+        loss = local.loss * local.share if local.is_finite and local.share else 0.0
+        with self._changed:
+            step = self._step
+            assert step is not None, "begin comes before agree"
+            step.words = [loss, float(local.stop), float(local.pause), float(not local.is_finite)]
+            step.reached = tuple(reached)
+            step.desk.closed()
+            self._changed.notify_all()
+            while step.agreed is None:
+                self._wait()
+            return step.agreed
+
+    def arrivals(self, *, wait: bool) -> list[int]:
+        """The slices that have arrived since the last call; with `wait`, at least one, or none if the step is over."""
+        with self._changed:
+            while wait and not self._arrived and self._step is not None and not self._step.desk.is_over:
+                self._wait()
+            arrived, self._arrived = self._arrived, []
+            return arrived
+
+    def take_late(self) -> list[Lateness]:
+        """For whom the courier has waited since the last call."""
+        with self._changed:
+            late, self._late = self._late, []
+            return late
+
+    def take_traffic(self) -> Mapping[int, PeerTraffic]:
+        """What went to and came from each other worker since the last call."""
+        with self._changed:
+            posts, self._posts = self._posts, {}
+            return posts
+
+    def close(self) -> None:
+        """End the thread and let go of the collective: at once, also in the middle of a step that has failed here."""
+        self._end(self._collective.close)
+
+    def _is_idle(self) -> bool:
+        return self._step is None or self._step.desk.is_over
+
+    # ── the thread ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _run(self) -> None:
+        while (step := self._next_report()) is not None:
+            found, waits = self._collective.gather(self._report(step))
+            for number in self._hear(step, found, waits):
+                self._collective.step = step.number
+                self._collective.sum_part(self._slices[number].parcel)
+                self._deliver(step, number)
+
+    def _next_report(self) -> _Step | None:
+        """Wait for the worker to have something to report; None where it is done."""
+        with self._changed:
+            while not self._ends:
+                if self._step is not None and self._step.desk.wants_to_report:
+                    return self._step
+                self._changed.wait()
+            return None
+
+    def _report(self, step: _Step) -> torch.Tensor:
+        with self._changed:
+            words = np.asarray(step.words, np.float64).view(np.uint8)
+            ready = np.zeros(len(self._slices), np.uint8)
+            ready[sorted(step.desk.report())] = 1
+            reached = np.zeros(self._parameters, np.uint8)
+            reached[: len(step.reached)] = step.reached
+            return torch.from_numpy(np.concatenate([words, ready, reached]))
+
+    def _hear(
+        self, step: _Step, found: Sequence[torch.Tensor], waits: Mapping[int, tuple[int, int]]
+    ) -> tuple[int, ...]:
+        reports = [one.numpy() for one in found]
+        ready_at = _WORDS * _WORD_BYTES
+        reached_at = ready_at + len(self._slices)
+        ready = [set(np.flatnonzero(report[ready_at:reached_at]).tolist()) for report in reports]
+        agreed = None
+        if all(len(one) == len(self._slices) for one in ready):
+            words = np.stack([report[:ready_at].view(np.float64) for report in reports])
+            reached = np.any([report[reached_at:] for report in reports], axis=0)
+            agreed = Agreed(shared=_shared(words), reached=tuple(reached.tolist()))
+        with self._changed:
+            self._late += [Lateness(begin_ns, end_ns, peer) for peer, (begin_ns, end_ns) in waits.items()]
+            called_off = agreed is not None and bool(agreed.shared.bad_workers)
+            chosen = step.desk.heard(ready, called_off=called_off)
+            self._take_over_posts()
+            step.agreed = agreed
+            if agreed is not None:
+                self._changed.notify_all()
+            return chosen
+
+    def _deliver(self, step: _Step, number: int) -> None:
+        with self._changed:
+            step.desk.arrived(number)
+            self._arrived.append(number)
+            self._take_over_posts()
+            self._changed.notify_all()
+
+    def _take_over_posts(self) -> None:
+        for peer, post in self._collective.take_times().posts.items():
+            if peer in self._posts:
+                self._posts[peer].add(post)
+            else:
+                self._posts[peer] = post
+
+
+def _shared(words: np.ndarray[tuple[int, int], np.dtype[np.float64]]) -> SharedStep:
+    """What all make of everybody's words: losses are added in the order of workers."""
+    bad = tuple(np.flatnonzero(words[:, _BAD]).tolist())
+    loss = 0.0
+    for mine in words[:, _LOSS].tolist():
+        loss += mine
+    return SharedStep(
+        loss=float("nan") if bad else loss,
+        bad_workers=bad,
+        stop=bool(words[:, _STOP].any()),
+        pause=bool(words[:, _PAUSE].any()),
+    )

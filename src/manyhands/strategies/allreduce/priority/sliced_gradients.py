@@ -1,0 +1,115 @@
+"""This worker's gradients in slices: taken from autograd into their buckets, and told as soon as a slice is full."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from manyhands.errors import UserError
+from manyhands.strategies.allreduce.priority.gradient_slices import GradientSlice
+from manyhands.wire.flat_layout import BucketLayout, trainable
+from manyhands.wire.tap import GradientTap, put
+
+__all__ = ["SlicedGradients"]
+
+
+class SlicedGradients:
+    """Owns the gradients of `model` from construction to `close`; calls `filled(number)` for each slice that is full.
+
+    Between two steps no parameter has a `grad`: sums are handed to the optimizer where they lie, by `views`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layouts: Sequence[BucketLayout],
+        slices: Sequence[GradientSlice],
+        buckets: Sequence[torch.Tensor],
+        filled: Callable[[int], None],
+    ) -> None:
+        named = trainable(model)
+        self._names = [names[0] for names in named.values()]
+        self.parameters = list(named)
+        self._slices = slices
+        self._filled = filled
+        self.views = self._make_views(layouts, buckets)
+        """Where each parameter's gradient lies, in its shape."""
+        self.slices_of: list[list[int]] = [[] for _ in named]
+        """By parameter: the slices that have parts of it."""
+        for number, one in enumerate(slices):
+            for index in one.parameters:
+                self.slices_of[index].append(number)
+        self._held = False
+        self.reached: list[bool] = []
+        """By parameter: whether this worker's backward has reached it in this step."""
+        self._missing: list[set[int]] = []
+        self.begin()
+        self._tap = GradientTap(self.parameters, self._on_gradient)
+
+    def begin(self) -> None:
+        """The next step: nothing is here yet."""
+        self.reached = [False] * len(self.parameters)
+        self._missing = [set(one.parameters) for one in self._slices]
+
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """Backwards inside only add to the gradients; the first one after it fills slices."""
+        before, self._held = self._held, True
+        try:
+            yield
+        finally:
+            self._held = before
+
+    def fill_rest(self) -> None:
+        """Backward is over: what it did not reach is what was held, or zero."""
+        for index, reached in enumerate(self.reached):
+            if not reached:
+                self.views[index].zero_()
+            self._fill(index)
+
+    def close(self) -> None:
+        """Take the hooks off and let go of the buckets."""
+        self._tap.close()
+        for parameter in self.parameters:
+            parameter.grad = None
+        self.views = []
+
+    def _make_views(
+        self, layouts: Sequence[BucketLayout], buckets: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        views = {
+            number: items.view(self.parameters[number].shape)
+            for layout, bucket in zip(layouts, buckets, strict=True)
+            for number, items in layout.views(bucket)
+        }
+        return [views[index] for index in range(len(views))]
+
+    def _on_gradient(self, index: int, parameter: torch.Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        if gradient.is_sparse:
+            raise UserError(
+                f"parameter {self._names[index]!r} has a sparse gradient, which order=priority does not slice; leave "
+                "it out, or build the embedding with sparse=False"
+            )
+        numbers = self.slices_of[index]
+        if numbers and not any(index in self._missing[number] for number in numbers):
+            raise UserError(
+                f"parameter {self._names[index]!r} got a second gradient after the first was sent; checkpoint with "
+                "use_reentrant=False"
+            )
+        put(self.views[index], gradient, 1.0, add=self.reached[index])
+        self.reached[index] = True
+        if not self._held:
+            self._fill(index)
+
+    def _fill(self, index: int) -> None:
+        for number in self.slices_of[index]:
+            missing = self._missing[number]
+            if index in missing:
+                missing.remove(index)
+                if not missing:
+                    self._filled(number)

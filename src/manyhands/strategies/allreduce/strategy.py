@@ -1,0 +1,352 @@
+"""`mirrored` and `allreduce` as values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from manyhands.errors import UserError
+from manyhands.facts import ELASTIC, IN_STEP, ROUNDED, ModelFootprint, Promises, Stepping, Truth, WorkerMemory
+from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
+from manyhands.strategy import (
+    MIB,
+    Strategy,
+    buckets_setting,
+    check_buckets,
+    check_choice,
+    check_link,
+    link_setting,
+    parse_size,
+    setting,
+    show_size,
+    switch_setting,
+    whole_number,
+)
+from manyhands.wire.names import RAW, auto_error, check_codec, codec_setting, feedback_setting, rounds_hops
+
+__all__ = ["AllReduce", "Mirrored"]
+
+ORDERS = ("arrival", "priority")
+NCCL = "nccl"
+_CREDIT = MIB
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mirrored(Strategy):
+    """Every worker of one host holds the model; gradients are summed in shared memory, in worker order.
+
+    Where every worker has a GPU of its own, NCCL sums on the GPUs.
+    """
+
+    word: ClassVar[str] = "mirrored"
+    about: ClassVar[str] = "all-reduce in the shared memory of one host"
+    truth: ClassVar[Truth] = Truth.EVERYONE
+    cannot_cross_hosts: ClassVar[str] = ""
+
+    buckets: int = buckets_setting()
+
+    def __post_init__(self) -> None:
+        check_buckets(self.buckets)
+
+    def across_hosts(self, hosts: Sequence[Sequence[int]]) -> Strategy:
+        """An all-reduce that suits the hosts."""
+        return AllReduce(buckets=self.buckets).across_hosts(hosts)
+
+    @property
+    def refused_buffers(self) -> Mapping[str, str]:
+        """None."""
+        return {}
+
+    @property
+    def promises(self) -> Promises:
+        """All workers take every step together, so all are needed."""
+        return IN_STEP
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllReduce(Strategy):
+    """Every worker holds the model; gradients are summed by the algorithm you name.
+
+    `direct` runs in place in shared memory on one host; every other algorithm runs its schedule over links.
+    `group` is the number of ranks that `hierarchical` takes as one host (0: as the cluster found them), `link` how
+    processes of one host talk: through `shared` memory, or every algorithm by `tcp` on loopback. There, or between
+    hosts, `codec` makes gradients smaller on their way. Where every worker has a GPU of its own, and no setting asks
+    for another way, NCCL sums on the GPUs: `link=nccl` insists on that, and `link=tcp` does without. With `elastic=yes`
+    the run goes on without a worker that is lost, and workers may join and leave. With `order=priority` gradients leave
+    in slices, those that the next forward needs first before all others, while that forward goes on; at most `credit`
+    bytes are on their way at once. `helpers=2` adds two processes that only sum, over links.
+    """
+
+    word: ClassVar[str] = "allreduce"
+    about: ClassVar[str] = "every worker holds the model; gradients summed by a named algorithm"
+    truth: ClassVar[Truth] = Truth.EVERYONE
+    cannot_cross_hosts: ClassVar[str] = ""
+
+    algorithm: str = setting("direct", str)
+    """How gradients are summed: `direct` in shared memory, or a schedule over links such as `ring`."""
+    buckets: int = buckets_setting()
+    group: int = setting(0, whole_number)
+    """Ranks that `hierarchical` takes as one host; 0: as the cluster found them."""
+    link: str = link_setting()
+    """How processes of one host talk: by `shared` memory or `tcp`; `nccl` insists that gradients are summed on GPUs."""
+    codec: str = codec_setting()
+    """How gradients are made smaller on their way: `raw`, or a codec such as `bf16` or `topk:0.01+int8`."""
+    feedback: bool = feedback_setting()
+    """Whether what a codec leaves out is kept and added to the next gradient."""
+    elastic: bool = switch_setting()
+    """Whether the run goes on without a worker that is lost, and workers may join and leave it."""
+    order: str = setting("arrival", str)
+    """In which order gradients leave: by `arrival` from backward, or by `priority`, as the next forward needs them."""
+    credit: int = setting(_CREDIT, parse_size, show_size)
+    """With `order=priority`: how many bytes are on their way at once, which what is more urgent has to wait for."""
+    helpers: int = setting(0, whole_number)
+    """How many more processes take part that only sum, so that less goes over each worker's own link."""
+
+    def __post_init__(self) -> None:
+        check_choice("all-reduce algorithm", self.algorithm, ALGORITHMS)
+        check_link(self.link, more=(NCCL,))
+        check_codec(
+            self.codec,
+            link=self.link,
+            strategy=self.word,
+            feedback=self.feedback,
+            algorithm=self.algorithm,
+        )
+        check_buckets(self.buckets)
+        if self.link == NCCL and self.instead_of_nccl:
+            raise UserError(f"link=nccl {self.instead_of_nccl}; leave one of the two out")
+        self._check_order()
+        if self.elastic and not rounds_hops(self.codec):
+            raise UserError(
+                f"elastic=yes codec={self.codec}: a step that is taken again would send twice what is owed; leave one "
+                "of the two out, or take a codec that rounds, as bf16"
+            )
+        if self.group and self.algorithm != "hierarchical":
+            raise UserError(
+                f"group={self.group} only means something to algorithm=hierarchical, not {self.algorithm}"
+            )
+        if self.group < 0:
+            raise UserError(f"group={self.group} must not be negative; 0 means as the cluster found them")
+        self._check_helpers()
+
+    def _check_helpers(self) -> None:
+        """UserError for settings that make no sense with helpers."""
+        if self.helpers < 0:
+            raise UserError(f"helpers={self.helpers} must not be negative; 0 means none")
+        if not self.helpers:
+            return
+        if self.algorithm != "direct":
+            raise UserError(
+                f"helpers={self.helpers} algorithm={self.algorithm}: helpers sum by a schedule of their own; leave the "
+                "algorithm out"
+            )
+        if self.elastic:
+            raise UserError(
+                f"helpers={self.helpers} elastic=yes: who sums what is fixed for a run with helpers; leave one of the "
+                "two out"
+            )
+        if self.order == "priority":
+            raise UserError(
+                f"helpers={self.helpers} order=priority: helpers are told of whole buckets, in the order in which they "
+                "are filled; leave one of the two out"
+            )
+        if not rounds_hops(self.codec):
+            raise UserError(
+                f"helpers={self.helpers} codec={self.codec}: it goes from worker to worker, past helpers; leave one of "
+                "the two out, or take a codec that rounds, as bf16"
+            )
+
+    def _check_order(self) -> None:
+        check_choice("order", self.order, ORDERS)
+        if self.order == "arrival" and self.credit != _CREDIT:
+            raise UserError(f"credit={show_size(self.credit)} only means something to order=priority")
+        if self.credit < 1:
+            raise UserError(f"credit={self.credit} lets nothing through; {show_size(_CREDIT)} is usual")
+        if self.order == "arrival":
+            return
+        if not self.uses_links:
+            raise UserError(
+                "order=priority: memory is shared, and nothing travels that could go in another order; add link=tcp, "
+                "or name an algorithm that goes over links, as algorithm=ring"
+            )
+        if self.elastic:
+            raise UserError(
+                "elastic=yes order=priority: a step that is taken again would find parameters of the next one; leave "
+                "one of the two out"
+            )
+        if self.order == "priority" and auto_error(self.codec) is not None:
+            raise UserError(
+                f"order=priority codec={self.codec}: codecs are weighed by whole exchanges, and slices go one by one; "
+                "name a codec, or leave the order out"
+            )
+
+    @property
+    def instead_of_nccl(self) -> str:
+        """The setting that asks for another way than NCCL to sum, with the reason; empty where none does."""
+        if self.helpers:
+            return f"helpers={self.helpers}: helpers sum in the memory of their hosts"
+        if self.elastic:
+            return "elastic=yes: a group of NCCL cannot go on when a worker is lost"
+        if self.order == "priority":
+            return "order=priority: NCCL sums whole buckets in the order in which they are filled"
+        if self.codec != RAW:
+            return f"codec={self.codec}: NCCL sums gradients as they are"
+        if self.algorithm != "direct":
+            return f"algorithm={self.algorithm}: NCCL has algorithms of its own"
+        if self.uses_network:
+            return f"link={self.link}: it asks for sockets of the host"
+        return ""
+
+    @property
+    def cannot_clip(self) -> str:
+        """With `order=priority` nobody sees the whole gradient."""
+        if self.order == "arrival":
+            return ""
+        return (
+            "order=priority steps the first parameters before the last gradients are there, and clips nothing"
+        )
+
+    @property
+    def stepping(self) -> tuple[Stepping, ...]:
+        """With `order=priority`, each parameter when its gradient is there."""
+        return (Stepping.IN_TURN if self.order == "priority" else Stepping.TOGETHER,)
+
+    @property
+    def uses_links(self) -> bool:
+        """Every algorithm but `direct` in shared memory, which sums in place; and everything with helpers."""
+        return self.algorithm != "direct" or self.uses_network or self.helpers > 0
+
+    def processes(self, workers: int) -> dict[str, int]:
+        """Workers, and helpers where there are some."""
+        return {"worker": workers, **({"helper": self.helpers} if self.helpers else {})}
+
+    def role_of(self, rank: int, workers: int) -> tuple[str, int]:
+        """Helpers are the ranks after the workers."""
+        return ("worker", rank) if rank < workers else ("helper", rank - workers)
+
+    def placed(self, world: int, roles: Mapping[str, int]) -> tuple[Strategy, int]:
+        """Under torchrun the last processes help."""
+        if self.helpers and roles:
+            raise UserError(
+                f"strategy={self}: a cluster specification has no type for helpers; leave helpers out, or start the "
+                "processes with torchrun"
+            )
+        if self.helpers and world < self.helpers + 2:
+            raise UserError(
+                f"strategy={self}: of {world} processes {self.helpers} would help, and less than two would train; "
+                f"start at least {self.helpers + 2}, workers and helpers together"
+            )
+        _, count = super().placed(world, roles)
+        return self, count - self.helpers
+
+    def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
+        """A helper holds a bucket at most, and what came of it."""
+        rows = super().needs(model, workers)
+        if self.helpers:
+            bucket = min(self.buckets, model.gradients)
+            rows.append(WorkerMemory(who="helper", count=self.helpers, weights=0, gradients=bucket))
+        return rows
+
+    def across_hosts(self, hosts: Sequence[Sequence[int]]) -> Strategy:
+        """`hierarchical` by itself, with the workers of a host as a group, where hosts hold equally many one by one.
+
+        Elsewhere, where neither algorithm nor group is named, a ring; what is named stays. Codecs that are more than a
+        rounding have forms of their own over all workers.
+        """
+        if self.link == NCCL:
+            return replace(self, link="shared").across_hosts(hosts)  # as words travel beside it
+        named = self.algorithm not in ("direct", "hierarchical") or self.group
+        if named or self.helpers or not rounds_hops(self.codec):
+            return self
+        if not in_order(hosts):
+            return replace(self, algorithm="ring")
+        return replace(self, algorithm="hierarchical", group=len(hosts[0]))
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """Those of codecs, where it has one that is more than a rounding."""
+        return () if rounds_hops(self.codec) else ("codecs",)
+
+    @property
+    def can_change_workers(self) -> bool:
+        """Where those who are there agree on each step among themselves."""
+        return self.elastic
+
+    @property
+    def goes_on_with_fewer(self) -> bool:
+        """Likewise."""
+        return self.elastic
+
+    @property
+    def instead_of_own_loop(self) -> str:
+        """A loop of one's own cannot be put back to the beginning of a step, nor told what its forward reads.
+
+        And nobody starts helpers for it.
+        """
+        if self.helpers:
+            return f"give mh.fit a Task for helpers={self.helpers}"
+        if self.link == NCCL:
+            return "give mh.fit a Task for link=nccl"
+        if self.order == "priority":
+            return "give mh.fit a Task for order=priority"
+        return "give mh.fit a Task for elastic=yes" if self.elastic else ""
+
+    def advice(self, workers: int, *, sparse: bool) -> str:
+        """With two workers there is nothing that helpers could take off their links."""
+        if self.helpers and workers == 2:
+            return (
+                f"helpers={self.helpers}: each of two workers sends its gradient once, with or without helpers; they "
+                "save something from three workers on"
+            )
+        return super().advice(workers, sparse=sparse)
+
+    def check(self, workers: int, device: str, *, compiled: bool = False) -> None:
+        """Compiled steps have no way back, say nothing of what they read, and know of no helpers."""
+        super().check(workers, device, compiled=compiled)
+        if self.link == NCCL and device == "cpu":
+            raise UserError(
+                f"link=nccl device={device}: NCCL sums on GPUs; use device=cuda, or leave link=nccl out"
+            )
+        if self.helpers and workers < 2:
+            raise UserError(
+                f"helpers={self.helpers} workers={workers}: one worker has nothing to sum with others; leave helpers "
+                "out, or take more workers"
+            )
+        if compiled and self.helpers:
+            raise UserError(
+                f"helpers={self.helpers}: the workers of a compiled step sum by themselves; leave it out"
+            )
+        if self.order == "priority" and (compiled or device != "cpu"):
+            what = "a compiled step is" if compiled else f"gradients of device={device} are"
+            raise UserError(f"order=priority: {what} exchanged after the backward; leave it out")
+        if compiled and self.elastic:
+            raise UserError(
+                "elastic=yes: a compiled step cannot be taken back when a worker is lost; leave it out"
+            )
+
+    @property
+    def refused_buffers(self) -> Mapping[str, str]:
+        """Sums inside forward need everybody, and the links to themselves."""
+        if self.elastic:
+            return {
+                "synchronize": "with elastic=yes a worker may be lost inside a forward that the others wait in"
+            }
+        if self.order == "priority":
+            return {"synchronize": "with order=priority gradients are on their way during the next forward"}
+        return {}
+
+    @property
+    def promises(self) -> Promises:
+        """All workers take every step together, so all are needed; or all that are there."""
+        promises = ELASTIC if self.elastic else IN_STEP
+        return promises if self.codec == RAW else replace(promises, same_numbers=ROUNDED)
+
+
+def in_order(hosts: Sequence[Sequence[int]]) -> bool:
+    """Whether hosts hold equally many ranks one after the other, the last one perhaps fewer."""
+    size = len(hosts[0])
+    world = sum(map(len, hosts))
+    return [list(ranks) for ranks in hosts] == [
+        list(range(begin, min(begin + size, world))) for begin in range(0, world, size)
+    ]

@@ -1,0 +1,96 @@
+"""`mirrored` and `allreduce`: the common loop, with a collective that sums gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from manyhands.engine.codec_report import ChoosingTraining
+from manyhands.engine.exchange import Exchange, SentFor, SingleExchange
+from manyhands.engine.reporting import WorkerContext
+from manyhands.engine.training import Training
+from manyhands.engine.worker_resources import Resources
+from manyhands.strategies.allreduce.chosen import algorithm_of, collective_across_hosts, collective_for
+from manyhands.strategies.allreduce.exchange import AllReduceExchange
+from manyhands.strategies.allreduce.gpu_choice import SUMS, sums_sentence
+from manyhands.strategies.allreduce.gpu_sums import chosen_sums, sums_on_gpus
+from manyhands.strategies.allreduce.helped import help_workers
+from manyhands.strategies.allreduce.priority.exchange import PriorityExchange
+from manyhands.strategies.allreduce.strategy import AllReduce, Mirrored
+from manyhands.strategies.common.collectives.collective import Collective, without_barrier
+from manyhands.strategy import Strategy
+from manyhands.wire.names import RAW
+
+__all__ = ["AllReduceTraining"]
+
+
+class AllReduceTraining(ChoosingTraining):
+    """Every worker holds the model."""
+
+    @classmethod
+    def end(cls, strategy: Mirrored | AllReduce, resources: Resources) -> Exchange:
+        """One worker's end: NCCL sums where every worker has a GPU of its own."""
+        choice = chosen_sums(strategy, resources) if resources.world > 1 else None
+        if choice is not None and choice.nccl:
+            exchange: Exchange = AllReduceExchange(sums_on_gpus(strategy, resources), strategy.buckets)
+        else:
+            exchange = super().end(strategy, resources)
+        if choice is not None and isinstance(exchange, AllReduceExchange):
+            exchange.besides = choice.summary()
+        return exchange
+
+    @classmethod
+    def exchange(cls, strategy: Mirrored | AllReduce, resources: Resources) -> Exchange:
+        """One worker's end, on one host."""
+        if resources.world == 1:
+            return SingleExchange()  # nobody to exchange with
+        if isinstance(strategy, AllReduce) and strategy.order == "priority":
+            algorithm = algorithm_of(strategy, resources.world)
+            gradients = without_barrier(algorithm, resources, strategy.codec, feedback=strategy.feedback)
+            return PriorityExchange(gradients, strategy.buckets, strategy.credit)
+        return AllReduceExchange(collective_for(strategy, resources), strategy.buckets)
+
+    @classmethod
+    def helper(
+        cls, strategy: Strategy, resources: Resources, worker_context: WorkerContext
+    ) -> Mapping[str, Any]:
+        """Sum until the workers are done."""
+        assert isinstance(strategy, AllReduce), "mirrored has no helpers"
+        return {"sent": SentFor(gradients=help_workers(resources, strategy.codec, worker_context)).to_dict()}
+
+    @classmethod
+    def chosen_for(cls, strategy: Strategy) -> type[Training]:
+        """Among a fixed number of workers, or by those who are there."""
+        if not (isinstance(strategy, AllReduce) and strategy.elastic):
+            return cls
+        from manyhands.strategies.allreduce.elastic.elastic_training import (
+            ElasticTraining,  # which workers have no use for
+        )
+
+        return ElasticTraining
+
+    @classmethod
+    def exchange_across_hosts(
+        cls, strategy: AllReduce, resources: Resources
+    ) -> tuple[Exchange, Collective | None]:
+        """Every algorithm runs over links there."""
+        gradients, words = collective_across_hosts(strategy, resources)
+        if strategy.order == "priority":
+            return PriorityExchange(gradients, strategy.buckets, strategy.credit), None
+        return AllReduceExchange(gradients, strategy.buckets), words
+
+    def gather(self, finished: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, Any]]:
+        """With who sums, on GPUs."""
+        samples, besides = super().gather(finished)
+        return samples, {**besides, SUMS: finished[0][SUMS]} if SUMS in finished[0] else besides
+
+    def said(self, finished: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+        """Who sums, on GPUs, and why."""
+        told = finished[0].get(SUMS)
+        return (*super().said(finished), *((sums_sentence(told),) if told is not None else ()))
+
+    @property
+    def codec(self) -> str:
+        """Of `allreduce`; `mirrored` has none."""
+        strategy = self._request.strategy
+        return strategy.codec if isinstance(strategy, AllReduce) else RAW

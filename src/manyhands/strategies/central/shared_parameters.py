@@ -1,0 +1,115 @@
+"""The one copy of a model's parameters on this host: memory that every worker's model reads in place.
+
+Trainable parameters lie exactly as their gradients do in the buckets, so that a worker's range of a bucket is also a
+range of the parameters, and only that worker ever writes it. Frozen ones follow, and nobody writes them again.
+
+The shared copy is the truth, `values` are its views. A model on the CPU has no parameters of its own besides: each
+`parameter.data` is such a view. One on a GPU has a copy there, fetched anew after every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from manyhands.errors import UserError
+from manyhands.native.group.shared_group import SharedGroup
+from manyhands.native.segment import CACHE_LINE, Segment
+from manyhands.wire.flat_layout import BucketLayout, side_by_side
+
+__all__ = ["CentralParameters"]
+
+
+class CentralParameters:
+    """Moves the parameters of `model` into shared memory; constructed on every worker (collective).
+
+    The values of the host's first worker win. `close` is idempotent; the model keeps its memory as long as it lives.
+    """
+
+    def __init__(self, group: SharedGroup, model: nn.Module, layouts: Sequence[BucketLayout]) -> None:
+        named = list(model.named_parameters())
+        _require_movable(named)
+        self._parameters = [parameter for _, parameter in named]
+        self._segment: Segment | None = None
+        places, num_bytes = _lay_out(self._parameters, layouts)
+        self._segment = group.share(num_bytes, "the parameters of the model")
+        views = [
+            self._segment.tensor(place, parameter.numel(), parameter.dtype).view(parameter.shape)
+            for place, parameter in zip(places, self._parameters, strict=True)
+        ]
+        if group.rank == 0:
+            for view, parameter in zip(views, self._parameters, strict=True):
+                view.copy_(parameter.detach())
+        group.barrier()
+        self.shared = views
+        """The shared copy of every parameter, in the order of the model."""
+        self._on_gpu = any(parameter.device.type == "cuda" for parameter in self._parameters)
+        if self._on_gpu:
+            self.refresh()
+        else:
+            for view, parameter in zip(views, self._parameters, strict=True):
+                parameter.data = view
+        self.values = [view for view, p in zip(views, self._parameters, strict=True) if p.requires_grad]
+        """The shared copy of each trainable parameter, in registration order."""
+
+    def refresh(self) -> None:
+        """All owners have written: fetch it to the GPU, or let autograd know, which cannot see others' writes."""
+        if not self._on_gpu:
+            torch.autograd.graph.increment_version(self._parameters)
+            return
+        with torch.no_grad():
+            for view, parameter in zip(self.shared, self._parameters, strict=True):
+                parameter.copy_(view, non_blocking=True)
+
+    def close(self) -> None:
+        """Let go of the descriptor and of what this object sees of the memory."""
+        self.values, self.shared = [], []
+        if self._segment is not None:
+            self._segment.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Extent:
+    """The memory that a parameter takes in this process."""
+
+    begin: int
+    end: int
+    name: str
+
+
+def _lay_out(parameters: Sequence[nn.Parameter], layouts: Sequence[BucketLayout]) -> tuple[list[int], int]:
+    """Where each parameter begins, in bytes, and how many there are in all."""
+    begins, end = side_by_side((layout.count * layout.dtype.itemsize for layout in layouts), CACHE_LINE)
+    by_slot = {
+        slot.parameter: begin + slot.offset * layout.dtype.itemsize
+        for begin, layout in zip(begins, layouts, strict=True)
+        for slot in layout.slots
+    }
+    frozen, end = side_by_side((one.nbytes for one in parameters if not one.requires_grad), CACHE_LINE, end)
+    trained, kept = iter(sorted(by_slot)), iter(frozen)
+    return [by_slot[next(trained)] if one.requires_grad else next(kept) for one in parameters], end
+
+
+def _require_movable(named: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Refuse what one shared copy could not stand for."""
+    for name, parameter in named:
+        if parameter.device.type not in ("cpu", "cuda"):
+            raise UserError(f"parameter {name!r} is on {parameter.device}; central trains on cpu and cuda")
+    extents = sorted(
+        (
+            _Extent(parameter.data_ptr(), parameter.data_ptr() + parameter.nbytes, name)
+            for name, parameter in named
+            if parameter.numel()
+        ),
+        key=lambda extent: extent.begin,
+    )
+    for one, next_one in pairwise(extents):
+        if next_one.begin < one.end:
+            raise UserError(
+                f"parameters {one.name!r} and {next_one.name!r} are different parameters in the same memory, which "
+                "would come apart; tie them by assigning one Parameter to both"
+            )

@@ -1,0 +1,49 @@
+"""`central` as a value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from manyhands.facts import IN_STEP, ModelFootprint, Promises, Stepping, Truth, WorkerMemory, shared_copy
+from manyhands.strategy import Strategy, buckets_setting, check_buckets
+
+__all__ = ["Central"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Central(Strategy):
+    """One copy of the parameters per host; each worker reduces and updates its slice of them.
+
+    On several hosts the first worker of each sums what its host has reduced with those of the others.
+    """
+
+    word: ClassVar[str] = "central"
+    about: ClassVar[str] = "one copy of the parameters per host; each worker updates its slice"
+    truth: ClassVar[Truth] = Truth.ONE_COPY
+    cannot_cross_hosts: ClassVar[str] = ""
+
+    buckets: int = buckets_setting()
+
+    def __post_init__(self) -> None:
+        check_buckets(self.buckets)
+
+    def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
+        """Parameters and optimizer state are there once."""
+        return shared_copy(model, workers, workers)
+
+    @property
+    def refused_buffers(self) -> Mapping[str, str]:
+        """None."""
+        return {}
+
+    @property
+    def stepping(self) -> tuple[Stepping, ...]:
+        """Each worker steps its slice, of pieces of tensors where the optimizer allows that."""
+        return Stepping.IN_PIECES, Stepping.APART
+
+    @property
+    def promises(self) -> Promises:
+        """All workers take every step together, so all are needed."""
+        return IN_STEP

@@ -1,0 +1,28 @@
+"""`central`: the common loop, on one copy of the parameters for each host."""
+
+from __future__ import annotations
+
+from manyhands.engine.exchange import Exchange
+from manyhands.engine.exchanging import ExchangeTraining
+from manyhands.engine.worker_resources import Resources
+from manyhands.strategies.central.across import BetweenHosts
+from manyhands.strategies.central.exchange import CentralExchange
+from manyhands.strategies.central.strategy import Central
+from manyhands.strategies.common.collectives.collective import Collective
+
+__all__ = ["CentralTraining"]
+
+
+class CentralTraining(ExchangeTraining):
+    """Each worker updates its slice of the one copy; a single worker all of it."""
+
+    @classmethod
+    def exchange(cls, strategy: Central, resources: Resources) -> Exchange:
+        """One worker's end."""
+        return CentralExchange(resources.group(), strategy.buckets)
+
+    @classmethod
+    def exchange_across_hosts(cls, strategy: Central, resources: Resources) -> tuple[Exchange, Collective]:
+        """One worker's end of one copy for each host."""
+        between = BetweenHosts(resources)
+        return CentralExchange(resources.host_group(), strategy.buckets, between), between.words()

@@ -1,0 +1,1 @@
+"""What several strategies use: consistency policies, grids of workers, sharded parameters, row tables."""

@@ -1,0 +1,444 @@
+"""The all-reduce algorithms, one function each: (rank, world) to the table of that rank's steps.
+
+To add one: write its function, give it a row in `ALGORITHMS`, and a row of expected costs in the tests.
+Nothing else knows the algorithms by name. `docs/allreduce.md` shows each at work on four workers.
+"""
+
+from __future__ import annotations
+
+from functools import cache, lru_cache, partial
+from math import isqrt
+
+from manyhands.errors import UserError
+from manyhands.strategies.common.collectives.schedule import (
+    Algorithm,
+    How,
+    Receive,
+    Schedule,
+    Send,
+    Step,
+    Table,
+    chunk_bounds,
+)
+
+__all__ = [
+    "ALGORITHMS",
+    "all_to_all",
+    "broadcast",
+    "butterfly",
+    "direct",
+    "doubling",
+    "grouped",
+    "hierarchical",
+    "master_worker",
+    "ring",
+    "round_robin",
+    "tree",
+]
+
+_WHOLE = range(1)
+
+
+def ring(rank: int, world: int) -> Table:
+    """Each chunk travels once around the ring to gather its sum and once more to spread it.
+
+    In round k a rank passes on chunk (rank - k): the partial sum it has just added to, later the finished
+    one it has just copied.
+    """
+    right, left = (rank + 1) % world, (rank - 1) % world
+    return tuple(
+        Step(
+            sends=(Send(to=right, chunks=_one((rank - k) % world)),),
+            receives=(
+                Receive(
+                    source=left,
+                    chunks=_one((rank - k - 1) % world),
+                    how=How.ADD if k < world - 1 else How.COPY,
+                ),
+            ),
+        )
+        for k in range(2 * (world - 1))
+    )
+
+
+def tree(rank: int, world: int) -> Table:
+    """Sums climb a binomial tree to rank 0, and the result comes down the same tree."""
+    climb = []
+    for level in range((world - 1).bit_length()):
+        distance = 1 << level
+        if rank % (2 * distance) == distance:
+            climb.append(Step(sends=(Send(to=rank - distance, chunks=_WHOLE),)))
+        elif rank % (2 * distance) == 0 and rank + distance < world:
+            climb.append(Step(receives=(Receive(source=rank + distance, chunks=_WHOLE, how=How.ADD),)))
+        else:
+            climb.append(Step())
+    return (*climb, *broadcast(rank, world))
+
+
+def broadcast(rank: int, world: int, root: int = 0) -> Table:
+    """The root's whole vector to everyone, down a binomial tree: half of `tree`, useful by itself."""
+    place = (rank - root) % world
+    steps = []
+    for level in reversed(range((world - 1).bit_length())):
+        distance = 1 << level
+        if place % (2 * distance) == distance:
+            parent = (place - distance + root) % world
+            steps.append(Step(receives=(Receive(source=parent, chunks=_WHOLE, how=How.COPY),)))
+        elif place % (2 * distance) == 0 and place + distance < world:
+            steps.append(Step(sends=(Send(to=(place + distance + root) % world, chunks=_WHOLE),)))
+        else:
+            steps.append(Step())
+    return tuple(steps)
+
+
+def butterfly(rank: int, world: int) -> Table:
+    """Halving, then doubling: partners swap and add ever smaller halves, then swap ever larger results."""
+    return _with_guests(rank, world, _halving_doubling, range(_lower_power(world)))
+
+
+def doubling(rank: int, world: int) -> Table:
+    """Recursive doubling: partners at distance 1, 2, 4, ... swap and add whole vectors."""
+    return _with_guests(rank, world, _exchanges, _WHOLE)
+
+
+def all_to_all(rank: int, world: int) -> Table:
+    """Everyone sends its whole vector to everyone and sums what it got in rank order."""
+    if world == 1:
+        return ()
+    return (
+        Step(
+            sends=tuple(Send(to=peer, chunks=_WHOLE) for peer in _ahead(rank, world)),
+            receives=tuple(
+                Receive(source=peer, chunks=_WHOLE, how=How.KEEP) for peer in _behind(rank, world)
+            ),
+            folds=(_WHOLE,),
+        ),
+    )
+
+
+def master_worker(rank: int, world: int) -> Table:
+    """Rank 0 adds everyone's vector in rank order and sends the sum to each."""
+    if world == 1:
+        return ()
+    if rank == 0:
+        workers = range(1, world)
+        return (
+            Step(receives=tuple(Receive(source=w, chunks=_WHOLE, how=How.ADD) for w in workers)),
+            Step(sends=tuple(Send(to=w, chunks=_WHOLE) for w in workers)),
+        )
+    return (
+        Step(sends=(Send(to=0, chunks=_WHOLE),)),
+        Step(receives=(Receive(source=0, chunks=_WHOLE, how=How.COPY),)),
+    )
+
+
+def direct(rank: int, world: int) -> Table:
+    """Chunk j of every vector goes straight to rank j, is summed there in rank order, and goes to all."""
+    if world == 1:
+        return ()
+    mine = _one(rank)
+    return (
+        Step(
+            sends=tuple(Send(to=peer, chunks=_one(peer)) for peer in _ahead(rank, world)),
+            receives=tuple(Receive(source=peer, chunks=mine, how=How.KEEP) for peer in _behind(rank, world)),
+            folds=(mine,),
+        ),
+        Step(
+            sends=tuple(Send(to=peer, chunks=mine) for peer in _ahead(rank, world)),
+            receives=tuple(
+                Receive(source=peer, chunks=_one(peer), how=How.COPY) for peer in _behind(rank, world)
+            ),
+        ),
+    )
+
+
+def round_robin(rank: int, world: int) -> Table:
+    """As `direct`, one peer a round: in round k rank i sends to (i + k) mod P and hears from (i - k) mod P.
+
+    "Round-robin" means several things in the literature; this is what it means here. A chunk is added the
+    moment it arrives, so nothing is laid aside, and chunk j is summed in the order j, j - 1, j - 2, ... mod
+    P.
+    """
+    mine = _one(rank)
+    scatter = (
+        Step(
+            sends=(Send(to=ahead, chunks=_one(ahead)),),
+            receives=(Receive(source=behind, chunks=mine, how=How.ADD),),
+        )
+        for ahead, behind in zip(_ahead(rank, world), _behind(rank, world), strict=True)
+    )
+    gather = (
+        Step(
+            sends=(Send(to=ahead, chunks=mine),),
+            receives=(Receive(source=behind, chunks=_one(behind), how=How.COPY),),
+        )
+        for ahead, behind in zip(_ahead(rank, world), _behind(rank, world), strict=True)
+    )
+    return (*scatter, *gather)
+
+
+def hierarchical(rank: int, world: int, group_size: int | None = None) -> Table:
+    """`direct` inside groups of neighbouring ranks, `direct` among their leaders, and back.
+
+    The vector has one part per place in a group, and in each group the member at that place leads the part:
+    it sums its group's values of the part in rank order, all-reduces them with the leaders of the same part
+    in the other groups (in group order), and hands the result to its group. So each of G groups sends
+    2(G-1)/G vectors to others, however many members share that. In a group with fewer members than parts
+    some lead several. `group_size` is by default the one that makes the fewest steps, near the square root
+    of `world`.
+    """
+    if world == 1:
+        return ()
+    layout = _Groups(world, group_size)
+    group = rank // layout.size
+    mates = layout.members(group)
+    own = layout.led_by(rank)
+    gather = Step(
+        sends=tuple(Send(to=m, chunks=layout.chunks_of(m)) for m in _after(rank, mates)),
+        receives=tuple(
+            Receive(source=m, chunks=layout.chunks_of(rank), how=How.KEEP) for m in _before(rank, mates)
+        ),
+        folds=(layout.chunks_of(rank),),
+    )
+    spread = Step(
+        sends=tuple(Send(to=m, chunks=layout.chunks_of(rank)) for m in _after(rank, mates)),
+        receives=tuple(
+            Receive(source=m, chunks=layout.chunks_of(m), how=How.COPY) for m in _before(rank, mates)
+        ),
+    )
+    others = range(layout.count)
+    after = [(g, part) for g in _after(group, others) for part in own]
+    before = [(g, part) for g in _before(group, others) for part in own]
+    collect = Step(
+        sends=tuple(Send(to=layout.leader(g, part), chunks=layout.chunk(part, g)) for g, part in after),
+        receives=tuple(
+            Receive(source=layout.leader(g, part), chunks=layout.chunk(part, group), how=How.KEEP)
+            for g, part in before
+        ),
+        folds=tuple(layout.chunk(part, group) for part in own),
+    )
+    share = Step(
+        sends=tuple(Send(to=layout.leader(g, part), chunks=layout.chunk(part, group)) for g, part in after),
+        receives=tuple(
+            Receive(source=layout.leader(g, part), chunks=layout.chunk(part, g), how=How.COPY)
+            for g, part in before
+        ),
+    )
+    return (gather, collect, share, spread)
+
+
+@cache
+def grouped(group_size: int) -> Algorithm:
+    """`hierarchical` in groups of `group_size` neighbouring ranks: as many as one host has."""
+    if group_size < 1:
+        raise UserError(f"group_size={group_size}: a group has at least 1 rank")
+    return _hierarchical_of(group_size)
+
+
+@lru_cache(maxsize=1024)
+def _one(chunk: int) -> range:
+    return range(chunk, chunk + 1)
+
+
+def _ahead(rank: int, world: int) -> list[int]:
+    """The others in the order rank + 1, rank + 2, ...: all send so, and no two meet at one receiver."""
+    return [(rank + k) % world for k in range(1, world)]
+
+
+def _behind(rank: int, world: int) -> list[int]:
+    """The order in which the messages of `_ahead` arrive: rank - 1, rank - 2, ..."""
+    return [(rank - k) % world for k in range(1, world)]
+
+
+def _after(item: int, ring_of: range) -> list[int]:
+    """`_ahead` within a run of numbers."""
+    return [ring_of[k] for k in _ahead(item - ring_of.start, len(ring_of))]
+
+
+def _before(item: int, ring_of: range) -> list[int]:
+    """`_behind` within a run of numbers."""
+    return [ring_of[k] for k in _behind(item - ring_of.start, len(ring_of))]
+
+
+def _lower_power(world: int) -> int:
+    return 1 << (world.bit_length() - 1)
+
+
+def _with_guests(rank: int, world: int, core: Schedule, whole: range) -> Table:
+    """Run `core` on the lower power of two; each rank beyond it is the guest of one inside, two more rounds.
+
+    `whole` is all chunks: what a guest brings and takes home.
+    """
+    power = _lower_power(world)
+    guests = world - power
+    if not guests:
+        return core(rank, world)
+    middle = core(rank % power, power)
+    if rank >= power:
+        host = rank - power
+        arrive = Step(sends=(Send(to=host, chunks=whole),))
+        leave = Step(receives=(Receive(source=host, chunks=whole, how=How.COPY),))
+        return (arrive, *(Step() for _ in middle), leave)
+    if rank < guests:
+        guest = rank + power
+        welcome = Step(receives=(Receive(source=guest, chunks=whole, how=How.ADD),))
+        farewell = Step(sends=(Send(to=guest, chunks=whole),))
+        return (welcome, *middle, farewell)
+    return (Step(), *middle, Step())
+
+
+def _exchanges(rank: int, power: int) -> Table:
+    distances = [1 << level for level in range(power.bit_length() - 1)]
+    return tuple(
+        Step(
+            sends=(Send(to=rank ^ d, chunks=_WHOLE),),
+            receives=(Receive(source=rank ^ d, chunks=_WHOLE, how=How.ADD),),
+        )
+        for d in distances
+    )
+
+
+def _halving_doubling(rank: int, power: int) -> Table:
+    """At distance d each partner is left with the aligned block of d chunks around its own number."""
+
+    def block(owner: int, length: int) -> range:
+        begin = owner - owner % length
+        return range(begin, begin + length)
+
+    distances = [1 << level for level in range(power.bit_length() - 1)]
+    halve = (
+        Step(
+            sends=(Send(to=rank ^ d, chunks=block(rank ^ d, d)),),
+            receives=(Receive(source=rank ^ d, chunks=block(rank, d), how=How.ADD),),
+        )
+        for d in reversed(distances)
+    )
+    double = (
+        Step(
+            sends=(Send(to=rank ^ d, chunks=block(rank, d)),),
+            receives=(Receive(source=rank ^ d, chunks=block(rank ^ d, d), how=How.COPY),),
+        )
+        for d in distances
+    )
+    return (*halve, *double)
+
+
+class _Groups:
+    """Who leads what: `size` parts, each of `count` chunks, one chunk per group."""
+
+    def __init__(self, world: int, group_size: int | None) -> None:
+        self.world = world
+        self.size = min(world, group_size or _square_side(world))
+        self.count = -(-world // self.size)
+
+    def members(self, group: int) -> range:
+        return range(group * self.size, min(self.world, (group + 1) * self.size))
+
+    def led_by(self, rank: int) -> range:
+        """The parts this rank leads in its group."""
+        members = self.members(rank // self.size)
+        return range(*chunk_bounds(self.size, len(members), rank - members.start))
+
+    def leader(self, group: int, part: int) -> int:
+        return next(rank for rank in self.members(group) if part in self.led_by(rank))
+
+    def chunk(self, part: int, group: int) -> range:
+        """The chunk of a part that is summed in `group`."""
+        return _one(part * self.count + group)
+
+    def chunks_of(self, rank: int) -> range:
+        """All chunks of the parts this rank leads."""
+        parts = self.led_by(rank)
+        return range(parts.start * self.count, parts.stop * self.count)
+
+
+def _square_side(world: int) -> int:
+    root = isqrt(world)
+    return min(range(1, world + 1), key=lambda size: (size + -(-world // size), abs(size - root)))
+
+
+def _single(world: int) -> int:  # noqa: ARG001 - the signature of Algorithm.chunks
+    return 1
+
+
+def _one_each(world: int) -> int:
+    return world
+
+
+def _grid(world: int, group_size: int | None = None) -> int:
+    layout = _Groups(world, group_size)
+    return layout.size * layout.count
+
+
+def _hierarchical_of(group_size: int | None) -> Algorithm:
+    return Algorithm(
+        name="hierarchical",
+        schedule=partial(hierarchical, group_size=group_size),
+        chunks=partial(_grid, group_size=group_size),
+        description="direct inside groups, direct among the leaders of each part, and back",
+        source="2-D torus all-reduce: Mikami et al. 2018 (arXiv:1811.05233), with direct in both dimensions",
+    )
+
+
+ALGORITHMS: dict[str, Algorithm] = {
+    algorithm.name: algorithm
+    for algorithm in (
+        Algorithm(
+            name="direct",
+            schedule=direct,
+            chunks=_one_each,
+            description="chunk j of everyone goes to rank j, is summed in rank order and goes to all",
+            source="two-shot all-reduce; 'all pairs' in MSCCLang, Cowan et al., ASPLOS 2023",
+        ),
+        Algorithm(
+            name="ring",
+            schedule=ring,
+            chunks=_one_each,
+            description="chunks travel around a ring twice, first gathering their sum, then spreading it",
+            source="Patarasuk and Yuan, J. Parallel Distrib. Comput. 69 (2009)",
+        ),
+        Algorithm(
+            name="round-robin",
+            schedule=round_robin,
+            chunks=_one_each,
+            description="as direct with one peer a round: in round k rank i sends to i + k, hears from i - k",
+            source="pairwise exchange: Thakur, Rabenseifner and Gropp, IJHPCA 19 (2005)",
+        ),
+        Algorithm(
+            name="butterfly",
+            schedule=butterfly,
+            chunks=_lower_power,
+            description="partners swap halves, quarters, ... and add, then swap results back the same way",
+            source="halving and doubling: Rabenseifner, ICCS 2004",
+        ),
+        Algorithm(
+            name="doubling",
+            schedule=doubling,
+            chunks=_single,
+            description="partners at distance 1, 2, 4, ... swap and add whole vectors",
+            source="recursive doubling: Thakur, Rabenseifner and Gropp, IJHPCA 19 (2005)",
+        ),
+        Algorithm(
+            name="tree",
+            schedule=tree,
+            chunks=_single,
+            description="sums climb a binomial tree to rank 0 and the result comes down again",
+            source="binomial tree: Thakur, Rabenseifner and Gropp, IJHPCA 19 (2005)",
+        ),
+        Algorithm(
+            name="master-worker",
+            schedule=master_worker,
+            chunks=_single,
+            description="rank 0 adds everyone's vector in rank order and sends the sum to each",
+            source="a parameter server of one node: Li et al., OSDI 2014",
+        ),
+        Algorithm(
+            name="all-to-all",
+            schedule=all_to_all,
+            chunks=_single,
+            description="everyone sends its whole vector to everyone and sums in rank order",
+            source="one-shot all-reduce; the plainest there is",
+        ),
+        _hierarchical_of(None),
+    )
+}

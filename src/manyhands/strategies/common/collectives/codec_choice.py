@@ -1,0 +1,190 @@
+"""`codec=auto` at work: workers measure at the same steps, tell each other the worst of it, and all change alike.
+
+What is measured is the run's own: a sample of what is summed, encoded and decoded by every codec that may be chosen,
+and the time that summing the sample takes as it is. `wire.choice` decides.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+
+from manyhands.native.segment import CACHE_LINE, round_up
+from manyhands.strategies.common.collectives.compressed import Compressor
+from manyhands.strategies.common.collectives.executor import ScheduleExecutor
+from manyhands.wire.choice import (
+    CHOSEN,
+    CodecChoice,
+    CodecCost,
+    LinkCost,
+    candidates,
+    decide,
+    looks_at,
+    sent_bytes,
+)
+from manyhands.wire.codec import ParcelCodec, codec_named, encodes
+from manyhands.wire.names import RAW, auto_error
+from manyhands.wire.parcels import Parcel
+
+__all__ = ["CodecChooser"]
+
+_SAMPLE_BYTES: Final = 1 << 20
+_TIMES: Final = 3  # of which the fastest counts
+_FEW: Final = 8  # items of what is sent to see what a message takes
+_IN_USE: Final = "in use:"
+
+Filled = Sequence[tuple[Parcel, torch.Tensor]]
+"""What is about to be summed: each parcel, and this worker's part of it."""
+
+
+class CodecChooser:
+    """One worker's end: changes what its executor encodes by, at the same steps as all others.
+
+    `make` gives the carrier of a codec by its name, `clock_s` the time by which exchanges and codecs are measured.
+    """
+
+    def __init__(
+        self,
+        setting: str,
+        executor: ScheduleExecutor,
+        make: Callable[[str], ParcelCodec | Compressor | None],
+        clock_s: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        error = auto_error(setting)
+        assert error is not None, "a codec that is named is not chosen"
+        self._error = error
+        self._executor = executor
+        self._make = make
+        self._clock_s = clock_s
+        self.codec = RAW
+        """The one in use."""
+        self.decisions: list[CodecChoice] = []
+
+    def is_due(self, step: int) -> bool:
+        """Whether `look` would measure before the exchange of this step."""
+        return looks_at(step, self.decisions[-1].step if self.decisions else -1)
+
+    def look(self, step: int, filled: Filled) -> None:
+        """Collective, before the exchange of a step: measure and choose, where that is due."""
+        free = [(parcel, part) for parcel, part in filled if not parcel.exact and parcel.count]
+        if not free or not self.is_due(step):
+            return
+        parcel, part = max(free, key=lambda one: one[0].num_bytes)
+        count = min(parcel.count, _SAMPLE_BYTES // parcel.dtype.itemsize)
+        sample, values = parcel.part(0, count), part[:count]
+        names = candidates(self._error, double=parcel.dtype == torch.float64)
+        if not names:
+            why = (
+                f"{RAW}: nothing smaller has all of what is sent; codec=auto:0.01 would allow an error of 1 %"
+            )
+            self._take(CodecChoice(codec=RAW, step=step, why=why), filled)
+            return
+        measured = [
+            *self._link_times(values),
+            *(x for name in names for x in self._cost(name, sample, values)),
+        ]
+        worst = torch.tensor(measured, dtype=torch.float64)
+        self._executor.all_reduce(worst, "max")
+        large_s, small_s, *of_codecs = worst.tolist()
+        world = self._executor.world
+        decision = decide(
+            [
+                CodecCost(codec=name, encode_s=encode_s, decode_s=decode_s, share=share, error=error)
+                for name, encode_s, decode_s, share, error in zip(
+                    names, of_codecs[::4], of_codecs[1::4], of_codecs[2::4], of_codecs[3::4], strict=True
+                )
+            ],
+            LinkCost.of(
+                small_s=small_s,
+                large_s=large_s,
+                large_bytes=sent_bytes(sample.num_bytes, 1.0, world, gathered=False),
+            ),
+            sample_bytes=sample.num_bytes,
+            num_bytes=sum(one.num_bytes for one, _ in free),
+            world=world,
+            error=self._error,
+            now=self.codec,
+            step=step,
+        )
+        self._take(decision, filled)
+
+    def summary(self) -> dict[str, Any]:
+        """What was chosen, for the summary."""
+        return {CHOSEN: [{"step": one.step, "codec": one.codec, "why": one.why} for one in self.decisions]}
+
+    def memory(self) -> dict[str, torch.Tensor]:
+        """Which codec is in use since when, beside what it keeps: a resumed run goes on with it."""
+        since = torch.tensor([self.decisions[-1].step if self.decisions else 0])
+        return {f"{_IN_USE}{self.codec}": since, **self._executor.memory()}
+
+    def remember(self, memory: Mapping[str, torch.Tensor]) -> None:
+        """Go on with both."""
+        kept = dict(memory)
+        for name, since in memory.items():
+            if name.startswith(_IN_USE):
+                del kept[name]
+                self._use(name.removeprefix(_IN_USE))
+                why = f"{self.codec}: as before the run was resumed"
+                self.decisions = [CodecChoice(codec=self.codec, step=int(since), why=why)]
+        self._executor.remember(kept)
+
+    def _take(self, decision: CodecChoice, filled: Filled) -> None:
+        self.decisions.append(decision)
+        if decision.codec != self.codec:
+            _give_back(self._executor.memory(), filled)
+            self._use(decision.codec)
+
+    def _use(self, codec: str) -> None:
+        self.codec = codec
+        self._executor.carry_by(self._make(codec))
+
+    def _link_times(self, values: torch.Tensor) -> tuple[float, float]:
+        """Collective: seconds to sum the sample as it is, and to sum next to nothing."""
+        large, small = values.clone(), torch.zeros(_FEW, dtype=values.dtype)
+        return self._fastest(large), self._fastest(small)
+
+    def _fastest(self, vector: torch.Tensor) -> float:
+        took = []
+        for _ in range(_TIMES):
+            vector.zero_()  # or sums of sums would overflow
+            begin = self._clock_s()
+            self._executor.all_reduce(vector)
+            took.append(self._clock_s() - begin)
+        return min(took)
+
+    def _cost(self, name: str, parcel: Parcel, values: torch.Tensor) -> tuple[float, float, float, float]:
+        """Seconds to encode and to decode, the share of the bytes that is left, and the error by the norm."""
+        codec = codec_named(name, feedback=False)
+        assert codec is not None, "raw is not measured"
+        if not encodes(codec, parcel):
+            return 0.0, 0.0, 1.0, math.inf
+        room = torch.empty(round_up(codec.size(parcel), CACHE_LINE), dtype=torch.uint8)
+        read = torch.empty_like(values)
+        encode_s, decode_s, num_bytes = [], [], 0
+        for _ in range(_TIMES):
+            begin = self._clock_s()
+            num_bytes = codec.encode(parcel, values, room)
+            middle = self._clock_s()
+            codec.decode(parcel, room[:num_bytes], read)
+            encode_s.append(middle - begin)
+            decode_s.append(self._clock_s() - middle)
+        norm = float(values.norm())
+        error = float((values - read).norm()) / norm if norm else 0.0
+        return min(encode_s), min(decode_s), num_bytes / parcel.num_bytes, error
+
+
+def _give_back(memory: Mapping[str, torch.Tensor], filled: Filled) -> None:
+    """Add what is owed to what is sent next: whoever encodes that, or nobody, owes it from then on.
+
+    Names are as `Compressor.memory` makes them of parcels' keys: what was left out of a part, or of a sum by who
+    sent it, which is in one worker's memory alone.
+    """
+    parts = {parcel.number: part for parcel, part in filled}
+    for name, kept in memory.items():
+        _, _, key = name.rpartition("/")
+        number, begin, end = map(int, key.split("."))
+        parts[number].view(torch.uint8)[begin:end].view(kept.dtype).add_(kept)

@@ -1,0 +1,438 @@
+"""How a set of buckets is summed over workers: in place in shared memory, or by a schedule over links.
+
+The reducer fills buckets and launches them in order; a collective makes each the sum over all workers. Two of them:
+`SharedCollective` (one host, nothing is copied) and `ScheduleCollective` (any algorithm over any link).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import zip_longest
+from typing import Any
+
+import torch
+
+from manyhands.engine.exchange import PeerTraffic, Times, Traffic
+from manyhands.engine.worker_resources import Resources
+from manyhands.native.group.shared_group import Bucket, SharedGroup, slice_of
+from manyhands.native.segment import CACHE_LINE
+from manyhands.strategies.common.collectives.background import Background
+from manyhands.strategies.common.collectives.codec_choice import CodecChooser
+from manyhands.strategies.common.collectives.compressed import Compressor
+from manyhands.strategies.common.collectives.executor import ScheduleExecutor
+from manyhands.strategies.common.collectives.row_sums import GradientRows
+from manyhands.strategies.common.collectives.schedule import Algorithm
+from manyhands.transport.link.interface import Link
+from manyhands.transport.link.wire import Wire, wire_of
+from manyhands.wire.codec import ParcelCodec, codec_named
+from manyhands.wire.flat_layout import side_by_side
+from manyhands.wire.names import RAW, auto_error, rounds_hops
+from manyhands.wire.parcels import Parcel
+
+__all__ = [
+    "Collective",
+    "ScheduleCollective",
+    "SharedCollective",
+    "across_hosts",
+    "barrier_in",
+    "carrier",
+    "over_links",
+    "without_barrier",
+]
+
+
+class Collective(ABC):
+    """Sums buckets over workers; every worker allocates, launches and finishes the same ones in the same order."""
+
+    rank: int
+    world: int
+
+    wire: int = Wire.MEMORY
+    """What carries the buckets, and in which codec: made by `wire_of`."""
+
+    codec: str = RAW
+    """The setting by which they are encoded."""
+
+    step: int = 0
+    """Which step the launched buckets belong to; set it before `finish`."""
+
+    def begin(self, step: int) -> None:
+        """What is launched from here on belongs to this step, and may be summed before `finish`."""
+        self.step = step
+
+    @abstractmethod
+    def allocate(self, parcels: Sequence[Parcel]) -> list[torch.Tensor]:
+        """Collective, once: one flat tensor for each, zeroed, where this worker lays its part; in their order."""
+
+    def rounds(self, parcel: Parcel) -> bool:
+        """Whether what is in it is rounded on its way."""
+        del parcel
+        return False
+
+    sums_rows: bool = False
+    """Whether gradients of some rows are summed as such; else only dense ones are."""
+
+    instead_of_rows: str = (
+        "its rows are summed over links, if it is that of an nn.Embedding: add link=tcp, or build it with "
+        "sparse=False"
+    )
+    """What to do where gradients of some rows are not summed."""
+
+    def sum_rows(self, mine: GradientRows, below: int) -> GradientRows:
+        """Collective, where it `sums_rows`: the sum over workers of rows of a table that has `below` of them."""
+        raise NotImplementedError(
+            f"{type(self).__name__} sums dense gradients, not {len(mine.numbers)} of {below}"
+        )
+
+    def summary(self) -> dict[str, Any]:
+        """What is told of it at the end of a run: plain values."""
+        return {}
+
+    def memory(self) -> dict[str, torch.Tensor]:
+        """What this worker keeps of what a codec has left out so far, by name."""
+        return {}
+
+    def remember(self, memory: Mapping[str, torch.Tensor]) -> None:  # noqa: B027 - only codecs keep something
+        """Go on with what a worker of this number kept."""
+
+    @abstractmethod
+    def launch(self, index: int) -> None:
+        """This worker's part of a bucket is filled; returns at once."""
+
+    def poll(self) -> bool:
+        """Do what can be done without waiting; whether anything launched is still to be reduced here."""
+        return False
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Wait until every launched bucket holds its sum, or raise naming the worker waited for."""
+
+    def settle(self) -> bool:
+        """Wait until what `finish` gave is certain, where that goes on ahead of a GPU; before anything of it is kept.
+
+        Whether others may still need this worker for theirs.
+        """
+        return False
+
+    @abstractmethod
+    def broadcast(self, index: int, root: int = 0) -> None:
+        """Collective: worker `root`'s bucket becomes everyone's."""
+
+    def spread(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Collective, where it can: give every worker worker 0's values straight away; whether it did.
+
+        Elsewhere they ride in a bucket.
+        """
+        del tensors
+        return False
+
+    @abstractmethod
+    def take_times(self) -> Times:
+        """Where time went since the last call."""
+
+    @abstractmethod
+    def traffic(self) -> Traffic:
+        """What this worker has sent so far."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of memory and links."""
+
+
+class SharedCollective(Collective):
+    """Buckets that live in shared memory and are summed in place: `direct`, in worker order, nothing copied.
+
+    The first buckets, as many as `owned` has entries, stop halfway: of bucket i worker r gets the sum of the items
+    `owned[i][r]`, and the rest of its part stays as it is.
+    """
+
+    def __init__(self, group: SharedGroup, owned: Sequence[Sequence[range]] = ()) -> None:
+        self.rank = group.rank
+        self.world = group.world
+        self._group = group
+        self._owned = owned
+        self._buckets: list[Bucket] = []
+        self._messages = 0
+        self._bytes = 0
+
+    def allocate(self, parcels: Sequence[Parcel]) -> list[torch.Tensor]:
+        """Collective, once: reserve the arena and lay the buckets into it, each on a cache line of its own."""
+        offsets, end = side_by_side((parcel.num_bytes for parcel in parcels), CACHE_LINE)
+        self._group.allocate(end, f"the gradients of {self.world} workers")
+        self._buckets = [
+            self._group.bucket(offset, parcel.count, parcel.dtype, ranges)
+            for offset, parcel, ranges in zip_longest(offsets, parcels, self._owned)
+        ]
+        return [bucket.tensor for bucket in self._buckets]
+
+    def launch(self, index: int) -> None:
+        """Say that this worker's part is there."""
+        bucket = self._buckets[index]
+        part, others = bucket.tensor, self.world - 1
+        if index < len(self._owned):
+            self._group.launch(bucket, scatter=True)
+            self._messages += others
+            self._bytes += others * len(self._owned[index][self.rank]) * part.element_size()
+        else:
+            self._group.launch(bucket)
+            mine = slice_of(part.numel(), part.element_size(), self.rank, self.world)
+            self._messages += 2 * others
+            self._bytes += 2 * others * len(mine) * part.element_size()
+
+    def poll(self) -> bool:
+        """Reduce what everyone has filled."""
+        return self._group.poll()
+
+    def finish(self) -> None:
+        """Wait for the slices of the others."""
+        self._group.finish()
+
+    def broadcast(self, index: int, root: int = 0) -> None:
+        """Worker `root`'s bytes to all."""
+        self._group.broadcast(self._buckets[index], root)
+
+    def is_done(self, index: int) -> bool:
+        """Whether all workers have reduced their slices of a bucket that was launched; never waits."""
+        return self._group.is_done(self._buckets[index])
+
+    def parts(self, index: int) -> Sequence[torch.Tensor]:
+        """Every worker's part of a bucket; read those of others between two barriers, or once all are done."""
+        return self._buckets[index].parts
+
+    def take_times(self) -> Times:
+        """Measured inside the compiled code, waiting apart from reducing."""
+        stats = self._group.take_stats()
+        waits = {peer: waited for peer, waited in enumerate(stats.waiting_ns) if waited}
+        return Times(exchange_ns=stats.reducing_ns, wait_ns=waits)
+
+    def traffic(self) -> Traffic:
+        """Bytes of others that this worker read, and of its own results that it wrote to others."""
+        return Traffic(messages_sent=self._messages, bytes_sent=self._bytes)
+
+    def close(self) -> None:
+        """Unmap the memory."""
+        self._buckets = []
+        self._group.close()
+
+
+class ScheduleCollective(Collective):
+    """Buckets summed one after the other by a schedule over links, in the order in which they are launched.
+
+    Where links are a network, and the step has been told by `begin`, a thread sums each as soon as it is launched,
+    while the worker goes on with its backward; elsewhere `finish` does. Collectives over one executor share the
+    `background`, so that everything leaves in the order in which it is launched.
+
+    `arrive`, where given, waits until every worker has come this far and returns the nanoseconds waited for each: with
+    it, lateness is told apart from the exchange itself. `codec` is the name of what the executor encodes by; a
+    `chooser` changes that as the run goes on. Owns the links.
+    """
+
+    sums_rows = True
+
+    def __init__(
+        self,
+        executor: ScheduleExecutor,
+        links: Mapping[int, Link],
+        arrive: Callable[[], Mapping[int, int]] | None = None,
+        codec: str = RAW,
+        chooser: CodecChooser | None = None,
+        background: Background | None = None,
+    ) -> None:
+        self.rank = executor.rank
+        self.world = executor.world
+        self._executor = executor
+        self._links = links
+        self.codec = codec
+        self._chooser = chooser
+        self._arrive = arrive
+        self._parcels: Sequence[Parcel] = ()
+        self._buckets: list[torch.Tensor] = []
+        self._launched: list[int] = []
+        self._waits: dict[int, int] = {}
+        self._background = background or Background("manyhands sums of buckets")
+        self._begun = False
+        self._leaves_early = False
+        self._last_given = 0
+
+    def of_words(self) -> ScheduleCollective:
+        """Another one over the same links, for small exact words."""
+        return ScheduleCollective(self._executor, self._links, background=self._background)
+
+    @property
+    def wire(self) -> int:  # type: ignore[override]
+        """By the codec in use."""
+        codec = self.codec if self._chooser is None else self._chooser.codec
+        return wire_of(next((link.wire for link in self._links.values()), Wire.NONE), codec)
+
+    def summary(self) -> dict[str, Any]:
+        """What was chosen, where something was."""
+        return {} if self._chooser is None else self._chooser.summary()
+
+    def allocate(self, parcels: Sequence[Parcel]) -> list[torch.Tensor]:
+        """Plain memory of this worker."""
+        self._parcels = parcels
+        self._buckets = [torch.zeros(parcel.count, dtype=parcel.dtype) for parcel in parcels]
+        return self._buckets
+
+    def rounds(self, parcel: Parcel) -> bool:
+        """Where the executor encodes it, or a codec may yet be chosen that does."""
+        return self._executor.encodes(parcel) or (self._chooser is not None and not parcel.exact)
+
+    def sum_rows(self, mine: GradientRows, below: int) -> GradientRows:
+        """By a butterfly."""
+        return self._executor.sum_rows(mine, below)
+
+    def sum_part(self, part: Parcel) -> None:
+        """Collective, at once: make a part of a bucket, which it names, the sum over workers."""
+        item = part.dtype.itemsize
+        items = self._buckets[part.number][part.begin // item : part.end // item]
+        self._executor.at(self.step)
+        self._executor.all_reduce(items, parcel=part)
+
+    def gather(self, mine: torch.Tensor) -> tuple[list[torch.Tensor], dict[int, tuple[int, int]]]:
+        """Collective, at once: every worker's few bytes, and from when to when each was waited for."""
+        return self._executor.gather(mine)
+
+    def memory(self) -> dict[str, torch.Tensor]:
+        """What the executor's codecs keep, and which is in use where that is chosen."""
+        return (self._chooser or self._executor).memory()
+
+    def remember(self, memory: Mapping[str, torch.Tensor]) -> None:
+        """So that they go on with it."""
+        (self._chooser or self._executor).remember(memory)
+
+    def begin(self, step: int) -> None:
+        """Buckets may leave from here on, unless codecs are weighed by all of them first."""
+        super().begin(step)
+        self._begun = True
+        self._executor.at(step)
+        looks = self._chooser is not None and self._chooser.is_due(step)
+        self._leaves_early = self.overlaps and not looks
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a thread may sum while the worker computes: bytes on a network need no core of it."""
+        return any(link.wire in (Wire.TCP, Wire.TORCH) for link in self._links.values())
+
+    def launch(self, index: int) -> None:
+        """Hand the bucket to the thread, or queue it for `finish`."""
+        if self._leaves_early:
+            self._last_given = self._background.give(partial(self._sum, [index]))
+        else:
+            self._launched.append(index)
+
+    def finish(self) -> None:
+        """Wait for the sums of buckets that have left, or run the schedule on each launched one, in order."""
+        self._begun = False
+        if self._arrive is not None:
+            for peer, waited in self._arrive().items():
+                self._waits[peer] = self._waits.get(peer, 0) + waited
+        if self._leaves_early:
+            self._leaves_early = False
+            self._background.wait(self._last_given)
+            return
+        launched, self._launched = self._launched, []
+        if self._chooser is not None:
+            self._chooser.look(
+                self.step, [(self._parcels[index], self._buckets[index]) for index in launched]
+            )
+        self._executor.at(self.step)
+        self._sum(launched)
+
+    def _sum(self, launched: Sequence[int]) -> None:
+        for index in launched:
+            self._executor.all_reduce(self._buckets[index], parcel=self._parcels[index])
+
+    def barrier(self) -> None:
+        """Collective: return when everyone has come here."""
+        self._executor.barrier()
+
+    def broadcast(self, index: int, root: int = 0) -> None:
+        """Worker `root`'s bucket to all, down a tree."""
+        self._executor.broadcast(self._buckets[index], root)
+
+    def take_times(self) -> Times:
+        """The waiting for others; what backward does not hide of the exchange is timed by the caller."""
+        waits, self._waits = self._waits, {}
+        over = not self._begun and self._background.is_idle  # a step's posts stay together
+        return Times(wait_ns=waits, posts=self._take_traffic() if over else {})
+
+    def _take_traffic(self) -> Mapping[int, PeerTraffic]:
+        return self._executor.take_traffic()
+
+    def traffic(self) -> Traffic:
+        """What the executor sent."""
+        return Traffic(messages_sent=self._executor.messages_sent, bytes_sent=self._executor.bytes_sent)
+
+    def close(self) -> None:
+        """Close the links, and end what waits for them."""
+        self._background.close(self._close_links)
+
+    def _close_links(self) -> None:
+        for link in self._links.values():
+            link.close()
+
+
+def carrier(
+    codec: str, *, feedback: bool, seed: int, rank: int, world: int
+) -> ParcelCodec | Compressor | None:
+    """What encodes for an executor: at every hop, or in forms of its own; None where nothing does, or does yet."""
+    if auto_error(codec) is not None:
+        return None
+    if rounds_hops(codec):
+        return codec_named(codec)
+    return Compressor(codec, feedback=feedback, seed=seed, rank=rank, world=world)
+
+
+def over_links(
+    algorithm: Algorithm, resources: Resources, codec: str = RAW, *, feedback: bool = True
+) -> ScheduleCollective:
+    """A worker's end of schedules over the links of one host, with a barrier in shared memory to tell who was late."""
+    group, links = resources.group(), resources.links()
+    carries = carrier(codec, feedback=feedback, seed=resources.seed, rank=group.rank, world=group.world)
+    executor = ScheduleExecutor(
+        algorithm, group.rank, group.world, links, resources.timeout_s, resources.alarm, codec=carries
+    )
+    chooser = _chooser(codec, executor, resources.seed)
+    return ScheduleCollective(executor, links, barrier_in(group), codec, chooser)
+
+
+def barrier_in(group: SharedGroup) -> Callable[[], Mapping[int, int]]:
+    """A barrier of the group that says how long each worker that came later was waited for, in nanoseconds."""
+
+    def arrive() -> Mapping[int, int]:
+        group.barrier()
+        waits = group.take_stats().waiting_ns
+        return {peer: waited for peer, waited in enumerate(waits) if waited}
+
+    return arrive
+
+
+def without_barrier(
+    algorithm: Algorithm, resources: Resources, codec: str = RAW, *, feedback: bool = True
+) -> ScheduleCollective:
+    """A worker's end of schedules over links, of one host or several, where nobody waits for the others to arrive."""
+    links, rank, world = resources.links(), resources.rank, resources.world
+    carries = carrier(codec, feedback=feedback, seed=resources.seed, rank=rank, world=world)
+    executor = ScheduleExecutor(
+        algorithm, rank, world, links, resources.timeout_s, resources.alarm, codec=carries
+    )
+    chooser = _chooser(codec, executor, resources.seed)
+    return ScheduleCollective(executor, links, codec=codec, chooser=chooser)
+
+
+def across_hosts(
+    algorithm: Algorithm, resources: Resources, codec: str = RAW, *, feedback: bool = True
+) -> tuple[ScheduleCollective, ScheduleCollective]:
+    """A worker's end of schedules over links between hosts: for what may be encoded, and for small exact words."""
+    gradients = without_barrier(algorithm, resources, codec, feedback=feedback)
+    return gradients, gradients.of_words()
+
+
+def _chooser(codec: str, executor: ScheduleExecutor, seed: int) -> CodecChooser | None:
+    if auto_error(codec) is None:
+        return None
+    make = partial(carrier, feedback=True, seed=seed, rank=executor.rank, world=executor.world)
+    return CodecChooser(codec, executor, make)

@@ -1,0 +1,306 @@
+"""Pictures of a schedule at work on numbers: what every worker holds after every round, as text and as SVG.
+
+`python -m manyhands.strategies.common.collectives.collective_drawing` prints the worked example of four workers for
+every algorithm; with `docs` behind it, writes it into the documentation (`allreduce.md` and `figures/`).
+
+In the text an item is `5` while it is the worker's own, `(26)` once it is a partial sum and `[37]` when it
+is the sum of all; columns are lettered, and `0→1:b` says that worker 0 sends its item b to worker 1. In the
+SVG a bar under each item shows whose contributions are in it, and arrows have the colour of their sender.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from manyhands.errors import UserError, format_bytes
+from manyhands.observe.draw.aligned import aligned
+from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
+from manyhands.strategies.common.collectives.collective_cost import cost
+from manyhands.strategies.common.collectives.schedule import Algorithm, chunk_bounds, span_bounds
+from manyhands.strategies.common.collectives.symbolic import replay
+
+__all__ = [
+    "EXAMPLE",
+    "Item",
+    "MessageArrow",
+    "Picture",
+    "as_svg",
+    "as_text",
+    "costs_text",
+    "example",
+    "figure",
+    "refresh",
+    "watch",
+]
+
+EXAMPLE: Final = ((17, 11, 1, 9), (5, 13, 23, 14), (3, 6, 10, 8), (12, 7, 2, 12))
+"""The worked example: four workers with four numbers each, whose sum is 37 37 36 43."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A number, and the ranks whose contributions are in it."""
+
+    number: float
+    ranks: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class MessageArrow:
+    """A message of a round: items `begin` to `end` from one rank to another."""
+
+    source: int
+    to: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """An all-reduce seen from outside: what rank r holds after round k is `rows[k][r]`, row 0 is the start.
+
+    `arrows[k]` are the messages of round k, between rows k - 1 and k; row 0 has none.
+    """
+
+    rows: tuple[tuple[tuple[Item, ...], ...], ...]
+    arrows: tuple[tuple[MessageArrow, ...], ...]
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return len(self.rows[0])
+
+    @property
+    def count(self) -> int:
+        """Number of items of the vector."""
+        return len(self.rows[0][0])
+
+
+def watch(algorithm: Algorithm, vectors: Sequence[Sequence[float]]) -> Picture:
+    """Run `algorithm` on one vector per rank and note everything that is to be seen."""
+    world, count = len(vectors), len(vectors[0])
+    if any(len(vector) != count for vector in vectors):
+        raise UserError(
+            f"vectors of lengths {[len(vector) for vector in vectors]}: all must be of one length"
+        )
+    chunks = algorithm.chunks(world)
+
+    def start(rank: int, chunk: int) -> tuple[Item, ...]:
+        begin, end = chunk_bounds(count, chunks, chunk)
+        return tuple(Item(number, frozenset({rank})) for number in vectors[rank][begin:end])
+
+    rows = [
+        tuple(tuple(item for chunk in range(chunks) for item in start(rank, chunk)) for rank in range(world))
+    ]
+    for held in replay(algorithm, world, start, _add):
+        rows.append(tuple(tuple(item for chunk in one for item in chunk) for one in held))
+    arrows = [
+        tuple(
+            MessageArrow(rank, send.to, *span_bounds(count, chunks, send.chunks))
+            for rank, step in enumerate(steps)
+            for send in step.sends
+        )
+        for steps in zip(*algorithm.tables(world), strict=True)
+    ]
+    return Picture(rows=tuple(rows), arrows=((), *arrows))
+
+
+def as_text(picture: Picture) -> str:
+    """Lines of aligned text: who sends what, then what everyone holds."""
+    width = max((len(f"{item.number:g}") for row in picture.rows for rank in row for item in rank), default=1)
+    letters = " ".join(f" {_letter(index):>{width}} " for index in range(picture.count))
+    names = (f"worker {rank}".ljust(len(letters)) for rank in range(picture.world))
+    lines = [_line("", names), _line("", [letters] * picture.world)]
+    for number, (row, arrows) in enumerate(zip(picture.rows, picture.arrows, strict=True)):
+        lines += _arrow_lines(arrows)
+        cells = (" ".join(_marked(item, picture.world, width) for item in rank) for rank in row)
+        lines.append(_line(f"round {number}" if number else "start", cells))
+    return "\n".join(lines) + "\n"
+
+
+def figure(name: str) -> str:
+    """The worked example as it stands in the documentation."""
+    text = as_text(watch(ALGORITHMS[name], EXAMPLE))
+    return f"![{name} on four workers](figures/allreduce-{name}.svg)\n\n```text\n{text}```\n"
+
+
+def example(world: int) -> tuple[tuple[int, ...], ...]:
+    """A worked example of so many workers, with as many numbers each."""
+    if world == len(EXAMPLE):
+        return EXAMPLE
+    return tuple(tuple((7 * rank + 3 * item) % 19 + 1 for item in range(world)) for rank in range(world))
+
+
+def costs_text(
+    algorithm: Algorithm, worlds: Sequence[int], num_bytes: int, rates: tuple[float, float, float]
+) -> str:
+    """A small table: what an all-reduce of `num_bytes` costs against the number of workers.
+
+    `rates` are alpha, beta and gamma, in seconds for a message, a byte sent and a byte added.
+    """
+    rows = [("workers", "steps", "messages", "bytes of the busiest", "bytes of all", "time")]
+    for world in worlds:
+        found = cost(algorithm, world, num_bytes)
+        rows.append(
+            (
+                str(world),
+                str(found.steps),
+                str(sum(found.messages)),
+                format_bytes(max(found.bytes_sent)),
+                format_bytes(sum(found.bytes_sent)),
+                f"{1e3 * found.time(*rates):,.2f} ms",
+            )
+        )
+    return aligned(rows)
+
+
+def refresh(page: str, drawn: Callable[[str], str]) -> str:
+    """The page with every figure between its two comments `drawn` afresh, by its name."""
+
+    def redraw(match: re.Match[str]) -> str:
+        return f"{match[1]}\n{drawn(match[2])}{match[3]}"
+
+    return re.sub(r"(<!-- figure: (\S+) -->)\n.*?(<!-- end of figure -->)", redraw, page, flags=re.DOTALL)
+
+
+def _add(addends: Sequence[tuple[Item, ...]]) -> tuple[Item, ...]:
+    return tuple(
+        Item(sum(item.number for item in items), frozenset().union(*(item.ranks for item in items)))
+        for items in zip(*addends, strict=True)
+    )
+
+
+def _marked(item: Item, world: int, width: int) -> str:
+    left, right = "  " if len(item.ranks) == 1 else "[]" if len(item.ranks) == world else "()"
+    return f"{left}{item.number:>{width}g}{right}"
+
+
+def _letter(index: int) -> str:
+    return chr(ord("a") + index) if index < 26 else str(index)
+
+
+def _line(label: str, cells: Iterable[str]) -> str:
+    return f"{label:<9}{'  |  '.join(cells)}".rstrip()
+
+
+def _arrow_lines(arrows: Sequence[MessageArrow], per_line: int = 8) -> list[str]:
+    words = [
+        f"{a.source}→{a.to}:{''.join(_letter(index) for index in range(a.begin, a.end))}" for a in arrows
+    ]
+    lines = [words[at : at + per_line] for at in range(0, len(words), per_line)]
+    return ["", *(f"{'':<9}{'  '.join(line)}" for line in lines)] if words else []
+
+
+_COLOURS: Final = ("#0072b2", "#d55e00", "#009e73", "#aa4499", "#b8860b", "#56b4e9", "#7f3c8d", "#666666")
+_BOX_W, _BOX_H, _GAP, _PITCH, _LEFT, _TOP = 38, 30, 34, 92, 72, 40
+_STYLE: Final = (
+    "text{font:14px sans-serif;text-anchor:middle}.label{text-anchor:start}.head,text.done{font-weight:bold}"
+    "rect.part{fill:#f4f4f4;stroke:#bbb}rect.done{fill:#dff2df;stroke:#2c7a2c}line{stroke-width:1.6}"
+)
+
+
+def as_svg(picture: Picture) -> str:
+    """A drawing: one column per worker, one row per round, arrows for the messages between two rows."""
+    width = _LEFT + picture.world * (picture.count * _BOX_W + _GAP)
+    height = _TOP + (len(picture.rows) - 1) * _PITCH + _BOX_H + 16
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        f'viewBox="0 0 {width} {height}">',
+        f"<style>{_STYLE}</style>",
+        '<rect width="100%" height="100%" fill="white"/>',
+    ]
+    for rank in range(picture.world):
+        x = _x(picture, rank, picture.count / 2)
+        parts.append(_arrow_head(rank))
+        parts.append(f'<text class="head" x="{x:g}" y="24" fill="{_colour(rank)}">worker {rank}</text>')
+    for number, row in enumerate(picture.rows):
+        y = _TOP + number * _PITCH
+        label = f"round {number}" if number else "start"
+        parts.append(f'<text class="label" x="8" y="{y + 20}">{label}</text>')
+        parts += _drawn_arrows(picture, number)
+        parts += [
+            _box(item, picture.world, _x(picture, rank, index), y)
+            for rank, items in enumerate(row)
+            for index, item in enumerate(items)
+        ]
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _x(picture: Picture, rank: int, index: float) -> float:
+    return _LEFT + rank * (picture.count * _BOX_W + _GAP) + index * _BOX_W
+
+
+def _colour(rank: int) -> str:
+    return _COLOURS[rank % len(_COLOURS)]
+
+
+def _arrow_head(rank: int) -> str:
+    return (
+        f'<marker id="head{rank}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
+        f'orient="auto"><path d="M0 0 L8 4 L0 8 z" fill="{_colour(rank)}"/></marker>'
+    )
+
+
+def _box(item: Item, world: int, x: float, y: float) -> str:
+    """An item: its number, and under it a bar with a segment in the colour of each rank that is in it."""
+    state = "done" if len(item.ranks) == world else "part"
+    segment = (_BOX_W - 2) / world
+    bars = "".join(
+        f'<rect x="{x + rank * segment:g}" y="{y + _BOX_H - 6:g}" width="{segment:g}" height="6" '
+        f'fill="{_colour(rank)}"/>'
+        for rank in sorted(item.ranks)
+    )
+    return (
+        f'<rect class="{state}" x="{x:g}" y="{y:g}" width="{_BOX_W - 2}" height="{_BOX_H}"/>{bars}'
+        f'<text class="{state}" x="{x + _BOX_W / 2 - 1:g}" y="{y + 18:g}">{item.number:g}</text>'
+    )
+
+
+def _drawn_arrows(picture: Picture, number: int) -> list[str]:
+    """The messages of a round, those that leave or reach one place fanned out side by side."""
+    arrows = picture.arrows[number]
+    y = _TOP + number * _PITCH
+    leaving, reaching = (_fan(arrows, key) for key in (lambda a: a.source, lambda a: a.to))
+    return [
+        f'<line x1="{_x(picture, arrow.source, leaving[arrow]):g}" y1="{y - _PITCH + _BOX_H + 2}" '
+        f'x2="{_x(picture, arrow.to, reaching[arrow]):g}" y2="{y - 3}" stroke="{_colour(arrow.source)}" '
+        f'marker-end="url(#head{arrow.source})"/>'
+        for arrow in arrows
+    ]
+
+
+def _fan(arrows: Sequence[MessageArrow], rank_of: Callable[[MessageArrow], int]) -> dict[MessageArrow, float]:
+    """Where each arrow touches its rank, in items: spread evenly over the items it carries."""
+    places = defaultdict(list)
+    for arrow in arrows:
+        places[rank_of(arrow), arrow.begin, arrow.end].append(arrow)
+    return {
+        arrow: begin + (end - begin) * (index + 1) / (len(group) + 1)
+        for (_, begin, end), group in places.items()
+        for index, arrow in enumerate(sorted(group, key=lambda a: (a.source, a.to)))
+    }
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Print the text of every figure, or write all figures into the given documentation folder."""
+    if not arguments:
+        for algorithm in ALGORITHMS.values():
+            print(f"{algorithm.name}: {algorithm.description}\n\n{as_text(watch(algorithm, EXAMPLE))}")
+        return
+    docs = Path(arguments[0])
+    for algorithm in ALGORITHMS.values():
+        drawing = docs / "figures" / f"allreduce-{algorithm.name}.svg"
+        drawing.parent.mkdir(exist_ok=True)
+        drawing.write_text(as_svg(watch(algorithm, EXAMPLE)))
+    page = docs / "allreduce.md"
+    page.write_text(refresh(page.read_text(), figure))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

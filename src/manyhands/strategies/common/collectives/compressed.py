@@ -1,0 +1,177 @@
+"""All-reduce of what is encoded once or twice, and not at every hop: in two forms, and one of its own for factors.
+
+    gather      every worker sends its encoded bucket to all, who decode and add them up: (P - 1) c n bytes from each
+    two-phase   every worker sends each chunk to its owner, who decodes, adds up, encodes the sum and sends it to all:
+                2 (P - 1) / P c n bytes, for a second loss; what that leaves out is kept as well (as in 1-bit Adam,
+                Tang et al., ICML 2021)
+    factors     PowerSGD's are summed like any vector, by the schedule
+
+where c is the share of the n bytes that is left, its mean over a warm-up. Gathering is for c < 2 / P, where it takes
+less than a ring of what is not encoded. All add up what they decoded in the order of ranks, themselves included: so all
+have the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from manyhands.native.segment import CACHE_LINE, round_up
+from manyhands.strategies.common.collectives.mailbox import Mailbox
+from manyhands.strategies.common.collectives.schedule import chunk_bounds
+from manyhands.wire.codec import BadBytes, ParcelCodec, codec_named, encodes
+from manyhands.wire.codecs.powersgd import PowerSgd, sum_factors
+from manyhands.wire.feedback import ErrorFeedback
+from manyhands.wire.parcels import Parcel
+
+__all__ = ["Compressor", "gathers"]
+
+_SUMS = 1 << 20  # workers are numbered below this: sums draw by other numbers
+
+
+def gathers(codec: ParcelCodec, parcel: Parcel, world: int) -> bool:
+    """Whether a parcel goes to all, and not by way of the owners of its chunks."""
+    return codec.sums_vote or codec.usual_size(parcel) * world < 2 * parcel.num_bytes
+
+
+class Compressor:
+    """One rank's codecs, for what it gives and for the sums that it sends, and the forms in which they travel."""
+
+    def __init__(self, text: str, *, feedback: bool, seed: int, rank: int, world: int) -> None:
+        given = codec_named(text, feedback=feedback, seed=seed, worker=rank)
+        sums = codec_named(text, feedback=feedback, seed=seed, worker=_SUMS + rank, sums=True)
+        assert given is not None, "raw needs none"
+        assert sums is not None, "raw needs none"
+        self.rank = rank
+        self.world = world
+        self._given = given
+        self._sums = sums
+        self._rooms: dict[str, Tensor] = {}
+
+    def at(self, step: int) -> None:
+        """What is exchanged from here on belongs to this step."""
+        self._given.at(step)
+        self._sums.at(step)
+
+    def encodes(self, parcel: Parcel) -> bool:
+        """Whether a parcel travels encoded."""
+        return encodes(self._given, parcel)
+
+    def memory(self) -> dict[str, Tensor]:
+        """What both codecs keep."""
+        given, sums = self._given.memory(), self._sums.memory()
+        return {f"given:{name}": kept for name, kept in given.items()} | {
+            f"sums:{name}": kept for name, kept in sums.items()
+        }
+
+    def remember(self, memory: Mapping[str, Tensor]) -> None:
+        """Go on with that."""
+        for prefix, codec in (("given:", self._given), ("sums:", self._sums)):
+            codec.remember(
+                {name.removeprefix(prefix): kept for name, kept in memory.items() if name.startswith(prefix)}
+            )
+
+    def all_reduce(
+        self,
+        vector: Tensor,
+        parcel: Parcel,
+        mailbox: Mailbox,
+        enter: Callable[[int], None],
+        add_up: Callable[[Tensor], object],
+    ) -> None:
+        """Collective: every rank's `vector` becomes the sum of what is decoded.
+
+        `enter` says which round begins; `add_up` sums a small vector over ranks as it is.
+        """
+        feedback = self._given if isinstance(self._given, ErrorFeedback) else None
+        codec = feedback.inner if feedback is not None else self._given
+        if isinstance(codec, PowerSgd):
+            sum_factors(codec, feedback, parcel, vector, add_up)
+        elif gathers(self._given, parcel, self.world):
+            self._gather(vector, parcel, mailbox, enter)
+        else:
+            self._two_phases(vector, parcel, mailbox, enter)
+
+    def _gather(self, vector: Tensor, parcel: Parcel, mailbox: Mailbox, enter: Callable[[int], None]) -> None:
+        enter(1)
+        mine = self._put(self._given, parcel, vector, "out")
+        refused = mailbox.post([(peer, mine) for peer in self._peers()])
+        vector.zero_()
+        for rank in range(self.world):
+            came = mine
+            if rank != self.rank:
+                room = self._room("in", self._room_bytes(self._given, parcel))
+                refused, num_bytes = mailbox.receive(rank, room, refused, or_less=True)
+                came = room[:num_bytes]
+            self._add(self._given, parcel, came, vector, rank, mailbox)
+        mailbox.flush(refused, self._peers())
+        self._given.settle(parcel, vector)
+
+    def _two_phases(
+        self, vector: Tensor, parcel: Parcel, mailbox: Mailbox, enter: Callable[[int], None]
+    ) -> None:
+        bounds = [chunk_bounds(parcel.count, self.world, rank) for rank in range(self.world)]
+        chunks = [parcel.part(*bound) for bound in bounds]
+        places = [vector[begin:end] for begin, end in bounds]
+        enter(1)
+        encoded = [
+            self._put(self._given, chunks[rank], places[rank], f"out{rank}") for rank in range(self.world)
+        ]
+        refused = mailbox.post([(peer, encoded[peer]) for peer in self._peers()])
+        owned, total = chunks[self.rank], places[self.rank].zero_()
+        for rank in range(self.world):
+            came = encoded[rank]
+            if rank != self.rank:
+                room = self._room("in", self._room_bytes(self._given, owned))
+                refused, num_bytes = mailbox.receive(rank, room, refused, or_less=True)
+                came = room[:num_bytes]
+            self._add(self._given, owned, came, total, rank, mailbox)
+        mailbox.flush(refused, self._peers())
+        self._given.settle(owned, total)
+        enter(2)
+        mine = self._put(self._sums, owned, total, "out")
+        refused = mailbox.post([(peer, mine) for peer in self._peers()])
+        for rank in range(self.world):
+            came = mine
+            if rank != self.rank:
+                room = self._room("in", self._room_bytes(self._sums, chunks[rank]))
+                refused, num_bytes = mailbox.receive(rank, room, refused, or_less=True)
+                came = room[:num_bytes]
+            places[rank].zero_()
+            self._add(self._sums, chunks[rank], came, places[rank], rank, mailbox)
+        mailbox.flush(refused, self._peers())
+
+    def _peers(self) -> list[int]:
+        """The others, from the next one on: so that not all send to the same one at once."""
+        return [(self.rank + distance) % self.world for distance in range(1, self.world)]
+
+    def _put(self, codec: ParcelCodec, parcel: Parcel, values: Tensor, name: str) -> Tensor:
+        """The bytes to send."""
+        if not encodes(codec, parcel):
+            return values.clone().view(torch.uint8)
+        room = self._room(name, codec.size(parcel))
+        return room[: codec.encode(parcel, values, room)]
+
+    def _add(
+        self, codec: ParcelCodec, parcel: Parcel, came: Tensor, into: Tensor, rank: int, mailbox: Mailbox
+    ) -> None:
+        try:
+            if encodes(codec, parcel):
+                codec.add(parcel, came, into)
+                return
+            if came.numel() != parcel.num_bytes:
+                raise BadBytes(f"{came.numel()} bytes came, and {parcel.num_bytes} were due")
+        except BadBytes as error:
+            mailbox.refuse(rank, str(error))
+        into.add_(came.view(parcel.dtype))
+
+    def _room_bytes(self, codec: ParcelCodec, parcel: Parcel) -> int:
+        return codec.size(parcel) if encodes(codec, parcel) else parcel.num_bytes
+
+    def _room(self, name: str, num_bytes: int) -> Tensor:
+        room = self._rooms.get(name)
+        if room is None or room.numel() < num_bytes:
+            room = self._rooms[name] = torch.empty(round_up(num_bytes, CACHE_LINE), dtype=torch.uint8)
+        return room[:num_bytes]

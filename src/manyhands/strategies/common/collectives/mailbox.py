@@ -1,0 +1,222 @@
+"""The links of one rank as the executor uses them: what is not success becomes an error with names.
+
+Posting never waits. What a full link refuses is handed back and tried again while receiving from others, so
+back-pressure cannot tie ranks into a knot: a message that is awaited always finds room in the end.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, NoReturn
+
+import torch
+
+from manyhands.engine.exchange import PeerTraffic
+from manyhands.errors import ManyhandsError, PeerTimeout, UserError, WorkerFailed
+from manyhands.native.wait_sign import LONG_WAIT_S, LongWait
+from manyhands.transport.link.alarm import Alarm
+from manyhands.transport.link.interface import (
+    Closed,
+    Flushed,
+    Full,
+    Link,
+    PeerDied,
+    Queued,
+    Received,
+    TimedOut,
+)
+from manyhands.transport.link.message import Message, ProtocolError
+
+__all__ = ["LinkMessage", "Mailbox"]
+
+LinkMessage = tuple[int, torch.Tensor]
+"""A payload and the rank it goes to; it must not change until that rank's link is flushed."""
+
+_RETRY_S: Final = 0.001  # between two tries of a link that is full
+_ALARM_SLICE_S: Final = 0.2
+_CAUSE_S: Final = 0.75
+
+
+class Mailbox:
+    """Sends to and receives from the peers of `rank`, each wait at most `timeout_s`.
+
+    A message carries which collective (`kind`), which call of it (`call`) and which round it belongs to; a
+    message of another place than this rank's own is refused. `messages_sent` and `bytes_sent` only grow. Where an
+    `alarm` is given, it ends every wait, and the one that it names is the one to blame. `roles` says by which number
+    errors and posts name each rank, where that is not its rank.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        links: Mapping[int, Link],
+        timeout_s: float,
+        alarm: Alarm | None = None,
+        roles: Sequence[int] | None = None,
+    ) -> None:
+        if not timeout_s > 0:
+            raise UserError(f"timeout_s={timeout_s}: must be above 0")
+        self.messages_sent = 0
+        self.bytes_sent = 0
+        self._rank = rank
+        self._links = links
+        self._timeout_s = timeout_s
+        self._alarm = alarm
+        self._roles = roles
+        self._slice_s = LONG_WAIT_S if alarm is None else _ALARM_SLICE_S
+        self._posts: dict[int, PeerTraffic] = {}
+        self._name = ""
+        self._place = (0, 0, 0)
+
+    def enter(self, name: str, kind: int, call: int, round_number: int) -> None:
+        """From here on messages belong to this round; `name` says in errors what was being done."""
+        self._name = name
+        self._place = (kind, call, round_number)
+        if self._alarm is not None:
+            self._alarm.mark(call)
+
+    def take_traffic(self) -> Mapping[int, PeerTraffic]:
+        """What went to and came from each peer since the last call."""
+        posts, self._posts = self._posts, {}
+        return {self._role(peer): post for peer, post in posts.items()}
+
+    def post(self, letters: Iterable[LinkMessage]) -> list[LinkMessage]:
+        """Send what the links take at once; return the rest in order, to be posted again."""
+        refused: list[LinkMessage] = []
+        full: set[int] = set()
+        for peer, payload in letters:
+            if peer in full or not self._send(peer, payload):
+                full.add(peer)
+                refused.append((peer, payload))
+        return refused
+
+    def receive(
+        self, source: int, space: torch.Tensor, refused: list[LinkMessage], *, or_less: bool = False
+    ) -> tuple[list[LinkMessage], int]:
+        """Fill `space` with the next message of `source`, posting again meanwhile; it may be shorter where `or_less`.
+
+        What is left to post, and how many bytes came.
+        """
+        link = self._link(source)
+        left_s = self._timeout_s
+        with LongWait() as wait:
+            while True:
+                slice_s = min(left_s, _RETRY_S if refused else self._slice_s)
+                try:
+                    outcome = link.receive(slice_s, space)
+                except ProtocolError as error:
+                    raise ManyhandsError(
+                        f"{self._where()}: from rank {self._role(source)}: {error}"
+                    ) from error
+                if not isinstance(outcome, TimedOut):
+                    break
+                left_s -= slice_s
+                self._heed_alarm()
+                if left_s <= 0:
+                    self._late(source, "sent nothing")
+                wait.goes_on(self._role(source))
+                refused = self.post(refused)
+        if not isinstance(outcome, Received):
+            self._lost(source, outcome)
+        self._post_of(source).received_ns = time.monotonic_ns()
+        room, came = space.nbytes, outcome.message.payload_bytes
+        self._check(source, outcome.message, came, 0 if or_less else room, room)
+        return refused, came
+
+    def flush(self, refused: Sequence[LinkMessage], peers: Iterable[int]) -> None:
+        """Post what is still refused, whichever link has room first, and wait until all has left."""
+        left_s = self._timeout_s
+        while refused and (still := self.post(refused)):
+            left_s = self._timeout_s if len(still) < len(refused) else left_s - _RETRY_S
+            refused = still
+            if left_s <= 0:
+                self._late(still[0][0], "took nothing")
+            self._flush(still[0][0], _RETRY_S)
+        for peer in peers:
+            if not self._flush(peer, self._timeout_s):
+                self._late(peer, "took nothing")
+
+    def refuse(self, source: int, why: str) -> NoReturn:
+        """Raise: what `source` sent makes no sense."""
+        raise ManyhandsError(f"{self._where()}: from rank {self._role(source)}: {why}")
+
+    def _flush(self, peer: int, timeout_s: float) -> bool:
+        """Whether all that was queued for `peer` has left."""
+        with LongWait() as wait:
+            while True:
+                slice_s = min(timeout_s, self._slice_s)
+                outcome = self._link(peer).flush(slice_s)
+                if isinstance(outcome, Flushed):
+                    return True
+                if not isinstance(outcome, TimedOut):
+                    self._lost(peer, outcome)
+                timeout_s -= slice_s
+                if timeout_s <= 0:
+                    return False
+                self._heed_alarm()
+                wait.goes_on(self._role(peer))
+
+    def _send(self, peer: int, payload: torch.Tensor) -> bool:
+        kind, call, round_number = self._place
+        message = Message(kind=kind, step=call, tag=round_number, payload=payload)
+        outcome = self._link(peer).send(message)
+        if isinstance(outcome, Full):
+            return False
+        if not isinstance(outcome, Queued):
+            self._lost(peer, outcome)
+        num_bytes = payload.nbytes
+        self.messages_sent += 1
+        self.bytes_sent += num_bytes
+        post = self._post_of(peer)
+        post.sent_ns = post.sent_ns or time.monotonic_ns()
+        post.messages_sent += 1
+        post.bytes_sent += num_bytes
+        return True
+
+    def _post_of(self, peer: int) -> PeerTraffic:
+        post = self._posts.get(peer)
+        if post is None:
+            post = self._posts[peer] = PeerTraffic()
+        return post
+
+    def _link(self, peer: int) -> Link:
+        try:
+            return self._links[peer]
+        except KeyError:
+            raise UserError(
+                f"{self._where()}: there is no link to rank {self._role(peer)}, only to "
+                f"{sorted(map(self._role, self._links))}"
+            ) from None
+
+    def _check(self, source: int, message: Message, came: int, least: int, most: int) -> None:
+        """Refuse a message of another collective, call, round or length: some rank has gone its own way."""
+        place = (message.kind, message.step, message.tag)
+        if place != self._place or not least <= came <= most:
+            raise ManyhandsError(
+                f"{self._where()}: rank {self._role(source)} sent {came} bytes of (kind, call, round) "
+                f"{place}, due were {most} bytes of {self._place}; all ranks must make the same calls "
+                "in the same order with buffers of one length"
+            )
+
+    def _late(self, peer: int, what: str) -> NoReturn:
+        role = self._role(peer)
+        raise PeerTimeout(f"{self._where()}: rank {role} {what} within {self._timeout_s:g} s", role)
+
+    def _heed_alarm(self, wait_s: float = 0.0) -> None:
+        lost = self._alarm.lost(wait_s) if self._alarm is not None else None
+        if lost is not None:
+            raise WorkerFailed(f"{self._where()}: {lost[1]}", lost[0])
+
+    def _lost(self, peer: int, outcome: Closed | PeerDied) -> NoReturn:
+        self._heed_alarm(_CAUSE_S)  # it may have left because of another, who will be named in a moment
+        reason = outcome.reason if isinstance(outcome, PeerDied) else "the link was closed"
+        role = self._role(peer)
+        raise WorkerFailed(f"{self._where()}: lost rank {role}: {reason}", role)
+
+    def _role(self, rank: int) -> int:
+        return rank if self._roles is None else self._roles[rank]
+
+    def _where(self) -> str:
+        _, call, round_number = self._place
+        return f"rank {self._role(self._rank)}, {self._name}, call {call}, round {round_number}"

@@ -1,0 +1,153 @@
+"""Sums of row-sparse gradients: workers exchange the rows that they have, and end with the union of all.
+
+By a butterfly (recursive doubling, as in Zhao and Canny's sparse all-reduce, 2013): in each of ⌈log₂ P⌉ rounds two
+ranks swap all that they have so far, and both add it up, the lower rank's on the left; so all end with the same bits.
+Ranks beyond the largest power of two give theirs to another one first, and get the result from it.
+
+Each exchange is two messages: how many rows (i64), then their numbers (i64 each, ascending) and their items.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from manyhands.strategies.common.collectives.mailbox import Mailbox
+
+__all__ = ["GradientRows", "row_sparse", "sum_rows"]
+
+_NUMBER_BYTES = 8
+
+
+class GradientRows:
+    """Some rows of a table: their numbers, ascending, and their items, one row each."""
+
+    def __init__(self, numbers: Tensor, items: Tensor) -> None:
+        self.numbers = numbers
+        self.items = items
+
+    @classmethod
+    def of(cls, gradient: Tensor) -> GradientRows:
+        """Those of a sparse gradient, each once."""
+        gradient = gradient.detach().coalesce()
+        items = gradient.values().cpu()
+        return cls(gradient.indices()[0].cpu(), items.reshape(len(items), -1).contiguous())
+
+    @classmethod
+    def none(cls, parameter: Tensor) -> GradientRows:
+        """No row of it."""
+        width = parameter.numel() // max(1, parameter.shape[0])
+        return cls(torch.empty(0, dtype=torch.int64), torch.empty(0, width, dtype=parameter.dtype))
+
+    def plus(self, other: GradientRows) -> GradientRows:
+        """The rows of both; where both have one, the sum."""
+        numbers, places = torch.unique(torch.cat([self.numbers, other.numbers]), return_inverse=True)
+        items = torch.zeros(len(numbers), self.items.shape[1], dtype=self.items.dtype)
+        items[places[: len(self.numbers)]] = self.items
+        items[places[len(self.numbers) :]] += other.items
+        return GradientRows(numbers, items)
+
+    def times(self, weight: float) -> GradientRows:
+        """All items times `weight`; of 0 nothing is left, not even a NaN."""
+        if weight == 0:
+            return GradientRows(self.numbers[:0], self.items[:0])
+        return self if weight == 1 else GradientRows(self.numbers, self.items * weight)
+
+    def as_gradient(self, parameter: Tensor) -> Tensor:
+        """As the optimizer takes it."""
+        shape = (len(self.numbers), *parameter.shape[1:])
+        return torch.sparse_coo_tensor(
+            self.numbers.unsqueeze(0).to(parameter.device),
+            self.items.view(shape).to(parameter.device),
+            parameter.shape,
+            is_coalesced=True,
+            check_invariants=False,
+        )
+
+
+def row_sparse(model: nn.Module) -> set[nn.Parameter]:
+    """The parameters of a model whose gradients have some rows only: embeddings that were built with sparse=True."""
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    found = (module.weight for module in model.modules() if isinstance(module, kinds) and module.sparse)
+    return {parameter for parameter in found if isinstance(parameter, nn.Parameter)}
+
+
+def sum_rows(
+    mine: GradientRows, below: int, rank: int, world: int, mailbox: Mailbox, enter: Callable[[int], None]
+) -> GradientRows:
+    """Collective: the sum over ranks of rows of a table that has `below`; `enter` says which round begins."""
+    power = 1 << world.bit_length() - 1
+    swap = _Swap(mine.items.shape[1], mine.items.dtype, below, mailbox, enter)
+    if rank >= power:
+        swap.send(1, rank - power, mine)
+        return swap.receive(2 * world.bit_length() + 2, rank - power)
+    if rank + power < world:
+        mine = mine.plus(swap.receive(1, rank + power))
+    distance, number = 1, 3
+    while distance < power:
+        peer = rank ^ distance
+        theirs = swap.both(number, peer, mine)
+        mine = mine.plus(theirs) if rank < peer else theirs.plus(mine)
+        distance, number = 2 * distance, number + 2
+    if rank + power < world:
+        swap.send(2 * world.bit_length() + 2, rank + power, mine)
+    return mine
+
+
+class _Swap:
+    """GradientRows to and from one rank at a time; every number of a round stands for two messages."""
+
+    def __init__(
+        self, width: int, dtype: torch.dtype, below: int, mailbox: Mailbox, enter: Callable[[int], None]
+    ) -> None:
+        self._width, self._dtype, self._below = width, dtype, below
+        self._mailbox, self._enter = mailbox, enter
+
+    def send(self, number: int, peer: int, rows: GradientRows) -> None:
+        for step, payload in enumerate(self._payloads(rows)):
+            self._enter(number + step)
+            self._mailbox.flush(self._mailbox.post([(peer, payload)]), [peer])
+
+    def receive(self, number: int, peer: int) -> GradientRows:
+        self._enter(number)
+        count = torch.empty(1, dtype=torch.int64)
+        self._mailbox.receive(peer, count.view(torch.uint8), [])
+        self._enter(number + 1)
+        room = self._room(peer, count)
+        self._mailbox.receive(peer, room, [])
+        return self._read(peer, int(count), room)
+
+    def both(self, number: int, peer: int, rows: GradientRows) -> GradientRows:
+        count, body = self._payloads(rows)
+        self._enter(number)
+        refused = self._mailbox.post([(peer, count)])
+        theirs = torch.empty(1, dtype=torch.int64)
+        refused, _ = self._mailbox.receive(peer, theirs.view(torch.uint8), refused)
+        self._mailbox.flush(refused, [peer])
+        self._enter(number + 1)
+        refused = self._mailbox.post([(peer, body)])
+        room = self._room(peer, theirs)
+        refused, _ = self._mailbox.receive(peer, room, refused)
+        self._mailbox.flush(refused, [peer])
+        return self._read(peer, int(theirs), room)
+
+    def _payloads(self, rows: GradientRows) -> tuple[Tensor, Tensor]:
+        body = torch.cat([rows.numbers.view(torch.uint8), rows.items.contiguous().view(-1).view(torch.uint8)])
+        return torch.tensor([len(rows.numbers)]).view(torch.uint8), body
+
+    def _room(self, peer: int, count: Tensor) -> Tensor:
+        if not 0 <= int(count) <= self._below:
+            self._mailbox.refuse(peer, f"{int(count)} rows of a table that has {self._below}")
+        return torch.empty(
+            int(count) * (_NUMBER_BYTES + self._width * self._dtype.itemsize), dtype=torch.uint8
+        )
+
+    def _read(self, peer: int, count: int, room: Tensor) -> GradientRows:
+        numbers = room[: _NUMBER_BYTES * count].view(torch.int64)
+        ascends = bool((numbers[1:] > numbers[:-1]).all())
+        if count and not (ascends and int(numbers[0]) >= 0 and int(numbers[-1]) < self._below):
+            self._mailbox.refuse(peer, f"numbers of rows that do not ascend within {self._below}")
+        items = room[_NUMBER_BYTES * count :].view(self._dtype).view(count, self._width)
+        return GradientRows(numbers, items)

@@ -1,0 +1,34 @@
+"""A buffer: a step from every so many updates, whoever they are from, and however many workers there are.
+
+FedBuff's rule (Nguyen et al., "Federated Learning with Buffered Asynchronous Aggregation", AISTATS 2022), for clients
+of whom a few are under way at a time. It is no `consistency=` of parameter servers: n-softsync, which makes its groups
+a part of the workers, keeps the promise that one worker alone trains as the plain loop does, and a buffer would not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from manyhands.errors import UserError
+from manyhands.strategies.common.consistency.arrival import ByArrival
+
+__all__ = ["Buffered"]
+
+
+@dataclass(frozen=True, slots=True)
+class Buffered(ByArrival):
+    """Each step is the mean of the next `size` updates to arrive; readers wait for no step."""
+
+    size: int
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise UserError(f"buffered:{self.size}: how many updates make a step must be 1 or more")
+
+    def group_size(self, num_active: int) -> int:
+        """As many as were asked for, however many workers there are."""
+        del num_active
+        return self.size
+
+    def __str__(self) -> str:
+        return f"buffered:{self.size}"

@@ -1,0 +1,333 @@
+"""What a worker holds of a model that is split, and how the whole is put together again on one of them.
+
+The user's optimizer was built with the whole model's parameters. From `HeldModel` on it lists those alone that this
+worker holds, or the parts of them that it holds; what it was given as state is cut alike. A checkpoint has no trace of
+that: model and optimizer are put together as one process would have them, so a run may go on under another strategy.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from manyhands.errors import ManyhandsError, UserError
+from manyhands.native.dtypes import BY_CODE, CODES
+from manyhands.strategies.common.grid.grid_group import LinkGroup
+
+__all__ = ["Cut", "Held", "HeldModel", "Outline"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """Items `begin` to `end` along dimension `dim` of a whole tensor; `dim` None: of its items in one row.
+
+    Where several tensors lie one after another along `dim`, as query, key and value, it is the same items of each.
+    """
+
+    dim: int | None
+    begin: int
+    end: int
+    blocks: int = 1
+    """How many such tensors; along a dimension only."""
+
+    def of(self, whole: Tensor) -> Tensor:
+        """A copy of that part."""
+        part = self._view(whole.contiguous()).clone(memory_format=torch.contiguous_format)
+        return part if self.blocks == 1 else part.flatten(self.dim or 0, (self.dim or 0) + 1)
+
+    def put(self, part: Tensor, whole: Tensor) -> None:
+        """The part into its place; `whole` is contiguous."""
+        view = self._view(whole)
+        view.copy_(part.view(view.shape))
+
+    def _view(self, whole: Tensor) -> Tensor:
+        if self.dim is None:
+            return whole.view(-1)[self.begin : self.end]
+        if self.blocks > 1:
+            apart = whole.view(*whole.shape[: self.dim], self.blocks, -1, *whole.shape[self.dim + 1 :])
+            return apart.narrow(self.dim + 1, self.begin, self.end - self.begin)
+        return whole.narrow(self.dim, self.begin, self.end - self.begin)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outline:
+    """A model's names as they were before it was taken apart."""
+
+    parameters: Mapping[str, nn.Parameter]
+    """By every name: a tied one has several."""
+
+    buffers: Mapping[str, Tensor]
+    """By every name: that of a module that stands at two places has several."""
+
+    keys: tuple[str, ...]
+    """Of its `state_dict()`, in order."""
+
+    shapes: Mapping[str, torch.Size]
+    """By those keys."""
+
+    @staticmethod
+    def of(model: nn.Module) -> Outline:
+        """Of a model that is whole; UserError where its state has something that is no tensor."""
+        state = model.state_dict()
+        for key, value in state.items():
+            if not isinstance(value, Tensor):
+                raise UserError(
+                    f"model.state_dict() has {key!r}, a {type(value).__name__}; a model that is split among workers is "
+                    "put together from tensors: register a buffer in place of get_extra_state"
+                )
+        return Outline(
+            parameters=dict(model.named_parameters(remove_duplicate=False)),
+            buffers=dict(model.named_buffers(remove_duplicate=False)),
+            keys=tuple(state),
+            shapes={key: value.shape for key, value in state.items()},
+        )
+
+    def names(self) -> dict[int, str]:
+        """By the identity of a parameter or buffer: the first of its names."""
+        found: dict[int, str] = {}
+        for name, tensor in (*self.parameters.items(), *self.buffers.items()):
+            found.setdefault(id(tensor), name)
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Held:
+    """A parameter as this worker has it."""
+
+    whole: nn.Parameter
+    """The one that the user's optimizer was built with."""
+
+    local: nn.Parameter
+    """What is computed with and stepped here; it may be `whole`."""
+
+    shape: torch.Size
+    """Of the whole."""
+
+    cut: Cut | None = None
+    """Which part `local` is; None: all of it, as of one without dimensions."""
+
+    tells: bool = True
+    """Whether this worker tells of it when the whole is put together: of each part one holder does."""
+
+
+class HeldModel:
+    """What one worker holds; `buffers` are those that it tells of, by their names in the whole.
+
+    `buffer_cuts` has those of them of which it holds a part.
+    """
+
+    def __init__(
+        self,
+        outline: Outline,
+        optimizer: Optimizer,
+        held: Sequence[Held],
+        buffers: Mapping[str, Tensor] | None = None,
+        buffer_cuts: Mapping[str, Cut] | None = None,
+    ) -> None:
+        self.held = tuple(held)
+        self._outline = outline
+        self._optimizer = optimizer
+        self._buffers = dict(buffers or {})
+        self._buffer_cuts = dict(buffer_cuts or {})
+        self._names = outline.names()
+        numbered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._position = {id(parameter): position for position, parameter in enumerate(numbered)}
+        self._listed = [
+            [self._position[id(parameter)] for parameter in group["params"]]
+            for group in optimizer.param_groups
+        ]
+        self._shapes = {self._position[id(one.whole)]: one.shape for one in self.held if self._steps(one)}
+        self._take_over()
+
+    def drop_rest(self) -> None:
+        """Free the memory of parameters, or of their wholes, that this worker does not compute with."""
+        kept = {id(one.local) for one in self.held}
+        for parameter in self._outline.parameters.values():
+            if id(parameter) not in kept:
+                parameter.data = torch.empty(0, dtype=parameter.dtype)
+                parameter.grad = None
+
+    def gradients(self, wanted: Callable[[Held], bool] = lambda _: True) -> list[Tensor]:
+        """Of the parameters that are wanted, as far as they have one."""
+        return [one.local.grad for one in self.held if one.local.grad is not None and wanted(one)]
+
+    def named(self) -> Iterator[tuple[str, Tensor | None]]:
+        """Every parameter of the whole by the first of its names, and what this worker holds of it, if anything."""
+        local = {id(one.whole): one.local for one in self.held}
+        for parameter in dict.fromkeys(self._outline.parameters.values()):
+            yield self._names[id(parameter)], local.get(id(parameter))
+
+    def model_state(self, group: LinkGroup, model: nn.Module | None = None) -> dict[str, Tensor] | None:
+        """Collective: the whole model's `state_dict()` on the first member, None on the others.
+
+        A module of `model` may have put another buffer in the place of the one that was there: it is told as it is now.
+        """
+        entries = [
+            _Entry({"name": self._names[id(one.whole)], "cut": _words(one.cut)}, one.local.detach())
+            for one in self.held
+            if one.tells
+        ]
+        entries += [
+            _Entry(
+                {"name": name, "cut": _words(self._buffer_cuts.get(name))},
+                model.get_buffer(name) if model is not None else tensor,
+            )
+            for name, tensor in self._buffers.items()
+        ]
+        gathered = _gather(group, entries)
+        if gathered is None:
+            return None
+        state: dict[str, Tensor] = {}
+        for entry in gathered:
+            name = str(entry.facts["name"])
+            _lay(state, name, entry, self._outline.shapes[name])
+        for name, tensor in (*self._outline.parameters.items(), *self._outline.buffers.items()):
+            first = self._names[id(tensor)]
+            if name != first and first in state:
+                state[name] = state[first]
+            if name in self._outline.shapes and not self._outline.shapes[name].numel():
+                state.setdefault(name, torch.empty(self._outline.shapes[name], dtype=tensor.dtype))
+        missing = [key for key in self._outline.keys if key not in state]
+        if missing:
+            raise ManyhandsError(f"no worker told of {missing[0]!r}, a tensor of the model")
+        return {key: state[key] for key in self._outline.keys}
+
+    def optimizer_state(self, group: LinkGroup) -> dict[str, Any] | None:
+        """Collective: the optimizer's `state_dict()` as if it stepped the whole model, on the first member."""
+        gathered = _gather(group, list(self._state_entries()))
+        if gathered is None:
+            return None
+        state: dict[int, dict[str, Any]] = {}
+        for entry in gathered:
+            of_one = state.setdefault(int(entry.facts["position"]), {})
+            name = str(entry.facts["name"])
+            if entry.tensor is None:
+                of_one[name] = entry.facts["value"]
+            else:
+                _lay(of_one, name, entry, torch.Size(entry.facts["shape"]))
+        own = self._optimizer.state_dict()
+        groups = [
+            {**settings, "params": listed}
+            for settings, listed in zip(own["param_groups"], self._listed, strict=True)
+        ]
+        return {**own, "state": dict(sorted(state.items())), "param_groups": groups}
+
+    def _steps(self, one: Held) -> bool:
+        return id(one.whole) in self._position
+
+    def _take_over(self) -> None:
+        """Show the optimizer the local parameters in place of the whole ones, and cut the state that it has."""
+        by_whole = {id(one.whole): one for one in self.held}
+        given = dict(self._optimizer.state)
+        for group in self._optimizer.param_groups:
+            mine = [by_whole[id(parameter)] for parameter in group["params"] if id(parameter) in by_whole]
+            for parameter in group["params"]:
+                self._optimizer.state.pop(parameter, None)
+            group["params"] = [one.local for one in mine]
+            for one in mine:
+                if given.get(one.whole):
+                    state = {name: _part(value, one) for name, value in given[one.whole].items()}
+                    self._optimizer.state[one.local] = state
+
+    def _state_entries(self) -> Iterator[_Entry]:
+        for one in self.held:
+            if not (one.tells and self._steps(one)):
+                continue
+            position = self._position[id(one.whole)]
+            for name, value in self._optimizer.state.get(one.local, {}).items():
+                facts = {"position": position, "name": name}
+                if not isinstance(value, Tensor):
+                    yield _Entry({**facts, "value": value}, None)
+                    continue
+                is_cut = one.cut is not None and value.shape == one.local.shape
+                shape = self._shapes[position] if is_cut else value.shape
+                words = _words(one.cut) if is_cut else None
+                yield _Entry({**facts, "cut": words, "shape": list(shape)}, value)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Entry:
+    """Something that a worker tells: facts of JSON, and a tensor or none."""
+
+    facts: dict[str, Any]
+    tensor: Tensor | None
+
+
+def _part(value: Any, one: Held) -> Any:
+    """This worker's part of a value of the state: a tensor of the parameter's shape is cut as the parameter is."""
+    if isinstance(value, Tensor) and value.shape == one.shape and value.dim():
+        part = one.cut.of(value) if one.cut is not None else value
+        return part.view(one.local.shape).to(one.local.device)
+    return value
+
+
+def _words(cut: Cut | None) -> list[int | None] | None:
+    return None if cut is None else [cut.dim, cut.begin, cut.end, cut.blocks]
+
+
+def _lay(into: dict[str, Any], name: str, entry: _Entry, shape: torch.Size) -> None:
+    """A tensor that came, whole or a part, into the whole one of this name."""
+    assert entry.tensor is not None, "only tensors are laid"
+    if entry.facts["cut"] is None:
+        into[name] = entry.tensor
+        return
+    dim, begin, end, blocks = entry.facts["cut"]
+    if name not in into:
+        into[name] = torch.empty(shape, dtype=entry.tensor.dtype)
+    Cut(dim=dim, begin=begin, end=end, blocks=blocks).put(entry.tensor, into[name])
+
+
+def _gather(group: LinkGroup, entries: Sequence[_Entry]) -> list[_Entry] | None:
+    """Collective: what all members tell, in their order, on the first; None on the others."""
+    told = [
+        {
+            "facts": entry.facts,
+            "dtype": None if entry.tensor is None else CODES[entry.tensor.dtype],
+            "size": None if entry.tensor is None else list(entry.tensor.shape),
+        }
+        for entry in entries
+    ]
+    header = torch.frombuffer(bytearray(json.dumps(told).encode()), dtype=torch.uint8)
+    sizes = [int(one) for one in group.all_gather(torch.tensor([len(header)]))]
+    rounds = [int(one) for one in group.all_gather(torch.tensor([len(told)]))]
+    others = range(1, group.world)
+    if group.index:
+        group.exchange({0: header}, {})
+        for number in range(max(rounds)):
+            tensor = entries[number].tensor if number < len(entries) else None
+            group.exchange({0: _bytes(tensor)} if tensor is not None else {}, {})
+        return None
+    rooms = {index: torch.empty(sizes[index], dtype=torch.uint8) for index in others}
+    group.exchange({}, rooms)
+    heard = {index: json.loads(room.numpy().tobytes()) for index, room in rooms.items()}
+    found: dict[int, list[_Entry]] = {index: [] for index in others}
+    for number in range(max(rounds)):
+        arriving = {}
+        for index in others:
+            if number < rounds[index]:
+                entry = _room_for(heard[index][number])
+                found[index].append(entry)
+                if entry.tensor is not None:
+                    arriving[index] = _bytes(entry.tensor)
+        group.exchange({}, arriving)
+    mine = [
+        _Entry(entry.facts, None if entry.tensor is None else entry.tensor.detach().cpu().clone())
+        for entry in entries
+    ]
+    return [*mine, *(entry for index in others for entry in found[index])]
+
+
+def _room_for(told: Mapping[str, Any]) -> _Entry:
+    """Where the tensor that was announced will be, contiguous."""
+    tensor = None if told["dtype"] is None else torch.empty(told["size"], dtype=BY_CODE[told["dtype"]])
+    return _Entry(told["facts"], tensor)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)

@@ -1,0 +1,166 @@
+"""A model in units: parameters that come and go together, because one layer uses them.
+
+A unit is a child of the model that holds parameters; lists and sequences of layers are taken apart, and so is a child
+that holds most of the model. What belongs to no layer alone makes the last unit, which stays from its first use to the
+end of a step: parameters of the model itself, and those that layers of several units share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from manyhands.data.batch_plan import split
+from manyhands.errors import UserError
+from manyhands.native.dtypes import SUMMED
+from manyhands.strategies.common.sharding.pieces import Piece
+from manyhands.wire.flat_layout import BucketLayout, bucket_of
+
+__all__ = ["Unit", "UnitMemory", "move_buffers", "piece_ranges", "pieces_in", "units_of"]
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+REST = "what layers share"
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Unit:
+    """Some parameters of a model, laid out in one row for each of their types; slots number `parameters`."""
+
+    number: int
+    name: str
+    module: nn.Module | None
+    """Whose forward uses them; None where that is not one module, so that they stay through a step."""
+
+    parameters: tuple[nn.Parameter, ...]
+    layouts: tuple[BucketLayout, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the values."""
+        return sum(layout.count * layout.dtype.itemsize for layout in self.layouts)
+
+    @property
+    def trained(self) -> list[int]:
+        """The numbers of those that get a gradient."""
+        return [number for number, one in enumerate(self.parameters) if one.requires_grad]
+
+
+def units_of(model: nn.Module) -> list[Unit]:
+    """The units of a model, each parameter in exactly one; a UserError names a parameter that has no place."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    for name, parameter in named.items():
+        if parameter.dtype not in SUMMED or parameter.layout is not torch.strided:
+            raise UserError(
+                f"parameter {name!r} is {parameter.dtype}, {parameter.layout}; parameters that are split are float32, "
+                "float64, bfloat16 or float16, and dense"
+            )
+    total = sum(parameter.nbytes for parameter in model.parameters())
+    layers = list(_layers(model, "", total))
+    owners: dict[nn.Parameter, set[str]] = {}
+    for name, module in layers:
+        for parameter in module.parameters():
+            owners.setdefault(parameter, set()).add(name)
+    groups = [
+        (name, module, [one for one in module.parameters() if owners[one] == {name}])
+        for name, module in layers
+    ]
+    rest = [one for one in model.parameters() if len(owners.get(one, ())) != 1]
+    units = [(name, module, own) for name, module, own in groups if own]
+    every: list[tuple[str, nn.Module | None, list[nn.Parameter]]] = [*units]
+    if rest:
+        every.append((REST, None, rest))
+    return [
+        Unit(number=number, name=name, module=module, parameters=tuple(own), layouts=_layouts(own))
+        for number, (name, module, own) in enumerate(every)
+    ]
+
+
+def _layers(module: nn.Module, prefix: str, total: int) -> Iterator[tuple[str, nn.Module]]:
+    """The layers of a module, by name, in order."""
+    for name, child in module.named_children():
+        size = sum(parameter.nbytes for parameter in child.parameters())
+        if not size:
+            continue
+        path = f"{prefix}{name}"
+        branches = sum(any(True for _ in one.parameters()) for one in child.children())
+        if isinstance(child, _CONTAINERS) or (2 * size > total and branches > 1):
+            yield from _layers(child, f"{path}.", total)
+        else:
+            yield path, child
+
+
+def _layouts(parameters: Sequence[nn.Parameter]) -> tuple[BucketLayout, ...]:
+    by_dtype: dict[torch.dtype, list[tuple[int, int]]] = {}
+    for number, parameter in enumerate(parameters):
+        by_dtype.setdefault(parameter.dtype, []).append((number, parameter.numel()))
+    return tuple(bucket_of(dtype, tensors) for dtype, tensors in by_dtype.items())
+
+
+class UnitMemory:
+    """Where the whole of a unit is while it is used; its parameters are views of that, with or without memory behind.
+
+    What autograd has saved of a parameter is a view as well, so it is there again when the values are.
+    """
+
+    def __init__(self, unit: Unit, device: torch.device) -> None:
+        self.unit = unit
+        self.flats = [torch.empty(layout.count, dtype=layout.dtype, device=device) for layout in unit.layouts]
+        self.storages = frozenset(flat.untyped_storage()._cdata for flat in self.flats)
+        """By which a tensor that lies here is known."""
+        self.is_here = True
+
+    def adopt(self) -> None:
+        """Make the parameters views of this memory, without their values."""
+        for layout, flat in zip(self.unit.layouts, self.flats, strict=True):
+            for number, items in layout.views(flat):
+                parameter = self.unit.parameters[number]
+                parameter.data = items.view(parameter.shape)
+
+    def make_room(self) -> None:
+        """Take the memory; what is in it is not the values yet."""
+        if not self.is_here:
+            for flat in self.flats:
+                flat.untyped_storage().resize_(flat.numel() * flat.element_size())
+            self.is_here = True
+
+    def let_go(self) -> None:
+        """Give the memory back."""
+        if self.is_here:
+            for flat in self.flats:
+                flat.untyped_storage().resize_(0)
+            self.is_here = False
+
+
+def piece_ranges(layout: BucketLayout, owners: int, *, whole: bool) -> list[range]:
+    """Which items of a row each owner keeps: equal parts, or, where tensors stay `whole`, the nearest to that."""
+    parts = [split(layout.count, owner, owners) for owner in range(owners)]
+    if not whole:
+        return parts
+    begins = [slot.offset for slot in layout.slots]
+    borders = [0]
+    for part in parts[1:]:
+        border = min([*begins, layout.count], key=lambda begin: abs(begin - part.start))
+        borders.append(max(border, borders[-1]))
+    borders.append(layout.count)
+    return [range(begin, end) for begin, end in pairwise(borders)]
+
+
+def pieces_in(layout: BucketLayout, owned: range) -> Iterator[tuple[Piece, int]]:
+    """The pieces of parameters among the items that one owner keeps, and where each begins among these."""
+    for slot in layout.slots:
+        begin, end = max(slot.offset, owned.start), min(slot.offset + slot.count, owned.stop)
+        if begin < end:
+            piece = Piece(parameter=slot.parameter, begin=begin - slot.offset, end=end - slot.offset)
+            yield piece, begin - owned.start
+
+
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """All of them to where they are computed with; parameters stay."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)

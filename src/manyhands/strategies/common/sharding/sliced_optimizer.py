@@ -1,0 +1,256 @@
+"""The user's optimizer, run on the pieces of the parameters that one owner has: a worker, or a shard of a server.
+
+No second optimizer is built. For the length of a step the user's own one sees other parameters: pieces of the owner's
+values, with their gradients and their state. So its settings, schedulers that change them, hooks and whatever else it
+keeps are simply the user's. Between steps it lists the model's parameters as always, and its `state` is empty: each
+owner keeps that of its pieces here.
+
+A state that the optimizer is given, by its constructor or by `load_state_dict`, is taken over before the next step:
+cut to the owner's pieces, the rest let go.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from manyhands.errors import UserError
+from manyhands.strategies.common.sharding.optimizers import may_fuse, positions
+from manyhands.strategies.common.sharding.pieces import Piece
+
+__all__ = ["OwnedState", "SlicedOptimizer"]
+
+_SHOWN = ("params", "fused", "lr")  # what a group holds in another way during a step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class OwnedState:
+    """The state that one owner keeps for one parameter, or for items `begin` to `end` of it."""
+
+    position: int
+    """The parameter's number in the optimizer's `state_dict()`."""
+
+    begin: int
+    end: int
+    shape: torch.Size
+    """Of the state's tensors that were cut with the parameter."""
+
+    is_whole: bool
+    state: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Owned:
+    """A piece as the optimizer sees it: `proxy` shares the memory of the owner's values."""
+
+    piece: Piece
+    parameter: nn.Parameter
+    proxy: nn.Parameter
+
+    @property
+    def is_whole(self) -> bool:
+        return self.proxy.shape == self.parameter.shape
+
+    def cut(self, value: Any) -> Any:
+        """This piece's part of a value of the state: a tensor of the parameter's shape is cut as the parameter is."""
+        if not isinstance(value, Tensor):
+            return value
+        value = value.to(self.proxy.device)  # the state of a model on a GPU stays with the values
+        if self.is_whole:
+            return value
+        if value.shape == self.parameter.shape:
+            value = value.reshape(-1)[self.piece.begin : self.piece.end]
+        return value.clone()
+
+
+class SlicedOptimizer:
+    """Steps the pieces of one owner; `parameters`, `values` and `gradients` are numbered as the pieces are.
+
+    `values` and `gradients` have the shapes of the parameters, and only the owner's pieces of them are touched; an
+    owner that has no more than its pieces gives these.
+    Without `gradients`, `step` is not for this owner: each call of `step_with` brings its own.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        pieces: Sequence[Piece],
+        parameters: Sequence[nn.Parameter],
+        values: Sequence[Tensor] | Mapping[int, Tensor],
+        gradients: Sequence[Tensor] = (),
+    ) -> None:
+        self._optimizer = optimizer
+        self._owned = [
+            _Owned(
+                piece=piece,
+                parameter=parameters[piece.parameter],
+                proxy=nn.Parameter(_part(piece, values[piece.parameter])),
+            )
+            for piece in pieces
+        ]
+        self._gradients = [_part(piece, gradients[piece.parameter]) for piece in pieces] if gradients else []
+        _require_known(optimizer, parameters)
+        by_parameter = {id(owned.parameter): owned for owned in self._owned}
+        self._groups = [
+            [by_parameter[id(p)] for p in group["params"] if id(p) in by_parameter]
+            for group in optimizer.param_groups
+        ]
+        self._sizes = [len(group["params"]) for group in optimizer.param_groups]
+        self._state: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
+        self._adopt()
+        self._refusal = optimizer.register_state_dict_pre_hook(_refuse_state_dict)
+
+    def reached(self) -> list[Tensor]:
+        """The gradients of the owner's pieces of parameters that have one."""
+        return [gradient for gradient in self._present() if gradient is not None]
+
+    def step(self) -> None:
+        """Update the owner's pieces; those of parameters without a gradient stay as they are."""
+        self.step_with(self._present())
+
+    def step_with(self, gradients: Sequence[Tensor | None], rate: float = 1.0) -> None:
+        """Update the owner's pieces by a gradient each, or None, with learning rates times `rate` for this once."""
+        self._adopt()
+        for owned, gradient in zip(self._owned, gradients, strict=True):
+            owned.proxy.grad = gradient
+        try:
+            with self._in_charge(rate):
+                self._optimizer.step()
+        finally:
+            for owned in self._owned:  # or the memory of a gradient would be held beyond its step
+                owned.proxy.grad = None
+
+    def state(self) -> list[OwnedState]:
+        """What the owner keeps, in the order of the optimizer's parameters."""
+        self._adopt()
+        position_of = positions(self._optimizer)
+        owned_states = [
+            OwnedState(
+                position=position_of[id(owned.parameter)],
+                begin=owned.piece.begin,
+                end=owned.piece.end,
+                shape=owned.proxy.shape,
+                is_whole=owned.is_whole,
+                state=self._state[owned.proxy],
+            )
+            for group in self._groups
+            for owned in group
+            if self._state.get(owned.proxy)
+        ]
+        return sorted(owned_states, key=lambda one: one.position)
+
+    def settings(self) -> dict[str, Any]:
+        """The optimizer's `state_dict()` without the state of any parameter."""
+        self._refusal.remove()
+        outer = self._optimizer.state
+        self._optimizer.state = defaultdict(dict, _of_no_parameter(self._state))
+        try:
+            return self._optimizer.state_dict()
+        finally:
+            self._optimizer.state = outer
+            self._refusal = self._optimizer.register_state_dict_pre_hook(_refuse_state_dict)
+
+    def restore(self, settings: Mapping[str, Any], states: Mapping[int, Mapping[str, Any]]) -> None:
+        """Go on from what `settings` and `state` gave: the state of the owner's own pieces, by position.
+
+        The tensors of `states` become the owner's.
+        """
+        self._optimizer.load_state_dict(dict(settings))
+        self._state = defaultdict(dict, _of_no_parameter(self._optimizer.state))
+        self._optimizer.state.clear()
+        position_of = positions(self._optimizer)
+        for owned in (one for group in self._groups for one in group):
+            state = states.get(position_of[id(owned.parameter)])
+            if state:
+                self._state[owned.proxy] = dict(state)
+
+    def close(self) -> None:
+        """Let go of the pieces; the optimizer is an ordinary one again, without state."""
+        self._refusal.remove()
+        self._owned, self._groups, self._gradients = [], [], []
+        self._state.clear()
+
+    def _present(self) -> list[Tensor | None]:
+        return [
+            gradient if owned.parameter.grad is not None else None
+            for owned, gradient in zip(self._owned, self._gradients, strict=True)
+        ]
+
+    def _adopt(self) -> None:
+        """Take over what the optimizer holds; nothing, mostly."""
+        given = self._optimizer.state
+        if not any(given.values()):
+            return
+        self._state = defaultdict(dict, _of_no_parameter(given))
+        for owned in self._owned:
+            state = given.get(owned.parameter)
+            if state:
+                self._state[owned.proxy] = {name: owned.cut(value) for name, value in state.items()}
+        given.clear()
+
+    @contextmanager
+    def _in_charge(self, rate: float) -> Iterator[None]:
+        """Show the optimizer its pieces and their state in place of the parameters, and the fused step if it may."""
+        groups = self._optimizer.param_groups
+        sizes = [len(group["params"]) for group in groups]
+        if sizes != self._sizes:
+            raise UserError(
+                f"the optimizer's groups now hold {sizes} parameters and held {self._sizes} when training began; "
+                "add all parameter groups before"
+            )
+        shown = [{key: group[key] for key in _SHOWN if key in group} for group in groups]
+        outer, self._optimizer.state = self._optimizer.state, self._state
+        try:
+            for group, owned in zip(groups, self._groups, strict=True):
+                group["params"] = [one.proxy for one in owned]
+                if may_fuse(self._optimizer, group, group["params"], self._state):
+                    group["fused"] = True
+                if rate != 1:
+                    group["lr"] = self._scaled(group, rate)
+            yield
+        finally:
+            self._state, self._optimizer.state = self._optimizer.state, outer
+            for group, settings in zip(groups, shown, strict=True):
+                group.update(settings)
+
+    def _scaled(self, group: Mapping[str, Any], rate: float) -> Any:
+        if "lr" not in group:
+            raise UserError(
+                f"optimizer {type(self._optimizer).__name__} has no setting 'lr', so its steps cannot be scaled; use "
+                "one that has, such as SGD or AdamW"
+            )
+        return group["lr"] * rate
+
+
+def _part(piece: Piece, values: Tensor) -> Tensor:
+    is_whole = piece.end - piece.begin == values.numel()
+    return values if is_whole else values.view(-1)[piece.begin : piece.end]
+
+
+def _of_no_parameter(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    return {key: value for key, value in state.items() if not isinstance(key, Tensor)}
+
+
+def _require_known(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+    known = {id(parameter) for parameter in parameters}
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if parameter.requires_grad and id(parameter) not in known:
+                raise UserError(
+                    f"parameter group {number} of the optimizer holds a parameter of shape {tuple(parameter.shape)} "
+                    "that is not one of the model's, so no worker would exchange its gradient"
+                )
+
+
+def _refuse_state_dict(_optimizer: Optimizer) -> NoReturn:
+    raise UserError(
+        "the optimizer's state lies in pieces with their owners, and state_dict() would miss it; save a checkpoint "
+        "through manyhands, which gathers them"
+    )

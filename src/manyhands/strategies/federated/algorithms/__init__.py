@@ -1,0 +1,63 @@
+"""Every algorithm by its word; one line each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Final
+
+from manyhands.errors import UserError, nearest
+from manyhands.strategies.federated.algorithms.algorithm import (
+    ClientUpdate,
+    FederatedAlgorithm,
+    FederatedFacts,
+)
+from manyhands.strategies.federated.algorithms.buff import FedBuff
+from manyhands.strategies.federated.algorithms.ditto import Ditto
+from manyhands.strategies.federated.algorithms.fedavg import FedAvg, FedSgd
+from manyhands.strategies.federated.algorithms.nova import FedNova
+from manyhands.strategies.federated.algorithms.opt import FedAdagrad, FedAdam, FedYogi
+from manyhands.strategies.federated.algorithms.prox import FedProx
+from manyhands.strategies.federated.algorithms.robust import CoordinateMedian, Krum, MultiKrum, TrimmedMean
+from manyhands.strategies.federated.algorithms.scaffold import Scaffold
+
+__all__ = ["ALGORITHMS", "ClientUpdate", "FederatedAlgorithm", "FederatedFacts", "algorithm_named"]
+
+ALGORITHMS: Final[dict[str, type[FederatedAlgorithm]]] = {
+    kind.word: kind
+    for kind in (
+        FedAvg,
+        FedSgd,
+        FedProx,
+        FedAdam,
+        FedYogi,
+        FedAdagrad,
+        Scaffold,
+        FedNova,
+        CoordinateMedian,
+        TrimmedMean,
+        Krum,
+        MultiKrum,
+        Ditto,
+        FedBuff,
+    )
+}
+
+
+def algorithm_named(text: str) -> FederatedAlgorithm:
+    """`fedprox:0.01` as an algorithm; a UserError lists what there is."""
+    word, colon, number = text.partition(":")
+    if word not in ALGORITHMS:
+        raise UserError(f"algorithm={text}: unknown; {nearest(word, ALGORITHMS)}")
+    kind: Callable[..., FederatedAlgorithm] = ALGORITHMS[word]
+    if not colon:
+        return kind()
+    if not ALGORITHMS[word].number:
+        raise UserError(f"algorithm={text}: {word} takes no number")
+    try:
+        value = float(number)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise UserError(f"algorithm={text}: {number!r} is no number of at least 0")
+    return kind(value)

@@ -1,0 +1,182 @@
+"""What an algorithm says: how a client's steps differ from plain ones, and what the server makes of the updates.
+
+server ── weights ──►  client: `begin`, then steps on its own data, each gradient by way of `correct`
+       ◄── ClientUpdate ───  `report`: how far it came, and what else the algorithm lets it send
+a tally collects the updates, each by its `weight`; `mean` makes one of them, and `step` moves the model by it
+"""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from manyhands.strategies.federated.client_updates import ClientUpdate, GivenModel, TallySum
+from manyhands.strategies.federated.kept_layers import LocalLayers
+from manyhands.strategies.federated.states import ClientStates
+
+__all__ = ["ClientUpdate", "FederatedAlgorithm", "FederatedFacts"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FederatedFacts:
+    """What an algorithm is told of the run before its first round."""
+
+    names: Sequence[str] = ()
+    """Of the model's tensors, in their order."""
+    parameters: int = 0
+    """How many of them are parameters; the others are buffers."""
+    clients: int = 0
+    per_round: int = 0
+    """How many clients take part in a round."""
+    weight: float = 0.0
+    """Of all clients together, whether they take part or not."""
+    most_steps: int = 1
+    """That any client takes in a round."""
+    seed: int = 0
+
+
+class FederatedAlgorithm(ABC):
+    """Federated averaging; others change the parts that they name.
+
+    Tensors come in the order of the model's parameters, then its floating-point buffers.
+    """
+
+    word: ClassVar[str]
+    about: ClassVar[str]
+    number: ClassVar[str] = ""
+    """What the number after the colon is, as `MU` of `fedprox:MU`; none: it takes no number."""
+
+    whole_batches: ClassVar[bool] = False
+    """Whether a client takes one step on all of its data, whatever `epochs` and `batch` say."""
+
+    corrects: ClassVar[bool] = False
+    """Whether `correct` changes gradients."""
+
+    single_updates: ClassVar[bool] = False
+    """Whether the server must see each update by itself, and not only their sum."""
+
+    sums_only: ClassVar[bool] = False
+    """Whether all that the server and others ever learn of a client is its update in a sum, so that a bound on the
+    update's norm bounds that; False until somebody has looked."""
+
+    trains_personal: ClassVar[bool] = False
+    """Whether a client, after its work on the common model, trains one of its own: from `personal`, by way of
+    `correct_personal`; what it comes to is given to `keep_personal`."""
+
+    cannot_sum_securely: ClassVar[str] = ""
+    """Why its updates cannot be summed securely; none: they can, unless it needs `single_updates`."""
+
+    models_kept: ClassVar[int] = 0
+    """How many tensors of a model's size each client keeps, for an estimate of memory."""
+
+    keeps_versions: ClassVar[bool] = False
+    """Whether the server keeps the models that clients under way began with, for an estimate of memory."""
+
+    cannot_keep_layers: ClassVar[str] = ""
+    """Why layers cannot stay with the clients (`keep=`); none: they can."""
+
+    cannot_drop_clients: ClassVar[str] = ""
+    """Why clients cannot drop out of a round, or be asked in excess; none: they can."""
+
+    def __init__(self) -> None:
+        self.states: ClientStates = {}
+        """What each client keeps for itself, of the shapes that `kept` says. On a device there is one."""
+        self.facts = FederatedFacts()
+        self.layers = LocalLayers()
+        """Which of the model's tensors stay with each client, and those."""
+
+    def attach(self, facts: FederatedFacts) -> None:
+        """Before the first round."""
+        self.facts = facts
+
+    def check_round(self, clients: int) -> None:  # noqa: B027 - most take what comes
+        """UserError where a round of so many clients is too small for it."""
+
+    def sent(self, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Tensors of the shapes and types of those in an update; more than the model's, where `report` adds some."""
+        return weights
+
+    def kept(self, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Tensors of the shapes and types of what a client keeps in `states`; none: it keeps nothing."""
+        del weights
+        return ()
+
+    def keep(self, client: int, tensors: Sequence[Tensor]) -> None:
+        """A copy of these is what a client keeps from now on; it keeps what it had where a number is not finite."""
+        if all(bool(one.isfinite().all()) for one in tensors):
+            self.states[client] = [one.detach().clone() for one in tensors]
+
+    def started(self, client: int, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+        """On a client: what its training begins with, its own layers in their places."""
+        return self.layers.put(client, self.begin(client, weights))
+
+    def reported(
+        self, client: int, start: Sequence[Tensor], trained: Sequence[Tensor], steps: int
+    ) -> Sequence[Tensor]:
+        """On a client, after its steps: what it sends, without what it keeps."""
+        change = self.layers.shared(self.report(client, start, trained, steps))
+        self.layers.keep(client, trained)
+        return change
+
+    def given(self, number: int, chosen: Sequence[int], weights: Sequence[Tensor]) -> Sequence[GivenModel]:
+        """On the server: whose updates make round `number`, and what each began with; the same on every worker."""
+        return [GivenModel(client=client, weights=weights, number=number) for client in chosen]
+
+    def summary(self) -> Mapping[str, Any]:
+        """What is worth a place in the summary of the run."""
+        return {}
+
+    def begin(self, client: int, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+        """On a client: what its training begins with. Others may begin before it reports: keep them apart."""
+        del client
+        return weights
+
+    def correct(self, client: int, parameters: Sequence[Tensor], start: Sequence[Tensor]) -> None:  # noqa: B027
+        """On a client, between backward and its optimizer's step: change the gradients in place."""
+
+    def report(
+        self, client: int, start: Sequence[Tensor], trained: Sequence[Tensor], steps: int
+    ) -> Sequence[Tensor]:
+        """On a client, after its steps: what it sends, of the shapes that `sent` says; `trained` are not its own."""
+        del client, steps
+        return [mine - begun for mine, begun in zip(trained, start, strict=True)]
+
+    def refused(self, client: int) -> None:  # noqa: B027 - most keep nothing
+        """On a client whose report was not counted in this round: it keeps what it had before."""
+
+    def personal(self, client: int, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The model that a client itself uses, where the server's is `weights`."""
+        del client
+        return weights
+
+    def correct_personal(  # noqa: B027
+        self, client: int, parameters: Sequence[Tensor], weights: Sequence[Tensor]
+    ) -> None:
+        """As `correct`, while a client trains a model of its own; `weights` are the server's."""
+
+    def keep_personal(self, client: int, trained: Sequence[Tensor]) -> None:  # noqa: B027
+        """On a client: what its own model has come to; the tensors are used again and must be copied."""
+
+    def weight(self, update: ClientUpdate) -> float:
+        """What an update weighs in the mean."""
+        return float(update.samples)
+
+    def mean(self, found: TallySum) -> Sequence[Tensor]:
+        """On the server: one update of all, in double precision, of the shapes that `sent` says."""
+        return [one / found.weight for one in found.sums]
+
+    def step(self, weights: Sequence[Tensor], mean: Sequence[Tensor]) -> None:
+        """On the server: move the weights by the mean of the updates, in place."""
+        for weight, change in zip(weights, mean, strict=True):
+            weight.add_(change)
+
+    def memory(self) -> Mapping[str, Any]:
+        """What the server keeps from round to round, for a checkpoint."""
+        return {}
+
+    def load_state(self, memory: Mapping[str, Any]) -> None:  # noqa: B027 - most keep nothing
+        """Go on with what `memory` gave."""

@@ -1,0 +1,219 @@
+"""FedBuff (Nguyen et al., "Federated Learning with Buffered Asynchronous Aggregation", AISTATS 2022).
+
+Some clients are always under way, as many as a synchronous round would have. Whoever comes back hands in its update,
+and somebody else begins with the model of that moment; after SIZE updates the server takes a step, a round here:
+
+    w ← w + (1 / SIZE) Σ Δw_i / √(1 + τ_i)      τ_i: how many steps the server took since client i began
+
+When a step is due, of which updates, and what staleness does to each is decided by the consistency policy
+`damped:buffered:SIZE`, of the same kind as those of parameter servers. A policy sees the order of arrivals and no
+time, so that when clients arrive is this module's: how long one takes is drawn from the seed, most a while and a few
+very long (log-normal), and a run can be repeated, resumed and shared among workers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from manyhands.data.randomness import mix
+from manyhands.errors import UserError
+from manyhands.strategies.common.consistency.buffered import Buffered
+from manyhands.strategies.common.consistency.policy import Policy
+from manyhands.strategies.common.consistency.rates import StalenessDamped
+from manyhands.strategies.federated.algorithms.algorithm import FederatedAlgorithm
+from manyhands.strategies.federated.client_updates import ClientUpdate, GivenModel, TallySum
+
+__all__ = ["ClientArrivals", "FedBuff", "Underway", "duration_s", "next_client"]
+
+_SPEED, _TRIP, _NEXT = 11, 12, 13
+_SPREAD, _JITTER = 1.0, 0.25  # of the logarithms
+
+
+def duration_s(seed: int, client: int, trip: int) -> float:
+    """How long a client takes, the `trip`-th to begin: it is a fast or a slow one, and a little different each time."""
+    own = _speed_of(seed, client)
+    now = np.random.default_rng(mix(seed, trip, _TRIP)).standard_normal()
+    return math.exp(_SPREAD * own + _JITTER * now)
+
+
+@lru_cache(maxsize=1 << 16)  # making a generator takes all the time there is
+def _speed_of(seed: int, client: int) -> float:
+    return np.random.default_rng(mix(seed, client, _SPEED)).standard_normal()
+
+
+def next_client(seed: int, trip: int, free: Sequence[int]) -> int:
+    """Who of those that are free begins, the `trip`-th to do so; each is as likely as any other."""
+    return int(np.random.default_rng(mix(seed, trip, _NEXT)).choice(free))
+
+
+class Underway(NamedTuple):
+    """A client that has begun and is not back."""
+
+    back_s: float
+    client: int
+    version: int
+    """The number of the round whose weights it began with."""
+
+
+class ClientArrivals:
+    """The clients of a round as a consistency policy sees them (its `Book`).
+
+    A slot is a client, and an update's clock the round whose model it began with: no client is under way twice.
+    """
+
+    def __init__(self, step: int, underway: Sequence[Underway]) -> None:
+        """In round `step`, with these under way; the list is looked at, and changes as clients come and go."""
+        self.step = step
+        self.drained = False
+        self._underway = underway
+        self._waiting: list[tuple[int, int]] = []
+
+    def add(self, back: Underway) -> None:
+        """One more is back."""
+        self._waiting.append((back.client, back.version))
+
+    @property
+    def num_active(self) -> int:
+        """Those under way."""
+        return len(self._underway)
+
+    @property
+    def num_waiting(self) -> int:
+        """Those back, whose updates are in no step yet."""
+        return len(self._waiting)
+
+    def slots_at(self, clock: int) -> tuple[int, ...]:
+        """Who began with the model of that round, and is under way or waits."""
+        away = [(one.client, one.version) for one in self._underway]
+        return tuple(sorted(client for client, version in (*away, *self._waiting) if version == clock))
+
+    def num_arrived(self, clock: int) -> int:
+        """How many of them are back."""
+        return sum(version == clock for _, version in self._waiting)
+
+    def waits(self, slot: int, clock: int) -> bool:
+        """Whether that client is back with that update."""
+        return (slot, clock) in self._waiting
+
+    def first_waiting(self, count: int) -> tuple[tuple[int, int], ...]:
+        """In the order in which they came back."""
+        return tuple(self._waiting[:count])
+
+
+class FedBuff(FederatedAlgorithm):
+    """Nobody waits for slow clients; their updates come late and count for less."""
+
+    word: ClassVar[str] = "fedbuff"
+    about: ClassVar[str] = (
+        "asynchronous: a step after every SIZE updates, which count for less the staler they are"
+    )
+    number: ClassVar[str] = "SIZE"
+    cannot_drop_clients: ClassVar[str] = "no round waits for anybody there"
+    cannot_sum_securely: ClassVar[str] = "its clients begin with different models, and weigh fractions"
+    keeps_versions: ClassVar[bool] = True
+
+    def __init__(self, size: float = 5) -> None:
+        super().__init__()
+        if size != int(size) or size < 1:
+            raise UserError(
+                f"algorithm=fedbuff:{size:g}: how many updates make a step is a whole number of at least 1"
+            )
+        self._size = int(size)
+        self.policy: Policy = StalenessDamped(Buffered(self._size))
+        """Which updates make a step, and what each counts for."""
+        self._clock_s = 0.0
+        self._trips = 0
+        self._underway: list[Underway] = []
+        self._versions: dict[int, list[Tensor]] = {}
+        self._stale = [0, 0, 0]  # updates, their staleness together, the most
+
+    def check_round(self, clients: int) -> None:
+        """So many are under way, and as many must come back for a step."""
+        if self._size > clients:
+            raise UserError(
+                f"algorithm=fedbuff:{self._size}: a step takes {self._size} updates, and {clients} clients are under "
+                "way at once; use a smaller number, or a larger fraction"
+            )
+
+    def given(self, number: int, chosen: Sequence[int], weights: Sequence[Tensor]) -> Sequence[GivenModel]:
+        """Who comes back until the next step, with what each began with; `chosen` are those of a synchronous round."""
+        del chosen
+        self._versions[number] = [one.detach().clone() for one in weights]
+        while len(self._underway) < self.facts.per_round and self._send_off(number, ()):
+            pass
+        book, back = ClientArrivals(number, self._underway), list[int]()
+        while (group := self.policy.next_group(book)) is None:
+            first = min(self._underway)
+            self._underway.remove(first)
+            self._clock_s = first.back_s
+            book.add(first)
+            back.append(first.client)
+            self._send_off(number, back)
+        found = [
+            GivenModel(
+                client=client, weights=self._versions[version], number=version, staleness=number - version
+            )
+            for client, version in group.updates
+        ]
+        self._note([one.staleness for one in found])
+        used = {one.version for one in self._underway}
+        self._versions = {version: kept for version, kept in self._versions.items() if version in used}
+        return found
+
+    def _note(self, staleness: Sequence[int]) -> None:
+        count, total, most = self._stale
+        self._stale = [count + len(staleness), total + sum(staleness), max(most, *staleness)]
+
+    def _send_off(self, number: int, back: Sequence[int]) -> bool:
+        """Let another client begin, who is neither under way nor just back; False where there is none."""
+        away = {one.client for one in self._underway} | set(back)
+        free = [client for client in range(self.facts.clients) if client not in away]
+        if not free:
+            return False
+        seed, trip = self.facts.seed, self._trips
+        client = next_client(seed, trip, free)
+        self._underway.append(Underway(self._clock_s + duration_s(seed, client, trip), client, number))
+        self._trips += 1
+        return True
+
+    def weight(self, update: ClientUpdate) -> float:
+        """Everybody's the same, less what it is late: the policy's rate."""
+        return self.policy.rate(update.staleness)
+
+    def mean(self, found: TallySum) -> Sequence[Tensor]:
+        """By the number of updates, and not by what they weigh: a late buffer takes a smaller step.
+
+        One that was refused, since it is not finite, counts as nought among them.
+        """
+        return [one / self._size for one in found.sums]
+
+    def summary(self) -> Mapping[str, Any]:
+        """How stale updates were, and how long this would have taken."""
+        count, total, most = self._stale
+        stale = {"mean": total / count if count else 0.0, "max": most}
+        return {"staleness": stale, "simulated_s": self._clock_s}
+
+    def memory(self) -> Mapping[str, Any]:
+        """Who is under way with what."""
+        return {
+            "clock_s": self._clock_s,
+            "trips": self._trips,
+            "underway": [list(one) for one in self._underway],
+            "versions": [[version, kept] for version, kept in self._versions.items()],
+            "stale": self._stale,
+        }
+
+    def load_state(self, memory: Mapping[str, Any]) -> None:
+        """Go on with them."""
+        if not memory:
+            return
+        self._clock_s, self._trips = float(memory["clock_s"]), int(memory["trips"])
+        self._underway = [Underway(*one) for one in memory["underway"]]
+        self._versions = {int(version): list(kept) for version, kept in memory["versions"]}
+        self._stale = list(memory["stale"])

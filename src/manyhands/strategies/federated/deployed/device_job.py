@@ -1,0 +1,178 @@
+"""What a server of real devices is asked for, as a value, and the plan that it tells them of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from manyhands.errors import UserError
+from manyhands.strategies.federated.algorithms import FederatedAlgorithm, algorithm_named
+from manyhands.strategies.federated.deployed.protocol import MOST_HOLD_S, TensorForm
+from manyhands.strategies.federated.deployed.schema import DataSchema
+from manyhands.strategies.federated.rounds.round_core import RoundTerms
+from manyhands.strategies.federated.strategy import Federated
+from manyhands.strategy import Strategy
+from manyhands.task import Task
+from manyhands.workloads.tasks import TASKS
+
+__all__ = ["FederatedJob", "RoundSettings"]
+
+_OF_SIMULATION: Final = (
+    "partition",
+    "together",
+    "keep",
+    "personal",
+    "held_out",
+    "clip",
+    "noise",
+    "epsilon",
+    "sampling",
+    "dropout",
+)
+_OVER_HTTPS: Final = ("fedavg", "fedsgd", "fedprox", "fedadam", "fedyogi", "fedadagrad")
+"""Algorithms whose devices send an update and nothing else, and need nothing but the model."""
+_FEWEST_SECURE: Final = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundSettings:
+    """How rounds are held, as the command line has it."""
+
+    rounds: int
+    over: float = 1.3
+    min_reports: int | None = None
+    deadline_s: float = 600.0
+    select_s: float = 30.0
+    present_s: float = 60.0
+    patience_s: float = math.inf
+    stage_s: float = 30.0
+    """With secure=yes, how long each message after the first is waited for."""
+    hold_s: float = 20.0
+    """How long a question for work is held back while there is none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FederatedJob:
+    """One federated run with devices; UserError where it cannot be done."""
+
+    task: Task
+    strategy: Federated
+    seed: int
+    settings: RoundSettings
+    schema: DataSchema
+
+    @classmethod
+    def make(
+        cls, task: Task, strategy: str, settings: RoundSettings, *, seed: int = 0, schema: str | None = None
+    ) -> FederatedJob:
+        """From what was typed."""
+        parsed = Strategy.parse(strategy)
+        if not isinstance(parsed, Federated):
+            raise UserError(f"--strategy {strategy!r}: devices are served by federated; write 'federated …'")
+        own = DataSchema.of(task)
+        wanted = DataSchema.parse(schema) if schema is not None else own
+        wanted.require_like(own, "the task's own data")
+        return cls(task=task, strategy=parsed, seed=seed, settings=settings, schema=wanted)
+
+    def __post_init__(self) -> None:
+        word = self.strategy.algorithm.partition(":")[0]
+        if word not in _OVER_HTTPS:
+            raise UserError(
+                f"algorithm={self.strategy.algorithm}: with devices it is one of {', '.join(_OVER_HTTPS)}; the others "
+                "are for simulation"
+            )
+        if self.task.options is None or self.task.name not in TASKS:
+            raise UserError(
+                f"task {self.task.name!r}: devices make the task themselves and are sent no code; serve a built-in task"
+            )
+        self._check_settings()
+        for name in ("stage_s", "hold_s"):
+            if not 0 < getattr(self.settings, name) < math.inf:
+                raise UserError(f"{name}={getattr(self.settings, name):g}: must be a number above 0")
+        if self.settings.hold_s >= MOST_HOLD_S:
+            raise UserError(f"hold_s={self.settings.hold_s:g}: devices wait for less than {MOST_HOLD_S:g}")
+        terms = self.terms
+        if self.strategy.secure:
+            self.strategy.fixed_point.check_capacity(terms.asks)
+
+    def _check_settings(self) -> None:
+        """UserError for what is a simulation's as yet, and would be left out without a word."""
+        usual = Federated()
+        for name in ("over", "min_reports", "deadline"):
+            if getattr(self.strategy, name) != getattr(usual, name):
+                option = name.replace("_", "-")
+                raise UserError(
+                    f"federated {name}={getattr(self.strategy, name):g}: is of simulated clients; for devices, give "
+                    f"--{option}"
+                )
+        for name in _OF_SIMULATION:
+            if getattr(self.strategy, name) != getattr(usual, name):
+                raise UserError(
+                    f"federated {name}={getattr(self.strategy, name)}: is for simulation, and not for devices as yet; "
+                    "leave it out"
+                )
+
+    @property
+    def terms(self) -> RoundTerms:
+        """Of the rounds."""
+        settings = self.settings
+        goal = self.strategy.per_round(self.strategy.clients)
+        least = settings.min_reports
+        if least is None:
+            least = max(_FEWEST_SECURE if self.strategy.secure else 1, math.ceil(goal / 2))
+        elif self.strategy.secure and least < _FEWEST_SECURE:
+            raise UserError(f"--min-reports {least}: a sum of fewer than {_FEWEST_SECURE} clients hides none")
+        stages = 4 * settings.stage_s if self.strategy.secure else 0.0
+        return RoundTerms(
+            rounds=settings.rounds,
+            clients=self.strategy.clients,
+            goal=goal,
+            minimum=least,
+            over=settings.over,
+            deadline_s=settings.deadline_s + stages + (1.0 if stages else 0.0),
+            select_s=settings.select_s,
+            present_s=max(settings.present_s, 2 * settings.hold_s),
+            patience_s=settings.patience_s,
+            norm_ratio=self.strategy.seen_norm_ratio,
+            seed=self.seed,
+        )
+
+    @property
+    def algorithm(self) -> FederatedAlgorithm:
+        """A fresh one."""
+        return algorithm_named(self.strategy.algorithm)
+
+    def plan(self, run: str, form: TensorForm) -> dict[str, Any]:
+        """What a device is told, once; not where the server's own files are."""
+        options = dict(self.task.options or {})
+        paths = [one.name for one in TASKS[self.task.name].options if one.kind is Path]
+        return {
+            "run": run,
+            "task": self.task.name,
+            "task_options": {name: value for name, value in options.items() if name not in paths},
+            "strategy": str(self.strategy),
+            "seed": self.seed,
+            "schema": str(self.schema),
+            "model": form.as_json,
+            "hold_s": self.settings.hold_s,
+        }
+
+    def config(self, parameters: Mapping[str, str], run: str) -> dict[str, Any]:
+        """What config.json holds."""
+        return {
+            "task": self.task.name,
+            "task_options": self.task.options,
+            "strategy": str(self.strategy),
+            "workers": self.strategy.clients,
+            "steps": self.settings.rounds,
+            "seed": self.seed,
+            "device": "cpu",
+            "batch_size": self.task.batch_size,
+            "samples": 0,  # that the server knows of
+            "parameters": dict(parameters),
+            "schema": str(self.schema),
+            "run": run,
+        }

@@ -1,0 +1,206 @@
+"""A device's requests: signed, with a deadline each, over a connection that is made anew when it is lost.
+
+Needs nothing but the standard library (and `cryptography` for the signature).
+"""
+
+from __future__ import annotations
+
+import http.client
+import random
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+from urllib.parse import urlsplit
+
+from manyhands.errors import ManyhandsError, UserError
+from manyhands.strategies.federated.deployed.protocol import (
+    BODY,
+    CLIENT,
+    MODEL,
+    SIGNATURE,
+    SMALL_BYTES,
+    MessageRejected,
+    body_hash,
+    request_text,
+)
+from manyhands.strategies.federated.secure.primitives import sign
+
+__all__ = ["Asker", "BackOff", "HttpsAsker", "Reply", "Unreached"]
+
+_TIMEOUT_S: Final = 30.0
+_SLOWEST: Final = 4096  # bytes a second; an answer that comes more slowly is waited for no longer
+_PIECE: Final = 1 << 16
+
+
+class Unreached(ManyhandsError):
+    """The server was not reached, or did not answer in time: ask again later."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What the server answered."""
+
+    status: int
+    body: bytes
+
+
+class BackOff:
+    """How long to wait before the next try: longer each time, and never as long as somebody else's."""
+
+    def __init__(self, first_s: float = 0.2, most_s: float = 30.0, seed: int | None = None) -> None:
+        self._first_s, self._most_s = first_s, most_s
+        self._random = random.Random(seed)
+        self._tries = 0
+
+    def next_s(self) -> float:
+        """From half of the time to all of it."""
+        longest = min(self._most_s, self._first_s * 2.0 ** min(self._tries, 40))
+        self._tries += 1
+        return longest * self._random.uniform(0.5, 1.0)
+
+    def reset(self) -> None:
+        """It was reached."""
+        self._tries = 0
+
+
+Asker = Callable[[str, str, bytes, str, int], Reply]
+"""(method, target, body, hash of the model, most bytes of the answer) -> Reply; Unreached where there is none."""
+
+
+class HttpsAsker:
+    """Asks one server; it is who its certificate says, or nothing is sent."""
+
+    def __init__(self, address: str, authority: Path | None) -> None:
+        """UserError for an address that is none, or a file that holds no certificate.
+
+        Without `authority`, the certificates count that this host trusts.
+        """
+        self._host, self._port = _host_and_port(address)
+        try:
+            self._context = ssl.create_default_context(cafile=str(authority) if authority else None)
+        except OSError as error:
+            raise UserError(f"--ca {authority}: cannot be read as PEM certificates: {error}") from error
+        self._context.minimum_version = ssl.TLSVersion.TLSv1_3
+        self._connection: http.client.HTTPSConnection | None = None
+        self._timeout_s = _TIMEOUT_S
+        self._signer: tuple[str, int, bytes] | None = None
+
+    def sign_as(self, run: str, client: int, secret: bytes) -> None:
+        """From now on requests are this client's."""
+        self._signer = run, client, secret
+
+    def allow(self, hold_s: float) -> None:
+        """The server may take so much longer to answer."""
+        self._timeout_s = _TIMEOUT_S + hold_s
+        self.close()
+
+    def __call__(
+        self, method: str, target: str, body: bytes = b"", model: str = "", most_bytes: int = SMALL_BYTES
+    ) -> Reply:
+        """One request and its answer."""
+        headers = {"content-length": str(len(body)), MODEL: model, BODY: body_hash(body)}
+        if self._signer is not None:
+            run, client, secret = self._signer
+            text = request_text(run, client, method, target, model, headers[BODY])
+            headers |= {CLIENT: str(client), SIGNATURE: sign(secret, text).hex()}
+        try:
+            if self._connection is None:
+                self._connection = http.client.HTTPSConnection(
+                    self._host, self._port, timeout=self._timeout_s, context=self._context
+                )
+            longest_s = 2 * self._timeout_s + (len(body) + most_bytes) / _SLOWEST
+            with _cut_after(self._connection, longest_s):
+                self._connection.request(method, target, body, headers)
+                response = self._connection.getresponse()
+                content = self._content(response, most_bytes)
+            if response.will_close:
+                self.close()
+            return Reply(response.status, content)
+        except ssl.SSLCertVerificationError as error:
+            self.close()
+            raise ManyhandsError(
+                f"https://{self._host}:{self._port} is not the server that --ca knows: {error.verify_message}"
+            ) from error
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            self.close()
+            if isinstance(error, UserError):
+                raise
+            raise Unreached(
+                f"https://{self._host}:{self._port} did not answer: {error or type(error).__name__}"
+            ) from error
+        except BaseException:
+            self.close()
+            raise
+
+    def _content(self, response: http.client.HTTPResponse, most_bytes: int) -> bytes:
+        """An answer's body; MessageRejected where it is too long, TimeoutError where it trickles."""
+        said = response.headers.get("content-length") or ("0" if response.status == 204 else "")
+        if response.chunked or not (said.isascii() and said.isdigit() and len(said) < 20):
+            raise http.client.HTTPException("it does not say how long its answer is")
+        length = int(said)
+        if length > most_bytes:
+            raise MessageRejected(
+                413, f"the server's answer has {length} bytes; at most {most_bytes} make sense"
+            )
+        until, content = time.monotonic() + self._timeout_s + length / _SLOWEST, bytearray()
+        while len(content) < length:
+            piece = response.read1(min(_PIECE, length - len(content)))
+            if not piece:
+                raise http.client.IncompleteRead(bytes(content), length - len(content))
+            content += piece
+            if time.monotonic() > until:
+                raise TimeoutError("its answer comes too slowly")
+        response.read()  # nothing is left, and http.client learns it
+        return bytes(content)
+
+    def close(self) -> None:
+        """Let go of the connection; the next request makes another."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+
+@contextmanager
+def _cut_after(connection: http.client.HTTPSConnection, seconds: float) -> Iterator[None]:
+    """End what is read and written after so long; a socket's own timeout begins anew with every byte."""
+
+    def cut() -> None:
+        if connection.sock is not None:
+            with suppress(OSError):  # it is closed already
+                # not the method of a TLS socket, which would take its session from under the thread that reads
+                socket.socket.shutdown(connection.sock, socket.SHUT_RDWR)
+
+    timer = threading.Timer(seconds, cut)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    """UserError unless it is https://HOST:PORT, without anything else."""
+    try:
+        parts = urlsplit(address if "://" in address else f"https://{address}")
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host, port = None, None
+    else:
+        if (
+            parts.scheme != "https"
+            or parts.username
+            or parts.path.strip("/")
+            or parts.query
+            or parts.fragment
+        ):
+            host = None
+    if host is None or port == 0:
+        raise UserError(f"address {address!r}: must be https://HOST:PORT")
+    return host, port or 443

@@ -1,0 +1,229 @@
+"""What devices and the server send each other over HTTPS: signed requests, and tensors whose every byte is expected.
+
+| request | by | body | answer |
+|---|---|---|---|
+| `POST /enrol` | whoever has a token | JSON: token, public key, signature | JSON: the client's number, the run |
+| `GET /plan` | a client | | JSON: task, settings, the form of data and model |
+| `GET /work?have=R&after=A` | a client | | JSON: what to do; held back for a while if that is nothing |
+| `GET /model` | a client | | safetensors: the current model |
+| `POST /report/A` | a client | safetensors: its update | JSON |
+| `POST /leave/A` | a client | | JSON: it will not report in this attempt |
+| `GET /secure/A/S` · `POST /secure/A/S` | a client | a message of the secure sum | the next one, or 204: not yet |
+
+A request of a client has its number in `x-client`, the hash of its body in `x-body`, and in `x-signature` an Ed25519
+signature under run, client, method, target, the hash of the model it is about (`x-model`) and `x-body`: so it is known
+whose it is before any of the body is read. Errors are one sentence as text, with status 4xx.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from manyhands.data.store.tensorfile import encode_tensors
+from manyhands.errors import ManyhandsError, printable
+from manyhands.native.dtypes import NAMED, STORED
+from manyhands.strategies.federated.clients import held, held_names
+from manyhands.strategies.federated.secure.primitives import digest_of
+from manyhands.wire.nesting import MOST_NESTED, json_depth
+
+__all__ = [
+    "BODY",
+    "CLIENT",
+    "MODEL",
+    "SIGNATURE",
+    "SMALL_BYTES",
+    "MessageRejected",
+    "TensorForm",
+    "body_hash",
+    "enrolment_text",
+    "read_object",
+    "request_text",
+    "whole_in",
+]
+
+LABEL: Final = b"manyhands federated 1"
+CLIENT, SIGNATURE, MODEL, BODY = "x-client", "x-signature", "x-model", "x-body"
+SMALL_BYTES: Final = 1 << 16
+MOST_HOLD_S: Final = 3600.0
+"""More than any body needs that has no tensors in it."""
+_ABOUT_BYTES: Final = 4096
+_LENGTH: Final = struct.Struct("<Q")
+
+
+class MessageRejected(ManyhandsError):
+    """What came is not what was agreed on; `status` is that of HTTP, and nothing of it was used."""
+
+    def __init__(self, status: int, sentence: str) -> None:
+        super().__init__(sentence)
+        self.status = status
+
+
+def body_hash(body: bytes) -> str:
+    """What `x-body` has."""
+    return hashlib.sha256(body).hexdigest()
+
+
+def request_text(run: str, client: int, method: str, target: str, model: str, body: str) -> bytes:
+    """What a client signs of a request; `model` and `body` are hashes, as its headers have them."""
+    parts = (run, str(client), method, target, model, body)
+    return digest_of(b"request", LABEL, *(part.encode() for part in parts))
+
+
+def enrolment_text(token: str, key: bytes) -> bytes:
+    """What a device signs to show that it has the secret of the key that it enrols."""
+    return digest_of(b"enrolment", LABEL, token.encode(), key)
+
+
+def read_object(body: bytes, what: str) -> dict[str, Any]:
+    """A JSON object, or MessageRejected."""
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise MessageRejected(400, f"{what} is no JSON object")
+    if json_depth(body) > MOST_NESTED:  # which an error that shows a part of it could not
+        raise MessageRejected(400, f"{what} is nested more than {MOST_NESTED} deep")
+    return found
+
+
+def whole_in(values: Mapping[str, Any], name: str, least: int = 0) -> int:
+    """A whole number out of what somebody sent, or MessageRejected; as text, too, since headers have no numbers."""
+    value = values.get(name)
+    if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 20:
+        value = int(value)
+    if type(value) is not int or not least <= value < 1 << 53:
+        shown = printable(repr(values.get(name))[:40])
+        raise MessageRejected(400, f"{name} is {shown}; it must be a whole number of at least {least}")
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class TensorForm:
+    """Names, types and shapes of the tensors that travel: the model's parameters, then its floating-point buffers.
+
+    Both ends know them beforehand, so that the header of a body is compared and never believed.
+    """
+
+    rows: tuple[tuple[str, str, tuple[int, ...]], ...]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> TensorForm:
+        """That of a model."""
+        found = zip(held_names(model), held(model), strict=True)
+        return cls(
+            tuple((name, str(one.dtype).removeprefix("torch."), tuple(one.shape)) for name, one in found)
+        )
+
+    @property
+    def as_json(self) -> list[Any]:
+        """For the plan."""
+        return [[name, dtype, list(shape)] for name, dtype, shape in self.rows]
+
+    @property
+    def items(self) -> tuple[int, ...]:
+        """How many numbers each tensor has."""
+        return tuple(_items(shape) for _, _, shape in self.rows)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the tensors alone."""
+        return sum(
+            _items(shape) * torch.empty(0, dtype=NAMED[dtype]).element_size() for _, dtype, shape in self.rows
+        )
+
+    @property
+    def most_bytes(self) -> int:
+        """That a body may have."""
+        return self.num_bytes + len(self._header()) + _ABOUT_BYTES
+
+    def encode(self, tensors: Sequence[Tensor], about: Mapping[str, str]) -> bytes:
+        """A body."""
+        named = {row[0]: one.detach() for row, one in zip(self.rows, tensors, strict=True)}
+        return b"".join(encode_tensors(named, about))
+
+    def decode(self, body: bytes) -> tuple[list[Tensor], dict[str, Any]]:
+        """The tensors in the order of the form, and what the header says besides; MessageRejected with what differs."""
+        if len(body) > self.most_bytes:
+            raise MessageRejected(
+                413, f"the body has {len(body)} bytes; at most {self.most_bytes} make sense"
+            )
+        if len(body) < _LENGTH.size:
+            raise MessageRejected(400, "the body is no safetensors file: it ends before its header")
+        [length] = _LENGTH.unpack_from(body)
+        begin = _LENGTH.size + length
+        if begin > len(body):
+            raise MessageRejected(400, "the body is no safetensors file: it ends within its header")
+        header = read_object(body[_LENGTH.size : begin], "the header of the body")
+        about = header.pop("__metadata__", {})
+        expected = _table(self._header())
+        _require_same(header, expected)
+        if len(body) - begin != self.num_bytes:
+            raise MessageRejected(
+                422, f"the tensors have {len(body) - begin} bytes, and those of the model {self.num_bytes}"
+            )
+        content = bytearray(body)
+        tensors = []
+        for name, dtype, shape in self.rows:
+            start = begin + expected[name]["data_offsets"][0]
+            flat = torch.empty(0, dtype=NAMED[dtype])
+            if _items(shape):
+                flat = torch.frombuffer(
+                    content, dtype=NAMED[dtype], count=_items(shape), offset=start
+                ).clone()
+            tensors.append(flat.view(shape))
+        return tensors, about if isinstance(about, dict) else {}
+
+    def _header(self) -> bytes:
+        """The one that our writer would write."""
+        empty = {
+            name: torch.empty(shape, dtype=NAMED[dtype], device="meta") for name, dtype, shape in self.rows
+        }
+        ordered = sorted(empty, key=lambda name: (-empty[name].element_size(), name))
+        offset, table = 0, {}
+        for name in ordered:
+            end = offset + empty[name].numel() * empty[name].element_size()
+            table[name] = {
+                "dtype": STORED[empty[name].dtype],
+                "shape": list(empty[name].shape),
+                "data_offsets": [offset, end],
+            }
+            offset = end
+        return json.dumps(table).encode()
+
+
+def _require_same(header: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """MessageRejected with the first thing that differs."""
+    for name in [*expected, *header]:
+        if name not in header:
+            raise MessageRejected(422, f"tensor {printable(repr(name))} is missing")
+        if name not in expected:
+            raise MessageRejected(422, f"the model has no tensor {printable(repr(name)[:80])}")
+        for field in ("dtype", "shape", "data_offsets"):
+            found = header[name].get(field) if isinstance(header[name], dict) else None
+            if found != expected[name][field]:
+                raise MessageRejected(
+                    422,
+                    f"tensor {printable(repr(name))} has the {field} {printable(str(found)[:60])}, and the model "
+                    f"has {expected[name][field]}",
+                )
+
+
+def _table(header: bytes) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(header)
+    return found
+
+
+def _items(shape: Sequence[int]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count

@@ -1,0 +1,537 @@
+"""One worker's end of federated rounds in the common loop: a step of the loop is a round.
+
+`compute` plays this worker's share of the round's clients and gives their updates to the round's tally, `agree` takes
+its total over the workers, and `apply` moves the model by their mean, as the algorithm says.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from manyhands.engine.computing import Computed, Computer
+from manyhands.engine.exchange import Exchange, LocalStep, SharedStep, Times, Traffic
+from manyhands.native.heap import keep_freed_memory
+from manyhands.strategies.common.collectives.collective import Collective
+from manyhands.strategies.common.collectives.piggyback import broadcast, total
+from manyhands.strategies.federated.algorithms import FederatedAlgorithm, FederatedFacts, algorithm_named
+from manyhands.strategies.federated.bounding import RoundNorms
+from manyhands.strategies.federated.client_updates import (
+    ClientAssignment,
+    ClientUpdate,
+    RoundPlace,
+    RoundTally,
+    TallySum,
+)
+from manyhands.strategies.federated.clients import held, held_names, selected, steps_in, work_of
+from manyhands.strategies.federated.kept_layers import LocalLayers
+from manyhands.strategies.federated.norms import require_finite
+from manyhands.strategies.federated.partition import Partition, held_back
+from manyhands.strategies.federated.personal import tuned
+from manyhands.strategies.federated.privacy.private_rounds import PrivateRounds
+from manyhands.strategies.federated.rounds.simulated_rounds import (
+    SimulatedCourse,
+    SimulatedRounds,
+    simulated_rounds,
+)
+from manyhands.strategies.federated.samples import Samples, reading_ahead
+from manyhands.strategies.federated.simulation import (
+    ClientRunner,
+    ClientSimulation,
+    Cohort,
+    client_runner_for,
+)
+from manyhands.strategies.federated.spread import (
+    DURING,
+    ClientMeasures,
+    measured,
+    samples_each,
+    shown_clients,
+    spread_over,
+)
+from manyhands.strategies.federated.states import ClientStates, gathered, restored
+from manyhands.strategies.federated.strategy import Federated
+from manyhands.strategies.federated.tuning import AFTER_ALL, Tuned, Tuning
+from manyhands.strategies.federated.update_encoding import UpdateCoding
+from manyhands.strategies.federated.update_tally import tally_for
+from manyhands.task import Metric, Task
+from manyhands.wire.parcels import Parcel
+
+if TYPE_CHECKING:
+    from manyhands.places.local.loaders import Loaders
+
+__all__ = ["FederatedExchange", "private_rounds", "split_over"]
+
+_ROOM = 1 << 17  # items that travel at once
+_T = TypeVar("_T")
+
+
+def split_over(strategy: Federated, task: Task, seed: int) -> list[NDArray[np.int64]]:
+    """Which samples each client has; UserError where the data cannot be split so."""
+    parts = Partition.parse(strategy.partition).split(task.data, task.samples, strategy.clients, seed)
+    strategy.check_parties(len(parts))
+    return parts
+
+
+def private_rounds(strategy: Federated, clients: int, seed: int) -> PrivateRounds | None:
+    """What bounds and noises the updates of so many clients, where the strategy asks for it."""
+    terms = strategy.privacy
+    if terms.rule is None:
+        return None
+    fixed = strategy.fixed_point if strategy.secure else None
+    return PrivateRounds(terms, clients, strategy.per_round(clients), fixed, seed)
+
+
+def _precise(computer: Computer, function: Callable[[nn.Module, Any], _T]) -> Callable[[nn.Module, Any], _T]:
+    """A loss or metric, computed in the precision of the run."""
+
+    def computed(model: nn.Module, batch: Any) -> _T:
+        with computer.precision():
+            found = function(model, batch)
+        return found  # noqa: RET504 - by its type, a context may swallow what is raised in it
+
+    return computed
+
+
+class FederatedExchange(Exchange):
+    """Plays clients, and is the server; over a collective where several workers share them."""
+
+    steps_itself = True
+    when_broken = (
+        "no client's update was finite and within norm_ratio, or too few were, and the model was not changed"
+    )
+
+    def __init__(self, strategy: Federated, seed: int, collective: Collective | None = None) -> None:
+        self.rank = collective.rank if collective is not None else 0
+        self.world = collective.world if collective is not None else 1
+        self._strategy = strategy
+        self._seed = seed
+        self._collective = collective
+        self._algorithm: FederatedAlgorithm = algorithm_named(strategy.algorithm)
+        self._work = work_of(strategy)
+        self._tuning = Tuning.parse(strategy.personal)
+        self._optimizer: Optimizer | None = None
+        self._trainer: ClientRunner | None = None
+        self._simulation: ClientSimulation | None = None
+        self._trained: tuple[Task, nn.Module] | None = None
+        self._measures: dict[str, Metric] = {}
+        self._samples: Samples | None = None  # to be measured by
+        self._loaders: Loaders[tuple[int, ...]] | None = None
+        self._spread: dict[str, dict[str, float]] = {}  # at the newest evaluation
+        self._clients: list[int] = []
+        self._samples_of: list[NDArray[np.int64]] = []
+        self._tested: list[NDArray[np.int64]] = []  # samples that each client is measured by
+        self._weights: list[Tensor] = []
+        self._private: PrivateRounds | None = None
+        self._rounds: SimulatedRounds | None = None
+        self._course: SimulatedCourse | None = None
+        self._coding = UpdateCoding(strategy.codec, feedback=strategy.feedback, seed=seed)
+        self._tally: RoundTally | None = None
+        self._found: TallySum | None = None
+        self._counted = 0
+        self._sent = Traffic()
+        self._refused = 0
+        self._refused_now: list[int] = []
+        self._norms = RoundNorms(strategy.seen_norm_ratio)
+        self._round = 0  # the newest that was played, from 1
+        self._loaded_state: Mapping[str, Any] | None = None  # where the run goes on from a checkpoint
+        if collective is not None:
+            [self._bucket] = collective.allocate([Parcel.whole(0, _ROOM, torch.float64, exact=True)])
+
+    @property
+    def copies(self) -> Sequence[Sequence[int]]:
+        """Everybody holds the model."""
+        return (range(self.world),)
+
+    def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Collective: give every worker worker 0's weights."""
+        self._optimizer = optimizer
+        self._weights = held(model)
+        if self._collective is not None:
+            broadcast(self._collective, 0, self._bucket, [*model.parameters(), *model.buffers()])
+        keep_freed_memory()
+
+    def backward(self, loss: Tensor, share: float) -> None:
+        """Never: clients run their own."""
+        raise AssertionError(f"a round has no common backward (loss {float(loss)}, share {share})")
+
+    def compute(self, computer: Computer, model: nn.Module, step: int) -> Computed:
+        """This worker's share of the clients of round `step`."""
+        assert self._optimizer is not None, "attach comes before compute"
+        trainer = self._client_runner(computer, model)
+        begin = time.monotonic()
+        assigned = self._assigned(step)
+        self._clients = [one.client for one in assigned]
+        place = RoundPlace(number=step, clients=self._in_tally(), rank=self.rank, total=self.total)
+        self._tally = tally_for(
+            self._strategy, self._algorithm, place, self._weights, self._sent_by_clients(), self._private
+        )
+        mine = self._mine(assigned)
+        losses: list[float] = []
+        samples = 0
+        self._counted = 0
+        self._refused_now = []
+        self._round = step + 1
+        self._norms.begin_round()
+        self._coding.begin_round()
+        for update in trainer.play(mine, self._optimizer):
+            samples += update.samples * self._work.epochs
+            losses.append(update.loss)
+            self._add(update, step)
+        computer.slow_down(step, time.monotonic() - begin)
+        loss = sum(losses) / len(losses) if losses else 0.0
+        share, input_ns = len(mine) / max(1, len(assigned)), trainer.samples.take_input_ns()
+        return Computed(loss=loss, share=share, samples=samples, input_ns=input_ns)
+
+    def _client_runner(self, computer: Computer, model: nn.Module) -> ClientRunner:
+        """Who trains this worker's clients; the first time, learn who they are, and what they have kept."""
+        if self._trainer is not None:
+            return self._trainer
+        self._meet_clients(computer.task)
+        task = replace(computer.task, loss=_precise(computer, computer.task.loss))
+        self._trained = (task, model)
+        self._measures = {name: _precise(computer, one) for name, one in computer.measures().items()}
+        self._algorithm.attach(self._facts(model))
+        self._algorithm.layers = LocalLayers(held_names(model), self._strategy.keep)
+        self._load_clients()
+        self._trainer, self._simulation = client_runner_for(
+            task, model, self._algorithm, self._work, self._seed, self._cohort()
+        )
+        self._loaders = self._trainer.samples.loaders = reading_ahead(task, f"worker {self.rank}")
+        return self._trainer
+
+    def _meet_clients(self, task: Task) -> None:
+        """Learn who has which samples, and what is kept about them, once."""
+        if self._samples_of:
+            return
+        parts = split_over(self._strategy, task, self._seed)
+        self._samples_of, self._tested = held_back(parts, self._strategy.held_out, self._seed)
+        self._private = private_rounds(self._strategy, len(self._samples_of), self._seed)
+        self._rounds = simulated_rounds(self._strategy, len(self._samples_of), self._seed)
+        self._rounds.load_state((self._loaded_state or {}).get("rounds", {}))
+        if self._private is not None and self._loaded_state is not None:
+            self._private.restore(self._loaded_state.get("privacy"))
+
+    def _facts(self, model: nn.Module) -> FederatedFacts:
+        clients = len(self._samples_of)
+        return FederatedFacts(
+            names=held_names(model),
+            parameters=len(list(model.parameters())),
+            clients=clients,
+            per_round=self._strategy.per_round(clients),
+            weight=float(sum(min(len(one), self._strategy.max_samples) for one in self._samples_of)),
+            most_steps=max(steps_in(self._work, len(one)) for one in self._samples_of),
+            seed=self._seed,
+        )
+
+    def _cohort(self) -> Cohort:
+        """Whom this worker plays."""
+        sizes = [len(samples) for samples in self._samples_of]
+        most = math.ceil(
+            self._strategy.per_round(len(sizes)) * (self._strategy.over if self._strategy.secure else 1)
+        )
+        each_round = math.ceil(min(len(sizes), most) / self.world)
+        return Cohort(sizes=sizes, each_round=each_round, wanted=self._strategy.together)
+
+    def _assigned(self, step: int) -> list[ClientAssignment]:
+        """What the clients of round `step` are given, the same on every worker."""
+        if self._private is not None and self._private.draws_itself:
+            chosen, self._course = self._private.drawn(step, self.total, self.rank), None
+        else:
+            assert self._rounds is not None, "clients are met before they are asked"
+            self._course = self._rounds.begin(step)
+            chosen = list(self._course.counted)
+        return [
+            ClientAssignment(
+                client=one.client,
+                samples=self._samples_of[one.client],
+                weights=one.weights,
+                number=one.number,
+                staleness=one.staleness,
+            )
+            for one in self._algorithm.given(step, chosen, self._weights)
+        ]
+
+    def _in_tally(self) -> list[int]:
+        """Of whom a tally knows: those who report; with secure sums also who drops out, which the protocol sees."""
+        if self._course is not None and self._strategy.secure:
+            return list(self._course.asked)
+        return self._clients
+
+    def _selected(self, step: int) -> list[int]:
+        clients = len(self._samples_of)
+        return selected(self._seed, step, clients, self._strategy.per_round(clients))
+
+    def _mine(self, assigned: list[ClientAssignment]) -> list[ClientAssignment]:
+        """Which of them this worker plays: those whose state it has, or as many as any other."""
+        if self._kept_by_clients():
+            return [one for one in assigned if one.client % self.world == self.rank]
+        return assigned[self.rank :: self.world]
+
+    def _sent_by_clients(self) -> Sequence[Tensor]:
+        """Tensors like those of an update."""
+        return self._algorithm.layers.shared(self._algorithm.sent(self._weights))
+
+    def _kept_by_clients(self) -> dict[str, tuple[ClientStates, Sequence[Tensor]]]:
+        """All that clients keep, by name, and what it is like; for a checkpoint."""
+        algorithm, layers = self._algorithm, self._algorithm.layers
+        shared = len(layers.shared(self._weights))
+        found: dict[str, tuple[ClientStates, Sequence[Tensor]]] = {
+            "algorithm": (algorithm.states, algorithm.kept(self._weights)),
+            "layers": (layers.states, layers.kept(self._weights)),
+            "codec": (self._coding.states, self._coding.kept(self._sent_by_clients(), shared)),
+        }
+        return {name: (states, like) for name, (states, like) in found.items() if like}
+
+    def _add(self, update: ClientUpdate, step: int) -> None:
+        """One more report; what is not finite is not counted, or nought where nobody may be told whose that is."""
+        assert self._tally is not None, "a round has begun"
+        finite = update.is_finite
+        if finite:  # or what is kept for the next time would not be
+            shared = len(self._algorithm.layers.shared(self._weights))
+            sent, update = update, self._coding.carried(update, step, shared)
+            finite = update is sent or update.is_finite
+            if not finite:
+                self._coding.refused(update.client)
+        if not finite:
+            self._algorithm.refused(update.client)
+            self._refused += 1
+            if self._private is None:
+                self._refused_now.append(update.client)
+                return
+        self._norms.add(update)
+        self._tally.add(update, self._algorithm.weight(self._bounded(update)))
+        self._counted += update.samples
+
+    def _bounded(self, update: ClientUpdate) -> ClientUpdate:
+        """As it is weighed: a client that says it has more samples counts for so many."""
+        return replace(update, samples=min(update.samples, self._strategy.max_samples))
+
+    def agree(self, local: LocalStep) -> SharedStep:
+        """Collective: what all updates come to, and whether somebody wants to stop."""
+        assert self._tally is not None, "compute comes before agree"
+        found, self._tally = self._tally.total(self._reject()), None
+        self._found = found
+        self._sent += found.traffic
+        refused = float(len(self._refused_now))
+        words = self.total(torch.tensor([local.stop, self._counted, refused], dtype=torch.float64))
+        self._counted = round(float(words[1]))
+        broken = not self._closed(bool(words[2])) or found.weight == 0
+        return SharedStep(
+            loss=math.nan if broken else found.loss / found.weight,
+            bad_workers=(0,) if broken else (),
+            stop=bool(words[0] > 0),
+        )
+
+    def _reject(self) -> int | None:
+        """Collective: which updates are too large to count; their clients keep what they had before the round."""
+        largest = self._norms.judge(self._clients, self.total)
+        for client in self._norms.rejected_here:
+            self._algorithm.refused(client)
+            self._coding.refused(client)
+        return largest
+
+    def _closed(self, some_refused: bool) -> bool:
+        """Collective where some updates were refused: whether the round counts without them."""
+        if self._course is None or self._rounds is None:
+            return True
+        if not (some_refused or self._norms.rejected) or self._clients != list(
+            self._course.counted
+        ):  # or not those of the round
+            return self._rounds.close()
+        whose = torch.zeros(len(self._samples_of), dtype=torch.float64)
+        whose[self._refused_now] = 1
+        refused = [int(one) for one in self.total(whose).nonzero().flatten()]
+        return self._rounds.close([*refused, *self._norms.rejected])
+
+    def clip(self, max_norm: float) -> float:
+        """Clients clip their own gradients."""
+        return max_norm
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """The server's step."""
+        assert self._found is not None, "agree comes before apply"
+        like = self._algorithm.sent(self._weights)
+        found, self._found = self._algorithm.layers.whole(self._found, like), None
+        mean = [one.to(mine.dtype) for one, mine in zip(self._algorithm.mean(found), like, strict=True)]
+        self._algorithm.step(self._weights, mean)
+
+    def personal(self, client: int) -> Sequence[Tensor]:
+        """The weights that a client uses itself, where this worker plays it."""
+        return self._algorithm.layers.put(client, self._algorithm.personal(client, self._weights))
+
+    def optimizer_state(self) -> dict[str, Any] | None:
+        """That of a client who begins."""
+        assert self._optimizer is not None, "attach comes before optimizer_state"
+        return self._optimizer.state_dict() if self.rank == 0 else None
+
+    def memory(self) -> Mapping[str, Any]:
+        """Collective: what the algorithm keeps on the server, the same on every worker, and all clients' own."""
+        if self._trainer is None:
+            return (self._loaded_state or {}) if self.rank == 0 else {}  # no round was played since
+        clients = {
+            name: gathered(states, len(self._samples_of), like, self.total)
+            for name, (states, like) in self._kept_by_clients().items()
+        }
+        kept: dict[str, Any] = {"algorithm": self._algorithm.memory(), "clients": clients}
+        kept["privacy"] = self._private.state() if self._private is not None else {}
+        kept["rounds"] = self._rounds.memory() if self._rounds is not None else {}
+        return {name: value for name, value in kept.items() if value} if self.rank == 0 else {}
+
+    def load_state(self, memory: Mapping[str, Any]) -> None:
+        """Go on with it."""
+        self._loaded_state = memory
+        self._algorithm.load_state(memory.get("algorithm", {}))
+
+    def _load_clients(self) -> None:
+        """What this worker's clients have kept, when it is known what that is like."""
+        device = next((one.device for one in self._weights), torch.device("cpu"))
+        for name, (states, _) in self._kept_by_clients().items():
+            kept = (self._loaded_state or {}).get("clients", {}).get(name, {})
+            states.update(restored(kept, self.rank, self.world, device))
+
+    def cannot_go_on(self, computer: Computer, step: int) -> str:
+        """A budget of privacy that does not allow the next round."""
+        if not self._strategy.epsilon:
+            return ""
+        self._meet_clients(computer.task)
+        assert self._private is not None, "a budget is one of noise, and noise needs a clip"
+        spending = self._private.spending
+        assert spending is not None, "a budget is one of noise"
+        if spending.affords(self._selected(step) if self._strategy.secure else ()):
+            return ""
+        self._private.ended = f"stopped after round {step}: {spending.why_over()}"
+        return self._private.ended
+
+    def total(self, values: Tensor) -> Tensor:
+        """Collective: the sum over workers."""
+        return values if self._collective is None else total(self._collective, 0, self._bucket, values)
+
+    def take_times(self) -> Times:
+        """What the collective measured."""
+        return self._collective.take_times() if self._collective is not None else Times()
+
+    def step_samples(self, computer: Computer, step: int) -> int:
+        """What the clients of all workers have trained on in the round, once for each epoch."""
+        del computer, step
+        return self._counted * self._work.epochs
+
+    def row_facts(self) -> Mapping[str, Any]:
+        """Who took part; with noise, a secret on which its promise rests. Where some may not report, who was asked."""
+        facts: dict[str, Any] = {} if self._strategy.noise else {"clients": list(self._clients)}
+        if self._norms.rejected:
+            facts["rejected"] = {str(client): norm for client, norm in self._norms.rejected.items()}
+        if self._course is None or self._rounds is None or self._rounds.all_report:
+            return facts
+        return {**facts, "asked": list(self._course.asked), "attempt": self._course.attempt}
+
+    def traffic(self) -> Traffic:
+        """What this worker's clients have sent: an update each, of the model's size, or all that a secure sum takes."""
+        return self._sent
+
+    def summary(self) -> Mapping[str, Any]:
+        """How clients were played, how the model does for this worker's, and what was given away of them."""
+        played = "" if self._trainer is None else f"{self._simulation}{self._trainer.notice}"
+        told: dict[str, Any] = {"updates_refused": self._refused, "played": played, **self._measured()}
+        told["updates_rejected"] = self._norms.total_rejected
+        told["algorithm"] = dict(self._algorithm.summary())
+        if self._rounds is not None and not self._rounds.all_report:
+            told["participation"] = self._rounds.summary()
+        return told if self._private is None else {**told, "privacy": self._private.summary()}
+
+    def splits(self, task: Task) -> bool:
+        """A batch is one client's, whole."""
+        del task
+        return False
+
+    def evaluate(self, computer: Computer, model: nn.Module) -> tuple[dict[str, float], int] | None:
+        """Collective: the common model on the evaluation data, as ever; and how some of the clients fare."""
+        self._client_runner(computer, model)  # who is measured, also where no round is left to play
+        found = super().evaluate(computer, model)
+        if found is not None and self._round:  # or the model is as it began
+            who = [] if self._strategy.noise else self._clients  # with noise that is a secret
+            require_finite(found[0], self._round, self._norms.describe(who))
+        self._spread = {} if found is None or self._strategy.noise else self._spread_now()
+        return found
+
+    def _spread_now(self) -> dict[str, dict[str, float]]:
+        """Collective: over clients, of each measure with the models that they have now."""
+        most, samples = DURING
+        shown = shown_clients(len(self._tested), most)
+        models = ((client, self.personal(client)) for client in self._played_here(shown))
+        found = self._measure(models, samples_each(len(shown), samples))
+        return spread_over(found, shown, list(self._measures), self.total)
+
+    def evaluation_facts(self) -> Mapping[str, Any]:
+        """How the measures spread over clients; with noise nothing, since its promise would not hold for it."""
+        return {"fairness": self._spread} if self._spread else {}
+
+    def _played_here(self, clients: Sequence[int]) -> list[int]:
+        return [one for one in clients if one % self.world == self.rank]
+
+    def _measure(self, models: Tuned, each: int) -> ClientMeasures:
+        assert self._trained is not None, "clients are met before they are measured"
+        task, model = self._trained
+        if self._samples is None:
+            device = next((one.device for one in self._weights), torch.device("cpu"))
+            self._samples = Samples(task, device)
+        return measured(task, self._measures, model, models, self._tested, each, self._samples)
+
+    def _measured(self) -> dict[str, Any]:
+        """The measures of this worker's clients, and which could not be taken, and why.
+
+        By the models that they use themselves; where these are not the common one, by that as well.
+        """
+        if self._trained is None or self._strategy.noise:  # no promise of noise holds for them
+            return {}
+        shown = shown_clients(len(self._tested))
+        mine, each = self._played_here(shown), samples_each(len(shown))
+        kinds = {"measured": self._own_models(*self._trained, mine)}
+        if self._strategy.gives_own_models:
+            kinds["measured_common"] = ((client, self._weights) for client in mine)
+        told: dict[str, Any] = {}
+        failed: dict[str, str] = {}
+        for kind, models in kinds.items():
+            found = self._measure(models, each)
+            told[kind] = {str(client): one for client, one in found.values.items()}
+            failed |= found.failed
+        told["failed"] = sorted(failed)
+        told["unmeasured"] = [
+            f"{name} of the parties' own samples was not measured: {why}" for name, why in failed.items()
+        ]
+        return told
+
+    def _own_models(self, task: Task, model: nn.Module, clients: Sequence[int]) -> Tuned:
+        """What each of these clients uses itself, fine-tuned where the strategy says so."""
+        if self._tuning is None:
+            yield from ((client, self.personal(client)) for client in clients)
+            return
+        assert self._optimizer is not None, "attach comes before the first round"
+        assigned = [
+            ClientAssignment(
+                client=client,
+                samples=self._samples_of[client],
+                weights=self.personal(client),
+                number=AFTER_ALL,
+            )
+            for client in clients
+        ]
+        work, together = replace(self._work, epochs=self._tuning.epochs), self._strategy.together
+        yield from tuned(task, model, assigned, work, self._optimizer, self._seed, together=together)
+
+    def close(self) -> None:
+        """Let go of the memory, and end loader processes."""
+        if self._loaders is not None:
+            self._loaders.close()
+        if self._collective is not None:
+            self._collective.close()

@@ -1,0 +1,124 @@
+"""What a run has given away of each client, and how many more rounds its budget allows.
+
+With a server that is trusted, nobody else knows who was in which round: all clients are counted alike, by rounds, at
+the price of a round that one may have been in. With secure aggregation the server is not trusted, and it knows whom it
+asked: each client is counted by the rounds that it was in, at the full price, and the one with most of them is the
+worst off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from manyhands.strategies.federated.privacy.accountant import RoundKind, epsilon_of, most_rounds
+
+__all__ = ["PrivacyBudget", "Spending"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrivacyBudget:
+    """What is promised: the most epsilon, 0 for any, at this delta."""
+
+    epsilon: float
+    delta: float
+
+
+class Spending:
+    """Counts rounds of one kind, after those of others that a resumed run has behind it.
+
+    `clients` of them are told apart, or none.
+    """
+
+    def __init__(self, kind: RoundKind, budget: PrivacyBudget, clients: int = 0) -> None:
+        self._kind = kind
+        self._budget = budget
+        self._apart = clients > 0
+        self._rounds = np.zeros(max(1, clients), dtype=np.int64)
+        self._before: dict[RoundKind, int] = {}
+        self._most = self._allowed()
+
+    def _allowed(self) -> int | None:
+        budget = self._budget
+        if not budget.epsilon:
+            return None
+        return most_rounds(self._kind, budget.epsilon, budget.delta, self._before)
+
+    @property
+    def most_rounds(self) -> int | None:
+        """In how many rounds of this kind a client may be; None without a budget."""
+        return self._most
+
+    @property
+    def rounds(self) -> int:
+        """That the worst off has been in, or may have been in."""
+        return int(self._rounds.max()) + sum(self._before.values())
+
+    @property
+    def epsilon(self) -> float:
+        """Given away so far of the worst off."""
+        return self.epsilon_after(0)
+
+    def take(self, chosen: Sequence[int]) -> None:
+        """A round of these clients is played."""
+        if self._apart:
+            self._rounds[list(chosen)] += 1
+        else:
+            self._rounds[0] += 1
+
+    def affords(self, chosen: Sequence[int]) -> bool:
+        """Whether these may be in a round now."""
+        if self._most is None:
+            return True
+        asked = self._rounds[list(chosen)] if self._apart else self._rounds
+        return bool((asked < self._most).all())
+
+    def why_over(self) -> str:
+        """A sentence on a run that ends since it cannot afford its next round."""
+        budget = self._budget
+        next_one = "the next round would bring a client to" if self._apart else "another one would make it"
+        return (
+            f"the privacy budget of epsilon={budget.epsilon:g} at delta={budget.delta:g} is spent: {self.summary()}, "
+            f"and {next_one} {self.epsilon_after(1):.4g}"
+        )
+
+    def summary(self) -> str:
+        """What was given away so far, in words."""
+        count = f"{self.rounds} round" + ("" if self.rounds == 1 else "s")
+        whose = " of the client that was in most" if self._apart else ""
+        return f"epsilon is {self.epsilon:.4g} after {count}{whose}"
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint: rounds of each kind, those of this run's own kind by client."""
+        before = [
+            {"noise": kind.noise, "probability": kind.probability, "rounds": [rounds]}
+            for kind, rounds in self._before.items()
+        ]
+        mine = {
+            "noise": self._kind.noise,
+            "probability": self._kind.probability,
+            "rounds": self._rounds.tolist(),
+        }
+        return {"played": [*before, mine]}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from what was spent before; of rounds of another kind every client has been in the most."""
+        self._before = {}
+        self._rounds[:] = 0
+        for one in state["played"]:
+            kind = RoundKind(noise=float(one["noise"]), probability=float(one["probability"]))
+            rounds = np.asarray(one["rounds"], dtype=np.int64)
+            if kind == self._kind and rounds.shape == self._rounds.shape:
+                self._rounds += rounds
+            elif rounds.max(initial=0):
+                self._before[kind] = self._before.get(kind, 0) + int(rounds.max())
+        self._most = self._allowed()
+
+    def epsilon_after(self, more: int) -> float:
+        """What it would be after so many more rounds of the worst off."""
+        played = dict(self._before)
+        played[self._kind] = played.get(self._kind, 0) + int(self._rounds.max()) + more
+        return epsilon_of(played, self._budget.delta)

@@ -1,0 +1,365 @@
+"""The course of federated rounds as a pure function: (terms, state, event) to (state, decisions).
+
+    SELECTING ── enough clients are there ──► REPORTING ── enough reports, or the deadline ──► SELECTING … FINISHED
+        ▲                                        │
+        └──────────── too few: abandoned ────────┘
+
+More clients are asked than are needed (`over`), since some will not answer; the first reports count, later ones are
+refused. What begins is an *attempt*, which has a number of its own for ever; only one that closes makes the round's
+number grow, so that no round counts twice, whatever is sent again and however often the server is started anew.
+
+The state is a plain value. It goes on the same from `state_of(as_json(state))` as from itself, at every point.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any
+
+from manyhands.errors import DataError, UserError
+from manyhands.strategies.federated.clients import selected
+from manyhands.strategies.federated.norms import check_norm_ratio, described_norms, rejected_by_norm
+from manyhands.strategies.federated.rounds.round_events import (
+    AbandonRound,
+    BeginRound,
+    ClientGone,
+    ClientSeen,
+    ClientsSeen,
+    CloseRound,
+    EndRounds,
+    RefuseReport,
+    ReportCame,
+    RoundDecision,
+    RoundEvent,
+    RoundFailed,
+    ServerResumed,
+    SumCame,
+    TakeReport,
+    TimePassed,
+)
+
+__all__ = ["RoundPhase", "RoundState", "RoundTerms", "as_json", "handle", "state_of"]
+
+_Outcome = tuple["RoundState", tuple[RoundDecision, ...]]
+
+
+class RoundPhase(StrEnum):
+    """What the server waits for."""
+
+    SELECTING = "selecting"
+    """Enough clients to be there."""
+    REPORTING = "reporting"
+    """Those who were asked to report."""
+    FINISHED = "finished"
+    """Nothing: all rounds count."""
+    GIVEN_UP = "given up"
+    """Nothing: no round has counted for too long."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundTerms:
+    """How rounds are held; UserError where the numbers cannot all be meant."""
+
+    rounds: int
+    """How many are to count."""
+    clients: int
+    """How many there are at most."""
+    goal: int
+    """Reports after which a round closes."""
+    minimum: int = 1
+    """Reports without which it is abandoned at its deadline."""
+    over: float = 1.3
+    """How many times as many clients are asked as are needed."""
+    deadline_s: float = 600.0
+    """How long a round waits for reports."""
+    select_s: float = 30.0
+    """How long it waits for all the clients it would ask, before it begins with those who are there, if enough."""
+    present_s: float = 60.0
+    """For how long a client counts as there after it was heard of."""
+    patience_s: float = math.inf
+    """After how long without a round that counts the server gives up."""
+    norm_ratio: float = 0.0
+    """How many times the median of a round's norms an update may have (`strategies/federated/norms.py`); 0: any."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1:
+            raise UserError(f"rounds={self.rounds}: must be at least 1")
+        if not 1 <= self.goal <= self.clients:
+            raise UserError(f"goal={self.goal}: must be from 1 to all {self.clients} clients")
+        if not 1 <= self.minimum <= self.goal:
+            raise UserError(
+                f"minimum={self.minimum}: must be from 1 to the {self.goal} reports a round waits for"
+            )
+        if not 1 <= self.over < math.inf:
+            raise UserError(f"over={self.over:g}: must be a number of at least 1")
+        for name in ("deadline_s", "select_s", "present_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise UserError(f"{name}={getattr(self, name):g}: must be a number above 0")
+        if not self.patience_s > 0:
+            raise UserError(f"patience_s={self.patience_s:g}: must be above 0")
+        check_norm_ratio(self.norm_ratio)
+
+    @property
+    def asks(self) -> int:
+        """How many clients a round asks, where so many are there."""
+        return min(self.clients, math.ceil(self.goal * self.over - 1e-9))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundState:
+    """All that is known between two events."""
+
+    phase: RoundPhase = RoundPhase.SELECTING
+    done: int = 0
+    """Rounds that count."""
+    attempt: int = 0
+    """Rounds that were begun; the number of the newest, from 1."""
+    abandoned: int = 0
+    """How many of them were given up."""
+    now_s: float = 0.0
+    """The newest time that was told."""
+    since_s: float = 0.0
+    """When the phase began; while clients are selected, when enough for a round were there."""
+    counted_s: float = 0.0
+    """When the last round counted, or the server was started."""
+    present: Mapping[int, float] = field(default_factory=dict)
+    """When each client was heard of last."""
+    asked: tuple[int, ...] = ()
+    """Of the attempt under way, in ascending order."""
+    gone: tuple[int, ...] = ()
+    """Those of them who will not report."""
+    reported: Mapping[int, str] = field(default_factory=dict)
+    """Those who have, and the digest of their report."""
+    norms: Mapping[int, float] = field(default_factory=dict)
+    """Of their updates, where each is seen."""
+    rejected: int = 0
+    """Updates of all rounds so far that did not count because of their norms."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more will be decided."""
+        return self.phase in (RoundPhase.FINISHED, RoundPhase.GIVEN_UP)
+
+    @property
+    def waits_for(self) -> tuple[int, ...]:
+        """Who is asked and may still report."""
+        out = frozenset(self.gone)
+        return tuple(one for one in self.asked if one not in self.reported and one not in out)
+
+
+def handle(terms: RoundTerms, state: RoundState, event: RoundEvent) -> _Outcome:
+    """What becomes of the state, and what is to be done, in order."""
+    state = replace(
+        state, now_s=event.at_s if isinstance(event, ServerResumed) else max(state.now_s, event.at_s)
+    )
+    if isinstance(event, ServerResumed):
+        return _resume(terms, state)
+    if state.is_over:
+        return state, _too_late(event, "the run has ended")
+    match event:
+        case ClientSeen():
+            return _look(terms, _with_seen(state, (event.client,)))
+        case ClientsSeen():
+            return _look(terms, _with_seen(state, event.clients))
+        case ClientGone():
+            gone = (*state.gone, event.client) if event.client in state.waits_for else state.gone
+            present = {one: at_s for one, at_s in state.present.items() if one != event.client}
+            return _look(terms, replace(state, gone=gone, present=present))
+        case ReportCame():
+            return _take(terms, state, event)
+        case SumCame():
+            return _take_sum(terms, state, event)
+        case RoundFailed():
+            if state.phase is not RoundPhase.REPORTING or event.attempt != state.attempt:
+                return state, ()
+            return _abandon(state, event.why)
+        case TimePassed():
+            return _look(terms, state)
+
+
+def _resume(terms: RoundTerms, state: RoundState) -> _Outcome:
+    """The clock is another one, nobody is known to be there, what was summed is gone; more rounds may be wanted."""
+    fresh = replace(state, present={}, since_s=state.now_s, counted_s=state.now_s)
+    if state.is_over and state.done < terms.rounds:
+        return replace(fresh, phase=RoundPhase.SELECTING), ()
+    if state.phase is RoundPhase.REPORTING:
+        return _abandon(fresh, "the server was started again")
+    return fresh, ()
+
+
+def _with_seen(state: RoundState, clients: Sequence[int]) -> RoundState:
+    return replace(state, present={**state.present, **dict.fromkeys(clients, state.now_s)})
+
+
+def _take(terms: RoundTerms, state: RoundState, event: ReportCame) -> _Outcome:
+    state = _with_seen(state, (event.client,))
+    refused = _refusal(terms, state, event)
+    if refused is not None:
+        looked, more = _look(terms, state)
+        return looked, (refused, *more)
+    reported = replace(
+        state,
+        reported={**state.reported, event.client: event.digest},
+        norms={**state.norms, event.client: event.norm},
+    )
+    looked, more = _look(terms, reported)
+    return looked, (TakeReport(client=event.client, attempt=event.attempt), *more)
+
+
+def _refusal(terms: RoundTerms, state: RoundState, event: ReportCame) -> RefuseReport | None:
+    why, repeated = "", False
+    if event.attempt != state.attempt or state.phase is not RoundPhase.REPORTING:
+        why = f"the report is of attempt {event.attempt}, which has ended"
+        if event.attempt > state.attempt:
+            why = f"there was no attempt {event.attempt} yet"
+    elif event.client in state.reported:
+        repeated = state.reported[event.client] == event.digest
+        why = f"client {event.client} has reported already in attempt {event.attempt}"
+    elif event.client not in state.asked or event.client in state.gone:
+        why = f"client {event.client} is not asked in attempt {event.attempt}"
+    elif _is_late(terms, state):
+        why = f"the deadline of attempt {event.attempt} has passed"
+    if not why:
+        return None
+    return RefuseReport(client=event.client, attempt=event.attempt, why=why, repeated=repeated)
+
+
+def _take_sum(terms: RoundTerms, state: RoundState, event: SumCame) -> _Outcome:
+    """A sum counts as a whole, whatever the goal is: nothing can be taken out of it."""
+    if state.phase is not RoundPhase.REPORTING or event.attempt != state.attempt:
+        return state, ()
+    if not set(event.clients) <= set(state.asked) or len(event.clients) < terms.minimum:
+        return _abandon(state, f"its sum is of {len(event.clients)} clients, and it takes {terms.minimum}")
+    return _close(terms, replace(state, reported=dict.fromkeys(event.clients, "")))
+
+
+def _look(terms: RoundTerms, state: RoundState) -> _Outcome:
+    """Whether something is due."""
+    if state.phase is RoundPhase.REPORTING:
+        count = len(state.reported)
+        if count >= terms.goal:
+            return _close(terms, state)
+        if not state.waits_for or _is_late(terms, state):
+            # who was silent is asked again only after it was heard of
+            silent = state.waits_for
+            present = {one: at_s for one, at_s in state.present.items() if one not in silent}
+            state = replace(state, present=present)
+            if count >= terms.minimum:
+                return _close(terms, state)
+            return _abandon(
+                state, f"{count} of {len(state.asked)} clients have reported, and it takes {terms.minimum}"
+            )
+        return state, ()
+    if state.now_s - state.counted_s >= terms.patience_s:
+        why = f"no round has counted for {terms.patience_s:g} s"
+        return replace(state, phase=RoundPhase.GIVEN_UP), (EndRounds(complete=False, why=why),)
+    return _select(terms, state)
+
+
+def _select(terms: RoundTerms, state: RoundState) -> _Outcome:
+    there = sorted(client for client, at_s in state.present.items() if state.now_s - at_s < terms.present_s)
+    if len(there) < terms.minimum:
+        return replace(state, since_s=state.now_s), ()
+    waited = state.now_s - state.since_s >= terms.select_s
+    if len(there) < terms.asks and not waited:
+        return state, ()
+    drawn = selected(terms.seed, state.attempt, len(there), min(terms.asks, len(there)))
+    asked = tuple(there[place] for place in drawn)
+    begun = replace(
+        state,
+        phase=RoundPhase.REPORTING,
+        attempt=state.attempt + 1,
+        since_s=state.now_s,
+        asked=asked,
+        gone=(),
+        reported={},
+        norms={},
+    )
+    return begun, (BeginRound(attempt=begun.attempt, number=begun.done, asked=asked),)
+
+
+def _is_late(terms: RoundTerms, state: RoundState) -> bool:
+    return (
+        state.now_s >= state.since_s + terms.deadline_s
+    )  # as whoever waits for it computes it, to the last bit
+
+
+def _close(terms: RoundTerms, state: RoundState) -> _Outcome:
+    rejected = rejected_by_norm(state.norms, terms.norm_ratio)
+    counted = tuple(sorted(set(state.reported) - set(rejected)))
+    state = replace(state, rejected=state.rejected + len(rejected))
+    if len(counted) < terms.minimum:
+        whose = described_norms({client: state.norms[client] for client in rejected})
+        return _abandon(
+            state,
+            f"{len(counted)} updates count, and it takes {terms.minimum}; rejected, since larger than "
+            f"norm_ratio={terms.norm_ratio:g} times the median of the round, is what came from {whose}",
+        )
+    closed = CloseRound(attempt=state.attempt, number=state.done, counted=counted, rejected=rejected)
+    after = replace(_between(state), done=state.done + 1, counted_s=state.now_s)
+    if after.done < terms.rounds:
+        return after, (closed,)
+    end = EndRounds(complete=True, why=f"{after.done} rounds have counted")
+    return replace(after, phase=RoundPhase.FINISHED), (closed, end)
+
+
+def _abandon(state: RoundState, why: str) -> _Outcome:
+    after = replace(_between(state), abandoned=state.abandoned + 1)
+    return after, (AbandonRound(attempt=state.attempt, number=state.done, why=why),)
+
+
+def _between(state: RoundState) -> RoundState:
+    return replace(
+        state, phase=RoundPhase.SELECTING, since_s=state.now_s, asked=(), gone=(), reported={}, norms={}
+    )
+
+
+def _too_late(event: RoundEvent, why: str) -> tuple[RoundDecision, ...]:
+    if isinstance(event, ReportCame):
+        return (RefuseReport(client=event.client, attempt=event.attempt, why=why),)
+    return ()
+
+
+def as_json(state: RoundState) -> dict[str, Any]:
+    """The state as JSON holds it."""
+    return {
+        "phase": str(state.phase),
+        "done": state.done,
+        "attempt": state.attempt,
+        "abandoned": state.abandoned,
+        "now_s": state.now_s,
+        "since_s": state.since_s,
+        "counted_s": state.counted_s,
+        "present": [[client, at_s] for client, at_s in sorted(state.present.items())],
+        "asked": list(state.asked),
+        "gone": list(state.gone),
+        "reported": [[client, digest] for client, digest in sorted(state.reported.items())],
+        "norms": [[client, norm] for client, norm in sorted(state.norms.items())],
+        "rejected": state.rejected,
+    }
+
+
+def state_of(value: Any) -> RoundState:
+    """What `as_json` gave; DataError where it is not that."""
+    try:
+        return RoundState(
+            phase=RoundPhase(value["phase"]),
+            done=int(value["done"]),
+            attempt=int(value["attempt"]),
+            abandoned=int(value["abandoned"]),
+            now_s=float(value["now_s"]),
+            since_s=float(value["since_s"]),
+            counted_s=float(value["counted_s"]),
+            present={int(client): float(at_s) for client, at_s in value["present"]},
+            asked=tuple(int(client) for client in value["asked"]),
+            gone=tuple(int(client) for client in value["gone"]),
+            reported={int(client): str(digest) for client, digest in value["reported"]},
+            norms={int(client): float(norm) for client, norm in value.get("norms", ())},
+            rejected=int(value.get("rejected", 0)),  # a state of an earlier version has neither
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"the state of federated rounds is damaged: {error!r}") from error

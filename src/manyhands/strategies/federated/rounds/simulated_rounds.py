@@ -1,0 +1,257 @@
+"""The simulation's driver of the core: every client is there, some say nothing, and time is drawn instead of measured.
+
+    begin(number) ─► who is asked, and whose reports would count ── they are trained ──► close(refused) ─► does it?
+
+How long a client takes, and whether it drops out, follows from (seed, attempt, client): all workers of a run find the
+same without a word, and so does a run that goes on from a checkpoint. The core is pure, so that it can be asked what
+would come of a round before anybody is trained; attempts that fail cost nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+
+from manyhands.data.randomness import mix
+from manyhands.errors import DataError, ManyhandsError, UserError
+from manyhands.strategies.federated.algorithms.buff import duration_s
+from manyhands.strategies.federated.rounds.round_core import RoundState, RoundTerms, as_json, handle, state_of
+from manyhands.strategies.federated.rounds.round_events import (
+    AbandonRound,
+    ClientGone,
+    ClientsSeen,
+    CloseRound,
+    EndRounds,
+    ReportCame,
+    RoundDecision,
+    RoundEvent,
+    ServerResumed,
+    SumCame,
+    TimePassed,
+)
+from manyhands.strategies.federated.secure.secure_messages import fewest_clients
+from manyhands.strategies.federated.strategy import Federated
+
+__all__ = ["SimulatedCourse", "SimulatedRounds", "SimulatedTurnout", "simulated_rounds"]
+
+_DROPPING: Final = 21
+_ENDLESS: Final = 1 << 53
+"""Rounds: how many there are, the training loop says."""
+_LONG_S: Final = 1e6
+"""A deadline that no client misses; a typical one takes a second."""
+_ATTEMPTS: Final = 100
+_USUAL_S: Final = 10.0
+"""An attempt without a deadline; after as long as so many take a round is given up."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SimulatedCourse:
+    """Who takes part in an attempt that counts, unless updates are refused."""
+
+    attempt: int
+    """Its number, from 1."""
+    asked: tuple[int, ...]
+    counted: tuple[int, ...]
+    """Whose reports come first, and in time; nobody else need be trained."""
+
+
+@dataclass(kw_only=True, slots=True)
+class SimulatedTurnout:
+    """What became of the clients that were asked, over all rounds so far."""
+
+    asked: int = 0
+    dropped: int = 0
+    """Who said nothing more."""
+    late: int = 0
+    """Whose report came after the round had ended."""
+    simulated_s: float = 0.0
+    """How long that would have taken, where a typical client takes a second."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Attempt:
+    """What is going to happen in one."""
+
+    begun: RoundState
+    asked: tuple[int, ...]
+    events: Sequence[RoundEvent]
+    dropped: int
+    counted: tuple[int, ...] = ()
+    """Whose reports count, unless they are refused."""
+
+
+class SimulatedRounds:
+    """The rounds of a simulation, the same on every worker."""
+
+    def __init__(self, terms: RoundTerms, dropout: float = 0.0, *, as_one_sum: bool = False) -> None:
+        """`as_one_sum`: no single report is seen, and whoever stays is in the sum, as with secure aggregation."""
+        self._terms, self._dropout, self._as_one_sum = terms, dropout, as_one_sum
+        self._has_deadline = terms.deadline_s < _LONG_S
+        self._everybody = tuple(range(terms.clients))
+        self.all_report: Final = not dropout and not self._has_deadline and terms.asks == terms.goal
+        """Whether nothing but an update that is refused can keep an attempt from counting in full."""
+        self.state = RoundState()
+        """Between rounds."""
+        self.participation = SimulatedTurnout()
+        self._open: _Attempt | None = None
+
+    def begin(self, number: int) -> SimulatedCourse:
+        """Try round `number`, from 0, until an attempt has enough reports; ManyhandsError where none has.
+
+        Called again before `close`, it finds the same.
+        """
+        if self.state.done != number:  # of a checkpoint that had nothing to say of it
+            self.state = RoundState(done=number, attempt=number)
+        # as if started again for each round: so it goes on the same from a checkpoint, with a clock of its own
+        state, _ = handle(self._terms, self.state, ServerResumed(at_s=0.0))
+        while True:
+            everybody = ClientsSeen(clients=self._everybody, at_s=state.now_s)
+            state, decisions = handle(self._terms, state, everybody)
+            if any(isinstance(decision, EndRounds) for decision in decisions):
+                raise ManyhandsError(self._why_none(number, state.attempt))
+            attempt = self._attempt(state)
+            after, ended = self._told(state, attempt.events)
+            if isinstance(ended, CloseRound):
+                self._open = replace(attempt, counted=ended.counted)
+                return SimulatedCourse(attempt=ended.attempt, asked=attempt.asked, counted=ended.counted)
+            self._count(attempt, sum(_reports(event) for event in attempt.events), after)
+            state = after
+
+    def close(self, refused: Collection[int] = ()) -> bool:
+        """The round's clients were trained; whether it counts without those whose updates were refused."""
+        assert self._open is not None, "begin comes before close"
+        opened, self._open = self._open, None
+        events = opened.events
+        if refused:
+            out = ({*opened.asked} - {*opened.counted}) | {*refused}
+            events = [_without(event, out) for event in events]
+        state, ended = self._told(opened.begun, events)
+        self._count(opened, len(opened.counted), state)
+        return isinstance(ended, CloseRound)
+
+    def memory(self) -> dict[str, Any]:
+        """For a checkpoint; nothing where all attempts have counted, and in full."""
+        if self.all_report and self.state.attempt == self.state.done:
+            return {}
+        return {"state": as_json(self.state), "participation": asdict(self.participation)}
+
+    def load_state(self, memory: Mapping[str, Any]) -> None:
+        """Go on with it; DataError where it is not what `memory` gave."""
+        if not memory:
+            return
+        self.state = state_of(memory.get("state"))
+        try:
+            self.participation = SimulatedTurnout(**memory["participation"])
+        except (KeyError, TypeError) as error:
+            raise DataError(f"the participation of clients is damaged: {error!r}") from error
+
+    def summary(self) -> dict[str, Any]:
+        """For the run's summary."""
+        attempts = {"attempts": self.state.attempt, "abandoned": self.state.abandoned}
+        return {**attempts, **asdict(self.participation)}
+
+    def _attempt(self, begun: RoundState) -> _Attempt:
+        """What those who are asked do, in order, up to the deadline."""
+        attempt, asked, since_s = begun.attempt, begun.asked, begun.since_s
+        if self.all_report:
+            whole = SumCame(attempt=attempt, clients=asked, at_s=since_s)
+            return _Attempt(begun=begun, asked=asked, events=[whole], dropped=0)
+        gone = {client for client in asked if self._drops_out(attempt, client)}
+        trips = sorted((since_s + self._takes_s(attempt, client), client) for client in asked)
+        until_s = since_s + self._terms.deadline_s if self._has_deadline else trips[-1][0]
+        in_time = [(at_s, client) for at_s, client in trips if at_s < until_s or not self._has_deadline]
+        events: list[RoundEvent]
+        if self._as_one_sum:
+            stay = tuple(sorted(client for _, client in in_time if client not in gone))
+            ends_s = until_s if len(stay) < len(asked) else trips[-1][0]
+            events = [SumCame(attempt=attempt, clients=stay, at_s=ends_s)]
+        else:
+            events = [self._event(attempt, client, at_s, gone) for at_s, client in in_time]
+            events = [event for event in events if not (self._has_deadline and isinstance(event, ClientGone))]
+            events.append(TimePassed(at_s=until_s))
+        return _Attempt(begun=begun, asked=asked, events=events, dropped=len(gone))
+
+    @staticmethod
+    def _event(attempt: int, client: int, at_s: float, gone: Collection[int]) -> RoundEvent:
+        """A report; or nothing, which only a deadline tells: without one the server is taken to know."""
+        if client in gone:
+            return ClientGone(client=client, at_s=at_s)
+        return ReportCame(client=client, attempt=attempt, digest="", at_s=at_s)
+
+    def _takes_s(self, attempt: int, client: int) -> float:
+        return duration_s(self._terms.seed, client, attempt * self._terms.clients + client)
+
+    def _drops_out(self, attempt: int, client: int) -> bool:
+        if not self._dropout:
+            return False
+        drawn = np.random.default_rng(mix(self._terms.seed, attempt, client, _DROPPING)).random()
+        return bool(drawn < self._dropout)
+
+    def _told(self, state: RoundState, events: Sequence[RoundEvent]) -> tuple[RoundState, RoundDecision]:
+        """Up to the end of the attempt; who comes after that is too late."""
+        for event in events:
+            state, decisions = handle(self._terms, state, event)
+            for decision in decisions:
+                if isinstance(decision, CloseRound | AbandonRound):
+                    return state, decision
+        raise AssertionError("an attempt ends with its last client, or at its deadline")
+
+    def _count(self, attempt: _Attempt, in_time: int, after: RoundState) -> None:
+        """An attempt is over; who is there, and the time, are told anew with the next."""
+        self.state = replace(after, present={}, now_s=0.0, since_s=0.0, counted_s=0.0)
+        self.participation.simulated_s += after.now_s - attempt.begun.since_s
+        self.participation.asked += len(attempt.asked)
+        self.participation.dropped += attempt.dropped
+        self.participation.late += len(attempt.asked) - attempt.dropped - in_time
+
+    def _why_none(self, number: int, attempts: int) -> str:
+        return (
+            f"round {number + 1}: too few of its clients have reported in time, up to attempt {attempts} (it takes "
+            f"{self._terms.minimum}); use a smaller min_reports or dropout, or a larger over or deadline"
+        )
+
+
+def _reports(event: RoundEvent) -> int:
+    """How many come with an event."""
+    return len(event.clients) if isinstance(event, SumCame) else int(isinstance(event, ReportCame))
+
+
+def _without(event: RoundEvent, out: Collection[int]) -> RoundEvent:
+    """The same, where the updates of some are refused or were never made."""
+    match event:
+        case ReportCame() if event.client in out:
+            return ClientGone(client=event.client, at_s=event.at_s)
+        case SumCame():
+            return replace(event, clients=tuple(client for client in event.clients if client not in out))
+    return event
+
+
+def simulated_rounds(strategy: Federated, clients: int, seed: int) -> SimulatedRounds:
+    """Those of a strategy with so many clients; UserError where they cannot be held."""
+    goal = strategy.per_round(clients)
+    if strategy.min_reports > goal:
+        raise UserError(
+            f"federated min_reports={strategy.min_reports}: a round takes {goal} reports of {clients} clients; use "
+            "fewer, or a larger fraction"
+        )
+    deadline_s = strategy.deadline or _LONG_S
+    terms = RoundTerms(
+        rounds=_ENDLESS,
+        clients=clients,
+        goal=goal,
+        minimum=strategy.min_reports,
+        over=strategy.over,
+        deadline_s=deadline_s,
+        select_s=1.0,
+        present_s=1.0,
+        patience_s=_ATTEMPTS * min(deadline_s, _USUAL_S),
+        seed=seed,
+    )
+    if strategy.secure:  # nobody can be left out of a sum, and enough must be in it
+        strategy.fixed_point.check_capacity(terms.asks)
+        least = max(strategy.min_reports, fewest_clients(terms.asks))
+        terms = replace(terms, goal=terms.asks, over=1.0, minimum=least)
+    return SimulatedRounds(terms, strategy.dropout, as_one_sum=strategy.secure)

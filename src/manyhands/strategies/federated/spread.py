@@ -1,0 +1,183 @@
+"""How unlike the parties of a run are: which labels each has, and how well the model does for each of them.
+
+Measures are means over some samples of a party's own, which it has trained on: they tell whether the model serves some
+parties worse than others, not how well it does on new data.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from manyhands.data.parties import Parties
+from manyhands.errors import UserError
+from manyhands.strategies.federated.clients import held
+from manyhands.strategies.federated.partition import labels_of
+from manyhands.strategies.federated.samples import Samples, columns_of
+from manyhands.task import Metric, Task
+
+__all__ = [
+    "DURING",
+    "ClientMeasures",
+    "measured",
+    "samples_each",
+    "shown_clients",
+    "skew_of",
+    "spread_of",
+    "spread_over",
+]
+
+Indices = NDArray[np.int64]
+_MOST_CLIENTS: Final = 300  # of which something is told
+_MOST_LABELS: Final = 60
+DURING: Final = 50, 1000
+"""While a run goes on, at each evaluation: the most clients that are measured, and by how many samples of all."""
+_SAMPLES: Final = 6000  # of all clients together that are measured
+_FEWEST: Final = 10  # of one client, as far as it has them
+_MOST: Final = 200
+_UNFIT: Final = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What a metric raises that cannot read a batch, or finds nothing in it to divide by."""
+
+
+def shown_clients(count: int, most: int = _MOST_CLIENTS) -> list[int]:
+    """Of so many clients those that are told of: all, or some in even distances."""
+    return sorted(set(np.linspace(0, count - 1, min(count, most)).round().astype(int).tolist()))
+
+
+def samples_each(clients: int, together: int = _SAMPLES) -> int:
+    """By how many of its samples each of so many clients is measured, where it has them."""
+    return min(_MOST, max(_FEWEST, together // max(1, clients)))
+
+
+def skew_of(task: Task, samples_of: Sequence[Indices]) -> dict[str, Any]:
+    """How many samples of each label each client has, for a summary; without labels, how many samples."""
+    shown = shown_clients(len(samples_of))
+    names = task.data.names if isinstance(task.data, Parties) else ()
+    named = len(names) == len(samples_of)
+    told: dict[str, Any] = {
+        "clients": len(samples_of),
+        "numbers": shown,
+        "names": [names[client] if named else f"client {client}" for client in shown],
+        "samples": [len(samples_of[client]) for client in shown],
+    }
+    labels = _labels(task)
+    if labels is None:
+        return told
+    kinds = np.unique(labels)
+    if len(kinds) > _MOST_LABELS:
+        return told
+    counts = [[int((labels[samples_of[client]] == kind).sum()) for kind in kinds] for client in shown]
+    return {**told, "labels": kinds.tolist(), "counts": counts}
+
+
+def _labels(task: Task) -> Indices | None:
+    data = columns_of(task.data) if isinstance(task.data, Parties) else task.data
+    try:
+        return labels_of(data, task.samples)
+    except UserError:  # it has none
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class ClientMeasures:
+    """What measures come to on samples of clients' own."""
+
+    values: dict[int, dict[str, float]]
+    """Means, by client and by measure."""
+    failed: dict[str, str]
+    """Measures that cannot be taken of these samples, and why."""
+
+
+def measured(
+    task: Task,
+    measures: Mapping[str, Metric],
+    model: nn.Module,
+    models: Iterable[tuple[int, Sequence[Tensor]]],
+    samples_of: Sequence[Indices],
+    each: int = _MOST,
+    samples: Samples | None = None,
+) -> ClientMeasures:
+    """All measures over up to `each` samples of each of these clients, with the weights that come with it.
+
+    A metric is written for evaluation data, and may not know samples of training: then it is left out, and it is told
+    why. Who has no samples to be measured by is left out as well. The model is copied. `samples` are the task's, where
+    they are at hand already.
+    """
+    device = next((one.device for one in model.parameters()), torch.device("cpu"))
+    samples = samples or Samples(task, device)
+    own = copy.deepcopy(model).eval()
+    found = ClientMeasures({}, {})
+    for client, tensors in models:
+        indices = samples_of[client]
+        if not len(indices):
+            continue
+        chosen = indices[np.linspace(0, len(indices) - 1, min(len(indices), each)).round().astype(int)]
+        batch = samples.fetch(np.unique(chosen))
+        with torch.no_grad():
+            _put(own, tensors)
+            found.values[client] = _means(own, batch, measures, found.failed)
+    return found
+
+
+def _means(
+    model: nn.Module, batch: Any, measures: Mapping[str, Metric], failed: dict[str, str]
+) -> dict[str, float]:
+    """Of the measures that have not failed; those that do are added to these."""
+    found = {}
+    for name, measure in measures.items():
+        if name in failed:
+            continue
+        try:
+            found[name] = float(measure(model, batch))
+        except _UNFIT as error:
+            failed[name] = f"{type(error).__name__}: {error}".split("\n", 1)[0]
+    return found
+
+
+def spread_over(
+    found: ClientMeasures, clients: Sequence[int], names: Sequence[str], total: Callable[[Tensor], Tensor]
+) -> dict[str, dict[str, float]]:
+    """Collective: the spread of these measures over these clients, of whom each worker has measured its own.
+
+    Left out are measures that some worker could not take.
+    """
+    rows = [[found.values.get(client, {}).get(name, 0.0) for name in names] for client in clients]
+    there = [float(client in found.values) for client in clients]
+    failed = [float(name in found.failed) for name in names]
+    flat = total(torch.tensor([*chain.from_iterable(rows), *there, *failed], dtype=torch.float64))
+    values, known, lost = torch.split(flat, [len(clients) * len(names), len(clients), len(names)])
+    columns = values.view(len(clients), len(names))[known > 0].T.tolist()
+    spreads = {
+        name: spread_of(column)
+        for name, column, gone in zip(names, columns, lost.tolist(), strict=True)
+        if not gone
+    }
+    return {name: one for name, one in spreads.items() if one}
+
+
+def _put(model: nn.Module, tensors: Sequence[Tensor]) -> None:
+    for mine, theirs in zip(held(model), tensors, strict=True):
+        mine.copy_(theirs)
+
+
+def spread_of(values: Sequence[float | None]) -> dict[str, float]:
+    """Mean, means of the lowest and the highest tenth (at least one party), and standard deviation over parties."""
+    known = [value for value in values if value is not None and np.isfinite(value)]
+    ordered = np.sort(np.asarray(known, np.float64))
+    if not len(ordered):
+        return {}
+    tenth = max(1, round(len(ordered) / 10))
+    return {
+        "mean": float(ordered.mean()),
+        "lowest_tenth": float(ordered[:tenth].mean()),
+        "highest_tenth": float(ordered[-tenth:].mean()),
+        "deviation": float(ordered.std()),
+    }

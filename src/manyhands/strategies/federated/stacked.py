@@ -1,0 +1,331 @@
+"""Several clients trained at once, on stacked copies of the model (`torch.func.vmap`).
+
+    rows of each stacked parameter:   client a │ b │ c │ d        ordered by how many steps they take, most first
+    step t:                           the first so many rows: those that still have batches
+    of these, batches of equal size:  one vmapped gradient;  then one step of the optimizer on all rows at once
+
+No batch is padded, so that a loss may be any function of a batch. The optimizer is torch's own: those that work item by
+item do the same to a stack as to its rows.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.func import functional_call, grad_and_value, vmap
+from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
+
+from manyhands.data.randomness import mix
+from manyhands.engine.computing import require_loss
+from manyhands.strategies.federated.algorithms import FederatedAlgorithm
+from manyhands.strategies.federated.client_updates import ClientAssignment, ClientUpdate
+from manyhands.strategies.federated.clients import LocalWork, batches
+from manyhands.strategies.federated.replayed import ReplayedGradients
+from manyhands.strategies.federated.samples import Batches, Samples, apart
+from manyhands.strategies.federated.small_products import plain_products
+from manyhands.task import Task
+
+__all__ = ["ITEM_BY_ITEM", "StackedGradients", "StackedStep", "StackedTrainer", "steps_of"]
+
+Indices = NDArray[np.int64]
+Correct = Callable[[int, Sequence[Tensor], Sequence[Tensor]], None]
+ITEM_BY_ITEM: Final = (SGD, Adam, AdamW, Adagrad, Adadelta, Adamax, NAdam, RAdam, RMSprop)
+"""Optimizers that do to an item of a parameter what depends on this item alone."""
+_EPSILON: Final = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+
+
+@dataclass(frozen=True, slots=True)
+class StackedStep:
+    """One step of the first `active` clients: for each size of batch, which of them, and their samples."""
+
+    active: int
+    parts: Sequence[tuple[Indices, Indices]]
+    """Positions (clients,) and samples (clients, batch)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What a client is given, and its batches in order."""
+
+    given: ClientAssignment
+    batches: list[Indices]
+
+    @property
+    def client(self) -> int:
+        return self.given.client
+
+
+def steps_of(batches_of: Sequence[Sequence[Indices]]) -> Iterator[StackedStep]:
+    """The steps of clients that have these batches; those with more come first."""
+    counts = [len(own) for own in batches_of]
+    assert counts == sorted(counts, reverse=True), "clients with more steps come first"
+    for number in range(counts[0] if counts else 0):
+        active = sum(count > number for count in counts)
+        by_size: dict[int, list[int]] = {}
+        for position in range(active):
+            by_size.setdefault(len(batches_of[position][number]), []).append(position)
+        parts = [
+            (np.array(positions), np.stack([batches_of[position][number] for position in positions]))
+            for positions in by_size.values()
+        ]
+        yield StackedStep(active, parts)
+
+
+class _LossOfBatch(nn.Module):
+    """A task's loss as a module, so that `functional_call` puts other parameters into the model."""
+
+    def __init__(self, task: Task, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self._task = task
+
+    def forward(self, batch: Any) -> Tensor:
+        loss = self._task.loss(self.model, batch)
+        require_loss(loss)
+        return loss.reshape(())
+
+
+class StackedGradients:
+    """Gradient and loss of each of several clients, on its own batch with its own parameters.
+
+    Tensors come in the order of `held`: the model's parameters, then its floating-point buffers.
+    """
+
+    def __init__(self, task: Task, model: nn.Module) -> None:
+        loss = _LossOfBatch(task, model)
+        parameters = dict(loss.named_parameters())
+        buffers = [name for name, one in loss.named_buffers() if one.is_floating_point()]
+        self._names = [*parameters, *buffers]
+        self.trained = [number for number, one in enumerate(parameters.values()) if one.requires_grad]
+
+        def loss_of(trained: dict[str, Tensor], fixed: dict[str, Tensor], batch: Any) -> Tensor:
+            found: Tensor = functional_call(loss, {**trained, **fixed}, (batch,))
+            return found
+
+        self._gradients = vmap(grad_and_value(loss_of), randomness="error")
+
+    def __call__(self, stacked: Sequence[Tensor], batch: Any) -> tuple[list[Tensor], Tensor]:
+        """For tensors (clients, …), a batch (clients, samples, …): gradients of what is trained, losses (clients,)."""
+        named = dict(zip(self._names, stacked, strict=True))
+        trained = {self._names[one]: stacked[one] for one in self.trained}
+        fixed = {name: one for name, one in named.items() if name not in trained}
+        found, losses = self._gradients(trained, fixed, batch)
+        return [found[name] for name in trained], losses
+
+
+class StackedTrainer:
+    """Plays up to `most` clients at once; the task and the model were found fit for it."""
+
+    def __init__(
+        self,
+        task: Task,
+        model: nn.Module,
+        algorithm: FederatedAlgorithm,
+        work: LocalWork,
+        seed: int,
+        most: int,
+    ) -> None:
+        self._task = task
+        self._algorithm = algorithm
+        self._work = work
+        self._seed = seed
+        self._most = most
+        self._model = copy.deepcopy(model).train()
+        parameters = list(self._model.parameters())
+        self._parameters = len(parameters)
+        self._device = parameters[0].device
+        self.samples = Samples(task, self._device)
+        self._coming: Iterator[Any] = iter(())  # batches of the steps to come
+        self._gradients = StackedGradients(task, self._model)
+        self._trained = self._gradients.trained
+        self._optimizer = task.optimizer(self._model.parameters())
+        places = {id(parameters[number]): place for place, number in enumerate(self._trained)}
+        self._places = [
+            [places[id(one)] for one in group["params"] if id(one) in places]
+            for group in self._optimizer.param_groups
+        ]
+        self._stacks: list[Tensor] = []
+        self._rows: list[Tensor] = []  # of what is trained: those of clients that still have batches
+        self._losses = torch.zeros(0)
+        self._replayed: ReplayedGradients | None = None
+
+    def play(self, assigned: Sequence[ClientAssignment], like: Optimizer) -> Iterator[ClientUpdate]:
+        """The updates of these clients, in their order; the optimizer of each begins anew, set as `like` is."""
+        for begin in range(0, len(assigned), self._most):
+            yield from self._play_group(assigned[begin : begin + self._most], like)
+
+    @property
+    def notice(self) -> str:
+        """What whoever reads of this should know."""
+        refused = self._replayed.refused if self._replayed is not None else ""
+        return f"; without a CUDA graph ({refused})" if refused else ""
+
+    def _play_group(self, assigned: Sequence[ClientAssignment], like: Optimizer) -> Iterator[ClientUpdate]:
+        algorithm = self._algorithm
+        works = sorted(map(self._work_of, assigned), key=lambda work: -len(work.batches))
+        starts = [algorithm.started(work.client, work.given.weights) for work in works]
+        losses = self._run(works, starts, like, algorithm.correct if algorithm.corrects else None)
+        updates = {}
+        for position, (work, start) in enumerate(zip(works, starts, strict=True)):
+            steps = len(work.batches)
+            with torch.no_grad():
+                change = algorithm.reported(work.client, start, self._row(position, start), steps)
+            updates[work.client] = ClientUpdate(
+                client=work.client,
+                change=change,
+                samples=len(work.given.samples),
+                steps=steps,
+                loss=losses[position] / max(1, steps),
+                staleness=work.given.staleness,
+            )
+        if algorithm.trains_personal:
+            self._train_personal(works, like)
+        for one in assigned:
+            yield updates[one.client]
+
+    def _train_personal(self, works: Sequence[_Work], like: Optimizer) -> None:
+        """The models that the clients have for themselves."""
+        algorithm = self._algorithm
+        starts = [algorithm.personal(work.client, work.given.weights) for work in works]
+        self._run(works, starts, like, algorithm.correct_personal, [work.given.weights for work in works])
+        for position, (work, start) in enumerate(zip(works, starts, strict=True)):
+            with torch.no_grad():
+                algorithm.keep_personal(work.client, self._row(position, start))
+
+    def _work_of(self, given: ClientAssignment) -> _Work:
+        own = batches(self._work, given.samples, self._seed, given.number, given.client)
+        return _Work(given, list(own))
+
+    def _row(self, position: int, start: Sequence[Tensor]) -> list[Tensor]:
+        """One client's tensors as they are now; what is not trained is as it was."""
+        tensors = list(start)
+        for one in self._trained:
+            tensors[one] = self._stacks[one][position]
+        return tensors
+
+    def _run(
+        self,
+        works: Sequence[_Work],
+        starts: Sequence[Sequence[Tensor]],
+        like: Optimizer,
+        correct: Correct | None,
+        near: Sequence[Sequence[Tensor]] | None = None,
+    ) -> list[float]:
+        """All steps of these clients, from these tensors; the sum of each one's losses.
+
+        Gradients are corrected by those in `near`, or by these.
+        """
+        self._begin(starts, like)
+        active = len(works)
+        steps = list(steps_of([work.batches for work in works]))
+        wanted = [indices for step in steps for _, indices in step.parts]
+        seed = mix(self._seed, works[0].given.number, works[0].client)
+        self._coming = self.samples.each(Batches(wanted, seed))
+        for step in steps:
+            if step.active < active:
+                active = self._shrink(step.active)
+            with plain_products(self._model):
+                gradients, losses = self._computed(step)
+            with torch.no_grad():
+                self._losses[: step.active] += losses
+                for row, gradient in zip(self._rows, gradients, strict=True):
+                    row.grad = gradient
+                if correct is not None:
+                    for position, work in enumerate(works[: step.active]):
+                        parameters = self._parameters_of(position, starts[position])
+                        correct(work.client, parameters, (near or starts)[position])
+                self._clip(gradients)
+                self._optimizer.step()
+        return self._losses.tolist()
+
+    @torch.no_grad()
+    def _begin(self, starts: Sequence[Sequence[Tensor]], like: Optimizer) -> None:
+        """Every client begins with an optimizer without memory, set as `like` is."""
+        count = len(starts)
+        if not self._stacks:
+            self._stacks = [one.new_empty((self._most, *one.shape)) for one in starts[0]]
+            if self._device.type == "cuda" and self.samples.resident:
+                self._replayed = ReplayedGradients(self._gradients, self.samples, self._stacks)
+        for stack, *begun in zip(self._stacks, *starts, strict=True):
+            if all(one is begun[0] for one in begun):
+                stack[:count].copy_(begun[0].expand(count, *begun[0].shape))
+            else:
+                torch.stack(begun, out=stack[:count])
+        self._losses = torch.zeros(count, dtype=torch.float64, device=self._device)
+        self._rows = [self._stacks[one][:count] for one in self._trained]
+        self._optimizer.state.clear()
+        groups = self._optimizer.param_groups
+        for group, set_as, places in zip(groups, like.param_groups, self._places, strict=True):
+            group.update({name: value for name, value in set_as.items() if name != "params"})
+            group["params"] = [self._rows[place] for place in places]
+
+    def _shrink(self, active: int) -> int:
+        """Go on with the first `active` clients; the rows of the others stay as they are."""
+        smaller = [self._stacks[one][:active] for one in self._trained]
+        state = self._optimizer.state
+        for before, after in zip(self._rows, smaller, strict=True):
+            kept = state.pop(before, None)
+            if kept is not None:
+                state[after] = {name: _rows_of(value, before, active) for name, value in kept.items()}
+        self._rows = smaller
+        for group, places in zip(self._optimizer.param_groups, self._places, strict=True):
+            group["params"] = [smaller[place] for place in places]
+        return active
+
+    def _computed(self, step: StackedStep) -> tuple[list[Tensor], Tensor]:
+        """Gradients and losses of all active clients."""
+        if len(step.parts) == 1:
+            [(_, indices)] = step.parts
+            if self._replayed is not None:
+                return self._replayed(indices)
+            stacks = [stack[: step.active] for stack in self._stacks]
+            return self._gradients(stacks, self._next_apart(indices))
+        gradients = [torch.empty_like(row) for row in self._rows]
+        losses = self._losses.new_empty(step.active)
+        for positions, indices in step.parts:
+            where = torch.from_numpy(positions).to(self._device)
+            stacks = [stack[where] for stack in self._stacks]
+            found, lost = self._gradients(stacks, self._next_apart(indices))
+            for gradient, one in zip(gradients, found, strict=True):
+                gradient[where] = one
+            losses[where] = lost.to(losses.dtype)
+        return gradients, losses
+
+    def _next_apart(self, indices: NDArray[np.int64]) -> Any:
+        if self.samples.resident:  # some steps may be replayed without a batch
+            return self.samples.fetch_apart(indices)
+        return apart(next(self._coming), indices.shape)
+
+    def _parameters_of(self, position: int, start: Sequence[Tensor]) -> list[Tensor]:
+        """One client's parameters with their gradients, as an algorithm corrects them: views of the stacks."""
+        parameters = list(start[: self._parameters])  # what is not trained has no gradient
+        for row, one in zip(self._rows, self._trained, strict=True):
+            assert row.grad is not None, "gradients come before they are corrected"
+            parameters[one] = row[position].detach()
+            parameters[one].grad = row.grad[position]
+        return parameters
+
+    def _clip(self, gradients: Sequence[Tensor]) -> None:
+        """Each client's gradient by itself, as torch clips one."""
+        task = self._task
+        if task.clip_norm is not None:
+            norms = [torch.linalg.vector_norm(one.flatten(1), dim=1) for one in gradients]
+            norm = torch.linalg.vector_norm(torch.stack(norms), dim=0)
+            scale = (task.clip_norm / (norm + _EPSILON)).clamp(max=1)
+            for one in gradients:
+                one.mul_(scale.view(-1, *[1] * (one.dim() - 1)))
+        elif task.clip_value is not None:
+            for one in gradients:
+                one.clamp_(-task.clip_value, task.clip_value)
+
+
+def _rows_of(value: Any, before: Tensor, active: int) -> Any:
+    """What an optimizer keeps of the first rows; a count of steps is everybody's."""
+    return value[:active] if isinstance(value, Tensor) and value.shape == before.shape else value

@@ -1,0 +1,420 @@
+"""`federated` as a value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from manyhands.errors import UserError
+from manyhands.facts import (
+    ENDS,
+    NO_SERVERS,
+    NOBODY_JOINS,
+    Answer,
+    ModelFootprint,
+    Promise,
+    Promises,
+    Truth,
+    WorkerMemory,
+)
+from manyhands.strategies.federated.algorithms import FederatedAlgorithm, algorithm_named
+from manyhands.strategies.federated.kept_layers import EVERYTHING_SHARED
+from manyhands.strategies.federated.norms import check_norm_ratio
+from manyhands.strategies.federated.partition import NATURAL, Partition
+from manyhands.strategies.federated.privacy.terms import FIXED, SERVER, SYSTEM, PrivacyTerms
+from manyhands.strategies.federated.secure.fixedpoint import MOST_WEIGHT, FixedPoint
+from manyhands.strategies.federated.tuning import NOTHING_PERSONAL, Tuning
+from manyhands.strategy import Strategy, setting, switch_setting, whole_number
+from manyhands.wire.names import RAW, check_codec, codec_setting, feedback_setting, has_feedback
+
+__all__ = ["ALL", "AUTO", "Federated"]
+
+ALL = 0
+"""The batch that is all of a client's samples."""
+AUTO = 0
+"""As many clients at once as is right."""
+_RANGE, _BITS, _BATCH, _CLIENTS = 8.0, 24, 10, 10
+_NORM_RATIO = 100.0
+_SUMS = 3  # of updates whose norms lie within a factor of 4, and their total
+
+
+def _read_batch(text: str) -> int:
+    return ALL if text == "all" else whole_number(text)
+
+
+def _read_together(text: str) -> int:
+    if text == "auto":
+        return AUTO
+    if text == "0":
+        raise UserError("'0' is not a number of at least 1, nor auto")
+    return whole_number(text)
+
+
+def _number(kind: str) -> Callable[[str], float]:
+    """Reads a number, or says that the text is not of this kind."""
+
+    def read(text: str) -> float:
+        try:
+            return float(text)
+        except ValueError:
+            raise UserError(f"{text!r} is not {kind}") from None
+
+    return read
+
+
+_read_number = _number("a number")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Federated(Strategy):
+    """In each round some of the clients train the model on data of their own, and a server averages what they send.
+
+    The clients are simulated: the workers of a run share those of a round among them. `partition` says how one data set
+    is split over them, or that each has its own.
+    """
+
+    word: ClassVar[str] = "federated"
+    about: ClassVar[str] = "many clients train on data of their own; a server averages what they send"
+    truth: ClassVar[Truth] = Truth.SERVER_OF_CLIENTS
+    cannot_stream: ClassVar[str] = "the samples of each client are looked up by number"
+    cannot_read_apart: ClassVar[str] = "the samples of each client are looked up by number"
+
+    clients: int = setting(_CLIENTS, whole_number)
+    """How many there are; with partition=natural, as many as there are parties."""
+    fraction: float = setting(1.0, _number("a number above 0 and up to 1"), lambda value: f"{value:g}")
+    """Which part of them takes part in a round, at least one."""
+    epochs: int = setting(1, whole_number)
+    """How often a client goes through its data in a round."""
+    batch: int = setting(_BATCH, _read_batch, lambda value: "all" if value == ALL else str(value))
+    """Samples in a client's batch; `all`: one batch of all it has."""
+    algorithm: str = setting("fedavg", str)
+    """How clients train and what the server makes of it: `fedavg`, `fedsgd`, `fedprox:MU`, `fedadam:RATE`, …"""
+    partition: str = setting("iid", str)
+    """Who has which samples: `iid`, `shards:2`, `dirichlet:0.5`, `quantity:0.5`, or `natural` for `Parties`."""
+    together: int = setting(AUTO, _read_together, lambda value: "auto" if value == AUTO else str(value))
+    """How many clients a worker trains at once, as one stacked model; `auto`: as many as is right for the task."""
+    over: float = setting(1.0, _read_number, lambda value: f"{value:g}")
+    """How many times as many clients are asked as a round takes; the first to report count."""
+    dropout: float = setting(0.0, _read_number, lambda value: f"{value:g}")
+    """How likely a client that was asked says nothing more."""
+    deadline: float = setting(0.0, _read_number, lambda value: f"{value:g}")
+    """How long a round waits for reports, where a typical client takes 1; 0: for all that come."""
+    min_reports: int = setting(1, whole_number)
+    """Reports without which a round is abandoned, and tried again with others."""
+    secure: bool = switch_setting()
+    """Whether the updates of a round are summed by secure aggregation, so that the server learns their sum alone."""
+    range: float = setting(_RANGE, _number("a number above 0"), lambda value: f"{value:g}")
+    """With secure=yes, the largest absolute value of an item of an update; larger ones are clipped to it."""
+    bits: int = setting(_BITS, whole_number)
+    """With secure=yes, how many an item is rounded to, its sign included."""
+    keep: str = setting(EVERYTHING_SHARED, str)
+    """Which layers stay with each client, by the names of parameters or modules: `head`, `*norm*,head`; or `none`."""
+    personal: str = setting(NOTHING_PERSONAL, str)
+    """What each client makes of the common model for itself after the last round: `finetune:EPOCHS`, or `none`."""
+    held_out: float = setting(0.0, _number("a number from 0 to below 1"), lambda value: f"{value:g}")
+    """Which part of its samples a client does not train on, and is measured by instead; 0: by what it trains on."""
+    codec: str = codec_setting()
+    """How updates are made smaller on their way to the server: `raw`, or a codec such as `bf16` or `topk:0.01+int8`."""
+    feedback: bool = feedback_setting()
+    """Whether a client keeps what a codec leaves out, and adds it to its next update."""
+    max_samples: int = setting(MOST_WEIGHT, whole_number)
+    """For how many samples a client counts at most, whatever it says that it has."""
+    norm_ratio: float = setting(_NORM_RATIO, _read_number, lambda value: f"{value:g}")
+    """How many times the median of a round's norms an update may have, or it is rejected (of 3 or more); 0: any."""
+    clip: str = setting("no", str)
+    """The most that the norm of an update may be: `1.0`, or `adaptive:0.5` for a quantile of the norms; `no`: any."""
+    noise: float = setting(0.0, _read_number, lambda value: f"{value:g}")
+    """The deviation of the Gaussian noise of a round's sum, by the most that one client can change; needs a clip."""
+    noise_by: str = setting(SERVER, str)
+    """Who adds it: the `server`, or the `clients`, each its share, so that a server sees no sum without it."""
+    epsilon: float = setting(0.0, _read_number, lambda value: f"{value:g}")
+    """The run ends before more than this is given away of a client; 0: it is counted, and no bound."""
+    delta: float = setting(0.0, _read_number, lambda value: f"{value:g}")
+    """With noise, the chance for which epsilon need not hold: well below one by the number of clients."""
+    sampling: str = setting(FIXED, str)
+    """How a round's clients are drawn: a `fixed` number of them, or each by a draw of its own (`poisson`)."""
+    randomness: str = setting(SYSTEM, str)
+    """Where noise comes from: the operating `system`, or the run's `seed`, which is for tests and hides nothing."""
+
+    def __post_init__(self) -> None:
+        for name in ("clients", "epochs", "max_samples", "min_reports"):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+                raise UserError(
+                    f"federated {name}={getattr(self, name)}: must be a whole number of at least 1"
+                )
+        if not 0 < self.fraction <= 1:
+            raise UserError(f"federated fraction={self.fraction:g}: must be above 0 and at most 1")
+        if self.batch < 0:
+            raise UserError(f"federated batch={self.batch}: must be a whole number of at least 1, or all")
+        if self.together < 0:
+            raise UserError(
+                f"federated together={self.together}: must be a whole number of at least 1, or auto"
+            )
+        algorithm = algorithm_named(self.algorithm)
+        self._check_whole_batches(algorithm)
+        if Partition.parse(self.partition).word != NATURAL:
+            algorithm.check_round(self.per_round(self.clients))
+        check_codec(self.codec, link="", strategy=self.word, feedback=self.feedback)
+        if self.keep != EVERYTHING_SHARED and algorithm.cannot_keep_layers:
+            raise UserError(
+                f"federated keep={self.keep}: not with algorithm={self.algorithm}: {algorithm.cannot_keep_layers}; "
+                "leave one of the two out"
+            )
+        self._check_personal(algorithm)
+        self._check_rounds()
+        self._check_secure()
+        self._check_privacy()
+        self._check_norms()
+
+    def _check_rounds(self) -> None:
+        """UserError where clients that drop out, or are too many, make no sense, or are not thought of as yet."""
+        if not 1 <= self.over < math.inf:
+            raise UserError(f"federated over={self.over:g}: must be a number of at least 1")
+        if not 0 <= self.dropout < 1:
+            raise UserError(f"federated dropout={self.dropout:g}: must be at least 0 and below 1")
+        if not 0 <= self.deadline < math.inf:
+            raise UserError(f"federated deadline={self.deadline:g}: must be a number above 0, or 0 for none")
+        algorithm, usual = algorithm_named(self.algorithm), Federated.__dataclass_fields__
+        for name in ("over", "dropout", "deadline", "min_reports"):
+            if getattr(self, name) == usual[name].default:
+                continue
+            if algorithm.cannot_drop_clients:
+                raise UserError(
+                    f"federated {name}={getattr(self, name):g}: not with algorithm={self.algorithm}: "
+                    f"{algorithm.cannot_drop_clients}; leave one of the two out"
+                )
+            if self.clip != "no":
+                raise UserError(
+                    f"federated {name}={getattr(self, name):g}: not with clip={self.clip} as yet; leave one of the two "
+                    "out"
+                )
+        if self.dropout or self.deadline:
+            algorithm.check_round(self.min_reports)
+
+    def _check_whole_batches(self, algorithm: FederatedAlgorithm) -> None:
+        """UserError for what an algorithm of whole batches would not look at."""
+        if not algorithm.whole_batches:
+            return
+        for name, unused in (("epochs", self.epochs != 1), ("batch", self.batch not in (_BATCH, ALL))):
+            if unused:
+                raise UserError(
+                    f"federated {name}={getattr(self, name)}: a client of algorithm={self.algorithm} takes one step on "
+                    "all it has; leave it out, or use fedavg"
+                )
+
+    def _check_personal(self, algorithm: FederatedAlgorithm) -> None:
+        """UserError where models of clients' own, or what they are measured by, would come to nothing."""
+        try:
+            tuning = Tuning.parse(self.personal)
+        except UserError as error:
+            raise UserError(f"federated {error}") from error
+        if not 0 <= self.held_out < 1:
+            raise UserError(f"federated held_out={self.held_out:g}: must be a number from 0 to below 1")
+        if tuning is not None and algorithm.trains_personal:
+            raise UserError(
+                f"federated personal={self.personal}: not with algorithm={self.algorithm}: each client has a model of "
+                "its own already; leave one of the two out"
+            )
+        for name, value, asked in (
+            ("personal", self.personal, tuning is not None),
+            ("held_out", f"{self.held_out:g}", self.held_out > 0),
+        ):
+            if asked and self.noise:
+                raise UserError(
+                    f"federated {name}={value}: with noise nothing is told of single clients, so that nobody would see "
+                    "what comes of it; leave one of the two out"
+                )
+
+    def _check_secure(self) -> None:
+        """UserError where a secure sum is not enough, hides nobody, or could overflow."""
+        if not self.secure:
+            for name, default in (("range", _RANGE), ("bits", _BITS)):
+                if getattr(self, name) != default:
+                    raise UserError(f"federated {name}={getattr(self, name):g}: is for secure=yes; add it")
+            return
+        if algorithm_named(self.algorithm).single_updates:
+            raise UserError(
+                f"federated secure=yes: algorithm={self.algorithm} must see each client's update, and a secure sum "
+                "shows none; use another algorithm"
+            )
+        if algorithm_named(self.algorithm).cannot_sum_securely:
+            raise UserError(
+                f"federated secure=yes: not with algorithm={self.algorithm}: "
+                f"{algorithm_named(self.algorithm).cannot_sum_securely}; leave one of the two out"
+            )
+        if self.codec != RAW:
+            raise UserError(
+                f"federated secure=yes codec={self.codec}: words under a mask look random and cannot be made smaller; "
+                "use fewer bits= instead"
+            )
+        if self.partition == NATURAL:
+            self.fixed_point.check_capacity(3)  # how many there are, the data says
+        else:
+            self.check_round(self.clients)
+
+    def _check_privacy(self) -> None:
+        """UserError where the settings promise less than they seem to."""
+        if self.privacy.rule is None:
+            return
+        if not algorithm_named(self.algorithm).sums_only:
+            raise UserError(
+                f"federated clip={self.clip}: algorithm={self.algorithm} uses more of a client than its update in a "
+                "sum, which the clip does not bound; use fedavg, fedsgd, fedprox, fedadam, fedyogi or fedadagrad"
+            )
+        if self.partition != NATURAL:
+            self.check_clients(self.clients)
+
+    def _check_norms(self) -> None:
+        """UserError for a bound on norms that would bound nothing."""
+        try:
+            check_norm_ratio(self.norm_ratio)
+        except UserError as error:
+            raise UserError(f"federated {error}") from error
+        if self.seen_norm_ratio == self.norm_ratio or self.norm_ratio == _NORM_RATIO:
+            return
+        why = f"clip={self.clip}, which bounds every update's norm"
+        if self.secure:
+            why = "secure=yes: the server sees no norm, and range= and max_samples= bound what a client sends"
+        raise UserError(f"federated norm_ratio={self.norm_ratio:g}: not with {why}; leave it out")
+
+    @property
+    def seen_norm_ratio(self) -> float:
+        """`norm_ratio` where the server sees norms and bounds them no other way; else 0."""
+        return 0.0 if self.secure or self.clip != "no" else self.norm_ratio
+
+    @property
+    def privacy(self) -> PrivacyTerms:
+        """What is promised; UserError where that makes no sense."""
+        try:
+            return PrivacyTerms(
+                clip=self.clip,
+                noise=self.noise,
+                noise_by=self.noise_by,
+                epsilon=self.epsilon,
+                delta=self.delta,
+                sampling=self.sampling,
+                randomness=self.randomness,
+                secure=self.secure,
+                fraction=self.fraction,
+            )
+        except UserError as error:
+            raise UserError(f"federated {error}") from error
+
+    def check_clients(self, clients: int) -> None:
+        """UserError where what is promised is void for so many clients."""
+        fixed = self.fixed_point if self.secure else None
+        try:
+            self.privacy.check_clients(clients, self.per_round(clients), fixed)
+        except UserError as error:
+            raise UserError(f"federated {error}") from error
+
+    @property
+    def fixed_point(self) -> FixedPoint:
+        """How updates become whole numbers, with secure=yes."""
+        return FixedPoint(clip=self.range, bits=self.bits, max_weight=self.max_samples)
+
+    def check_parties(self, clients: int) -> None:
+        """UserError where so many are there, by the data, and another number was asked for."""
+        if self.clients not in (_CLIENTS, clients):
+            raise UserError(
+                f"federated clients={self.clients}: with partition={self.partition} there are as many as the data has "
+                f"parties, which are {clients}; leave it out"
+            )
+
+    def check_round(self, clients: int) -> None:
+        """UserError where a round of so many clients is too small, or cannot be summed securely."""
+        count = self.per_round(clients)
+        algorithm_named(self.algorithm).check_round(count)
+        if not self.secure:
+            return
+        if count < 3:
+            raise UserError(
+                f"federated secure=yes: a round has {count} of {clients} clients, and a sum of fewer than 3 hides "
+                "none; use more clients or a larger fraction"
+            )
+        self.fixed_point.check_capacity(count)
+
+    def check(self, workers: int, device: str, *, compiled: bool = False) -> None:
+        """Secure sums are of one worker's clients."""
+        super().check(workers, device, compiled=compiled)
+        if self.secure and workers > 1:
+            raise UserError(f"workers={workers}: with secure=yes one worker plays all clients; use workers=1")
+
+    @property
+    def gives_own_models(self) -> bool:
+        """Whether clients use other models than the common one."""
+        algorithm = algorithm_named(self.algorithm)
+        return (
+            self.personal != NOTHING_PERSONAL or self.keep != EVERYTHING_SHARED or algorithm.trains_personal
+        )
+
+    @property
+    def saves_each_step(self) -> bool:
+        """With noise, or a run that broke would have given away what the resumed one does not count."""
+        return self.noise > 0
+
+    @property
+    def counts_rounds(self) -> bool:
+        """A round is many steps of many clients."""
+        return True
+
+    @property
+    def splits_batches(self) -> bool:
+        """A batch is one client's."""
+        return False
+
+    @property
+    def cannot_compile(self) -> str:
+        """Each client begins with other weights and its own batches."""
+        return "clients are trained by copies of the model, which are not compiled"
+
+    @property
+    def instead_of_own_loop(self) -> str:
+        """Rounds are not steps of a loop."""
+        return "give mh.fit a Task for federated"
+
+    def per_round(self, clients: int) -> int:
+        """How many of so many clients take part in a round."""
+        return max(1, round(self.fraction * clients))
+
+    def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
+        """The model, a client's copy of it, and the sums of updates in double precision, by norm."""
+        [worker] = super().needs(model, workers)
+        what = "a client's weights, and the sum of updates"
+        besides = (1 + 2 * (_SUMS if self.seen_norm_ratio else 1)) * model.weights
+        if self.privacy.rule is not None:
+            besides += 4 * model.weights
+            what += ", and an update that is clipped"
+        algorithm = algorithm_named(self.algorithm)
+        own = algorithm.models_kept + int(self.feedback and self.codec != RAW and has_feedback(self.codec))
+        if own:
+            besides += own * model.weights * -(-self.clients // workers)
+            what += ", and what clients keep"
+        if algorithm.keeps_versions:
+            besides += self.per_round(self.clients) * model.weights
+            what += ", and the models that clients began with"
+        if algorithm.single_updates:
+            besides += (
+                self.per_round(self.clients) * 3 * model.weights
+            )  # as they are, and in double precision
+            what += ", and every update"
+        if self.secure:
+            asked = min(self.clients, math.ceil(self.per_round(self.clients) * self.over))
+            besides += 2 * asked * model.weights  # of 8 bytes, where a weight has 4
+            what += ", and each client's words"
+        return [replace(worker, besides=besides, what=what)]
+
+    @property
+    def promises(self) -> Promises:
+        """The workers of a simulation share the clients of every round."""
+        return Promises(
+            worker_dies=ENDS,
+            server_dies=NO_SERVERS,
+            workers_join=NOBODY_JOINS,
+            same_numbers=Promise(
+                answer=Answer.PARTLY,
+                words="those of clients trained one after another in one process, but for rounding",
+            ),
+        )

@@ -1,0 +1,165 @@
+"""`federated`: the common loop, with rounds for steps."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, cast
+
+from torch import nn
+
+from manyhands.data.parties import Parties
+from manyhands.engine.exchange import Exchange
+from manyhands.engine.exchanging import ExchangeTraining
+from manyhands.engine.request import Request
+from manyhands.engine.worker_resources import Resources
+from manyhands.errors import UserError
+from manyhands.places.local.template import expect
+from manyhands.strategies.common.collectives.collective import SharedCollective
+from manyhands.strategies.federated.clients import held_names
+from manyhands.strategies.federated.exchange import FederatedExchange, private_rounds, split_over
+from manyhands.strategies.federated.kept_layers import local_names
+from manyhands.strategies.federated.partition import NATURAL
+from manyhands.strategies.federated.privacy.accountant import need_accountant
+from manyhands.strategies.federated.rounds.simulated_rounds import simulated_rounds
+from manyhands.strategies.federated.secure.primitives import need_cryptography
+from manyhands.strategies.federated.spread import skew_of, spread_of
+from manyhands.strategies.federated.strategy import Federated
+from manyhands.task import Task
+
+__all__ = ["FederatedTraining"]
+
+
+class FederatedTraining(ExchangeTraining):
+    """Workers of one host share the clients of every round among them."""
+
+    def __init__(self, request: Request, model: nn.Module) -> None:
+        """UserError where the task asks for what clients cannot do, or its data cannot be split over them."""
+        super().__init__(request, model)
+        task = request.plan.task
+        strategy = cast(Federated, request.strategy)
+        assert isinstance(task, Task), "a compiled task is refused before"
+        for name, wanted in (
+            ("weights", task.weights is not None),
+            ("microbatches", task.microbatches > 1),
+            ("sparse", bool(task.sparse)),
+        ):
+            if wanted:
+                raise UserError(
+                    f"task.{name}: clients of strategy {strategy} train plain batches; leave it out"
+                )
+        found = split_over(strategy, task, request.plan.seed)
+        if strategy.secure:
+            need_cryptography()
+        strategy.check_round(len(found))
+        simulated_rounds(strategy, len(found), request.plan.seed)
+        local_names(held_names(model), strategy.keep)
+        _check_privacy(strategy, model, len(found))
+
+    def gather(self, finished: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, Any]]:
+        """Who the clients are and how the model does for each; what the algorithm tells, and what was given away."""
+        samples, besides = super().gather(finished)
+        besides |= finished[0]["algorithm"]
+        if "participation" in finished[0]:
+            besides["participation"] = finished[0]["participation"]
+        if "privacy" in finished[0]:
+            besides["privacy"] = finished[0]["privacy"]
+        task, strategy = self._request.plan.task, cast(Federated, self._request.strategy)
+        if strategy.noise:
+            return samples, besides  # no promise holds for the rest
+        assert isinstance(task, Task), "a compiled task is refused before"
+        split = split_over(strategy, task, self._request.plan.seed)
+        parties = skew_of(task, split)
+        besides["updates_refused"] = _refused(finished)
+        besides["updates_rejected"] = _rejected(finished)
+        parties["held_out"] = strategy.held_out
+        failed = {name for one in finished for name in one.get("failed", ())}
+        for told, here, over in (
+            ("measured", "measures", "fairness"),
+            ("measured_common", "measures_common", "fairness_common"),
+        ):
+            measures = _columns([one.get(told, {}) for one in finished], parties["numbers"], failed)
+            if measures:
+                parties[here] = measures
+                besides[over] = {name: spread_of(values) for name, values in measures.items()}
+        return samples, {**besides, "parties": parties}
+
+    def said(self, finished: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+        """How the clients were played, what was not counted or measured, and what is promised to whom."""
+        told = [one.get("played") for one in finished]
+        told += [sentence for one in finished for sentence in one.get("unmeasured", ())]
+        task, strategy = self._request.plan.task, cast(Federated, self._request.strategy)
+        if isinstance(task, Task) and isinstance(task.data, Parties) and strategy.partition != NATURAL:
+            told.append(
+                f"the parties of the data were mixed: partition={strategy.partition} deals their samples out anew, and "
+                f"partition={NATURAL} leaves each its own"
+            )
+        refused = _refused(finished)
+        if refused and not strategy.noise:  # even their number tells of somebody
+            told.append(
+                f"{refused} update{'s' * (refused > 1)} had a number that is not finite, and did not count"
+            )
+        rejected = _rejected(finished)
+        if rejected:
+            told.append(
+                f"{rejected} update{'s' * (rejected > 1)} did not count, since larger than "
+                f"norm_ratio={strategy.norm_ratio:g} times the median of the round; metrics.jsonl names them (rejected)"
+            )
+        told.append(finished[0].get("privacy", {}).get("sentence"))
+        return (*super().said(finished), *dict.fromkeys(sentence for sentence in told if sentence))
+
+    @classmethod
+    def exchange(cls, strategy: Any, resources: Resources) -> Exchange:
+        """One worker's end: alone, or in the shared memory of one host."""
+        if strategy.noise:
+            need_accountant()  # here, for it takes a second to import and is no part of a round
+        collective = SharedCollective(resources.group()) if resources.world > 1 else None
+        return FederatedExchange(strategy, resources.seed, collective)
+
+
+def _refused(finished: Sequence[Mapping[str, Any]]) -> int:
+    """How many updates were not counted, since they are not finite."""
+    return sum(one["updates_refused"] for one in finished)
+
+
+def _rejected(finished: Sequence[Mapping[str, Any]]) -> int:
+    """How many updates were not counted because of their norms."""
+    return sum(one["updates_rejected"] for one in finished)
+
+
+def _columns(
+    told: Sequence[Mapping[str, Mapping[str, float]]], clients: Sequence[int], failed: Collection[str]
+) -> dict[str, list[float | None]]:
+    """Each measure of these clients, of what each worker told of its own; None for those without a sample to measure.
+
+    Left out are those that some worker has `failed` to take.
+    """
+    found = {client: one for worker in told for client, one in worker.items()}
+    rows = [found.get(str(client), {}) for client in clients]
+    names = dict.fromkeys(name for row in rows for name in row if name not in failed)
+    return {name: [row.get(name) for row in rows] for name in names}
+
+
+def _check_privacy(strategy: Federated, model: nn.Module, clients: int) -> None:
+    """UserError where so many clients, or this model, cannot be given what the strategy promises."""
+    if strategy.privacy.rule is None:
+        return
+    strategy.check_clients(clients)
+    if not strategy.noise:
+        return
+    need_accountant()
+    expect(("dp_accounting",))  # which takes a second to import: once, and not in every worker of every run
+    buffers = [name for name, buffer in model.named_buffers() if buffer.is_floating_point()]
+    if buffers:
+        raise UserError(
+            f"noise={strategy.noise:g}: the model's buffer {buffers[0]!r} is averaged over clients, as statistics of "
+            "BatchNorm are, and noise would spoil it; use a model without, as with GroupNorm or LayerNorm"
+        )
+    rounds = private_rounds(strategy, clients, seed=0)
+    assert rounds is not None, "there is a clip"
+    assert rounds.spending is not None, "there is noise"
+    if rounds.spending.most_rounds == 0:
+        one = rounds.spending.epsilon_after(1)
+        raise UserError(
+            f"epsilon={strategy.epsilon:g}: one round with noise={strategy.noise:g} comes to {one:.3g} at "
+            f"delta={strategy.delta:g}; use more noise, a smaller fraction, or a larger epsilon"
+        )

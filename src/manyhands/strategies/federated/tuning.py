@@ -1,0 +1,62 @@
+"""Fine-tuning: `personal=finetune:EPOCHS`, what each client makes of the common model for itself after the last round.
+
+It is the plainest personalisation: the improved model is on the device anyway, and nothing leaves it. What comes of it
+follows from the common model, the client's samples and the seed, so that nothing of it need be kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Final
+
+from torch import Tensor
+
+from manyhands.errors import UserError, nearest
+from manyhands.strategies.federated.algorithms.algorithm import FederatedAlgorithm
+
+__all__ = ["AFTER_ALL", "NOTHING_PERSONAL", "Tuned", "Tuning", "TuningSteps"]
+
+NOTHING_PERSONAL: Final = "none"
+"""The setting with which clients use the model that the algorithm gives them."""
+AFTER_ALL: Final = 2**31 - 1
+"""The number of a round that no run has: what is random in fine-tuning is drawn apart."""
+_WORD: Final = "finetune"
+
+Tuned = Iterator[tuple[int, Sequence[Tensor]]]
+"""Clients, and what their models have become: parameters, then floating-point buffers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """For how many epochs on its own samples."""
+
+    epochs: int
+
+    @classmethod
+    def parse(cls, text: str) -> Tuning | None:
+        """Read `finetune:2`, or `finetune` for one epoch; None for `none`; UserError for anything else."""
+        if text == NOTHING_PERSONAL:
+            return None
+        word, colon, number = text.partition(":")
+        if word != _WORD:
+            raise UserError(f"personal={text}: unknown; {nearest(word, [_WORD, NOTHING_PERSONAL])}")
+        if not colon:
+            return cls(1)
+        if not (number.isascii() and number.isdigit() and 0 < int(number) < 10**6):
+            raise UserError(f"personal={text}: {number!r} is no number of epochs; write {_WORD}:1 or more")
+        return cls(int(number))
+
+
+class TuningSteps(FederatedAlgorithm):
+    """Plain steps of a client, of which it reports what its tensors have become: nobody is to average them."""
+
+    word: ClassVar[str] = _WORD
+    about: ClassVar[str] = "steps on a client's own samples after the last round"
+
+    def report(
+        self, client: int, start: Sequence[Tensor], trained: Sequence[Tensor], steps: int
+    ) -> Sequence[Tensor]:
+        """A copy of them."""
+        del client, start, steps
+        return [one.clone() for one in trained]

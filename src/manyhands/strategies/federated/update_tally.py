@@ -1,0 +1,131 @@
+"""The tallies of a simulation: a plain sum over the workers, every update by itself, or the secure protocol's sum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from manyhands.engine.exchange import Traffic
+from manyhands.strategies.federated.algorithms import FederatedAlgorithm
+from manyhands.strategies.federated.client_updates import (
+    ClientUpdate,
+    RoundPlace,
+    RoundTally,
+    TallySum,
+    WeighedUpdate,
+    shaped,
+)
+from manyhands.strategies.federated.norms import norm_class
+from manyhands.strategies.federated.privacy.private_rounds import PrivateRounds
+from manyhands.strategies.federated.privacy.private_tally import PrivateTally
+from manyhands.strategies.federated.secure.secure_tally import SecureTally
+from manyhands.strategies.federated.strategy import Federated
+from manyhands.strategies.federated.sums import ClassSums
+
+__all__ = ["KeptTally", "PlainTally", "Total", "tally_for"]
+
+Total = Callable[[Tensor], Tensor]
+"""Collective: the sum of a flat float64 tensor over the workers."""
+
+
+def tally_for(
+    strategy: Federated,
+    algorithm: FederatedAlgorithm,
+    place: RoundPlace,
+    weights: Sequence[Tensor],
+    like: Sequence[Tensor],
+    private: PrivateRounds | None = None,
+) -> RoundTally:
+    """What collects updates of tensors like these in a round, whose clients each worker asks in the same order."""
+
+    def summing(like: Sequence[Tensor]) -> RoundTally:
+        if strategy.secure:
+            return SecureTally(strategy.fixed_point, place.clients, weights, number=place.number, like=like)
+        if algorithm.single_updates:
+            return KeptTally(place.total, place.clients, like)
+        return PlainTally(place.total, like, by_norm=strategy.seen_norm_ratio > 0)
+
+    return summing(like) if private is None else PrivateTally(summing, private, like, place)
+
+
+class PlainTally:
+    """Adds up in double precision, so that it hardly matters who played which client."""
+
+    def __init__(self, total: Total, like: Sequence[Tensor], *, by_norm: bool = True) -> None:
+        self._total = total
+        self._sums = ClassSums(like, by_norm=by_norm)
+        self._sent = Traffic()
+
+    def add(self, update: ClientUpdate, weight: float) -> None:
+        """To this worker's sum."""
+        self._sent += Traffic(messages_sent=1, bytes_sent=update.num_bytes)
+        self._sums.add(update, weight)
+
+    def total(self, largest: int | None = None) -> TallySum:
+        """Over all workers."""
+        mine = self._sums.total(largest)
+        words = torch.tensor([mine.weight, mine.loss], dtype=torch.float64)
+        found = self._total(torch.cat([*(one.flatten().cpu() for one in mine.sums), words]))
+        return TallySum(
+            sums=shaped(found[:-2], mine.sums),
+            weight=float(found[-2]),
+            loss=float(found[-1]),
+            traffic=self._sent,
+        )
+
+
+class KeptTally:
+    """Keeps every update: each worker gets all, in the order of the round's clients."""
+
+    def __init__(self, total: Total, clients: Sequence[int], like: Sequence[Tensor]) -> None:
+        self._total = total
+        self._clients = clients
+        self._like = like
+        self._mine: dict[int, tuple[ClientUpdate, float]] = {}
+        self._sent = Traffic()
+
+    def add(self, update: ClientUpdate, weight: float) -> None:
+        """Kept until the round's end."""
+        self._sent += Traffic(messages_sent=1, bytes_sent=update.num_bytes)
+        self._mine[update.client] = (update, weight)
+
+    def total(self, largest: int | None = None) -> TallySum:
+        """One client after another: who played it gives its update, and the others give zeros."""
+        if largest is not None:
+            self._mine = {
+                client: one for client, one in self._mine.items() if norm_class(one[0].norm) <= largest
+            }
+        items = sum(one.numel() for one in self._like)
+        found: list[WeighedUpdate] = []
+        weight, loss = 0.0, 0.0
+        for client in self._clients:
+            flat = self._total(self._row(client, items))
+            if not float(flat[-2]):
+                continue  # its update was not finite, or its norm too large
+            change = [
+                one.to(mine.dtype)
+                for one, mine in zip(shaped(flat[:-2], self._like), self._like, strict=True)
+            ]
+            found.append(WeighedUpdate(client=client, change=change, weight=float(flat[-2])))
+            weight, loss = weight + float(flat[-2]), loss + float(flat[-1])
+        sums = [torch.zeros_like(one, dtype=torch.float64) for one in self._like]
+        for each in found:
+            for total_of, change_of in zip(sums, each.change, strict=True):
+                total_of.add_(change_of, alpha=each.weight)
+        return TallySum(
+            sums=sums,
+            weight=weight,
+            loss=loss,
+            traffic=self._sent,
+            updates=found,
+            missing=len(self._clients) - len(found),
+        )
+
+    def _row(self, client: int, items: int) -> Tensor:
+        if client not in self._mine:
+            return torch.zeros(items + 2, dtype=torch.float64)
+        update, weight = self._mine[client]
+        words = torch.tensor([weight, weight * update.loss], dtype=torch.float64)
+        return torch.cat([*(one.detach().flatten().to("cpu", torch.float64) for one in update.change), words])

@@ -1,0 +1,74 @@
+"""`hogwild` for compiled steps: threads on one memory, or processes that share it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from manyhands.data.store.rundir import RunDirectory
+from manyhands.engine.compiled_worker import Control, kernel_task
+from manyhands.engine.kernel_processes import KernelProcesses
+from manyhands.engine.kernel_task import KernelStep, KernelTask
+from manyhands.engine.kernel_threads import KernelThreads
+from manyhands.engine.request import Request
+from manyhands.engine.training import Result, Stage, Training
+from manyhands.native.group.shared_group import SharedGroup
+from manyhands.strategy import Strategy
+
+__all__ = ["HogwildKernels"]
+
+
+class _Processes(KernelProcesses):
+    """One memory that all processes map."""
+
+    @classmethod
+    def assemble(cls, task: KernelTask, strategy: Strategy, group: SharedGroup) -> tuple[KernelStep, Control]:
+        """The memory comes after what the workers agree on."""
+        control_bytes = Control.num_bytes(group.world)
+        segment = group.share(control_bytes + task.num_bytes, f"the memory of {task.name}")
+        control = Control(segment, group, strategy.record_order or "free", task)
+        step = task.step(task.shared_model(segment, control_bytes), control.order.turn)
+        step.segment = segment
+        return step, control
+
+
+class HogwildKernels(Training):
+    """Threads or processes, as the strategy's `hands` says."""
+
+    def __init__(self, request: Request, model: nn.Module) -> None:
+        super().__init__(request, model)
+        kind = KernelThreads if request.strategy.in_threads else _Processes
+        self._training: Training = kind(request, model)
+
+    def resume(self, directory: RunDirectory, config: Mapping[str, Any]) -> int | None:
+        """From the newest checkpoint, whoever wrote it."""
+        return self._training.resume(directory, config)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What resuming found worth telling."""
+        return self._training.notes
+
+    def run(self, stage: Stage) -> Result:
+        """Train to the end, and say it where the data did not keep all workers busy."""
+        result = self._training.run(stage)
+        idle = self._idle(result)
+        if idle:
+            stage.say(idle)
+        return result
+
+    def _idle(self, result: Result) -> str:
+        """A sentence where fewer worked at a time than were asked for: short data has few steps a pass to give out."""
+        task, workers = kernel_task(self._request.plan), self._request.workers
+        took_steps = sum(worker["steps"] > 0 for worker in result.observed["per_worker"])
+        busy, steps = min(took_steps, task.passes.steps), task.passes.steps
+        if not 0 < busy < workers:
+            return ""
+        hands = "threads" if self._request.strategy.in_threads else "processes"
+        alone = ", and the numbers are those of strategy=single" if busy == 1 else ""
+        return (
+            f"only {busy} of {workers} {hands} worked at a time{alone}: a pass over {task.samples:,} records is "
+            f"{steps} step{'s' * (steps > 1)}, and a step is one worker's; more workers help on more data"
+        )

@@ -1,0 +1,149 @@
+"""`hogwild` as a value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from manyhands.errors import UserError
+from manyhands.facts import (
+    BY_CHANCE,
+    ENDS,
+    NO_SERVERS,
+    NOBODY_JOINS,
+    Answer,
+    ModelFootprint,
+    Promise,
+    Promises,
+    Stepping,
+    Truth,
+    Waits,
+    WorkerMemory,
+    shared_copy,
+)
+from manyhands.strategy import Strategy, check_choice, setting
+
+__all__ = ["Hogwild"]
+
+_ORDERS = ("free", "locked", "turns")
+_HANDS = ("auto", "threads", "processes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hogwild(Strategy):
+    """One copy of the parameters in shared memory; every worker takes its own steps on it, without locks.
+
+    `order` is `free` for that, or one of two ways to compare it with: `locked` (one step at a time, whoever comes
+    first) and `turns` (round-robin: step k is worker k mod n's, in this order). `hands` says what the workers are:
+    `processes`, or `threads` of one process where the whole step is compiled (glove, logreg); `auto` is threads there.
+    """
+
+    word: ClassVar[str] = "hogwild"
+    about: ClassVar[str] = "one shared memory that every worker updates without locks; sparse models"
+    truth: ClassVar[Truth] = Truth.ONE_MEMORY
+    cannot_cross_hosts: ClassVar[str] = (
+        "its workers write to one memory without locks, and hosts have no memory in common"
+    )
+    moves_rows: ClassVar[bool] = True
+    cannot_read_apart: ClassVar[str] = (
+        "a batch of hogwild is one worker's, whole, and which worker's is seen when it comes"
+    )
+    when_evaluating: ClassVar[str] = "Workers of hogwild meet to evaluate, and wait for each other there."
+
+    order: str = setting("free", str)
+    """`free`, or to compare with: `locked` (one at a time) or `turns` (round-robin)."""
+    hands: str = setting("auto", str)
+    """What the workers are: `processes`, `threads` where the step is compiled, or `auto`."""
+
+    def __post_init__(self) -> None:
+        check_choice("order", self.order, _ORDERS)
+        check_choice("hands", self.hands, _HANDS)
+
+    @property
+    def waits_for(self) -> Waits:
+        """Each worker takes its own steps."""
+        return Waits.NOBODY
+
+    @property
+    def stepping(self) -> tuple[Stepping, ...]:
+        """While one worker steps, others write to items of the same tensors."""
+        return (Stepping.IN_PIECES,)
+
+    @property
+    def stepwise(self) -> bool:
+        """Each worker takes its own steps."""
+        return False
+
+    @property
+    def splits_batches(self) -> bool:
+        """A step is one worker's whole batch."""
+        return False
+
+    @property
+    def record_order(self) -> str | None:
+        """As the setting has it."""
+        return self.order
+
+    @property
+    def in_threads(self) -> bool:
+        """Unless processes are asked for."""
+        return self.hands != "processes"
+
+    def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
+        """Parameters and optimizer state are there once; each worker computes whole batches."""
+        return shared_copy(model, workers, 1)
+
+    @property
+    def instead_of_own_loop(self) -> str:
+        """Its workers share one model."""
+        return "give mh.fit a Task for hogwild"
+
+    def check(self, workers: int, device: str, *, compiled: bool = False) -> None:
+        """Python's steps need processes, and memory that all of them write."""
+        super().check(workers, device, compiled=compiled)
+        if self.hands == "threads" and not compiled:
+            raise UserError(
+                "hogwild hands=threads: only glove and logreg, whose steps are compiled, can use threads; leave hands "
+                "out"
+            )
+        if device != "cpu":
+            raise UserError(
+                f"device={device}: hogwild trains in the host's memory; use device=cpu, or strategy=mirrored for GPUs"
+            )
+
+    def advice(self, workers: int, *, sparse: bool) -> str:
+        """Say it where it is used for what it is not made for."""
+        if self.order != "free" or workers == 1 or sparse:
+            return ""
+        return (
+            "hogwild on a dense model: each step touches every parameter that others are changing; sparse updates are "
+            "where the theory holds, so declare tables in Task.sparse, or use strategy=mirrored"
+        )
+
+    @property
+    def refused_buffers(self) -> Mapping[str, str]:
+        """Nothing is left to synchronise."""
+        return {
+            "synchronize": "each batch is one worker's, whole, so that its statistics are those of the global batch"
+        }
+
+    @property
+    def promises(self) -> Promises:
+        """A step may be half written when its worker dies, so nobody goes on from that memory."""
+        same = {
+            "turns": Promise(
+                answer=Answer.YES,
+                words="those of one process; of tables, as far as lazy rows are dense ones",
+            ),
+            "locked": Promise(
+                answer=Answer.NO, words="those of one process on the same batches in some other order"
+            ),
+            "free": BY_CHANCE,
+        }
+        return Promises(
+            worker_dies=ENDS,
+            server_dies=NO_SERVERS,
+            workers_join=NOBODY_JOINS,
+            same_numbers=same[self.order],
+        )

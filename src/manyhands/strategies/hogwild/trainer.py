@@ -1,0 +1,294 @@
+"""One worker's training under `hogwild`: whole batches, one after another, each a step on the memory that all share.
+
+The batches of a run are those of the plain loop, each taken once by one worker. All workers meet where the run
+evaluates or saves, and at the end; there everything is quiet, so that an evaluation measures one state of the model and
+a checkpoint after step s has seen exactly the first s batches.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from manyhands.data.store.checkpoint import CheckpointStore, Loaded
+from manyhands.data.store.optimizer_state import restore_optimizer
+from manyhands.engine.booking import StepBook
+from manyhands.engine.buffers import WorkerBuffers
+from manyhands.engine.clipping import clip_own
+from manyhands.engine.computing import Built, Computed, Computer, TrainingPlan
+from manyhands.engine.diagnosis import Course, diagnose
+from manyhands.engine.exchange import Traffic
+from manyhands.engine.reduction import require_reduction
+from manyhands.engine.reporting import Reporter, WorkerContext
+from manyhands.engine.worker import Trained
+from manyhands.errors import NonFinite
+from manyhands.native.counters import Counter
+from manyhands.native.group.shared_group import SharedGroup
+from manyhands.native.group.step_order import ORDERS, Order
+from manyhands.native.heap import keep_freed_memory
+from manyhands.places.local.status import State
+from manyhands.strategies.hogwild.stepper import SharedStepper
+
+__all__ = ["HogwildTrainer"]
+
+_CONTROL_BYTES = Order.NUM_BYTES + Counter.NUM_BYTES
+_SMALLEST_TOTALS = 64
+
+
+class HogwildTrainer:
+    """Trains on the parameters of all; `run` is called once, on every worker. Takes over `group`.
+
+    `order` is that of the strategy. `close` is idempotent; the model keeps its memory as long as it lives.
+    """
+
+    def __init__(
+        self,
+        plan: TrainingPlan,
+        order: str,
+        group: SharedGroup,
+        worker_context: WorkerContext,
+        checkpoints: CheckpointStore | None = None,
+    ) -> None:
+        self.rank, self.world = group.rank, group.world
+        self.overlap: collections.Counter[int] = collections.Counter()
+        """How many steps of this worker had so many of others come between their reading and their writing."""
+        self._plan = plan
+        self._kind = ORDERS[order]
+        self._group = group
+        self._worker_context = worker_context
+        self._computer = Computer(plan, group.rank)
+        evaluate = partial(self._computer.evaluate, part=self.rank, parts=self.world, total=self.total)
+        self._reporter = Reporter(plan, self, worker_context, checkpoints, evaluate)
+        self._samples = 0
+        self._since_met = (0.0, 0)  # this worker's sum of losses, and its samples
+        self._stepper: SharedStepper | None = None
+        self._broken = ""
+        self._cause = ""
+        self._course = Course()
+        self._buffers = WorkerBuffers(plan.buffers)
+
+    def run(self, start: Loaded | None = None) -> Trained:
+        """Train from `start` (or from nothing) to the last step; raises NonFinite on the worker whose loss broke.
+
+        Takes the tensors out of `start`.
+        """
+        with self._computer.loading_ahead():
+            return self._run(start)
+
+    def _run(self, start: Loaded | None) -> Trained:
+        first = start.step if start is not None else 0
+        built = self._computer.build(first)
+        model = built.model
+        if start is not None:
+            model.load_state_dict(start.model)
+            restore_optimizer(built.optimizer, start.optimizer)
+            start.model.clear()  # or every worker would hold the whole checkpoint for the length of the run
+            start.optimizer.clear()
+        loop = self._attach(built, first)
+        model.train()
+        self._group.take_stats()  # who was late to start is no part of the training
+        extra = start.extra if start is not None else None
+        self._reporter.begin(first, extra, built.metric_scheduler)
+        if start is None and self._computer.task.microbatches > 1:
+            require_reduction(self._computer, self.rank, model, lambda trial: trial.evaluate(loop.called))
+        step, stopped = first, False
+        while step < self._plan.steps and not stopped:
+            step, stopped = self._until_met(loop, step)
+            if loop.bad.get():
+                self._refuse(loop.bad.get() - 1)
+                return self._trained(model, step, stopped=True)
+            stopped = stopped and step < self._plan.steps
+            last = stopped or step == self._plan.steps
+            # buffers are in the memory of all, but for one that a module has replaced
+            self._buffers.make_alike(list(model.buffers()), self.total, first=self.rank == 0)
+            ends = self._reporter.after(step, model, loop.called, last=last)
+            stopped = stopped or (ends and not last)
+        if first >= self._plan.steps:
+            self._reporter.evaluate(step, loop.called)
+        self._reporter.send(now=True)
+        self._worker_context.mark(step, State.FINISHED)
+        return self._trained(model, step, stopped)
+
+    def traffic(self) -> Traffic:
+        """Memory is shared: nothing is sent."""
+        return Traffic()
+
+    def total(self, values: Tensor) -> Tensor:
+        """Collective: the sum over workers."""
+        room, sums = self._totals.tensor, []
+        for piece in torch.split(values, room.numel()):
+            room.zero_()
+            room[: piece.numel()] = piece
+            self._group.all_reduce(self._totals)
+            sums.append(room[: piece.numel()].clone())
+        return torch.cat(sums)
+
+    def optimizer_state(self) -> dict[str, Any] | None:
+        """Collective, while all are met: worker 0 sees all of it."""
+        assert self._stepper is not None, "run comes first"
+        return self._stepper.optimizer_state() if self.rank == 0 else None
+
+    def model_state(self, model: nn.Module) -> Mapping[str, torch.Tensor] | None:
+        """Everyone's memory is the whole; worker 0 gives it."""
+        return model.state_dict() if self.rank == 0 else None
+
+    def memory(self) -> Mapping[str, Any]:
+        """Nothing but the model."""
+        return {}
+
+    def close(self) -> None:
+        """Let go of what is shared."""
+        if self._stepper is not None:
+            self._stepper.close()
+        self._group.close()
+
+    def _attach(self, built: Built, first: int) -> _Loop:
+        """Collective: into the memory of all."""
+        group, task = self._group, self._computer.task
+        stepper = SharedStepper(group, built.model, built.optimizer, task.sparse, _CONTROL_BYTES)
+        self._stepper = stepper
+        count = max(_SMALLEST_TOTALS, 2 + len(task.metrics))
+        group.allocate(count * torch.float64.itemsize, "what is measured")
+        self._totals = group.bucket(0, count, torch.float64)
+        segment = stepper.home.segment
+        called = cast(nn.Module, torch.compile(built.model)) if self._plan.compile else built.model
+        keep_freed_memory()  # every step frees what the next one takes
+        return _Loop(
+            built=built,
+            called=called,
+            order=self._kind(segment, 0, group),
+            bad=Counter.within(segment, Order.NUM_BYTES),
+            stepper=stepper,
+            scheduled=first,
+        )
+
+    def _until_met(self, loop: _Loop, step: int) -> tuple[int, bool]:
+        """Train from `step` on until all meet; where they are then, and whether somebody wants to stop there."""
+        end = self._reporter.next_due(step)
+        self._meet(step)  # whoever reads what the last round ended with has done so
+        loop.order.begin(step, end)
+        self._meet(step)
+        while (mine := loop.order.claim()) is not None:
+            self._step(loop, mine)
+            self._reporter.send()
+        self._reporter.send(now=True)
+        self._worker_context.mark(end, State.WAITING)
+        self._meet(end)
+        return loop.order.done(), self._agree()
+
+    def _agree(self) -> bool:
+        """Collective: the mean loss over the batches that all took since they last met, and whether anyone stops."""
+        mine = (*self._since_met, float(self._worker_context.stop_requested()))
+        self._since_met = (0.0, 0)
+        loss, samples, stops = self.total(torch.tensor(mine, dtype=torch.float64)).tolist()
+        self._reporter.loss = loss / samples if samples else math.nan
+        return bool(stops)
+
+    def _meet(self, step: int) -> None:
+        book = StepBook(self._worker_context.record, max(0, step - 1), time.monotonic_ns())
+        self._group.barrier()
+        waits = enumerate(self._group.take_stats().waiting_ns)
+        book.waits({peer: waited for peer, waited in waits if waited})
+
+    def _step(self, loop: _Loop, step: int) -> None:
+        """Train on global batch `step`, from 0, all of it."""
+        worker_context, order = self._worker_context, loop.order
+        worker_context.mark(step + 1, State.COMPUTING)
+        loop.schedule(step)
+        begin = time.monotonic_ns()
+
+        def prepare(batch: Any) -> None:
+            loop.stepper.read(batch)
+            order.enter(step)
+
+        mine = self._computer.compute(loop.called, step, 0, 1, _backward, prepare)
+        if math.isfinite(mine.loss):
+            if self._computer.task.clips:
+                clip_own(self._computer.task, loop.called)
+            loop.stepper.step()
+            self.overlap[order.applied()] += 1
+        else:
+            self._break(loop, step)
+        if worker_context.stop_requested() or self._broken:
+            order.stop(step)
+        order.leave(step)
+        end = time.monotonic_ns()
+        waits = collections.Counter(order.take_waits()) + collections.Counter(loop.stepper.take_waits())
+        self._record(step, mine, (begin, end), waits)
+
+    def _record(self, step: int, mine: Computed, span_ns: tuple[int, int], waits: Mapping[int, int]) -> None:
+        begin, end = span_ns
+        book = StepBook(self._worker_context.record, step, begin)
+        book.waits(waits)
+        book.input(mine.input_ns, mine.samples)
+        book.compute(end)
+        book.end(end, mine.samples, mine.loss)
+        self._samples += mine.samples
+        self._buffers.computed(mine.samples)
+        if not self._broken:
+            loss, samples = self._since_met
+            self._course.add(mine.loss)
+            self._since_met = loss + mine.loss * mine.samples, samples + mine.samples
+            seconds = (end - begin) / 1e9
+            self._reporter.add(step=step + 1, loss=mine.loss, seconds=seconds, at_s=self._reporter.seconds)
+
+    def _break(self, loop: _Loop, step: int) -> None:
+        """The loss is not finite: take no step, and say so to the others."""
+        since = f"an update before step {step + 1}" if self._course.last is not None else ""
+        clip = not self._computer.task.clips
+        self._cause = diagnose(loop.built.model, self._course, since=since, clip=clip)
+        self._broken = f"worker {self.rank}, step {step + 1}: the loss is not finite"
+        loop.bad.set(self.rank + 1)
+
+    def _refuse(self, rank: int) -> None:
+        """All have stopped; if several broke at once, the last to say so is the one that tells."""
+        self._reporter.send(now=True)
+        if rank == self.rank:
+            raise NonFinite(
+                f"{self._broken}; this batch changed no parameter, and the other workers stopped after the batch that "
+                f"they had begun; {self._cause}"
+            )
+
+    def _trained(self, model: nn.Module, step: int, stopped: bool) -> Trained:
+        return Trained(
+            model=model,
+            steps_done=step,
+            samples=self._samples,
+            seconds=self._reporter.seconds,
+            stopped_early=stopped,
+        )
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Loop:
+    """What a worker works with once it is attached."""
+
+    built: Built
+    called: nn.Module
+    order: Order
+    bad: Counter
+    """The rank of a worker whose loss broke, plus one."""
+
+    stepper: SharedStepper
+    scheduled: int
+    """Steps that the learning rate's schedule has taken."""
+
+    def schedule(self, step: int) -> None:
+        """Have the learning rates of batch `step`; the batches of one worker only go forward."""
+        if self.built.scheduler is not None:
+            for _ in range(self.scheduled, step):
+                self.built.scheduler.step()
+        self.scheduled = step
+
+
+def _backward(loss: Tensor, _share: float) -> None:
+    """All of the batch is this worker's."""
+    loss.backward()  # type: ignore[no-untyped-call]

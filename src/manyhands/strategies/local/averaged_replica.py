@@ -1,0 +1,232 @@
+"""What the workers of local SGD average: parameters and the optimizer's state, in one bucket for each type.
+
+Only parameters that some worker's backward has reached since the last average take part: any other is the same on all,
+and an average would change its last bits. State of no dimension, such as Adam's count of steps, is averaged in double
+precision and travels as it is, so that equal counts stay what they are.
+
+Where a codec rounds what travels, or may be chosen that does, that is how far each worker has come since the last
+average: a change is small, and so is what is lost of it, while parameters themselves would never leave the codec's
+coarse grid. A codec that sends parts of a change and owes the rest carries parameters only: the optimizer's state then
+travels as it is, for a second moment that is owed could come out negative.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from manyhands.errors import UserError
+from manyhands.strategies.common.collectives.collective import Collective
+from manyhands.strategies.common.collectives.piggyback import (
+    broadcast,
+    kept_by_codecs,
+    room_for_buffers,
+    total,
+)
+from manyhands.strategies.common.sharding.state_sizes import kept_by
+from manyhands.strategies.local.outer import Mean, OuterStep
+from manyhands.wire.flat_layout import BucketLayout, bucket_of, trainable
+from manyhands.wire.names import rounds_hops
+from manyhands.wire.parcels import Parcel
+from manyhands.wire.tap import GradientTap
+
+__all__ = ["Replica"]
+
+_SMALLEST_STATUS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Held:
+    """One tensor: a parameter, or, with a name, a state that the optimizer keeps for it."""
+
+    number: int
+    """Of the parameter, among the trainable ones."""
+
+    state: str | None
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def exact(self) -> bool:
+        """Whether it travels as it is, in double precision."""
+        return self.state is not None and not self.shape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Place:
+    """Where one tensor lies, flat; and what all had at the last average, where its changes travel."""
+
+    held: _Held
+    room: Tensor
+    before: Tensor | None
+
+
+class Replica:
+    """One worker's, from construction (collective) to `close`; `on_gradient` is called at every gradient."""
+
+    def __init__(
+        self, collective: Collective, model: nn.Module, optimizer: Optimizer, outer: OuterStep | None = None
+    ) -> None:
+        self._collective = collective
+        self._outer = outer or Mean()
+        self._model = model
+        self._optimizer = optimizer
+        self._parameters = list(trainable(model))
+        self._reached = [False] * len(self._parameters)
+        held = self._held()
+        layouts = _lay_out(held, state_as_is=not rounds_hops(collective.codec))
+        parcels = [layout.parcel(number, exact=exact) for number, (layout, exact) in enumerate(layouts)]
+        count = max(_SMALLEST_STATUS, 2 * len(self._parameters))
+        status = Parcel.whole(len(parcels), count, torch.float64, exact=True)
+        rooms = collective.allocate([*parcels, status, *room_for_buffers(model, status, collective.world)])
+        self._buckets, self._status = rooms[: len(parcels)], rooms[len(parcels)]
+        self._totals, self._totals_index = rooms[-1], len(rooms) - 1  # for what is too long for the status
+        self._before = {
+            parcel.number: torch.zeros(parcel.count, dtype=parcel.dtype)
+            for parcel in parcels
+            if collective.rounds(parcel)
+        }
+        self._places = [
+            place
+            for number, (layout, _) in enumerate(layouts)
+            for place in _places(held, layout, self._buckets[number], self._before.get(number))
+        ]
+        self.on_gradient: Callable[[], None] = lambda: None
+        self._tap = GradientTap(self._parameters, self._note)
+
+    def broadcast(self) -> None:
+        """Collective: worker 0's parameters and buffers to all."""
+        tensors = [*self._model.parameters(), *self._model.buffers()]
+        broadcast(self._collective, len(self._buckets), self._status, tensors)
+
+    @property
+    def parameters(self) -> Sequence[Tensor]:
+        """Those that are trained."""
+        return self._parameters
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Before the first step since the last average: keep what all have, where changes travel."""
+        self._outer.begin(self._parameters)
+        for place in self._places:
+            tensor = self._tensor(place.held)
+            if place.before is not None and tensor is not None:
+                place.before.copy_(tensor.reshape(-1))
+
+    @torch.no_grad()
+    def average(self, weight: float, *, plainly: bool = False) -> None:
+        """Collective: the sum of `weight` times each worker's replica is what the outer step takes for their mean.
+
+        `plainly`: it becomes everyone's, whatever the outer step is.
+        """
+        take = self._outer.plainly if plainly else self._outer.take
+        reached, kept = self._agree_on_parts()
+        for place in self._places:
+            tensor = self._tensor(place.held)
+            if tensor is None:
+                place.room.zero_()  # this worker has no such state yet
+                continue
+            place.room.copy_(tensor.reshape(-1))
+            if place.before is not None:
+                place.room.sub_(place.before)
+            place.room.mul_(weight)
+        for number in range(len(self._buckets)):
+            self._collective.launch(number)
+        self._collective.finish()
+        for number, before in self._before.items():
+            self._buckets[number].add_(before)
+        for place in self._places:
+            held = place.held
+            if held.state is None and reached[held.number]:
+                take(held.number, self._parameters[held.number], place.room.view(held.shape))
+            elif held.state is not None and reached[held.number] and kept[held.number]:
+                self._keep(held, place.room.view(held.shape))
+        self._reached = [False] * len(self._parameters)
+
+    def total(self, values: Tensor) -> Tensor:
+        """Collective: the sum over workers of a float64 vector."""
+        if len(values) > len(self._status):
+            return total(self._collective, self._totals_index, self._totals, values)
+        return total(self._collective, len(self._buckets), self._status, values)
+
+    def owed(self) -> Mapping[str, Any] | None:
+        """Collective: what the collective's codecs keep, of all workers, on worker 0."""
+        return kept_by_codecs(self._collective, len(self._buckets), self._status)
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        self._tap.close()
+
+    def _held(self) -> list[_Held]:
+        """Everything that is averaged; UserError for what cannot be."""
+        numbers = {parameter: number for number, parameter in enumerate(self._parameters)}
+        held = [
+            _Held(number=number, state=None, shape=parameter.shape, dtype=parameter.dtype)
+            for number, parameter in enumerate(self._parameters)
+        ]
+        kept = {} if self._outer.keeps_apart else kept_by(self._optimizer)
+        for parameter, states in kept.items():
+            held += [
+                _Held(number=numbers[parameter], state=one.name, shape=one.shape, dtype=one.dtype)
+                for one in states
+                if one.dtype is not None and parameter in numbers
+            ]
+        for one in held:
+            if not one.dtype.is_floating_point:
+                kind = type(self._optimizer).__name__
+                raise UserError(
+                    f"local averages what the optimizer keeps, but {kind} keeps {one.state!r} as {one.dtype}; use an "
+                    "optimizer with floating-point state, or strategy=mirrored"
+                )
+        return held
+
+    def _note(self, number: int, _parameter: Tensor) -> None:
+        self._reached[number] = True
+        self.on_gradient()
+
+    def _agree_on_parts(self) -> tuple[list[bool], list[bool]]:
+        """Collective: which parameters any worker has reached, and which have state on any worker."""
+        kept = [bool(self._optimizer.state.get(parameter)) for parameter in self._parameters]
+        said = self.total(torch.tensor([*self._reached, *kept], dtype=torch.float64)).bool().tolist()
+        return said[: len(kept)], said[len(kept) :]
+
+    def _tensor(self, held: _Held) -> Tensor | None:
+        parameter = self._parameters[held.number]
+        if held.state is None:
+            return parameter
+        value = self._optimizer.state.get(parameter, {}).get(held.state)
+        return value if isinstance(value, Tensor) else None
+
+    def _keep(self, held: _Held, mean: Tensor) -> None:
+        """Take the mean of a state; who has none yet, because its parts were empty, begins with it."""
+        tensor = self._tensor(held)
+        if tensor is not None:
+            tensor.copy_(mean)
+            return
+        parameter = self._parameters[held.number]
+        assert held.state is not None, "parameters are always there"
+        device = parameter.device if held.shape else torch.device("cpu")
+        self._optimizer.state[parameter][held.state] = mean.to(device, held.dtype, copy=True)
+
+
+def _lay_out(held: Sequence[_Held], *, state_as_is: bool) -> list[tuple[BucketLayout, bool]]:
+    """A bucket for each type, and whether it travels as it is; slots number `held`."""
+    kinds: dict[tuple[torch.dtype, bool], list[tuple[int, int]]] = {}
+    for index, one in enumerate(held):
+        as_is = one.exact or (state_as_is and one.state is not None)
+        kind = (torch.float64 if one.exact else one.dtype, as_is)
+        kinds.setdefault(kind, []).append((index, one.shape.numel()))
+    return [(bucket_of(dtype, tensors), exact) for (dtype, exact), tensors in kinds.items()]
+
+
+def _places(
+    held: Sequence[_Held], layout: BucketLayout, bucket: Tensor, before: Tensor | None
+) -> Iterator[_Place]:
+    kept = dict(layout.views(before)) if before is not None else {}
+    for index, room in layout.views(bucket):
+        yield _Place(held=held[index], room=room, before=kept.get(index))

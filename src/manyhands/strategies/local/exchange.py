@@ -1,0 +1,232 @@
+"""One worker's end of local SGD (Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019).
+
+Between averages nothing is sent: every worker steps with the gradient of its own part of each batch. At an average the
+parameters and the optimizer's state of all workers become their mean, each weighted with the samples it has seen since
+the last one; so all replicas are the same afterwards, and a checkpoint taken there is whole. The losses of the steps in
+between, a wish to stop and losses that are not finite travel with it.
+
+    stop · one flag per worker whose loss broke · the loss of each step since the last average
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from manyhands.engine.computing import Computer
+from manyhands.engine.exchange import Exchange, LocalStep, PeerTraffic, SharedStep, Times, Traffic
+from manyhands.engine.row_gradients import clippable
+from manyhands.native.heap import keep_freed_memory
+from manyhands.strategies.common.collectives.collective import Collective
+from manyhands.strategies.common.collectives.piggyback import remember_kept
+from manyhands.strategies.local.averaged_replica import Replica
+from manyhands.strategies.local.gossip import Gossip
+from manyhands.strategies.local.outer import Mean, OuterStep
+
+__all__ = ["ApartExchange", "LocalExchange"]
+
+_STOP, _FLAGS = 0, 1
+
+
+class LocalExchange(Exchange):
+    """Averages replicas over the given collective after every `steps` steps, and at the end of the run.
+
+    The `first` steps end with an average each. `outer` is what becomes of a mean, `gossip` what is done between two.
+    """
+
+    when_broken = "the others went on to the next average, and no replica was averaged with its"
+
+    def __init__(
+        self,
+        collective: Collective,
+        steps: float,
+        *,
+        first: int = 0,
+        outer: OuterStep | None = None,
+        gossip: Gossip | None = None,
+    ) -> None:
+        self.rank = collective.rank
+        self.world = collective.world
+        self._collective = collective
+        self._steps = steps
+        self._first = first
+        self._outer = outer or Mean()
+        self._gossip = gossip
+        self._meets = False
+        self._step = 0
+        self._model: nn.Module | None = None
+        self._optimizer: Optimizer | None = None
+        self._replica: Replica | None = None
+        self._weight = 0.0
+        self._losses: list[float] = []
+        self._broken = False
+        self._due = False
+        self._listener: Callable[[], None] | None = None
+
+    @property
+    def wire(self) -> int:  # type: ignore[override]
+        """As the collective has it, which may change."""
+        return self._collective.wire
+
+    @property
+    def copies(self) -> Sequence[Sequence[int]]:
+        """Everybody holds the model; they are alike after each average."""
+        return (range(self.world),)
+
+    def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Collective: give every worker worker 0's weights, and room for one replica."""
+        self._model, self._optimizer = model, optimizer
+        self._replica = Replica(self._collective, model, optimizer, self._outer)
+        self._replica.broadcast()
+        self._replica.on_gradient = self._on_gradient
+        keep_freed_memory()  # every step frees what the next one takes
+
+    def backward(self, loss: Tensor, share: float) -> None:
+        """Of the mean over this worker's part, whatever its share."""
+        del share
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def on_next_gradient(self, listener: Callable[[], None]) -> None:
+        """From the hook that sees it."""
+        self._listener = listener
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """Gradients add up where they are."""
+        return nullcontext()
+
+    def agree(self, local: LocalStep) -> SharedStep:
+        """Collective where an average is due: what all brought since the last one. Parameters follow in `settle`."""
+        assert self._replica is not None, "attach comes before agree"
+        if not self._losses:
+            self._replica.begin()
+        self._collective.step = local.step
+        self._broken = self._broken or not local.is_finite
+        self._weight += local.share
+        self._losses.append(local.loss * local.share if local.is_finite and local.share else 0.0)
+        self._step, self._meets = local.step + 1, True
+        self._due = local.last or self._step <= self._first or self._step % self._steps == 0
+        if not self._due:
+            return SharedStep(loss=math.nan, settled=False)
+        return self._agree_on_all(local.stop)
+
+    def clip(self, max_norm: float) -> float:
+        """This worker's own gradient."""
+        assert self._model is not None, "attach comes before clip"
+        return float(nn.utils.clip_grad_norm_(clippable(self._model.parameters()), max_norm))
+
+    def apply(self) -> None:
+        """This worker's own step, unless its loss has broken."""
+        assert self._optimizer is not None, "attach comes before apply"
+        if not self._broken:
+            self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def settle(self, *, end: bool = False) -> bool:
+        """Collective where it is due: every replica becomes the weighted mean."""
+        assert self._replica is not None, "attach comes before settle"
+        if not self._due and not (end and self._losses):
+            if self._gossip is None or not self._meets:
+                return False
+            self._meets = False
+            self._gossip.meet(self._step, self._replica.parameters)
+            return True
+        plainly = self._step <= self._first
+        self._replica.average(self._weight / len(self._losses), plainly=plainly)
+        self._weight, self._losses, self._due = 0.0, [], False
+        return True
+
+    def optimizer_state(self) -> dict[str, Any] | None:
+        """After an average every worker has the same; worker 0 tells."""
+        assert self._optimizer is not None, "attach comes before optimizer_state"
+        return self._optimizer.state_dict() if self.rank == 0 else None
+
+    def memory(self) -> Mapping[str, Any]:
+        """What the outer step remembers, the same on all workers; and what the codec owes, of every worker."""
+        assert self._replica is not None, "attach comes before memory"
+        remembered = self._outer.memory() if self.rank == 0 else {}
+        owed = self._replica.owed()
+        return {**({"outer": remembered} if remembered else {}), **({"codec": owed} if owed else {})}
+
+    def load_state(self, memory: Mapping[str, Any]) -> None:
+        """Go on with both."""
+        self._outer.load_state(memory.get("outer", {}))
+        remember_kept(self._collective, memory.get("codec"))
+
+    def total(self, values: Tensor) -> Tensor:
+        """Collective: the sum over workers."""
+        assert self._replica is not None, "attach comes before total"
+        return self._replica.total(values)
+
+    def take_times(self) -> Times:
+        """What the collective measured, and the meetings between averages."""
+        times = self._collective.take_times()
+        if self._gossip is None:
+            return times
+        waits = dict(times.wait_ns)
+        for worker, waited_ns in self._gossip.take_waits().items():
+            waits[worker] = waits.get(worker, 0) + waited_ns
+        posts = {**self._gossip.take_traffic()}
+        for worker, post in times.posts.items():
+            posts.setdefault(worker, PeerTraffic()).add(post)
+        return replace(times, wait_ns=waits, posts=posts)
+
+    def traffic(self) -> Traffic:
+        """What the collective sent, and what was sent between averages."""
+        sent = self._collective.traffic()
+        return sent if self._gossip is None else sent + self._gossip.traffic()
+
+    def summary(self) -> Mapping[str, Any]:
+        """What the collective tells."""
+        return self._collective.summary()
+
+    def close(self) -> None:
+        """Take the hooks off, and let go of the memory."""
+        if self._replica is not None:
+            self._replica.close()
+        if self._gossip is not None:
+            self._gossip.close()
+        self._collective.close()
+
+    def _on_gradient(self) -> None:
+        if self._listener is not None:
+            listener, self._listener = self._listener, None
+            listener()
+
+    def _agree_on_all(self, stop: bool) -> SharedStep:
+        mine = torch.zeros(_FLAGS + self.world + len(self._losses), dtype=torch.float64)
+        mine[_STOP] = float(stop)
+        mine[_FLAGS + self.rank] = float(self._broken)
+        mine[_FLAGS + self.world :] = torch.tensor(self._losses, dtype=torch.float64)
+        said = self.total(mine).tolist()
+        bad = tuple(rank for rank in range(self.world) if said[_FLAGS + rank])
+        *earlier, loss = said[_FLAGS + self.world :]
+        return SharedStep(loss=loss, bad_workers=bad, stop=bool(said[_STOP]), earlier=tuple(earlier))
+
+
+class ApartExchange(LocalExchange):
+    """Where replicas stay apart after an average: what the run has to show is their centre."""
+
+    @property
+    def copies(self) -> Sequence[Sequence[int]]:
+        """Nobody: each goes its own way."""
+        return ()
+
+    def evaluate(self, computer: Computer, model: nn.Module) -> tuple[dict[str, float], int] | None:
+        """Of the centre."""
+        assert self._replica is not None, "attach comes before evaluate"
+        with self._outer.shown(self._replica.parameters):
+            return super().evaluate(computer, model)
+
+    def model_state(self, model: nn.Module) -> Mapping[str, Tensor] | None:
+        """The centre's."""
+        assert self._replica is not None, "attach comes before model_state"
+        with self._outer.shown(self._replica.parameters):
+            state = super().model_state(model)
+            return {name: value.clone() for name, value in state.items()} if state is not None else None

@@ -1,0 +1,197 @@
+"""What a worker makes of the mean over all replicas: the setting `outer=`, and the steps it stands for.
+
+mean       every replica becomes the mean                                       local SGD (Stich 2019)
+nesterov   the mean is taken for a step, and momentum is put under it           DiLoCo (Douillard et al. 2023)
+elastic    replicas stay apart, drawn to a centre that is drawn to them         elastic averaging (Zhang et al. 2015)
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+from manyhands.errors import UserError, nearest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["MEAN", "OUTER", "Elastic", "Mean", "Nesterov", "OuterStep", "check_outer", "outer_step"]
+
+MEAN: Final = "mean"
+
+
+class OuterStep(ABC):
+    """One worker's, for all its parameters by their numbers; all calls are made on every worker alike."""
+
+    keeps_apart: ClassVar[bool] = False
+    """Whether replicas differ after it, and with them the state of the optimizers."""
+
+    def begin(self, parameters: Sequence[Tensor]) -> None:  # noqa: B027 - the mean needs nothing
+        """Before the first step since the last average."""
+
+    @abstractmethod
+    def take(self, number: int, parameter: Tensor, mean: Tensor) -> None:
+        """Move parameter `number`, in place, now that the mean over all replicas is known."""
+
+    def plainly(self, number: int, parameter: Tensor, mean: Tensor) -> None:
+        """The mean becomes everyone's parameter `number`, in place: in steps that end with a plain average."""
+        del number
+        parameter.copy_(mean)
+
+    def memory(self) -> dict[str, Tensor]:
+        """What a resumed run needs of it."""
+        return {}
+
+    def load_state(self, memory: Mapping[str, Tensor]) -> None:  # noqa: B027 - the mean remembers nothing
+        """Go on from that."""
+
+    @contextmanager
+    def shown(self, parameters: Sequence[Tensor]) -> Iterator[None]:
+        """While this is open, parameters are what the run has to show."""
+        del parameters
+        yield
+
+
+class Mean(OuterStep):
+    """Every replica becomes the mean."""
+
+    def take(self, number: int, parameter: Tensor, mean: Tensor) -> None:
+        """The mean itself."""
+        self.plainly(number, parameter, mean)
+
+
+class Nesterov(OuterStep):
+    """How far the mean has come since the last average is a gradient, for SGD with Nesterov's momentum."""
+
+    def __init__(self, rate: float, momentum: float) -> None:
+        self._rate, self._momentum = rate, momentum
+        self._before: list[Tensor] = []
+        self._velocity: dict[int, Tensor] = {}
+
+    def begin(self, parameters: Sequence[Tensor]) -> None:
+        """Keep what all have."""
+        if not self._before:
+            self._before = [parameter.detach().clone() for parameter in parameters]
+        for before, parameter in zip(self._before, parameters, strict=True):
+            before.copy_(parameter)
+
+    def take(self, number: int, parameter: Tensor, mean: Tensor) -> None:
+        """As `torch.optim.SGD(nesterov=True)` does with the gradient `before - mean`."""
+        gradient = self._before[number] - mean
+        velocity = self._velocity.get(number)
+        if velocity is None:
+            velocity = self._velocity[number] = gradient.clone()
+        else:
+            velocity.mul_(self._momentum).add_(gradient)
+        parameter.copy_(self._before[number]).add_(
+            gradient.add(velocity, alpha=self._momentum), alpha=-self._rate
+        )
+
+    def memory(self) -> dict[str, Tensor]:
+        """The momentum of each parameter that has some."""
+        return {str(number): velocity for number, velocity in self._velocity.items()}
+
+    def load_state(self, memory: Mapping[str, Tensor]) -> None:
+        """Go on with it."""
+        self._velocity = {int(number): velocity.clone() for number, velocity in memory.items()}
+
+
+class Elastic(OuterStep):
+    """Worker and centre draw each other: the worker by `pull` / workers of the way, the centre by `pull` to the mean.
+
+    Each worker keeps the centre, which is the same on all; it is what the run has to show.
+    """
+
+    keeps_apart = True
+
+    def __init__(self, pull: float, world: int) -> None:
+        self._pull, self._own_pull = pull, pull / world
+        self._centre: list[Tensor] = []
+
+    def begin(self, parameters: Sequence[Tensor]) -> None:
+        """The first time all are alike: that is the centre."""
+        if not self._centre:
+            self._centre = [parameter.detach().clone() for parameter in parameters]
+
+    def take(self, number: int, parameter: Tensor, mean: Tensor) -> None:
+        """Both move, each by what they were before."""
+        centre = self._centre[number]
+        parameter.sub_((parameter - centre).mul_(self._own_pull))
+        centre.add_((mean - centre).mul_(self._pull))
+
+    def plainly(self, number: int, parameter: Tensor, mean: Tensor) -> None:
+        """All are at the mean, and so is their centre."""
+        super().plainly(number, parameter, mean)
+        self._centre[number].copy_(mean)
+
+    @contextmanager
+    def shown(self, parameters: Sequence[Tensor]) -> Iterator[None]:
+        """The centre."""
+        if not self._centre:
+            yield
+            return
+        own = [parameter.detach().clone() for parameter in parameters]
+        for parameter, centre in zip(parameters, self._centre, strict=True):
+            parameter.detach().copy_(centre)
+        try:
+            yield
+        finally:
+            for parameter, value in zip(parameters, own, strict=True):
+                parameter.detach().copy_(value)
+
+
+Maker = Callable[[Sequence[float], int], OuterStep]
+
+OUTER: Final[dict[str, tuple[tuple[tuple[str, float], ...], Maker]]] = {
+    MEAN: ((), lambda _numbers, _world: Mean()),
+    "nesterov": ((("rate", 0.7), ("momentum", 0.9)), lambda numbers, _world: Nesterov(*numbers)),
+    "elastic": ((("pull", 0.9),), lambda numbers, world: Elastic(numbers[0], world)),
+}
+"""By word: its numbers with the usual values, and what makes the step of one of so many workers."""
+
+
+def check_outer(text: str) -> None:
+    """Raise the UserError that says what `outer` may be, unless it is that."""
+    _read(text)
+
+
+def outer_step(text: str, world: int) -> OuterStep:
+    """The step that `outer=TEXT` stands for."""
+    word, numbers = _read(text)
+    return OUTER[word][1](numbers, world)
+
+
+def _read(text: str) -> tuple[str, list[float]]:
+    word, *given = str(text).split(":")
+    if word not in OUTER:
+        raise UserError(f"unknown outer step {word!r}; {nearest(word, OUTER)}")
+    fields: Any = OUTER[word][0]
+    usual = ":".join([word, *(f"{value:g}" for _, value in fields)])
+    if len(given) > len(fields):
+        raise UserError(f"outer={text}: has more numbers than {word} takes; {usual} is the usual one")
+    numbers = [value for _, value in fields]
+    for index, one in enumerate(given):
+        name = fields[index][0]
+        try:
+            numbers[index] = float(one)
+        except ValueError:
+            raise UserError(
+                f"outer={text}: {name} {one!r} is not a number; {usual} is the usual one"
+            ) from None
+        low = numbers[index] >= 0.0 if name == "momentum" else numbers[index] > 0.0
+        high = (
+            numbers[index] < 1.0
+            if name == "momentum"
+            else numbers[index] <= (1.0 if name == "pull" else 10.0)
+        )
+        if not (math.isfinite(numbers[index]) and low and high):
+            allowed = {
+                "rate": "above 0, up to 10",
+                "momentum": "from 0 to below 1",
+                "pull": "above 0, up to 1",
+            }
+            raise UserError(f"outer={text}: {name}={one} must lie {allowed[name]}; {usual} is the usual one")
+    return word, numbers

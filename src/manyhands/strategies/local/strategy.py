@@ -1,0 +1,137 @@
+"""`local` as a value."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from manyhands.errors import UserError
+from manyhands.facts import (
+    ENDS,
+    NO_SERVERS,
+    NOBODY_JOINS,
+    ROUNDED,
+    TO_ROUNDING,
+    Answer,
+    ModelFootprint,
+    Promise,
+    Promises,
+    Truth,
+    WorkerMemory,
+)
+from manyhands.strategies.local.outer import MEAN, check_outer
+from manyhands.strategy import Strategy, check_link, link_setting, setting, switch_setting, whole_number
+from manyhands.wire.names import RAW, check_codec, codec_setting, feedback_setting, rounds_hops
+
+__all__ = ["Local"]
+
+
+def _read_steps(text: str) -> float:
+    if text == "inf":
+        return math.inf
+    if not text.isascii() or not text.isdigit() or len(text) > 9:
+        raise UserError(f"local steps={text}: must be a whole number of at least 1, or inf")
+    return int(text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Local(Strategy):
+    """Every worker takes its own steps on its part of each batch; every `steps` of them all replicas are averaged.
+
+    `steps=1` with plain SGD is the synchronous step; `steps=inf` averages once, at the end. The `first` steps end with
+    an average each, as in post-local SGD. `outer` is what becomes of the mean, `gossip` what is done between two.
+    `link` is how processes of one host talk: through `shared` memory, or in a ring by `tcp` on loopback; there `codec`
+    makes what travels smaller: how far each worker has come since the last average.
+    """
+
+    word: ClassVar[str] = "local"
+    about: ClassVar[str] = "each worker takes its own steps; parameters are averaged every few of them"
+    truth: ClassVar[Truth] = Truth.EVERYONE
+    cannot_cross_hosts: ClassVar[str] = ""
+    when_evaluating: ClassVar[str] = "Under local, evaluations wait for the next average."
+
+    steps: float = setting(8, _read_steps)
+    """How many steps of its own a worker takes between two averages."""
+    first: int = setting(0, whole_number)
+    """How many steps at the beginning of the run end with an average each, which is then the plain mean."""
+    outer: str = setting(MEAN, str)
+    """What becomes of the mean: `mean`, `nesterov:RATE:MOMENTUM` (DiLoCo) or `elastic:PULL` (elastic averaging)."""
+    gossip: bool = switch_setting()
+    """Whether each worker averages its parameters with one other after every step between two averages."""
+    link: str = link_setting()
+    codec: str = codec_setting()
+    """How what travels is made smaller: `raw`, or a codec such as `bf16` or `topk:0.01+int8`."""
+    feedback: bool = feedback_setting()
+    """Whether what a codec leaves out is kept and added to what is sent next."""
+
+    def __post_init__(self) -> None:
+        check_link(self.link)
+        check_codec(self.codec, link=self.link, strategy=self.word, feedback=self.feedback)
+        check_outer(self.outer)
+        if self.first < 0 or self.first != int(self.first):
+            raise UserError(f"local first={self.first}: must be a whole number, 0 or more")
+        if self._keeps_apart and self.codec != RAW:
+            raise UserError(
+                f"local outer={self.outer} codec={self.codec}: a codec sends how far a worker has come since all were "
+                "alike, and here they never are; leave one of the two out"
+            )
+        if self._keeps_apart and self.gossip:
+            raise UserError(
+                f"local outer={self.outer} gossip=yes: both say how replicas are drawn together; leave one out"
+            )
+        if self.steps != math.inf and (self.steps < 1 or self.steps != int(self.steps)):
+            raise UserError(f"local steps={self.steps}: must be a whole number of at least 1, or inf")
+
+    @property
+    def uses_links(self) -> bool:
+        """For gossip, and where there is a network; memory is averaged in place."""
+        return self.uses_network or self.gossip
+
+    @property
+    def stepwise(self) -> bool:
+        """Only where every step ends with an average."""
+        return self.steps == 1
+
+    @property
+    def instead_of_own_loop(self) -> str:
+        """A loop's own model is its replica, and it may leave a step out in which its partner waits for it."""
+        if self._keeps_apart:
+            return f"give mh.fit a Task for outer={self.outer}"
+        return "give mh.fit a Task for gossip" if self.gossip else ""
+
+    @property
+    def _keeps_apart(self) -> bool:
+        return self.outer.startswith("elastic")
+
+    def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
+        """A replica each, and room in which replicas are averaged."""
+        [worker] = super().needs(model, workers)
+        if workers == 1:
+            return [worker]
+        if self._keeps_apart:
+            what = "room in which replicas are averaged, and their centre"
+            return [replace(worker, besides=2 * model.weights, what=what)]
+        besides, what = model.weights + model.state, "room in which replicas are averaged"
+        if self.outer != MEAN:
+            besides, what = besides + 2 * model.weights, f"{what}, and the outer step's momentum"
+        return [replace(worker, besides=besides, what=what)]
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """Those of codecs, where it has one that is more than a rounding."""
+        return () if rounds_hops(self.codec) else ("codecs",)
+
+    @property
+    def promises(self) -> Promises:
+        """All are needed for the next average."""
+        in_step = self.steps == 1 and self.outer == MEAN
+        apart = Promise(
+            answer=Answer.NO, words="replicas drift apart between averages; the same in every repetition"
+        )
+        return Promises(
+            worker_dies=ENDS,
+            server_dies=NO_SERVERS,
+            workers_join=NOBODY_JOINS,
+            same_numbers=apart if not in_step else TO_ROUNDING if self.codec == RAW else ROUNDED,
+        )

@@ -1,0 +1,72 @@
+"""`local`: the common loop, with an exchange of parameters instead of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from manyhands.engine.codec_report import ChoosingTraining
+from manyhands.engine.exchange import Exchange, SingleExchange
+from manyhands.engine.worker_resources import Resources
+from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
+from manyhands.strategies.common.collectives.collective import (
+    Collective,
+    SharedCollective,
+    across_hosts,
+    over_links,
+)
+from manyhands.strategies.local.exchange import ApartExchange, LocalExchange
+from manyhands.strategies.local.gossip import Gossip
+from manyhands.strategies.local.outer import outer_step
+from manyhands.strategies.local.strategy import Local
+from manyhands.transport.link.interface import Link
+
+__all__ = ["LocalTraining"]
+
+
+class LocalTraining(ChoosingTraining):
+    """Every worker holds the model, and its own state of the optimizer until the next average."""
+
+    @classmethod
+    def exchange(cls, strategy: Local, resources: Resources) -> Exchange:
+        """One worker's end: in the shared memory of one host, or in a ring of links."""
+        world = resources.world
+        if world == 1:
+            return SingleExchange()  # an average of one
+        links = resources.links() if strategy.uses_links else {}
+        resources = replace(resources, links=lambda: links)  # once for averages and what is between them
+        if strategy.uses_network:
+            collective: Collective = over_links(
+                ALGORITHMS["ring"], resources, strategy.codec, feedback=strategy.feedback
+            )
+        else:
+            collective = SharedCollective(resources.group())
+        return _end(strategy, collective, links, resources.timeout_s)
+
+    @classmethod
+    def exchange_across_hosts(cls, strategy: Local, resources: Resources) -> tuple[Exchange, Collective]:
+        """Averages in a ring of links."""
+        links = resources.links()
+        resources = replace(resources, links=lambda: links)
+        replicas, words = across_hosts(
+            ALGORITHMS["ring"], resources, strategy.codec, feedback=strategy.feedback
+        )
+        return _end(strategy, replicas, links, resources.timeout_s), words
+
+    @property
+    def codec(self) -> str:
+        """Of averages."""
+        strategy = self._request.strategy
+        assert isinstance(strategy, Local), "the registry leads here from local alone"
+        return strategy.codec
+
+
+def _end(
+    strategy: Local, collective: Collective, links: Mapping[int, Link], timeout_s: float
+) -> LocalExchange:
+    """One worker's end of averages over a collective, and of gossip over links."""
+    rank, world = collective.rank, collective.world
+    gossip = Gossip(rank, world, links, timeout_s) if strategy.gossip else None
+    outer = outer_step(strategy.outer, world)
+    kind = ApartExchange if outer.keeps_apart else LocalExchange
+    return kind(collective, strategy.steps, first=strategy.first, outer=outer, gossip=gossip)

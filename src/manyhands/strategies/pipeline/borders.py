@@ -1,0 +1,228 @@
+"""A stage's place in the chain: its parts, what they take from the stage before and give to the one after, and when."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from manyhands.engine.exchange import MicrobatchTime
+from manyhands.errors import UserError
+from manyhands.strategies.pipeline.schedule_table import Schedule, StageWork
+from manyhands.strategies.pipeline.stage_messages import Flow, StageMessages, Waited
+
+__all__ = ["ChainPart", "Ends", "Passed", "StageBorders"]
+
+
+class ChainPart:
+    """Some modules of a chain, one after another; `number` is the part's, `first` its first module's place."""
+
+    def __init__(
+        self, number: int, first: int, modules: Sequence[nn.Module], own: Sequence[nn.Parameter] = ()
+    ) -> None:
+        self.number = number
+        self.first = first
+        self.own = tuple(own)
+        """Parameters of the model that none of its layers has, and any may use."""
+
+        self.modules = tuple(modules)
+        self._changes_input: bool | None = None  # not known before the first forward
+
+    def forward(self, x: Any, begin: Callable[[int], None]) -> Any:
+        """Apply the modules; `begin` is called with the place of each in the chain before it is."""
+        with self.changeable(x) as x:
+            for place, module in enumerate(self.modules, self.first):
+                begin(place)
+                x = module(x)
+        return x
+
+    @contextmanager
+    def changeable(self, x: Any) -> Iterator[Any]:
+        """An input that the modules may change in place: a leaf may not be, nor what another part still has.
+
+        It is a copy, until one was seen that they left alone.
+        """
+        if not isinstance(x, Tensor) or self._changes_input is False:
+            yield x
+            return
+        copy = x.clone()
+        yield copy
+        if self._changes_input is None and all(module.training for module in self.modules):
+            self._changes_input = copy._version > 0  # some change it in training alone
+
+    def parameters(self) -> list[nn.Parameter]:
+        """All of them, each once."""
+        return list(dict.fromkeys(one for module in self.modules for one in module.parameters()))
+
+    def buffers(self) -> list[Tensor]:
+        """All of them."""
+        return [one for module in self.modules for one in module.buffers()]
+
+    def train(self, mode: bool = True) -> None:
+        """Compute as in training, or as in evaluation."""
+        for module in self.modules:
+            module.train(mode)
+
+
+class Ends(Protocol):
+    """What the task has at both ends of the chain, of one pass of micro-batches; and its random numbers."""
+
+    def computing(self) -> AbstractContextManager[object]:
+        """In which modules are applied."""
+
+    def prepare(self, microbatch: int) -> None:
+        """Get the samples that the loss of a micro-batch needs, if they are not here."""
+
+    def input(self, microbatch: int) -> Any:
+        """What the first part is called with."""
+
+    def loss(self, microbatch: int, output: Any) -> Tensor:
+        """What backward begins with, from the last part's output: whatever the task's loss takes."""
+
+    def begin(self, microbatch: int, place: int) -> None:
+        """A module of the chain is about to be applied to a micro-batch: set the random generators."""
+
+
+class Passed(NamedTuple):
+    """What went into passing things between the slices of a stage's layers."""
+
+    spent_ns: int = 0
+    waits_ns: Mapping[int, int] = {}
+    """Of it: waiting for each worker."""
+
+
+class StageBorders:
+    """What one stage takes and gives, of all its parts, on its device; `times` are those of its turns, in order."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        stage: int,
+        parts: Sequence[ChainPart],
+        post: StageMessages,
+        device: torch.device | None = None,
+    ) -> None:
+        self.schedule = schedule
+        self.stage = stage
+        self.parts = {part.number: part for part in parts}
+        self.post = post
+        self._device = device if device is not None else torch.device("cpu")
+        self._times: list[MicrobatchTime] = []
+        self._begin_ns: int | None = None  # of the turn, as long as nothing slowed it down
+        self.passed: Callable[[], Passed] = Passed
+        """Says what went into passing things between slices since it was last asked."""
+
+        self.slow_down: Callable[[float], None] = lambda _: None
+        """Called once in each turn, before it sends anything, with the seconds that it has taken."""
+
+        post.heed = self._waited
+
+    def is_last(self, part: ChainPart) -> bool:
+        """Whether the loss comes after it."""
+        return part.number + 1 == self.schedule.parts
+
+    def input(self, part: ChainPart, microbatch: int) -> Tensor:
+        """What the part before sends, as a leaf that has a gradient; not of the first part."""
+        before = part.number - 1
+        x = self.post.receive(Flow.OUTPUT, before, microbatch, before % self.schedule.stages)
+        x = x.to(self._device)
+        return x.requires_grad_() if x.is_floating_point() and torch.is_grad_enabled() else x
+
+    def gradient(self, part: ChainPart, microbatch: int, shape: torch.Size) -> Tensor | None:
+        """Of the part's output, which has this shape; not of the last part.
+
+        None where nothing that is trained is reached from it.
+        """
+        after = (part.number + 1) % self.schedule.stages
+        gradient = self.post.receive(Flow.GRADIENT, part.number, microbatch, after)
+        return gradient.reshape(shape).to(self._device) if gradient.numel() else None
+
+    def send_output(self, part: ChainPart, microbatch: int, output: Any) -> None:
+        """To the part after."""
+        output = self.tensor(output, part, microbatch)
+        self._be_slow()
+        self.post.send(Flow.OUTPUT, part.number, microbatch, output, (part.number + 1) % self.schedule.stages)
+
+    def send_gradient(self, part: ChainPart, microbatch: int, x: Any) -> None:
+        """Of a part's input to the part before, where it is a number that has one.
+
+        An empty one where nothing was reached: zeros would have its parameters decay, as they do not in one process.
+        """
+        if not part.number or not x.is_floating_point():
+            return
+        gradient = x.grad if x.grad is not None else x.new_empty(0)
+        before = part.number - 1
+        self._be_slow()
+        self.post.send(Flow.GRADIENT, before, microbatch, gradient, before % self.schedule.stages)
+
+    def forward_only(self, part: ChainPart, microbatch: int, ends: Ends) -> Any:
+        """The output of one part for one micro-batch, without a graph: sent on, or returned where it is the last."""
+        x = self.input(part, microbatch) if part.number else ends.input(microbatch)
+        with ends.computing():
+            output = part.forward(x, lambda place: ends.begin(microbatch, place))
+        if self.is_last(part):
+            return output
+        self.send_output(part, microbatch, output)
+        return None
+
+    def tensor(self, output: Any, part: ChainPart, microbatch: int) -> Tensor:
+        """What a part gives; UserError where it is no tensor."""
+        if isinstance(output, Tensor):
+            return output
+        raise UserError(
+            f"stage {self.stage}, micro-batch {microbatch}: {type(part.modules[-1]).__name__} gives a "
+            f"{type(output).__name__}; between two stages goes one tensor: cut elsewhere (cuts=…), or give one there"
+        )
+
+    @contextmanager
+    def timed(self, turn: StageWork) -> Iterator[None]:
+        """What is done inside is the turn's own work."""
+        begin_ns = self._begin_ns = time.monotonic_ns()
+        yield
+        self._be_slow()
+        spent_ns, waits_ns = self.passed()
+        at_ns = time.monotonic_ns() - spent_ns
+        parts: list[tuple[int, int | None]] = [(at_ns - begin_ns, None)]
+        parts += [(waited_ns, worker) for worker, waited_ns in waits_ns.items()]
+        self._add(begin_ns, turn.microbatch, parts, spent_ns - sum(waits_ns.values()))
+
+    def _be_slow(self) -> None:
+        """Where this worker is to be slower than it is: once in a turn, and before others get what they wait for."""
+        begin_ns, self._begin_ns = self._begin_ns, None
+        if begin_ns is not None:
+            self.slow_down((time.monotonic_ns() - begin_ns) / 1e9)
+
+    def _add(
+        self, at_ns: int, microbatch: int, parts: Sequence[tuple[int, int | None]], exchange_ns: int
+    ) -> None:
+        """Note a turn as (nanoseconds, whom that was a wait for), one after the other; passing things comes last."""
+        for number, (duration_ns, worker) in enumerate(parts, 1):
+            self._times.append(
+                MicrobatchTime(
+                    begin_ns=at_ns,
+                    end_ns=at_ns + duration_ns,
+                    microbatch=microbatch,
+                    waited_for=worker,
+                    exchange_ns=exchange_ns if number == len(parts) else 0,
+                )
+            )
+            at_ns += duration_ns
+
+    def take_times(self) -> list[MicrobatchTime]:
+        """What took how long since the last call, in order."""
+        times, self._times = self._times, []
+        return times
+
+    def _waited(self, waited: Waited) -> None:
+        self._times.append(
+            MicrobatchTime(
+                begin_ns=waited.begin_ns,
+                end_ns=waited.end_ns,
+                microbatch=waited.microbatch,
+                waited_for=waited.worker,
+            )
+        )

@@ -1,0 +1,355 @@
+"""One worker's end of a pipeline in the common loop: its stage, its replicas, and what all workers agree on."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from manyhands.engine.chain import chain_of
+from manyhands.engine.clipping import scale_down, squares_of
+from manyhands.engine.computing import Computed, Computer, TrainingPlan
+from manyhands.engine.exchange import Exchange, LocalStep, PeerTraffic, SharedStep, Times, Traffic
+from manyhands.engine.footprint import sizes_of
+from manyhands.engine.worker_resources import Resources
+from manyhands.native.heap import keep_freed_memory
+from manyhands.places.local.status import State
+from manyhands.strategies.common.grid.grid_gradients import agree_on, sum_gradients
+from manyhands.strategies.common.grid.grid_group import LinkGroup, waits_of
+from manyhands.strategies.common.grid.grid_layout import GridAxis
+from manyhands.strategies.common.grid.held import Held, HeldModel, Outline
+from manyhands.strategies.common.sharding.optimizers import stepping_for
+from manyhands.strategies.pipeline.borders import Passed, StageBorders
+from manyhands.strategies.pipeline.check import most_held
+from manyhands.strategies.pipeline.ends import MeasureEnds, TrainingEnds
+from manyhands.strategies.pipeline.holding import Holding, holding_of, require_own_statistics
+from manyhands.strategies.pipeline.layer_costs import layer_costs
+from manyhands.strategies.pipeline.schedule_table import Schedule
+from manyhands.strategies.pipeline.split import part_bytes, planned
+from manyhands.strategies.pipeline.stage_messages import StageMessages
+from manyhands.strategies.pipeline.stage_worker import PipelineStage
+from manyhands.strategies.pipeline.standin import input_of
+from manyhands.strategies.pipeline.strategy import Pipeline
+from manyhands.strategies.pipeline.wave import WaveStage
+from manyhands.strategies.tensor.find_plan import find_plan
+from manyhands.strategies.tensor.slicing import slice_modules
+from manyhands.strategies.tensor.slicing_plan import Slicing
+from manyhands.strategies.tensor.traffic_report import layer_traffic
+
+__all__ = ["PipelineExchange", "ShowsPlace"]
+
+_ALL, _REPLICAS, _SLICES, _TIED = 0x60, 0x61, 0x62, 0x100
+"""What tells the messages of groups apart, who share links with what stages send; from the last on, a group each."""
+
+_MOST_EVALUATIONS: Final = 1 << 16
+
+
+class ShowsPlace(Protocol):
+    """Shows where this worker is."""
+
+    def __call__(self, step: int, state: State, *, place: tuple[int, int] | None = None) -> None:
+        """At a step, and there at a (stage, micro-batch)."""
+
+
+class PipelineExchange(Exchange):
+    """A stage of a pipeline, or of one of its replicas; `plan` has as many micro-batches as the strategy."""
+
+    builds_on_host = True
+
+    def __init__(
+        self, strategy: Pipeline, resources: Resources, plan: TrainingPlan, mark: ShowsPlace
+    ) -> None:
+        self.rank, self.world = resources.rank, resources.world
+        self._strategy = strategy
+        self._plan = plan
+        self._mark = mark
+        self._grid = strategy.grid(self.world)
+        self._place = self._grid.place(self.rank)
+        self._table = strategy.table()
+        self._links = links = resources.links() if self.world > 1 else {}
+        self.wire = next((link.wire for link in links.values()), self.wire)
+        self._timeout_s = timeout_s = resources.timeout_s
+        self._all = self._group(range(self.world), _ALL, "all workers")
+        self._replicas = self._group(
+            self._grid.along(GridAxis.DATA, self.rank), _REPLICAS, "replicas of a stage"
+        )
+        self._slices = self._group(self._grid.along(GridAxis.SLICE, self.rank), _SLICES, "slices of a stage")
+        self._stages = self._grid.along(GridAxis.STAGE, self.rank)
+        self._post = StageMessages(self._place.stage, self._stages, links, timeout_s)
+        self._tied: list[tuple[LinkGroup, tuple[nn.Parameter, ...]]] = []
+        self._posts: dict[int, PeerTraffic] = {}
+        self._steps = 0
+        self._passed_ns = 0
+
+    @property
+    def table(self) -> Schedule:
+        """The schedule that all stages follow."""
+        return self._table
+
+    @property
+    def most_kept(self) -> int:
+        """Of how many micro-batches this stage kept activations at once, at most, in the last step."""
+        return self._stage.most_kept
+
+    @property
+    def part(self) -> int:
+        """All stages of a pipeline work on the same samples."""
+        return self._place.data
+
+    @property
+    def parts(self) -> int:
+        """One for each replica."""
+        return self._grid.data
+
+    @property
+    def copies(self) -> Sequence[Sequence[int]]:
+        """The replicas of each stage, or of each slice of it."""
+        return self._grid.copies
+
+    def held_parameters(self, model: nn.Module) -> Iterable[tuple[str, Tensor | None]]:
+        """Those of this worker's layers, under the names that they have in the whole model."""
+        del model
+        return self._held.named()
+
+    def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Collective: cut the model, and keep this worker's layers of worker 0's."""
+        self._model, self._optimizer = model, optimizer
+        outline, chain = Outline.of(model), chain_of(model)
+        self.cuts = self._agree_on_cuts(model, chain)
+        require_own_statistics(model, chain, self.cuts, self._strategy.stages)
+        for tensor in (*model.parameters(), *model.buffers()):
+            self._all.broadcast(tensor.detach())
+        strategy, place = self._strategy, self._place
+        self._holding = holding = holding_of(model, chain, self.cuts, strategy.stages, place.stage)
+        computer = Computer(self._plan, self.rank)
+        held = self._slice(model, holding, computer.device)
+        told = {
+            name: model.get_buffer(name)
+            for name in holding.buffers
+            if name in outline.keys and place.data == 0
+            if place.slice == 0 or name in self._sliced.buffers
+        }
+        stepping_for(optimizer, strategy.stepping, strategy.word)
+        self._held = HeldModel(outline, optimizer, held, told, self._sliced.buffers)
+        self._held.drop_rest()
+        local = {id(one.whole): one.local for one in held}
+        for number, (stages, parameters) in enumerate(holding.tied):
+            members = [self._stages[stage] for stage in stages]
+            group = self._group(members, _TIED + number, "stages that share weights")
+            self._tied.append((group, tuple(local[id(one)] for one in parameters)))
+        self._borders = StageBorders(self._table, place.stage, holding.parts, self._post, computer.device)
+        self._borders.passed = self._passed
+        self._stage = (
+            WaveStage(self._borders)
+            if self._table.over_time
+            else PipelineStage(self._borders, recompute=strategy.recompute)
+        )
+        for part in holding.parts:
+            part.train()
+        keep_freed_memory()  # every step frees what the next one takes
+
+    def compute(self, computer: Computer, model: nn.Module, step: int) -> Computed:
+        """This worker's turns of the schedule, on its replica's share of the batch."""
+        del model  # the parts are its
+        waits_of(self._groups())  # of what was done between steps
+        asked_ns = time.monotonic_ns()
+        share = computer.share(step, self.part, self.parts)
+        ends = TrainingEnds(computer, share, step, self.part)
+        ends.input_ns = time.monotonic_ns() - asked_ns
+        stage = self._place.stage
+        self._passed()  # of what was done between steps
+        self._borders.slow_down = partial(computer.slow_down, step)
+        self._stage.run(
+            ends,
+            len(share.pieces),
+            lambda microbatch: self._mark(step + 1, State.COMPUTING, place=(stage, microbatch)),
+        )
+        loss = ends.mean_loss()
+        samples = share.samples if self._counts else 0
+        return Computed(loss=loss, share=share.weight, samples=samples, input_ns=ends.input_ns)
+
+    def evaluate(self, computer: Computer, model: nn.Module) -> tuple[dict[str, float], int] | None:
+        """Collective: every batch goes forward through the stages, once for each measure."""
+        del model
+        if computer.task.evaluation is None:
+            return None
+        functions = computer.measures()
+        totals = torch.zeros(len(functions) + 1, dtype=torch.float64)
+        parts, number = self._holding.parts, 0
+        for part in parts:
+            part.train(False)
+        self._post.begin(checked=False)
+        with torch.no_grad():
+            for piece in computer.evaluation_batches(self.part, self.parts):
+                for column, measure in enumerate(functions.items()):
+                    ends = MeasureEnds(computer, number, piece, measure)
+                    for part in parts:
+                        output = self._borders.forward_only(part, number % _MOST_EVALUATIONS, ends)
+                        if self._borders.is_last(part):
+                            totals[column] += ends.measured(output)
+                    self._post.settle()
+                    number += 1
+                totals[-1] += piece.samples
+        if not self._counts:
+            totals.zero_()
+        for part in parts:
+            part.train()
+        return computer.means(self.total(totals))
+
+    def evaluate_alike(self, computer: Computer, model: nn.Module) -> tuple[dict[str, float], int] | None:
+        """Collective: through the stages."""
+        return self.evaluate(computer, model)
+
+    def backward(self, loss: Tensor, share: float) -> None:
+        """The stages' turns are all there is."""
+        del loss, share
+        raise AssertionError("a pipeline computes by itself")
+
+    def agree(self, local: LocalStep) -> SharedStep:
+        """Collective: sum gradients over replicas, then over the stages that share a parameter; and the loss."""
+        self._steps += 1
+        sum_gradients(self._replicas, [one.local for one in self._held.held])
+        for group, parameters in self._tied:
+            sum_gradients(group, parameters)
+        shared = agree_on(self._all, local, counts=self._counts)
+        self._collect_posts()
+        return shared
+
+    def clip(self, max_norm: float) -> float:
+        """Collective: the norm is over all stages, a parameter that several have counted once."""
+        told = self._held.gradients(lambda one: one.tells)
+        total = self.total(torch.tensor([squares_of(told)], dtype=torch.float64))
+        norm = math.sqrt(float(total))
+        scale_down(self._held.gradients(), norm, max_norm)
+        return norm
+
+    def apply(self) -> None:
+        """The optimizer's step on this stage's parameters."""
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def optimizer_state(self) -> dict[str, Any] | None:
+        """Collective: put together on worker 0."""
+        return self._held.optimizer_state(self._all)
+
+    def model_state(self, model: nn.Module) -> Mapping[str, Tensor] | None:
+        """Collective: put together on worker 0."""
+        return self._held.model_state(self._all, model)
+
+    def total(self, values: Tensor) -> Tensor:
+        """Collective: the sum over workers."""
+        return self._all.all_reduce(values)
+
+    def held_buffers(self, model: nn.Module) -> Iterable[Tensor]:
+        """Those of this worker's layers, and the model's own."""
+        del model
+        modules = (module for part in self._holding.parts for module in part.modules)
+        layers = (buffer for module in modules for buffer in module.buffers())
+        own = (one for one in self._holding.own if not isinstance(one, nn.Parameter))
+        return dict.fromkeys((*layers, *own))
+
+    def total_of_copies(self, values: Tensor) -> Tensor:
+        """Collective: the sum over the replicas of this stage, or of this slice of it."""
+        return self._replicas.all_reduce(values.clone())
+
+    def take_times(self) -> Times:
+        """The turns of the last step; once all have agreed, its messages and whom this worker waited for."""
+        posts, self._posts = self._posts, {}
+        waits, turns = waits_of(self._groups()), self._borders.take_times()
+        passed_ns = sum(turn.exchange_ns for turn in turns)
+        return Times(exchange_ns=passed_ns, wait_ns=waits, posts=posts, turns=turns)
+
+    def traffic(self) -> Traffic:
+        """Of the stage and of all its groups."""
+        return sum((group.traffic() for group in self._groups()), self._post.traffic())
+
+    def summary(self) -> Mapping[str, Any]:
+        """What a step of training sends for each sliced layer, from this worker."""
+        return {"layers": layer_traffic(self._sliced.traffic, self._steps)}
+
+    def close(self) -> None:
+        """Let go of the links."""
+        for link in self._links.values():
+            link.close()
+
+    @property
+    def _counts(self) -> bool:
+        """Whether this worker speaks for all of its replica, of which it has the loss."""
+        return self._place.stage == self._strategy.stages - 1 and self._place.slice == 0
+
+    def _passed(self) -> Passed:
+        """What went into passing things between the slices of layers since the last call."""
+        spent_ns = self._sliced.clock.spent_ns
+        passed = Passed(spent_ns - self._passed_ns, self._slices.take_waits())
+        self._passed_ns = spent_ns
+        return passed
+
+    def _groups(self) -> list[LinkGroup]:
+        return [self._all, self._replicas, self._slices, *(group for group, _ in self._tied)]
+
+    def _group(self, members: Sequence[int], kind: int, name: str) -> LinkGroup:
+        return LinkGroup(self.rank, members, self._links, self._timeout_s, kind=kind, name=name)
+
+    def _slice(self, model: nn.Module, holding: Holding, device: torch.device) -> list[Held]:
+        """Keep this worker's slice of its layers, on its device; what it then has of each parameter."""
+        modules = [module for part in holding.parts for module in part.modules]
+        slices = self._slices
+        plan: dict[str, Slicing] = {}
+        for part in holding.parts if slices.world > 1 else ():
+            # one by one: no layer of one part takes what a layer of another leaves sliced
+            plan |= find_plan(model, slices.world, part.modules)
+        self._sliced = slice_modules(model, slices, plan, part=modules)
+        for module in modules:
+            module.to(device)
+        for one in holding.own:
+            one.data = one.data.to(device)
+        place, held = self._place, []
+        for one in holding.parameters:
+            mine = self._sliced.cut.get(id(one))
+            tells = place.data == 0 and id(one) in holding.first and (mine is not None or place.slice == 0)
+            local, where = (one, None) if mine is None else (mine.local, mine.cut)
+            held.append(Held(whole=one, local=local, shape=one.shape, cut=where, tells=tells))
+        return held
+
+    def _collect_posts(self) -> None:
+        for posts in (self._post.take_traffic(), *(group.take_traffic() for group in self._groups())):
+            for worker, post in posts.items():
+                self._posts.setdefault(worker, PeerTraffic()).add(post)
+
+    def _agree_on_cuts(self, model: nn.Module, chain: Sequence[nn.Module]) -> tuple[int, ...]:
+        """Collective: the user's, or what worker 0 finds best."""
+        strategy, parts = self._strategy, self._table.parts
+        if strategy.cuts:
+            return strategy.cuts
+        if parts in (1, len(chain)) and not strategy.memory:
+            return tuple(range(1, parts))  # there is no other
+        cuts = torch.zeros(parts - 1, dtype=torch.int64)
+        if self.rank == 0:
+            cuts.copy_(torch.tensor(self._measured_cuts(model, chain)))
+        return tuple(self._all.broadcast(cuts).tolist())
+
+    def _measured_cuts(self, model: nn.Module, chain: Sequence[nn.Module]) -> tuple[int, ...]:
+        """On worker 0: the best for one micro-batch of the first global batch."""
+        computer = Computer(self._plan, self.rank)
+        piece = computer.share(0, 0, self.parts).pieces[0]
+        ends = TrainingEnds(computer, computer.share(0, 0, self.parts), 0, 0)
+        sizes = sizes_of(computer.task, model)
+        with computer.precision():
+            layers = layer_costs(
+                chain,
+                input_of(computer.task.loss, computer.fetch(piece)),
+                device=computer.device,
+                state_copies=sizes.state / sizes.gradients if sizes.gradients else 0.0,
+                begin=lambda place: ends.begin(0, place),
+            )
+        model.zero_grad()  # what layers use without having it got a gradient as well
+        strategy = self._strategy
+        need = part_bytes(layers, most_held(self._table, by_part=True), recompute=strategy.recompute)
+        limit = strategy.memory * strategy.tensor  # of the slices of a stage together
+        return planned(layers, strategy.stages, self._table.chunks, need, limit)

@@ -1,0 +1,225 @@
+"""Pictures of a pipeline's schedule: a row for each stage, a column for each tick, as text and as SVG.
+
+`python -m manyhands.strategies.pipeline.schedule_drawing` prints the schedules of four stages; with `docs`
+behind it, writes them into the documentation (`pipeline.md` and `figures/`).
+
+`F3` is the forward of micro-batch 3, `B3` its backward and `W3` its weight gradient; where a stage has several parts,
+`F3a` is that of the first and `F3b` that of the second. In the SVG the letters stand in boxes of three colours.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+from manyhands.errors import format_bytes
+from manyhands.observe.draw.aligned import aligned
+from manyhands.strategies.common.collectives.collective_drawing import refresh
+from manyhands.strategies.pipeline.schedule_cost import PipelineCost
+from manyhands.strategies.pipeline.schedule_table import Pass, Schedule, StageWork
+from manyhands.strategies.pipeline.schedules import SCHEDULES
+
+__all__ = ["FIGURES", "LETTERS", "as_svg", "as_text", "costs_text", "figure", "heading"]
+
+LETTERS: Final = {Pass.FORWARD: "F", Pass.BACKWARD: "B", Pass.WEIGHTS: "W"}
+"""What a turn is called in a picture, before the number of its micro-batch."""
+
+FIGURES: Final = {"naive": 4, "gpipe": 8, "1f1b": 8, "interleaved": 4, "zb-h1": 8, "wavefront": 8}
+"""The schedules of the documentation, all of four stages, and the micro-batches of each."""
+
+_TICKS_LABELLED: Final = 5
+_WAITS: Final = "·"
+
+
+def heading(schedule: Schedule) -> str:
+    """What is drawn, in one line."""
+    chunks = f" · {schedule.chunks} parts each" if schedule.chunks > 1 else ""
+    pieces = _many(schedule.microbatches, "time slice" if schedule.over_time else "micro-batch")
+    return f"{schedule.name} · {_many(schedule.stages, 'stage')}{chunks} · {pieces}"
+
+
+def as_text(schedule: Schedule, width: int | None = None) -> str:
+    """Lines of aligned text; what is wider than `width` goes on below."""
+    ticks = _ticks(schedule)
+    names = {(turn.stage, turn.tick): _name(schedule, turn) for turn in schedule.turns}
+    cell = max(map(len, names.values())) + 1
+    left = len(f"stage {schedule.stages - 1}") + 2
+    per_block = ticks if width is None else max(1, (width - left) // cell)
+    blocks = []
+    for begin in range(0, ticks, per_block):
+        shown = range(begin, min(ticks, begin + per_block))
+        lines = [_tick_line(shown, left, cell)]
+        for stage in range(schedule.stages):
+            row = "".join(f" {names.get((stage, tick), _WAITS):<{cell - 1}}" for tick in shown)
+            lines.append((f"stage {stage}".ljust(left) + row[1:]).rstrip())
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks) + "\n"
+
+
+def costs_text(schedule: Schedule, found: PipelineCost) -> str:
+    """A small table: the bubble, the activations and the messages of every stage."""
+    rows = [("", "bubble", "activations", "messages", "bytes", "to stages")]
+    for stage in range(schedule.stages):
+        out = [one for one in found.boundaries if one.source == stage]
+        rows.append(
+            (
+                f"stage {stage}",
+                f"{found.bubbles[stage]:.1%}",
+                str(found.peaks[stage]),
+                str(sum(one.messages for one in out)),
+                format_bytes(sum(one.num_bytes for one in out)),
+                ", ".join(f"{one.to}" for one in out) or "-",
+            )
+        )
+    rows.append(
+        (
+            "all",
+            f"{found.bubble:.1%}",
+            f"{max(found.peaks)} at most",
+            str(sum(one.messages for one in found.boundaries)),
+            format_bytes(sum(one.num_bytes for one in found.boundaries)),
+            "",
+        )
+    )
+    return aligned(rows)
+
+
+def figure(name: str) -> str:
+    """A schedule as it stands in the documentation."""
+    schedule = _example(name)
+    image = f"![{heading(schedule)}](figures/pipeline-{name}.svg)"
+    return f"{image}\n\n```text\n{as_text(schedule)}```\n"
+
+
+def _example(name: str) -> Schedule:
+    return SCHEDULES[name](4, FIGURES[name])
+
+
+def _many(number: int, what: str) -> str:
+    plural = "" if number == 1 else "es" if what.endswith("ch") else "s"
+    return f"{number} {what}{plural}"
+
+
+def _ticks(schedule: Schedule) -> int:
+    return schedule.turns[-1].tick + 1
+
+
+def _name(schedule: Schedule, turn: StageWork) -> str:
+    chunk = _letter(turn.chunk) if schedule.chunks > 1 else ""
+    return f"{LETTERS[turn.work]}{turn.microbatch}{chunk}"
+
+
+def _letter(chunk: int) -> str:
+    return chr(ord("a") + chunk) if chunk < 26 else f".{chunk}"
+
+
+def _tick_line(shown: range, left: int, cell: int) -> str:
+    line = "tick".ljust(left)
+    for tick in shown:
+        if tick % _TICKS_LABELLED == 0 and len(line) <= left + cell * (tick - shown[0]):
+            line = line.ljust(left + cell * (tick - shown[0])) + str(tick)
+    return line
+
+
+_LEFT, _TOP, _ROW, _BOX = 72, 62, 32, 26
+_KINDS: Final = {
+    Pass.FORWARD: ("forward", "F forward"),
+    Pass.BACKWARD: ("backward", "B backward"),
+    Pass.WEIGHTS: ("weights", "W weight gradient"),
+}
+_STYLE: Final = """
+:root { color-scheme: light dark; }
+svg { --paper: #ffffff; --ink: #1f2328; --faint: #59636e; --track: #eef1f4; --on: #ffffff;
+  --forward: #2463b0; --backward: #26703f; --weights: #a34d00; font: 12px system-ui, sans-serif; }
+@media (prefers-color-scheme: dark) {
+  svg { --paper: #0d1117; --ink: #e6edf3; --faint: #9198a1; --track: #1c2128; --on: #0d1117;
+    --forward: #58a6ff; --backward: #4cc27a; --weights: #f0a23b; }
+}
+.paper { fill: var(--paper); } text { fill: var(--ink); } .faint { fill: var(--faint); font-size: 11px; }
+.title { font-size: 14px; font-weight: 600; } .track { fill: var(--track); }
+.forward { fill: var(--forward); } .backward { fill: var(--backward); } .weights { fill: var(--weights); }
+text.on { fill: var(--on); font-size: 11px; font-weight: 600; text-anchor: middle; }
+text.tick { text-anchor: middle; } .later { fill: var(--on); }
+"""
+
+
+def as_svg(schedule: Schedule) -> str:
+    """A drawing of its own, in colours that follow the reader's light or dark setting."""
+    ticks = _ticks(schedule)
+    cell = _cell(schedule)
+    width = max(_LEFT + ticks * cell + 12, 430)
+    height = _TOP + schedule.stages * _ROW + 26
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+        f'height="{height}" role="img" aria-label="{heading(schedule)}">',
+        f"<style>{_STYLE}</style>",
+        f'<rect class="paper" width="{width}" height="{height}"/>',
+        f'<text class="title" x="8" y="20">{heading(schedule)}</text>',
+        *_legend(schedule),
+    ]
+    for stage in range(schedule.stages):
+        y = _TOP + stage * _ROW
+        parts.append(f'<text x="8" y="{y + 17}">stage {stage}</text>')
+        parts.append(f'<rect class="track" x="{_LEFT}" y="{y}" width="{ticks * cell - 1}" height="{_BOX}"/>')
+    parts += [_box(schedule, turn, cell) for turn in schedule.turns]
+    bottom = _TOP + schedule.stages * _ROW + 12
+    parts += [
+        f'<text class="faint tick" x="{_LEFT + tick * cell + cell / 2:g}" y="{bottom}">{tick}</text>'
+        for tick in range(0, ticks, _TICKS_LABELLED)
+    ]
+    parts.append(f'<text class="faint" x="8" y="{bottom}">tick</text>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _legend(schedule: Schedule) -> Iterator[str]:
+    x = float(_LEFT)
+    for work in Pass:
+        kind, words = _KINDS[work]
+        if work is not Pass.WEIGHTS or schedule.splits_backward:
+            yield f'<rect class="{kind}" x="{x:g}" y="34" width="12" height="12" rx="2"/>'
+            yield f'<text x="{x + 17:g}" y="44">{words}</text>'
+            x += 17 + 6.6 * len(words) + 16
+    if not schedule.splits_backward:
+        yield f'<text class="faint" x="{x:g}" y="44">weight gradients are in B</text>'
+
+
+def _cell(schedule: Schedule) -> int:
+    """The width of a tick: enough for the longest name."""
+    return max(27, 6 + 7 * max(len(_name(schedule, turn)) for turn in schedule.turns))
+
+
+def _box(schedule: Schedule, turn: StageWork, cell: int) -> str:
+    """One turn; a line at the foot of its box for each part of the stage before this one."""
+    x, y = _LEFT + turn.tick * cell, _TOP + turn.stage * _ROW
+    chunk = f", part {_letter(turn.chunk)}" if schedule.chunks > 1 else ""
+    said = f"tick {turn.tick}, stage {turn.stage}: {turn.work.value} of {turn.microbatch}{chunk}"
+    lines = "".join(
+        f'<rect class="later" x="{x + 3}" y="{y + _BOX - 4 - 3 * number}" width="{cell - 7}" height="1.5"/>'
+        for number in range(min(turn.chunk, 3))
+    )
+    return (
+        f'<rect class="{_KINDS[turn.work][0]}" x="{x}" y="{y}" width="{cell - 1}" height="{_BOX}" rx="2">'
+        f"<title>{said}</title></rect>{lines}"
+        f'<text class="on" x="{x + (cell - 1) / 2:g}" y="{y + 17}">{_name(schedule, turn)}</text>'
+    )
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Print the text of every figure, or write all figures into the given documentation folder."""
+    if not arguments:
+        for name in FIGURES:
+            print(f"{heading(_example(name))}\n\n{as_text(_example(name))}")
+        return
+    docs = Path(arguments[0])
+    for name in FIGURES:
+        drawing = docs / "figures" / f"pipeline-{name}.svg"
+        drawing.parent.mkdir(exist_ok=True)
+        drawing.write_text(as_svg(_example(name)))
+    page = docs / "pipeline.md"
+    page.write_text(refresh(page.read_text(), figure))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,172 @@
+"""Where a chain of layers is cut: the parts whose slowest is as fast as can be, found by dynamic programming. Pure.
+
+A cut is a number: the place in the chain, from 0, of the layer that begins a part. The first part begins at 0, so a
+chain in p parts has p − 1 cuts. In a pipeline all stages wait for the slowest; so of all ways to cut the one is best
+whose most expensive part is cheapest, among those that fit into the memory of a worker.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
+
+from manyhands.errors import UserError, format_bytes
+from manyhands.strategy import enough
+
+__all__ = ["LayerCost", "balanced", "check_cuts", "part_bytes", "parts_of", "planned"]
+
+PartBytes: TypeAlias = Callable[[int, int, int], int]
+"""(number of the part, its first layer, the layer after its last) -> bytes that its worker needs for it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCost:
+    """What one layer of a chain takes, of one micro-batch."""
+
+    seconds: float
+    """Forward and backward."""
+
+    held_bytes: int = 0
+    """Parameters, their gradients, the optimizer's state and buffers: held all the time."""
+
+    activation_bytes: int = 0
+    """What its forward leaves for its backward."""
+
+    input_bytes: int = 0
+    """Of what it is called with."""
+
+    gives_tensor: bool = True
+    """Whether its output can go to another stage, so that a part may end with it."""
+
+
+def parts_of(cuts: Sequence[int], layers: int) -> list[range]:
+    """The layers of each part."""
+    ends = [*cuts, layers]
+    return [range(begin, end) for begin, end in zip([0, *cuts], ends, strict=True)]
+
+
+def check_cuts(cuts: Sequence[int], layers: int, parts: int) -> None:
+    """UserError where these cuts do not make so many parts of so many layers."""
+    shown = ",".join(map(str, cuts))
+    if len(cuts) != parts - 1:
+        raise UserError(f"cuts={shown}: {parts} parts have {parts - 1} cuts, and these are {len(cuts)}")
+    if any(later <= before for before, later in zip([0, *cuts], [*cuts, layers], strict=True)):
+        raise UserError(
+            f"cuts={shown}: must rise from at least 1 to at most {layers - 1}, each the layer that begins a part; the "
+            f"model is a chain of {layers} layers"
+        )
+
+
+def balanced(
+    costs: Sequence[float], parts: int, fits: Callable[[int, int, int], bool] = lambda *_: True
+) -> tuple[int, ...] | None:
+    """The cuts whose most expensive part is cheapest; None where no cut `fits`: (part, first layer, layer after)."""
+    layers = len(costs)
+    upto = [0.0]
+    for cost in costs:
+        upto.append(upto[-1] + cost)
+    # best[end]: the least that the most expensive of the parts so far can cost, which have the layers before `end`.
+    best = [0.0] + [math.inf] * layers
+    chosen: list[list[int]] = []
+    for part in range(parts):
+        later = [math.inf] * (layers + 1)
+        came = [0] * (layers + 1)
+        for end in range(part + 1, layers - (parts - part - 1) + 1):
+            for begin in range(part, end):
+                cost = max(best[begin], upto[end] - upto[begin])
+                if cost < later[end] and fits(part, begin, end):
+                    later[end], came[end] = cost, begin
+        best = later
+        chosen.append(came)
+    if not math.isfinite(best[layers]):
+        return None
+    cuts: list[int] = []
+    end = layers
+    for part in reversed(range(1, parts)):
+        end = chosen[part][end]
+        cuts.append(end)
+    return tuple(reversed(cuts))
+
+
+def part_bytes(layers: Sequence[LayerCost], held: Sequence[int], *, recompute: bool) -> PartBytes:
+    """What parts need; `held` says of how many micro-batches a part keeps activations at once, by part.
+
+    With `recompute` a part keeps its input of each, and the activations of one.
+    """
+
+    def need(part: int, begin: int, end: int) -> int:
+        inside = layers[begin:end]
+        always = sum(layer.held_bytes for layer in inside)
+        activations = sum(layer.activation_bytes for layer in inside)
+        if recompute:
+            return always + activations + held[part] * layers[begin].input_bytes
+        return always + held[part] * activations
+
+    return need
+
+
+def planned(
+    layers: Sequence[LayerCost], stages: int, chunks: int, need: PartBytes, limit: int
+) -> tuple[int, ...]:
+    """The best cuts into `stages` × `chunks` parts, so that no worker needs more than `limit` bytes (0: any number).
+
+    A worker with several parts has its share of the limit for each. UserError says the need where nothing fits.
+    """
+    parts, seconds = stages * chunks, [layer.seconds for layer in layers]
+    found = balanced(seconds, parts, lambda _, __, end: _may_end(layers, end))
+    if found is None:
+        ends = sum(_may_end(layers, end) for end in range(1, len(layers) + 1))
+        raise UserError(
+            f"stages={stages}: between two stages goes one tensor, and {len(layers) - ends} of {len(layers)} layers "
+            f"give something else, so no cut makes {parts} parts; use at most {ends // chunks} stages"
+        )
+    if not limit:
+        return found
+    each = limit // chunks
+    found = balanced(seconds, parts, partial(_fits, layers, need, each))
+    if found is not None:
+        return found
+    least = _least(layers, parts, need) * chunks
+    largest = max(
+        range(len(layers)), key=lambda layer: layers[layer].held_bytes + layers[layer].activation_bytes
+    )
+    raise UserError(
+        f"memory={format_bytes(limit)}: no cut of {len(layers)} layers into {parts} parts fits; the best needs "
+        f"{format_bytes(least)} on a worker (the largest layer is number {largest}): give "
+        f"memory={enough(least)}, more stages, a schedule that keeps fewer micro-batches (1f1b) or "
+        "recompute=yes"
+    )
+
+
+def _may_end(layers: Sequence[LayerCost], end: int) -> bool:
+    """Whether a part may have the layers before `end`: what the last one of all gives goes to the loss."""
+    return end == len(layers) or layers[end - 1].gives_tensor
+
+
+def _fits(layers: Sequence[LayerCost], need: PartBytes, limit: int, part: int, begin: int, end: int) -> bool:
+    return _may_end(layers, end) and need(part, begin, end) <= limit
+
+
+def _least(chain: Sequence[LayerCost], parts: int, need: PartBytes) -> int:
+    """The least limit under which there is a cut."""
+    layers = len(chain)
+    sizes = sorted(
+        {
+            need(part, begin, end)
+            for part in range(parts)
+            for begin in range(layers)
+            for end in range(begin + 1, layers + 1)
+        }
+    )
+    low, high = 0, len(sizes) - 1
+    while low < high:
+        middle = (low + high) // 2
+        fits = partial(_fits, chain, need, sizes[middle])
+        if balanced([0.0] * layers, parts, fits) is None:
+            low = middle + 1
+        else:
+            high = middle
+    return sizes[low]

@@ -1,0 +1,268 @@
+"""What stages send each other: outputs forward, gradients back, over the links that all workers have.
+
+Sending never waits: what a link does not take at once is tried again while this stage receives. Between two stages
+several parts and micro-batches may be on their way, in the order of the sender's turns and not of the receiver's; so
+what comes before its turn is put by. A payload has one dimension: the first output over a border is announced with its
+shape, and again where that changes from one pass to the next. Within a pass only the first dimension, the batch, may
+differ between micro-batches.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum, unique
+from typing import Final, NoReturn
+
+import torch
+from torch import Tensor
+
+from manyhands.engine.exchange import PeerTraffic, Traffic
+from manyhands.errors import ManyhandsError, PeerTimeout, UserError, WorkerFailed
+from manyhands.native.wait_sign import LONG_WAIT_S, LongWait
+from manyhands.transport.link.interface import Closed, Full, Link, PeerDied, Queued, Received, TimedOut
+from manyhands.transport.link.message import Message, ProtocolError
+
+__all__ = ["Flow", "StageMessages", "Waited"]
+
+_RETRY_S: Final = 0.001  # between two tries of a link that is full
+_MOST_MICROBATCHES: Final = 1 << 16
+
+
+@unique
+class Flow(IntEnum):
+    """What a message is; the numbers are kinds on the links, apart from those of groups."""
+
+    OUTPUT = 0x70
+    GRADIENT = 0x71
+    SHAPE = 0x72
+
+    @property
+    def words(self) -> str:
+        """As errors say it."""
+        return "the gradient" if self is Flow.GRADIENT else "the output"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waited:
+    """A receive that was not served at once."""
+
+    begin_ns: int
+    end_ns: int
+    worker: int
+    microbatch: int
+
+
+_Key = tuple[Flow, int, int]  # what, of which part, of which micro-batch
+
+
+class StageMessages:
+    """One stage's end; `workers` are the numbers of the pipeline's workers by stage, and this one's is at `stage`.
+
+    Every wait lasts at most `timeout_s` and then raises PeerTimeout, a stage that died raises WorkerFailed; both name
+    the stage, its worker and the micro-batch.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        workers: Sequence[int],
+        links: Mapping[int, Link],
+        timeout_s: float,
+    ) -> None:
+        self.stage = stage
+        self._workers = tuple(workers)
+        self._links = links
+        self._timeout_s = timeout_s
+        self.heed: Callable[[Waited], None] = lambda _: None
+        """Called after each wait."""
+
+        self._pass = 0
+        self._checked = True
+        self._unsent: dict[int, deque[Message]] = {other: deque() for other in range(len(workers))}
+        self._put_by: dict[_Key, Tensor] = {}
+        self._told: dict[int, tuple[int, ...]] = {}  # by part: of its outputs, without the batch
+        self._heard: dict[int, tuple[int, ...]] = {}
+        self._seen: dict[
+            int, tuple[int, tuple[int, ...]]
+        ] = {}  # in this pass, by part: micro-batch and shape
+        self._posts: dict[int, PeerTraffic] = {}
+        self._messages = self._bytes = 0
+
+    def begin(self, *, checked: bool = True) -> None:
+        """All stages: a new pass of micro-batches; only where it is `checked` must their outputs be alike."""
+        self._pass += 1
+        self._checked = checked
+        self._seen = {}
+
+    def send(self, flow: Flow, part: int, microbatch: int, tensor: Tensor, to: int) -> None:
+        """Send the output of `part`, or the gradient of that output, to stage `to`; never waits.
+
+        The tensor must not change any more.
+        """
+        if flow is Flow.OUTPUT:
+            self._check(part, microbatch, tensor)
+        if to == self.stage:
+            self._put_by[flow, part, microbatch] = tensor.detach()
+            return
+        if flow is Flow.OUTPUT:
+            self._announce(part, microbatch, tensor, to)
+        self._queue(to, flow, part, microbatch, _on_host(tensor).view(-1))
+        self._push(to)
+
+    def receive(self, flow: Flow, part: int, microbatch: int, source: int) -> Tensor:
+        """From stage `source`: the output of `part` in its shape, or the gradient of that output in one row."""
+        key = (flow, part, microbatch)
+        if key not in self._put_by:
+            begin_ns = time.monotonic_ns()
+            while key not in self._put_by:
+                self._take_next(source, key)
+            self.heed(
+                Waited(
+                    begin_ns=begin_ns,
+                    end_ns=time.monotonic_ns(),
+                    worker=self._workers[source],
+                    microbatch=microbatch,
+                )
+            )
+        return self._put_by.pop(key)
+
+    def settle(self) -> None:
+        """Wait until the links have taken everything that was sent."""
+        left_s = self._timeout_s
+        while any(self._unsent.values()):
+            for other in self._unsent:
+                before = len(self._unsent[other])
+                self._push(other)
+                if len(self._unsent[other]) < before:
+                    left_s = self._timeout_s
+                elif before:
+                    self._links[self._workers[other]].flush(_RETRY_S)
+                    left_s -= _RETRY_S
+            if left_s <= 0:
+                full = next(other for other, waiting in self._unsent.items() if waiting)
+                raise PeerTimeout(
+                    f"{self._here()}: {self._name(full)} took nothing within {self._timeout_s:g} s",
+                    self._workers[full],
+                )
+
+    def traffic(self) -> Traffic:
+        """What this stage has sent so far."""
+        return Traffic(messages_sent=self._messages, bytes_sent=self._bytes)
+
+    def take_traffic(self) -> dict[int, PeerTraffic]:
+        """What went to and came from each worker since the last call."""
+        posts, self._posts = self._posts, {}
+        return posts
+
+    def _check(self, part: int, microbatch: int, output: Tensor) -> None:
+        """UserError for an output of another shape than that of an earlier micro-batch."""
+        first = self._seen.setdefault(part, (microbatch, tuple(output.shape)))
+        if self._checked and (len(first[1]) != output.dim() or first[1][1:] != tuple(output.shape[1:])):
+            raise UserError(
+                f"stage {self.stage}, micro-batch {microbatch}: its output has the shape {tuple(output.shape)}, that "
+                f"of micro-batch {first[0]} has {first[1]}; only the first dimension, the batch, may differ: pad the "
+                "others"
+            )
+
+    def _announce(self, part: int, microbatch: int, output: Tensor, to: int) -> None:
+        """Say the shape of an output before it goes, where the receiver does not know it."""
+        shape = (output.dim(), *output.shape[1:])
+        if self._told.get(part) != shape:
+            self._told[part] = shape
+            self._queue(to, Flow.SHAPE, part, microbatch, torch.tensor(shape))
+
+    def _queue(self, to: int, flow: Flow, part: int, microbatch: int, payload: Tensor) -> None:
+        tag = part * _MOST_MICROBATCHES + microbatch
+        self._unsent[to].append(Message(kind=flow, step=self._pass, tag=tag, payload=payload))
+
+    def _push(self, other: int) -> None:
+        """Hand the link what it takes."""
+        waiting = self._unsent[other]
+        while waiting:
+            worker, message = self._workers[other], waiting[0]
+            outcome = self._links[worker].send(message)
+            if isinstance(outcome, Full):
+                return
+            if not isinstance(outcome, Queued):
+                self._lost(other, outcome, message.tag % _MOST_MICROBATCHES, Flow(message.kind))
+            waiting.popleft()
+            self._messages += 1
+            self._bytes += message.payload_bytes
+            post = self._posts.setdefault(worker, PeerTraffic())
+            post.sent_ns = post.sent_ns or time.monotonic_ns()
+            post.messages_sent += 1
+            post.bytes_sent += message.payload_bytes
+
+    def _take_next(self, source: int, awaited: _Key) -> None:
+        """Put the next message of a stage by."""
+        message = self._next(source, awaited)
+        part, microbatch = divmod(message.tag, _MOST_MICROBATCHES)
+        if message.step != self._pass or message.payload is None or message.kind not in tuple(Flow):
+            raise ManyhandsError(
+                f"{self._here()}: {self._name(source)} sent a message of kind {message.kind}, pass {message.step}; due "
+                f"was {awaited[0].words} of micro-batch {awaited[2]}, pass {self._pass}"
+            )
+        flow = Flow(message.kind)
+        if flow is Flow.SHAPE:
+            self._heard[part] = tuple(message.payload.tolist())
+            return
+        payload = message.payload
+        if flow is Flow.OUTPUT:
+            dims, *tail = self._heard[part]
+            rest = math.prod(tail)
+            payload = payload.view(*([payload.numel() // max(1, rest)] if dims else []), *tail)
+        self._put_by[flow, part, microbatch] = payload
+
+    def _next(self, source: int, awaited: _Key) -> Message:
+        worker, left_s = self._workers[source], self._timeout_s
+        with LongWait() as wait:
+            while True:
+                busy = any(self._unsent.values())
+                slice_s = min(left_s, _RETRY_S if busy else LONG_WAIT_S)
+                try:
+                    outcome = self._links[worker].receive(slice_s)
+                except ProtocolError as error:
+                    raise ManyhandsError(f"{self._here()}: from {self._name(source)}: {error}") from error
+                if isinstance(outcome, Received):
+                    self._posts.setdefault(worker, PeerTraffic()).received_ns = time.monotonic_ns()
+                    return outcome.message
+                if not isinstance(outcome, TimedOut):
+                    self._lost(source, outcome, awaited[2], awaited[0])
+                left_s -= slice_s
+                if left_s <= 0:
+                    raise PeerTimeout(
+                        f"{self._here()}: {self._name(source)} did not send {awaited[0].words} of micro-batch "
+                        f"{awaited[2]} within {self._timeout_s:g} s",
+                        worker,
+                    )
+                wait.goes_on(worker)
+                for other in self._unsent:
+                    self._push(other)
+
+    def _lost(self, other: int, outcome: Closed | PeerDied, microbatch: int, flow: Flow) -> NoReturn:
+        reason = outcome.reason if isinstance(outcome, PeerDied) else "the link was closed"
+        raise WorkerFailed(
+            f"{self._here()}, micro-batch {microbatch}, {flow.words}: lost {self._name(other)}: {reason}",
+            self._workers[other],
+        )
+
+    def _here(self) -> str:
+        return f"stage {self.stage}"
+
+    def _name(self, other: int) -> str:
+        return f"stage {other} (worker {self._workers[other]})"
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """Its items where a link can read them: its own memory on the host, pinned memory beside a GPU."""
+    tensor = tensor.detach().contiguous()
+    if tensor.device.type != "cuda":
+        return tensor.cpu()
+    staged = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    staged.copy_(tensor, non_blocking=True)
+    torch.cuda.current_stream(tensor.device).synchronize()
+    return staged

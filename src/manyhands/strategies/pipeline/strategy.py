@@ -1,0 +1,210 @@
+"""`pipeline` as a value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from manyhands.errors import UserError
+from manyhands.facts import IN_STEP, ModelFootprint, Promises, Split, Stepping, Truth, WorkerMemory
+from manyhands.strategies.common.grid.grid_layout import Grid
+from manyhands.strategies.pipeline.check import most_held
+from manyhands.strategies.pipeline.schedule_cost import cost, equal_times
+from manyhands.strategies.pipeline.schedule_table import Schedule
+from manyhands.strategies.pipeline.schedules import SCHEDULES
+from manyhands.strategies.pipeline.split import balanced, check_cuts, parts_of
+from manyhands.strategy import (
+    Strategy,
+    check_choice,
+    check_link,
+    link_setting,
+    parse_size,
+    setting,
+    show_size,
+    switch_setting,
+    whole_number,
+)
+
+__all__ = ["Pipeline"]
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(whole_number(number) for number in text.split(","))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline(Strategy):
+    """The model's layers are cut into stages, each on a worker of its own, through which micro-batches flow.
+
+    `schedule` says in which order the stages work on them. Workers beyond `stages` × `tensor` make replicas of the
+    pipeline, which share out each batch; `data` may say how many.
+    """
+
+    word: ClassVar[str] = "pipeline"
+    about: ClassVar[str] = (
+        "the model's layers cut into stages, one worker each, through which micro-batches flow"
+    )
+    split: ClassVar[Split] = Split.LAYERS
+    truth: ClassVar[Truth] = Truth.EVERYONE
+    cannot_cross_hosts: ClassVar[str] = ""
+    refuses: ClassVar[Mapping[str, str]] = {
+        "codec": "stages send each other outputs and gradients as they are; allreduce link=tcp, local link=tcp and "
+        "ps link=tcp have a codec"
+    }
+
+    stages: int = setting(2, whole_number)
+    """Into how many stages the model's layers are cut."""
+    microbatches: int = setting(4, whole_number)
+    """In how many pieces a worker's share of a batch flows through the stages; `wavefront` cuts time into so many."""
+    schedule: str = setting("1f1b", str)
+    """In which order a stage works: naive, gpipe, 1f1b, interleaved, zb-h1 or wavefront."""
+    data: int = setting(0, whole_number)
+    """How many replicas of the pipeline share out a batch; 0: as many as there are workers for."""
+    tensor: int = setting(1, whole_number)
+    """Over how many workers each layer of a stage is sliced."""
+    recompute: bool = switch_setting()
+    """Keep only a stage's inputs until backward, and compute the rest again: less memory, a third more time."""
+    cuts: tuple[int, ...] = setting((), _numbers, lambda cuts: ",".join(map(str, cuts)) or "3,7")
+    """The layers that begin the second and later parts, from 0; without them, measured and balanced."""
+    memory: int = setting(0, parse_size, lambda size: show_size(size) if size else "2GiB")
+    """The most that a worker's part may take, of parameters, gradients, optimizer state and activations; 0: any."""
+    link: str = link_setting()
+    """How stages talk: through `shared` memory, or by `tcp` on loopback."""
+
+    def __post_init__(self) -> None:
+        check_choice("schedule", self.schedule, SCHEDULES)
+        check_link(self.link)
+        for name in ("stages", "microbatches", "tensor"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name}={getattr(self, name)}: must be at least 1")
+        if self.data < 0:
+            raise UserError(f"data={self.data}: must be at least 1, or 0 for as many as fit the workers")
+        table = self.table()
+        if table.over_time and self.recompute:
+            raise UserError(
+                f"recompute=yes: schedule={self.schedule} cannot; it needs the states of all slices"
+            )
+        if self.cuts and self.memory:
+            raise UserError(
+                "cuts and memory: cuts of your own are taken as they are; leave one of the two out"
+            )
+        if self.cuts:
+            check_cuts(self.cuts, max(self.cuts) + 1, table.parts)
+
+    def table(self) -> Schedule:
+        """Who works on which micro-batch when; UserError where the numbers do not fit the schedule."""
+        return SCHEDULES[self.schedule](self.stages, self.microbatches)
+
+    def grid(self, workers: int) -> Grid:
+        """Which worker has which place; UserError with the nearest numbers where so many do not fill it."""
+        return Grid.of(workers, stages=self.stages, slices=self.tensor, data=self.data or None)
+
+    def assignment(self, cuts: tuple[int, ...], layers: int) -> tuple[int, ...]:
+        """The stage of each layer of a chain that is cut so."""
+        return tuple(part % self.stages for part, places in enumerate(parts_of(cuts, layers)) for _ in places)
+
+    def stages_of(self, costs: Sequence[float], workers: int) -> tuple[int, ...]:
+        """By the cuts that are given, or those that balance these costs."""
+        self.grid(workers)
+        parts, layers = self.table().parts, len(costs)
+        if layers < parts:
+            raise UserError(
+                f"stages={self.stages}: a chain of {layers} layers cannot be cut into {parts} parts; use at most "
+                f"stages={layers * self.stages // parts}"
+            )
+        if self.cuts:
+            check_cuts(self.cuts, layers, parts)
+        found = self.cuts or balanced(costs, parts)
+        assert found is not None, "there are enough layers"
+        return self.assignment(found, layers)
+
+    @property
+    def stepping(self) -> tuple[Stepping, ...]:
+        """Each worker steps its layers, or its slices of them."""
+        if self.tensor > 1:
+            return (Stepping.IN_PIECES,)
+        return (Stepping.APART if self.stages > 1 else Stepping.TOGETHER,)
+
+    @property
+    def uses_links(self) -> bool:
+        """Stages send each other outputs and gradients."""
+        return True
+
+    @property
+    def splits_batches(self) -> bool:
+        """A batch flows through all stages; only replicas share it out."""
+        return False
+
+    @property
+    def model_parts(self) -> int:
+        """Each stage, and each slice of it, has its own."""
+        return self.stages * self.tensor
+
+    @property
+    def straggler_advice(self) -> str:
+        """Stages wait for each other, and may be cut elsewhere."""
+        return "a pipeline is as fast as its slowest stage; cuts=… gives that one fewer layers"
+
+    @property
+    def planned_waits(self) -> str:
+        """The schedule's bubble."""
+        table = self.table()
+        bubble = cost(table, equal_times(table)).bubble
+        if not bubble:
+            return ""
+        return (
+            f"Some waiting is the schedule's own: with {self.stages} equal stages and {self.microbatches} "
+            f"micro-batches, {self.schedule} leaves each stage idle for {100 * bubble:.0f} % of a step."
+        )
+
+    def shares(self, workers: int) -> int:
+        """One for each replica."""
+        return self.grid(workers).data
+
+    def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
+        """A stage each, and the activations of as many micro-batches as the schedule has in flight."""
+        grid, table = self.grid(workers), self.table()
+        held = max(most_held(table))
+        samples = -(-model.batch_size // (grid.data * self.microbatches))
+        return [
+            WorkerMemory(
+                who="worker",
+                count=workers,
+                weights=model.parameters // self.model_parts + model.buffers,
+                gradients=model.gradients // self.model_parts,
+                state=model.state // self.model_parts,
+                activations=round(model.per_sample * samples * held / table.parts),
+                what=f"nothing; with stages={self.stages}, taken as equal, and data={grid.data}; the fullest stage has "
+                f"{held} micro-batches in flight",
+            )
+        ]
+
+    @property
+    def cannot_compile(self) -> str:
+        """No worker has the model that torch.compile takes."""
+        return f"torch.compile takes a whole model, and under `{self.word}` no worker has one"
+
+    @property
+    def instead_of_own_loop(self) -> str:
+        """A loop's model is whole."""
+        return "give the model and its loss to mh.fit for pipeline"
+
+    @property
+    def refused_buffers(self) -> Mapping[str, str]:
+        """Batches are computed in pieces."""
+        return {"synchronize": "its batch norms see one micro-batch at a time, and never the whole batch"}
+
+    @property
+    def promises(self) -> Promises:
+        """All workers take every step together, so all are needed."""
+        return IN_STEP
+
+    def check(self, workers: int, device: str, *, compiled: bool = False) -> None:
+        """The workers must fill the grid, and layers are those of a network."""
+        super().check(workers, device, compiled=compiled)
+        if compiled:
+            raise UserError(
+                "strategy pipeline: a compiled step has no layers to cut; use hogwild or allreduce"
+            )
+        self.grid(workers)

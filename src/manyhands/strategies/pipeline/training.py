@@ -1,0 +1,100 @@
+"""`pipeline`: the common loop in which a worker has some layers, and takes turns with the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from manyhands.data.store.checkpoint import CheckpointStore, Loaded
+from manyhands.engine.chain import chain_of
+from manyhands.engine.computing import TrainingPlan
+from manyhands.engine.reporting import WorkerContext
+from manyhands.engine.request import Request
+from manyhands.engine.worker import Trained, Trainer
+from manyhands.engine.worker_processes import ProcessTraining, Train, WorkerJob
+from manyhands.engine.worker_resources import Resources
+from manyhands.errors import UserError
+from manyhands.places.local.template import expect
+from manyhands.strategies.pipeline.exchange import PipelineExchange
+from manyhands.strategies.pipeline.split import check_cuts
+from manyhands.strategies.pipeline.strategy import Pipeline
+from manyhands.strategies.pipeline.wave import check_over_time
+from manyhands.strategies.tensor.slicing import check_plan
+from manyhands.strategies.tensor.traffic_report import sum_layer_traffic
+from manyhands.task import Task
+
+__all__ = ["PipelineTraining"]
+
+_GIVEN_GRADIENTS = ("torch.fx.experimental.symbolic_shapes",)
+"""What torch imports (and sympy with it) at the first backward that begins with the gradient of a later stage: it takes
+half a second, in every worker of every run, or once in the process that they are forked from."""
+
+
+class PipelineTraining(ProcessTraining):
+    """Refuses, before anything is started, what cannot be cut as it is asked to be."""
+
+    def __init__(self, request: Request, model: nn.Module) -> None:
+        super().__init__(request, model)
+        assert isinstance(request.strategy, Pipeline), "the registry leads here from its own word"
+        check_model(request.strategy, model)
+        expect(_GIVEN_GRADIENTS)
+
+    def gather(self, finished: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, Any]]:
+        """And what all workers together sent for each sliced layer, in a step of training."""
+        samples, besides = super().gather(finished)
+        return samples, {**besides, **sum_layer_traffic(finished)}
+
+    @classmethod
+    @contextmanager
+    def worker(
+        cls,
+        job: WorkerJob,
+        resources: Resources,
+        worker_context: WorkerContext,
+        checkpoints: CheckpointStore | None,
+    ) -> Iterator[Train]:
+        """The common loop, over as many micro-batches as the strategy says."""
+        assert isinstance(job.strategy, Pipeline), "the registry leads here from its own word"
+        plan = in_microbatches(job.plan, job.strategy)
+        with closing(PipelineExchange(job.strategy, resources, plan, worker_context.mark)) as exchange:
+
+            def train(start: Loaded | None) -> tuple[Trained, Mapping[str, Any]]:
+                trainer = Trainer(plan, exchange, worker_context, checkpoints)
+                trained = trainer.run(start)
+                return trained, {"sent": trainer.sent().to_dict(), **exchange.summary()}
+
+            yield train
+
+
+def check_model(strategy: Pipeline, model: nn.Module) -> None:
+    """UserError where the model is no chain, or one of too few layers."""
+    chain, parts = chain_of(model), strategy.table().parts
+    if parts > len(chain):
+        what = f"stages={strategy.stages}" + (
+            f" of {parts // strategy.stages} parts each" if parts > strategy.stages else ""
+        )
+        raise UserError(
+            f"{what}: {type(model).__name__} is a chain of {len(chain)} layers, which cannot be cut into {parts} "
+            f"parts; use at most stages={len(chain) * strategy.stages // parts}"
+        )
+    if strategy.cuts:
+        check_cuts(strategy.cuts, len(chain), parts)
+    if strategy.table().over_time:
+        check_over_time(chain)
+    check_plan(model, strategy.tensor)
+
+
+def in_microbatches(plan: TrainingPlan, strategy: Pipeline) -> TrainingPlan:
+    """The plan in which a share has as many pieces as the strategy has micro-batches.
+
+    A schedule over time cuts each piece by itself, so there the task's own number stays.
+    """
+    task = plan.task
+    assert isinstance(task, Task), "a compiled task is refused"
+    if strategy.table().over_time:
+        return plan
+    return replace(plan, task=replace(task, microbatches=strategy.microbatches))

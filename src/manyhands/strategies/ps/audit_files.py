@@ -1,0 +1,136 @@
+"""The audit of a run directory: reads what `audit` is given, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from manyhands.data.batch_plan import BatchPlan, split
+from manyhands.data.store.rundir import RunDirectory
+from manyhands.errors import DataError, UserError, printable
+from manyhands.observe.record.checked_values import whole
+from manyhands.strategies.ps.audit import Audit, Evidence, Violation, audit
+from manyhands.strategies.ps.strategy import Ps
+from manyhands.strategies.ps.update_files import (
+    RunRecord,
+    computed_lengths,
+    read_computed,
+    read_logs,
+    read_record,
+)
+from manyhands.strategy import Strategy
+
+__all__ = ["AuditedRun", "audit_run"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditedRun:
+    """What the records of a run prove."""
+
+    strategy: Ps
+    found: Audit
+    notes: tuple[str, ...]
+    """What was passed over while reading."""
+
+
+def audit_run(run: Path) -> AuditedRun:
+    """Audit the run in directory `run`; UserError where nothing was recorded, DataError naming a damaged line."""
+    directory = RunDirectory.open(run, lock=False)
+    strategy = Strategy.parse(str(directory.config.get("strategy")))
+    if not isinstance(strategy, Ps):
+        raise UserError(f"{run} is a run of {strategy}; only ps applies updates that can be audited")
+    record, logs, computed = read_record(run), read_logs(run), read_computed(run)
+    for shard in range(strategy.servers):
+        if shard not in logs.files:
+            raise DataError(f"{run} has no log of shard {shard} of {strategy.servers}: its file is gone")
+    summary = directory.read_summary() or {}
+    evidence = Evidence(
+        computed=computed,
+        share=_share(run, directory.config),
+        versions=_versions(summary),
+        recorded=_counts(summary.get("recorded")),
+        found={**logs.lengths, **computed_lengths(computed)},
+        unrecorded=_sentences(summary.get("unrecorded")),
+        begun=record.begun,
+    )
+    found = audit(logs.files, strategy.consistency, record.steps, evidence)
+    found = replace(
+        found,
+        violations=(*_contradictions(record, strategy, directory.config), *found.violations),
+        missing=(*_other_length(record, directory.config), *found.missing),
+    )
+    return AuditedRun(strategy=strategy, found=found, notes=logs.notes)
+
+
+def _contradictions(record: RunRecord, strategy: Ps, config: Mapping[str, Any]) -> Iterator[Violation]:
+    """Settings of which the two files that say what was set up say different things."""
+    try:
+        told: Strategy | str = Strategy.parse(record.strategy)
+    except UserError:
+        told = record.strategy
+    if isinstance(told, Ps):
+        told = replace(told, link=strategy.link)  # members that others started have links of their own
+    known = {"strategy": str(strategy), "workers": config.get("workers"), "seed": config.get("seed")}
+    said = {"strategy": str(told), "workers": record.workers, "seed": record.seed}
+    for name, value in said.items():
+        if known[name] not in (None, value):
+            shown = f"{name}={value}, and config.json says {name}={known[name]}"
+            yield Violation(shard=-1, sentence=f"updates/run.json says {printable(shown)}")
+
+
+def _other_length(record: RunRecord, config: Mapping[str, Any]) -> Iterator[str]:
+    """A run that was resumed for more steps, and ended before it went on, has its records of the ones before."""
+    steps = config.get("steps")
+    if steps not in (None, record.steps):
+        says = printable(str(steps))
+        yield f"updates/run.json is of a run of {record.steps} steps, and config.json says steps={says}"
+
+
+def _share(run: Path, config: Mapping[str, Any]) -> Callable[[int, int, int], float] | None:
+    """The part of a batch that a worker's share of it is, as workers reckon it; None where no size is known."""
+    sizes = {name: config[name] for name in ("samples", "batch_size") if config.get(name) is not None}
+    for name, value in sizes.items():
+        if (whole(value) or 0) < 1:
+            raise DataError(
+                f"{run / 'config.json'}: {name} is {printable(repr(value))}; it must be a whole number of at least 1"
+            )
+    if len(sizes) < 2:
+        return None
+    plan = BatchPlan(sizes["samples"], sizes["batch_size"], 0)
+
+    def share(batch: int, part: int, parts: int) -> float:
+        if batch < 0 or not 0 <= part < parts:
+            return -1.0  # there is no such part, and so it weighs nothing that is logged
+        size = plan.size(batch)
+        return len(split(size, part, parts)) / size
+
+    return share
+
+
+def _versions(summary: Mapping[str, Any]) -> dict[int, int] | None:
+    """By shard: the version that it ended with; None where the summary does not say it."""
+    servers = summary.get("servers")
+    if not isinstance(servers, list):
+        return None
+    versions = {}
+    for one in servers:
+        if (
+            not isinstance(one, dict)
+            or type(one.get("shard")) is not int
+            or type(one.get("version")) is not int
+        ):
+            return None
+        versions[one["shard"]] = one["version"]
+    return versions
+
+
+def _counts(value: Any) -> dict[str, int]:
+    if not isinstance(value, dict):
+        return {}
+    return {name: count for name, count in value.items() if type(count) is int}
+
+
+def _sentences(value: Any) -> tuple[str, ...]:
+    return tuple(str(one) for one in value) if isinstance(value, list) else ()

@@ -1,0 +1,60 @@
+"""What tells whether two runs are the same: the hash of a gradient, and digests of layout and values."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from manyhands.native.hashing import xxh64
+from manyhands.strategies.common.tables.row_tables import RowGradient
+from manyhands.strategies.ps.shard_layout import FlatLayout, ShardRange
+from manyhands.strategies.ps.shard_store import ShardStore
+
+__all__ = ["gradient_hash", "layout_digest", "shard_digest"]
+
+
+def gradient_hash(
+    present: Tensor, gradient: ShardRange, rows: Mapping[str, RowGradient] | None = None
+) -> str:
+    """A shard's part of a gradient, and which of its pieces were reached, as 16 hexadecimal digits.
+
+    What lies in the memory of a piece that was not reached does not count.
+    """
+    flags = present[: len(gradient.pieces)]
+    total = xxh64(_bytes(flags))
+    if bool(flags.all()):
+        total = xxh64(_bytes(gradient.memory), total)
+    else:
+        for piece, reached in zip(gradient.pieces, flags.tolist(), strict=True):
+            if reached:
+                total = xxh64(_bytes(piece), total)
+    for name, of_table in sorted((rows or {}).items()):
+        for data in (np.frombuffer(name.encode(), np.uint8), _bytes(of_table.rows), _bytes(of_table.values)):
+            total = xxh64(data, total)
+    return f"{total:016x}"
+
+
+def layout_digest(layout: FlatLayout) -> str:
+    """One word for where everything lies; equal in every process of a run."""
+    text = repr((layout.entries, layout.bounds, layout.tables))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def shard_digest(store: ShardStore, layout: FlatLayout, shard: int) -> str:
+    """The SHA-256 of the values of a shard: its range, then its rows of each table."""
+    values = torch.empty(layout.range_bytes(shard), dtype=torch.uint8)
+    store.read_into(values)
+    digest = hashlib.sha256(_bytes(values))
+    for table in layout.tables:
+        own = table.placed(layout.shards).rows(shard)
+        digest.update(_bytes(store.gather(table.name, own)))
+    return digest.hexdigest()
+
+
+def _bytes(tensor: Tensor) -> Any:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy()

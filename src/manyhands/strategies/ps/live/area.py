@@ -1,0 +1,115 @@
+"""A worker's memory that the servers of its host share: its parameters, its gradients, and which of them it reached.
+
+    flags of shard 0 · flags of shard 1 · … │ gradients, flat │ values, flat
+
+The model's parameters are views of the values, so a pull is one copy by the server and none by the worker. A push is
+none at all: the server reads the gradients where backward left them. Who may write when follows from the protocol: a
+shard writes its range of the values only between the worker's Read and its own answer, and the worker writes gradients
+only after every shard has answered the Read behind the push before.
+
+Where no shard takes a step before every worker has pushed, a pull needs no copy either: all workers then read the
+values where the shards keep them (`values` is given), and the area ends with the gradients.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from manyhands.native.segment import PAGE, Segment, round_up
+from manyhands.strategies.ps.shard_layout import FlatLayout, ShardRange
+
+__all__ = ["AreaPart", "SharedParameters", "WorkerArea"]
+
+
+class SharedParameters:
+    """The one copy of the dense parameters that all processes of a host share, flat."""
+
+    def __init__(self, segment: Segment, layout: FlatLayout) -> None:
+        """Take over memory that begins with the parameters; what lies behind them is left alone."""
+        self._segment = segment
+        self.values = self._segment.tensor(0, layout.num_bytes, torch.uint8)
+        self._parts = [self.values[begin:end] for begin, end in layout.bounds]
+
+    def part(self, shard: int) -> Tensor:
+        """A shard's range, as bytes."""
+        return self._parts[shard]
+
+    def close(self) -> None:
+        """Let go."""
+        self._parts.clear()
+        self._segment.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AreaPart:
+    """One shard's part of a worker's area."""
+
+    flags: Tensor
+    values: Tensor
+    """The range of the values, as bytes."""
+
+    gradient: ShardRange
+    addresses: tuple[int, int, int]
+    """Where gradient, flags and values lie in this process; the last is 0 where the values are not in the area."""
+
+
+class WorkerArea:
+    """The area in this process: made by the worker, attached by its servers; a segment of no name."""
+
+    def __init__(self, segment: Segment, layout: FlatLayout, values: Tensor | None = None) -> None:
+        """Take over `segment`, which must have the size that this layout gives it; `values` lie elsewhere, if given."""
+        expected = _num_bytes(layout, with_values=values is None)
+        if segment.num_bytes != expected:
+            segment.close()
+            raise ValueError(f"a worker's area of this task has {expected} bytes, not {segment.num_bytes}")
+        self.segment = segment
+        self._layout = layout
+        begin = _flags_bytes(layout)
+        self.gradients = segment.tensor(begin, layout.num_bytes, torch.uint8)
+        self.is_in_place = values is not None
+        if values is None:
+            values = segment.tensor(begin + _flat_bytes(layout), layout.num_bytes, torch.uint8)
+        self.values = values
+
+    @classmethod
+    def create(cls, layout: FlatLayout, values: Tensor | None = None) -> WorkerArea:
+        """Reserve it."""
+        num_bytes = _num_bytes(layout, with_values=values is None)
+        return cls(Segment.create(num_bytes, "a worker's parameters and gradients"), layout, values)
+
+    def part(self, shard: int) -> AreaPart:
+        """What one shard reads and writes."""
+        flags, values = self.flags(shard), self._layout.part(self.values, shard).memory
+        gradient = self._layout.part(self.gradients, shard)
+        own_values = 0 if self.is_in_place else values.data_ptr()
+        return AreaPart(
+            flags=flags,
+            values=values,
+            gradient=gradient,
+            addresses=(gradient.memory.data_ptr(), flags.data_ptr(), own_values),
+        )
+
+    def flags(self, shard: int) -> Tensor:
+        """One byte per piece of the shard: whether the last backward reached it."""
+        offset = sum(self._layout.flag_bytes(before) for before in range(shard))
+        return self.segment.tensor(offset, self._layout.flag_bytes(shard), torch.uint8)
+
+    def close(self) -> None:
+        """Let go; the memory goes with its last holder."""
+        self.segment.close()
+
+
+def _flags_bytes(layout: FlatLayout) -> int:
+    return round_up(sum(layout.flag_bytes(shard) for shard in range(layout.shards)), PAGE)
+
+
+def _flat_bytes(layout: FlatLayout) -> int:
+    return round_up(layout.num_bytes, PAGE)
+
+
+def _num_bytes(layout: FlatLayout, *, with_values: bool) -> int:
+    # at least a page: a model of tables alone has nothing here, and memory of no bytes cannot be shared
+    return max(PAGE, _flags_bytes(layout) + (1 + with_values) * _flat_bytes(layout))

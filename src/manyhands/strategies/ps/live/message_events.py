@@ -1,0 +1,166 @@
+"""What the processes of a parameter server record of their messages: both ends give a message the same number.
+
+worker                                         server
+SEND push           ──────────►                RECEIVE push, APPLY
+RECEIVE parameters  ◄──────────  (HOLD, then)  SEND parameters
+"""
+
+from __future__ import annotations
+
+import time
+
+from manyhands.observe.record.event_ring import EventRing
+from manyhands.observe.record.events import NO_STEP, NOBODY, EventKind
+from manyhands.strategies.ps.log_rows import StepRow
+from manyhands.strategies.ps.ps_messages import Parameters, Push, Read, ReadRows, RowValues
+from manyhands.strategies.ps.push_pull import PushPull, PushPullAnswer
+from manyhands.strategies.ps.strategy import Ps
+from manyhands.transport.link.wire import Wire, wire_of
+
+__all__ = ["ServerRecords", "message_number", "wire_of_link"]
+
+_MAX_NUMBER = 2**32 - 1
+
+
+_Numbered = Push | PushPull | Read | Parameters | PushPullAnswer | ReadRows | RowValues
+
+
+def message_number(message: _Numbered, num_shards: int) -> int:
+    """The number of an update's message to or from a shard; those about rows of tables count apart."""
+    about_rows = isinstance(message, ReadRows | RowValues)
+    return (2 * (message.clock * num_shards + message.shard) + about_rows) % _MAX_NUMBER + 1
+
+
+def wire_of_link(strategy: Ps) -> int:
+    """What carries gradients and parameters, and in which codec."""
+    return wire_of(Wire.TCP if strategy.link == "tcp" else Wire.MEMORY, strategy.codec)
+
+
+class ServerRecords:
+    """One server's events; its workers are known by their slots."""
+
+    def __init__(self, ring: EventRing, strategy: Ps) -> None:
+        self._ring = ring
+        self._num_shards = strategy.servers
+        self._wire = wire_of_link(strategy)
+        self._asked_ns: dict[tuple[int, int], int] = {}  # by slot and shard, when its Read came
+        self._received_ns = 0  # when the message in hand had been taken in
+        self._done_ns = 0  # until when this server's time is accounted for
+
+    def saved(self, begin_ns: int) -> None:
+        """A snapshot, begun then, is written."""
+        self._done_ns = time.monotonic_ns()
+        self._ring.record(EventKind.CHECKPOINT, begin_ns, self._done_ns - begin_ns)
+
+    def joined(self, begin_ns: int) -> None:
+        """This server is ready, having begun then."""
+        self._ring.record(EventKind.JOIN, begin_ns, time.monotonic_ns() - begin_ns)
+
+    def left(self) -> None:
+        """It leaves in good order."""
+        self._ring.record(EventKind.LEAVE, time.monotonic_ns())
+
+    def began(self, message: object) -> int:
+        """A message is about to be dealt with; when."""
+        now_ns = self._done_ns = time.monotonic_ns()
+        self._received_ns = 0
+        if isinstance(message, Read):
+            self._asked_ns[message.slot, message.shard] = now_ns
+        return now_ns
+
+    def handled(self, message: object, begin_ns: int, num_bytes: int) -> None:
+        """It has been dealt with: a push or a request for rows is recorded."""
+        if isinstance(message, Push | ReadRows):
+            step = message.batch if isinstance(message, Push) else NO_STEP
+            self._received(message, step, begin_ns, self._received_ns or time.monotonic_ns(), num_bytes)
+
+    def applied(self, row: StepRow, begin_ns: int, duration_ns: int) -> None:
+        """The optimizer took a step, which began then and took so long."""
+        self._received_ns = self._received_ns or begin_ns
+        self._done_ns = begin_ns + duration_ns
+        for index, update in enumerate(row.updates):
+            is_last = index == len(row.updates) - 1
+            self._ring.record(
+                EventKind.APPLY,
+                begin_ns,
+                duration_ns if is_last else 0,
+                step=update.batch,
+                peer=update.slot,
+                count=row.shard,
+                value=update.staleness,
+            )
+
+    def took(self, turn: PushPull, staleness: int, times_ns: tuple[int, int, int], num_bytes: int) -> None:
+        """A turn's push was a step by itself: when it came, when the step began, and when that was done."""
+        begin_ns, apply_ns, applied_ns = times_ns
+        self._ring.record(
+            EventKind.APPLY,
+            apply_ns,
+            applied_ns - apply_ns,
+            step=turn.batch,
+            peer=turn.slot,
+            count=turn.shard,
+            value=staleness,
+        )
+        self._received(turn, turn.batch, begin_ns, apply_ns, num_bytes)
+        self._done_ns = applied_ns
+
+    def gave(self, answer: PushPullAnswer, begin_ns: int, num_bytes: int) -> None:
+        """The answer to a turn has left, having been made ready since then."""
+        self._done_ns = time.monotonic_ns()
+        self._sent(answer, answer.batch, begin_ns, self._done_ns, num_bytes)
+
+    def gave_rows(
+        self, request: ReadRows, answer: RowValues, times_ns: tuple[int, int], num_bytes: tuple[int, int]
+    ) -> None:
+        """Rows have left that were asked for: when that came, and when it was understood; the bytes of both."""
+        begin_ns, received_ns = times_ns
+        self._received(request, NO_STEP, begin_ns, received_ns, num_bytes[0])
+        self._done_ns = time.monotonic_ns()
+        self._sent(answer, NO_STEP, received_ns, self._done_ns, num_bytes[1])
+
+    def _received(self, message: _Numbered, step: int, begin_ns: int, end_ns: int, num_bytes: int) -> None:
+        self._ring.record(
+            EventKind.RECEIVE,
+            begin_ns,
+            end_ns - begin_ns,
+            step=step,
+            peer=message.slot,
+            num_bytes=num_bytes,
+            message=message_number(message, self._num_shards),
+            wire=self._wire,
+        )
+
+    def _sent(self, message: _Numbered, step: int, begin_ns: int, end_ns: int, num_bytes: int) -> None:
+        self._ring.record(
+            EventKind.SEND,
+            begin_ns,
+            end_ns - begin_ns,
+            step=step,
+            peer=message.slot,
+            num_bytes=num_bytes,
+            count=1,
+            message=message_number(message, self._num_shards),
+            wire=self._wire,
+        )
+
+    def answered(self, answer: Parameters | RowValues, num_bytes: int) -> None:
+        """An answer leaves for a worker, having been made ready since the last thing that was done."""
+        now_ns = time.monotonic_ns()
+        if not self._received_ns:
+            self._received_ns = self._done_ns = now_ns
+        begin_ns, self._done_ns = self._done_ns, now_ns
+        step = answer.work.batch if isinstance(answer, Parameters) else NO_STEP
+        if isinstance(answer, Parameters):
+            asked_ns = self._asked_ns.pop((answer.slot, answer.shard), now_ns)
+            if answer.waited_for != NOBODY:
+                self._ring.record(
+                    EventKind.HOLD,
+                    asked_ns,
+                    now_ns - asked_ns,
+                    step=step,
+                    peer=answer.slot,
+                    count=answer.shard,
+                    value=answer.waited_for,
+                )
+        self._sent(answer, step, begin_ns, now_ns, num_bytes)

@@ -1,0 +1,280 @@
+"""The gradients that a server holds, and where they lie: in a worker's memory, in a message, or in a copy of its own.
+
+On one host a gradient stays in the memory of the worker that made it; the server, its backup too, reads it there. Over
+TCP it is received into one buffer per worker and shard. Either way the worker may overwrite it once its next Read is
+answered: what must live longer is copied. Gradients of rows come inline always, behind those of the dense parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from manyhands.native.segment import Segment
+from manyhands.strategies.common.tables.row_tables import RowGradient
+from manyhands.strategies.ps.actions import Keep
+from manyhands.strategies.ps.live.area import AreaPart, SharedParameters, WorkerArea
+from manyhands.strategies.ps.live.server_tables import ServerTables
+from manyhands.strategies.ps.live.shard_encoding import RangeCoding, as_tensor
+from manyhands.strategies.ps.ps_messages import Push
+from manyhands.strategies.ps.push_pull import PushPull
+from manyhands.strategies.ps.shard_layout import FlatLayout
+from manyhands.strategies.ps.shard_store import Contribution
+from manyhands.transport.link.message import ProtocolError
+
+__all__ = ["Gradients"]
+
+
+class Gradients:
+    """All gradients of one server process; with `inline`, workers share no memory with it and send all.
+
+    `home` is where workers read parameters, if they do not have memory of their own for them, `coding` how gradients
+    that workers send travel; what one server sends to another is whole.
+    """
+
+    def __init__(
+        self,
+        layout: FlatLayout,
+        *,
+        inline: bool,
+        home: SharedParameters | None = None,
+        coding: RangeCoding | None = None,
+    ) -> None:
+        self._home = home
+        self._coding = coding if coding is not None and coding.codes_gradients else None
+        self.tables = ServerTables(layout)
+        self._layout = layout
+        self._inline = inline
+        self._areas: dict[int, WorkerArea] = {}
+        self._parts: dict[tuple[int, int], AreaPart] = {}
+        self._received: dict[tuple[int, int], Tensor] = {}
+        self._slots: dict[int, int] = {}  # of the members that are known to have one
+        self._newest: dict[
+            tuple[int, int], int
+        ] = {}  # by slot and shard: the member whose push was taken last
+        self._held: dict[tuple[int, int, int], Contribution] = {}
+        self._copied: set[tuple[int, int, int]] = set()
+
+    def add_area(self, member: int, segment: Segment) -> None:
+        """A worker's memory can be read from now on; ValueError if it has another size than this task's."""
+        known = self._areas.pop(member, None)
+        if known is not None:
+            known.close()
+        area = self._areas[member] = WorkerArea(
+            segment, self._layout, self._home.values if self._home is not None else None
+        )
+        for shard in range(self._layout.shards):
+            self._parts[member, shard] = area.part(shard)
+
+    def segment(self, member: int) -> Segment | None:
+        """The memory of a worker, if it shares any."""
+        area = self._areas.get(member)
+        return area.segment if area is not None else None
+
+    def values(self, member: int, shard: int) -> Tensor | None:
+        """Where a worker wants its parameters, if it shares memory."""
+        part = self._parts.get((member, shard))
+        return part.values if part is not None else None
+
+    def room_for(self, push: Push | PushPull, num_bytes: int, *, by_worker: bool = True) -> memoryview | None:
+        """Where the payload of a push goes, None for memory of its own; ProtocolError if it has the wrong size."""
+        if by_worker and self._coding is not None:
+            self._require_encoded(push.shard, num_bytes)
+            return None
+        dense = self._dense_bytes(push.shard) if self._inline else 0
+        if num_bytes < dense:
+            raise ProtocolError(
+                "payload_bytes", f"a gradient for shard {push.shard} has {dense} bytes, not {num_bytes}"
+            )
+        self.tables.check_capacity(push.shard, num_bytes - dense)
+        if not self._inline:
+            return None
+        return memoryview(self._buffer(push, num_bytes).numpy())  # type: ignore[arg-type]
+
+    def of(
+        self, push: Push | PushPull, payload: memoryview, *, by_worker: bool = True, borrow: bool = False
+    ) -> Contribution | None:
+        """The gradient that came with a push, where it lies; None if its worker shares no memory and sent none.
+
+        UnknownSets if it names rows that are not known here. Who borrows it does not keep it beyond the message.
+        """
+        part = self._parts.get((push.member, push.shard))
+        if part is not None:
+            rows = self.tables.gradients(push.shard, payload, borrow=borrow)
+            return Contribution(gradient=part.gradient, present=part.flags, rows=rows)
+        if by_worker and payload and self._coding is not None:
+            return self._contribution(self._decoded(self._coding, push, payload), push.shard)
+        buffer = self._received.get((push.member, push.shard))
+        if buffer is None or not payload:
+            return None
+        return self._contribution(buffer[: len(payload)], push.shard)
+
+    def is_newest(self, turn: PushPull) -> bool:
+        """Whether the last push of its slot that its shard took was of the same member, so that nobody is to go."""
+        return self._newest.get((turn.slot, turn.shard)) == turn.member
+
+    def addresses(self, turn: PushPull, payload: memoryview) -> tuple[int, int, int] | None:
+        """Where the gradient and the flags of a turn lie, and where its worker wants the values: 0 for a message.
+
+        None where there is more to it: an encoded gradient, or rows of tables.
+        """
+        of = turn.member, turn.shard
+        if self._coding is not None or self._layout.tables:
+            return None
+        part = self._parts.get(of)
+        if part is not None:
+            return None if payload else part.addresses
+        buffer = self._received.get(of)
+        if buffer is None or len(payload) != self._dense_bytes(turn.shard):
+            return None
+        flags = buffer.data_ptr()
+        return flags + self._layout.flag_bytes(turn.shard), flags, 0
+
+    def keep(self, keep: Keep, contribution: Contribution) -> None:
+        """Hold a gradient until `take` or `drop`."""
+        self._held[keep.shard, keep.slot, keep.clock] = contribution
+        if keep.copy:
+            self._copied.add((keep.shard, keep.slot, keep.clock))
+
+    def secure(self) -> None:
+        """Copy what is still held and may be overwritten from now on."""
+        for key in self._copied:
+            held = self._held.get(key)
+            if held is not None:
+                buffer = torch.cat([held.present, held.gradient.memory])
+                self._held[key] = replace(self._dense(buffer, key[0]), rows=_copied(held.rows))
+        self._copied.clear()
+
+    def take(self, shard: int, slot: int, clock: int) -> Contribution:
+        """The held gradient, which is not held any more."""
+        return self._held.pop((shard, slot, clock))
+
+    def drop(self, shard: int, slot: int, clock: int) -> None:
+        """Hold it no longer."""
+        self._held.pop((shard, slot, clock), None)
+
+    def held(self, shard: int) -> dict[tuple[int, int], Tensor]:
+        """What is held for a shard, by slot and clock, as `replace` takes it."""
+        return {
+            (slot, clock): self._packed(one) for (of, slot, clock), one in self._held.items() if of == shard
+        }
+
+    def forwarded(self, push: Push) -> list[Any]:
+        """The payload with which a held gradient goes to a backup."""
+        held = self._held[push.shard, push.slot, push.clock]
+        rows = self.tables.packed(held.rows)
+        if push.member in self._areas:
+            return rows
+        return [held.present.numpy(), held.gradient.memory.numpy(), *rows]
+
+    def replace(self, shard: int, held: dict[tuple[int, int], Tensor]) -> None:
+        """Hold exactly these, given as flags, range and rows in one tensor each, for a shard."""
+        for key in [key for key in self._held if key[0] == shard]:
+            del self._held[key]
+        for (slot, clock), buffer in held.items():
+            self._held[shard, slot, clock] = self._contribution(buffer, shard)
+
+    def lost(self, member: int) -> None:
+        """A member is not connected any more: the memory of one that has never had a slot is of no use."""
+        self.tables.forget(member)
+        area = self._areas.get(member) if member not in self._slots else None
+        if area is not None:
+            del self._areas[member]
+            for shard in range(self._layout.shards):
+                self._parts.pop((member, shard), None)
+            area.close()
+
+    def taken(self, push: Push) -> None:
+        """The shard has taken this push: nobody who held its slot before will be heard there any more."""
+        if self._newest.get((push.slot, push.shard)) != push.member:
+            self._newest[push.slot, push.shard] = push.member
+            self.succeed(push.slot, push.member, [push.shard])
+
+    def succeed(self, slot: int, member: int, shards: Collection[int]) -> None:
+        """`member` holds the slot (0: nobody does): let go of what those before it had for these shards.
+
+        Their whole memory goes when no shard needs it and nothing that is held points there.
+        """
+        if not member:
+            return
+        self._slots[member] = slot
+        for old in [old for old, place in self._slots.items() if place == slot and old < member]:
+            for shard in shards:
+                self._parts.pop((old, shard), None)
+                self._received.pop((old, shard), None)
+            needed = {of for of, _ in (*self._parts, *self._received)}
+            area = self._areas.get(old)
+            if old in needed or (area is not None and self._points_into(area)):
+                continue
+            if area is not None:
+                del self._areas[old]
+                area.close()
+            del self._slots[old]
+
+    def _points_into(self, area: WorkerArea) -> bool:
+        begin = area.segment.address
+        held = (one.gradient.memory.data_ptr() for one in self._held.values())
+        return any(begin <= address < begin + area.segment.num_bytes for address in held)
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self._held.clear()
+        self._parts.clear()
+        for area in self._areas.values():
+            area.close()
+        self._areas.clear()
+
+    def _buffer(self, push: Push | PushPull, num_bytes: int) -> Tensor:
+        buffer = self._received.get((push.member, push.shard))
+        if buffer is None or buffer.numel() < num_bytes:
+            buffer = self._received[push.member, push.shard] = torch.empty(num_bytes, dtype=torch.uint8)
+        return buffer[:num_bytes]
+
+    def _require_encoded(self, shard: int, num_bytes: int) -> None:
+        assert self._coding is not None, "else nothing is encoded"
+        flags = self._layout.flag_bytes(shard)
+        least, most = flags + self._coding.least_bytes(shard), flags + self._coding.most_bytes(shard)
+        if num_bytes < least:
+            raise ProtocolError(
+                "payload_bytes",
+                f"an encoded gradient for shard {shard} has at least {least} bytes, not {num_bytes}",
+            )
+        self.tables.check_capacity(shard, max(0, num_bytes - most))
+
+    def _decoded(self, coding: RangeCoding, push: Push | PushPull, payload: memoryview) -> Tensor:
+        """Flags, range and rows of a payload whose range is encoded, as they are received where it is not."""
+        flags, dense = self._layout.flag_bytes(push.shard), self._dense_bytes(push.shard)
+        came = as_tensor(payload)
+        encoded = flags + coding.length(push.shard, came[flags:])
+        buffer = self._buffer(push, dense + came.numel() - encoded)
+        buffer[:flags] = came[:flags]
+        coding.decode(push.shard, came[flags:encoded], self._layout.range_in(buffer[flags:dense], push.shard))
+        buffer[dense:] = came[encoded:]
+        return buffer
+
+    def _contribution(self, buffer: Tensor, shard: int) -> Contribution:
+        dense = self._dense_bytes(shard)
+        payload = memoryview(buffer[dense:].numpy())  # type: ignore[arg-type]
+        return replace(self._dense(buffer[:dense], shard), rows=self.tables.gradients(shard, payload))
+
+    def _dense(self, buffer: Tensor, shard: int) -> Contribution:
+        flags = self._layout.flag_bytes(shard)
+        return Contribution(gradient=self._layout.range_in(buffer[flags:], shard), present=buffer[:flags])
+
+    def _dense_bytes(self, shard: int) -> int:
+        return self._layout.flag_bytes(shard) + self._layout.range_bytes(shard)
+
+    def _packed(self, held: Contribution) -> Tensor:
+        rows = b"".join(self.tables.packed(held.rows))
+        return torch.cat(
+            [held.present, held.gradient.memory, torch.from_numpy(np.frombuffer(rows, np.uint8).copy())]
+        )
+
+
+def _copied(rows: Mapping[str, RowGradient]) -> dict[str, RowGradient]:
+    return {name: RowGradient(rows=one.rows.clone(), values=one.values.clone()) for name, one in rows.items()}

@@ -1,0 +1,151 @@
+"""What every process of a parameter-server run is told, and how they find and trust each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from manyhands.engine.computing import Built, Computer, TrainingPlan
+from manyhands.native.segment import Segment
+from manyhands.strategies.ps import ps_messages
+from manyhands.strategies.ps.live.area import SharedParameters
+from manyhands.strategies.ps.pending_steps import ShardConfig
+from manyhands.strategies.ps.push_pull import PushPull, PushPullAnswer
+from manyhands.strategies.ps.shard_layout import FlatLayout
+from manyhands.strategies.ps.shard_store import Averaging
+from manyhands.strategies.ps.strategy import Ps
+from manyhands.transport.hub.handshake import Credentials
+from manyhands.transport.hub.hub import Hub, Settings
+from manyhands.transport.hub.settings import spin_for
+from manyhands.transport.hub.typed_messages import MessageCoder
+from manyhands.transport.link.liveness import LivenessTimes
+from manyhands.transport.link.secure import Security
+
+__all__ = ["CODEC", "Job"]
+
+CODEC = MessageCoder(
+    {
+        1: ps_messages.Hello,
+        2: ps_messages.Welcome,
+        3: ps_messages.Read,
+        4: ps_messages.Parameters,
+        5: ps_messages.Push,
+        6: ps_messages.Ack,
+        7: ps_messages.Refused,
+        8: ps_messages.Fenced,
+        9: ps_messages.NotPrimary,
+        10: ps_messages.Chosen,
+        11: ps_messages.ChosenKept,
+        12: ps_messages.Forward,
+        13: ps_messages.Forwarded,
+        14: ps_messages.Install,
+        15: ps_messages.Yield,
+        16: ps_messages.ReadRows,
+        17: ps_messages.RowValues,
+        18: ps_messages.RowsUnknown,
+        19: PushPull,
+        20: PushPullAnswer,
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One run, as all its processes know it; packed once by the launcher and read by its own children only."""
+
+    plan: TrainingPlan
+    strategy: Ps
+    token: str
+    fingerprint: str
+    """Of the task: processes of another task are turned away."""
+
+    workers: int
+    """The slots that there are at the start."""
+
+    timeout_s: float
+    threads: int
+    run_path: Path | None
+    keep_checkpoints: int
+    resume_version: int | None
+    """Go on from the shards' snapshots of this version."""
+
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
+    """What workers' models begin with, by name, where the run goes on."""
+
+    skip_nonfinite: bool = False
+    """Leave out an update whose gradient is not finite, instead of ending the run."""
+
+    security: Security = field(default_factory=Security.loopback)
+    """What protects connections to other hosts."""
+
+    listens_at: str = ""
+    """Where a server listens, as hubs have it; empty: anywhere on this host that its link allows."""
+
+    reached_at: str = ""
+    """Where others reach it, if that is another address."""
+
+    @property
+    def is_lockstep(self) -> bool:
+        """Whether no shard takes a step before every worker has pushed, so that nobody reads what changes."""
+        return self.strategy.consistency.lockstep
+
+    @property
+    def confirms(self) -> bool:
+        """Whether a push counts only once its worker has said that every shard has it."""
+        return self.shard_config().confirms
+
+    @property
+    def reads_in_place(self) -> bool:
+        """Whether workers read parameters where the shards keep them, in the memory that all processes share.
+
+        Not where they step their own.
+        """
+        return self.is_lockstep and self.strategy.link == "shared" and not self.strategy.averages
+
+    @property
+    def averaging(self) -> Averaging | None:
+        """How shards average what is pushed, where that is parameters."""
+        if not self.strategy.averages:
+            return None
+        return Averaging(workers=self.workers, together=self.strategy.consistency.stepwise)
+
+    def home(self, final: Callable[[], Segment], layout: FlatLayout) -> SharedParameters | None:
+        """That memory, where there is one: `final` gives what the parameters end in."""
+        return SharedParameters(final(), layout) if self.reads_in_place else None
+
+    def hub(self, member: int, role: str, **options: Any) -> Hub:
+        """This process's end of all connections, as `member`."""
+        credentials = Credentials(
+            member=member, role=role, token=self.token.encode(), fingerprint=self.fingerprint
+        )
+        # Who is alive is the launcher's to say, which sees processes; links only notice what is cut.
+        settings = Settings(
+            silence=LivenessTimes(silence_s=self.timeout_s),
+            spin_s=spin_for(self.workers + self.strategy.num_server_processes),
+            queue_bytes=1 << 34,
+            connect_s=self.timeout_s,
+            security=self.security,
+        )
+        return Hub(credentials, CODEC, settings=settings, **options)
+
+    def shard_config(self, shard: int = 0) -> ShardConfig:
+        """What the core of a shard is told."""
+        return ShardConfig(
+            shard=shard,
+            num_shards=self.strategy.servers,
+            policy=self.strategy.consistency,
+            steps=self.plan.steps,
+            slots=tuple(range(self.workers)),
+        )
+
+    def build(self, worker_rank: int = 0) -> tuple[Computer, Built, FlatLayout]:
+        """The model before the first step and where its parameters lie; the same in every process."""
+        computer = Computer(self.plan, worker_rank)
+        built = computer.build()
+        strategy, sparse = self.strategy, self.plan.task.sparse
+        layout = FlatLayout.of(built.model, built.optimizer, strategy.servers, sparse, strategy.stepping)
+        return computer, built, layout

@@ -1,0 +1,291 @@
+"""A server or a worker in a process that somebody else started: on another host, or beside the one that leads.
+
+It hears over its line which member it is, does what a child of the launcher would do, and sends what a child would
+leave in the launcher's memory or directory:
+
+    its shards' snapshots    as they are due, for the leader to keep; asked back from there by whoever has to go on
+    parameters and buffers   at the end
+    records of updates       into the run's directory where this host sees it, else into a folder of this host that its
+                             successor finds, from where they are sent at the end
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import select
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from torch import Tensor
+
+from manyhands.data.store.tensorfile import encode_tensors, read_tensors
+from manyhands.errors import Aborted, PeerTimeout
+from manyhands.native.segment import Segment
+from manyhands.observe.record.event_ring import EventRing
+from manyhands.places.external.control_connection import ControlConnection
+from manyhands.places.local.notes import TypedNotes
+from manyhands.places.local.status import NOBODY, State
+from manyhands.strategies.ps.live.member_resources import MemberResources
+from manyhands.strategies.ps.live.ps_job import Job
+from manyhands.strategies.ps.live.sending import (
+    BUFFERS,
+    Shipment,
+    final_chunks,
+    pack_snapshot,
+    unpack_snapshot,
+)
+from manyhands.strategies.ps.live.server_process import serve_with
+from manyhands.strategies.ps.live.snapshots import ShardSnapshot
+from manyhands.strategies.ps.live.worker_process import work_with
+from manyhands.strategies.ps.shard_layout import FlatLayout
+from manyhands.strategies.ps.shard_store import ShardStore
+from manyhands.strategies.ps.update_files import RecordMark, record_files, record_mark
+
+__all__ = ["PARTS", "WANTS", "SnapshotWanted", "TakePart", "take_part"]
+
+_LOOK_S: Final = 0.5
+_STANDS_BY_S: Final = 60.0
+_CHUNK_BYTES: Final = 1 << 20
+_log = logging.getLogger("manyhands")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakePart:
+    """The leader tells a process which member it is, and what of the run it alone knows."""
+
+    member: int
+    serves: bool
+    number: int
+    """The place of a server, the slot of a worker."""
+
+    token: str
+    threads: int
+    resume_version: int | None
+    keeps: bool
+    """Whether the leader keeps snapshots and records."""
+
+    records: RecordMark | None
+    """How to tell whether this host sees the leader's run directory."""
+
+    buffers: bool
+    """Whether the buffers follow that the run goes on from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotWanted:
+    """A server is about to serve this shard: the newest snapshot (None), or that of a version."""
+
+    shard: int
+    version: int | None
+
+
+PARTS: Final = TypedNotes(TakePart)
+WANTS: Final = TypedNotes(SnapshotWanted)
+
+
+def take_part(line: ControlConnection, job: Job) -> Mapping[str, Any]:
+    """Be the member that the leader says, to its end; what it counted.
+
+    `job` is as this process was asked, without what the leader alone knows. Aborted where the run ended before.
+    """
+    heard = _Heard(line)
+    part = heard.part()
+    records = _Records(part, line.name) if part.keeps else None
+    job = replace(
+        job,
+        token=part.token,
+        threads=part.threads,
+        run_path=records.path if records is not None else None,
+        resume_version=part.resume_version,
+        buffers=_buffers(line, job.timeout_s) if part.buffers else {},
+    )
+    context = _ControlMember(line, heard, part.member)
+    resources = _resources(line, job, keeps=part.keeps)
+    try:
+        counted = (
+            serve_with(context, resources) if part.serves else work_with(context, resources, part.number)
+        )
+        if records is not None:
+            records.send(line, job.timeout_s)
+    except Aborted:
+        over = line.over
+        if over is None:
+            raise
+        if records is not None and not over.is_lost and over.rank != line.rank:  # nobody comes in its place
+            records.remove()
+        raise Aborted(over.sentence) from None  # it knows more than that it was to stop
+    return counted
+
+
+class _Heard:
+    """What the leader tells, in order: first the part, then orders."""
+
+    def __init__(self, line: ControlConnection) -> None:
+        self._line = line
+        self._orders: list[Mapping[str, Any]] = []
+
+    def part(self) -> TakePart:
+        """Wait for it, as long as the leader lives, which waits for the others only so long.
+
+        Who comes beside one that has the part stands by for as long as that lives: it says so, every minute.
+        """
+        told_s = time.monotonic()
+        while not self._line.stop_requested():
+            if time.monotonic() - told_s >= _STANDS_BY_S:
+                told_s = time.monotonic()
+                _log.warning("%s stands by: %s has no part for it yet", self._line.name, self._line.leader)
+            told = self._line.received()
+            if told:
+                first, *self._orders = told
+                part: TakePart = PARTS.read(first)
+                return part
+            select.select([self._line.control_fileno()], [], [], _LOOK_S)
+        over = self._line.over
+        raise Aborted(
+            over.sentence if over is not None else f"the run ended before {self._line.name} had a part in it"
+        )
+
+    def orders(self) -> list[Mapping[str, Any]]:
+        orders, self._orders = self._orders, []
+        return [*orders, *self._line.received()]
+
+
+class _ControlMember:
+    """The context of a member at the far end of a line."""
+
+    def __init__(self, line: ControlConnection, heard: _Heard, member: int) -> None:
+        self.name, self.rank, self.step = line.name, member, 0
+        self._line, self._heard = line, heard
+
+    def send(self, payload: Mapping[str, Any]) -> None:
+        self._line.send(payload)
+
+    def mark(self, step: int, state: State, waiting_for: int = NOBODY) -> None:
+        self.step = step
+        self._line.mark(step, state, waiting_for)
+
+    def received(self) -> list[Mapping[str, Any]]:
+        return self._heard.orders()
+
+    def stop_requested(self) -> bool:
+        return self._line.stop_requested()
+
+    @property
+    def stopping(self) -> bool:
+        return self._line.stopping
+
+    def control_fileno(self) -> int:
+        return self._line.control_fileno()
+
+
+def _resources(line: ControlConnection, job: Job, *, keeps: bool) -> MemberResources:
+    def leave_shard(layout: FlatLayout, shard: int, store: ShardStore) -> None:
+        line.give(str(Shipment("final", shard=shard)), final_chunks(layout, shard, store))
+
+    def leave_buffers(state: Mapping[str, Tensor]) -> None:
+        line.give(str(BUFFERS), list(encode_tensors(state)))
+
+    return MemberResources(
+        job=lambda: job,
+        events=lambda: EventRing.attach(os.dup(line.ring.descriptor)),
+        shared=_nothing_shared,
+        snapshots=lambda job: _SentSnapshots(line, job.timeout_s, kept=keeps),
+        leave_shard=leave_shard,
+        leave_buffers=leave_buffers,
+    )
+
+
+def _nothing_shared() -> Segment:
+    raise AssertionError("members of several hosts read no parameters in place")
+
+
+def _buffers(line: ControlConnection, timeout_s: float) -> dict[str, Tensor]:
+    """What the leader's model goes on with."""
+    data = line.take(str(BUFFERS), timeout_s)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "buffers"
+        path.write_bytes(data)
+        return dict(read_tensors(path))
+
+
+class _SentSnapshots:
+    """Snapshots that the leader keeps."""
+
+    def __init__(self, line: ControlConnection, timeout_s: float, *, kept: bool) -> None:
+        self._line, self._timeout_s, self.kept = line, timeout_s, kept
+        self._leaving: dict[int, threading.Event] = {}  # by shard: whether the last one has left
+
+    def save(self, shard: int, snapshot: ShardSnapshot) -> None:
+        """Send it, once the one before has left: they are as large as the shard."""
+        before = self._leaving.get(shard)
+        if before is not None and not before.wait(self._timeout_s):
+            raise PeerTimeout(f"{self._line.leader} took no snapshot for {self._timeout_s:.0f} s", peer=0)
+        left = self._leaving[shard] = threading.Event()
+        self._line.give(str(Shipment("snapshot", shard=shard)), _then(pack_snapshot(snapshot), left))
+
+    def load(self, shard: int, version: int | None = None) -> ShardSnapshot | None:
+        """Ask for it."""
+        self._line.send(WANTS.write(SnapshotWanted(shard=shard, version=version)))
+        data = self._line.take(str(Shipment("snapshot", shard=shard)), self._timeout_s)
+        return unpack_snapshot(data) if data else None
+
+
+def _then(chunks: Iterable[Any], left: threading.Event) -> Iterator[Any]:
+    try:
+        yield from chunks
+    finally:
+        left.set()
+
+
+class _Records:
+    """Where a member's records of updates go: the run's own directory, where this host sees it, or a folder here.
+
+    The folder is named after the run and the role, so that who follows a dead process finds what it wrote.
+    """
+
+    def __init__(self, part: TakePart, name: str) -> None:
+        told = part.records
+        self._is_own = told is None or record_mark(Path(told.run)) != told
+        if told is not None and not self._is_own:
+            self.path = Path(told.run)
+            return
+        digest = hashlib.sha256(f"{part.token} {name}".encode()).hexdigest()[:32]
+        self.path = Path(tempfile.gettempdir()) / f"manyhands-{digest}"
+        (self.path / "updates").mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def send(self, line: ControlConnection, timeout_s: float) -> None:
+        """Send all that was written here, by predecessors too, and remove it once the leader has it.
+
+        PeerTimeout where it takes none of a file for so long; Aborted where the run is over, and all is kept.
+        """
+        if not self._is_own:
+            return
+        for path in record_files(self.path):
+            left, since_s = threading.Event(), time.monotonic()
+            line.give(str(Shipment("record", file=path.name)), _then(_chunks(path), left))
+            while not left.wait(_LOOK_S):
+                if line.over is not None:
+                    raise Aborted(line.over.sentence)
+                if time.monotonic() - since_s >= timeout_s:
+                    raise PeerTimeout(f"{line.leader} took no {path.name} for {timeout_s:.0f} s", peer=0)
+        line.store.check(["records"])  # the answer comes behind all that was sent: the leader has it
+        self.remove()
+
+    def remove(self) -> None:
+        """Leave nothing on this host."""
+        if self._is_own:
+            shutil.rmtree(self.path, ignore_errors=True)
+
+
+def _chunks(path: Path) -> Iterator[bytes]:
+    with open(path, "rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            yield chunk

@@ -1,0 +1,218 @@
+"""How rows of tables travel: which rows, by name where the other side knows them, and then their values.
+
+    for each table of the task, in their order:   kind (i64) · count (i64) · name (32 bytes)
+    for each that is given:                       its rows, int64
+    for each that is there, in a gradient:        its values, row after row
+
+Kind 0: the table is not there (in a gradient: it was not reached), 1: a set of rows by its name, 2: a set that is
+given, `count` rows. Little-endian; each of the parts begins at a multiple of 64 bytes and is filled up with zeros. An
+answer has values alone, for the reader knows of which rows. Rows ascend, each named once.
+
+What arrives is checked against the layout before anything of its length is made; ProtocolError says what is wrong.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from manyhands.native.segment import round_up
+from manyhands.strategies.common.tables.placement import Placement
+from manyhands.strategies.common.tables.rowsets import Given, Named, RowSets, Unknown
+from manyhands.strategies.ps.shard_layout import FlatLayout, Table
+from manyhands.transport.link.message import ProtocolError
+from manyhands.wire.flat_layout import LINE_BYTES
+
+__all__ = [
+    "Said",
+    "UnknownSets",
+    "Vetted",
+    "add_part",
+    "most_bytes",
+    "pack",
+    "take_sets",
+    "take_values",
+    "values_bytes",
+]
+
+Said = Named | Given | None
+"""What is said of a table's rows; None: the table is not there."""
+
+Vetted = tuple[bytes, int, int]
+"""The name of a set whose rows are known to be of that table's, by its number, and of that shard."""
+
+_MOST_VETTED = 1 << 14
+_HEAD = struct.Struct("<qq32s")
+_ROW_BYTES = 8
+_ZEROS = bytes(LINE_BYTES)
+_NUMPY = {torch.int64: np.int64, torch.float32: np.float32, torch.float64: np.float64}
+
+
+class _Kind(IntEnum):
+    ABSENT = 0
+    NAMED = 1
+    GIVEN = 2
+
+
+class UnknownSets(Exception):
+    """Row sets came by names that are not known here."""
+
+    def __init__(self, unknown: Sequence[Unknown]) -> None:
+        super().__init__(f"{len(unknown)} row sets are not known")
+        self.names = tuple(one.name.hex() for one in unknown)
+
+
+def pack(said: Sequence[Said], values: Sequence[Tensor] = ()) -> list[Any]:
+    """The payload, as buffers to be sent one after the other; without `said`, the values of an answer."""
+    parts: list[Any] = []
+    add_part(parts, b"".join(map(_head, said)))
+    for one in said:
+        if isinstance(one, Given):
+            add_part(parts, _buffer(one.rows))
+    for tensor in values:
+        add_part(parts, _buffer(tensor))
+    return parts
+
+
+def most_bytes(layout: FlatLayout, shard: int) -> int:
+    """The longest payload that can be right: every row of every table, given and with values."""
+    counts = [table.placed(layout.shards).count(shard) for table in layout.tables]
+    rows = sum(round_up(count * _ROW_BYTES, LINE_BYTES) for count in counts)
+    return _heads_bytes(layout) + rows + values_bytes(layout.tables, counts)
+
+
+def values_bytes(tables: Sequence[Table], counts: Sequence[int]) -> int:
+    """The length of the values of so many rows of each table."""
+    return sum(
+        round_up(count * table.width * table.dtype.itemsize, LINE_BYTES)
+        for table, count in zip(tables, counts, strict=True)
+    )
+
+
+def take_sets(
+    layout: FlatLayout, shard: int, payload: memoryview, sets: RowSets, vetted: set[Vetted] | None = None
+) -> tuple[list[Tensor | None], memoryview]:
+    """The rows that a payload names, by table, and what follows them; UnknownSets if `sets` lacks any.
+
+    All are rows of this shard, and ascend. What was found so once is kept in `vetted`: a name says which rows they are.
+    """
+    rest = payload[_heads_bytes(layout) :]
+    if len(payload) < _heads_bytes(layout):
+        raise ProtocolError("rows", f"{len(payload)} bytes are too few for {len(layout.tables)} tables")
+    found: list[Tensor | Unknown | None] = []
+    for number, table in enumerate(layout.tables):
+        kind, count, name = _HEAD.unpack_from(payload, number * _HEAD.size)
+        placement = table.placed(layout.shards)
+        if kind == _Kind.GIVEN and 0 <= count <= placement.count(shard):
+            rows, rest = _cut(rest, count, torch.int64)
+            _require_own(table, placement, shard, rows)
+            found.append(_learn(table, Given(name=name, rows=rows), sets))
+        elif kind == _Kind.NAMED and count == 0:
+            known = sets.find(Named(name=name))
+            seen = (name, number, shard)  # a set of another table may have the same rows, and the same name
+            if not isinstance(known, Unknown) and (vetted is None or seen not in vetted):
+                _require_own(table, placement, shard, known)
+                if vetted is not None:
+                    if len(vetted) >= _MOST_VETTED:
+                        vetted.clear()
+                    vetted.add(seen)
+            found.append(known)
+        elif kind == _Kind.ABSENT and count == 0:
+            found.append(None)
+        else:
+            raise ProtocolError("rows", f"table {table.name!r} comes as kind {kind} with {count} rows")
+    unknown = [one for one in found if isinstance(one, Unknown)]
+    if unknown:
+        raise UnknownSets(unknown)
+    return [one for one in found if not isinstance(one, Unknown)], rest
+
+
+def take_values(
+    tables: Sequence[Table], counts: Sequence[int | None], payload: memoryview, *, borrow: bool = False
+) -> list[Tensor | None]:
+    """The values of so many rows of each table (None: it is not there), which must be all of `payload`.
+
+    They lie where the payload lies; those of one that may only be read are copied. Who borrows them, to read them while
+    the payload is there, gets these where they lie, too.
+    """
+    values: list[Tensor | None] = []
+    for table, count in zip(tables, counts, strict=True):
+        if count is None:
+            values.append(None)
+            continue
+        flat, payload = _cut(payload, count * table.width, table.dtype, borrow=borrow)
+        values.append(flat.view(count, table.width))
+    if payload:
+        raise ProtocolError("rows", f"{len(payload)} bytes follow the last table")
+    return values
+
+
+def _head(said: Said) -> bytes:
+    match said:
+        case None:
+            return _HEAD.pack(_Kind.ABSENT, 0, b"")
+        case Named(name=name):
+            return _HEAD.pack(_Kind.NAMED, 0, name)
+        case Given(name=name, rows=rows):
+            return _HEAD.pack(_Kind.GIVEN, rows.numel(), name)
+
+
+def _heads_bytes(layout: FlatLayout) -> int:
+    return round_up(len(layout.tables) * _HEAD.size, LINE_BYTES)
+
+
+def add_part(parts: list[Any], data: Any) -> None:
+    """Add a part and what fills it up; an empty one is none."""
+    num_bytes = memoryview(data).nbytes
+    if num_bytes:
+        parts.append(data)
+        filling = round_up(num_bytes, LINE_BYTES) - num_bytes
+        if filling:
+            parts.append(_ZEROS[:filling])
+
+
+def _buffer(tensor: Tensor) -> Any:
+    return tensor.detach().contiguous().view(-1).numpy()
+
+
+def _cut(
+    rest: memoryview, count: int, dtype: torch.dtype, *, borrow: bool = False
+) -> tuple[Tensor, memoryview]:
+    """`count` items from the beginning of `rest`, and what comes after them."""
+    num_bytes = count * dtype.itemsize
+    end = round_up(num_bytes, LINE_BYTES)
+    if end > len(rest):
+        raise ProtocolError("rows", f"{len(rest)} bytes are left where {end} are announced")
+    array = np.frombuffer(rest[:num_bytes], _NUMPY[dtype])
+    if not array.flags.writeable:  # of an arena, whose room is soon another's
+        array = _in_place(array) if borrow and num_bytes else array.copy()
+    return torch.from_numpy(array), rest[end:]
+
+
+def _in_place(array: NDArray[Any]) -> NDArray[Any]:
+    """The same memory as an array that torch takes without a word; it is only read, and does not keep the memory."""
+    memory: Any = (ctypes.c_char * array.nbytes).from_address(array.ctypes.data)
+    return np.frombuffer(memory, array.dtype)
+
+
+def _learn(table: Table, given: Given, sets: RowSets) -> Tensor:
+    if not bool((given.rows[1:] > given.rows[:-1]).all()):
+        raise ProtocolError("rows", f"the rows of table {table.name!r} do not ascend")
+    try:
+        return sets.learn(given)
+    except ValueError as error:
+        raise ProtocolError("rows", str(error)) from error
+
+
+def _require_own(table: Table, placement: Placement, shard: int, rows: Tensor) -> None:
+    bad = placement.foreign_row(rows, shard)
+    if bad is not None:
+        raise ProtocolError("rows", f"row {bad} of table {table.name!r} is not shard {shard}'s")

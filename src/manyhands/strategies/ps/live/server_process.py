@@ -1,0 +1,500 @@
+"""A server process: the driver around `ServerCore`, with the stores of its shards.
+
+One thread waits for everything at once and never holds anything while it waits. What the core decides is done here:
+gradients are applied where they lie, parameters copied into the memory of the worker that asked, forwards and installs
+sent with their payloads, rows written to the log, snapshots to the disk.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from itertools import zip_longest
+from typing import Any
+
+from torch import Tensor
+
+from manyhands.errors import Aborted, ManyhandsError
+from manyhands.native.threads import use_threads
+from manyhands.native.wait_sign import LongWait
+from manyhands.places.local.context import RoleContext
+from manyhands.places.local.status import State
+from manyhands.strategies.ps.actions import Action, Apply, Discard, Drop, Keep, Load, Log, SendMessage
+from manyhands.strategies.ps.live.live_fast_path import Dealt, LiveLane
+from manyhands.strategies.ps.live.member_resources import MemberContext, MemberResources
+from manyhands.strategies.ps.live.message_events import ServerRecords
+from manyhands.strategies.ps.live.parameter_delivery import OutgoingParameters
+from manyhands.strategies.ps.live.payloads import Gradients
+from manyhands.strategies.ps.live.ps_job import Job
+from manyhands.strategies.ps.live.reports import (
+    ORDERS,
+    REPORTS,
+    Finish,
+    LeaveShards,
+    Notice,
+    RestoreShard,
+    ServerListens,
+    ShardsLeft,
+    ViewPublished,
+)
+from manyhands.strategies.ps.live.row_payloads import UnknownSets
+from manyhands.strategies.ps.live.shard_encoding import RangeCoding
+from manyhands.strategies.ps.live.shard_snapshots import ShardKeeping
+from manyhands.strategies.ps.live.stores import Stores
+from manyhands.strategies.ps.live.validation import require_sense, require_shard
+from manyhands.strategies.ps.log_rows import LostRow, StepRow
+from manyhands.strategies.ps.ps_messages import (
+    Concluded,
+    Forward,
+    Install,
+    Installed,
+    Parameters,
+    Push,
+    ReadRows,
+    Refused,
+    RowsUnknown,
+    RowValues,
+    View,
+)
+from manyhands.strategies.ps.push_pull import PushPull
+from manyhands.strategies.ps.server_core import ServerCore
+from manyhands.strategies.ps.shard_replica import ReplicaRole
+from manyhands.strategies.ps.shard_store import Contribution
+from manyhands.strategies.ps.update_files import ShardRecorder
+from manyhands.transport.hub.frames import NO_PAYLOAD
+from manyhands.transport.hub.hub import Arrived, Joined, Lost, Ready, Rejected, Shared
+from manyhands.transport.link.message import ProtocolError
+
+__all__ = ["serve", "serve_with"]
+
+_LOOK_S = 0.2
+_THREADS_FROM_BYTES = 1 << 20  # less is done before a second thread is awake
+
+
+def serve(context: RoleContext) -> Mapping[str, Any]:
+    """The whole life of a server that is a child of the launcher."""
+    return serve_with(context, MemberResources.inherited(context))
+
+
+def serve_with(context: MemberContext, resources: MemberResources) -> Mapping[str, Any]:
+    """The whole life of a server, wherever it is."""
+    begin_ns = time.monotonic_ns()
+    job = resources.job()
+    with resources.events() as ring:
+        records = ServerRecords(ring, job.strategy)
+        with _Server(context, resources, job, records) as server:
+            records.joined(begin_ns)
+            left = server.run()
+        records.left()
+    return left
+
+
+class _Server:
+    """One server process; a context manager."""
+
+    def __init__(
+        self, context: MemberContext, resources: MemberResources, job: Job, records: ServerRecords
+    ) -> None:
+        self._leave_shard = resources.leave_shard
+        self._context, self._job, self._records = context, job, records
+        self._member = context.rank
+        _, _, self._layout = job.build()
+        largest = max(map(self._layout.range_bytes, range(self._layout.shards)))
+        use_threads(job.threads if largest >= _THREADS_FROM_BYTES else 1)
+        self._core = ServerCore(job.shard_config(), self._member)
+        self._home = job.home(resources.shared, self._layout)
+        coding = RangeCoding(self._layout, job.strategy.codec)
+        self._stores = Stores(job, self._layout, self._home, self._is_primary)
+        self._gradients = Gradients(
+            self._layout, inline=job.strategy.link == "tcp", home=self._home, coding=coding
+        )
+        self._outgoing = OutgoingParameters(
+            self._core,
+            self._stores.get,
+            self._gradients,
+            self._layout,
+            home=self._home,
+            coding=coding,
+            is_lockstep=job.is_lockstep,
+        )
+        self._asked: list[Tensor | None] = []  # the rows that the message in hand reads
+        self._logs = ShardRecorder(job.run_path, self._member)
+        self._keeping = ShardKeeping(
+            context,
+            resources.snapshots(job),
+            self._core,
+            self._stores,
+            self._gradients,
+            self._logs,
+            records,
+            self._note,
+        )
+        self._stack = ExitStack()
+        if self._home is not None:
+            self._stack.callback(self._home.close)
+        self._hub = self._stack.enter_context(job.hub(self._member, "server", destination=self._destination))
+        self._hub.register(context.control_fileno())
+        self._stack.callback(self._gradients.close)
+        self._stack.callback(self._logs.close)
+        self._unsent: defaultdict[int, list[tuple[Any, list[Any]]]] = defaultdict(list)
+        self._shared_with: set[tuple[int, int]] = set()
+        self._dialled: set[int] = set()
+        self._met: set[int] = set()  # that are connected
+        self._peers: dict[int, str] = {}  # what each member that ever connected is
+        self._view: View | None = None
+        self._to_self: deque[Any] = deque()
+        self._due: set[int] = set()  # shards to snapshot when this message is dealt with
+        self._staleness: dict[int, Counter[int]] = defaultdict(Counter)
+        self._lane = LiveLane(
+            self._core,
+            self._stores,
+            self._gradients,
+            self._outgoing,
+            records,
+            log=self._log if job.run_path is not None else None,
+            staleness=self._staleness,
+            checkpoint_every=job.plan.checkpoint_every,
+        )
+        self._applying_ns = (0, 0)  # the last optimizer's step: when it began, and what it took
+        self._finished = False
+        self._quiet = LongWait()
+
+    def __enter__(self) -> _Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def run(self) -> Mapping[str, Any]:
+        """Serve until the launcher says that all is done."""
+        anywhere = "unix" if self._job.strategy.link == "shared" else "tcp"
+        address = self._hub.listen(self._job.listens_at or anywhere)
+        self._report(ServerListens(address=self._job.reached_at or address))
+        self._context.mark(0, State.SERVING)
+        self._attend()
+        while not self._finished:
+            self._listen()
+        if self._hub.rejected > 1:
+            self._note(f"{self._context.name} turned {self._hub.rejected} away in all")
+        self._context.mark(self._context.step, State.FINISHED)
+        return {"recorded": self._logs.kept}
+
+    def _listen(self) -> None:
+        events = self._hub.poll(_LOOK_S)
+        if events:
+            self._quiet.begin_again()
+        elif self._quiet.is_long:
+            awaited = self._core.awaited_member
+            if awaited is not None:
+                self._quiet.goes_on(awaited)
+        for event, following in zip_longest(events, events[1:]):
+            match event:
+                case Arrived(member=member):
+                    if isinstance(following, Arrived) and following.member == member:
+                        self._hub.hold_back()  # a push and the read behind it have one answer
+                    self._receive(event)
+                    if not isinstance(following, Arrived) or following.member != member:
+                        self._hub.send_off()
+                case Shared():
+                    self._take_area(event)
+                case Joined(member=member, role=role):
+                    self._met.add(member)
+                    self._peers[member] = role
+                    for unsent in self._unsent.pop(member, []):
+                        self._deliver(member, *unsent)
+                case Lost(member=member, reason=reason):
+                    if member in self._dialled and member not in self._met:
+                        self._note(f"{self._context.name}: member {member} {reason}")
+                    self._forget(member)
+                case Ready():
+                    self._attend()
+                case Rejected(reason=reason, count=count):
+                    whom = "somebody away:" if count == 1 else f"{count} away, the last of them:"
+                    self._note(f"{self._context.name} turned {whom} {reason}")
+
+    def _receive(self, event: Arrived) -> None:
+        member, message, payload = event.member, event.message, event.payload
+        try:
+            if type(message) is PushPull:
+                self._take_turn(member, message, payload)
+            elif type(message) is not ReadRows or not self._lane.give_rows(
+                self._hub, member, message, payload
+            ):
+                self._take(member, message, payload)
+        except ProtocolError as error:
+            self._cut(member, error)
+        event.release()
+
+    def _take_turn(self, member: int, turn: PushPull, payload: memoryview) -> None:
+        """Deal with a push and the read behind it: quickly in the common case, else as with any two messages."""
+        dealt = self._lane.take(self._hub, member, turn, payload)
+        if dealt is Dealt.ALL:
+            return
+        self._hub.hold_back()  # they have one answer
+        if dealt is Dealt.NOTHING:
+            self._take(member, turn.push, payload)
+        self._take(member, turn.read, NO_PAYLOAD)
+
+    def _take(self, member: int, message: Any, payload: memoryview) -> None:
+        begin_ns = self._records.began(message)
+        self._handle(member, message, payload)
+        self._records.handled(message, begin_ns, payload.nbytes)
+
+    def _take_area(self, shared: Shared) -> None:
+        if self._peers[shared.member] != "server" and shared.tag != shared.member:
+            error = ProtocolError("tag", f"member {shared.member} shares memory as if it were {shared.tag}")
+            shared.segment.close()
+            self._cut(shared.member, error)
+            return
+        try:
+            self._gradients.add_area(shared.tag, shared.segment)
+        except ValueError as error:
+            self._cut(shared.member, ProtocolError("segment", str(error)))
+
+    def _attend(self) -> None:
+        """Do what the launcher says; called when there is something, for it costs as much as a small message."""
+        for told in self._context.received():
+            self._hear(ORDERS.read(told))
+        if self._context.stopping and not self._finished:
+            raise Aborted("the launcher asked to stop")
+
+    def _cut(self, member: int, error: ProtocolError) -> None:
+        """End the connection to a member that sent what nobody may send; the server goes on."""
+        self._hub.disconnect(member, str(error))
+        self._forget(member)
+        self._note(f"{self._context.name} ended its connection to member {member}: {error}")
+
+    def _forget(self, member: int) -> None:
+        """Let go of what belongs to a connection that has ended."""
+        self._dialled.discard(member)
+        self._met.discard(member)
+        self._gradients.lost(member)
+        self._shared_with = {pair for pair in self._shared_with if pair[0] != member}
+        self._outgoing.forget(member)
+
+    # ── what arrives ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _hear(self, order: Any) -> None:
+        match order:
+            case ViewPublished():
+                self._follow(order.view, order.addresses)
+            case RestoreShard():
+                self._keeping.restore(order.shard)
+            case LeaveShards():
+                self._leave(order.shards)
+            case Finish():
+                self._finished = True
+
+    def _follow(self, view: View, addresses: Mapping[int, str]) -> None:
+        is_first, self._view = self._view is None, view
+        if is_first and self._job.resume_version is not None:
+            for place in view.shards:
+                if place.primary == self._member:
+                    self._keeping.restore(place.shard, self._job.resume_version)
+        for member in self._dialled - addresses.keys():
+            self._dialled.discard(member)
+            self._hub.hang_up(member)
+        for member, address in addresses.items():
+            if member < self._member and member not in self._dialled:
+                self._dialled.add(member)
+                self._hub.connect(member, address)
+        for gone in [member for member in self._unsent if not self._is_server(member)]:
+            del self._unsent[gone]
+        self._do(self._core.view(view), None, None)
+        for slot in (*view.slots, *view.retiring):
+            self._gradients.succeed(slot.slot, slot.member, self._fencing_shards())
+
+    def _fencing_shards(self) -> list[int]:
+        """Those of which nobody's gradient is taken any more whose slot has been given to another.
+
+        All but the ones that this server is the backup of: what the primary took before it heard is still to come.
+        Where a successor decides about what arrived before it spoke, all but the ones that this server serves, too.
+        """
+        taking = {ReplicaRole.BACKUP, *([ReplicaRole.PRIMARY] if self._job.confirms else [])}
+        taken = {shard for shard, replica in self._core.replicas.items() if replica.role in taking}
+        return [shard for shard in range(self._layout.shards) if shard not in taken]
+
+    def _handle(self, member: int, message: Any, payload: memoryview) -> None:
+        require_sense(message, self._peers[member], self._layout.shards)
+        push = message.entry if isinstance(message, Forward) else message
+        contribution: Contribution | None = None
+        try:
+            # Fenced first: whose slot is another's by now has no memory here any more.
+            if isinstance(push, Push) and not push.skip and self._core.keeps(message):
+                contribution = self._gradients.of(push, payload, by_worker=push is message)
+                if contribution is None:
+                    self._miss(message, push)
+                elif push is message and self._refuse(member, push, contribution):
+                    return
+            elif isinstance(message, ReadRows):
+                self._asked = self._gradients.tables.asked(message.shard, payload, message.whole)
+        except UnknownSets as unknown:
+            self._ask_rows(member, message, unknown)
+            return
+        self._do(self._core.handle(message, member), contribution, payload)
+        if isinstance(push, Push) and contribution is not None:
+            self._gradients.taken(push)
+
+    def _miss(self, message: Push | Forward, push: Push) -> None:
+        """There is no gradient: a worker's own mistake; without one that a primary took, this copy is of no use."""
+        sentence = f"the gradient of slot {push.slot}, clock {push.clock} did not come"
+        if message is push:
+            raise ProtocolError("push", sentence)
+        raise ManyhandsError(sentence)
+
+    def _ask_rows(self, member: int, message: Any, unknown: UnknownSets) -> None:
+        """Let a worker send again, with its rows, what it named; a server gives them always."""
+        if not isinstance(message, Push | ReadRows):
+            raise ProtocolError("rows", "a forward names rows that it should give")
+        self._hub.send(
+            member,
+            RowsUnknown(shard=message.shard, slot=message.slot, clock=message.clock, names=unknown.names),
+        )
+
+    def _refuse(self, member: int, push: Push, contribution: Contribution) -> bool:
+        """Turn down a gradient that is not finite, by name."""
+        store = self._stores.known(push.shard)
+        try:
+            bad = store.first_bad(contribution) if store is not None else None
+        except (IndexError, ValueError) as error:
+            raise ProtocolError("rows", str(error)) from error
+        if bad is None:
+            return False
+        reason = f"the gradient of {bad!r} is not finite"
+        refusal = Refused(shard=push.shard, slot=push.slot, clock=push.clock, reason=reason)
+        self._hub.send(member, refusal)
+        return True
+
+    def _destination(self, member: int, message: Any, num_bytes: int) -> memoryview | None:
+        del member
+        push = message.entry if isinstance(message, Forward) else message
+        if isinstance(push, Push | PushPull | ReadRows):
+            require_shard(push.shard, self._layout.shards)
+        if isinstance(push, ReadRows):
+            self._gradients.tables.check_capacity(push.shard, num_bytes)
+        if not isinstance(push, Push | PushPull):
+            return None
+        return self._gradients.room_for(push, num_bytes, by_worker=push is message)
+
+    # ── what to do ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _do(self, actions: list[Action], gradient: Contribution | None, payload: memoryview | None) -> None:
+        for action in actions:
+            match action:
+                case Apply():
+                    self._apply(action)
+                case SendMessage(to=to, message=message):
+                    self._send(to, message)
+                case Keep():
+                    assert gradient is not None, "what is kept came with the message"
+                    self._gradients.keep(action, gradient)
+                case Drop(shard=shard, slot=slot, clock=clock):
+                    self._gradients.drop(shard, slot, clock)
+                case Log(row=row):
+                    self._note(self._logs.write(row), ends_recording=True)
+                    if isinstance(row, StepRow):
+                        self._staleness[row.shard].update(update.staleness for update in row.updates)
+                        if self._is_primary(row.shard):  # a backup takes every step once more
+                            self._records.applied(row, *self._applying_ns)
+                    elif isinstance(row, LostRow):
+                        self._tell_lost(row)
+                case Load(shard=shard):
+                    assert payload is not None, "an Install has a payload"
+                    self._keeping.install(shard, payload)
+                case Discard(shard=shard):
+                    self._stores.discard(shard)
+                    self._gradients.replace(shard, {})
+        self._gradients.secure()
+        while self._due:
+            self._keeping.save(self._due.pop())
+        if self._to_self:
+            message = self._to_self.popleft()
+            self._do(self._core.handle(message, self._member), None, None)
+
+    def _apply(self, apply: Apply) -> None:
+        begin_ns = time.monotonic_ns()
+        contributions = [
+            replace(self._gradients.take(apply.shard, one.slot, one.clock), factor=one.factor)
+            for one in apply.contributions
+        ]
+        self._stores.get(apply.shard).apply(contributions, apply.rate, len(apply.batches))
+        self._applying_ns = begin_ns, time.monotonic_ns() - begin_ns
+        every = self._job.plan.checkpoint_every
+        if every and apply.version % every == 0 and self._is_primary(apply.shard):
+            self._due.add(apply.shard)
+
+    def _send(self, to: int, message: Any) -> None:
+        payload: list[Any] = []
+        match message:
+            case Installed() | Concluded():
+                self._report(message)
+                return
+            case Parameters(shard=shard):
+                payload = self._outgoing.payload(self._hub, to, shard)
+                self._records.answered(message, self._outgoing.num_bytes(shard, payload))
+            case RowValues(shard=shard):
+                payload = self._gradients.tables.values(
+                    self._stores.get(shard), self._asked, to, has_all=self._hub.sent(to)
+                )
+                self._records.answered(message, sum(memoryview(one).nbytes for one in payload))
+            case Forward(entry=Push(skip=False) as push):
+                payload = self._gradients.forwarded(push)
+            case Install(shard=shard):
+                payload = self._keeping.packed(shard)
+        if to == self._member:  # after deaths, one server may have several shards
+            self._to_self.append(message)
+        elif to in self._hub.members() and to not in self._unsent:  # what waits for it goes first
+            self._deliver(to, message, payload)
+        elif self._is_server(to):
+            self._unsent[to].append((message, payload))
+
+    def _deliver(self, to: int, message: Any, payload: list[Any]) -> None:
+        if isinstance(message, Forward) and isinstance(message.entry, Push):
+            self._share(to, message.entry.member)
+        self._hub.send(to, message, payload)
+        if payload:
+            self._hub.send_off()
+
+    def _share(self, to: int, worker: int) -> None:
+        """Let a backup read a worker's gradients where they lie; in order with the forwards that mean them."""
+        segment = self._gradients.segment(worker)
+        if segment is not None and (to, worker) not in self._shared_with:
+            self._shared_with.add((to, worker))
+            self._hub.share(to, segment, worker)
+
+    def _is_primary(self, shard: int) -> bool:
+        return self._view is not None and self._view.shards[shard].primary == self._member
+
+    def _is_server(self, member: int) -> bool:
+        assert self._view is not None, "nobody is spoken to before the first view"
+        return any(member in (shard.primary, shard.backup) for shard in self._view.shards)
+
+    def _tell_lost(self, row: LostRow) -> None:
+        count = row.until - row.first
+        self._note(
+            f"shard {row.shard} lost {count} updates of worker {row.slot} with a server that had no replica"
+        )
+
+    def _log(self, shard: int, line: str) -> None:
+        self._note(self._logs.write_line(shard, line), ends_recording=True)
+
+    def _note(self, sentence: str | None, *, ends_recording: bool = False) -> None:
+        """Have the launcher tell the user something, if there is anything."""
+        if sentence is not None:
+            self._report(Notice(sentence=sentence, ends_recording=ends_recording))
+
+    def _report(self, message: Any) -> None:
+        self._context.send(REPORTS.write(message))
+
+    # ── the end ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _leave(self, wanted: Collection[int]) -> None:
+        """Leave the parameters of those shards that this server serves where the launcher finds them, and say so."""
+        for shard in wanted:
+            if self._is_primary(shard):
+                self._keeping.save(shard)
+        shards = self._stores.leave(self._leave_shard, wanted, self._core, self._staleness)
+        self._report(ShardsLeft(shards=tuple(shards)))

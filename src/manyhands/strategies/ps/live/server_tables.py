@@ -1,0 +1,158 @@
+"""A server's side of row-sparse tables: the row sets that it was told, the rows it sends, the gradients it takes.
+
+The sets that were used last are remembered, in at most a quarter of the memory that a shard's own rows take; who names
+a forgotten one is asked for its rows (RowsUnknown). To a backup rows always go in full, so it need not ask, and knows
+them when it is to serve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from manyhands.native.segment import round_up
+from manyhands.strategies.common.tables.row_tables import RowGradient
+from manyhands.strategies.common.tables.rowsets import Given, RowSets, name_of
+from manyhands.strategies.ps.live.row_payloads import (
+    Vetted,
+    add_part,
+    most_bytes,
+    pack,
+    take_sets,
+    take_values,
+)
+from manyhands.strategies.ps.shard_layout import FlatLayout
+from manyhands.strategies.ps.shard_store import ShardStore
+from manyhands.transport.link.message import ProtocolError
+from manyhands.wire.flat_layout import LINE_BYTES
+
+__all__ = ["ServerTables", "final_bytes", "final_tables", "leave_tables"]
+
+_LEAST_CAPACITY_BYTES = 64 << 10
+_SHARE_FOR_SETS = 4
+_KEPT_BYTES = 4 << 20
+
+
+class ServerTables:
+    """The tables of all shards that one server process has a part in."""
+
+    def __init__(self, layout: FlatLayout) -> None:
+        self._layout = layout
+        self._most_bytes = [most_bytes(layout, shard) for shard in range(layout.shards)]
+        own_bytes = sum(_num_bytes(table.shape, table.dtype) for table in layout.tables) // layout.shards
+        self._vetted: set[Vetted] = set()
+        self._rooms: dict[
+            tuple[int, int], tuple[NDArray[np.uint8], int]
+        ] = {}  # by member and table, what its rows' values lie in
+        self._sets = RowSets(max(_LEAST_CAPACITY_BYTES, own_bytes // _SHARE_FOR_SETS))
+
+    def check_capacity(self, shard: int, num_bytes: int) -> None:
+        """Refuse a payload that is longer than rows of this shard can be, before it is read."""
+        if not 0 <= shard < self._layout.shards:
+            raise ProtocolError("shard", f"{shard} is none of {self._layout.shards}")
+        most = self._most_bytes[shard]
+        if num_bytes > most:
+            raise ProtocolError(
+                "payload_bytes", f"rows for shard {shard} have at most {most} bytes, not {num_bytes}"
+            )
+
+    def asked(self, shard: int, payload: memoryview, whole: bool) -> list[Tensor | None]:
+        """The rows of each table that a ReadRows wants; UnknownSets if it names one that is not known here."""
+        self.check_capacity(shard, len(payload))
+        if whole:
+            return [table.placed(self._layout.shards).rows(shard) for table in self._layout.tables]
+        rows, rest = take_sets(self._layout, shard, payload, self._sets, self._vetted)
+        if rest:
+            raise ProtocolError("rows", f"{len(rest)} bytes follow what is asked for")
+        return rows
+
+    def values(
+        self, store: ShardStore, asked: Sequence[Tensor | None], member: int, *, has_all: bool
+    ) -> list[Any]:
+        """The payload of a RowValues: the store's values of these rows, which `asked` gave, as they are now.
+
+        They lie in memory that is kept for `member` and used again for its next ones once it `has_all` that was sent.
+        """
+        parts: list[Any] = []
+        for number, (table, rows) in enumerate(zip(self._layout.tables, asked, strict=True)):
+            if rows is not None:
+                num_bytes = rows.numel() * table.width * table.dtype.itemsize
+                room, address = self._room(member, number, num_bytes, has_all)
+                store.copy_rows(table.name, rows, address)
+                add_part(parts, room[:num_bytes])
+        return parts
+
+    def forget(self, member: int) -> None:
+        """A member is not connected any more."""
+        for key in [key for key in self._rooms if key[0] == member]:
+            del self._rooms[key]
+
+    def _room(self, member: int, number: int, num_bytes: int, has_all: bool) -> tuple[NDArray[np.uint8], int]:
+        """Memory for so many bytes, and where: fresh pages for every answer take longer than filling them."""
+        known = self._rooms.get((member, number))
+        if known is None or known[0].nbytes < num_bytes or not has_all:
+            fresh = np.empty(num_bytes, np.uint8)
+            known = (fresh, fresh.ctypes.data)
+            if num_bytes <= _KEPT_BYTES:  # and not for all rows, that an evaluation reads
+                self._rooms[member, number] = known
+        return known
+
+    def gradients(self, shard: int, payload: memoryview, *, borrow: bool = False) -> dict[str, RowGradient]:
+        """The gradients of rows that a Push carries, by table; UnknownSets as above.
+
+        Who borrows them reads them while the payload is there, and lets them go.
+        """
+        self.check_capacity(shard, len(payload))
+        tables = self._layout.tables
+        rows, rest = take_sets(self._layout, shard, payload, self._sets, self._vetted)
+        values = take_values(
+            tables, [None if one is None else one.numel() for one in rows], rest, borrow=borrow
+        )
+        return {
+            table.name: RowGradient(rows=which, values=gradient, is_vetted=True)
+            for table, which, gradient in zip(tables, rows, values, strict=True)
+            if which is not None and gradient is not None
+        }
+
+    def packed(self, gradients: Mapping[str, RowGradient]) -> list[Any]:
+        """Gradients as a payload that anybody understands: all rows are given."""
+        present = [gradients.get(table.name) for table in self._layout.tables]
+        said = [None if one is None else Given(name=name_of(one.rows), rows=one.rows) for one in present]
+        return pack(said, [one.values for one in present if one is not None])
+
+
+# ── the tables at the end of a run, in the launcher's memory behind the flat buffer ───────────────────────────────────
+
+
+def final_bytes(layout: FlatLayout) -> int:
+    """The size of the memory in which all servers leave what was trained."""
+    tables = (round_up(_num_bytes(table.shape, table.dtype), LINE_BYTES) for table in layout.tables)
+    return layout.num_bytes + sum(tables)
+
+
+def final_tables(layout: FlatLayout, memory: Tensor) -> dict[str, Tensor]:
+    """The whole tables in that memory, by name and in their shapes."""
+    views: dict[str, Tensor] = {}
+    begin = layout.num_bytes
+    for table in layout.tables:
+        num_bytes = _num_bytes(table.shape, table.dtype)
+        views[table.name] = memory[begin : begin + num_bytes].view(table.dtype).view(table.shape)
+        begin += round_up(num_bytes, LINE_BYTES)
+    return views
+
+
+def leave_tables(layout: FlatLayout, shard: int, store: ShardStore, memory: Tensor) -> None:
+    """Copy a shard's rows into that memory."""
+    views = final_tables(layout, memory)
+    for table in layout.tables:
+        own = table.placed(layout.shards).rows(shard)
+        views[table.name][own] = store.gather(table.name, own).view(len(own), *table.shape[1:])
+
+
+def _num_bytes(shape: torch.Size, dtype: torch.dtype) -> int:
+    return shape.numel() * dtype.itemsize

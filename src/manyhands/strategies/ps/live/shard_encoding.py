@@ -1,0 +1,165 @@
+"""How a shard's range travels over TCP: as it lies, or each run of one type encoded as a parcel.
+
+    bytes of each run (u64 each, filled up to a line) · run · run …        every run filled up to a line
+
+Gradients are rounded where they were made before anybody has them, so that worker, server and replay speak of the same
+numbers. Parameters are rounded on their way to a worker only: the server keeps them whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from manyhands.native.segment import round_up
+from manyhands.strategies.ps.shard_layout import FlatLayout, ShardRange
+from manyhands.transport.link.message import ProtocolError
+from manyhands.wire.codec import BadBytes, codec_named, encodes
+from manyhands.wire.flat_layout import LINE_BYTES
+from manyhands.wire.parcels import Parcel, gaps_between
+
+__all__ = ["RangeCoding", "as_tensor"]
+
+_LENGTH_BYTES = 8
+
+
+class RangeCoding:
+    """One process's end of all ranges of a layout, in the codec of that setting; what it owes is its own."""
+
+    def __init__(self, layout: FlatLayout, word: str, *, feedback: bool = True, seed: int = 0) -> None:
+        self._codec = codec_named(word, feedback=feedback)
+        self._seed = seed
+        self._parcels: list[list[Parcel]] = []
+        for shard in range(layout.shards if self._codec is not None else 0):
+            memory = torch.empty(layout.range_bytes(shard), dtype=torch.uint8)
+            given = layout.range_in(memory, shard)
+            self._parcels.append([_parcel(shard, given, run) for run in given.runs])
+
+    def begin(self, batch: int, part: int) -> None:
+        """What is encoded from here on is of that part of that batch: so it is drawn, whoever computes it."""
+        if self._codec is not None:
+            self._codec.from_worker(self._seed, part)
+            self._codec.at(batch)
+
+    def memory(self) -> dict[str, Tensor]:
+        """What it owes, by name."""
+        return {} if self._codec is None else self._codec.memory()
+
+    def remember(self, memory: Mapping[str, Tensor]) -> None:
+        """Go on with what another one of the same setting and layout owed."""
+        if self._codec is not None:
+            self._codec.remember(memory)
+
+    @property
+    def codes_gradients(self) -> bool:
+        """Whether gradients are encoded."""
+        return self._codec is not None
+
+    @property
+    def codes_values(self) -> bool:
+        """Whether parameters are."""
+        return self._codec is not None and self._codec.carries_values
+
+    def least_bytes(self, shard: int) -> int:
+        """Of a range that is encoded."""
+        return round_up(_LENGTH_BYTES * len(self._parcels[shard]), LINE_BYTES)
+
+    def most_bytes(self, shard: int) -> int:
+        """Of a range that is encoded."""
+        return self.least_bytes(shard) + sum(map(self._room_bytes, self._parcels[shard]))
+
+    def encode(self, shard: int, given: ShardRange) -> Tensor:
+        """The bytes to send, in memory of their own."""
+        assert self._codec is not None, "there is something to encode by"
+        encoded = torch.empty(self.most_bytes(shard), dtype=torch.uint8)
+        at, lengths = self.least_bytes(shard), []
+        for parcel, run in zip(self._parcels[shard], given.runs, strict=True):
+            room = encoded[at : at + self._room_bytes(parcel)]
+            if encodes(self._codec, parcel):
+                lengths.append(self._codec.encode(parcel, run, room))
+            else:
+                room[: run.nbytes].copy_(run.view(torch.uint8))
+                lengths.append(run.nbytes)
+            at += round_up(lengths[-1], LINE_BYTES)
+        head = encoded[: self.least_bytes(shard)].view(torch.int64)
+        head.zero_()
+        head[: len(lengths)] = torch.tensor(lengths, dtype=torch.int64)
+        return encoded[:at]
+
+    def length(self, shard: int, payload: Tensor) -> int:
+        """How many of the first bytes of a payload are an encoded range; ProtocolError for what makes no sense."""
+        at, lengths = self._lengths(shard, payload)
+        end = at + sum(round_up(length, LINE_BYTES) for length in lengths)
+        fits = all(
+            0 <= length <= self._room_bytes(parcel)
+            for parcel, length in zip(self._parcels[shard], lengths, strict=True)
+        )
+        if not fits or end > payload.numel():
+            raise ProtocolError(
+                "payload_bytes",
+                f"{lengths} bytes for the parcels of shard {shard}, of {payload.numel()} in all",
+            )
+        return end
+
+    def decode(self, shard: int, payload: Tensor, into: ShardRange) -> None:
+        """Fill a range from the first bytes of a payload; ProtocolError for what makes no sense."""
+        assert self._codec is not None, "there is something to decode by"
+        self.length(shard, payload)
+        at, lengths = self._lengths(shard, payload)
+        for parcel, run, length in zip(self._parcels[shard], into.runs, lengths, strict=True):
+            encoded = payload[at : at + length]
+            try:
+                if encodes(self._codec, parcel):
+                    self._codec.decode(parcel, encoded, run)
+                else:
+                    run.view(torch.uint8).copy_(encoded)
+            except (RuntimeError, BadBytes) as error:  # torch's word, and ours, for what is no such values
+                raise ProtocolError("payload_bytes", f"a parcel of shard {shard}: {error}") from error
+            at += round_up(length, LINE_BYTES)
+
+    def round(self, shard: int, given: ShardRange) -> Tensor:
+        """Encode a range, and make it what receivers will read; the bytes to send."""
+        encoded = self.encode(shard, given)
+        self.decode(shard, encoded, given)
+        return encoded
+
+    def _lengths(self, shard: int, payload: Tensor) -> tuple[int, list[int]]:
+        """Where the first run begins, and the length of each."""
+        head = self.least_bytes(shard)
+        if payload.numel() < head:
+            raise ProtocolError(
+                "payload_bytes", f"{payload.numel()} bytes, where {head} say how many there are"
+            )
+        return head, payload[:head].view(torch.int64)[: len(self._parcels[shard])].tolist()
+
+    def _room_bytes(self, parcel: Parcel) -> int:
+        assert self._codec is not None, "there is something to encode by"
+        size = self._codec.size(parcel) if encodes(self._codec, parcel) else parcel.num_bytes
+        return round_up(size, LINE_BYTES)
+
+
+def _parcel(shard: int, given: ShardRange, run: Tensor) -> Parcel:
+    """One run of a shard's range, as what travels at once."""
+    first, end = run.data_ptr(), run.data_ptr() + run.nbytes
+    begins = [(piece.data_ptr(), piece) for piece in given.pieces if first <= piece.data_ptr() < end]
+    spans = [((begin - first) // run.itemsize, piece.numel()) for begin, piece in begins]
+    offset = first - given.memory.data_ptr()
+    return Parcel(
+        number=shard,
+        begin=offset,
+        end=offset + run.nbytes,
+        dtype=run.dtype,
+        gaps=gaps_between(((begin, begin + count) for begin, count in spans), run.numel()),
+    )
+
+
+def as_tensor(payload: memoryview) -> Tensor:
+    """The bytes of a payload, which begin at a multiple of 16 as all fresh memory does."""
+    array: Any = np.frombuffer(payload, np.uint8)
+    if not array.flags.writeable or array.ctypes.data % _LENGTH_BYTES:
+        array = array.copy()
+    return torch.from_numpy(array)

@@ -1,0 +1,152 @@
+"""A shard's state as bytes: to a new backup over a connection, and to the disk as a checkpoint of its own.
+
+    RUN/shards/0/step-00000040/…      shard 0 as it was at version 40
+    RUN/shards/1/step-00000040/…
+
+A snapshot holds the store's state and, beside it, what the shard's core knows: which updates it has. So a run goes on
+from the newest version that every shard has, and nothing is applied twice. A shard that went back has fewer updates
+than the others from then on: they keep what it has not reached yet.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from torch import Tensor
+
+from manyhands.data.store.checkpoint import CheckpointStore, Loaded, NoCheckpoint, Snapshot
+from manyhands.data.store.state_tree import flatten, unflatten
+from manyhands.errors import CorruptCheckpoint
+from manyhands.strategies.ps.shard_state import ShardState
+from manyhands.transport.link.message import ProtocolError
+
+__all__ = ["ShardSnapshot", "ShardSnapshots", "pack_install", "unpack_install"]
+
+_LENGTH = struct.Struct("<Q")
+
+
+def pack_install(state: ShardState, held: Mapping[tuple[int, int], Tensor]) -> list[Any]:
+    """A store's state and the gradients held for the shard, as buffers to be sent one after the other."""
+    tree = {
+        "model": state.model,
+        "optimizer": state.optimizer,
+        "batches": state.batches,
+        "held": [[slot, clock, buffer] for (slot, clock), buffer in held.items()],
+    }
+    tensors, meta = flatten(tree)
+    text = json.dumps(meta).encode()
+    body = safetensors.torch.save({name: tensor.contiguous() for name, tensor in tensors.items()})
+    return [_LENGTH.pack(len(text)), text, body]
+
+
+def unpack_install(payload: memoryview) -> tuple[ShardState, dict[tuple[int, int], Tensor]]:
+    """What `pack_install` packed; ProtocolError for anything else."""
+    data = bytes(payload)
+    try:
+        (length,) = _LENGTH.unpack_from(data)
+        start = _LENGTH.size + length
+        meta = json.loads(data[_LENGTH.size : start])
+        tree = unflatten(safetensors.torch.load(data[start:]), meta)
+        state = ShardState(model=tree["model"], optimizer=tree["optimizer"], batches=tree["batches"])
+        held = {(slot, clock): buffer for slot, clock, buffer in tree["held"]}
+    except (ValueError, KeyError, TypeError, struct.error, safetensors.SafetensorError) as error:
+        raise ProtocolError("payload", f"is no state of a shard: {error}") from error
+    return state, held
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ShardSnapshot:
+    """One shard at one version."""
+
+    version: int
+    state: ShardState
+    held: dict[tuple[int, int], Tensor]
+    """Gradients that wait for their group, by slot and clock."""
+
+    core: str
+    """The replica's own state, as JSON."""
+
+
+class ShardSnapshots:
+    """The snapshots of all shards of one run; without a run directory there are none."""
+
+    def __init__(self, run_path: Path | None, shards: int, keep: int = 1) -> None:
+        self._folder = run_path / "shards" if run_path is not None else None
+        self._shards = shards
+        self._keep = keep
+
+    @property
+    def kept(self) -> bool:
+        """Whether there is somewhere to keep them."""
+        return self._folder is not None
+
+    def save(self, shard: int, snapshot: ShardSnapshot) -> None:
+        """Write one; a WriteFailed leaves the older ones as they are."""
+        held = [[slot, clock, buffer] for (slot, clock), buffer in snapshot.held.items()]
+        self._store(shard).save(
+            Snapshot(
+                step=snapshot.version,
+                model=snapshot.state.model,
+                optimizer=snapshot.state.optimizer,
+                extra={"batches": snapshot.state.batches, "core": snapshot.core, "held": held},
+            ),
+            spare_from=max(self._common(), default=0),
+        )
+
+    def load(self, shard: int, version: int | None = None) -> ShardSnapshot | None:
+        """The newest good snapshot, or that of `version`; None where there is none."""
+        try:
+            loaded: Loaded = self._store(shard).load(version)
+        except NoCheckpoint:
+            return None
+        extra = loaded.extra
+        return ShardSnapshot(
+            version=loaded.step,
+            state=ShardState(model=loaded.model, optimizer=loaded.optimizer, batches=extra["batches"]),
+            held={(slot, clock): buffer for slot, clock, buffer in extra["held"]},
+            core=extra["core"],
+        )
+
+    def versions(self, shard: int) -> set[int]:
+        """The versions that lie there, good or not."""
+        assert self._folder is not None, "without a directory there are no snapshots"
+        folder = self._folder / str(shard)
+        names = [path.name for path in folder.glob("step-*")] if folder.is_dir() else []
+        return {int(name.removeprefix("step-")) for name in names if name.removeprefix("step-").isdigit()}
+
+    def remove_after(self, version: int) -> None:
+        """Remove every shard's snapshots of later versions: of a life that did not go on. WriteFailed if one stays."""
+        assert self._folder is not None, "without a directory there are no snapshots"
+        for folder in self._folder.iterdir() if self._folder.is_dir() else ():
+            if folder.name.isdigit():
+                self._store(int(folder.name)).remove_after(version)
+
+    def newest_whole(self) -> list[ShardSnapshot] | None:
+        """Every shard's snapshot of the newest version that all of them have undamaged; None where there is none."""
+        for version in sorted(self._common(), reverse=True):
+            found = self.at([version] * self._shards)
+            if found is not None:
+                return found
+        return None
+
+    def at(self, versions: Sequence[int]) -> list[ShardSnapshot] | None:
+        """Every shard's snapshot of its own version, in order; None where one is missing or damaged."""
+        try:
+            found = [self.load(shard, version) for shard, version in enumerate(versions)]
+        except CorruptCheckpoint:
+            return None
+        whole = [snapshot for snapshot in found if snapshot is not None]
+        return whole if len(whole) == self._shards else None
+
+    def _common(self) -> set[int]:
+        return set.intersection(*(self.versions(shard) for shard in range(self._shards)))
+
+    def _store(self, shard: int) -> CheckpointStore:
+        assert self._folder is not None, "without a directory there are no snapshots"
+        return CheckpointStore(self._folder / str(shard), self._keep)

@@ -1,0 +1,483 @@
+"""A worker process of the parameter server: the driver around `ClientCore`.
+
+It connects to the servers of the latest view, does what the core says, and computes. Everything it waits for has a
+deadline, and the error names the shards and servers that have not answered.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+from manyhands.engine.booking import StepBook
+from manyhands.engine.computing import Computed
+from manyhands.engine.exchange import Traffic
+from manyhands.engine.reduction import require_reduction
+from manyhands.errors import Aborted, NonFinite, PeerTimeout
+from manyhands.native.threads import use_threads
+from manyhands.native.wait_sign import LongWait
+from manyhands.observe.record.event_ring import EventRing
+from manyhands.observe.record.events import NOBODY, EventKind
+from manyhands.places.local.context import RoleContext
+from manyhands.places.local.status import State
+from manyhands.strategies.ps.actions import SendMessage
+from manyhands.strategies.ps.client_core import ClientAction, ClientCore, Compute, Flush, Leave, Reason, Wait
+from manyhands.strategies.ps.client_fast_path import ClientLane
+from manyhands.strategies.ps.digests import gradient_hash
+from manyhands.strategies.ps.live.member_resources import MemberContext, MemberResources
+from manyhands.strategies.ps.live.message_events import wire_of_link
+from manyhands.strategies.ps.live.own_steps import OwnSteps
+from manyhands.strategies.ps.live.ps_job import Job
+from manyhands.strategies.ps.live.reports import (
+    ORDERS,
+    REPORTS,
+    Evaluated,
+    Notice,
+    PlaceLost,
+    ShardsWelcomed,
+    StepComputed,
+    StepSkipped,
+    ViewPublished,
+    WorkerLeft,
+    WorkerReady,
+)
+from manyhands.strategies.ps.live.validation import FOR_WORKERS, require_shard
+from manyhands.strategies.ps.live.worker_mail import WorkerMail
+from manyhands.strategies.ps.live.worker_state import WorkerState
+from manyhands.strategies.ps.ps_messages import Parameters, RowsUnknown, RowValues, View, Welcome, Work
+from manyhands.strategies.ps.push_pull import PushPullAnswer, in_push_pulls
+from manyhands.strategies.ps.update_files import ComputedRow
+from manyhands.transport.hub.hub import Arrived, Hub, Joined, Lost
+from manyhands.transport.link.message import ProtocolError
+from manyhands.transport.link.wire import Wire
+
+__all__ = ["work", "work_with"]
+
+_LOOK_S = 0.2
+_AGAIN_S = 0.01
+_MOMENT_S = 0.001
+
+
+def work(context: RoleContext, slot: int) -> Mapping[str, Any]:
+    """The whole life of a worker that is a child of the launcher."""
+    return work_with(context, MemberResources.inherited(context), slot)
+
+
+def work_with(context: MemberContext, resources: MemberResources, slot: int) -> Mapping[str, Any]:
+    """The whole life of a worker, wherever it is, in one slot after another if it is fenced and given a new place."""
+    job = resources.job()
+    use_threads(job.threads)
+    joined = time.monotonic_ns()
+    with ExitStack() as stack:
+        ring = stack.enter_context(resources.events())
+        body = WorkerState(context, resources, job, slot)
+        stack.callback(body.close)
+        stack.enter_context(body.computer.loading_ahead())
+        ring.record(EventKind.JOIN, joined, time.monotonic_ns() - joined)
+        member = context.rank
+        while True:
+            with _SlotSession(context, job, body, ring, slot, member) as turn:
+                context.send(REPORTS.write(WorkerReady()))
+                left = turn.run()
+            if left.reason is Reason.REFUSED:
+                raise NonFinite(left.sentence)
+            if left.reason is not Reason.FENCED:
+                break
+            context.send(REPORTS.write(PlaceLost(sentence=left.sentence)))
+            place = body.await_place(member)
+            if place is None:
+                break
+            slot, member = place
+            body.begin_anew()
+        if left.reason is Reason.FINISHED:
+            body.leave_buffers()
+        context.send(REPORTS.write(WorkerLeft(reason=left.reason)))
+        ring.record(EventKind.LEAVE, time.monotonic_ns())
+        context.mark(context.step, State.FINISHED)
+        return body.totals()
+
+
+class _SlotLeft(Exception):
+    """The slot was lost while its next update was being prepared."""
+
+
+class _SlotSession:
+    """One process in one slot under one number, until it leaves it; a context manager."""
+
+    def __init__(
+        self, context: MemberContext, job: Job, body: WorkerState, ring: EventRing, slot: int, member: int
+    ) -> None:
+        self._context, self._job, self._body, self._ring = context, job, body, ring
+        self._core = ClientCore(
+            slot=slot,
+            member=member,
+            num_shards=job.strategy.servers,
+            skip_nonfinite=job.skip_nonfinite,
+            confirms=job.confirms,
+        )
+        self._lane = ClientLane(self._core)
+        self._hub: Hub = job.hub(member, "worker", destination=self._destination)
+        self._hub.register(context.control_fileno())
+        self._mail = WorkerMail(self._hub, body, job, ring)
+        self._dialled: set[int] = set()
+        self._unreached: dict[int, str] = {}  # by member of the view: why it is not connected
+        self._again: list[int] = []
+        self._computing: Compute | None = None
+        self._flushing = False
+        self._left: Leave | None = None
+        self._pushed_ns = time.monotonic_ns()
+        self._heard_ns = time.monotonic_ns()
+        self._began_ns: int | None = None
+        self._begun_ns = 0  # computing, once all that it needs is here
+        self._evaluated = -1
+        self._wait = LongWait()
+        self._waited_for = NOBODY
+        self._latest: View | None = None
+        self._wire = wire_of_link(job.strategy)
+        self._booked_bytes = body.bytes_sent
+        self._per_shard = 2 if job.confirms else 1  # messages of an update: else its read goes with its push
+
+    def __enter__(self) -> _SlotSession:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hub.unregister(self._context.control_fileno())
+        self._hub.flush(_LOOK_S)
+        self._hub.close()
+
+    def run(self) -> Leave:
+        """Work until the slot is left."""
+        self._pushed_ns = self._heard_ns = time.monotonic_ns()
+        while self._left is None:
+            if self._computing is not None:
+                self._compute(self._computing)
+            elif self._flushing:
+                self._flush()
+            else:
+                self._turn(_AGAIN_S if self._again else _LOOK_S)
+        if self._began_ns is not None:  # the answer to the last push, which no pull follows
+            book = StepBook(self._ring.record, self._context.step - 1, self._pushed_ns)
+            book.exchange(time.monotonic_ns(), self._take_sent(), self._wire)
+        return self._left
+
+    def _flush(self) -> None:
+        """Wait until every push will arrive, and hear what the launcher said before: then reads may follow.
+
+        Who was stopped between its pushes, and has lost its slot since, is told so here: its successor decides.
+        """
+        if not self._hub.flush(_LOOK_S):
+            self._turn(0.0)
+            return
+        if not all(map(self._hub.arrives, self._hub.members())):
+            self._turn(_MOMENT_S)  # a server reads what fills its end of the line
+            return
+        self._flushing = False
+        self._attend()
+        self._do(self._core.flushed())
+
+    def _turn(self, wait_s: float) -> None:
+        self._attend()
+        self._listen(wait_s)
+
+    def _attend(self) -> None:
+        """Do what the launcher says."""
+        unheard, self._body.unheard = self._body.unheard, []
+        for told in (*unheard, *map(ORDERS.read, self._context.received())):
+            if isinstance(told, ViewPublished):
+                self._mail.roles = dict(told.roles)
+                self._follow(told.view, told.addresses)
+        if self._context.stopping:
+            raise Aborted("the launcher asked to stop")
+
+    def _listen(self, wait_s: float) -> None:
+        for event in self._hub.poll(wait_s):
+            match event:
+                case Arrived(member=member):
+                    self._heard_ns = time.monotonic_ns()
+                    self._wait.begin_again()
+                    try:
+                        self._hear(event)
+                    except ProtocolError as error:
+                        self._cut(member, error)
+                    event.release()
+                case Joined(member=member):
+                    self._unreached.pop(member, None)
+                    if self._job.strategy.link == "shared":
+                        self._hub.share(member, self._body.area.segment, self._core.member)
+                    self._mail.joined(member)
+                case Lost(member=member, reason=reason):
+                    self._dialled.discard(member)
+                    self._unreached[member] = reason
+                    self._body.tables.forget(member)
+        again, self._again = self._again, []
+        for shard in again:
+            self._do(self._core.again(shard))
+        self._show_wait()
+        waited_s = (time.monotonic_ns() - self._heard_ns) / 1e9
+        if waited_s > self._job.timeout_s:
+            shards = ", ".join(f"shard {shard}" for shard in self._core.waiting_for)
+            why = "".join(f"; member {member}: {reason}" for member, reason in self._unreached.items())
+            raise PeerTimeout(
+                f"worker {self._core.slot} has waited {waited_s:.0f} s for {shards or 'its work'}{why}",
+                peer=-1,
+            )
+
+    def _hear(self, event: Arrived) -> None:
+        member, message, payload = event.member, event.message, event.payload
+        if type(message) is PushPullAnswer:
+            if self._take_answer(member, message, payload):
+                return
+            message = message.parameters
+        if not isinstance(message, FOR_WORKERS):
+            raise ProtocolError("message", f"a {type(message).__name__} is not for a worker to hear")
+        require_shard(message.shard, self._job.strategy.servers)
+        self._hear_rows(member, message, payload)
+        self._mail.came(member, message, payload.nbytes)
+        if isinstance(message, Parameters):
+            self._waited_for = message.waited_for  # of the last shard to answer
+            if self._core.awaits(message, member):
+                self._mail.payloads.take(message, payload)
+        self._do(self._core.handle(message, member))
+        if isinstance(message, Welcome) and self._core.welcomed_epoch is not None:
+            self._report(ShardsWelcomed(epoch=self._core.welcomed_epoch))
+
+    def _take_answer(self, member: int, answer: PushPullAnswer, payload: memoryview) -> bool:
+        """Take what answers a turn, in the common case; False, and nothing has changed, in any other."""
+        self._mail.payloads.require_known(answer)
+        if not self._core.awaits(answer, member):
+            return False
+        self._mail.payloads.take(answer, payload)
+        compute = self._lane.answered(answer, member)
+        if compute is None:
+            return False
+        self._computing, self._waited_for = compute, answer.waited_for
+        self._mail.came(member, answer, payload.nbytes)
+        return True
+
+    def _cut(self, member: int, error: ProtocolError) -> None:
+        """End the connection to a server that sent what nobody may send; it may serve others well."""
+        self._hub.disconnect(member, str(error))
+        self._dialled.discard(member)
+        self._report(
+            Notice(sentence=f"{self._context.name} ended its connection to member {member}: {error}")
+        )
+
+    def _report(self, message: Any) -> None:
+        self._context.send(REPORTS.write(message))
+
+    def _show_wait(self) -> None:
+        """Show the server of the first shard that has not answered, if that takes long."""
+        awaited = self._core.waiting_for
+        if self._computing is None and awaited and self._latest is not None and self._wait.is_long:
+            self._wait.goes_on(next(one.primary for one in self._latest.shards if one.shard == awaited[0]))
+
+    def _follow(self, view: View, addresses: Mapping[int, str]) -> None:
+        self._latest = view
+        for member in (self._dialled | self._unreached.keys()) - addresses.keys():
+            self._dialled.discard(member)
+            self._unreached.pop(member, None)
+            self._hub.hang_up(member)
+        for member, address in addresses.items():
+            if member not in self._dialled:
+                self._dialled.add(member)
+                self._hub.connect(member, address)
+        self._do(self._core.view(view))
+
+    def _do(self, actions: list[ClientAction]) -> None:
+        for action, turn in in_push_pulls(actions):
+            match action:
+                case SendMessage(to=to) if turn is not None:
+                    self._mail.send_push_pull(to, turn)
+                case SendMessage(to=to, message=message):
+                    self._mail.send(to, message)
+                case Compute():
+                    self._computing = action
+                case Flush():
+                    self._flushing = True
+                case Wait(shard=shard):
+                    self._again.append(shard)
+                case Leave():
+                    self._left = action
+
+    def _destination(self, member: int, message: Any, num_bytes: int) -> memoryview | None:
+        self._mail.payloads.require_known(message)
+        is_awaited = isinstance(message, Parameters | PushPullAnswer) and self._core.awaits(message, member)
+        return self._mail.payloads.room(message, num_bytes, is_awaited=is_awaited)
+
+    # ── one update ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _compute(self, compute: Compute) -> None:
+        work, body, ring = compute.work, self._body, self._ring
+        self._computing = None
+        begin = time.monotonic_ns()
+        self._began_ns = self._began_ns or begin
+        self._record_pull(work, begin)
+        self._context.mark(work.batch + 1, State.COMPUTING)
+        body.model.pulled()
+        try:
+            self._try_loss(work)
+            self._evaluate(work)
+            ready = self._begun_ns = time.monotonic_ns()
+            body.model.begin()
+            body.tables.begin()
+            done = body.computer.compute(
+                body.model.model,
+                work.batch,
+                work.part,
+                work.parts,
+                body.model.backward,
+                self._read_batch if body.tables.exist else None,
+            )
+        except _SlotLeft:
+            return
+        body.model.end()
+        body.tables.collect(done.share)
+        if body.coding.codes_gradients:
+            self._notice(body.encode(work.batch, work.part))
+        begun = self._begun_ns
+        if not body.tables.exist:  # else what was read before is over already
+            begun += done.input_ns
+        computed = time.monotonic_ns()
+        bad = body.complaint(done, f"worker {self._core.slot}, step {work.batch + 1}")
+        if bad is not None and not self._job.skip_nonfinite:
+            raise NonFinite(f"{bad}; {body.cause(done)}")
+        if body.own_steps is not None:
+            self._step_here(body.own_steps, work, done.share, skip=bad is not None)
+            computed = time.monotonic_ns()
+        body.samples += done.samples
+        book = StepBook(ring.record, work.batch, begin)
+        book.go_on_at(ready)
+        book.input(done.input_ns, done.samples)
+        book.go_on_at(begun)
+        book.compute(computed)
+        book.end(computed, done.samples, done.loss)
+        self._report(
+            _computed(work, done, (computed - begin) / 1e9)
+            if bad is None
+            else StepSkipped(clock=work.clock, sentence=bad)
+        )
+        self._context.mark(work.batch + 1, State.EXCHANGING)
+        self._pushed_ns = self._heard_ns = computed
+        self._wait.begin_again()
+        if body.recorder.records and bad is None:
+            self._record(compute)
+        turn = self._lane.turn(weight=done.share) if bad is None else None
+        if turn is not None:
+            self._mail.send_push_pull(*turn)
+        else:
+            self._do(self._core.computed(weight=done.share, skip=bad is not None))
+
+    def _step_here(self, own: OwnSteps, work: Work, share: float, *, skip: bool) -> None:
+        self._notice(own.begin(work, self._core.slot))
+        if not skip:
+            self._notice(own.step(self._body.model, work.batch, work.part, share))
+
+    def _notice(self, sentence: str | None) -> None:
+        if sentence is not None:
+            self._report(Notice(sentence=sentence))
+
+    def _record(self, compute: Compute) -> None:
+        """Write down what the gradient was made of and what it is, before anybody can have it."""
+        work, body = compute.work, self._body
+        row = ComputedRow(
+            process=self._context.rank,
+            slot=self._core.slot,
+            member=self._core.member,
+            clock=work.clock,
+            batch=work.batch,
+            part=work.part,
+            parts=work.parts,
+            versions=compute.versions,
+            rows_versions=self._core.rows_versions,
+            gradients=tuple(
+                gradient_hash(part.flags, part.gradient, body.tables.gradients(shard))
+                for shard, part in enumerate(body.parts)
+            ),
+        )
+        failure = body.recorder.write(row)
+        if failure is not None:
+            self._report(Notice(sentence=failure, ends_recording=True))
+
+    # ── rows of tables ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _read_batch(self, batch: Any) -> None:
+        """Read the rows that a batch needs, before it is computed."""
+        book = StepBook(self._ring.record, self._context.step - 1, time.monotonic_ns())
+        self._read_rows(self._body.tables.choose(batch))
+        self._begun_ns = time.monotonic_ns()
+        book.exchange(self._begun_ns, Traffic(), Wire.NONE)
+
+    def _read_rows(self, shards: Collection[int], whole: bool = False) -> None:
+        self._heard_ns = time.monotonic_ns()
+        self._wait.begin_again()
+        self._do(self._core.read_rows(shards, whole))
+        while self._core.awaits_rows:
+            self._turn(_AGAIN_S if self._again else _LOOK_S)
+        if self._left is not None:
+            raise _SlotLeft
+
+    def _hear_rows(self, member: int, message: Any, payload: memoryview) -> None:
+        """Take what the core never sees: the rows' values, and which sets a server has forgotten."""
+        if isinstance(message, RowValues) and self._core.awaits(message, member):
+            self._body.tables.take(message.shard, payload)
+        elif isinstance(message, RowsUnknown):
+            self._body.tables.forgotten(message.names)
+
+    def _record_pull(self, work: Work, now_ns: int) -> None:
+        """Book the time since the push: to the worker whose update the shards waited for, or to the exchange."""
+        book = StepBook(self._ring.record, work.batch, self._pushed_ns)
+        if self._waited_for != NOBODY:
+            book.waits({self._waited_for: now_ns - self._pushed_ns})
+        book.exchange(now_ns, self._take_sent(), self._wire)
+
+    def _take_sent(self) -> Traffic:
+        """The bytes of pushes since the last call, and in how many messages they went; nothing before the first."""
+        num_bytes = self._body.bytes_sent - self._booked_bytes
+        self._booked_bytes = self._body.bytes_sent
+        messages = self._per_shard * self._body.layout.shards if num_bytes else 0
+        return Traffic(bytes_sent=num_bytes, messages_sent=messages)
+
+    def _try_loss(self, work: Work) -> None:
+        """Who has the first part of the first batch: UserError where the loss is not what the task says it is.
+
+        Not where there are tables, of which this worker has no row yet.
+        """
+        computer, model = self._body.computer, self._body.model.model
+        splits = work.parts > 1 or computer.task.microbatches > 1
+        if splits and not (work.batch or work.part or self._body.tables.exist):
+            require_reduction(computer, work.part, model, lambda trial: trial.evaluate(model))
+
+    def _evaluate(self, work: Work) -> None:
+        """Who has the first part of a batch that an evaluation comes before does it, with the weights just pulled."""
+        plan = self._job.plan
+        due = plan.evaluate_every and work.batch and work.batch % plan.evaluate_every == 0
+        if not due or work.part or self._evaluated == work.batch:
+            return
+        self._evaluated = work.batch
+        if self._body.tables.exist:
+            self._read_rows(self._body.tables.choose_whole(), whole=True)
+        self._context.mark(work.batch, State.EVALUATING)
+        begin = time.monotonic_ns()
+        if plan.task.evaluation is not None:
+            self._ring.record(EventKind.EVALUATE, begin, step=work.batch - 1)
+        evaluated = self._body.computer.evaluate(self._body.model.model)
+        if evaluated is not None:
+            metrics, samples = evaluated
+            self._ring.record(
+                EventKind.EVALUATE, begin, time.monotonic_ns() - begin, step=work.batch - 1, count=samples
+            )
+            self._report(Evaluated(step=work.batch, metrics=metrics))
+
+
+def _computed(work: Work, done: Computed, seconds: float) -> StepComputed:
+    return StepComputed(
+        clock=work.clock,
+        batch=work.batch,
+        part=work.part,
+        parts=work.parts,
+        loss=done.loss,
+        share=done.share,
+        seconds=seconds,
+    )

@@ -1,0 +1,258 @@
+"""A worker's side of row-sparse tables: which rows a batch reads, their values into the model, their gradients out.
+
+The model has every table whole, as the task built it; of it only the rows that the batch names are brought up to date
+before it is computed, and only their gradients are sent. A gradient anywhere else is an error, for it would be lost,
+and the values that it was computed from were old.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from manyhands.errors import UserError
+from manyhands.native.segment import round_up
+from manyhands.strategies.common.tables.row_kernels import ascend, put_rows
+from manyhands.strategies.common.tables.row_tables import RowGradient
+from manyhands.strategies.common.tables.rowsets import RowSetNames, Unknown, name_of
+from manyhands.strategies.ps.live.row_payloads import Said, pack, values_bytes
+from manyhands.strategies.ps.shard_layout import FlatLayout, Table
+from manyhands.task import RowsOf
+from manyhands.transport.link.message import ProtocolError
+from manyhands.wire.flat_layout import LINE_BYTES
+
+__all__ = ["WorkerTables"]
+
+_SETS_PER_SERVER = 1 << 14
+_NO_ROWS = torch.empty(0, dtype=torch.int64)
+
+
+class WorkerTables:
+    """The tables of `model`; `rows_of` is the task's `sparse`."""
+
+    def __init__(self, model: nn.Module, layout: FlatLayout, rows_of: Mapping[str, RowsOf]) -> None:
+        named = dict(model.named_parameters())
+        self._layout = layout
+        self._parameters = [named[table.name] for table in layout.tables]
+        self._rows_of = [
+            next(rows_of[name] for name in table.aliases if name in rows_of) for table in layout.tables
+        ]
+        self._names: defaultdict[int, RowSetNames] = defaultdict(partial(RowSetNames, _SETS_PER_SERVER))
+        self._forgotten: set[bytes] = set()
+        self._rows: list[list[Tensor]] = []  # by table and shard
+        self._sorted: list[Tensor] = []  # by table, those of all shards
+        self._sizes: dict[int, int] = {}  # by shard, of the values of what is read, once it is asked
+        self._digests: dict[
+            tuple[int, int], bytes
+        ] = {}  # by table and shard, what names them, once it is asked
+        self._whole = False
+        self._gradients: list[list[Tensor] | None] = []  # the same; None for a table that was not reached
+
+    @property
+    def exist(self) -> bool:
+        """Whether the task has any."""
+        return bool(self._parameters)
+
+    # ── what a batch reads ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def begin(self) -> None:
+        """A new update: no batch is known yet, and one without samples reads nothing."""
+        self._forgotten.clear()
+        self._whole = False
+        self._digests.clear()
+        self._sizes.clear()
+        self._sizes.clear()
+        self._rows = [[_NO_ROWS] * self._layout.shards for _ in self._parameters]
+        self._sorted = [_NO_ROWS] * len(self._parameters)
+        self._gradients = [None for _ in self._parameters]
+
+    def choose(self, batch: Any) -> list[int]:
+        """Read what this batch reads; the shards that have rows of it."""
+        self._whole = False
+        self._digests.clear()
+        self._sizes.clear()
+        for number, (table, rows_of) in enumerate(zip(self._layout.tables, self._rows_of, strict=True)):
+            rows = self._sorted[number] = _checked(table, rows_of(batch))
+            self._rows[number] = table.placed(self._layout.shards).split(rows)
+        return [
+            shard
+            for shard in range(self._layout.shards)
+            if any(by_shard[shard].numel() for by_shard in self._rows)
+        ]
+
+    def choose_whole(self) -> Collection[int]:
+        """Read all rows of all tables, as an evaluation does."""
+        self._whole = True
+        self._sizes.clear()
+        return range(self._layout.shards)
+
+    def chosen(self, shard: int) -> list[Tensor]:
+        """The rows of a shard that the batch reads, by table."""
+        return [by_shard[shard] for by_shard in self._rows]
+
+    def request(self, member: int, shard: int) -> list[Any]:
+        """The payload of a ReadRows to server `member`."""
+        return [] if self._whole else pack(self._said(member, shard, self._rows))
+
+    def require_size(self, shard: int, num_bytes: int) -> None:
+        """Refuse an answer of another length than what was asked for, before it is read."""
+        expected = self._sizes.get(shard)
+        if expected is None:
+            expected = self._sizes[shard] = values_bytes(self._layout.tables, self._counts(shard))
+        if num_bytes != expected:
+            raise ProtocolError(
+                "payload_bytes", f"the rows of shard {shard} have {expected} bytes, not {num_bytes}"
+            )
+
+    def take(self, shard: int, payload: memoryview) -> None:
+        """The rows' values are here: into the model with them."""
+        self.require_size(shard, len(payload))
+        begin, shards = 0, self._layout.shards
+        for number, (table, parameter) in enumerate(zip(self._layout.tables, self._parameters, strict=True)):
+            where = table.placed(shards).rows(shard) if self._whole else self._rows[number][shard]
+            end = begin + where.numel() * table.width * table.dtype.itemsize
+            _put(table, parameter.detach(), where, payload[begin:end])
+            begin = round_up(end, LINE_BYTES)
+
+    # ── what comes out of it ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def collect(self, share: float) -> None:
+        """After backward: take `share` times the gradients of the rows that were read."""
+        for number, (table, parameter) in enumerate(zip(self._layout.tables, self._parameters, strict=True)):
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is None:
+                continue
+            rows = self._sorted[number]
+            values = _rows_of_gradient(table, gradient.detach(), rows)
+            if share != 1:
+                values *= share
+            flat, by_shard = values.view(-1, table.width).cpu(), self._rows[number]
+            self._gradients[number] = (
+                [flat] if len(by_shard) == 1 else [flat[torch.searchsorted(rows, own)] for own in by_shard]
+            )
+
+    def is_finite(self) -> bool:
+        """Whether all gradients that were taken are."""
+        return all(
+            bool(torch.isfinite(part).all())
+            for parts in self._gradients
+            if parts is not None
+            for part in parts
+        )
+
+    def gradients(self, shard: int) -> dict[str, RowGradient]:
+        """A shard's part of them, by table; one that was not reached is missing."""
+        return {
+            table.name: RowGradient(rows=rows[shard], values=parts[shard])
+            for table, rows, parts in zip(self._layout.tables, self._rows, self._gradients, strict=True)
+            if parts is not None
+        }
+
+    def push(self, member: int, shard: int) -> list[Any]:
+        """The payload of a Push to server `member`, behind the dense gradient."""
+        rows = [
+            by_shard if parts is not None else None
+            for by_shard, parts in zip(self._rows, self._gradients, strict=True)
+        ]
+        values = [parts[shard] for parts in self._gradients if parts is not None]
+        return pack(self._said(member, shard, rows), values)
+
+    # ── names ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def forgotten(self, names: Collection[str]) -> None:
+        """A server does not know these sets: for the rest of this update, give them."""
+        self._forgotten.update(bytes.fromhex(name) for name in names)
+
+    def forget(self, member: int) -> None:
+        """The connection to a server was lost, and perhaps what it was told."""
+        self._names.pop(member, None)
+
+    def _said(self, member: int, shard: int, rows: Collection[list[Tensor] | None]) -> list[Said]:
+        return [None if one is None else self._name(member, number, shard) for number, one in enumerate(rows)]
+
+    def _name(self, member: int, number: int, shard: int) -> Said:
+        rows, names = self._rows[number][shard], self._names[member]
+        name = self._digests.get((number, shard))
+        if name is None:
+            name = self._digests[number, shard] = name_of(rows)
+        return names.give(Unknown(name=name), rows) if name in self._forgotten else names.name(rows, name)
+
+    def _counts(self, shard: int) -> list[int]:
+        if self._whole:
+            return [table.placed(self._layout.shards).count(shard) for table in self._layout.tables]
+        return [by_shard[shard].numel() for by_shard in self._rows]
+
+
+def _checked(table: Table, rows: Any) -> Tensor:
+    """The rows that a task's function named: sorted, each once; a UserError if the table has no such rows."""
+    found = rows if isinstance(rows, Tensor) else _as_tensor(table, rows)
+    if not found.numel():
+        return torch.empty(0, dtype=torch.int64)
+    if found.dtype != torch.int64 and (
+        found.is_floating_point() or found.is_complex() or found.dtype == torch.bool
+    ):
+        raise UserError(f"sparse[{table.name!r}] gave items of {found.dtype}; {_allowed(table)}")
+    given = found.detach().cpu().numpy().astype(np.int64, copy=True).reshape(-1)
+    if not ascend(given):
+        given.sort()
+        given = given[np.append(True, given[1:] != given[:-1])]
+    for row in (int(given[0]), int(given[-1])):
+        if not 0 <= row < table.shape[0]:
+            raise UserError(f"sparse[{table.name!r}] gave row {row}; {_allowed(table)}")
+    return torch.from_numpy(given)
+
+
+def _as_tensor(table: Table, rows: Any) -> Tensor:
+    try:
+        return torch.as_tensor(rows)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"sparse[{table.name!r}] gave a {type(rows).__name__}; {_allowed(table)}") from error
+
+
+def _allowed(table: Table) -> str:
+    return f"it must give indices of rows, from 0 to {table.shape[0] - 1}"
+
+
+def _put(table: Table, parameter: Tensor, rows: Tensor, payload: memoryview) -> None:
+    """Overwrite rows of a parameter with the values that came, perhaps in memory that may only be read."""
+    count = rows.numel()
+    if not count:
+        return
+    if parameter.device.type == "cpu" and parameter.is_contiguous():
+        came, row_bytes = np.frombuffer(payload, np.uint8), table.width * table.dtype.itemsize
+        put_rows(parameter.data_ptr(), rows.data_ptr(), came.ctypes.data, count, row_bytes)
+        return
+    values = torch.from_numpy(np.frombuffer(payload, np.uint8).copy()).view(table.dtype)
+    with torch.no_grad():
+        parameter[rows.to(parameter.device)] = values.view(count, *table.shape[1:]).to(parameter.device)
+
+
+def _rows_of_gradient(table: Table, gradient: Tensor, rows: Tensor) -> Tensor:
+    """The gradient's rows `rows`, sorted; a UserError if it has others that are not 0."""
+    rows = rows.to(gradient.device)
+    if gradient.is_sparse:
+        coalesced = gradient.coalesce()
+        indices, values = coalesced.indices()[0], coalesced.values()
+        places = torch.searchsorted(rows, indices)
+        known = rows[places.clamp(max=rows.numel() - 1)] == indices if rows.numel() else indices < 0
+        _require_none(table, indices[~known])
+        return values.new_zeros((rows.numel(), *values.shape[1:])).index_copy_(0, places, values)
+    values = gradient.index_select(0, rows)
+    others = gradient.index_fill_(0, rows, 0).view(table.shape[0], -1)
+    if bool(others.any()):
+        _require_none(table, others.any(dim=1).nonzero().view(-1))
+    return values
+
+
+def _require_none(table: Table, rows: Tensor) -> None:
+    if rows.numel():
+        raise UserError(
+            f"sparse[{table.name!r}] did not name row {int(rows[0])}, which the batch has a gradient in; it must name "
+            "every row that the batch reads; a table that is also used whole, such as an output layer, is not sparse"
+        )

@@ -1,0 +1,176 @@
+"""The rows of a shard's log: every update that was applied, and what became of the others.
+
+One JSON object a line. The rows of one shard suffice to recompute the staleness bound and that nothing was applied
+twice; those of all shards name, for every update, the batch and the version of each shard that its gradient is of, so
+that a run can be executed again in the recorded order. A primary and its backup write the same rows.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from manyhands.errors import DataError
+from manyhands.strategies.ps.fields import checked, parse_record
+
+__all__ = [
+    "LateRow",
+    "LostRow",
+    "RestoredRow",
+    "Row",
+    "SkippedRow",
+    "SlotsRow",
+    "StepRow",
+    "UpdateRow",
+    "row_from_json",
+    "row_to_json",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateRow:
+    """One update within a step."""
+
+    slot: int
+    clock: int
+    batch: int
+    part: int
+    parts: int
+    member: int
+    read_version: int
+    staleness: int
+    weight: float
+    factor: float
+    """What its gradient was multiplied by in the sum."""
+    read_term: int = 0
+    """The life of the shard that was read: of an older one, only what a snapshot kept is part of this history."""
+    rows_version: int = -1
+    """The version at which the rows of tables were read; -1 where none were."""
+
+    @property
+    def name(self) -> tuple[int, int, int]:
+        """(slot, clock, member): the update, and who made it."""
+        return self.slot, self.clock, self.member
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRow:
+    """One optimizer step: `version` is the shard's after it, `sequence` the log entry that completed it."""
+
+    shard: int
+    term: int
+    sequence: int
+    version: int
+    rate: float
+    updates: tuple[UpdateRow, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LateRow:
+    """An update that its step did not wait for, sent or not."""
+
+    shard: int
+    term: int
+    sequence: int
+    slot: int
+    clock: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SkippedRow:
+    """An update without a gradient: its worker found that not finite."""
+
+    shard: int
+    term: int
+    sequence: int
+    slot: int
+    clock: int
+    batch: int
+    member: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LostRow:
+    """Updates from clock `first` up to, not including, `until` that went with a server or a worker."""
+
+    shard: int
+    term: int
+    sequence: int
+    slot: int
+    first: int
+    until: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotsRow:
+    """From clock `start` on these slots are active; `base` is the first batch that they share out."""
+
+    shard: int
+    term: int
+    sequence: int
+    start: int
+    base: int
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoredRow:
+    """The shard went back to a snapshot: rows of lower terms beyond `sequence` did not happen."""
+
+    shard: int
+    term: int
+    sequence: int
+    version: int
+
+
+Row = StepRow | LateRow | SkippedRow | LostRow | SlotsRow | RestoredRow
+
+_KINDS: dict[str, type[Row]] = {
+    "step": StepRow,
+    "late": LateRow,
+    "skipped": SkippedRow,
+    "lost": LostRow,
+    "slots": SlotsRow,
+    "restored": RestoredRow,
+}
+_NAMES = {kind: name for name, kind in _KINDS.items()}
+
+
+def row_to_json(row: Row) -> str:
+    """One line, without its end."""
+    return json.dumps({"row": _NAMES[type(row)], **_fields(row)}, separators=(",", ":"), default=_fields)
+
+
+def _fields(row: Row | UpdateRow) -> dict[str, Any]:
+    return {name: getattr(row, name) for name in row.__slots__}
+
+
+def row_from_json(line: str) -> Row:
+    """The row that `row_to_json` wrote; a DataError says what is wrong with any other line."""
+    try:
+        table = parse_record(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"a line of the log is not JSON of a row ({error}): {line[:80]!r}") from None
+    if not isinstance(table, dict) or str(table.get("row")) not in _KINDS:
+        raise DataError(
+            f"a line of the log is no row: {line[:80]!r}; its kind must be one of {', '.join(_KINDS)}"
+        )
+    kind = _KINDS[str(table.pop("row"))]
+    where = f"a line of the log, a {_NAMES[kind]} row, {line[:80]!r}"
+    if kind is StepRow and isinstance(table.get("updates"), list):
+        table["updates"] = tuple(
+            checked(UpdateRow, update, f"{where}, update {number}")
+            for number, update in enumerate(table["updates"])
+        )
+    if kind is SlotsRow and isinstance(table.get("slots"), list):
+        table["slots"] = tuple(table["slots"])
+    row = checked(kind, table, where)
+    if isinstance(row, LostRow) and not 0 <= row.until - row.first <= _MOST_LOST:
+        raise DataError(
+            f"{where}: {row.until - row.first} clocks are lost in it, which none that a run writes has"
+        )
+    return row
+
+
+_MOST_LOST = 1 << 24  # updates of one worker that one restore lost: readers go through them one by one

@@ -1,0 +1,373 @@
+"""The updates that wait at a shard, and the optimizer steps that they become.
+
+Which updates make a step is the policy's decision, or (where arrival decides) the lead's, taken here in the order in
+which it was told. Where steps go by clock, closing one says what became of every slot that owed an update to it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field, fields
+from functools import partial
+from itertools import islice
+from typing import Any
+
+from manyhands.errors import UserError
+from manyhands.strategies.common.consistency.policy import Group, Policy, blend
+from manyhands.strategies.ps.actions import Action, Apply, Drop, Log, UpdateFactor
+from manyhands.strategies.ps.decisions import Decision
+from manyhands.strategies.ps.log_rows import LateRow, LostRow, SkippedRow, StepRow, UpdateRow
+from manyhands.strategies.ps.ps_messages import LEAD, Outcome, Push
+from manyhands.strategies.ps.slots import SlotRecord, SlotTable
+
+__all__ = ["Change", "ShardConfig", "Steps"]
+
+_OF_PUSH = tuple(field.name for field in fields(Push))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardConfig:
+    """What every replica of a shard is told at the start."""
+
+    shard: int
+    num_shards: int
+    policy: Policy
+    steps: int
+    """How many global batches the run has."""
+    slots: tuple[int, ...]
+    """The slots that are active from clock 0 on."""
+    leads: bool = field(init=False, repr=False, compare=False)
+    """Whether this shard decides for all."""
+    confirms: bool = field(init=False, repr=False, compare=False)
+    """Whether an update counts at every shard or at none: no push counts before its worker has sent all of them."""
+    follows: bool = field(init=False, repr=False, compare=False)
+    """Whether its groups are chosen by another shard."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.shard < self.num_shards:
+            raise UserError(f"shard={self.shard} must lie between 0 and num_shards={self.num_shards} - 1")
+        if self.steps < 0:
+            raise UserError(f"steps={self.steps} must not be negative")
+        if not self.slots or len(set(self.slots)) < len(self.slots) or min(self.slots) < 0:
+            raise UserError(f"slots={self.slots} must be at least one, distinct, and not negative")
+        set_once = partial(object.__setattr__, self)  # asked several times for every message
+        set_once("leads", self.shard == LEAD)
+        set_once("confirms", self.policy.lockstep and self.num_shards > 1)
+        set_once("follows", self.policy.chosen_by_lead and not self.leads)
+
+
+@dataclass(slots=True, kw_only=True)
+class Change:
+    """What entry `sequence` of a shard's log led to."""
+
+    shard: int
+    term: int
+    sequence: int
+    actions: list[Action] = field(default_factory=list)
+    outcome: Outcome = Outcome.ACCEPTED
+    """Of a Push."""
+    moved: list[int] = field(default_factory=list)
+    """Slots whose reads may be answerable now."""
+    decisions: list[Decision] = field(default_factory=list)
+    """For the lead to tell the other shards."""
+
+    def drop(self, push: Push) -> None:
+        """Let the gradient of `push` go, if it has one."""
+        if not push.skip:
+            self.actions.append(Drop(shard=self.shard, slot=push.slot, clock=push.clock))
+
+    def log_lost(self, slot: int, first: int, until: int) -> None:
+        """Say that these updates of `slot` are lost."""
+        row = LostRow(
+            shard=self.shard, term=self.term, sequence=self.sequence, slot=slot, first=first, until=until
+        )
+        self.actions.append(Log(row=row))
+
+    def log_late(self, slot: int, clock: int) -> None:
+        """Say that a step did not wait for this update."""
+        row = LateRow(shard=self.shard, term=self.term, sequence=self.sequence, slot=slot, clock=clock)
+        self.actions.append(Log(row=row))
+
+    def log_skipped(self, push: Push) -> None:
+        """Say that there was nothing to apply in `push`."""
+        row = SkippedRow(
+            shard=self.shard,
+            term=self.term,
+            sequence=self.sequence,
+            slot=push.slot,
+            clock=push.clock,
+            batch=push.batch,
+            member=push.member,
+        )
+        self.actions.append(Log(row=row))
+
+
+class Steps:
+    """Waiting updates and steps of one shard; the `Book` that a policy looks at."""
+
+    def __init__(self, config: ShardConfig, table: SlotTable) -> None:
+        self.version = 0
+        self.step = 0
+        self.drained = False
+        """Set by the owner: every batch is done, and no update comes after those that wait."""
+        self.resume = 0
+        """At a shard that follows: steps below this clock are decided, whatever is missing here."""
+        self.lives: list[tuple[int, int]] = []
+        """Every return to a snapshot: the term that began with it, and the version that it went back to."""
+        self._config = config
+        self._table = table
+        self._waiting: dict[tuple[int, int], Push] = {}
+        self._arrived: dict[int, int] = {}
+        self._free: dict[int, int] = {}  # by slot: what is below this clock needs no choice (any more)
+        self._next_free: deque[tuple[int, int]] = deque()  # of those, the ones that wait
+        self._groups: deque[Group] = deque()  # chosen by the lead, not yet taken here
+        self._missing: set[tuple[int, int]] = set()  # what the first of them still waits for
+
+    # ── what a policy sees ────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def num_active(self) -> int:
+        """How many slots there are now."""
+        return len(self._table.active)
+
+    @property
+    def num_waiting(self) -> int:
+        """How many updates are here and in no step yet."""
+        return len(self._waiting)
+
+    def slots_at(self, clock: int) -> tuple[int, ...]:
+        """The slots that owe an update `clock`, ascending."""
+        return self._table.generation_at(clock).slots
+
+    def num_arrived(self, clock: int) -> int:
+        """How many of them have settled it, or will never send it."""
+        return self._arrived.get(clock, 0)
+
+    def waits(self, slot: int, clock: int) -> bool:
+        """Whether that update is among the waiting."""
+        return (slot, clock) in self._waiting
+
+    def first_waiting(self, count: int) -> tuple[tuple[int, int], ...]:
+        """The first `count` waiting updates as (slot, clock), in the order of arrival."""
+        return tuple(islice(self._waiting, count))
+
+    @property
+    def waiting(self) -> frozenset[tuple[int, int]]:
+        """The names (slot, clock) of the waiting updates."""
+        return frozenset(self._waiting)
+
+    # ── arrivals ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def settle(self, slot: int, record: SlotRecord, until: int, change: Change) -> None:
+        """Count everything of a slot below clock `until` as arrived."""
+        clocks = self._table.owed(record, until)
+        if self._config.policy.stepwise:
+            for clock in clocks:
+                self._arrived[clock] = self._arrived.get(clock, 0) + 1
+        if len(clocks) == 1:
+            self._missing.discard((slot, clocks[0]))
+        elif self._missing:
+            self._missing = {name for name in self._missing if name[0] != slot or name[1] not in clocks}
+        self._table.move(record, max(until, record.next_clock))
+        change.moved.append(slot)
+
+    def wait(self, push: Push, record: SlotRecord, change: Change) -> None:
+        """Take a settled update in; one without a gradient has its place in a group like any other."""
+        if push.skip:
+            change.outcome = Outcome.SKIPPED
+        self._waiting[push.slot, push.clock] = push
+        record.waiting.append(push.clock)
+        if push.clock < self._free.get(push.slot, 0):
+            self._next_free.append((push.slot, push.clock))
+
+    def follow(self, group: Group) -> None:
+        """Take a group after those that the lead chose before it."""
+        self._groups.append(group)
+        if len(self._groups) == 1:
+            self._await_group()
+
+    def let_free(self, names: tuple[tuple[int, int], ...]) -> None:
+        """Let these updates, and all before them in their slots, be steps of their own whenever they are here."""
+        for slot, clock in names:
+            if clock >= self._free.get(slot, 0):
+                self._free[slot] = clock + 1
+                waiting = self._table.record(slot).waiting
+                self._next_free += [(slot, c) for c in waiting if c <= clock]
+
+    def _await_group(self) -> None:
+        """Note what the first of the chosen groups still waits for."""
+        self._missing = set()
+        if self._groups:
+            for slot, clock in self._groups[0].updates:
+                if clock >= self._table.record(slot).next_clock:
+                    self._missing.add((slot, clock))
+
+    # ── steps ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def next_group(self) -> Group | None:
+        """The next step that can be taken."""
+        if not self._config.follows:
+            return self._config.policy.next_group(self)
+        if self._next_free:
+            return Group(0, (self._next_free.popleft(),))
+        if not self._groups or self._missing:
+            return None
+        group = self._groups.popleft()
+        self._await_group()
+        return group
+
+    def take(self, group: Group, change: Change) -> None:
+        """Make an optimizer step of a group; what it names and is not here was settled in another way."""
+        stepwise = self._config.policy.stepwise
+        if stepwise and group.step < self.step:
+            return  # a lead that was restored decides again what is long done here
+        pushes: list[Push] = []
+        present: set[int] = set()
+        for slot, clock in group.updates:
+            push = self._unwait(slot, clock)
+            if push is None:
+                continue
+            present.add(slot)
+            if push.skip:
+                change.log_skipped(push)
+            else:
+                pushes.append(push)
+        if pushes:
+            self._apply(pushes, change)
+        if stepwise:
+            self._close(present, self._wanted(group), change)
+        else:
+            change.moved += present
+
+    def skip_lost_steps(self, change: Change) -> None:
+        """At a shard that follows by clock: close the steps whose decisions went with an earlier life of it."""
+        if self._config.follows and self._config.policy.stepwise:
+            first = self._groups[0].step if self._groups else self.resume
+            while self.step < first:
+                self._close(set(), frozenset(self.slots_at(self.step)), change)
+
+    def _unwait(self, slot: int, clock: int) -> Push | None:
+        push = self._waiting.pop((slot, clock), None)
+        if push is not None:
+            self._table.records[slot].waiting.remove(clock)
+        return push
+
+    def _apply(self, pushes: list[Push], change: Change) -> None:
+        weights = [push.weight for push in pushes]
+        if sum(weights) <= 0:  # parts of a batch that has fewer samples than there are workers
+            for push in pushes:
+                change.drop(push)
+                change.log_skipped(push)
+            return
+        staleness = [self.version - self.included(push.read_version, push.read_term) for push in pushes]
+        factors, rate = blend(self._config.policy, weights, staleness, pushes[0].parts)
+        self.version += 1
+        if change.outcome is Outcome.ACCEPTED:
+            change.outcome = Outcome.APPLIED
+        contributions = tuple(
+            UpdateFactor(slot=push.slot, clock=push.clock, factor=factor)
+            for push, factor in zip(pushes, factors, strict=True)
+        )
+        apply = Apply(
+            shard=change.shard,
+            contributions=contributions,
+            rate=rate,
+            batches=tuple(sorted({push.batch for push in pushes})),
+            version=self.version,
+        )
+        row = StepRow(
+            shard=change.shard,
+            term=change.term,
+            sequence=change.sequence,
+            version=self.version,
+            rate=rate,
+            updates=tuple(map(_update_row, pushes, staleness, factors)),
+        )
+        change.actions += [apply, Log(row=row)]
+
+    def included(self, read_version: int, read_term: int) -> int:
+        """How many steps of this shard's history a push was computed with that read this version in that term.
+
+        Of a version that was read in an earlier life only what the snapshot kept is part of the history.
+        """
+        if not self.lives:
+            return read_version
+        return min([read_version, *(version for term, version in self.lives if term > read_term)])
+
+    def _wanted(self, group: Group) -> frozenset[int]:
+        """The slots whose update a step by clock was to have."""
+        if self._config.follows:
+            return frozenset(slot for slot, _ in group.updates)
+        records = self._table.records
+        return frozenset(slot for slot in self.slots_at(group.step) if records[slot].next_clock > group.step)
+
+    def _close(self, present: set[int], wanted: frozenset[int], change: Change) -> None:
+        """End the step of the next clock, and say what became of those who have no part in it."""
+        clock = self.step
+        self.step += 1
+        self._arrived.pop(clock, None)
+        for slot in self.slots_at(clock):
+            record = self._table.records[slot]
+            if slot in present:
+                change.moved.append(slot)
+                continue
+            push = self._unwait(slot, clock)
+            if push is not None:
+                change.drop(push)
+            if slot in wanted:
+                change.log_lost(slot, clock, clock + 1)
+            else:
+                record.late = max(record.late, clock)
+                change.log_late(slot, clock)
+            if record.next_clock <= clock:
+                self._table.move(record, clock + 1)
+            change.moved.append(slot)
+
+    # ── snapshots ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def state(self) -> dict[str, Any]:
+        """Everything, as JSON can say it."""
+        return {
+            "version": self.version,
+            "step": self.step,
+            "resume": self.resume,
+            "free": list(self._free.items()),
+            "lives": [list(life) for life in self.lives],
+            "waiting": [{name: getattr(push, name) for name in _OF_PUSH} for push in self._waiting.values()],
+            "arrived": list(self._arrived.items()),
+            "groups": [[group.step, [list(name) for name in group.updates]] for group in self._groups],
+        }
+
+    @classmethod
+    def from_state(cls, config: ShardConfig, table: SlotTable, state: dict[str, Any]) -> Steps:
+        """What `state` was taken of; `table` is of the same moment."""
+        steps = cls(config, table)
+        steps.version, steps.step, steps.resume = state["version"], state["step"], state["resume"]
+        steps._free = dict(state["free"])
+        steps.lives = [(term, version) for term, version in state["lives"]]
+        for told in state["waiting"]:
+            push = Push(**told)
+            steps._waiting[push.slot, push.clock] = push
+            table.records[push.slot].waiting.append(push.clock)
+        steps._arrived = dict(state["arrived"])
+        for step, names in state["groups"]:
+            steps._groups.append(Group(step, tuple((slot, clock) for slot, clock in names)))
+        steps._await_group()
+        return steps
+
+
+def _update_row(push: Push, staleness: int, factor: float) -> UpdateRow:
+    return UpdateRow(
+        slot=push.slot,
+        clock=push.clock,
+        batch=push.batch,
+        part=push.part,
+        parts=push.parts,
+        member=push.member,
+        read_version=push.read_version,
+        read_term=push.read_term,
+        staleness=staleness,
+        weight=push.weight,
+        factor=factor,
+        rows_version=push.rows_version,
+    )

@@ -1,0 +1,339 @@
+"""In which order one process can execute a recorded run again: pure, from the rows alone.
+
+    shard 0   ──1──2──3──          Compute needs every shard at the version that was read; Apply needs the gradient.
+    shard 1   ──1──2──3──          A version that is still to be read when its shard goes on is kept as a copy.
+
+Each shard takes its steps in the recorded order of versions; between shards, anything that respects what was read gives
+the same bits. Computing goes before applying, and of several shards that can go on, one that needs no copy does. As a
+worker reads anew only when its last update is settled, there is never more than one version per shard and worker to
+keep, nor more than one gradient per worker (softsync: besides those that wait for their group).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+
+from manyhands.errors import ManyhandsError, UserError
+from manyhands.strategies.ps.log_rows import RestoredRow, Row, StepRow, UpdateRow
+from manyhands.strategies.ps.update_files import ComputedRow
+
+__all__ = [
+    "Forget",
+    "ReplayAction",
+    "ReplayApply",
+    "ReplayCompute",
+    "ReplayImpossible",
+    "ReplayKeep",
+    "ReplayOrder",
+    "num_batches",
+    "steps_of",
+]
+
+Name = tuple[int, int, int]
+"""(slot, clock, member) of an update."""
+
+
+class ReplayImpossible(ManyhandsError):
+    """The records contradict each other or lack something; the message names the first row that does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayKeep:
+    """Copy the values of a shard, which is at this version and about to go on."""
+
+    shard: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forget:
+    """Let that copy go."""
+
+    shard: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayCompute:
+    """Make a gradient of the versions that were read; these shards will apply it."""
+
+    row: ComputedRow
+    shards: tuple[int, ...]
+    undone: bool = False
+    """Whether its process put its buffers back to what they were before: it had lost its place by then."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayApply:
+    """Take one optimizer step of a shard; its gradients are not needed there again."""
+
+    row: StepRow
+
+
+ReplayAction = ReplayKeep | Forget | ReplayCompute | ReplayApply
+
+
+def steps_of(shard: int, files: Iterable[Iterable[Row]]) -> list[StepRow]:
+    """The optimizer steps of a shard in the order of versions, from all of its files.
+
+    UserError for a shard that went back to a snapshot, ReplayImpossible for files that disagree or lack a version.
+    """
+    steps: dict[int, StepRow] = {}
+    for rows in files:
+        for row in rows:
+            if isinstance(row, RestoredRow):
+                raise UserError(
+                    f"shard {shard} went back to a snapshot of version {row.version}, as after resuming or the death "
+                    "of a server without replicas=1: workers may have read versions of it that are gone, so this run "
+                    "cannot be replayed"
+                )
+            if isinstance(row, StepRow) and steps.setdefault(row.version, row) != row:
+                raise ReplayImpossible(
+                    f"shard {shard}, version {row.version}: two servers logged it differently"
+                )
+    if 0 in steps:
+        raise ReplayImpossible(f"shard {shard}: a log has a step to version 0; the first is 1")
+    for version in range(1, max(steps, default=0) + 1):
+        if version not in steps:
+            raise ReplayImpossible(
+                f"shard {shard}: no log has its version {version}, and later ones are there"
+            )
+    return [steps[version] for version in sorted(steps)]
+
+
+def num_batches(row: StepRow) -> int:
+    """How many global batches a step is of; a schedule of learning rates advances by so many."""
+    return len({update.batch for update in row.updates})
+
+
+class ReplayOrder:
+    """The actions that execute a recorded run again, as an iterable.
+
+    `steps` are those of each shard, `computed` what each process did. `until` stops every shard when it has applied
+    so many batches; whatever that needs of the others is executed too. `stateful`: a model has buffers, so that every
+    process's computations come in their order, also those that no shard took. Only the last one before its process got
+    a new place, under a new number, is not among them: its process has undone it.
+    """
+
+    def __init__(
+        self,
+        steps: Sequence[Sequence[StepRow]],
+        computed: Mapping[int, Sequence[ComputedRow]],
+        *,
+        stateful: bool = False,
+        until: int | None = None,
+    ) -> None:
+        self._steps = steps
+        self._computed: dict[Name, ComputedRow] = {}
+        self._before: dict[Name, Name] = {}
+        self._undone: set[Name] = set()
+        for rows in computed.values():
+            self._add_process(rows)
+        self._versions: list[dict[Name, int]] = [self._checked(shard) for shard in range(len(steps))]
+        taken = set().union(*self._versions)
+        for rows in computed.values() if stateful else ():
+            self._chain(rows, taken)
+        self.limits = tuple(self._limit(shard, until) for shard in range(len(steps)))
+        """By shard: the version to stop at."""
+        self._needed, self._ends = self._reach()
+
+    def version_of(self, shard: int, row: ComputedRow) -> int | None:
+        """The version that an update became at a shard; None if it was never applied there."""
+        return self._versions[shard].get(row.name)
+
+    def process_of(self, update: UpdateRow) -> int:
+        """The process that computed an update."""
+        return self._computed[update.name].process
+
+    def __iter__(self) -> Iterator[ReplayAction]:
+        for action in _Walk(self._steps, self._ends, self._needed, self._before, self._versions).actions():
+            if isinstance(action, ReplayCompute):
+                yield replace(action, undone=action.row.name in self._undone)
+            else:
+                yield action
+
+    def _add_process(self, rows: Sequence[ComputedRow]) -> None:
+        for row in rows:
+            if {len(row.versions), len(row.rows_versions), len(row.gradients)} != {len(self._steps)}:
+                raise ReplayImpossible(
+                    f"process {row.process} recorded {len(row.versions)} shards for slot {row.slot}, clock "
+                    f"{row.clock}; the run has {len(self._steps)}"
+                )
+            if row.name in self._computed:
+                raise ReplayImpossible(
+                    f"slot {row.slot}, clock {row.clock} was recorded twice by member {row.member}"
+                )
+            self._computed[row.name] = row
+
+    def _chain(self, rows: Sequence[ComputedRow], taken: set[Name]) -> None:
+        """Let each computation of a process follow the one before it that left something, or that a shard has taken."""
+        self._undone |= {before.name for before, after in pairwise(rows) if before.member != after.member}
+        kept = [row for row in rows if row.name not in self._undone or row.name in taken]
+        self._before |= {after.name: before.name for before, after in pairwise(kept)}
+
+    def _checked(self, shard: int) -> dict[Name, int]:
+        """The version of every update at a shard, each compared with what its worker recorded."""
+        versions: dict[Name, int] = {}
+        for row in self._steps[shard]:
+            for update in row.updates:
+                computed = self._computed.get(update.name)
+                if computed is None:
+                    raise ReplayImpossible(f"{_where(row, update)}: no worker recorded that it computed this")
+                for what, logged, recorded in (
+                    ("read_version", update.read_version, computed.versions[shard]),
+                    ("rows_version", update.rows_version, computed.rows_versions[shard]),
+                    ("batch", update.batch, computed.batch),
+                    ("part", (update.part, update.parts), (computed.part, computed.parts)),
+                ):
+                    if logged != recorded:
+                        raise ReplayImpossible(
+                            f"{_where(row, update)}: the shard logged {what} {logged}, its worker recorded {recorded}"
+                        )
+                if update.name in versions:
+                    before = versions[update.name]
+                    raise ReplayImpossible(
+                        f"{_where(row, update)}: it was applied as version {before} already"
+                    )
+                versions[update.name] = row.version
+        return versions
+
+    def _limit(self, shard: int, until: int | None) -> int:
+        rows = self._steps[shard]
+        if until is None:
+            return len(rows)
+        applied = [0, *accumulate(num_batches(row) for row in rows)]
+        if not 0 <= until <= applied[-1]:
+            raise UserError(f"until={until}: shard {shard} applied {applied[-1]} batches in this run")
+        return next(version for version, batches in enumerate(applied) if batches >= until)
+
+    def _reach(self) -> tuple[dict[Name, ComputedRow], tuple[int, ...]]:
+        """What has to be computed for every shard to reach its limit, and how far each goes for that."""
+        needed: dict[Name, ComputedRow] = {}
+        ends = list(self.limits)
+        done = [0] * len(ends)
+        while done != ends:
+            for shard, rows in enumerate(self._steps):
+                for row in rows[done[shard] : ends[shard]]:
+                    for update in row.updates:
+                        self._need(update.name, needed, ends)
+                    done[shard] = row.version
+        return needed, tuple(ends)
+
+    def _need(self, name: Name, needed: dict[Name, ComputedRow], ends: list[int]) -> None:
+        following: Name | None = name
+        while following is not None and following not in needed:
+            row = needed[following] = self._computed[following]
+            for shard, version in row.reads:
+                if version > len(self._steps[shard]):
+                    raise ReplayImpossible(
+                        f"slot {row.slot}, clock {row.clock} (batch {row.batch}) read version {version} of shard "
+                        f"{shard}, whose log ends at version {len(self._steps[shard])}"
+                    )
+                ends[shard] = max(ends[shard], version)
+            following = self._before.get(following)
+
+
+class _Walk:
+    """One walk through the order."""
+
+    def __init__(
+        self,
+        steps: Sequence[Sequence[StepRow]],
+        ends: Sequence[int],
+        needed: Mapping[Name, ComputedRow],
+        before: Mapping[Name, Name],
+        versions: Sequence[Mapping[Name, int]],
+    ) -> None:
+        self._steps, self._ends, self._needed = steps, ends, needed
+        self._before, self._after = before, {before[name]: name for name in needed if name in before}
+        self._applied_as = versions
+        self._at = [0] * len(steps)
+        self._done: set[Name] = set()
+        self._unread = Counter(read for row in needed.values() for read in row.reads)
+        self._readers: defaultdict[tuple[int, int], list[Name]] = defaultdict(list)
+        # by update: how many of the versions that it is of are still to come
+        self._awaited = {name: len(row.reads) for name, row in needed.items()}
+        for name, row in needed.items():
+            for read in row.reads:
+                self._readers[read].append(name)
+        self._ready: deque[Name] = deque()
+
+    def actions(self) -> Iterator[ReplayAction]:
+        """Everything, in an order that works; ReplayImpossible names the row where there is none."""
+        for shard in range(len(self._steps)):
+            self._arrive(shard)
+        while True:
+            while self._ready:
+                yield from self._compute(self._ready.popleft())
+            shards = [shard for shard in range(len(self._steps)) if self._can_go_on(shard)]
+            if not shards:
+                break
+            yield from self._go_on(min(shards, key=lambda shard: (self._is_unread(shard), self._at[shard])))
+        for shard, end in enumerate(self._ends):
+            if self._at[shard] < end:
+                raise ReplayImpossible(self._why_stuck(self._steps[shard][self._at[shard]]))
+
+    def _arrive(self, shard: int) -> None:
+        for name in self._readers.pop((shard, self._at[shard]), ()):
+            self._awaited[name] -= 1
+            self._look_at(name)
+
+    def _look_at(self, name: Name) -> None:
+        before = self._before.get(name)
+        if not self._awaited[name] and (before is None or before in self._done):
+            self._ready.append(name)
+
+    def _compute(self, name: Name) -> Iterator[ReplayAction]:
+        row = self._needed[name]
+        used = [
+            versions.get(name, end + 1) <= end
+            for versions, end in zip(self._applied_as, self._ends, strict=True)
+        ]
+        yield ReplayCompute(row=row, shards=tuple(shard for shard, uses in enumerate(used) if uses))
+        self._done.add(name)
+        for shard, version in sorted(row.reads):
+            self._unread[shard, version] -= 1
+            if not self._unread[shard, version] and version < self._at[shard]:
+                yield Forget(shard=shard, version=version)
+        after = self._after.get(name)
+        if after is not None:
+            self._look_at(after)
+
+    def _can_go_on(self, shard: int) -> bool:
+        at = self._at[shard]
+        return at < self._ends[shard] and self._first_undone(self._steps[shard][at]) is None
+
+    def _first_undone(self, row: StepRow) -> UpdateRow | None:
+        undone = (one for one in row.updates if one.name not in self._done)
+        return next(undone, None)
+
+    def _is_unread(self, shard: int) -> bool:
+        return self._unread[shard, self._at[shard]] > 0
+
+    def _go_on(self, shard: int) -> Iterator[ReplayAction]:
+        at = self._at[shard]
+        if self._is_unread(shard):
+            yield ReplayKeep(shard=shard, version=at)
+        yield ReplayApply(row=self._steps[shard][at])
+        self._at[shard] = at + 1
+        self._arrive(shard)
+
+    def _why_stuck(self, row: StepRow) -> str:
+        update = self._first_undone(row)
+        assert update is not None, "a step whose gradients are all there is taken"
+        name = update.name
+        while not self._awaited[name]:  # the process had something to do before that
+            name = self._before[name]
+        read = self._needed[name]
+        shard, version = next(at for at in sorted(read.reads) if self._at[at[0]] < at[1])
+        return (
+            f"{_where(row, update)} cannot be reached: slot {read.slot}, clock {read.clock} read version "
+            f"{version} of shard {shard}, which waits for that itself at version {self._at[shard]}"
+        )
+
+
+def _where(row: StepRow, update: UpdateRow) -> str:
+    return f"shard {row.shard}, version {row.version} (slot {update.slot}, clock {update.clock}, batch {update.batch})"

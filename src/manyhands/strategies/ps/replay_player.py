@@ -1,0 +1,357 @@
+"""The player of a replay: does what `ReplayOrder` says, with the parts that the live processes are made of.
+
+One model computes for all workers in turn, from values that are copied in as a pull would, in memory laid out as a
+worker's; the stores of all shards take the steps.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from manyhands.data.store.fingerprint import parameter_shapes
+from manyhands.engine.computing import Computed, Computer, TrainingPlan
+from manyhands.engine.device import check_device
+from manyhands.strategies.ps.digests import gradient_hash, shard_digest
+from manyhands.strategies.ps.live.area import WorkerArea
+from manyhands.strategies.ps.live.replica_model import ReplicaModel
+from manyhands.strategies.ps.live.row_payloads import pack
+from manyhands.strategies.ps.live.shard_encoding import RangeCoding
+from manyhands.strategies.ps.live.worker_tables import WorkerTables
+from manyhands.strategies.ps.ps_messages import LEAD
+from manyhands.strategies.ps.replay_order import (
+    Forget,
+    ReplayApply,
+    ReplayCompute,
+    ReplayKeep,
+    ReplayOrder,
+    num_batches,
+)
+from manyhands.strategies.ps.shard_layout import FlatLayout
+from manyhands.strategies.ps.shard_store import Contribution, ShardStore
+from manyhands.strategies.ps.strategy import Ps
+from manyhands.strategies.ps.update_files import ComputedRow, RunRecord
+from manyhands.task import Task
+
+__all__ = ["Difference", "Player", "ProcessBuffers", "ReplayStage"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """Where a replay left the recorded run."""
+
+    shard: int
+    version: int | None
+    """What the update became at that shard; None if it was never applied there."""
+
+    slot: int
+    clock: int
+    batch: int
+    sentence: str
+
+
+class ReplayStage:
+    """What a worker and all servers of the run had, in one process; a context manager."""
+
+    def __init__(self, task: Task, record: RunRecord, strategy: Ps) -> None:
+        plan = TrainingPlan(
+            task=task,
+            steps=record.steps,
+            seed=record.seed,
+            evaluate_every=record.steps,
+            checkpoint_every=0,
+            device=check_device(record.device),
+            autocast=record.autocast,
+        )
+        self.computer = Computer(plan, 0)
+        built = self.computer.build()
+        self.layout = FlatLayout.of(
+            built.model, built.optimizer, strategy.servers, task.sparse, strategy.stepping
+        )
+        self._strategy, self._seed = strategy, record.seed
+        self._codings: dict[int, RangeCoding] = {}
+        self.parameters = parameter_shapes(built.model.named_parameters())
+        self.has_buffers = any(True for _ in built.model.buffers())
+        self._model, self._sparse = built.model, task.sparse
+
+    def __enter__(self) -> ReplayStage:
+        self.area = WorkerArea.create(self.layout)
+        self.replica = ReplicaModel(self._model, self.layout, self.area)
+        self.replica.model.train()
+        self.tables = WorkerTables(self._model, self.layout, self._sparse)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.replica.close()
+        self.area.close()
+
+    def store(self, shard: int) -> ShardStore:
+        """A shard before its first step."""
+        store = ShardStore(self.computer.build(), self.layout, shard)
+        store.votes = self._strategy.votes
+        return store
+
+    def coding(self, process: int) -> RangeCoding:
+        """What a worker process encoded by, with all that it owed."""
+        found = self._codings.get(process)
+        if found is None:
+            strategy = self._strategy
+            found = self._codings[process] = RangeCoding(
+                self.layout, strategy.codec, feedback=strategy.feedback, seed=self._seed
+            )
+        return found
+
+    def new_model(self) -> nn.Module:
+        """The model before the first step."""
+        return self.computer.build().model
+
+    def evaluate(self, model: nn.Module) -> dict[str, float] | None:
+        """The metrics of a model, which is on the CPU again afterwards."""
+        evaluated = self.computer.evaluate(model.to(self.computer.device))
+        model.cpu()
+        return evaluated[0] if evaluated is not None else None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Values:
+    """The values of a shard at one version."""
+
+    dense: Tensor
+    tables: dict[str, Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        return self.dense.nbytes + sum(rows.nbytes for rows in self.tables.values())
+
+
+class Player:
+    """Does what the order says."""
+
+    def __init__(self, stage: ReplayStage, order: ReplayOrder) -> None:
+        self._stage, self._order, self._layout = stage, order, stage.layout
+        shards = range(stage.layout.shards)
+        self._stores = [stage.store(shard) for shard in shards]
+        self._versions = [0 for _ in shards]
+        self._parts = [stage.area.part(shard) for shard in shards]
+        self._kept: dict[tuple[int, int], _Values] = {}
+        self._gradients: dict[tuple[int, tuple[int, int, int]], Contribution] = {}
+        self._computed: dict[tuple[int, int, int], Computed] = {}
+        self._buffers = ProcessBuffers(stage.replica.model)
+        self._process: int | None = None  # whose buffers the model is to have
+        self._ends: dict[int, _Values] = {}
+        self._stopped = False
+        self.batches = [0 for _ in shards]
+        self.updates = 0
+        self.last_batch = -1
+        """The greatest of those that the lead shard applied; -1 before the first."""
+        self._last_parts: dict[int, Computed] = {}
+        self.peak_bytes = 0
+
+    def play(self) -> Difference | None:
+        """Everything up to the end, or to the first difference."""
+        for shard in range(self._layout.shards):
+            self._end(shard)
+        for action in self._order:
+            match action:
+                case ReplayCompute():
+                    difference = self._compute(action)
+                    if difference is not None:
+                        self._stopped = True
+                        return difference
+                case ReplayApply():
+                    self._apply(action)
+                case ReplayKeep(shard=shard, version=version):
+                    self._kept[shard, version] = self._values(shard)
+                case Forget(shard=shard, version=version):
+                    del self._kept[shard, version]
+            self._count_bytes()
+        return None
+
+    @property
+    def loss(self) -> float | None:
+        """That of the last batch, as the history has it; None before the first."""
+        parts = [self._last_parts[part] for part in sorted(self._last_parts)]
+        applied = sum(one.share for one in parts)
+        loss = sum(one.loss * one.share for one in parts)
+        # Of a batch of which a part came too late to count, the mean over the others.
+        return (loss if math.isclose(applied, 1) else loss / applied) if parts else None
+
+    def digests(self) -> list[str]:
+        """By shard: that of its values now."""
+        return [shard_digest(store, self._layout, shard) for shard, store in enumerate(self._stores)]
+
+    def model(self) -> nn.Module:
+        """The model where the replay ended, on the CPU."""
+        model = self._stage.new_model()
+        source = self._stage.replica.model
+        if not self._stopped:
+            self._show_ends()
+        with torch.no_grad():
+            theirs = dict(source.named_parameters())
+            for name, parameter in model.named_parameters():
+                parameter.copy_(theirs[name])
+            if self._process is not None:
+                self._buffers.switch(self._process)
+            for own, other in zip(model.buffers(), source.buffers(), strict=True):
+                own.copy_(other)
+        return model.cpu()
+
+    # ── updates ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _compute(self, compute: ReplayCompute) -> Difference | None:
+        row, stage = compute.row, self._stage
+        coding = stage.coding(row.process)
+        coding.begin(row.batch, row.part)
+        for shard, version in enumerate(row.versions):
+            kept = self._kept.get((shard, version))
+            if kept is not None:
+                self._parts[shard].values.copy_(kept.dense)
+            else:
+                self._stores[shard].read_into(self._parts[shard].values)
+            if coding.codes_values:
+                coding.round(shard, self._layout.range_in(self._parts[shard].values, shard))
+        stage.replica.pulled()
+        self._buffers.switch(row.process)
+        stage.replica.begin()
+        stage.tables.begin()
+        prepare = (lambda batch: self._read_rows(row, batch)) if stage.tables.exist else None
+        done = stage.computer.compute(
+            stage.replica.model, row.batch, row.part, row.parts, stage.replica.backward, prepare
+        )
+        stage.replica.end()
+        if compute.undone:
+            stage.replica.undo()
+        stage.tables.collect(done.share)
+        self.updates += 1
+        for shard, part in enumerate(self._parts):
+            if coding.codes_gradients:
+                coding.round(shard, part.gradient)
+            found = gradient_hash(part.flags, part.gradient, stage.tables.gradients(shard))
+            if found != row.gradients[shard]:
+                return self._difference(row, shard)
+        for shard in compute.shards:
+            self._gradients[shard, row.name] = self._contribution(shard)
+        self._computed[row.name] = done
+        return None
+
+    def _read_rows(self, row: ComputedRow, batch: Any) -> None:
+        """Bring the rows that a batch reads up to the version that its worker read."""
+        tables = self._stage.tables
+        for shard in tables.choose(batch):
+            kept = self._kept.get((shard, row.rows_versions[shard]))
+            values = []
+            for table, rows in zip(self._layout.tables, tables.chosen(shard), strict=True):
+                if kept is not None:
+                    local = table.placed(self._layout.shards).local(rows)
+                    values.append(kept.tables[table.name][local])
+                else:
+                    values.append(self._stores[shard].gather(table.name, rows))
+            tables.take(shard, memoryview(b"".join(map(bytes, pack((), values)))))
+
+    def _contribution(self, shard: int) -> Contribution:
+        part = self._parts[shard]
+        return Contribution(
+            gradient=self._layout.range_in(part.gradient.memory.clone(), shard),
+            present=part.flags.clone(),
+            rows=self._stage.tables.gradients(shard),
+        )
+
+    def _difference(self, row: ComputedRow, shard: int) -> Difference:
+        version = self._order.version_of(shard, row)
+        became = f"version {version}" if version is not None else "an update that was not applied there"
+        return Difference(
+            shard=shard,
+            version=version,
+            slot=row.slot,
+            clock=row.clock,
+            batch=row.batch,
+            sentence=(
+                f"shard {shard}, {became} (slot {row.slot}, clock {row.clock}, batch {row.batch}): its gradient is not "
+                "the recorded one"
+            ),
+        )
+
+    def _apply(self, apply: ReplayApply) -> None:
+        row = apply.row
+        shard = row.shard
+        contributions = [
+            replace(self._gradients.pop((shard, update.name)), factor=update.factor) for update in row.updates
+        ]
+        self._stores[shard].apply(contributions, row.rate, num_batches(row))
+        self._versions[shard] = row.version
+        if row.version <= self._order.limits[shard]:
+            self.batches[shard] += num_batches(row)
+            if shard == LEAD:
+                self._note_lead(apply)
+        self._end(shard)
+
+    def _note_lead(self, apply: ReplayApply) -> None:
+        """Keep the losses of the last batch, and who made the last update, whose buffers a model that ends here has."""
+        for update in apply.row.updates:
+            done = self._computed.pop(update.name)
+            if done.share and update.batch > self.last_batch:
+                self.last_batch, self._last_parts = update.batch, {}
+            if done.share and update.batch == self.last_batch:
+                self._last_parts[update.part] = done
+        self._process = self._order.process_of(apply.row.updates[-1])
+
+    # ── values ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _values(self, shard: int) -> _Values:
+        """A copy of a shard as it is now."""
+        dense = torch.empty(self._layout.range_bytes(shard), dtype=torch.uint8)
+        self._stores[shard].read_into(dense)
+        tables = {}
+        for table in self._layout.tables:
+            own = table.placed(self._layout.shards).rows(shard)
+            tables[table.name] = self._stores[shard].gather(table.name, own)
+        return _Values(dense, tables)
+
+    def _end(self, shard: int) -> None:
+        """Keep what a shard is to end with: it may have to go on for the sake of others."""
+        if self._versions[shard] == self._order.limits[shard]:
+            self._ends[shard] = self._values(shard)
+
+    def _show_ends(self) -> None:
+        """Put the values that the shards ended with into the model."""
+        named = dict(self._stage.replica.model.named_parameters())
+        with torch.no_grad():
+            for shard, values in self._ends.items():
+                self._parts[shard].values.copy_(values.dense)
+                for table in self._layout.tables:
+                    own = table.placed(self._layout.shards).rows(shard)
+                    named[table.name][own] = values.tables[table.name].view(len(own), *table.shape[1:])
+        self._stage.replica.pulled()
+
+    def _count_bytes(self) -> None:
+        held = sum(
+            one.gradient.memory.nbytes + sum(rows.values.nbytes for rows in one.rows.values())
+            for one in self._gradients.values()
+        )
+        self.peak_bytes = max(self.peak_bytes, held + sum(values.nbytes for values in self._kept.values()))
+
+
+class ProcessBuffers:
+    """The buffers of the model, which each worker process has its own of, in one model that serves for all."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._first = [buffer.clone() for buffer in model.buffers()]
+        self._kept: dict[int, list[Tensor]] = {}
+        self._current: int | None = None
+
+    def switch(self, process: int) -> None:
+        """Give the model the buffers that a process had last."""
+        if process == self._current or not self._first:
+            return
+        if self._current is not None:
+            self._kept[self._current] = [buffer.clone() for buffer in self._model.buffers()]
+        with torch.no_grad():
+            wanted = self._kept.get(process, self._first)
+            for buffer, value in zip(self._model.buffers(), wanted, strict=True):
+                buffer.copy_(value)
+        self._current = process

@@ -1,0 +1,90 @@
+"""What one server process decides: it finds the replica of a shard that a message is for, and makes new ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from manyhands.strategies.ps.actions import Action, SendMessage
+from manyhands.strategies.ps.pending_steps import ShardConfig
+from manyhands.strategies.ps.ps_messages import (
+    LEAD,
+    Chosen,
+    ChosenKept,
+    Forward,
+    Forwarded,
+    Hello,
+    Install,
+    Message,
+    NotPrimary,
+    Push,
+    Read,
+    ReadRows,
+    View,
+    Yield,
+)
+from manyhands.strategies.ps.shard_replica import ShardReplica
+
+__all__ = ["ServerCore"]
+
+
+class ServerCore:
+    """All shards that server `member` has a part in; `config` names what they have in common."""
+
+    def __init__(self, config: ShardConfig, member: int) -> None:
+        self._config = config
+        self.member = member
+        self.replicas: dict[int, ShardReplica] = {}
+
+    @property
+    def awaited_member(self) -> int | None:
+        """Whom this server waits for, where it holds reads back: a worker whose update is missing."""
+        awaited = (replica.awaited_member for replica in self.replicas.values())
+        return next((member for member in awaited if member is not None), None)
+
+    def restore(self, shard: int, state: dict[str, Any] | None) -> None:
+        """Before the view that makes this server primary of `shard`: go back to a snapshot (None: to the start)."""
+        self._replica(shard).restore(state)
+
+    def view(self, view: View) -> list[Action]:
+        """Membership changed (or is told again)."""
+        actions: list[Action] = []
+        for place in view.shards:
+            if place.shard in self.replicas or self.member in (place.primary, place.backup):
+                actions += self._replica(place.shard).view(view)
+        return actions
+
+    def keeps(self, message: Push | Forward) -> bool:
+        """Whether `handle` will keep the gradient of this message: nobody need look for one that it will not."""
+        replica = self.replicas.get(message.shard)
+        return replica is not None and replica.keeps(message)
+
+    def handle(self, message: Message, sender: int) -> list[Action]:
+        """What to do about a message of member `sender`."""
+        match message:
+            case Read() | Push() | Forward() | Forwarded() | Chosen() | ReadRows() | Hello() | Yield():
+                return self._pass(message.shard, message, sender)
+            case ChosenKept():
+                return self._pass(LEAD, message, sender)
+            case View():
+                return self.view(message)
+            case Install():
+                return self._replica(message.shard).handle(message, sender)
+            case _:
+                raise ValueError(f"server {self.member} was sent a {type(message).__name__}")
+
+    def _pass(self, shard: int, message: Message, sender: int) -> list[Action]:
+        replica = self.replicas.get(shard)
+        if replica is not None:
+            return replica.handle(message, sender)
+        if isinstance(message, Hello | Read | ReadRows | Push):
+            return [SendMessage(to=sender, message=NotPrimary(shard=shard, epoch=-1))]
+        return []  # of a part in the shard that this server does not have yet, or had in an earlier life
+
+    def _replica(self, shard: int) -> ShardReplica:
+        if shard not in self.replicas:
+            self.replicas[shard] = self._make_replica(replace(self._config, shard=shard))
+        return self.replicas[shard]
+
+    def _make_replica(self, config: ShardConfig) -> ShardReplica:
+        return ShardReplica(config, self.member)

@@ -1,0 +1,488 @@
+"""One shard's state: a deterministic machine over the entries of its log.
+
+`commit(entry)` is all that changes it. A primary and its backup commit the same entries in the same order and so hold
+the same state; a snapshot is `state()`, and the entries after it lead to the same place again. The machine knows
+nothing of who is primary: messages, replication and held reads are `ShardReplica`'s.
+
+    Push ──► waiting updates ──policy──► optimizer step (Apply, a row of the log), version + 1
+                                 ▲
+         groups chosen by the lead (where arrival decides), committed here as Chosen
+
+Shards agree on slots in this way: the lead fixes the clock from which a new table counts, one that nobody has begun,
+and answers no read from that clock on until all other shards keep the table.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum, auto
+from typing import Any
+
+from manyhands.strategies.common.consistency.policy import Group
+from manyhands.strategies.ps.actions import Action, Log
+from manyhands.strategies.ps.decisions import Decision, Decisions
+from manyhands.strategies.ps.log_rows import RestoredRow, SlotsRow
+from manyhands.strategies.ps.pending_steps import Change, ShardConfig, Steps
+from manyhands.strategies.ps.ps_messages import (
+    LEAD,
+    Assigned,
+    Chosen,
+    ChosenKept,
+    Closing,
+    Entry,
+    Generation,
+    Outcome,
+    Push,
+    SlotsChanged,
+    Update,
+    UpdatesLost,
+    Work,
+    WorkKind,
+)
+from manyhands.strategies.ps.slots import SlotRecord, SlotTable
+
+__all__ = ["Hold", "ShardConfig", "ShardCore"]
+
+
+class Hold(IntEnum):  # its members are keys: an int's hash is C's
+    """Why a read cannot be answered yet."""
+
+    OWN = auto()
+    """The slot's own updates before it are not settled here, or wait for their step where that is included."""
+    OTHERS = auto()
+    """Updates of other slots are missing that the consistency wants included."""
+    SHARDS = auto()
+    """Not every other shard knows what was decided: slots that change at or before its clock, or the last steps."""
+    BATCH = auto()
+    """No batch has been given out for it."""
+
+
+class ShardCore:
+    """The state of one shard."""
+
+    def __init__(self, config: ShardConfig) -> None:
+        self.config = config
+        self.sequence = 0
+        self.term = 0
+        self.table = SlotTable(config.slots)
+        self.steps = Steps(config, self.table)
+        self.decisions = Decisions(range(1, config.num_shards) if config.leads else ())
+        """At the lead: what it decided for all."""
+        self.awaiting: set[int] = set()
+        """Shards to hear from after a restore, before anything new may happen here."""
+        self._decided = (0, 0)  # at another shard: the term and number of the last decision that it has
+        self._heard_term = 0  # at another shard: the highest term in which it heard from the lead
+        self._next_batch = 0
+        self._open: set[int] = set()  # slots that were given a batch and have not settled it
+
+    @classmethod
+    def after(cls, config: ShardConfig, batches: int) -> ShardCore:
+        """A shard that goes on where others have trained the first `batches` batches, under another strategy say.
+
+        Its versions count on from there; where steps go by clock, clocks do too.
+        """
+        core = cls(config)
+        start = batches if config.policy.stepwise else 0
+        core.table = SlotTable(config.slots, start, batches)
+        core.steps = Steps(config, core.table)
+        core.steps.version, core.steps.step = batches, start
+        core._next_batch = batches
+        return core
+
+    # ── what a replica asks ───────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def version(self) -> int:
+        """How many optimizer steps were taken."""
+        return self.steps.version
+
+    @property
+    def mark(self) -> int:
+        """How far everybody has come; reads wait for it."""
+        return self.steps.step if self.config.policy.stepwise else self.table.floor
+
+    @property
+    def concluded(self) -> bool:
+        """At the lead: whether every step that can be taken is, and every other shard keeps what was decided."""
+        if not self.config.policy.chosen_by_lead:
+            return True
+        return not self.steps.num_waiting and self.decisions.all_kept
+
+    def next_clock(self, slot: int) -> int | None:
+        """The lowest clock that the slot has not settled here; None for one that is not known (yet)."""
+        record = self.table.records.get(slot)
+        if record is not None:
+            return record.next_clock
+        return None if self.config.policy.by_clock or self.config.leads else 0
+
+    def owed_until(self, last: Update) -> int:
+        """The clock below which a slot owes what its worker, which left before update `last`, will never send.
+
+        As far as anybody has come: a shard that was restored may share the batches out in another way than before.
+        """
+        clock = max(last.clock, self.next_clock(last.slot) or 0)
+        if self.config.policy.by_clock:
+            while clock < self.table.top and self._place(last.slot, clock).kind is WorkKind.TRAIN:
+                clock += 1
+        return clock
+
+    def outcome_of(self, slot: int, clock: int) -> Outcome | None:
+        """What became of an update that is settled; None if it is not."""
+        record = self.table.records.get(slot)
+        if record is None or clock >= record.next_clock:
+            return None
+        late = clock <= record.late and (clock not in record.recent or clock in record.lost)
+        return Outcome.LATE if late else Outcome.DUPLICATE
+
+    def answer(self, slot: int, clock: int) -> Work | Hold:
+        """The work that a read of a known slot is answered with, or why it has to wait."""
+        record = self.table.records.get(slot)
+        own = 0 if record is None else record.next_clock
+        if record is not None and self.config.policy.includes_own(len(self.table.active)):
+            own = record.chosen
+        if own < clock:
+            return Hold.OWN
+        if not self.config.leads or record is None:
+            return self._answer_as_told(slot, clock)
+        later = clock if clock >= record.next_clock or clock in record.recent else record.next_clock
+        by_clock = self.config.policy.by_clock
+        answer = self._answer_by_clock(slot, later) if by_clock else self._answer_in_turn(slot, record, later)
+        if later > clock and isinstance(
+            answer, Hold
+        ):  # to be told now: other shards may wait for what is lost
+            return Work(kind=WorkKind.AHEAD, clock=later)
+        return answer
+
+    def _answer_as_told(self, slot: int, clock: int) -> Work | Hold:
+        """At another shard: what the lead will say is known by the table of slots alone, and that may be an old one.
+
+        Who does not train any more is not made to wait for others. The answer tells that, so that the worker can ask
+        again if the lead, by a newer table, lets it train after all.
+        """
+        if not self.config.policy.by_clock:
+            return Work(kind=WorkKind.UNKNOWN)
+        work = self._place(slot, clock)
+        if work.kind is not WorkKind.TRAIN:
+            return work
+        return Hold.OTHERS if self._lacks_others(clock) else Work(kind=WorkKind.UNKNOWN)
+
+    def _lacks_others(self, clock: int) -> bool:
+        """Whether updates are missing that a read includes."""
+        lag = self.config.policy.lag
+        return lag is not None and self.mark < clock - lag
+
+    def _answer_by_clock(self, slot: int, clock: int) -> Work | Hold:
+        work = self._place(slot, clock)
+        if work.kind is WorkKind.TRAIN and self._lacks_others(clock):
+            return Hold.OTHERS
+        if work.kind is WorkKind.FINISHED:
+            return self._finish(clock)
+        unsure = work.kind is WorkKind.TRAIN and clock >= self.decisions.unsure_from
+        return Hold.SHARDS if unsure else work
+
+    def _finish(self, clock: int) -> Work | Hold:
+        """Let a worker go, unless another shard might never hear of the last steps: with all workers the run ends."""
+        return Work(kind=WorkKind.FINISHED, clock=clock) if self.concluded else Hold.SHARDS
+
+    def _place(self, slot: int, clock: int) -> Work:
+        rank = self.table.rank_at(slot, clock)
+        if rank is None:
+            return Work(kind=WorkKind.RETIRED, clock=clock)
+        generation = self.table.generation_at(clock)
+        first = (generation.start, generation.base)
+        place = self.config.policy.place(rank, len(generation.slots), clock, first)
+        if place.batch >= self.config.steps:
+            return Work(kind=WorkKind.FINISHED, clock=clock)
+        return Work(kind=WorkKind.TRAIN, clock=clock, batch=place.batch, part=place.part, parts=place.parts)
+
+    def _answer_in_turn(self, slot: int, record: SlotRecord, clock: int) -> Work | Hold:
+        if clock in record.recent:
+            return Work(kind=WorkKind.TRAIN, clock=clock, batch=record.recent[clock])
+        if not self.table.is_active(slot):
+            return self._retire(clock)
+        if self._next_batch >= self.config.steps:
+            return self._finish(clock)
+        return Hold.BATCH
+
+    def _retire(self, clock: int) -> Work | Hold:
+        """Let the worker of a removed slot go; near the end it may be the last one, and then as any other."""
+        last = self._next_batch >= self.config.steps and not self.concluded
+        return Hold.SHARDS if last else Work(kind=WorkKind.RETIRED, clock=clock)
+
+    # ── the lead and the others ───────────────────────────────────────────────────────────────────────────────────────
+
+    def messages_to(self, shard: int, decisions: list[Decision]) -> list[Chosen]:
+        """What tells another shard of these decisions of the lead."""
+        table = self._told_table()
+        return [self.decisions.message(shard, decision, self.term, table) for decision in decisions]
+
+    def greetings_to(self, shard: int) -> list[Chosen]:
+        """What tells a new primary of another shard everything that it may lack."""
+        free = self._past_choosing(shard)
+        greeting = self.decisions.greeting(shard, self.steps.step, self.term, self._told_table(), free)
+        return [greeting, *self.messages_to(shard, self.decisions.missing_at(shard))]
+
+    def _past_choosing(self, shard: int) -> tuple[Update, ...]:
+        """By slot, the last update that is decided here by what `shard` is believed to keep.
+
+        Nobody will choose it again. Where steps go by clock, the clock of the next one says as much.
+        """
+        if not self.config.policy.chosen_by_lead or self.config.policy.stepwise:
+            return ()
+        until = {slot: record.chosen for slot, record in sorted(self.table.records.items())}
+        for decision in self.decisions.missing_at(shard):
+            for update in (decision.updates or ()) if not decision.freely else ():
+                until[update.slot] = min(until[update.slot], update.clock)
+        return tuple(Update(slot=slot, clock=clock - 1) for slot, clock in until.items() if clock)
+
+    def _told_table(self) -> tuple[Generation, ...]:
+        return () if self.awaiting else tuple(self.table.generations)
+
+    def kept_answer(self, asks: bool = False) -> ChosenKept:
+        """What tells the lead which decisions are safe here, and asks for those that are not."""
+        term, number = self._decided
+        return ChosenKept(
+            shard=self.config.shard,
+            term=term,
+            number=number,
+            generations=tuple(self.table.generations),
+            top_clock=self.table.top,
+            top_batch=self._next_batch,
+            asks=asks,
+        )
+
+    def is_old(self, chosen: Chosen) -> bool:
+        """Whether a message of the lead is about what is committed here already."""
+        newer_table = len(chosen.generations) > len(self.table.generations)
+        return (chosen.term, chosen.number) <= self._decided and not newer_table and LEAD not in self.awaiting
+
+    # ── what changes it ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def open_log(self) -> list[Action]:
+        """The rows that a log begins with."""
+        return [self._slots_row(generation) for generation in self.table.generations]
+
+    def restore(self, term: int) -> list[Action]:
+        """Go on from a snapshot in a new term: what other shards know better has to be heard first."""
+        self.term = max(term, self.term + 1)
+        self.awaiting = set(self.decisions.kept) if self.config.leads else {LEAD}
+        shard, sequence = self.config.shard, self.sequence
+        self.steps.lives.append((self.term, self.version))
+        row = RestoredRow(shard=shard, term=self.term, sequence=sequence, version=self.version)
+        return [Log(row=row), *self.open_log()]
+
+    def commit(self, entry: Entry) -> Change:
+        """Take the next entry of the log."""
+        self.sequence += 1
+        change = Change(shard=self.config.shard, term=self.term, sequence=self.sequence)
+        match entry:
+            case Push():
+                self._push(entry, change)
+            case Chosen():
+                self._follow(entry, change)
+            case ChosenKept():
+                self._hear(entry, change)
+            case Assigned():
+                self._assign(entry, change)
+            case SlotsChanged():
+                self._change_slots(entry, change)
+            case UpdatesLost():
+                self._lose(entry, change)
+            case Closing():
+                pass
+        self._take_steps(change, closing=isinstance(entry, Closing))
+        return change
+
+    def _take_steps(self, change: Change, closing: bool) -> None:
+        self.steps.drained = closing or (self._next_batch >= self.config.steps and not self._open)
+        self.steps.skip_lost_steps(change)
+        while (group := self.steps.next_group()) is not None:
+            if self.config.policy.chosen_by_lead and self.config.leads:
+                updates = tuple(Update(slot=slot, clock=clock) for slot, clock in group.updates)
+                change.decisions.append(self.decisions.take(group.step, updates))
+            self.steps.take(group, change)
+            self.steps.skip_lost_steps(change)
+
+    def _push(self, push: Push, change: Change) -> None:
+        settled = self.outcome_of(push.slot, push.clock)
+        if settled is not None:
+            change.outcome = settled  # its step was completed while it was on its way to the backup
+            change.drop(push)
+            return
+        record = self.table.record(push.slot)
+        self._next_batch = max(self._next_batch, push.batch + 1)
+        if not self._counts(push, record):
+            self._settle(push.slot, record, push.clock + 1, change)
+            change.outcome = Outcome.LATE
+            change.drop(push)
+            change.log_late(push.slot, push.clock)
+            return
+        record.remember(push.clock, push.batch)
+        self._settle(push.slot, record, push.clock + 1, change)
+        self.steps.wait(push, record, change)
+
+    def _counts(self, push: Push, record: SlotRecord) -> bool:
+        """Whether an update has a place in this run.
+
+        One that was begun before a restore may have none, where the slots changed earlier this time: its slot ends
+        before it, or others share out its batch. No read for it waited for anybody.
+        """
+        if push.clock >= record.end:
+            return False
+        by_clock = self.config.policy.by_clock
+        return not by_clock or self._place(push.slot, push.clock).kind is WorkKind.TRAIN
+
+    def _settle(self, slot: int, record: SlotRecord, until: int, change: Change) -> None:
+        self.steps.settle(slot, record, until, change)
+        if slot in self._open and not any(clock >= until for clock in record.recent):
+            self._open.discard(slot)
+
+    def _lose(self, lost: UpdatesLost, change: Change) -> None:
+        record = self.table.record(lost.slot)
+        first, until = record.next_clock, lost.until
+        if until <= first:
+            return
+        record.late = until - 1
+        record.lost.update(clock for clock in record.recent if first <= clock < until)
+        self._settle(lost.slot, record, until, change)
+        if self.config.policy.stepwise:  # a step that wanted some of them says so when it closes
+            first = max(first, record.end)
+        if first < until:
+            change.log_lost(lost.slot, first, until)
+        if self.config.policy.chosen_by_lead and not self.config.policy.stepwise and self.config.leads:
+            self._let_free((Update(slot=lost.slot, clock=until - 1),), change)
+
+    def _let_free(self, updates: tuple[Update, ...], change: Change) -> None:
+        """At the lead: let the other shards take what they have of these without a group; here it is past choosing."""
+        change.decisions.append(self.decisions.take(self.steps.step, updates, freely=True))
+
+    def _assign(self, assigned: Assigned, change: Change) -> None:
+        record = self.table.record(assigned.slot)
+        change.moved.append(assigned.slot)
+        if assigned.clock in record.recent or self._next_batch >= self.config.steps:
+            return
+        if not self.table.is_active(assigned.slot):
+            return  # removed while this was on its way to the backup
+        record.remember(assigned.clock, self._next_batch)
+        self._next_batch += 1
+        self._open.add(assigned.slot)
+
+    def _change_slots(self, entry: SlotsChanged, change: Change) -> None:
+        last = self.table.generations[-1]
+        slots = tuple(sorted(entry.slots))
+        if slots == last.slots:
+            return
+        start = 1 + self.table.top if self.config.policy.by_clock else 0
+        base = last.base + (start - last.start) * len(last.slots)
+        self._adopt((*self.table.generations, Generation(start=start, base=base, slots=slots)), change)
+        change.decisions.append(self.decisions.take_table(self.steps.step, start))
+
+    def _adopt(self, generations: tuple[Generation, ...], change: Change) -> None:
+        """Take over what a longer table of slots adds."""
+        known = set(self.table.records)
+        for generation in generations[len(self.table.generations) :]:
+            change.moved.extend(self.table.active)
+            self.table.append(generation)
+            change.moved.extend(generation.slots)
+            change.actions.append(self._slots_row(generation))
+        for slot in sorted(self.table.records.keys() - known):
+            self._catch_up(slot, change)
+
+    def _catch_up(self, slot: int, change: Change) -> None:
+        """Let a new slot begin at the next step: those before it were closed without it, and do not wait for it.
+
+        So it is where a shard that was restored heard from workers how far they were, and the lead, which was restored
+        too, not yet when it added the slot.
+        """
+        record = self.table.records[slot]
+        missed = self.table.owed(record, self.steps.step)
+        if self.config.policy.stepwise and missed:
+            record.late = missed.stop - 1
+            self.table.move(record, missed.stop)
+            change.log_lost(slot, missed.start, missed.stop)
+
+    def _slots_row(self, generation: Generation) -> Log:
+        return Log(
+            row=SlotsRow(
+                shard=self.config.shard,
+                term=self.term,
+                sequence=self.sequence,
+                start=generation.start,
+                base=generation.base,
+                slots=generation.slots,
+            )
+        )
+
+    def _hear(self, kept: ChosenKept, change: Change) -> None:
+        """At the lead: another shard said what it keeps."""
+        was_awaiting = bool(self.awaiting)
+        self.awaiting.discard(kept.shard)
+        self.table.top = max(self.table.top, kept.top_clock)
+        self._next_batch = max(self._next_batch, kept.top_batch)
+        self._adopt(kept.generations, change)
+        if kept.term == self.term:
+            self.decisions.hear(kept.shard, kept.number)
+        if (
+            was_awaiting and not self.awaiting
+        ):  # what one of them knew, the others have to keep before it counts
+            change.decisions.append(self.decisions.take_table(self.steps.step, 0))
+
+    def _follow(self, chosen: Chosen, change: Change) -> None:
+        """At another shard: the lead decided.
+
+        A lead that was restored and has not heard every shard yet knows no table that can be trusted: it is answered,
+        and tells everything once more when it does.
+        """
+        if chosen.term < self._heard_term:
+            return
+        self._heard_term = chosen.term
+        if not chosen.generations:
+            return
+        behind = (chosen.term, chosen.kept) > self._decided  # a snapshot lies between, of the lead or of ours
+        if behind and chosen.number > chosen.kept:
+            return  # told to an earlier life of this shard; only a greeting says what became of the choices between
+        self.awaiting.discard(LEAD)
+        self._adopt(chosen.generations, change)
+        names = tuple((update.slot, update.clock) for update in chosen.updates or ())
+        if behind:
+            self._decided = (chosen.term, chosen.kept)
+            self.steps.resume = max(self.steps.resume, chosen.step)
+            self.steps.let_free(names)
+        elif chosen.number == self._decided[1] + 1:
+            self._decided = (chosen.term, chosen.number)
+            if chosen.freely:
+                self.steps.let_free(names)
+            elif chosen.updates is not None:
+                self.steps.follow(Group(chosen.step, names))
+
+    # ── snapshots ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def state(self) -> dict[str, Any]:
+        """Everything, as JSON can say it."""
+        return {
+            "sequence": self.sequence,
+            "term": self.term,
+            "table": self.table.state(),
+            "steps": self.steps.state(),
+            "decisions": self.decisions.state(),
+            "awaiting": sorted(self.awaiting),
+            "decided": list(self._decided),
+            "heard_term": self._heard_term,
+            "next_batch": self._next_batch,
+            "open": sorted(self._open),
+        }
+
+    @classmethod
+    def from_state(cls, config: ShardConfig, state: dict[str, Any]) -> ShardCore:
+        """The core that `state` was taken of."""
+        core = cls(config)
+        core.sequence, core.term = state["sequence"], state["term"]
+        core.table = SlotTable.from_state(state["table"])
+        core.steps = Steps.from_state(config, core.table, state["steps"])
+        core.decisions = Decisions.from_state(state["decisions"])
+        core.awaiting = set(state["awaiting"])
+        term, number = state["decided"]
+        core._decided = (term, number)
+        core._heard_term = state["heard_term"]
+        core._next_batch = state["next_batch"]
+        core._open = set(state["open"])
+        return core

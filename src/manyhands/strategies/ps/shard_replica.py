@@ -1,0 +1,605 @@
+"""One server's part in one shard: primary or backup, with replication, fencing and held reads around `ShardCore`.
+
+    worker ──Push──► primary ──Forward──► backup        the entry gets the next sequence number
+                        ◄────Forwarded─────┘            and is committed here only now: what anyone was
+    worker ◄──Ack, Parameters── primary                 told or has read survives this server's death
+
+Without a backup an entry is committed at once. A backup commits what it is forwarded and says nothing to workers; a
+view that makes it primary finds everything already there. Reads are never replicated: workers ask again. Where an
+update counts at every shard or at none, a push becomes an entry when the Read behind it has come (see `unconfirmed`).
+
+The driver delivers messages between two live members in the order in which they were sent, and none is lost on the
+way while both live; the same view told again makes the lead tell the others again what they may lack.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from dataclasses import replace
+from enum import Enum, auto
+from typing import Any
+
+from manyhands.strategies.ps.actions import Action, Discard, Drop, Keep, Load, SendMessage
+from manyhands.strategies.ps.pending_steps import Change
+from manyhands.strategies.ps.ps_messages import (
+    LAUNCHER,
+    LEAD,
+    Ack,
+    Assigned,
+    Chosen,
+    ChosenKept,
+    Closing,
+    Concluded,
+    Entry,
+    Fenced,
+    Forward,
+    Forwarded,
+    Hello,
+    Install,
+    Installed,
+    Message,
+    NotPrimary,
+    Outcome,
+    Parameters,
+    Push,
+    Read,
+    ReadRows,
+    RowValues,
+    ShardView,
+    SlotsChanged,
+    UpdatesLost,
+    View,
+    Welcome,
+    Yield,
+)
+from manyhands.strategies.ps.shard_core import Hold, ShardConfig, ShardCore
+from manyhands.strategies.ps.unconfirmed import Unconfirmed
+
+__all__ = ["ReplicaRole", "ShardReplica"]
+
+
+class ReplicaRole(Enum):
+    """What a server is to a shard."""
+
+    PRIMARY = auto()
+    """It serves the shard."""
+    BACKUP = auto()
+    """It holds a copy and commits what the primary forwards."""
+    EMPTY = auto()
+    """It has nothing of the shard: not yet, or not any more."""
+
+
+class ShardReplica:
+    """The part of server `member` in one shard.
+
+    A new one is empty. It becomes primary by a view, of a new shard or of what `restore` was given, and backup by an
+    Install.
+    """
+
+    def __init__(self, config: ShardConfig, member: int) -> None:
+        self.config = config
+        self.member = member
+        self.core = self._make_core(None)
+        self.role = ReplicaRole.EMPTY
+        self.epoch = -1
+        self._restored = False
+        self._owes_word = False  # to the launcher, that a restored shard has said all that was lost
+        self._listening = False  # a lead that was restored: until every other shard has answered
+        self._primary = 0  # of this epoch
+        self._lead = (0, 0)  # epoch and member of the newest lead that we have heard of
+        self._backup = 0
+        self._view = View(epoch=-1, shards=(), slots=())
+        self._primaries: dict[int, tuple[int, int]] = {}  # of that view: epoch and primary of every shard
+        self._holders: dict[int, int] = {}  # the newest member known of each slot
+        self._in_flight: deque[Entry] = deque()  # entries after core.sequence that the backup may lack
+        self._forwarded = 0  # the backup has everything up to this
+        self._taken: dict[int, int] = {}  # by slot with updates in flight: the clock after the last of them
+        self._hellos: dict[int, Hello] = {}  # to be answered once the slot is known, or its loss is safe
+        self._held: dict[int, Read] = {}
+        self._unconfirmed = Unconfirmed(needed=config.confirms)
+        self._waiting_for: dict[Hold, list[int]] = {Hold.OTHERS: [], Hold.SHARDS: []}  # slots of held reads
+        self._mark = 0  # the mark at which those that wait for others were last looked at
+        self._asked: set[tuple[int, int]] = set()  # batches that are being given out
+        self._concluded = -1  # the epoch of the view in which the launcher was told that nothing is open
+
+    @property
+    def sequence(self) -> int:
+        """The last entry of the log, committed or in flight."""
+        return self.core.sequence + len(self._in_flight)
+
+    # ── membership ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def restore(self, state: dict[str, Any] | None) -> None:
+        """Before the view that makes it primary: go back to a snapshot, `state()` of an earlier life of the shard.
+
+        None: there is none yet, and the shard begins again; the log says so, and what that loses.
+        """
+        self.core = self._make_core(None if state is None else state["core"])
+        self._restored = True
+
+    def view(self, view: View) -> list[Action]:
+        """Membership changed (or is told again)."""
+        mine = next((place for place in view.shards if place.shard == self.config.shard), None)
+        if mine is None or mine.epoch < self.epoch or view.epoch < self._view.epoch:
+            return []
+        before, changed = self._primaries, mine.epoch > self.epoch
+        self._view, self.epoch, self._primary = view, mine.epoch, mine.primary
+        self._primaries = {place.shard: (place.epoch, place.primary) for place in view.shards}
+        self._lead = max(self._lead, self._primaries[LEAD])
+        for place in (*view.slots, *view.retiring):
+            self._know(place.slot, place.member)
+        if mine.primary == self.member:
+            actions = self._serve(mine, changed)
+            actions += self._tell_others(before) if self.config.leads else self._ask_lead(before)
+            return actions + self._settle_membership()
+        stays = mine.backup == self.member and self.role is ReplicaRole.BACKUP
+        return self._step_down() if changed and not stays else []
+
+    def _know(self, slot: int, member: int) -> None:
+        """Note a member of a slot; a read of an older one is not answered any more."""
+        if member > self._holders.get(slot, 0):
+            self._holders[slot] = member
+            held = self._held.get(slot)
+            if held is not None and held.member < member:
+                del self._held[slot]
+
+    def _serve(self, mine: ShardView, changed: bool) -> list[Action]:
+        actions: list[Action] = []
+        if self.role is ReplicaRole.EMPTY and self._restored:
+            actions += self.core.restore(mine.epoch)
+            self._owes_word = True
+        elif self.role is ReplicaRole.EMPTY:
+            actions += self.core.open_log()
+        if self.role is not ReplicaRole.PRIMARY:
+            self.role = ReplicaRole.PRIMARY
+            self._mark = self.core.mark
+            self._listening = bool(self.core.awaiting)
+        if not changed:
+            return actions
+        self._backup = 0
+        actions += self._commit_safe()
+        self._backup = mine.backup
+        if self._backup:
+            self._forwarded = self.core.sequence
+            state = json.dumps(self.core.state())
+            install = Install(
+                shard=self.config.shard, epoch=self.epoch, sequence=self.core.sequence, state=state
+            )
+            actions.append(SendMessage(to=self._backup, message=install))
+        return actions
+
+    def _tell_others(self, before: dict[int, tuple[int, int]]) -> list[Action]:
+        """At the lead: tell every new primary of another shard (or, if we are new, every one) what it may lack."""
+        mine = self._primaries[LEAD]
+        everyone = before.get(LEAD) != mine or before == self._primaries
+        actions: list[Action] = []
+        for shard in self.core.decisions.kept:
+            epoch, primary = self._primaries.get(shard, (0, 0))
+            if primary and (everyone or before.get(shard) != (epoch, primary)):
+                actions += [self._tell(primary, told) for told in self.core.greetings_to(shard)]
+        return actions
+
+    def _tell(self, to: int, message: Chosen | ChosenKept) -> SendMessage:
+        """What one shard says to another counts as long as its sender serves."""
+        return SendMessage(to=to, message=replace(message, epoch=self.epoch))
+
+    def _ask_lead(self, before: dict[int, tuple[int, int]]) -> list[Action]:
+        """At another shard: let the lead know who serves it now; what it said before we knew went unheard."""
+        mine, lead = self.config.shard, self._primaries.get(LEAD, (0, 0))
+        if not lead[1] or (before.get(mine) == self._primaries[mine] and before.get(LEAD) == lead):
+            return []
+        return [self._tell(lead[1], self.core.kept_answer(asks=True))]
+
+    def _settle_membership(self) -> list[Action]:
+        """Log what the view says of slots, once it is sure that no other shard knows better."""
+        if self.core.awaiting:
+            return []
+        actions = self._lose_owed()
+        if self._owes_word:  # not before: the launcher ends a run that has nothing else to do
+            self._owes_word = False
+            installed = Installed(shard=self.config.shard, epoch=self.epoch, member=self.member)
+            actions.append(SendMessage(to=LAUNCHER, message=installed))
+        if self.config.leads:
+            actions += self._change_slots()
+        return actions + self._conclude()
+
+    def _lose_owed(self) -> list[Action]:
+        """Wait for nothing that a slot owes which nobody will ever speak for again."""
+        actions: list[Action] = []
+        for last in self._view.gone:
+            known, until = self._next_to_take(last.slot), self.core.owed_until(last)
+            if known is not None and known < until:
+                actions += self._append_lost(last.slot, until)
+        return actions
+
+    @property
+    def _everyone_left(self) -> bool:
+        gone = {last.slot for last in self._view.gone}
+        return not self._view.retiring and all(place.slot in gone for place in self._view.slots)
+
+    def _conclude(self) -> list[Action]:
+        """Once everyone has left: let what waits be the last step, and tell the launcher when nothing is open."""
+        if not self._everyone_left or self._in_flight or self.core.awaiting:
+            return []
+        if (
+            self.core.steps.num_waiting
+        ):  # steps by clock are closed by what is lost, others' by the lead's choice
+            return self._append(Closing()) if self.config.leads and not self.config.policy.stepwise else []
+        if not self.core.concluded or self._concluded == self._view.epoch:
+            return []
+        self._concluded = self._view.epoch
+        return [SendMessage(to=LAUNCHER, message=Concluded(shard=self.config.shard, view=self._view.epoch))]
+
+    def _change_slots(self) -> list[Action]:
+        coming = [entry.slots for entry in self._in_flight if isinstance(entry, SlotsChanged)]
+        latest = coming[-1] if coming else self.core.table.active
+        known = set(self.core.table.records).union(*coming)
+        missed = {place.slot for place in self._view.retiring} - known  # added and removed behind our back
+        slots = {place.slot for place in self._view.slots}
+        actions: list[Action] = []
+        for wanted in (slots | missed, slots) if missed else (slots,):
+            if slots and wanted != set(latest):
+                latest = tuple(sorted(wanted))
+                actions += self._append(SlotsChanged(slots=latest))
+        return actions
+
+    def _step_down(self) -> list[Action]:
+        """Somebody else serves: forget everything; what was in flight was never acknowledged."""
+        had_something = self.role is not ReplicaRole.EMPTY
+        self.role = ReplicaRole.EMPTY
+        self.core = self._make_core(None)
+        self._restored = self._owes_word = False
+        self._backup = 0
+        self._in_flight.clear()
+        self._taken.clear()
+        self._hellos.clear()
+        self._held.clear()
+        self._unconfirmed.clear()
+        for slots in self._waiting_for.values():
+            slots.clear()
+        self._asked.clear()
+        return [Discard(shard=self.config.shard)] if had_something else []
+
+    def _make_core(self, state: dict[str, Any] | None) -> ShardCore:
+        return ShardCore(self.config) if state is None else ShardCore.from_state(self.config, state)
+
+    # ── messages ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def handle(self, message: Message, sender: int) -> list[Action]:
+        """What to do about a message of member `sender`."""
+        match message:
+            case Read() | Push() | ReadRows() | Hello():
+                return self._serve_worker(message, sender)
+            case Forward():
+                return self._take_forward(message, sender)
+            case Forwarded():
+                return self._take_forwarded(message)
+            case Chosen():
+                return self._take_chosen(message, sender)
+            case ChosenKept():
+                return self._take_kept(message, sender)
+            case Install():
+                return self._install(message, sender)
+            case Yield():
+                return self._step_down() if self._outlived(message) else []
+            case _:
+                raise ValueError(f"shard {self.config.shard} was sent a {type(message).__name__}")
+
+    def keeps(self, message: Push | Forward) -> bool:
+        """Whether `handle` will keep the gradient of this message.
+
+        That of a fenced worker, of an update that is known already, or of a primary of an older epoch may be gone.
+        """
+        if isinstance(message, Forward):
+            is_next = message.sequence == self.core.sequence + 1
+            return self.role is ReplicaRole.BACKUP and message.epoch >= self.epoch and is_next
+        if self.role is not ReplicaRole.PRIMARY or self.core.awaiting:
+            return False
+        fenced = message.member < self._holders.get(message.slot, 0)
+        return self._is_open(message) and (not fenced or self._unconfirmed.hears(message))
+
+    def _is_open(self, push: Push) -> bool:
+        """Whether an update is neither settled nor in flight."""
+        known = self.core.outcome_of(push.slot, push.clock) is not None
+        return not known and push.clock >= self._taken.get(push.slot, 0)
+
+    @property
+    def awaited_member(self) -> int | None:
+        """Whom reads that are held back wait for: the member of the lowest slot whose own read has not come yet."""
+        others = [slot for slot in self._holders if slot not in self._held]
+        return self._holders[min(others)] if self._held and others else None
+
+    def _outlived(self, message: Yield) -> bool:
+        return self.role is ReplicaRole.PRIMARY and message.epoch > self.epoch
+
+    def _serve_worker(self, message: Hello | Read | ReadRows | Push, sender: int) -> list[Action]:
+        if self.role is not ReplicaRole.PRIMARY or self.core.awaiting:
+            return [SendMessage(to=sender, message=NotPrimary(shard=self.config.shard, epoch=self.epoch))]
+        self._know(message.slot, message.member)
+        holder = self._holders[message.slot]
+        if message.member < holder:
+            fenced = SendMessage(
+                to=sender, message=Fenced(shard=self.config.shard, slot=message.slot, holder=holder)
+            )
+            if isinstance(message, Push) and self._unconfirmed.hears(message) and self._is_open(message):
+                return [
+                    *self._hold(message),
+                    fenced,
+                ]  # its Read was perhaps heard elsewhere: its successor decides
+            return [fenced]
+        self._unconfirmed.meet(message.slot, message.member)
+        match message:
+            case Push():
+                return self._take_push(message)
+            case Read():
+                actions = self._resolve(message)
+                self._held[message.slot] = message
+                return actions + self._look_at(message.slot)
+            case Hello():
+                self._held.pop(message.slot, None)  # asked again once the greeting is answered
+                self._hellos[message.slot] = message
+                return self._greet(message)
+            case ReadRows(slot=slot, clock=clock):
+                values = RowValues(shard=self.config.shard, slot=slot, clock=clock, version=self.core.version)
+                return [SendMessage(to=sender, message=values)]
+
+    def _greet(self, hello: Hello) -> list[Action]:
+        """Log what was lost since the worker was last told of it, then welcome it."""
+        known = self._next_to_take(hello.slot)
+        if known is not None and hello.settled > known:
+            return self._append_lost(hello.slot, hello.settled)
+        return self._welcome(hello.slot)
+
+    def _welcome(self, slot: int) -> list[Action]:
+        """Answer a greeting, if the slot is known and nothing of what it reported lost is in flight."""
+        hello = self._hellos.get(slot)
+        next_clock = self.core.next_clock(slot)
+        if hello is None or next_clock is None or next_clock < hello.settled:
+            return []
+        del self._hellos[slot]
+        arrived = self._unconfirmed.arrived(slot)
+        if self.config.confirms:
+            arrived = max(arrived, self._taken.get(slot, 0))
+        welcome = Welcome(
+            shard=self.config.shard,
+            slot=slot,
+            next_clock=next_clock,
+            version=self.core.version,
+            arrived=arrived if arrived > next_clock else 0,
+        )
+        return [SendMessage(to=hello.member, message=welcome)]
+
+    def _next_to_take(self, slot: int) -> int | None:
+        """The lowest clock of a slot that is neither settled nor in flight."""
+        settled = self.core.next_clock(slot)
+        return None if settled is None else max(settled, self._taken.get(slot, 0))
+
+    def _take_push(self, push: Push) -> list[Action]:
+        outcome = self.core.outcome_of(push.slot, push.clock)
+        if outcome is not None:
+            return [self._ack(push, outcome)]
+        if push.clock < self._taken.get(push.slot, 0):
+            return []  # it is in flight, and acknowledged when it is safe
+        if self._unconfirmed.awaits(push, self._held.get(push.slot)):
+            return self._hold(push)
+        return [*([] if push.skip else [self._keep(push)]), *self._count(push)]
+
+    def _hold(self, push: Push) -> list[Action]:
+        """Keep a push that does not count yet."""
+        before = self._unconfirmed.hold(push)
+        return [*([] if before is None else self._drop(before)), *([] if push.skip else [self._keep(push)])]
+
+    def _resolve(self, read: Read) -> list[Action]:
+        """Count what was held of a slot, if this Read lies behind it; else its worker computes that update again."""
+        push = self._unconfirmed.resolve(read.slot)
+        if push is None:
+            return []
+        counts = push.clock < read.clock and self._is_open(push)
+        return self._count(push) if counts else self._drop(push)
+
+    def _count(self, push: Push) -> list[Action]:
+        """Let a push that is kept be the next entry."""
+        actions: list[Action] = []
+        known = self._next_to_take(push.slot)
+        if known is not None and known < push.clock:
+            actions += self._append_lost(push.slot, push.clock)
+        self._taken[push.slot] = push.clock + 1
+        return actions + self._append(push)
+
+    def _drop(self, push: Push) -> list[Action]:
+        return [] if push.skip else [Drop(shard=self.config.shard, slot=push.slot, clock=push.clock)]
+
+    def _keep(self, push: Push) -> Keep:
+        copy = self.config.policy.outlives_read
+        return Keep(shard=self.config.shard, slot=push.slot, clock=push.clock, copy=copy)
+
+    def _ack(self, push: Push, outcome: Outcome) -> SendMessage:
+        ack = Ack(shard=self.config.shard, slot=push.slot, clock=push.clock, outcome=outcome)
+        return SendMessage(to=self._holders.get(push.slot, push.member), message=ack)
+
+    def _take_chosen(self, chosen: Chosen, sender: int) -> list[Action]:
+        if self.role is not ReplicaRole.PRIMARY or self.config.leads:
+            return []  # the lead tells whoever becomes primary
+        if (chosen.epoch, sender) < self._lead:
+            return []  # on its way since before that lead was replaced; its successor tells us all of it again
+        self._lead = (chosen.epoch, sender)
+        if self.core.is_old(chosen):
+            return [self._tell(sender, self.core.kept_answer())]
+        return self._append(chosen)
+
+    def _take_kept(self, kept: ChosenKept, sender: int) -> list[Action]:
+        if self.role is not ReplicaRole.PRIMARY or not self.config.leads:
+            return []  # whoever becomes primary of the lead greets everybody
+        if kept.epoch < self._primaries.get(kept.shard, (0, 0))[0]:
+            return []  # of a primary that was replaced; its successor asks
+        if not kept.asks:
+            return self._append(kept)
+        return [self._tell(sender, told) for told in self.core.greetings_to(kept.shard)]
+
+    # ── the log ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _append(self, entry: Entry) -> list[Action]:
+        """Give an entry the next sequence number, and commit what is safe."""
+        self._in_flight.append(entry)
+        actions: list[Action] = []
+        if self._backup:
+            forward = Forward(shard=self.config.shard, epoch=self.epoch, sequence=self.sequence, entry=entry)
+            actions.append(SendMessage(to=self._backup, message=forward))
+        return actions + self._commit_safe()
+
+    def _append_lost(self, slot: int, until: int) -> list[Action]:
+        self._taken[slot] = until
+        held = self._unconfirmed.resolve(slot) if self._unconfirmed.arrived(slot) <= until else None
+        dropped = [] if held is None else self._drop(held)
+        return [*dropped, *self._append(UpdatesLost(slot=slot, until=until))]
+
+    def _safe_sequence(self) -> int:
+        """The last entry that survives as many deaths as the run promises."""
+        return self._forwarded if self._backup else self.sequence
+
+    def _commit_safe(self) -> list[Action]:
+        actions: list[Action] = []
+        while self._in_flight and self.core.sequence < self._safe_sequence():
+            entry = self._in_flight.popleft()
+            actions += self._after(entry, self.core.commit(entry))
+        return actions
+
+    def _after(self, entry: Entry, change: Change) -> list[Action]:
+        """What a primary does once an entry is committed: tell whom it concerns, and look at what it held back."""
+        actions = change.actions
+        match entry:
+            case Push():
+                actions.append(self._ack(entry, change.outcome))
+                self._land(entry.slot)
+            case UpdatesLost():
+                self._land(entry.slot)
+            case Chosen():
+                if self._lead[1]:  # else whoever is to lead will greet us
+                    actions.append(self._tell(self._lead[1], self.core.kept_answer()))
+                actions += self._settle_membership()
+            case ChosenKept():
+                actions += self._heard()
+            case Assigned():
+                self._asked.discard((entry.slot, entry.clock))
+            case SlotsChanged() | Closing():
+                pass
+        for shard in self.core.decisions.kept if change.decisions else ():
+            primary = self._primaries.get(shard, (0, 0))[1]
+            if primary:
+                told = self.core.messages_to(shard, change.decisions)
+                actions += [self._tell(primary, message) for message in told]
+        if self._view.gone and change.moved and not self.core.awaiting:
+            actions += self._lose_owed()
+        waited_for = entry.slot if isinstance(entry, Push) else -1
+        for slot in change.moved:
+            hello = self._hellos.get(slot)
+            if hello is not None:
+                actions += self._greet(hello)
+            if slot in self._held:
+                actions += self._look_at(slot, waited_for)
+        if self.core.mark != self._mark:
+            self._mark = self.core.mark
+            actions += self._look_again(Hold.OTHERS, waited_for)
+        if self._waiting_for[Hold.SHARDS] and self.core.concluded:
+            actions += self._look_again(Hold.SHARDS)
+        return actions + (self._conclude() if self._view.gone else [])
+
+    def _land(self, slot: int) -> None:
+        """Forget what was in flight of a slot, once nothing is."""
+        if self._taken.get(slot, 0) <= (self.core.next_clock(slot) or 0):
+            self._taken.pop(slot, None)
+
+    def _heard(self) -> list[Action]:
+        """At the lead, another shard has answered: reads may wait for that, and after a restore everything does."""
+        actions = self._look_again(Hold.SHARDS)
+        if self._listening and not self.core.awaiting:
+            self._listening = False
+            actions += self._tell_others({})
+            actions += self._settle_membership()
+        return actions
+
+    # ── reads ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _look_again(self, reason: Hold, waited_for: int = -1) -> list[Action]:
+        slots, self._waiting_for[reason] = self._waiting_for[reason], []
+        return [action for slot in slots for action in self._look_at(slot, waited_for)]
+
+    def _look_at(self, slot: int, waited_for: int = -1) -> list[Action]:
+        """Answer the held read of a slot, if the consistency allows."""
+        read = self._held.get(slot)
+        if read is None or self.core.next_clock(slot) is None:
+            return []
+        answer = self.core.answer(slot, read.clock)
+        if isinstance(answer, Hold):
+            if answer in self._waiting_for:
+                self._waiting_for[answer].append(slot)
+            if answer is not Hold.BATCH or (slot, read.clock) in self._asked:
+                return []
+            self._asked.add((slot, read.clock))
+            return self._append(Assigned(slot=slot, clock=read.clock))
+        del self._held[slot]
+        parameters = Parameters(
+            shard=self.config.shard,
+            slot=slot,
+            clock=read.clock,
+            version=self.core.version,
+            term=self.core.term,
+            work=answer,
+            waited_for=waited_for if waited_for != slot else -1,
+        )
+        return [SendMessage(to=read.member, message=parameters)]
+
+    # ── replication ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _take_forwarded(self, message: Forwarded) -> list[Action]:
+        if self.role is not ReplicaRole.PRIMARY or message.epoch != self.epoch:
+            return []
+        self._forwarded = max(self._forwarded, message.sequence)
+        return self._commit_safe()
+
+    def _take_forward(self, message: Forward, sender: int) -> list[Action]:
+        if message.epoch < self.epoch:
+            return self._refuse(sender)
+        if self.role is not ReplicaRole.BACKUP or message.sequence > self.core.sequence + 1:
+            return []
+        actions: list[Action] = []
+        if message.sequence == self.core.sequence + 1:
+            entry = message.entry
+            if isinstance(entry, Push) and not entry.skip:
+                actions.append(self._keep(entry))
+            actions += self.core.commit(entry).actions
+        return [*actions, self._forwarded_to(sender)]
+
+    def _install(self, message: Install, sender: int) -> list[Action]:
+        if message.epoch < self.epoch:
+            return self._refuse(sender)
+        self._step_down()
+        self.core = self._make_core(json.loads(message.state))
+        self.role, self.epoch, self._primary = ReplicaRole.BACKUP, message.epoch, sender
+        installed = Installed(shard=self.config.shard, epoch=self.epoch, member=self.member)
+        return [
+            Load(shard=self.config.shard),
+            *self.core.open_log(),
+            self._forwarded_to(sender),
+            SendMessage(to=LAUNCHER, message=installed),
+        ]
+
+    def _forwarded_to(self, sender: int) -> SendMessage:
+        forwarded = Forwarded(shard=self.config.shard, epoch=self.epoch, sequence=self.core.sequence)
+        return SendMessage(to=sender, message=forwarded)
+
+    def _refuse(self, sender: int) -> list[Action]:
+        """Tell a server that claims the shard by an older epoch, unless it serves in the new one too."""
+        if sender == self._primary:
+            return []
+        return [SendMessage(to=sender, message=Yield(shard=self.config.shard, epoch=self.epoch))]
+
+    # ── snapshots ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def state(self) -> dict[str, Any]:
+        """What is committed, as JSON can say it; the store is of the same moment once all actions are done.
+
+        Beside it a snapshot keeps the gradients of `core.steps.waiting` alone: what is in flight is not in it.
+        """
+        return {"shard": self.config.shard, "core": self.core.state()}

@@ -1,0 +1,358 @@
+"""What a shard of a parameter server holds: its range of the values, and the user's optimizer running on it.
+
+Gradients come as ranges of the same layout and are read where they lie; reading the values is one copy. The optimizer
+is the user's own, with its state for this shard's pieces alone (`strategies.common.sharding.sliced_optimizer`), and
+so is the scheduler. Where workers push parameters, the shard has no use for either (`Averaging`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from manyhands.engine.computing import Built
+from manyhands.strategies.common.sharding.sliced_optimizer import SlicedOptimizer
+from manyhands.strategies.common.tables.row_tables import RowGradient, RowTable
+from manyhands.strategies.ps.plain_sgd import PlainSgd, is_hooked
+from manyhands.strategies.ps.shard_layout import FlatLayout, ShardRange, Table
+from manyhands.strategies.ps.shard_state import ShardState
+
+__all__ = ["Averaging", "Contribution", "ShardStore"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Averaging:
+    """How a shard takes parameters that workers push, and not gradients, into its own: x becomes x + a (m - x).
+
+    m is the weighted mean of the parameters that make a step. Where a step waits for all workers (`together`), a is 1:
+    the mean itself. Else each push draws x a part of the way: a is the number of pushes over that of the workers that
+    the run began with. A rate that follows staleness multiplies a.
+    """
+
+    workers: int
+    together: bool
+
+    def way(self, pushes: int, rate: float) -> float:
+        """How far a step of so many pushes goes."""
+        return rate if self.together else rate * min(1.0, pushes / self.workers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Contribution:
+    """One gradient and its factor in a step; or parameters, scaled by their weight as a gradient is."""
+
+    gradient: ShardRange
+    present: Tensor
+    """By piece: whether the gradient reached it; what lies in the range of one that it did not is never looked at.
+
+    May be longer than there are pieces, as `FlatLayout.flags` are."""
+
+    factor: float = 1.0
+    rows: Mapping[str, RowGradient] = field(default_factory=dict)
+    """By table: the gradient of those rows that this shard has, of none perhaps; a missing table is not reached."""
+
+
+class ShardStore:
+    """One shard's values and optimizer. Takes over `built`, whose parameters are empty afterwards.
+
+    Memory: the values, the optimizer's state for them and, once several gradients make a step, one range for their
+    sum. Not for use by several threads at once.
+    """
+
+    def __init__(self, built: Built, layout: FlatLayout, shard: int, memory: Tensor | None = None) -> None:
+        """Keep the values in `memory`, a range of bytes that others may read, or in memory of its own."""
+        self._layout = layout
+        self._shard = shard
+        named = dict(built.model.named_parameters())
+        parameters = [named[entry.name] for entry in layout.entries]
+        self._values = layout.range_in(memory, shard) if memory is not None else self._new_range()
+        for value, initial in zip(self._values.pieces, self._owned(parameters), strict=True):
+            value.copy_(initial.view(value.shape))
+        pieces = layout.pieces[shard]
+        by_number = {piece.parameter: view for piece, view in zip(pieces, self._values.pieces, strict=True)}
+        tables = [named[table.name] for table in layout.tables]
+        self._slices = SlicedOptimizer(built.optimizer, pieces, [*parameters, *tables], by_number)
+        self._optimizer = built.optimizer
+        self._tables = {
+            table.name: self._own_rows(table, parameter)
+            for table, parameter in zip(layout.tables, tables, strict=True)
+        }
+        self._scheduler = built.scheduler
+        self.votes = False
+        """Whether a step goes by the signs of the sum: the majority's, where each contribution is of signs."""
+        self.averaging: Averaging | None = None
+        """How parameters are averaged, where those are pushed: then the optimizer has nothing to do."""
+        self._batches = 0
+        self._sum: ShardRange | None = None
+        self._plain = self._plain_sgd()
+        # Then the optimizer itself has nothing to do, and nobody hears when it does it.
+        nothing_dense = not pieces and self._scheduler is None and bool(self._tables)
+        self._has_tables_alone = nothing_dense and not is_hooked(built.optimizer)
+        _let_go(built.model)
+
+    @property
+    def nbytes(self) -> int:
+        """The memory of values, optimizer state and, where there is one, sum."""
+        state = sum(
+            value.nbytes
+            for one in self._slices.state()
+            for value in one.state.values()
+            if isinstance(value, Tensor)
+        )
+        tables = sum(table.nbytes for table in self._tables.values())
+        return self._values.memory.nbytes + state + tables + (self._sum.memory.nbytes if self._sum else 0)
+
+    def apply(self, contributions: Sequence[Contribution], rate: float = 1.0, batches: int = 1) -> None:
+        """Take one optimizer step on the sum of the contributions, in their order, then advance the scheduler.
+
+        Learning rates are multiplied by `rate` for this step alone. A piece that no contribution reached has no
+        gradient. A single contribution of factor 1 is read where it lies. Without contributions, the scheduler alone
+        advances. Where parameters are pushed, they are averaged instead.
+        """
+        if self.averaging is not None:
+            if contributions:
+                self._average(contributions, self.averaging.way(len(contributions), rate))
+            self._batches += batches
+            return
+        if contributions:
+            if not self._has_tables_alone:
+                combined = self._combined(contributions)
+                if self.votes:
+                    for gradient in combined:
+                        if gradient is not None:
+                            gradient.sign_()
+                self._slices.step_with(combined, rate)
+            self._apply_rows(contributions, rate)
+        if self._scheduler is not None:
+            for _ in range(batches):
+                self._scheduler.step()
+        self._batches += batches
+
+    def _average(self, contributions: Sequence[Contribution], way: float) -> None:
+        for value, mean in zip(self._values.pieces, self._combined(contributions), strict=True):
+            if mean is not None:
+                value.copy_(mean) if way == 1 else value.lerp_(mean, way)
+
+    @property
+    def turns(self) -> bool:
+        """Whether `turn` may be called: the optimizer's step is no more than a loop (`plain_sgd`)."""
+        return self._plain is not None and self.averaging is None
+
+    def turn(self, gradient: int, flags: int, rate: float, out: int = 0) -> bool:
+        """`apply` for one gradient of factor 1 that lies at an address, flags too; then copy the values to `out`.
+
+        False, and nothing has changed, where the gradient is not finite.
+        """
+        assert self._plain is not None, "asked before"
+        if not self._plain.step(gradient, flags, rate, out):
+            return False
+        self._batches += 1
+        return True
+
+    @property
+    def values(self) -> ShardRange:
+        """The current values where they lie; the next `apply` changes them."""
+        return self._values
+
+    @property
+    def memory(self) -> Tensor:
+        """The current values where they lie, as bytes; the next `apply` changes them."""
+        return self._values.memory
+
+    def read_into(self, values: Tensor) -> None:
+        """Copy the current values into a range of bytes, such as a worker's."""
+        values.copy_(self._values.memory)
+
+    def gather(self, table: str, rows: Tensor) -> Tensor:
+        """The current values of rows of a table, which must be rows of this shard."""
+        return self._tables[table].gather(rows)
+
+    def copy_rows(self, table: str, rows: Tensor, address: int) -> None:
+        """Copy the current values of rows of a table to an address; they are known to be rows of this shard."""
+        self._tables[table].copy_rows(rows, address)
+
+    def first_bad(self, contribution: Contribution) -> str | None:
+        """The name of the first parameter whose gradient has an item that is not finite; None where all are.
+
+        Sums first: a finite one has finite terms. Only a sum that is not, perhaps from overflow, is looked into.
+        IndexError or ValueError for rows that do not fit the table: look here before `apply`.
+        """
+        for name, gradient in contribution.rows.items():
+            self._tables[name].require_fit(gradient)
+            if not math.isfinite(_total(gradient.values)) and not _is_finite(gradient.values):
+                return name
+        if all(math.isfinite(_total(run)) for run in contribution.gradient.runs):
+            return None
+        for piece, values, present in zip(
+            self._layout.pieces[self._shard],
+            contribution.gradient.pieces,
+            contribution.present.tolist(),
+            strict=False,
+        ):
+            if present and not _is_finite(values):
+                return self._layout.entries[piece.parameter].name
+        return None
+
+    def state(self) -> ShardState:
+        """All that a store of the same shard needs to go on from here; the tensors are the store's own."""
+        settings = self._slices.settings()
+        slots: dict[int, dict[str, Any]] = {one.position: one.state for one in self._slices.state()}
+        model: dict[str, Tensor] = {}
+        for piece, values in zip(self._layout.pieces[self._shard], self._values.pieces, strict=True):
+            model[self._layout.entries[piece.parameter].name] = values
+        for table in self._layout.tables:
+            held = self._tables[table.name]
+            model[table.name] = _outside(table, held.values)
+            slots[table.position] = {key: _outside(table, value) for key, value in held.state.items()}
+        return ShardState(
+            model=model,
+            optimizer={**settings, "state": {**settings["state"], **slots}},
+            batches=self._batches,
+        )
+
+    def load_state(self, state: ShardState) -> None:
+        """Go on from `state`, which is copied; ValueError where it is not of this shard of this layout.
+
+        A scheduler only goes forward: where the task has one, `state` may not be older than what the store has done.
+        """
+        own = self.state().model
+        shapes, given = _shapes(own), _shapes(state.model)
+        if shapes != given:
+            raise ValueError(f"the state holds {given}, and shard {self._shard} holds {shapes}")
+        if self._scheduler is not None:
+            if state.batches < self._batches:
+                raise ValueError(
+                    f"the state is of batch {state.batches}, and the scheduler is at {self._batches}"
+                )
+            for _ in range(state.batches - self._batches):
+                self._scheduler.step()
+        self._batches = state.batches
+        for name, value in own.items():
+            value.copy_(state.model[name])
+        slots = state.optimizer["state"]
+        for table in self._layout.tables:
+            held = self._tables[table.name]
+            held.state = {
+                key: _inside(held.values, _copied(value))
+                for key, value in slots.get(table.position, {}).items()
+            }
+        settings = {
+            **state.optimizer,
+            "state": {key: slots[key] for key in slots if not isinstance(key, int)},
+        }
+        self._slices.restore(
+            settings,
+            {
+                position: {key: _copied(value) for key, value in slot.items()}
+                for position, slot in slots.items()
+                if isinstance(position, int)
+            },
+        )
+        self._plain = self._plain_sgd()  # by the settings that came
+
+    def _plain_sgd(self) -> PlainSgd | None:
+        if self._scheduler is not None or self._layout.tables:
+            return None
+        pieces = self._layout.pieces[self._shard]
+        owns_all = all(self._layout.entries[piece.parameter].position is not None for piece in pieces)
+        return PlainSgd.of(self._optimizer, self._values, owns_all=owns_all)
+
+    def _new_range(self) -> ShardRange:
+        memory = torch.zeros(self._layout.range_bytes(self._shard), dtype=torch.uint8)
+        return self._layout.range_in(memory, self._shard)
+
+    def _owned(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+        return [
+            parameters[piece.parameter].detach().reshape(-1)[piece.begin : piece.end]
+            for piece in self._layout.pieces[self._shard]
+        ]
+
+    def _own_rows(self, table: Table, parameter: nn.Parameter) -> RowTable:
+        placement = table.placed(self._layout.shards)
+        mine = placement.rows(self._shard)
+        values = parameter.detach().cpu()[mine].reshape(len(mine), table.width).contiguous()
+        return RowTable(table.name, values, type(self._optimizer), placement, self._shard)
+
+    def _apply_rows(self, contributions: Sequence[Contribution], rate: float) -> None:
+        groups = [group for group in self._optimizer.param_groups for _ in group["params"]]
+        for table in self._layout.tables:
+            terms = [(one.rows[table.name], one.factor) for one in contributions if table.name in one.rows]
+            if terms:
+                self._tables[table.name].apply(RowGradient.total(terms), groups[table.position], rate)
+
+    def _combined(self, contributions: Sequence[Contribution]) -> list[Tensor | None]:
+        count = len(self._values.pieces)
+        present = [one.present[:count].tolist() for one in contributions]
+        [first, *others] = contributions
+        if not others and first.factor == 1:
+            return _masked(first.gradient.pieces, present[0])
+        if self._sum is None:
+            self._sum = self._new_range()
+        if all(map(all, present)):
+            for out, *terms in zip(
+                self._sum.runs, *(one.gradient.runs for one in contributions), strict=True
+            ):
+                _add_up(out, [(term, one.factor) for term, one in zip(terms, contributions, strict=True)])
+            return list(self._sum.pieces)
+        for number, out in enumerate(self._sum.pieces):
+            pairs = zip(contributions, present, strict=True)
+            _add_up(out, [(one.gradient.pieces[number], one.factor) for one, flags in pairs if flags[number]])
+        return _masked(self._sum.pieces, [any(flags) for flags in zip(*present, strict=True)])
+
+
+def _masked(pieces: Sequence[Tensor], present: Sequence[int]) -> list[Tensor | None]:
+    return [piece if flag else None for piece, flag in zip(pieces, present, strict=True)]
+
+
+def _add_up(out: Tensor, terms: Sequence[tuple[Tensor, float]]) -> None:
+    """`out` becomes the sum of factor times gradient, from left to right."""
+    if not terms:
+        return
+    (gradient, factor), *others = terms
+    if factor == 1 and others:  # the usual case saves a pass
+        torch.add(gradient, others[0][0], alpha=others[0][1], out=out)
+        others = others[1:]
+    else:
+        torch.mul(gradient, factor, out=out)
+    for gradient, factor in others:
+        out.add_(gradient, alpha=factor)
+
+
+def _total(run: Tensor) -> float:
+    return float(run.sum(dtype=torch.float64 if run.dtype == torch.float64 else torch.float32))
+
+
+def _is_finite(values: Tensor) -> bool:
+    return bool(torch.isfinite(values).all())
+
+
+def _outside(table: Table, value: Any) -> Any:
+    """Rows as a state has them: in the table's shape where they are all of it, else flat."""
+    if not isinstance(value, Tensor) or value.dim() == 0:
+        return value
+    return value.view(table.shape) if value.numel() == table.shape.numel() else value.view(-1)
+
+
+def _inside(values: Tensor, value: Any) -> Any:
+    """The same as a table has them: one row each."""
+    return value.view(values.shape) if isinstance(value, Tensor) and value.dim() else value
+
+
+def _shapes(tensors: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _let_go(model: nn.Module) -> None:
+    """Give back the memory of all parameters; the optimizer still lists them, with their shapes."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.new_zeros(()).expand(parameter.shape)
+        parameter.grad = None

@@ -1,0 +1,186 @@
+"""The slots of a run as one shard knows them: who is active from which clock on, and how far each has come.
+
+A slot's `next_clock` is the lowest clock that is not settled here. The **floor** is the lowest of them over all slots
+that still owe something; it only ever rises, so it is kept by counting slots per clock instead of looking at them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from manyhands.strategies.ps.ps_messages import Generation
+
+__all__ = ["SlotRecord", "SlotTable"]
+
+_NEVER = 2**62
+_RECENT = 3  # a worker is at most two updates ahead at one shard of what another lacks
+
+
+@dataclass(slots=True)
+class SlotRecord:
+    """What a shard knows of one slot."""
+
+    next_clock: int
+    end: int = _NEVER
+    """The first clock it does not owe, once it was removed."""
+    late: int = -1
+    """The last clock that counts for nothing: its step did not wait for it, it was lost, or the slot begins after it.
+
+    (A slot may begin again, at a later clock, in a shard that went back to a snapshot from before it was added.)
+    """
+    recent: dict[int, int] = field(default_factory=dict)
+    """The batches of its last few updates by clock: a successor repeats the same where a shard lacks them."""
+    lost: set[int] = field(default_factory=set)
+    """Those of them that were given out and lost, as far as this shard is concerned."""
+    waiting: list[int] = field(default_factory=list)
+    """The clocks of its updates that are here and in no step yet, ascending."""
+
+    @property
+    def chosen(self) -> int:
+        """The lowest clock that no step was made of."""
+        return self.waiting[0] if self.waiting else self.next_clock
+
+    def remember(self, clock: int, batch: int) -> None:
+        """Note the batch of an update."""
+        self.recent[clock] = batch
+        if len(self.recent) > _RECENT:
+            oldest = next(iter(self.recent))
+            del self.recent[oldest]
+            self.lost.discard(oldest)
+
+
+class SlotTable:
+    """All slots of a run, past and present."""
+
+    def __init__(self, slots: Sequence[int], start: int = 0, base: int = 0) -> None:
+        """`slots` are active from clock `start` on, and share out the batches from `base` on."""
+        self.generations: list[Generation] = []
+        self.records: dict[int, SlotRecord] = {}
+        self.floor = 0
+        self.top = 0  # the highest clock that anyone here or elsewhere was seen to lack
+        self._ranks: list[dict[int, int]] = []
+        self._owing: dict[int, int] = {}  # how many slots that owe something stand at each clock
+        self.append(Generation(start=start, base=base, slots=tuple(sorted(slots))))
+        self.floor = start
+
+    @property
+    def active(self) -> tuple[int, ...]:
+        """The slots of the newest generation."""
+        return self.generations[-1].slots
+
+    def is_active(self, slot: int) -> bool:
+        """Whether `slot` is in the newest generation."""
+        return slot in self._ranks[-1]
+
+    def generation_at(self, clock: int) -> Generation:
+        """The one that update `clock` belongs to."""
+        newest = self.generations[-1]
+        if newest.start <= clock:
+            return newest
+        for generation in reversed(self.generations):
+            if generation.start <= clock:
+                return generation
+        raise AssertionError("nobody asks for a clock before the first generation")
+
+    def rank_at(self, slot: int, clock: int) -> int | None:
+        """The slot's place among those active at `clock`; None if it is not."""
+        if self.generations[-1].start <= clock:
+            return self._ranks[-1].get(slot)
+        for generation, ranks in zip(reversed(self.generations), reversed(self._ranks), strict=True):
+            if generation.start <= clock:
+                return ranks.get(slot)
+        return None
+
+    def add(self, slot: int, next_clock: int) -> SlotRecord:
+        """A slot that nobody knew, at its first clock."""
+        record = SlotRecord(next_clock, late=next_clock - 1)
+        self.records[slot] = record
+        self._owing[next_clock] = self._owing.get(next_clock, 0) + 1
+        self.floor = min(self.floor, next_clock)
+        return record
+
+    def record(self, slot: int) -> SlotRecord:
+        """What is known of a slot; one that nobody knew begins at clock 0."""
+        return self.records.get(slot) or self.add(slot, 0)
+
+    def append(self, generation: Generation) -> None:
+        """Let `generation` follow the last one; slots that are new in it start with it, others end before it."""
+        again = [
+            slot for slot in generation.slots if slot in self.records and self.records[slot].end < _NEVER
+        ]
+        if again:
+            raise ValueError(f"slots {again} were removed from the run; their numbers are never given again")
+        before = self.generations[-1] if self.generations else None
+        self.generations.append(generation)
+        self._ranks.append({slot: rank for rank, slot in enumerate(generation.slots)})
+        self.top = max(self.top, generation.start)
+        for slot in generation.slots:
+            if slot not in self.records:
+                self.add(slot, generation.start)
+        if before is not None and generation.start > before.start:
+            for slot in before.slots:
+                if slot not in self._ranks[-1]:
+                    self._end(self.records[slot], generation.start)
+
+    def move(self, record: SlotRecord, next_clock: int) -> None:
+        """Settle everything of a slot below `next_clock`."""
+        self._leave(record)
+        record.next_clock = next_clock
+        if next_clock < record.end:
+            self._owing[next_clock] = self._owing.get(next_clock, 0) + 1
+        self.top = max(self.top, next_clock)
+        self._raise_floor()
+
+    def owed(self, record: SlotRecord, until: int) -> range:
+        """The clocks below `until` that the slot has not settled."""
+        return range(record.next_clock, min(until, record.end))
+
+    def _end(self, record: SlotRecord, end: int) -> None:
+        self._leave(record)
+        record.end = end
+        if record.next_clock < end:
+            self._owing[record.next_clock] = self._owing.get(record.next_clock, 0) + 1
+        self._raise_floor()
+
+    def _leave(self, record: SlotRecord) -> None:
+        if record.next_clock < record.end:
+            left = self._owing[record.next_clock] - 1
+            if left:
+                self._owing[record.next_clock] = left
+            else:
+                del self._owing[record.next_clock]
+
+    def _raise_floor(self) -> None:
+        while self._owing and self.floor not in self._owing:
+            self.floor += 1
+
+    def state(self) -> dict[str, Any]:
+        """Everything, as JSON can say it."""
+        return {
+            "generations": [[g.start, g.base, list(g.slots)] for g in self.generations],
+            "top": self.top,
+            "floor": self.floor,
+            "slots": [
+                [slot, r.next_clock, r.late, list(r.recent.items()), sorted(r.lost)]
+                for slot, r in self.records.items()
+            ],
+        }
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> SlotTable:
+        """The table that `state` was taken of; what waits is the shard's to tell again."""
+        table = cls(())
+        table.generations.clear()
+        table._ranks.clear()
+        for start, base, slots in state["generations"]:
+            table.append(Generation(start=start, base=base, slots=tuple(slots)))
+        for slot, next_clock, late, recent, lost in state["slots"]:
+            record = table.records.get(slot) or table.add(slot, next_clock)
+            table.move(record, next_clock)
+            record.late = late
+            record.recent = dict(recent)
+            record.lost = set(lost)
+        table.top, table.floor = state["top"], state["floor"]
+        return table

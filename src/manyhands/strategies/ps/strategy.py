@@ -1,0 +1,278 @@
+"""`ps` as a value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from manyhands.errors import UserError
+from manyhands.facts import (
+    BY_CHANCE,
+    ROUNDED,
+    TO_ROUNDING,
+    Answer,
+    ModelFootprint,
+    Promise,
+    Promises,
+    Stepping,
+    Truth,
+    Waits,
+    WorkerMemory,
+)
+from manyhands.strategies.common.consistency.parse import parse_consistency
+from manyhands.strategies.common.consistency.policy import Policy
+from manyhands.strategies.common.consistency.sync import Sync
+from manyhands.strategy import Strategy, check_choice, check_link, link_setting, setting, whole_number
+from manyhands.wire.names import RAW, check_codec, codec_setting, feedback_setting, rounds_hops, votes
+
+__all__ = ["Ps"]
+
+_PUSHED = ("gradients", "parameters")
+MEANS_OF_STEPS = Promise(
+    answer=Answer.PARTLY,
+    words="those of one process where a step is proportional to the gradient, as of plain SGD; the same in every "
+    "repetition",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ps(Strategy):
+    """Parameter servers hold the truth, each a shard of it; workers pull, compute and push.
+
+    `consistency` says when replicas must agree, `replicas=1` that every shard is kept by two servers, `link` how
+    processes of one host talk: `shared` memory or `tcp` on loopback; there `codec` makes gradients and parameters
+    smaller on their way between workers and servers. With `push=parameters` each worker takes a step of its own with
+    what it has pulled, by an optimizer of its own, and pushes the parameters that come of it; servers average them.
+    """
+
+    word: ClassVar[str] = "ps"
+    about: ClassVar[str] = "parameter servers, each with a shard; sync, bounded, async or softsync"
+    truth: ClassVar[Truth] = Truth.SERVERS
+    moves_rows: ClassVar[bool] = True
+    can_skip_updates: ClassVar[bool] = True
+    cannot_stream: ClassVar[str] = (
+        "a batch of ps may be computed again, by a worker that takes over or a replay, and a stream only goes forward"
+    )
+    cannot_read_apart: ClassVar[str] = (
+        "a batch of ps may be computed again, by a worker that takes over or a replay, without the data of the first"
+    )
+    cannot_heed_evaluations: ClassVar[str] = (
+        "workers of ps evaluate in turn while the others train on, and none of them sees every evaluation"
+    )
+    cannot_stop: ClassVar[str] = (
+        "the servers of ps give out work up to the last step that was asked for, and the run ends here at once"
+    )
+    logs_updates: ClassVar[bool] = True
+    cannot_cross_hosts: ClassVar[str] = ""
+
+    servers: int = setting(1, whole_number)
+    """How many processes hold the parameters, a shard each."""
+    consistency: Policy = setting(Sync(), parse_consistency)  # noqa: RUF009 - a value without state
+    """When replicas must agree: `sync`, `bounded:s`, `async` or `softsync:n`."""
+    replicas: int = setting(0, whole_number)
+    """How many other servers keep a copy of each shard: 0 or 1."""
+    link: str = link_setting()
+    codec: str = codec_setting()
+    """How what travels is made smaller: `raw`, or a codec such as `bf16` or `topk:0.01+int8`."""
+    feedback: bool = feedback_setting()
+    """Whether what a codec leaves out is kept and added to what is sent next."""
+    push: str = setting("gradients", str)
+    """What workers push: `gradients`, by which servers step, or `parameters`, which servers average."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.consistency, str):  # as in a text
+            object.__setattr__(self, "consistency", parse_consistency(self.consistency))
+        if self.servers < 1:
+            raise UserError(f"servers={self.servers} must be at least 1")
+        if self.replicas not in (0, 1):
+            raise UserError(f"replicas={self.replicas} must be 0, or 1: every shard on two servers")
+        check_link(self.link)
+        check_codec(self.codec, link=self.link, strategy=self.word, feedback=self.feedback)
+        check_choice("push", self.push, _PUSHED)
+        if self.averages and self.codec != RAW:
+            raise UserError(
+                f"ps push={self.push} codec={self.codec}: a step is small beside the parameters that it moves, and a "
+                "codec would round it away; leave one of the two out"
+            )
+
+    def check(self, workers: int, device: str, *, compiled: bool = False) -> None:
+        """A run begins with the workers that its consistency counts on."""
+        super().check(workers, device, compiled=compiled)
+        fewest = self.consistency.fewest_workers
+        if workers < fewest:
+            raise UserError(
+                f"consistency={self.consistency} workers={workers}: it needs at least {fewest} workers; start more, or "
+                f"write a smaller number in consistency="
+            )
+
+    @property
+    def averages(self) -> bool:
+        """Whether servers average parameters, and workers have the optimizers."""
+        return self.push == "parameters"
+
+    @property
+    def cannot_clip(self) -> str:
+        """Nobody has the whole gradient."""
+        return "the servers of ps add up and apply their shards of a gradient apart, and nobody has all of it to clip"
+
+    @property
+    def votes(self) -> bool:
+        """Whether a step goes by the signs of the sum."""
+        return votes(self.codec)
+
+    @property
+    def can_change_workers(self) -> bool:
+        """Servers give each slot its part of the work."""
+        return True
+
+    @property
+    def stepping(self) -> tuple[Stepping, ...]:
+        """Each server steps its shard; where workers step, each does all of it."""
+        if self.servers == 1 or self.averages:
+            return (Stepping.TOGETHER,)
+        return Stepping.IN_PIECES, Stepping.APART
+
+    @property
+    def waits_for(self) -> Waits:
+        """As the consistency has it."""
+        return self.consistency.waits_for
+
+    @property
+    def stepwise(self) -> bool:
+        """As the consistency has it."""
+        return self.consistency.stepwise
+
+    @property
+    def splits_batches(self) -> bool:
+        """Parts of one batch make one step, or each batch is a step of its own."""
+        return self.consistency.stepwise
+
+    @property
+    def meets_to_evaluate(self) -> bool:
+        """Only where everybody waits for everybody anyway."""
+        return self.consistency.stepwise
+
+    @property
+    def straggler_advice(self) -> str:
+        """Another consistency."""
+        match self.waits_for:
+            case Waits.ALL:
+                return "a bound on staleness would not hide a lasting straggler, consistency=async would"
+            case Waits.LAGGARDS:
+                return "a larger bound would not hide a lasting straggler, consistency=async would"
+            case Waits.NOBODY:
+                return ""
+
+    @property
+    def instead_of_own_loop(self) -> str:
+        """Its workers do not hold the optimizer."""
+        return "give mh.fit a Task for ps"
+
+    @property
+    def kept_copies(self) -> int:
+        """Each shard's, and its backup's."""
+        return 1 + self.replicas
+
+    @property
+    def num_server_processes(self) -> int:
+        """One per shard, and at least two where each shard is kept twice."""
+        return max(self.servers, self.replicas + 1)
+
+    def processes(self, workers: int) -> dict[str, int]:
+        """Workers and servers."""
+        return {"worker": workers, "server": self.num_server_processes}
+
+    def placed(self, world: int, roles: Mapping[str, int]) -> tuple[Ps, int]:
+        """Under torchrun the first processes serve; of a specification, the roles of type ps, all of them.
+
+        A chief leads and does not train.
+        """
+        if roles:
+            return self._as_specified(roles.get("ps", 0), roles.get("worker", 0))
+        servers = self.num_server_processes
+        if world <= servers:
+            raise UserError(
+                f"strategy={self}: of {world} processes {servers} would serve, and nobody would train; start at least "
+                f"{servers + 1}, servers and workers together"
+            )
+        return self, world - servers
+
+    def _as_specified(self, servers: int, workers: int) -> tuple[Ps, int]:
+        if not servers:
+            raise UserError(f"strategy={self}: the cluster lists no ps; add one, or use allreduce")
+        if not workers:
+            raise UserError(
+                f"strategy={self}: the cluster lists no worker: its chief leads and does not train; add one"
+            )
+        if self.servers not in (1, servers):
+            raise UserError(
+                f"strategy={self}: servers={self.servers}, and the cluster lists {servers} of type ps; leave servers= "
+                "out, or make them equal"
+            )
+        placed = replace(self, servers=servers)
+        if placed.num_server_processes > servers:
+            raise UserError(
+                f"strategy={self}: replicas={self.replicas} needs {placed.num_server_processes} servers, and the "
+                f"cluster lists {servers} of type ps; add one, or leave replicas out"
+            )
+        return placed, workers
+
+    def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
+        """Servers keep shards and step them; a worker has the parameters that it computes with."""
+        servers = self.num_server_processes
+        worker = WorkerMemory(
+            who="worker",
+            count=workers,
+            weights=model.weights,
+            gradients=model.gradients,
+            state=model.state if self.averages else 0,
+            activations=model.activations(workers if self.splits_batches else 1),
+        )
+        server = WorkerMemory(
+            who="server",
+            count=servers,
+            weights=model.parameters * self.kept_copies // servers,
+            state=0 if self.averages else model.state * self.kept_copies // servers,
+        )
+        return [worker, server]
+
+    @property
+    def _same_numbers(self) -> Promise:
+        if not self.consistency.lockstep:
+            return BY_CHANCE
+        if self.averages:
+            return MEANS_OF_STEPS
+        return TO_ROUNDING if self.codec == RAW else ROUNDED
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """Those of codecs, where it has one that is more than a rounding."""
+        return () if rounds_hops(self.codec) else ("codecs",)
+
+    @property
+    def refused_buffers(self) -> Mapping[str, str]:
+        """Workers end one by one."""
+        why = "its workers end one by one, and the model has the buffers of the last of them"
+        return {**super().refused_buffers, "mean": why}
+
+    @property
+    def promises(self) -> Promises:
+        """Nothing ends with a worker; what is left of a server depends on `replicas`."""
+        return Promises(
+            worker_dies=Promise(
+                answer=Answer.YES,
+                words="the others go on; a successor takes its place, and no update is applied twice"
+                + (", but its optimizer begins anew" if self.averages else ""),
+            ),
+            server_dies=Promise(
+                answer=Answer.YES, words="its shards are kept by a second server, which takes over"
+            )
+            if self.replicas
+            else Promise(
+                answer=Answer.PARTLY,
+                words="in a run with a directory a new server goes on from the last snapshot; later updates are lost",
+            ),
+            workers_join=Promise(answer=Answer.YES, words="they may come and go while it runs (mh.start)"),
+            same_numbers=self._same_numbers,
+        )

@@ -1,0 +1,408 @@
+"""The folder RUN/updates: everything from which a run is audited, or executed again.
+
+    run.json                    what was set up: versions, threads, strategy, where the parameters lie
+    shard-0.member-1.jsonl      the rows of a shard (`strategies.ps.log_rows`), from each server that kept it
+    worker.process-4.jsonl      what a worker process computed, in order, from what, and the hash of it
+
+Servers write what became of updates, and each knows of its own shard alone. A worker writes what it read of all shards
+and what came out, before it pushes: so that a gradient can be made again even where shards took it from different
+members. Every line is in the kernel's hands when the write returns, and outlives its process.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from manyhands.data.store.atomic import WriteFailed, make_directory, reason, sync_directory, write_json
+from manyhands.data.store.lines import LineFile
+from manyhands.errors import DataError, UserError
+from manyhands.strategies.ps.fields import checked, parse_record
+from manyhands.strategies.ps.log_rows import Row, row_from_json, row_to_json
+
+__all__ = [
+    "ComputedRow",
+    "RecordMark",
+    "Recorder",
+    "RunRecord",
+    "ShardLogs",
+    "ShardRecorder",
+    "clear_records",
+    "computed_lengths",
+    "has_record",
+    "is_record",
+    "read_computed",
+    "read_logs",
+    "read_record",
+    "record_files",
+    "record_mark",
+    "record_of",
+    "record_rows",
+    "take_record",
+    "write_record",
+]
+
+_FOLDER, _RECORD = "updates", "run.json"
+_FORMAT, _VERSION = "manyhands updates", 1
+_SHARD = re.compile(r"shard-(\d+)\.member-(\d+)\.jsonl")
+_WORKER = re.compile(r"worker\.process-(\d+)\.jsonl")
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecord:
+    """What decides the bits of a run, beside its task."""
+
+    torch: str
+    cpu: str
+    """Which instructions torch uses."""
+
+    threads: int
+    """Of torch, in each process."""
+
+    strategy: str
+    workers: int
+    steps: int
+    seed: int
+    device: str
+    autocast: bool
+    layout: str
+    """The digest of where the parameters lie."""
+
+    begun: int = 0
+    """How many batches another strategy had trained when the shards began, or shards that were placed otherwise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputedRow:
+    """One gradient that a worker process made."""
+
+    process: int
+    slot: int
+    member: int
+    clock: int
+    batch: int
+    part: int
+    parts: int
+    versions: tuple[int, ...]
+    """What was read, by shard."""
+
+    rows_versions: tuple[int, ...]
+    """What rows of tables were read, by shard; -1 for none."""
+
+    gradients: tuple[str, ...]
+    """The hash of each shard's part, as 16 hexadecimal digits."""
+
+    @property
+    def reads(self) -> frozenset[tuple[int, int]]:
+        """Every (shard, version) that it is of."""
+        rows = ((shard, version) for shard, version in enumerate(self.rows_versions) if version >= 0)
+        return frozenset((*enumerate(self.versions), *rows))
+
+    @property
+    def name(self) -> tuple[int, int, int]:
+        """(slot, clock, member): a successor may have to make an update again, from what it reads itself."""
+        return self.slot, self.clock, self.member
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardLogs:
+    """All rows that servers wrote."""
+
+    files: dict[int, list[list[Row]]]
+    """By shard: the rows of each of its files."""
+
+    lengths: dict[str, int]
+    """By file: how many rows it has."""
+
+    notes: tuple[str, ...]
+    """What was passed over: last lines that were cut."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordMark:
+    """What tells whether two processes, perhaps of two hosts, see the same run directory."""
+
+    run: str
+    inode: int
+    changed_ns: int
+
+
+def record_mark(run_path: Path) -> RecordMark | None:
+    """That of the directory at this path; None where nothing is recorded there."""
+    try:
+        found = (run_path / _FOLDER / _RECORD).stat()
+    except OSError:
+        return None
+    return RecordMark(run=str(run_path), inode=found.st_ino, changed_ns=found.st_mtime_ns)
+
+
+class Recorder:
+    """The file of one worker process; without a run directory nothing is recorded. `close` is idempotent."""
+
+    def __init__(self, run_path: Path | None, process: int) -> None:
+        self._log = _log_of(run_path, record_of(process))
+
+    @property
+    def records(self) -> bool:
+        """Whether rows are wanted."""
+        return self._log is not None
+
+    @property
+    def kept(self) -> dict[str, int]:
+        """How many rows its file has, by the file's name; nothing where recording has ended before its time."""
+        return {self._log.path.name: self._log.num_lines} if self._log is not None else {}
+
+    def write(self, row: ComputedRow) -> str | None:
+        """Add a row. A disk that does not take it ends the recording and not the run: returns what to say of that."""
+        assert self._log is not None, "asked to write although nothing is recorded"
+        sentence = _append(self._log, json.dumps(asdict(row), separators=(",", ":")))
+        if sentence is not None:
+            self._log = None
+        return sentence
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._log is not None:
+            self._log.close()
+
+
+class ShardRecorder:
+    """The files of one server: a log of each shard that it keeps a copy of. `close` is idempotent."""
+
+    def __init__(self, run_path: Path | None, member: int) -> None:
+        self._run_path, self._member = run_path, member
+        self._logs: dict[int, LineFile | None] = {}  # None where recording has ended
+
+    @property
+    def kept(self) -> dict[str, int]:
+        """How many rows each file has, by its name; of none whose recording has ended before its time."""
+        return {log.path.name: log.num_lines for log in self._logs.values() if log is not None}
+
+    def write(self, row: Row) -> str | None:
+        """Add a row. A disk that does not take it ends the recording of its shard: returns what to say of that."""
+        return self.write_line(row.shard, row_to_json(row)) if self._run_path is not None else None
+
+    def write_line(self, shard: int, line: str) -> str | None:
+        """Add a row of a shard, as `row_to_json` writes it; likewise."""
+        if shard not in self._logs:
+            name = f"shard-{shard}.member-{self._member}.jsonl"
+            self._logs[shard] = _log_of(self._run_path, name)
+        log = self._logs[shard]
+        sentence = _append(log, line) if log is not None else None
+        if sentence is not None:
+            self._logs[shard] = None
+        return sentence
+
+    def sync(self, shard: int) -> str | None:
+        """Have the log of a shard on the disk, before a snapshot that it leads to; what to say where that fails."""
+        log = self._logs.get(shard)
+        if log is not None:
+            try:
+                log.sync()
+            except WriteFailed as error:
+                self._logs[shard] = None
+                log.close()
+                return _end_of_recording(error)
+        return None
+
+    def close(self) -> None:
+        """Close the files."""
+        for log in self._logs.values():
+            if log is not None:
+                log.close()
+
+
+def _log_of(run_path: Path | None, name: str) -> LineFile | None:
+    return LineFile(run_path / _FOLDER / name) if run_path is not None else None
+
+
+def _append(log: LineFile, line: str) -> str | None:
+    try:
+        log.append(line.encode() + b"\n")
+    except WriteFailed as error:
+        log.close()
+        return _end_of_recording(error)
+    return None
+
+
+def _end_of_recording(error: WriteFailed) -> str:
+    return f"{error}: its recording ends, the run goes on, and can be neither replayed nor audited as a whole"
+
+
+def is_record(name: str) -> bool:
+    """Whether a file of this name is one that servers or workers write."""
+    return any(pattern.fullmatch(name) is not None for pattern in (_SHARD, _WORKER))
+
+
+def record_of(process: int) -> str:
+    """The name of the file that a worker process writes."""
+    return f"worker.process-{process}.jsonl"
+
+
+def has_record(run_path: Path, name: str) -> bool:
+    """Whether a file of servers or workers is there."""
+    return (run_path / _FOLDER / name).exists()
+
+
+def record_rows(run_path: Path, name: str) -> int:
+    """How many rows such a file has; 0 where it is not there."""
+    return LineFile(run_path / _FOLDER / name).num_lines
+
+
+def record_files(run_path: Path) -> list[Path]:
+    """All files of servers and workers, by name."""
+    folder = run_path / _FOLDER
+    return sorted(path for path in (folder.iterdir() if folder.is_dir() else ()) if is_record(path.name))
+
+
+def take_record(run_path: Path, name: str, data: bytes) -> int:
+    """Add what a member wrote on another host to what is there of an earlier life; how many rows that had.
+
+    WriteFailed where the disk does not take it.
+    """
+    assert is_record(name), "what came is checked before"
+    log = LineFile(run_path / _FOLDER / name)
+    try:
+        log.append(data[: data.rfind(b"\n") + 1])  # a process that was killed may have left half a line
+        return log.num_lines - data.count(b"\n")
+    finally:
+        log.close()
+
+
+def clear_records(run_path: Path) -> None:
+    """Remove what an earlier life recorded of which nothing is kept: the run begins again; WriteFailed if it stays.
+
+    First out of sight, so that a crash leaves nothing half-removed that could be taken for a record.
+    """
+    folder, removing = run_path / _FOLDER, run_path / f"{_FOLDER}.removing"
+    try:
+        for path in (removing, folder):
+            if path.exists():
+                if path == folder:
+                    path.rename(removing)
+                    sync_directory(run_path)
+                shutil.rmtree(removing)
+    except OSError as error:
+        raise WriteFailed(
+            f"{folder}, of a run that begins again, could not be removed: {reason(error)}"
+        ) from error
+
+
+def write_record(run_path: Path, record: RunRecord) -> None:
+    """Write run.json, before anything else of the run; WriteFailed where the disk does not take it."""
+    folder = run_path / _FOLDER
+    try:
+        make_directory(folder)
+    except OSError as error:
+        raise WriteFailed(f"{folder} could not be made: {reason(error)}") from error
+    write_json(folder / _RECORD, {"format": _FORMAT, "version": _VERSION, **asdict(record)})
+
+
+def read_record(run_path: Path) -> RunRecord:
+    """What `write_record` wrote; UserError where nothing was recorded, DataError where it is damaged."""
+    path = run_path / _FOLDER / _RECORD
+    try:
+        table = parse_record(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(
+            f"{run_path} has no {_FOLDER}/{_RECORD}: only runs of strategy ps with a run directory are recorded"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is damaged, it is not JSON: {error}") from None
+    if not isinstance(table, dict) or (table.get("format"), table.get("version")) != (_FORMAT, _VERSION):
+        raise DataError(f"{path} is not of the format {_FORMAT!r} version {_VERSION}")
+    del table["format"], table["version"]
+    table.setdefault("begun", 0)  # a record from before runs could change to ps has none
+    return checked(RunRecord, table, f"{path}")
+
+
+def read_logs(run_path: Path) -> ShardLogs:
+    """The rows of all shards; UserError where there are none, DataError naming a damaged line.
+
+    A last line without its end is of a server that was killed while it wrote: it is passed over, and noted.
+    """
+    files: dict[int, list[list[Row]]] = {}
+    lengths: dict[str, int] = {}
+    notes: list[str] = []
+    for shard, path in _found(run_path, _SHARD):
+        rows = _read(path, _row_of(shard), notes)
+        files.setdefault(shard, []).append(rows)
+        lengths[path.name] = len(rows)
+    if not files:
+        raise UserError(f"{run_path} has no logs of updates ({_FOLDER}/shard-….jsonl): was it a run of ps?")
+    return ShardLogs(files=files, lengths=lengths, notes=tuple(notes))
+
+
+def read_computed(run_path: Path) -> dict[int, list[ComputedRow]]:
+    """By process: what it computed, in order; a cut last line is no row."""
+    return {process: _read(path, _computed_of(process), []) for process, path in _found(run_path, _WORKER)}
+
+
+def computed_lengths(computed: Mapping[int, Sequence[ComputedRow]]) -> dict[str, int]:
+    """By file: how many rows `read_computed` found in it."""
+    return {record_of(process): len(rows) for process, rows in computed.items()}
+
+
+def _found(run_path: Path, pattern: re.Pattern[str]) -> list[tuple[int, Path]]:
+    """The files of one kind and the first number in their name, ordered by all of them."""
+    folder = run_path / _FOLDER
+    matches = [
+        (tuple(map(int, match.groups())), path)
+        for path in (folder.iterdir() if folder.is_dir() else ())
+        if (match := pattern.fullmatch(path.name)) is not None
+    ]
+    return [(numbers[0], path) for numbers, path in sorted(matches)]
+
+
+def _read(path: Path, parse: Callable[[str], _T], notes: list[str]) -> list[_T]:
+    try:
+        *lines, rest = path.read_text(errors="replace").split("\n")
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {reason(error)}") from error
+    if rest:
+        notes.append(
+            f"{path.name}: its last line is cut, as of a process that was killed, and was passed over"
+        )
+    rows = []
+    for number, line in enumerate(lines, 1):
+        try:
+            rows.append(parse(line))
+        except DataError as error:
+            raise DataError(f"{path}, line {number}: {error}") from None
+    return rows
+
+
+def _row_of(shard: int) -> Callable[[str], Row]:
+    """Reads lines of a log of this shard."""
+
+    def parse(line: str) -> Row:
+        row = row_from_json(line)
+        if row.shard != shard:
+            raise DataError(f"shard={row.shard} in a log of shard {shard}: {line[:80]!r}")
+        return row
+
+    return parse
+
+
+def _computed_of(process: int) -> Callable[[str], ComputedRow]:
+    """Reads lines of what this worker process computed."""
+
+    def parse(line: str) -> ComputedRow:
+        try:
+            table = parse_record(line)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"it is not JSON of a row ({error}): {line[:80]!r}") from None
+        if isinstance(table, dict):
+            table = {n: tuple(value) if isinstance(value, list) else value for n, value in table.items()}
+        row = checked(ComputedRow, table, f"{line[:80]!r}")
+        if row.process != process:
+            raise DataError(f"process={row.process} in what process {process} computed: {line[:80]!r}")
+        return row
+
+    return parse

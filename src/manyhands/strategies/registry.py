@@ -1,0 +1,122 @@
+"""Every strategy by the first word of its text: where its value and its training are.
+
+One line a strategy. Homes are names and not imports, so that a text is parsed, a help page printed or a worker started
+without importing the packages of all the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Final
+
+__all__ = ["ALIASES", "STRATEGIES", "StrategyEntry"]
+
+
+@dataclass(frozen=True, slots=True)
+class StrategyEntry:
+    """Where a strategy lives: `module:name` of its value's class and of its trainings', inside the package."""
+
+    value: str
+    training: str
+    kernel: str = ""
+    """The training of tasks whose step is compiled; empty where it moves their gradients instead."""
+
+    roles: tuple[str, ...] = ()
+    """The modules that its processes need; empty where that is the training's."""
+
+    @property
+    def package(self) -> str:
+        """The folder of the strategy, from the package's root."""
+        return "/".join(self.value.split(".")[:2])
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The modules that its processes need."""
+        homes = (self.value, *(self.roles or (self.training,)), self.kernel)
+        return tuple(f"manyhands.{home.partition(':')[0]}" for home in homes if home)
+
+    def load_value(self) -> Any:
+        """The class of the value."""
+        return _load(self.value)
+
+    def load_training(self, *, compiled: bool = False) -> Any:
+        """The class that trains by it; of compiled tasks, None where it has none."""
+        home = self.kernel if compiled else self.training
+        return _load(home) if home else None
+
+
+def _load(home: str) -> Any:
+    module, _, name = home.partition(":")
+    return getattr(import_module(f"manyhands.{module}"), name)
+
+
+STRATEGIES: Final[dict[str, StrategyEntry]] = {
+    "single": StrategyEntry(
+        "strategies.single.strategy:Single",
+        "strategies.single.training:SingleTraining",
+        "strategies.single.kernel:SingleKernels",
+    ),
+    "mirrored": StrategyEntry(
+        "strategies.allreduce.strategy:Mirrored",
+        "strategies.allreduce.training:AllReduceTraining",
+        "strategies.allreduce.kernel:AllReduceKernels",
+    ),
+    "allreduce": StrategyEntry(
+        "strategies.allreduce.strategy:AllReduce",
+        "strategies.allreduce.training:AllReduceTraining",
+        "strategies.allreduce.kernel:AllReduceKernels",
+        roles=("strategies.allreduce.training", "strategies.allreduce.elastic.member_process"),
+    ),
+    "central": StrategyEntry(
+        "strategies.central.strategy:Central", "strategies.central.training:CentralTraining"
+    ),
+    "sharded": StrategyEntry(
+        "strategies.sharded.strategy:Sharded", "strategies.sharded.training:ShardedTraining"
+    ),
+    "ps": StrategyEntry(
+        "strategies.ps.strategy:Ps",
+        "strategies.ps.training:PsTraining",
+        roles=("strategies.ps.live.server_process", "strategies.ps.live.worker_process"),
+    ),
+    "hogwild": StrategyEntry(
+        "strategies.hogwild.strategy:Hogwild",
+        "strategies.hogwild.training:HogwildTraining",
+        "strategies.hogwild.kernel:HogwildKernels",
+    ),
+    "local": StrategyEntry("strategies.local.strategy:Local", "strategies.local.training:LocalTraining"),
+    "federated": StrategyEntry(
+        "strategies.federated.strategy:Federated", "strategies.federated.training:FederatedTraining"
+    ),
+    "pipeline": StrategyEntry(
+        "strategies.pipeline.strategy:Pipeline", "strategies.pipeline.training:PipelineTraining"
+    ),
+    "tensor": StrategyEntry(
+        "strategies.tensor.strategy:Tensor",
+        "strategies.tensor.training:TensorTraining",
+        "strategies.tensor.kernel:TensorKernels",
+    ),
+}
+
+ALIASES: Final[dict[str, str]] = {
+    "ddp": "mirrored",
+    "dp": "mirrored",
+    "horovod": "allreduce",
+    "ring": "allreduce algorithm=ring",
+    "zero": "sharded",
+    "zero1": "central",
+    "zero3": "sharded",
+    "fsdp": "sharded",
+    "deepspeed": "sharded",
+    "parameter_server": "ps",
+    "async": "ps consistency=async",
+    "localsgd": "local",
+    "fl": "federated",
+    "fedavg": "federated",
+    "gpipe": "pipeline schedule=gpipe",
+    "1f1b": "pipeline",
+    "pp": "pipeline",
+    "megatron": "tensor",
+    "tp": "tensor",
+}
+"""What other frameworks call it, and the text that comes nearest here."""

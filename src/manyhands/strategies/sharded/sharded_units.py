@@ -1,0 +1,183 @@
+"""What one worker keeps of each unit, and the exchanges in which units become whole and gradients are summed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from manyhands.native.dtypes import HALVES
+from manyhands.strategies.common.grid.grid_group import LinkGroup
+from manyhands.strategies.common.grid.held import Cut, Held
+from manyhands.strategies.common.sharding.layer_units import Unit, UnitMemory, piece_ranges, pieces_in
+from manyhands.strategies.sharded.unit_rounds import Grant, Want
+
+__all__ = ["KeptPieces"]
+
+
+class KeptPieces:
+    """A worker's pieces of one unit: items of each row of its values, and of its gradient between backward and step.
+
+    Where the `whole` of every parameter has one owner, as an optimizer may need it, pieces are whole tensors.
+    """
+
+    def __init__(self, memory: UnitMemory, group: LinkGroup, *, whole: bool) -> None:
+        self.memory = memory
+        self.unit: Unit = memory.unit
+        self._group = group
+        self._ranges = [piece_ranges(layout, group.world, whole=whole) for layout in self.unit.layouts]
+        self.values = [
+            flat.new_empty(len(ranges[group.index]))
+            for flat, ranges in zip(memory.flats, self._ranges, strict=True)
+        ]
+        self._sums: list[Tensor] = []
+        self._gradients: list[Tensor] = []
+        self._outgoing: list[Tensor] = []
+        self._views: dict[int, Tensor] = {}
+        self.reached: set[int] = set()
+        """The parameters that had a gradient here in this step."""
+        self._missing = set(self.unit.trained)
+
+    def deal_out(self) -> None:
+        """Collective, once: every worker gets its pieces of what member 0 has in its parameters."""
+        for row, (layout, ranges) in enumerate(zip(self.unit.layouts, self._ranges, strict=True)):
+            if self._group.index:
+                room = self.values[row].cpu()
+                self._group.exchange({}, {0: room} if room.numel() else {})
+                self.values[row].copy_(room)
+                continue
+            flat = torch.zeros(layout.count, dtype=layout.dtype)
+            for number, items in layout.views(flat):
+                items.copy_(self.unit.parameters[number].detach().reshape(-1))
+            pieces = {index: flat[part.start : part.stop] for index, part in enumerate(ranges)}
+            self.values[row].copy_(pieces.pop(0))
+            self._group.exchange({index: piece for index, piece in pieces.items() if piece.numel()}, {})
+
+    def held(self) -> Iterator[Held]:
+        """This worker's pieces as parameters of their own, in the memory of `values`."""
+        for layout, ranges, values in zip(self.unit.layouts, self._ranges, self.values, strict=True):
+            for piece, begin in pieces_in(layout, ranges[self._group.index]):
+                parameter = self.unit.parameters[piece.parameter]
+                count = piece.end - piece.begin
+                part, cut = values[begin : begin + count], Cut(dim=None, begin=piece.begin, end=piece.end)
+                is_whole = count == parameter.numel()
+                local = nn.Parameter(
+                    part.view(parameter.shape) if is_whole else part, requires_grad=parameter.requires_grad
+                )
+                yield Held(whole=parameter, local=local, shape=parameter.shape, cut=None if is_whole else cut)
+
+    def gradients(self) -> Iterator[tuple[int, Tensor | None]]:
+        """By piece, in the order of `held`: the parameter's number and the summed gradient, or None."""
+        for row, (layout, ranges) in enumerate(zip(self.unit.layouts, self._ranges, strict=True)):
+            for piece, begin in pieces_in(layout, ranges[self._group.index]):
+                end = begin + piece.end - piece.begin
+                yield piece.parameter, self._sums[row][begin:end] if self._sums else None
+
+    def add_gradient(self, number: int, gradient: Tensor) -> bool:
+        """Take in the gradient of a parameter; whether the unit's is whole now."""
+        if not self._gradients:
+            self._gradients = [torch.zeros_like(flat_like) for flat_like in self._rows()]
+            for layout, flat in zip(self.unit.layouts, self._gradients, strict=True):
+                self._views.update(layout.views(flat))
+        self._views[number].add_(gradient.reshape(-1))
+        self.reached.add(number)
+        self._missing.discard(number)
+        return not self._missing
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether gradients came that were not handed on."""
+        return bool(self._gradients)
+
+    def hand_on(self) -> None:
+        """What has come is to be summed next; gradients that come later are others."""
+        assert not self._outgoing, "the last sum comes first"
+        self._outgoing, self._gradients, self._views = self._gradients, [], {}
+        self._missing = set(self.unit.trained)
+
+    def act(self, granted: Grant) -> None:
+        """Collective: what all members do for those who wanted it."""
+        if granted.stop_request.want is Want.VALUES:
+            self._give_values(granted.members)
+        else:
+            self._add_sums(granted.members)
+
+    def forget_gradients(self) -> None:
+        """After a step."""
+        self._sums = []
+        self.reached.clear()
+
+    def _rows(self) -> list[Tensor]:
+        return [
+            torch.empty(layout.count, dtype=layout.dtype, device=values.device)
+            for layout, values in zip(self.unit.layouts, self.values, strict=True)
+        ]
+
+    def _give_values(self, members: Sequence[int]) -> None:
+        """The pieces of all to those who want the whole."""
+        me = self._group.index
+        for flat, ranges, mine in zip(self.memory.flats, self._ranges, self.values, strict=True):
+            on_host = mine.cpu()
+            wanted = me in members
+            sends = {index: on_host for index in members if index != me and on_host.numel()}
+            rooms: dict[int, Tensor] = {}
+            if wanted:
+                for index, part in enumerate(ranges):
+                    if index != me and len(part):
+                        room = flat[part.start : part.stop]
+                        rooms[index] = (
+                            room if flat.device.type == "cpu" else torch.empty_like(room, device="cpu")
+                        )
+            self._group.exchange(sends, rooms)
+            if not wanted:
+                continue
+            flat[ranges[me].start : ranges[me].stop].copy_(mine)
+            if flat.device.type != "cpu":
+                for index, room in rooms.items():
+                    flat[ranges[index].start : ranges[index].stop].copy_(room)
+
+    def _add_sums(self, members: Sequence[int]) -> None:
+        """The gradients of those who have one, summed in their order, to the owner of each piece."""
+        me = self._group.index
+        gives = me in members
+        if not self._sums:
+            self._sums = [torch.zeros_like(values) for values in self.values]
+        for row, ranges in enumerate(self._ranges):
+            mine = self.values[row]
+            own = self._outgoing[row] if gives else None
+            sends: dict[int, Tensor] = {}
+            if own is not None:
+                on_host = own.cpu()
+                sends = {
+                    index: on_host[part.start : part.stop]
+                    for index, part in enumerate(ranges)
+                    if index != me and len(part)
+                }
+            rooms = {
+                index: torch.empty(mine.shape, dtype=mine.dtype)
+                for index in members
+                if index != me and mine.numel()
+            }
+            self._group.exchange(sends, rooms)
+            if mine.numel():
+                part = ranges[me]
+                addends = [
+                    rooms[index].to(mine.device) if index != me else own[part.start : part.stop]  # type: ignore[index]
+                    for index in members
+                ]
+                _add_up(self._sums[row], addends)
+        if gives:
+            self._outgoing = []
+
+
+def _add_up(into: Tensor, addends: Sequence[Tensor]) -> None:
+    """Add tensors in their order; 16-bit ones in float32, rounded once."""
+    if into.dtype not in HALVES:
+        for addend in addends:
+            into += addend
+        return
+    total = into.to(torch.float32)
+    for addend in addends:
+        total += addend
+    into.copy_(total)

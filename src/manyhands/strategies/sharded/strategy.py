@@ -1,0 +1,85 @@
+"""`sharded` as a value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from manyhands.facts import IN_STEP, ONE_DEVICE, ModelFootprint, Promises, Stepping, Truth, WorkerMemory
+from manyhands.strategy import Strategy, check_link, link_setting
+
+__all__ = ["Sharded"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharded(Strategy):
+    """Every worker holds 1/N of parameters, gradients and optimizer state; layers are gathered when they are used.
+
+    `link` is how processes of one host talk: through `shared` memory, or by `tcp` on loopback.
+    """
+
+    word: ClassVar[str] = "sharded"
+    about: ClassVar[str] = (
+        "parameters, gradients and optimizer state split over the workers, gathered by layer"
+    )
+    truth: ClassVar[Truth] = Truth.SHARES
+    cannot_cross_hosts: ClassVar[str] = ""
+    refuses: ClassVar[Mapping[str, str]] = {
+        "codec": "layers are gathered as they are; allreduce link=tcp, local link=tcp and ps link=tcp have a codec",
+        "device_memory": ONE_DEVICE,
+    }
+
+    link: str = link_setting()
+
+    def __post_init__(self) -> None:
+        check_link(self.link)
+
+    def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
+        """1/N of everything, and the layers that are whole for a moment."""
+        if workers == 1:
+            return super().needs(model, workers)
+        lasting = sum(layer.parameters for layer in model.layers if layer.lasts)
+        return [
+            WorkerMemory(
+                who="worker",
+                count=workers,
+                weights=model.parameters // workers + model.buffers,
+                gradients=model.gradients // workers,
+                state=model.state // workers,
+                activations=model.activations(workers),
+                besides=5 * model.largest_layer + 2 * lasting,
+                what="this layer and the next one whole, its gradient, the one on its way and what others sent of it; "
+                "what layers share stays through a step",
+            )
+        ]
+
+    @property
+    def refused_buffers(self) -> Mapping[str, str]:
+        """None."""
+        return {}
+
+    @property
+    def stepping(self) -> tuple[Stepping, ...]:
+        """Each worker steps its share, of pieces of tensors where the optimizer allows that."""
+        return Stepping.IN_PIECES, Stepping.APART
+
+    @property
+    def promises(self) -> Promises:
+        """All workers take every step together, so all are needed."""
+        return IN_STEP
+
+    @property
+    def uses_links(self) -> bool:
+        """Always: nobody has the whole in memory that others see."""
+        return True
+
+    @property
+    def cannot_compile(self) -> str:
+        """Its parameters come and go."""
+        return "sharded frees and gathers parameters between layers, which compiled code does not know of"
+
+    @property
+    def instead_of_own_loop(self) -> str:
+        """A loop of one's own would read parameters that are elsewhere."""
+        return "give the model and its loss to mh.fit for sharded"

@@ -1,0 +1,23 @@
+"""`sharded`: the common loop, on parameters that are gathered layer by layer."""
+
+from __future__ import annotations
+
+from manyhands.engine.exchange import Exchange, SingleExchange
+from manyhands.engine.exchanging import ExchangeTraining
+from manyhands.engine.worker_resources import Resources
+from manyhands.strategies.sharded.exchange import ShardedExchange
+from manyhands.strategies.sharded.strategy import Sharded
+
+__all__ = ["ShardedTraining"]
+
+
+class ShardedTraining(ExchangeTraining):
+    """Each worker keeps and updates its pieces of every layer."""
+
+    @classmethod
+    def exchange(cls, strategy: Sharded, resources: Resources) -> Exchange:
+        """One worker's end; a single worker has everything and nobody to ask."""
+        del strategy
+        if resources.world == 1:
+            return SingleExchange()
+        return ShardedExchange(resources)

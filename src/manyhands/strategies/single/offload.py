@@ -1,0 +1,477 @@
+"""`single device_memory=…`: training on a device that holds a few layers at a time (Cui et al., "GeePS: Scalable deep
+learning on distributed GPUs with a GPU-specialized parameter server", EuroSys 2016).
+
+Parameters and optimizer state live in the host's memory, or in a file that is mapped there. A layer is brought to the
+device when it is used, the next one meanwhile; in backward, the moment that all of a layer's gradients are there, the
+user's optimizer steps that layer on the device, and the layer goes back. So neither all gradients nor all of the
+optimizer's state are ever on the device. What autograd saves for backward stays there as far as the limit allows; the
+rest waits in the host's memory.
+
+A step is the same as if all layers were stepped at the end, to the last bit, as long as no gradient is needed twice:
+where gradients are clipped, or add up over several backwards, they wait in the host's memory and layers are stepped in
+a second pass.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from manyhands.engine.clipping import scale_down, squares_of
+from manyhands.engine.computing import Computed, Computer
+from manyhands.engine.exchange import Exchange, LocalStep, SharedStep
+from manyhands.errors import UserError
+from manyhands.strategies.common.sharding.flow import Action, Await, Fetch, Hand, Release, UnitFlow
+from manyhands.strategies.common.sharding.layer_units import Unit, UnitMemory, move_buffers, units_of
+from manyhands.strategies.common.sharding.optimizers import stepping_for
+from manyhands.strategies.common.sharding.state_sizes import kept_by
+from manyhands.strategies.common.sharding.visits import FlowListener, UnitVisits
+from manyhands.strategies.single.budget import UnitBytes, plan_budget
+from manyhands.strategies.single.offload_streams import Move, Mover, mover_for
+from manyhands.strategies.single.strategy import Single
+from manyhands.wire.tap import GradientTap
+
+__all__ = ["OffloadExchange"]
+
+HOST = "host"
+_SMALLEST_AWAY = 1 << 12  # bytes of a saved tensor that is worth moving
+
+
+class OffloadExchange(FlowListener, Exchange):
+    """One process whose layers come and go; at most `limit` bytes of `device`, the rest on the host or below `home`."""
+
+    rank = 0
+    world = 1
+    steps_itself = True
+    builds_on_host = True
+
+    def __init__(self, limit: int, device: torch.device, home: str = HOST) -> None:
+        self._limit = limit
+        self._device = device
+        self._home = home
+        self._mover: Mover = mover_for(device)
+        self._optimizer: Optimizer | None = None
+        self._layers: list[_Layer] = []
+        self._places: list[tuple[_Layer, int]] = []
+        self._flow = UnitFlow(0)
+        self._visits: UnitVisits | None = None
+        self._tap: GradientTap | None = None
+        self._saved = OffloadedTensors(self._mover, 0)
+        self._defers = False
+        self._steps = True
+        self._backward = False
+        self._left: deque[_Layer] = deque()
+
+    def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Move the parameters to where they live; a UserError says the need where a layer does not fit."""
+        strategy = Single(device_memory=self._limit)
+        stepping_for(optimizer, strategy.stepping, str(strategy))
+        self._optimizer = optimizer
+        state = _state_sizes(optimizer)
+        units = units_of(model)
+        budget = plan_budget(
+            self._limit,
+            [_bytes_of(unit, state) for unit in units],
+            sum(buffer.nbytes for buffer in model.buffers()),
+        )
+        for unit in units:
+            layer = _Layer(UnitMemory(unit, self._device), self._mover, self._home)
+            layer.settle(optimizer)
+            self._layers.append(layer)
+        move_buffers(model, self._device)
+        lasting = [unit.number for unit in units if unit.module is None]
+        self._flow = UnitFlow(len(units), lasting, ahead=budget.ahead)
+        self._visits = UnitVisits(model, [layer.memory for layer in self._layers], self)
+        self._places = [(layer, number) for layer in self._layers for number in layer.unit.trained]
+        parameters = [layer.unit.parameters[number] for layer, number in self._places]
+        self._tap = GradientTap(parameters, self._on_gradient)
+        self._saved = OffloadedTensors(self._mover, budget.activations)
+
+    def compute(self, computer: Computer, model: nn.Module, step: int) -> Computed:
+        """Forward and backward, with the layers that they need; layers may be stepped in backward already."""
+        self._defers = computer.task.clips or computer.task.microbatches > 1
+        self._flow.begin("training")
+        with self._watching():
+            return super().compute(computer, model, step)
+
+    def evaluate(self, computer: Computer, model: nn.Module) -> tuple[dict[str, float], int] | None:
+        """With the layers that it needs."""
+        self._flow.begin("evaluation")
+        with self._watching():
+            found = computer.evaluate(model)
+        self._carry_out(self._flow.end())
+        return found
+
+    def evaluate_alike(self, computer: Computer, model: nn.Module) -> tuple[dict[str, float], int] | None:
+        """With the layers that it needs."""
+        return self.evaluate(computer, model)
+
+    def backward(self, loss: Tensor, share: float) -> None:
+        """Layers are stepped as their gradients become whole, unless the loss is not finite."""
+        self._steps = not self._defers and bool(torch.isfinite(loss).all())
+        self._flow.backward()
+        self._backward = True
+        weighted = loss if share == 1 else loss * share
+        try:
+            weighted.backward()  # type: ignore[no-untyped-call]
+        finally:
+            self._backward = False
+        for layer in self._layers:
+            if layer.is_pending:  # some of its parameters were not reached
+                self._carry_out(self._flow.complete(layer.unit.number))
+        self._carry_out(self._flow.end())
+        self._saved.end_step()
+        self._flow.begin("training")
+
+    def agree(self, local: LocalStep) -> SharedStep:
+        """This worker's word is everyone's."""
+        if not local.is_finite:
+            self._show_home()
+        return SharedStep(loss=local.loss, bad_workers=() if local.is_finite else (0,), stop=local.stop)
+
+    def clip(self, max_norm: float) -> float:
+        """What torch does, on the gradients that wait in the host's memory."""
+        gradients = self.held_gradients()
+        norm = math.sqrt(squares_of(gradients))
+        scale_down(gradients, norm, max_norm)
+        return norm
+
+    def held_gradients(self) -> Sequence[Tensor]:
+        """Those that wait for their step."""
+        self._mover.finish()
+        return [gradient for layer in self._layers for gradient in layer.waiting.values()]
+
+    def apply(self) -> None:
+        """Step the layers whose gradients were kept for it, one after the other."""
+        for layer in self._layers:
+            if layer.waiting:
+                layer.take_back_gradients()
+                self._step(layer)
+
+    def optimizer_state(self) -> dict[str, Any] | None:
+        """It is in the host's memory."""
+        self._mover.finish()
+        return self._need_optimizer().state_dict()
+
+    def model_state(self, model: nn.Module) -> Mapping[str, Tensor] | None:
+        """So are the parameters."""
+        self._mover.finish()
+        homes = {
+            id(parameter): home
+            for layer in self._layers
+            for parameter, home in zip(layer.unit.parameters, layer.homes(), strict=True)
+        }
+        return {
+            key: homes.get(id(value), value.detach())
+            for key, value in model.state_dict(keep_vars=True).items()
+            if isinstance(value, Tensor)
+        }
+
+    def total(self, values: Tensor) -> Tensor:
+        """A sum of one."""
+        return values
+
+    def close(self) -> None:
+        """The parameters are again what they were: tensors of the host."""
+        if self._visits is not None and self._tap is not None:
+            self._visits.close()
+            self._tap.close()
+            self._show_home()
+        self._visits = self._tap = None
+        self._mover.close()
+
+    def _carry_out(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            match action:
+                case Fetch(unit):
+                    self._keep_pace()
+                    self._layers[unit].fetch(with_state=self._backward and self._steps)
+                case Await(unit):
+                    self._layers[unit].arrive()
+                case Hand(unit):
+                    if self._steps:
+                        self._step(self._layers[unit])
+                    else:
+                        self._layers[unit].keep_gradients()
+                case Release(unit):
+                    self._layers[unit].let_go()
+
+    def _step(self, layer: _Layer) -> None:
+        """Step a layer; one whose values backward did not need comes for that alone."""
+        is_here = layer.memory.is_here
+        if not is_here:
+            self._keep_pace()
+            layer.fetch(with_state=True)
+        layer.step(self._need_optimizer())
+        self._left.append(layer)
+        if not is_here:
+            layer.let_go()
+
+    def _keep_pace(self) -> None:
+        """Ask for no more memory before what the layer before the last held is free: the host runs ahead of a GPU."""
+        while len(self._left) > 1:
+            move = self._left.popleft().leaving
+            assert move is not None, "it was stepped"
+            move.finish()
+
+    def _on_gradient(self, index: int, _parameter: Tensor) -> None:
+        layer, number = self._places[index]
+        if layer.add_gradient(number):
+            self._carry_out(self._flow.complete(layer.unit.number))
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        assert self._visits is not None, "attach comes first"
+        with self._visits.watching(self._saved):
+            yield
+
+    def _show_home(self) -> None:
+        self._mover.finish()
+        for layer in self._layers:
+            for parameter, home in zip(layer.unit.parameters, layer.homes(), strict=True):
+                parameter.data = home
+
+    def _need_optimizer(self) -> Optimizer:
+        assert self._optimizer is not None, "attach comes first"
+        return self._optimizer
+
+
+class _Layer:
+    """One unit: where it lives, what of it is on the device, and its step."""
+
+    def __init__(self, memory: UnitMemory, mover: Mover, home: str) -> None:
+        self.memory = memory
+        self.unit: Unit = memory.unit
+        self._mover = mover
+        self._home = home
+        self._rows = [_room(flat, mover, home) for flat in memory.flats]
+        self._away: dict[tuple[nn.Parameter, str], Tensor] = {}
+        self._here: dict[tuple[nn.Parameter, str], Tensor] = {}
+        self._coming: list[Move] = []
+        self.leaving: Move | None = None
+        """What was last taken to the host."""
+        self._missing = set(self.unit.trained)
+        self._has_gradient = False
+        self.waiting: dict[int, Tensor] = {}
+        """Gradients in the host's memory, by the number of their parameter."""
+
+    def settle(self, optimizer: Optimizer) -> None:
+        """Move the values, and what the optimizer has for them, to where they live."""
+        for layout, row in zip(self.unit.layouts, self._rows, strict=True):
+            for number, items in layout.views(row):
+                items.copy_(self.unit.parameters[number].detach().reshape(-1))
+        self.memory.adopt()
+        self.memory.let_go()
+        for parameter in self.unit.parameters:
+            self._offload(parameter, optimizer.state.get(parameter, {}), copy_now=True)
+
+    def homes(self) -> list[Tensor]:
+        """The values of each parameter where they live."""
+        found: dict[int, Tensor] = {}
+        for layout, row in zip(self.unit.layouts, self._rows, strict=True):
+            for number, items in layout.views(row):
+                found[number] = items.view(self.unit.parameters[number].shape)
+        return [found[number] for number in range(len(found))]
+
+    def fetch(self, *, with_state: bool) -> None:
+        """Begin to bring the values, and what the optimizer keeps, to the device."""
+        self.memory.make_room()
+        pairs = list(zip(self._rows, self.memory.flats, strict=True))
+        if with_state:
+            pairs += self._room_for_state()
+        self._coming.append(self._mover.bring(pairs, self.leaving))
+
+    def arrive(self) -> None:
+        """What is computed next finds them there."""
+        for move in self._coming:
+            move.before_next()
+        self._coming.clear()
+
+    def let_go(self) -> None:
+        """Give the memory back, once what left it has arrived."""
+        self.arrive()
+        if self.leaving is not None and not self._mover.frees_late:
+            self.leaving.finish()
+        self.memory.let_go()
+        self._here.clear()
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether gradients came that were not made use of."""
+        return self._has_gradient
+
+    def add_gradient(self, number: int) -> bool:
+        """One is there; whether all are."""
+        self._has_gradient = True
+        self._missing.discard(number)
+        return not self._missing
+
+    def keep_gradients(self) -> None:
+        """Move the gradients to the host, to what waits there already."""
+        for number in self.unit.trained:
+            parameter = self.unit.parameters[number]
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is None:
+                continue
+            on_host = gradient.cpu()
+            if number in self.waiting:
+                self.waiting[number] += on_host
+            else:
+                self.waiting[number] = on_host.clone() if on_host is gradient else on_host
+        self._begin_gradient()
+
+    def take_back_gradients(self) -> None:
+        """To the device, for the step."""
+        for number, gradient in self.waiting.items():
+            parameter = self.unit.parameters[number]
+            parameter.grad = gradient.to(parameter.device)
+        self.waiting.clear()
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Have the optimizer step this layer alone, on the device; begin to take everything back."""
+        if self._away and not self._here:
+            self._coming.append(self._mover.bring(self._room_for_state(), self.leaving))
+        self.arrive()
+        own = set(self.unit.parameters)
+        shown = [group["params"] for group in optimizer.param_groups]
+        for (parameter, name), tensor in self._here.items():
+            optimizer.state[parameter][name] = tensor
+        try:
+            for group, parameters in zip(optimizer.param_groups, shown, strict=True):
+                group["params"] = [one for one in parameters if one in own]
+            optimizer.step()
+        finally:
+            for group, parameters in zip(optimizer.param_groups, shown, strict=True):
+                group["params"] = parameters
+        pairs = list(zip(self.memory.flats, self._rows, strict=True))
+        for parameter in self.unit.parameters:
+            parameter.grad = None
+            pairs += self._offload(parameter, optimizer.state.get(parameter, {}), copy_now=False)
+        self.leaving = self._mover.take(pairs)
+        self._begin_gradient()
+
+    def _offload(
+        self, parameter: nn.Parameter, state: dict[str, Any], *, copy_now: bool
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Show the optimizer tensors of the host in place of those of the device; what is to be copied into them."""
+        pairs = []
+        for name, value in state.items():
+            if not isinstance(value, Tensor) or not value.dim():
+                continue  # a count of steps
+            key = (parameter, name)
+            if key not in self._away:
+                self._away[key] = _room(value, self._mover, self._home)
+            if copy_now:
+                self._away[key].copy_(value)
+            else:
+                pairs.append((value, self._away[key]))
+            state[name] = self._away[key]
+        return pairs
+
+    def _room_for_state(self) -> list[tuple[Tensor, Tensor]]:
+        device = self.memory.flats[0].device
+        self._here = {key: torch.empty_like(value, device=device) for key, value in self._away.items()}
+        return [(self._away[key], here) for key, here in self._here.items()]
+
+    def _begin_gradient(self) -> None:
+        self._missing = set(self.unit.trained)
+        self._has_gradient = False
+
+
+class OffloadedTensors:
+    """Tensors that autograd saves: the first of a forward wait in the host's memory where not all fit on the device.
+
+    Those that are saved first are needed last. How many bytes are too many is known from the step before; in a first
+    step, whatever comes when `room` is full goes.
+    """
+
+    def __init__(self, mover: Mover, room: int) -> None:
+        self._mover = mover
+        self._room = room
+        self._too_many = 0
+        self._bytes = 0
+        self._kept = 0
+        self.moved = 0
+        """Bytes that went to the host in this step."""
+
+    def pack(self, tensor: Tensor) -> Any:
+        """What is saved in its place."""
+        size = tensor.nbytes
+        if size < _SMALLEST_AWAY or tensor.layout is not torch.strided:
+            return tensor
+        before, self._bytes = self._bytes, self._bytes + size
+        if before >= self._too_many and self._kept + size <= self._room:
+            self._kept += size
+            return tensor
+        self.moved += size
+        source = tensor.detach().contiguous()
+        host = self._mover.room(source)
+        move = self._mover.take([(source, host)])
+        if not self._mover.frees_late:
+            move.finish()  # it may be written to from now on
+        return _Offloaded(host, move, tensor.device)
+
+    def unpack(self, packed: Any) -> Any:
+        """The tensor again, on its device."""
+        return packed.back() if isinstance(packed, _Offloaded) else packed
+
+    def end_step(self) -> None:
+        """What was saved has been used."""
+        self._too_many = max(0, self._bytes - self._room)
+        self._bytes = self._kept = self.moved = 0
+
+
+class _Offloaded:
+    """A tensor that waits in the host's memory."""
+
+    def __init__(self, host: Tensor, move: Move, device: torch.device) -> None:
+        self._host, self._move, self._device = host, move, device
+
+    def back(self) -> Tensor:
+        self._move.before_next()
+        return self._host.to(self._device, non_blocking=True)
+
+
+def _room(like: Tensor, mover: Mover, home: str) -> Tensor:
+    """Memory of the host, or of a file below `home` that nobody else sees."""
+    if home == HOST:
+        return mover.room(like)
+    if not like.numel():
+        return torch.empty(like.shape, dtype=like.dtype)
+    descriptor, path = tempfile.mkstemp(prefix="manyhands-", dir=home)
+    try:
+        os.ftruncate(descriptor, like.nbytes)
+        flat = torch.from_file(path, shared=True, size=like.numel(), dtype=like.dtype)
+    finally:
+        os.close(descriptor)
+        with suppress(OSError):
+            Path(path).unlink()  # the memory stays as long as somebody holds it
+    return flat.view(like.shape)
+
+
+def _state_sizes(optimizer: Optimizer) -> Mapping[nn.Parameter, int]:
+    """By parameter: the bytes that the optimizer will keep for it."""
+    try:
+        return {one: sum(kept.nbytes for kept in all_kept) for one, all_kept in kept_by(optimizer).items()}
+    except UserError:  # not item by item: at most two numbers for each, as far as is known
+        return {one: 2 * one.nbytes for group in optimizer.param_groups for one in group["params"]}
+
+
+def _bytes_of(unit: Unit, state: Mapping[nn.Parameter, int]) -> UnitBytes:
+    return UnitBytes(
+        name=unit.name,
+        values=unit.num_bytes,
+        gradients=sum(one.nbytes for one in unit.parameters if one.requires_grad),
+        state=sum(state.get(one, 0) for one in unit.parameters),
+        lasts=unit.module is None,
+    )

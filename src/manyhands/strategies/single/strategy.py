@@ -1,0 +1,140 @@
+"""`single` as a value."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from manyhands.errors import UserError
+from manyhands.facts import (
+    ENDS,
+    NO_SERVERS,
+    NOBODY_JOINS,
+    Answer,
+    ModelFootprint,
+    Promise,
+    Promises,
+    Stepping,
+    Truth,
+    Waits,
+    WorkerMemory,
+)
+from manyhands.strategies.single.budget import UnitBytes, plan_budget
+from manyhands.strategy import Strategy, parse_size, setting, show_size
+
+__all__ = ["Single"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Single(Strategy):
+    """The plain loop in one process: the reference for everything else.
+
+    With `device_memory` the device holds some layers at a time, and the others wait at `offload`.
+    """
+
+    word: ClassVar[str] = "single"
+    about: ClassVar[str] = "the plain loop in one process; the reference"
+    truth: ClassVar[Truth] = Truth.ONE_PROCESS
+    refuses: ClassVar[Mapping[str, str]] = {"codec": "it is one process, and nothing travels"}
+    most_workers: ClassVar[int | None] = 1
+
+    device_memory: int = setting(0, parse_size, show_size)
+    """Bytes of the device that layers, gradients, optimizer state and activations may take; 0: all there are."""
+    offload: str = setting("host", str)
+    """Where layers are that are not on the device: `host`, or a folder, in a file that is mapped into memory."""
+
+    def __post_init__(self) -> None:
+        if self.offload != "host" and not self.device_memory:
+            raise UserError(
+                f"offload={self.offload} only means something with device_memory, as in device_memory=2GiB"
+            )
+
+    @property
+    def stepping(self) -> tuple[Stepping, ...]:
+        """With a limit, each layer when its gradients are there."""
+        return (Stepping.IN_TURN if self.device_memory else Stepping.TOGETHER,)
+
+    @property
+    def waits_for(self) -> Waits:
+        """There is nobody else."""
+        return Waits.NOBODY
+
+    @property
+    def record_order(self) -> str | None:
+        """One after the other."""
+        return "free"
+
+    @property
+    def in_threads(self) -> bool:
+        """One of them."""
+        return True
+
+    @property
+    def cannot_compile(self) -> str:
+        """With a limit its parameters come and go."""
+        if not self.device_memory:
+            return ""
+        return (
+            "device_memory frees and fetches parameters between layers, which compiled code does not know of"
+        )
+
+    @property
+    def instead_of_own_loop(self) -> str:
+        """A loop's model is on the device as a whole."""
+        return "give the model and its loss to mh.fit for device_memory" if self.device_memory else ""
+
+    def check(self, workers: int, device: str, *, compiled: bool = False) -> None:
+        """What is compiled has no layers; the folder for them must be there."""
+        super().check(workers, device, compiled=compiled)
+        if compiled and self.device_memory:
+            raise UserError(
+                f"device_memory={show_size(self.device_memory)}: compiled steps have no layers to move"
+            )
+        if self.offload != "host" and not os.access(self.offload, os.W_OK | os.X_OK):
+            raise UserError(
+                f"offload={self.offload}: not a folder that can be written to; make it, or use offload=host"
+            )
+
+    def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
+        """Everything, or, with a limit, what is on the device and where the rest is."""
+        if not self.device_memory:
+            return super().needs(model, workers)
+        plan_budget(self.device_memory, _units(model), model.buffers)  # refuses what is too little
+        return [
+            WorkerMemory(
+                who="device", besides=self.device_memory, what="some layers at a time, up to the limit"
+            ),
+            WorkerMemory(who=self.offload, weights=model.parameters, state=model.state),
+        ]
+
+    @property
+    def refused_buffers(self) -> Mapping[str, str]:
+        """None."""
+        return {}
+
+    @property
+    def promises(self) -> Promises:
+        """It is what the others are held against."""
+        same = Promise(answer=Answer.YES, words="it is the one process")
+        return Promises(
+            worker_dies=ENDS, server_dies=NO_SERVERS, workers_join=NOBODY_JOINS, same_numbers=same
+        )
+
+
+def _units(model: ModelFootprint) -> list[UnitBytes]:
+    """Its layers; each has its part of the optimizer's state, by its size."""
+    gradients, state = (
+        part / model.parameters if model.parameters else 0.0 for part in (model.gradients, model.state)
+    )
+    return [
+        UnitBytes(
+            name=layer.name,
+            values=layer.parameters,
+            gradients=int(layer.parameters * gradients),
+            state=int(layer.parameters * state),
+            lasts=layer.lasts,
+        )
+        for layer in model.layers
+    ]

@@ -1,0 +1,58 @@
+"""`single`: the plain loop in the caller's own process."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from typing import cast
+
+from manyhands.engine.device import device_of
+from manyhands.engine.exchange import Exchange, SingleExchange
+from manyhands.engine.training import Result, Stage, Training
+from manyhands.engine.worker import Trainer
+from manyhands.observe.record.event_ring import EventRing
+from manyhands.places.local.status import State
+from manyhands.strategies.single.offload import OffloadExchange
+from manyhands.strategies.single.strategy import Single
+
+__all__ = ["SingleTraining"]
+
+
+class SingleTraining(Training):
+    """No process is started, nothing is shared."""
+
+    def run(self, stage: Stage) -> Result:
+        """Train right here."""
+        with EventRing.create(role=0) as ring, stage.collector({"worker-0": ring}) as collector:
+            with stage.view(collector):
+                worker_context = _Here(ring, stage)
+                with closing(self._exchange()) as exchange:
+                    trainer = Trainer(self._request.plan, exchange, worker_context, stage.checkpoints())
+                    trained = trainer.run(self._start)
+            collector.flush()
+            return Result(
+                model=trained.model.cpu(),
+                steps_done=trained.steps_done,
+                samples=trained.samples,
+                seconds=trained.seconds,
+                stopped_early=trained.stopped_early,
+                observed=collector.summary(),
+            )
+
+    def _exchange(self) -> Exchange:
+        strategy = cast(Single, self._request.strategy)
+        if not strategy.device_memory:
+            return SingleExchange()
+        device = device_of(self._request.plan.device, 0)
+        return OffloadExchange(strategy.device_memory, device, strategy.offload)
+
+
+class _Here:
+    """The surroundings of the plain loop, in the caller's own process."""
+
+    def __init__(self, ring: EventRing, stage: Stage) -> None:
+        self.record = ring.record
+        self.note = stage.hear
+        self.stop_requested = stage.stop_wanted  # Ctrl-C reaches the loop itself
+
+    def mark(self, step: int, state: State, *, place: tuple[int, int] | None = None) -> None:
+        """Nobody waits for a single worker."""

@@ -1,0 +1,211 @@
+"""`tensor` in the common loop: layers are sliced over some workers, and the data over crews of them.
+
+data 0:  worker 0 = slice 0, worker 1 = slice 1     forward and backward pass activations between slices
+data 1:  worker 2 = slice 0, worker 3 = slice 1     gradients of slice 0 are summed over workers 0 and 2
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from manyhands.engine.clipping import scale_down, squares_of
+from manyhands.engine.computing import Computed, Computer
+from manyhands.engine.exchange import Exchange, LocalStep, PeerTraffic, SharedStep, Times, Traffic
+from manyhands.native.heap import keep_freed_memory
+from manyhands.strategies.common.grid.grid_gradients import agree_on, sum_gradients
+from manyhands.strategies.common.grid.grid_group import LinkGroup, waits_of
+from manyhands.strategies.common.grid.grid_layout import Grid, GridAxis
+from manyhands.strategies.common.grid.held import Held, HeldModel, Outline
+from manyhands.strategies.common.sharding.optimizers import stepping_for
+from manyhands.strategies.tensor.slicing import Sliced, slice_modules
+from manyhands.strategies.tensor.strategy import Tensor
+from manyhands.strategies.tensor.traffic_report import layer_traffic
+from manyhands.transport.link.interface import Link
+from manyhands.transport.link.wire import Wire, wire_of
+
+__all__ = ["TensorExchange"]
+
+_EVERYONE, _SLICES, _DATA = 41, 42, 43
+"""What tells the messages of the three groups apart, who share links."""
+
+
+class TensorExchange(Exchange):
+    """One worker's end: its slice of one replica of the model."""
+
+    builds_on_host = True
+
+    def __init__(
+        self,
+        rank: int,
+        grid: Grid,
+        links: Mapping[int, Link],
+        timeout_s: float,
+        device: torch.device | None = None,
+    ) -> None:
+        self.rank, self.world = rank, grid.workers
+        self._grid, self._place, self._links = grid, grid.place(rank), links
+        wires = {link.wire for link in links.values()}
+        self.wire = wire_of(wires.pop()) if wires else Wire.NONE
+
+        def group(members: Any, kind: int, name: str) -> LinkGroup:
+            return LinkGroup(rank, members, links, timeout_s, kind=kind, name=name)
+
+        self._everyone = group(range(grid.workers), _EVERYONE, "all workers")
+        self._slices = group(grid.along(GridAxis.SLICE, rank), _SLICES, "the slices of a layer")
+        self._data = group(grid.along(GridAxis.DATA, rank), _DATA, "the replicas of a slice")
+        self._device = device if device is not None else torch.device("cpu")
+        self._optimizer: Optimizer | None = None
+        self._held: HeldModel | None = None
+        self._sliced: Sliced | None = None
+        self._posts: dict[int, PeerTraffic] = {}
+        self._counted_ns = 0
+        self._steps = 0
+
+    @property
+    def part(self) -> int:
+        """All slices of a replica compute on the same samples."""
+        return self._place.data
+
+    @property
+    def parts(self) -> int:
+        """As many as replicas."""
+        return self._grid.data
+
+    @property
+    def copies(self) -> Sequence[Sequence[int]]:
+        """The replicas of each slice."""
+        return self._grid.copies
+
+    def held_parameters(self, model: nn.Module) -> Iterable[tuple[str, torch.Tensor | None]]:
+        """This worker's slices, under the names of the wholes."""
+        del model
+        return self._need().named()
+
+    def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Collective: everybody takes worker 0's weights, and keeps its slice of them, on its device."""
+        for tensor in (*model.parameters(), *model.buffers()):
+            self._everyone.broadcast(tensor.detach())
+        outline = Outline.of(model)
+        whole = {id(one): one for one in outline.parameters.values()}
+        self._sliced = slice_modules(model, self._slices)
+        model.to(self._device)  # the slices alone: the wholes are no longer the model's
+        first = self._place.data == 0
+        held = []
+        for identity, parameter in whole.items():
+            cut = self._sliced.cut.get(identity)
+            held.append(
+                Held(
+                    whole=parameter,
+                    local=cut.local if cut is not None else parameter,
+                    shape=parameter.shape,
+                    cut=cut.cut if cut is not None else None,
+                    tells=first and (cut is not None or self._place.slice == 0),
+                )
+            )
+        buffers = {
+            key: value
+            for key, value in model.named_buffers()
+            if key in outline.shapes and first and (self.rank == 0 or key in self._sliced.buffers)
+        }
+        if self._sliced.cut:
+            stepping_for(optimizer, Tensor().stepping, Tensor.word)
+        self._held = HeldModel(outline, optimizer, held, buffers, self._sliced.buffers)
+        self._held.drop_rest()
+        self._optimizer = optimizer
+        keep_freed_memory()  # every step frees what the next one takes
+
+    def compute(self, computer: Computer, model: nn.Module, step: int) -> Computed:
+        """Together with the other slices of this replica."""
+        for group in self._groups:
+            group.take_traffic()  # of what was done between steps
+        waits_of(self._groups)
+        return super().compute(computer, model, step)
+
+    def evaluate(self, computer: Computer, model: nn.Module) -> tuple[dict[str, float], int] | None:
+        """Collective: each replica goes over its part of the evaluation data."""
+        return computer.evaluate(model, self.part, self.parts, self._data.all_reduce)
+
+    def backward(self, loss: torch.Tensor, share: float) -> None:
+        """Backward of this replica's weighted loss, together with the other slices."""
+        (loss * share).backward()  # type: ignore[no-untyped-call]
+
+    def agree(self, local: LocalStep) -> SharedStep:
+        """Collective: gradients are summed over the replicas."""
+        shared = agree_on(self._everyone, local, counts=self._place.slice == 0)
+        if not shared.bad_workers:
+            sum_gradients(self._data, [one.local for one in self._need().held])
+        self._steps += 1
+        for group in self._groups:
+            for peer, post in group.take_traffic().items():
+                self._posts.setdefault(peer, PeerTraffic()).add(post)
+        return shared
+
+    def clip(self, max_norm: float) -> float:
+        """Collective: what is sliced counts on every slice, what is whole on the first."""
+        held = self._need()
+        counted = held.gradients(lambda one: one.cut is not None or self._place.slice == 0)
+        squares = self._slices.all_reduce(torch.tensor([squares_of(counted)], dtype=torch.float64))
+        norm = math.sqrt(float(squares))
+        scale_down(held.gradients(), norm, max_norm)
+        return norm
+
+    def apply(self) -> None:
+        """Each worker steps what it holds."""
+        assert self._optimizer is not None, "attach comes before apply"
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def optimizer_state(self) -> dict[str, Any] | None:
+        """Collective: put together from the slices."""
+        return self._need().optimizer_state(self._everyone)
+
+    def model_state(self, model: nn.Module) -> Mapping[str, torch.Tensor] | None:
+        """Collective: put together from the slices."""
+        return self._need().model_state(self._everyone, model)
+
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        """Collective: the sum over workers."""
+        return self._everyone.all_reduce(values.clone())
+
+    def total_of_copies(self, values: torch.Tensor) -> torch.Tensor:
+        """Collective: the sum over the replicas of this slice."""
+        return self._data.all_reduce(values.clone())
+
+    def take_times(self) -> Times:
+        """What passed between slices inside forward and backward; messages, once all have agreed on the step.
+
+        Waiting for who came late is no part of what passing took.
+        """
+        spent_ns = self._sliced.clock.spent_ns if self._sliced is not None else 0
+        spent_ns, self._counted_ns = spent_ns - self._counted_ns, spent_ns
+        posts, self._posts = self._posts, {}
+        waits = waits_of(self._groups)
+        return Times(exchange_ns=max(0, spent_ns - sum(waits.values())), wait_ns=waits, posts=posts)
+
+    def traffic(self) -> Traffic:
+        """Of all groups."""
+        return sum((group.traffic() for group in self._groups), Traffic())
+
+    def summary(self) -> Mapping[str, Any]:
+        """What a step of training sends for each layer, from this worker."""
+        traffic = self._sliced.traffic if self._sliced is not None else {}
+        return {"layers": layer_traffic(traffic, self._steps)}
+
+    def close(self) -> None:
+        """Close the links."""
+        for link in self._links.values():
+            link.close()
+
+    @property
+    def _groups(self) -> tuple[LinkGroup, ...]:
+        return self._everyone, self._slices, self._data
+
+    def _need(self) -> HeldModel:
+        assert self._held is not None, "attach comes first"
+        return self._held

@@ -1,0 +1,230 @@
+"""A tensor that every slice has a part of, and that is put together when somebody looks at it.
+
+A sliced output layer gives one: the user's loss may do anything with the scores, which puts them together first. Only
+what can do without does: their shape and type, reshaping that leaves the last dimension alone, and
+`torch.nn.functional.cross_entropy`, for which three numbers a sample travel and not all scores (Shoeybi et al. 2019).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_map
+
+from manyhands.errors import UserError
+from manyhands.native.dtypes import HALVES
+from manyhands.strategies.tensor.moves import Port, gathered
+
+__all__ = ["LazyWhole", "cross_entropy", "settled"]
+
+_ABOUT = (
+    "shape",
+    "dtype",
+    "device",
+    "ndim",
+    "layout",
+    "is_cuda",
+    "is_cpu",
+    "is_sparse",
+    "is_quantized",
+    "is_nested",
+)
+_FACTS = {
+    *(getattr(Tensor, name).__get__ for name in _ABOUT),
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__, Tensor.is_floating_point, Tensor.is_complex),
+    *(torch.is_floating_point, torch.is_complex, torch.numel),
+}
+_CASTS = {Tensor.float, Tensor.double, Tensor.contiguous}
+_SHAPES = {Tensor.flatten, torch.flatten, Tensor.view, Tensor.reshape, torch.reshape}
+
+
+class LazyWhole(Tensor):
+    """A whole of this shape, of which this slice has `part`; `gather` is collective and gives the whole.
+
+    `port` is given where the parts lie one after another along the last dimension and are scores: then
+    `cross_entropy` needs no whole.
+    """
+
+    _part: Tensor
+    _gather: Callable[[], Tensor]
+    _port: Port | None
+    _sizes: tuple[int, ...]
+    _whole: Tensor | None
+
+    @staticmethod
+    def __new__(
+        cls,
+        part: Tensor,
+        shape: Sequence[int],
+        gather: Callable[[], Tensor],
+        port: Port | None = None,
+        sizes: Sequence[int] = (),
+    ) -> LazyWhole:
+        """A stand-in without memory of its own."""
+        made: LazyWhole = torch.Tensor._make_wrapper_subclass(
+            cls, tuple(shape), dtype=part.dtype, device=part.device
+        )
+        made._part, made._gather, made._port, made._sizes = part, gather, port, tuple(sizes)
+        made._whole = None
+        return made
+
+    @staticmethod
+    def scores(part: Tensor, port: Port, sizes: Sequence[int]) -> LazyWhole:
+        """Of which the slices have these sizes of the last dimension."""
+        shape = (*part.shape[:-1], sum(sizes))
+        return LazyWhole(part, shape, lambda: gathered(part, port, -1, sizes), port, sizes)
+
+    def whole(self) -> Tensor:
+        """Collective, the first time: all of it."""
+        if self._whole is None:
+            self._whole = self._gather()
+        return self._whole
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        function: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Facts are known, some functions work on parts; whatever else there is gets the whole."""
+        del types
+        kwargs = kwargs or {}
+        if function in _FACTS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **kwargs)
+        first = args[0] if args else None
+        if isinstance(first, LazyWhole):
+            if getattr(function, "__self__", None) is Tensor.requires_grad:
+                return first._part.requires_grad
+            _refuse_changes(function)
+            on_part = first._on_part(function, args, kwargs)
+            if on_part is not None:
+                return on_part
+        args, kwargs = tree_map(settled, (tuple(args), dict(kwargs)))
+        return function(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's own is no method
+        cls, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """What torch does without asking first."""
+        del types
+        args, kwargs = tree_map(settled, (tuple(args), dict(kwargs or {})))
+        return function(*args, **kwargs)
+
+    def _on_part(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+        """The result without the whole, where there is a way."""
+        if self._port is None or self._whole is not None:
+            return None
+        if function is F.cross_entropy:
+            return _loss_of(self, *args[1:], **kwargs)
+        if function in _CASTS and len(args) == 1 and not kwargs:
+            return LazyWhole.scores(function(self._part), self._port, self._sizes)
+        if function in _SHAPES and not kwargs:
+            shape = _shape_after(function, self.shape, args[1:])
+            if shape is not None and shape[-1] == self.shape[-1]:
+                own = self._part.reshape(*shape[:-1], self._part.shape[-1])
+                return LazyWhole.scores(own, self._port, self._sizes)
+        return None
+
+
+def settled(value: Any) -> Any:
+    """Collective where it is a stand-in: the tensor that it stands for; everything else is itself."""
+    return value.whole() if isinstance(value, LazyWhole) else value
+
+
+def cross_entropy(part: Tensor, target: Tensor, port: Port, first: int, ignore_index: int = -100) -> Tensor:
+    """Collective: the loss of each sample, given this slice's scores (samples, classes from `first` on).
+
+    Each slice tells all others three numbers a sample: its largest score, its sum of exponentials, and the score of
+    the target if it has that one. The backward needs nothing of the others.
+    """
+    port.trains = torch.is_grad_enabled()
+    losses: Tensor = _CrossEntropy.apply(part, target, port, first)  # type: ignore[no-untyped-call]
+    return losses.masked_fill(target == ignore_index, 0)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, target: Tensor, port: Port, first: int) -> Tensor:
+        mine = (target >= first) & (target < first + part.shape[1])
+        column = (target - first).where(mine, 0)
+        largest = part.amax(1)
+        own = torch.stack(
+            [
+                largest,
+                (part - largest[:, None]).exp().sum(1),
+                part.gather(1, column[:, None])[:, 0].masked_fill(~mine, 0),
+            ]
+        )
+        told = port.counted(lambda: port.group.all_gather(own), backward=False)
+        highest, exponentials, picked = torch.stack(told).unbind(1)
+        top = highest.amax(0)
+        logarithm = top + (exponentials * (highest - top).exp()).sum(0).log()
+        ctx.save_for_backward(part, logarithm, mine, column)
+        return logarithm - picked.sum(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        part, logarithm, mine, column = ctx.saved_tensors
+        probabilities = (part - logarithm[:, None]).exp_()
+        probabilities.scatter_add_(1, column[:, None], -mine.to(part.dtype)[:, None])
+        return probabilities.mul_(gradient[:, None]), None, None, None
+
+
+def _loss_of(
+    scores: LazyWhole,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor | None:
+    """As `torch.nn.functional.cross_entropy`; None where the whole is needed."""
+    plain = weight is None and size_average is None and reduce is None and not label_smoothing
+    if not plain or scores.dim() != 2 or target.dim() != 1 or target.is_floating_point():
+        return None
+    port, sizes = scores._port, scores._sizes
+    assert port is not None, "stand-ins of scores have a port"
+    if port.world == 1 or min(sizes) < 1 or len(target) != len(scores):
+        return None
+    valid = target[target != ignore_index]
+    if len(valid) and not 0 <= int(valid.min()) <= int(valid.max()) < sum(sizes):
+        return None  # torch says what is wrong with it
+    exact = (
+        scores._part.float() if scores.dtype in HALVES else scores._part
+    )  # as torch's, 16 bits lose the sum
+    losses = cross_entropy(exact, target, port, sum(sizes[: port.index]), ignore_index)
+    if not torch.is_autocast_enabled(scores.device.type):
+        losses = losses.to(scores.dtype)
+    if reduction == "none":
+        return losses
+    total = losses.sum()
+    return total if reduction == "sum" else total / len(valid)
+
+
+def _shape_after(function: Any, shape: torch.Size, args: Sequence[Any]) -> torch.Size | None:
+    """Of flattening or reshaping a tensor of `shape`; None where torch will say what is wrong."""
+    try:
+        return torch.Size(function(torch.empty(shape, device="meta"), *args).shape)
+    except (RuntimeError, TypeError, IndexError):
+        return None
+
+
+def _refuse_changes(function: Any) -> None:
+    name = getattr(function, "__name__", "")
+    if (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__set__"):
+        raise UserError(
+            f"strategy tensor: {name} would change a tensor of which each slice has a part; make a new one instead, or "
+            "say 'whole' of that layer in tensor_plan"
+        )

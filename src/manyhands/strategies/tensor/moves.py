@@ -1,0 +1,182 @@
+"""What passes between slices inside a forward, and what that means for the backward.
+
+An activation is whole (the same bits on every slice) or sliced (each slice has its part). The gradient of a whole one
+is whole, too. So the four moves are pairs:
+
+| move | forward | backward |
+|---|---|---|
+| `copied` | whole, into sliced work: nothing | each slice's gradient is a part of the sum: all-reduce |
+| `summed` | sliced work, into a whole: all-reduce | nothing |
+| `gathered` | parts along a dimension: all-gather | this slice's part |
+| `scattered` | this slice's part | all-gather |
+
+Each counts under the name of its layer what this slice sends.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from manyhands.strategies.common.grid.grid_group import LinkGroup
+
+__all__ = ["LayerTraffic", "Port", "copied", "gathered", "scattered", "summed"]
+
+
+@dataclass(slots=True, kw_only=True)
+class LayerTraffic:
+    """What one slice has sent for one layer while training, so far."""
+
+    how: str
+    forward_messages: int = 0
+    forward_bytes: int = 0
+    backward_messages: int = 0
+    backward_bytes: int = 0
+
+    def add(self, messages: int, num_bytes: int, *, backward: bool) -> None:
+        """Count what was sent."""
+        if backward:
+            self.backward_messages += messages
+            self.backward_bytes += num_bytes
+        else:
+            self.forward_messages += messages
+            self.forward_bytes += num_bytes
+
+
+class Clock:
+    """Nanoseconds that this slice has spent passing things to others and waiting for theirs."""
+
+    def __init__(self) -> None:
+        self.spent_ns = 0
+
+
+class Port:
+    """Where one layer meets the same layer on the other slices."""
+
+    def __init__(self, group: LinkGroup, name: str, traffic: LayerTraffic, clock: Clock) -> None:
+        self.group = group
+        self.name = name
+        self.traffic = traffic
+        self.trains = True
+        self._clock = clock
+
+    @property
+    def index(self) -> int:
+        """Which slice this is."""
+        return self.group.index
+
+    @property
+    def world(self) -> int:
+        """How many slices there are."""
+        return self.group.world
+
+    def sum(self, tensor: Tensor, *, backward: bool = False) -> Tensor:
+        """Collective: a new tensor, the sum over the slices."""
+        own = tensor.clone(memory_format=torch.contiguous_format)
+        self.counted(lambda: self.group.all_reduce(own), backward=backward)
+        return own
+
+    def gather(self, tensor: Tensor, dim: int, sizes: Sequence[int], *, backward: bool = False) -> Tensor:
+        """Collective: the slices' parts one after another along `dim`, which have these sizes."""
+        shapes = [(*tensor.shape[:dim], size, *tensor.shape[dim:][1:]) for size in sizes]
+        parts = self.counted(lambda: self.group.all_gather(tensor.contiguous(), shapes), backward=backward)
+        return torch.cat(parts, dim)
+
+    def counted(self, work: Callable[[], Any], *, backward: bool) -> Any:
+        """Do `work`, and count under this layer's name what it sends; evaluation is not counted."""
+        before, begin = self.group.traffic(), time.monotonic_ns()
+        result = work()
+        self._clock.spent_ns += time.monotonic_ns() - begin
+        sent = self.group.traffic() - before
+        if backward or self.trains:
+            self.traffic.add(sent.messages_sent, sent.bytes_sent, backward=backward)
+        return result
+
+
+def copied(x: Tensor, port: Port) -> Tensor:
+    """A whole tensor on its way into sliced work."""
+    return _applied(_Copied, port, x)
+
+
+def summed(x: Tensor, port: Port) -> Tensor:
+    """Collective: the whole that the slices' addends make."""
+    return _applied(_Summed, port, x)
+
+
+def gathered(x: Tensor, port: Port, dim: int, sizes: Sequence[int]) -> Tensor:
+    """Collective: the whole that the slices' parts make along `dim`; `sizes` are theirs."""
+    return _applied(_Gathered, port, x, dim % x.dim(), tuple(sizes))
+
+
+def scattered(x: Tensor, port: Port, dim: int, sizes: Sequence[int]) -> Tensor:
+    """This slice's part of a whole along `dim`."""
+    return _applied(_Scattered, port, x, dim % x.dim(), tuple(sizes))
+
+
+def _applied(function: Any, port: Port, x: Tensor, *rest: Any) -> Tensor:
+    if port.world == 1:
+        return x
+    port.trains = torch.is_grad_enabled()
+    moved: Tensor = function.apply(x, port, *rest)
+    return moved
+
+
+def _part(x: Tensor, port: Port, dim: int, sizes: Sequence[int]) -> Tensor:
+    begin = sum(sizes[: port.index])
+    return x.narrow(dim, begin, sizes[port.index])
+
+
+class _Copied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, port: Port) -> Tensor:
+        ctx.port = port
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.port.sum(gradient, backward=True), None
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, port: Port) -> Tensor:
+        del ctx
+        return port.sum(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        del ctx
+        return gradient, None
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, port: Port, dim: int, sizes: Sequence[int]) -> Tensor:
+        ctx.place = port, dim, sizes
+        return port.gather(x, dim, sizes)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return _part(gradient, *ctx.place).contiguous(), None, None, None
+
+
+class _Scattered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, port: Port, dim: int, sizes: Sequence[int]) -> Tensor:
+        ctx.place = port, dim, sizes
+        return _part(x, port, dim, sizes).clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        port, dim, sizes = ctx.place
+        return port.gather(gradient, dim, sizes, backward=True), None, None, None

@@ -1,0 +1,171 @@
+"""Slicing the modules of a network in place, by a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from torch import nn
+
+from manyhands.errors import UserError
+from manyhands.strategies.common.grid.grid_group import LinkGroup
+from manyhands.strategies.common.grid.held import Cut
+from manyhands.strategies.tensor.find_plan import find_plan
+from manyhands.strategies.tensor.kinds import sliced_class
+from manyhands.strategies.tensor.moves import Clock, LayerTraffic, Port
+from manyhands.strategies.tensor.sliced_layers import ImageRows, LayerSlice, SameDraws
+from manyhands.strategies.tensor.slicing_plan import Plan, SliceKind, Slicing
+
+__all__ = ["CutParameter", "Sliced", "check_plan", "slice_modules"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CutParameter:
+    """A parameter of which this slice has a part."""
+
+    whole: nn.Parameter
+    local: nn.Parameter
+    cut: Cut
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sliced:
+    """What became of a model."""
+
+    plan: Plan
+    cut: Mapping[int, CutParameter]
+    """By the identity of the whole; parameters that are not here are whole on every slice."""
+
+    buffers: Mapping[str, Cut]
+    """By the names of buffers of which this slice has a part."""
+
+    traffic: Mapping[str, LayerTraffic]
+    """What each layer has sent so far, by its name."""
+
+    clock: Clock
+
+
+def slice_modules(
+    model: nn.Module,
+    group: LinkGroup,
+    plan: Plan | None = None,
+    *,
+    part: Sequence[nn.Module] | None = None,
+) -> Sliced:
+    """Slice the modules of `model` in place over the members of `group`; `plan` is found where none is given.
+
+    With `part`, some modules of the model's chain, only these and what is in them: a stage of a pipeline. All members
+    do this with the same model. Whoever holds the model, or a module of it, goes on with the slice; whoever
+    holds a parameter of `cut` (an optimizer, say) takes its `local` instead.
+    """
+    plan = find_plan(model, group.world, part) if plan is None else plan
+    slicer = _Slicer(group)
+    named = dict(model.named_modules())
+    owners = _owners([model] if part is None else part)
+    for name, how in plan.items():
+        if how.kind is not SliceKind.WHOLE and group.world > 1:
+            slicer.slice(name, named[name], how)
+    slicer.check_tied(owners)
+    return Sliced(
+        plan=plan, cut=slicer.cut, buffers=slicer.buffers, traffic=slicer.traffic, clock=slicer.clock
+    )
+
+
+def check_plan(model: nn.Module, slices: int) -> None:
+    """UserError where a model's plan cannot be, before anything is sliced."""
+    if slices == 1:
+        return  # nothing is
+    modules = dict(model.named_modules())
+    for name, how in find_plan(model, slices).items():
+        if how.kind is not SliceKind.WHOLE:
+            _cuts(name, modules[name], how, slices)
+
+
+def _cuts(name: str, module: nn.Module, how: Slicing, slices: int) -> dict[str, tuple[Cut, ...]]:
+    """Of each parameter that is cut: what every slice has."""
+    cuts = sliced_class(name, module, how).cuts(module, how, slices)
+    for key in cuts:
+        if key not in module._parameters and key not in module._buffers:
+            raise UserError(f"tensor_plan: module {name!r} computes its {key} from others; say 'whole'")
+    if any(cut.begin == cut.end for found in cuts.values() for cut in found):
+        raise UserError(
+            f"tensor_plan: module {name!r} is {how}, which is too little for {slices} slices; use fewer slices, or say "
+            "'whole'"
+        )
+    return {key: tuple(found) for key, found in cuts.items()}
+
+
+def _owners(modules: Sequence[nn.Module]) -> dict[int, list[tuple[str, nn.Module, str]]]:
+    """By the identity of a parameter: which modules have it, under which name."""
+    found: dict[int, list[tuple[str, nn.Module, str]]] = {}
+    for path, module in chain.from_iterable(one.named_modules() for one in modules):
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            found.setdefault(id(parameter), []).append((path, module, name))
+    return found
+
+
+class _Slicer:
+    """Cuts one module after another; parameters that several modules share are cut once."""
+
+    def __init__(self, group: LinkGroup) -> None:
+        self.cut: dict[int, CutParameter] = {}
+        self.buffers: dict[str, Cut] = {}
+        self.traffic: dict[str, LayerTraffic] = {}
+        self.clock = Clock()
+        self._group = group
+        self._draws = SameDraws()
+        self._rows = ImageRows()
+
+    def slice(self, name: str, module: nn.Module, how: Slicing) -> None:
+        """Make this module a slice."""
+        kind = sliced_class(name, module, how)
+        cuts = _cuts(name, module, how, self._group.world)
+        traffic = self.traffic[name] = LayerTraffic(how=str(how))
+        sliced = LayerSlice(
+            port=Port(self._group, name, traffic, self.clock),
+            how=how,
+            draws=self._draws,
+            rows=self._rows,
+            shapes={key: value.shape for key, value in module.named_parameters(recurse=False)},
+            cuts=cuts,
+        )
+        for key, found in cuts.items():
+            whole, mine = module._parameters.get(key), found[self._group.index]
+            buffer = module._buffers.get(key)
+            if whole is not None:
+                module._parameters[key] = self._local(name, whole, mine)
+            elif buffer is not None:
+                module._buffers[key] = mine.of(buffer)
+                self.buffers[f"{name}.{key}" if name else key] = mine
+        for below, (submodule, its_how) in kind.beside(module, how).items():
+            self.slice(f"{name}.{below}" if name else below, submodule, its_how)
+        # As torch's own parametrizations do: whoever holds the module goes on with the slice.
+        module.__class__ = kind
+        module.sliced = sliced  # type: ignore[assignment]
+
+    def _local(self, name: str, whole: nn.Parameter, cut: Cut) -> nn.Parameter:
+        known = self.cut.get(id(whole))
+        if known is None:
+            local = nn.Parameter(cut.of(whole.detach()), requires_grad=whole.requires_grad)
+            known = self.cut[id(whole)] = CutParameter(whole=whole, local=local, cut=cut)
+        elif known.cut != cut:
+            raise UserError(
+                f"tensor_plan: module {name!r} shares a parameter that another module slices in another way; slice "
+                "both by vocabulary, or say 'whole' of both"
+            )
+        return known.local
+
+    def check_tied(self, owners: Mapping[int, list[tuple[str, nn.Module, str]]]) -> None:
+        """UserError where a module that was not sliced has a parameter that was."""
+        for name in self._left_whole(owners):
+            raise UserError(
+                f"tensor_plan: module {name or 'the model itself'!r} shares a parameter that another module slices; "
+                "say how it is sliced, too, or say 'whole' of both"
+            )
+
+    def _left_whole(self, owners: Mapping[int, list[tuple[str, nn.Module, str]]]) -> Iterator[str]:
+        for one in self.cut.values():
+            for path, module, name in owners[id(one.whole)]:
+                if module._parameters[name] is one.whole:
+                    yield path

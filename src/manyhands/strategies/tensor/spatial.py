@@ -1,0 +1,265 @@
+"""Layers on images that are sliced by rows: each slice has some rows of every channel, and fetches the rows around.
+
+An output row needs a few input rows only (partial connectivity), so what travels is the halo: for a 3×3 convolution one
+row from above and one from below, whatever the image's height.
+
+    slice 0   rows 0..3   ┐ row 3 ▼        fetched: 0..4      output rows 0..3
+    slice 1   rows 4..6   ┘ row 4 ▲        fetched: 3..6      output rows 4..6
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from manyhands.errors import UserError
+from manyhands.strategies.common.grid.held import Cut
+from manyhands.strategies.tensor.lazy_tensor import settled
+from manyhands.strategies.tensor.moves import Port, copied, gathered, scattered, summed
+from manyhands.strategies.tensor.sliced_layers import SlicedModule
+from manyhands.strategies.tensor.slicing_plan import Slicing, parts_of
+
+__all__ = ["SPATIAL", "RowWindow", "fetched", "why_not"]
+
+_ROWS = -2  # the dimension of rows in (…, channels, rows, columns)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowWindow:
+    """Which input rows an output row needs."""
+
+    kernel: int
+    stride: int = 1
+    dilation: int = 1
+    top: int = 0
+    """Rows of padding above."""
+    bottom: int = 0
+
+    def height(self, height: int) -> int:
+        """How many rows come of so many."""
+        return (height + self.top + self.bottom - self.dilation * (self.kernel - 1) - 1) // self.stride + 1
+
+    def needs(self, rows: range, height: int) -> tuple[range, int, int]:
+        """The input rows for these output rows, and how many rows of padding belong above and below them."""
+        if not rows:
+            return range(0), 0, 0
+        first = rows.start * self.stride - self.top
+        end = (rows.stop - 1) * self.stride - self.top + self.dilation * (self.kernel - 1) + 1
+        inside = range(min(max(first, 0), height), max(min(end, height), 0))
+        if not inside:  # padding alone
+            return range(0), end - first, 0
+        return inside, inside.start - first, end - inside.stop
+
+
+def fetched(x: Tensor, port: Port, has: Sequence[range], needs: Sequence[range]) -> Tensor:
+    """Collective: the rows `needs[port.index]`, of which each slice `has` some; the slices' rows are in order."""
+    if port.world == 1:
+        return x[..., needs[0].start : needs[0].stop, :]
+    port.trains = torch.is_grad_enabled()
+    rows: Tensor = _Fetched.apply(x, port, tuple(has), tuple(needs))  # type: ignore[no-untyped-call]
+    return rows
+
+
+class _Fetched(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, port: Port, has: Sequence[range], needs: Sequence[range]) -> Tensor:
+        ctx.place = port, has, needs
+        me = port.index
+        own = has[me]
+        to = {other: _rows(x, own, _common(own, needs[other])) for other in range(port.world) if other != me}
+        shapes = {other: _sized(x, len(_common(has[other], needs[me]))) for other in to}
+        came = _passed(port, to, shapes, x, backward=False)
+        came[me] = _rows(x, own, _common(own, needs[me]))
+        return torch.cat([came[index] for index in sorted(came)], _ROWS)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        port, has, needs = ctx.place
+        me = port.index
+        wanted = needs[me]
+        to = {
+            other: _rows(gradient, wanted, _common(has[other], wanted))
+            for other in range(port.world)
+            if other != me
+        }
+        shapes = {other: _sized(gradient, len(_common(has[me], needs[other]))) for other in to}
+        came = _passed(port, to, shapes, gradient, backward=True)
+        came[me] = _rows(gradient, wanted, _common(has[me], wanted))
+        total = gradient.new_zeros(_sized(gradient, len(has[me])))
+        for index in sorted(came):
+            common = _common(has[me], needs[index])
+            _rows(total, has[me], common).add_(came[index])
+        return total, None, None, None
+
+
+def _common(one: range, other: range) -> range:
+    begin = max(one.start, other.start)
+    return range(begin, max(begin, min(one.stop, other.stop)))
+
+
+def _rows(x: Tensor, has: range, wanted: range) -> Tensor:
+    """Of a tensor with the rows `has`: those that are wanted."""
+    return x[..., wanted.start - has.start : wanted.stop - has.start, :] if wanted else x[..., :0, :]
+
+
+def _sized(x: Tensor, rows: int) -> tuple[int, ...]:
+    return (*x.shape[:_ROWS], rows, x.shape[-1])
+
+
+def _passed(
+    port: Port, to: Mapping[int, Tensor], shapes: Mapping[int, Sequence[int]], like: Tensor, *, backward: bool
+) -> dict[int, Tensor]:
+    """Collective: what each of the others sent, who get what is for them; nothing travels where that is empty."""
+    sends = {other: rows.detach().cpu().contiguous().view(-1) for other, rows in to.items() if rows.numel()}
+    rooms = {other: torch.empty(tuple(shape), dtype=like.dtype) for other, shape in shapes.items()}
+    receives = {other: room.view(-1) for other, room in rooms.items() if room.numel()}
+    port.counted(lambda: port.group.exchange(sends, receives), backward=backward)
+    return {other: room.to(like.device) for other, room in rooms.items()}
+
+
+class SpatialModule(SlicedModule):
+    """A layer that works on some rows."""
+
+    @classmethod
+    def cuts(cls, module: nn.Module, how: Slicing, slices: int) -> dict[str, list[Cut]]:
+        """Every slice has all parameters."""
+        del module, how, slices
+        return {}
+
+    def entered(self, x: Tensor) -> Tensor:
+        """This slice's rows, of a whole image where the plan scatters it here."""
+        if not self.sliced.how.scatter:
+            return x
+        x = settled(x)
+        self.sliced.rows.height = height = x.shape[_ROWS]
+        self.sliced.draws.enter(x)
+        return scattered(x, self.port, _ROWS, [len(one) for one in self.shares(height)])
+
+    def left(self, y: Tensor) -> Tensor:
+        """The whole image, where the plan gathers it here."""
+        if not self.sliced.how.gather:
+            return y
+        sizes = [len(one) for one in self.shares(self.sliced.rows.height)]
+        self.sliced.draws.leave(y)
+        return gathered(y, self.port, _ROWS, sizes)
+
+    def shares(self, height: int) -> list[range]:
+        """Which rows each slice has of an image of this height."""
+        if height < self.port.world:
+            raise UserError(
+                f"strategy tensor: module {self.port.name!r} has an image of {height} rows, too few for "
+                f"{self.port.world} slices; use fewer slices, or slice it by channels"
+            )
+        return parts_of(height, 0, self.port.world)
+
+    def windowed(self, x: Tensor, window: RowWindow, value: float) -> Tensor:
+        """The rows that this slice's output rows need, padded with `value`; the height becomes the output's."""
+        rows = self.sliced.rows
+        has, height = self.shares(rows.height), window.height(rows.height)
+        self.expect(x, _ROWS, len(has[self.port.index]), "rows")
+        needs = [window.needs(out, rows.height) for out in self.shares(height)]
+        rows.height = height
+        x = fetched(x, self.port, has, [one for one, _, _ in needs])
+        _, above, below = needs[self.port.index]
+        return F.pad(x, (0, 0, above, below), value=value) if above or below else x
+
+
+class SpatialConv2d(SpatialModule, nn.Conv2d):
+    """A convolution of some rows; all slices have its weights, whose gradient is the sum of theirs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Rows of the output."""
+        left, right, top, bottom = self._reversed_padding_repeated_twice
+        window = RowWindow(
+            kernel=self.kernel_size[0],
+            stride=self.stride[0],
+            dilation=self.dilation[0],
+            top=top,
+            bottom=bottom,
+        )
+        x = F.pad(self.windowed(self.entered(x), window, 0.0), (left, right))
+        bias = copied(self.bias, self.port) if self.bias is not None else None
+        y = F.conv2d(x, copied(self.weight, self.port), bias, self.stride, 0, self.dilation, self.groups)
+        return self.left(y)
+
+
+class SpatialMaxPool2d(SpatialModule, nn.MaxPool2d):
+    """Pooling of some rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Rows of the output."""
+        (kernel, across), (stride, sideways) = _pair(self.kernel_size), _pair(self.stride)
+        (above, beside), (dilation, along) = _pair(self.padding), _pair(self.dilation)
+        window = RowWindow(kernel=kernel, stride=stride, dilation=dilation, top=above, bottom=above)
+        x = self.windowed(self.entered(x), window, -torch.inf)
+        y = F.max_pool2d(x, (kernel, across), (stride, sideways), (0, beside), (dilation, along))
+        return self.left(y)
+
+
+class SpatialAvgPool2d(SpatialModule, nn.AvgPool2d):
+    """Pooling of some rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Rows of the output."""
+        (kernel, across), (stride, sideways) = _pair(self.kernel_size), _pair(self.stride)
+        above, beside = _pair(self.padding)
+        window = RowWindow(kernel=kernel, stride=stride, top=above, bottom=above)
+        x = F.pad(self.windowed(self.entered(x), window, 0.0), (beside, beside))
+        y = F.avg_pool2d(x, (kernel, across), (stride, sideways), divisor_override=self.divisor_override)
+        return self.left(y)
+
+
+class SpatialGroupNorm(SpatialModule, nn.GroupNorm):
+    """Normalises by the mean and the variance of all slices' rows: two numbers a group and sample travel."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same rows."""
+        x = self.entered(x)
+        own = self.shares(self.sliced.rows.height)
+        self.expect(x, _ROWS, len(own[self.port.index]), "rows")
+        groups = x.reshape(x.shape[0], self.num_groups, -1)
+        count = groups.shape[2] // x.shape[_ROWS] * self.sliced.rows.height
+        centred = groups - self._over_all(groups.sum(2, keepdim=True)) / count
+        variance = self._over_all(centred.square().sum(2, keepdim=True)) / count
+        y = (centred * torch.rsqrt(variance + self.eps)).view(x.shape)
+        if self.affine:
+            shape = (-1, *(1,) * (x.dim() - 2))
+            y = y * copied(self.weight, self.port).view(shape) + copied(self.bias, self.port).view(shape)
+        return self.left(y)
+
+    def _over_all(self, addend: Tensor) -> Tensor:
+        """The sum of the slices' addends, on its way into each one's own work."""
+        return copied(summed(addend, self.port), self.port)
+
+
+def _pair(value: Any) -> tuple[int, int]:
+    return (value, value) if isinstance(value, int) else (value[0], value[1])
+
+
+def why_not(module: nn.Module) -> str:
+    """Why this module cannot be sliced by rows; empty where it can."""
+    if isinstance(module, nn.Conv2d) and module.padding_mode != "zeros":
+        return f"padding_mode={module.padding_mode} needs rows of the other edge"
+    if isinstance(module, nn.MaxPool2d) and module.return_indices:
+        return "return_indices would count from each slice's first row"
+    if isinstance(module, nn.MaxPool2d | nn.AvgPool2d) and module.ceil_mode:
+        return "ceil_mode=True reaches beyond the last row"
+    if isinstance(module, nn.AvgPool2d) and not module.count_include_pad and _pair(module.padding)[0]:
+        return "count_include_pad=False needs to know where the edge is"
+    return ""
+
+
+SPATIAL: dict[type[nn.Module], type[SlicedModule]] = {
+    nn.Conv2d: SpatialConv2d,
+    nn.MaxPool2d: SpatialMaxPool2d,
+    nn.AvgPool2d: SpatialAvgPool2d,
+    nn.GroupNorm: SpatialGroupNorm,
+}
+"""What each becomes."""

@@ -1,0 +1,123 @@
+"""`tensor` as a value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from manyhands.errors import UserError
+from manyhands.facts import IN_STEP, ModelFootprint, Promises, Split, Stepping, Truth, WorkerMemory
+from manyhands.strategies.common.grid.grid_layout import Grid, require_multiple
+from manyhands.strategy import Strategy, check_link, link_setting, setting, whole_number
+
+__all__ = ["Tensor"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tensor(Strategy):
+    """Every worker holds a slice of every layer: of word vectors, some dimensions of each."""
+
+    word: ClassVar[str] = "tensor"
+    about: ClassVar[str] = "every layer is sliced over the workers, who all see every sample"
+    split: ClassVar[Split] = Split.DIMENSIONS
+    truth: ClassVar[Truth] = Truth.EVERYONE
+    cannot_cross_hosts: ClassVar[str] = ""
+
+    slices: int = setting(0, whole_number)
+    """How many workers share each layer; 0: all of them, or as many as `data` leaves."""
+    data: int = setting(0, whole_number)
+    """How many such crews share each batch; 0: as many as the workers make."""
+    link: str = link_setting()
+
+    def __post_init__(self) -> None:
+        check_link(self.link)
+        for name in ("slices", "data"):
+            if getattr(self, name) < 0:
+                raise UserError(
+                    f"{name}={getattr(self, name)}: must be at least 1, or 0 for as many as fit the workers"
+                )
+
+    def grid(self, workers: int) -> Grid:
+        """Who has which slice of which replica; UserError where so many workers do not fill it."""
+        if self.slices:
+            return Grid.of(workers, slices=self.slices, data=self.data or None)
+        data = self.data or 1
+        require_multiple(workers, data, f"data={data}")
+        return Grid(data=data, slices=workers // data)
+
+    @property
+    def splits_batches(self) -> bool:
+        """Every slice of a layer sees all samples of its replica."""
+        return False
+
+    @property
+    def stepping(self) -> tuple[Stepping, ...]:
+        """Each worker steps its slices."""
+        return (Stepping.IN_PIECES,)
+
+    @property
+    def uses_links(self) -> bool:
+        """Activations and their gradients travel inside forward and backward."""
+        return True
+
+    @property
+    def straggler_advice(self) -> str:
+        """Slices wait for each other inside every layer."""
+        return "every layer waits for the slowest of its slices; slice over workers that are alike"
+
+    def shares(self, workers: int) -> int:
+        """One for each replica."""
+        return self.grid(workers).data
+
+    def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
+        """A slice of every layer each."""
+        grid = self.grid(workers)
+        return [
+            WorkerMemory(
+                who="worker",
+                count=workers,
+                weights=model.parameters // grid.slices + model.buffers,
+                gradients=model.gradients // grid.slices,
+                state=model.state // grid.slices,
+                activations=model.activations(grid.data),
+                what="nothing; layers that are not sliced are whole everywhere, and activations inside sliced ones "
+                "are fewer than this",
+            )
+        ]
+
+    @property
+    def model_parts(self) -> int:
+        """Each slice has its own; as many as workers where nothing else is said, which the value does not know."""
+        return max(1, self.slices)
+
+    @property
+    def cannot_compile(self) -> str:
+        """No worker has the model that torch.compile takes."""
+        return f"torch.compile takes a whole model, and under `{self.word}` no worker has one"
+
+    @property
+    def instead_of_own_loop(self) -> str:
+        """A loop's model is whole."""
+        return "fit a Task for tensor"
+
+    def check(self, workers: int, device: str, *, compiled: bool = False) -> None:
+        """The workers must fill the grid; compiled steps have one replica and no links."""
+        super().check(workers, device, compiled=compiled)
+        grid = self.grid(workers)
+        if compiled and (grid.data > 1 or self.uses_network):
+            raise UserError(
+                f"strategy {self}: word vectors are split over all workers through memory that they share; use tensor"
+            )
+
+    @property
+    def refused_buffers(self) -> Mapping[str, str]:
+        """No sums over replicas inside a sliced layer."""
+        return {
+            "synchronize": "its slices compute on the same samples, and replicas of slices do not sum inside a layer"
+        }
+
+    @property
+    def promises(self) -> Promises:
+        """All workers take every step together, so all are needed."""
+        return IN_STEP

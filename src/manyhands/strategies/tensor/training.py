@@ -1,0 +1,42 @@
+"""`tensor`: the common loop, with layers of which every worker has a slice."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from manyhands.engine.exchange import Exchange, SingleExchange
+from manyhands.engine.exchanging import ExchangeTraining
+from manyhands.engine.request import Request
+from manyhands.engine.worker_resources import Resources
+from manyhands.strategies.tensor.exchange import TensorExchange
+from manyhands.strategies.tensor.slicing import check_plan
+from manyhands.strategies.tensor.strategy import Tensor
+from manyhands.strategies.tensor.traffic_report import sum_layer_traffic
+
+__all__ = ["TensorTraining"]
+
+
+class TensorTraining(ExchangeTraining):
+    """Every worker holds a slice of every layer."""
+
+    def __init__(self, request: Request, model: nn.Module) -> None:
+        super().__init__(request, model)
+        assert isinstance(request.strategy, Tensor), "the registry leads here from its own value"
+        check_plan(model, request.strategy.grid(request.workers).slices)
+
+    @classmethod
+    def exchange(cls, strategy: Tensor, resources: Resources) -> Exchange:
+        """One worker's end, on one host."""
+        if resources.world == 1:
+            return SingleExchange()  # nobody to exchange with
+        grid = strategy.grid(resources.world)
+        links = resources.links()
+        return TensorExchange(resources.rank, grid, links, resources.timeout_s, resources.device)
+
+    def gather(self, finished: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, Any]]:
+        """What all workers together sent for each layer, in a step of training."""
+        samples, besides = super().gather(finished)
+        return samples, {**besides, **sum_layer_traffic(finished)}

@@ -1,0 +1,1 @@
+"""How bytes move between two processes: links, and the hub that serves many connections."""

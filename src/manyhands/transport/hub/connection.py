@@ -1,0 +1,224 @@
+"""One connection of a hub: its socket, what has arrived, what waits to leave, and the memory both ends share."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+from array import array
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final
+
+from manyhands.errors import UserError, format_bytes
+from manyhands.native.segment import Segment
+from manyhands.transport.hub.areas import ArenaReader, Arenas
+from manyhands.transport.hub.frames import (
+    HEADER_BYTES,
+    IN_ARENA,
+    OF_TRANSPORT,
+    FrameDecoder,
+    FrameHeader,
+    Limits,
+    Place,
+    WholeFrame,
+    encode_header,
+)
+from manyhands.transport.hub.handshake import CONTROL, Handshake
+from manyhands.transport.hub.outbox import Outbox
+from manyhands.transport.link.message import ProtocolError
+from manyhands.transport.link.tls import End, SecureSocket
+
+__all__ = ["BEFORE_HANDSHAKE", "Connection"]
+
+BEFORE_HANDSHAKE: Final = Limits(body_bytes=4096, payload_bytes=0)
+_READ_PER_POLL_BYTES: Final = 4 << 20  # then the other connections have theirs
+_DESCRIPTORS_AT_ONCE: Final = 4
+_ARENA_FROM_BYTES: Final = 4096  # less is copied faster by the kernel, along with its header
+_SIOCOUTQNSD: Final = 0x894B  # linux/sockios.h: how much of what was written has never been sent
+_TLS_ALERT: Final = b"\x15\x03"
+_INT_BYTES: Final = array("i").itemsize
+# As plain numbers: these are looked at with every message, and enumerations are slow.
+_SOL_SOCKET, _SCM_RIGHTS = int(socket.SOL_SOCKET), int(socket.SCM_RIGHTS)
+_CLOSE_ON_EXEC, _TRUNCATED = int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_CTRUNC)
+_ANCILLARY_BYTES: Final = socket.CMSG_SPACE(_DESCRIPTORS_AT_ONCE * _INT_BYTES)
+
+
+class Connection:
+    """A socket and its two directions; `member` is set once the peer has proved who it is."""
+
+    def __init__(
+        self,
+        end: End,
+        handshake: Handshake,
+        *,
+        interpret: Callable[[FrameHeader, memoryview], Any],
+        place: Place[Any],
+        queue_bytes: int,
+        on_pending: Callable[[bool], None],
+    ) -> None:
+        self.end = end
+        self.descriptor = end.fileno()
+        self.handshake = handshake
+        self.member: int | None = None
+        self.role = ""
+        self.progress = 0
+        self.connecting = False
+        self.in_peace = False
+        self.farewell = ""
+        """Why the peer said that it leaves."""
+        self.origin = ""
+        """Who is there as far as the network tells, until it has proved more."""
+        self.outbox = Outbox(end, queue_bytes, on_pending)
+        self.limits = BEFORE_HANDSHAKE
+        self._decoder: FrameDecoder[Any] = FrameDecoder(BEFORE_HANDSHAKE, interpret, place)
+        self._local = end.family == socket.AF_UNIX
+        self._secure = end if isinstance(end, SecureSocket) else None
+        self.shaking = self._secure is not None
+        """Whether the TLS handshake is still to be done, before which nothing is sent or received."""
+        self._passed: deque[int] = deque()
+        self._arenas: Arenas | None = None
+
+    @property
+    def local(self) -> bool:
+        """Whether descriptors can be passed: the peer is at the other end of a Unix socket."""
+        return self._local
+
+    def untransmitted_bytes(self) -> int:
+        """What the kernel has taken and may still lose with this process.
+
+        A Unix socket puts it into the peer's queue at once. TCP drops what it has not transmitted if the process ends
+        with something unread, a heartbeat, say.
+        """
+        if self._local:
+            return 0
+        return int(struct.unpack("i", fcntl.ioctl(self.descriptor, _SIOCOUTQNSD, bytes(4)))[0])
+
+    def is_call_to(self, member: int) -> bool:
+        """Whether this is a connection to `member` that is not made yet."""
+        return self.member is None and self.handshake.outgoing and self.handshake.claimed == member
+
+    def shake(self) -> int:
+        """Go on with the TLS handshake; 0 once it is done, else the event of the socket to wait for."""
+        assert self._secure is not None, "only while `shaking`"
+        wanted = self._secure.shake()
+        self.shaking = wanted != 0
+        return wanted
+
+    def admit(self, member: int, role: str, limits: Limits) -> None:
+        """The peer has proved who it is: from now on it may send messages and payloads."""
+        self.member, self.role, self._decoder.limits, self.limits = member, role, limits, limits
+
+    def send_control(self, message: object, descriptor: int = -1) -> bool:
+        """Queue a message of the transport itself."""
+        kind, body = CONTROL.encode(message)
+        return self.outbox.offer(
+            [encode_header(kind, OF_TRANSPORT, len(body), 0) + body], HEADER_BYTES + len(body), descriptor
+        )
+
+    def send(self, kind: int, body: bytes, parts: list[memoryview], *, later: bool = False) -> bool:
+        """Queue a message: its payload goes by the arena where there is one with room, else behind the header.
+
+        With `later` it leaves when `outbox.pump` is called.
+        """
+        num_bytes = sum(map(len, parts))
+        limits = self.limits
+        if len(body) > limits.body_bytes or num_bytes > limits.payload_bytes:
+            raise UserError(
+                f"a message of {format_bytes(len(body))} with {format_bytes(num_bytes)} of payload exceeds the limits "
+                f"of {format_bytes(limits.body_bytes)} and {format_bytes(limits.payload_bytes)}"
+            )
+        if num_bytes >= _ARENA_FROM_BYTES and self._arenas is not None:
+            position = self._arenas.writer.put(parts, num_bytes)
+            if position >= 0:
+                head = encode_header(kind, IN_ARENA, len(body), num_bytes, position) + body
+                if self.outbox.offer([head], len(head), later=later):
+                    return True
+                self._arenas.writer.take_back()
+                return False
+        head = encode_header(kind, 0, len(body), num_bytes) + body
+        return self.outbox.offer([head, *parts], len(head) + num_bytes, later=later)
+
+    def receive(self, take: Callable[[Connection, WholeFrame[Any]], None]) -> bool:
+        """Read what has arrived, up to a share that is fair to others, and `take` each frame; False at the end.
+
+        What TLS has decrypted is read to the end: the kernel would not wake us for it. Raises ProtocolError and
+        TlsRefused for what the peer must not send, OSError when the connection broke.
+        """
+        read, decoder, local = 0, self._decoder, self._local
+        while read < _READ_PER_POLL_BYTES or (self._secure is not None and self._secure.pending()):
+            room = decoder.room()
+            try:
+                num_bytes = self._receive_with_descriptors(room) if local else self.end.recv_into(room)
+            except (BlockingIOError, InterruptedError):
+                break
+            if num_bytes == 0:
+                return False
+            decoder.advance(num_bytes)
+            while (frame := decoder.next_frame()) is not None:
+                take(self, frame)
+            if num_bytes < len(room):
+                break
+            read += num_bytes
+        return True
+
+    def take_segment(self) -> Segment:
+        """The next segment that the peer passed, mapped."""
+        if not self._passed:
+            raise ProtocolError("descriptor", "a shared segment was announced and none passed")
+        descriptor = self._passed.popleft()
+        try:
+            if os.fstat(descriptor).st_size == 0:
+                raise ValueError("it is no memory, or empty")
+            return Segment.attach(descriptor)
+        except (OSError, ValueError) as error:
+            os.close(descriptor)
+            raise ProtocolError("descriptor", f"what was passed cannot be mapped: {error}") from error
+
+    def use_arenas(self, segment: Segment, end: int) -> None:
+        """Send payloads through `segment`, which this object now owns, as its end 0 or 1."""
+        self._arenas = Arenas(segment, end)
+
+    def payload_in_arena(self, header: FrameHeader) -> tuple[memoryview, ArenaReader]:
+        """The payload that `header` announces, and whom to give it back to."""
+        if self._arenas is None:
+            raise ProtocolError("flags", "a payload in shared memory, and no memory is shared")
+        return self._arenas.reader.take(header.position, header.payload_bytes), self._arenas.reader
+
+    @property
+    def met_tls(self) -> bool:
+        """Whether the last that came, to an end without TLS, was the alert with which TLS refuses what is none."""
+        return self._secure is None and self._decoder.unfinished(len(_TLS_ALERT)) == _TLS_ALERT
+
+    def why_ended(self) -> str:
+        """A sentence for a stream that is at its end."""
+        if self.farewell:
+            return self.farewell
+        if self.met_tls:
+            return "it speaks TLS; give this process --tls DIR as well"
+        if self._decoder.between_frames:
+            return "the connection ended without a goodbye"
+        return "the connection was cut in the middle of a message"
+
+    def close(self) -> None:
+        """Close the socket and let go of what is shared; idempotent."""
+        self.outbox.close()
+        self.end.close()
+        while self._passed:
+            os.close(self._passed.popleft())
+        if self._arenas is not None:
+            self._arenas.close()
+            self._arenas = None
+
+    def _receive_with_descriptors(self, room: memoryview) -> int:
+        assert isinstance(self.end, socket.socket), "descriptors travel over Unix sockets"
+        num_bytes, ancillary, flags, _ = self.end.recvmsg_into([room], _ANCILLARY_BYTES, _CLOSE_ON_EXEC)
+        for level, kind, data in ancillary:
+            if level == _SOL_SOCKET and kind == _SCM_RIGHTS:
+                numbers = array("i")
+                numbers.frombytes(data[: len(data) - len(data) % _INT_BYTES])
+                self._passed.extend(numbers)
+        if flags & _TRUNCATED or len(self._passed) > _DESCRIPTORS_AT_ONCE:
+            raise ProtocolError("descriptor", "more descriptors were passed than announced")
+        return num_bytes

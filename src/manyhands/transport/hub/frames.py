@@ -1,0 +1,239 @@
+"""How messages lie in a byte stream: a fixed header, the body, and the raw bytes of the payload.
+
+    offset bytes field
+         0     4 magic           b"MHUB"
+         4     2 version         of this layout and of the handshake
+         6     2 kind            which message the body is
+         8     2 flags           1: of the transport itself; 2: the payload lies in shared memory and not in the stream
+        10     2 reserved        zero
+        12     4 body_bytes
+        16     8 payload_bytes
+        24     8 position        of the payload in shared memory; else zero
+
+Little-endian. Lengths are checked against limits before anything of that length is read or allocated.
+
+`FrameDecoder` does no input or output: it says where the next bytes are wanted (`room`), is told how many came
+(`advance`), and gives frames one by one (`next_frame`). So a large payload is received straight into the place that the
+application names, without a copy.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Generic, NamedTuple, TypeVar
+
+import numpy as np
+
+from manyhands.errors import UserError, format_bytes
+from manyhands.transport.link.message import ProtocolError
+
+__all__ = [
+    "HEADER_BYTES",
+    "IN_ARENA",
+    "NO_PAYLOAD",
+    "OF_TRANSPORT",
+    "VERSION",
+    "FrameDecoder",
+    "FrameHeader",
+    "Limits",
+    "Place",
+    "WholeFrame",
+    "encode_header",
+    "fresh_bytes",
+]
+
+VERSION: Final = 2
+OF_TRANSPORT: Final = 1
+IN_ARENA: Final = 2
+NO_PAYLOAD: Final = memoryview(b"")
+
+_MAGIC: Final = int.from_bytes(b"MHUB", "little")
+_TLS_HANDSHAKE: Final = int.from_bytes(b"\x16\x03", "little")
+_LAYOUT: Final = struct.Struct("<IHHHHIQQ")
+HEADER_BYTES: Final = _LAYOUT.size
+_FLAGS: Final = OF_TRANSPORT | IN_ARENA
+_BUFFER_BYTES: Final = 64 << 10
+
+if HEADER_BYTES != 32:
+    raise ImportError(f"link/frames.py: the header is {HEADER_BYTES} bytes, the protocol says 32")
+
+T = TypeVar("T")
+Place = Callable[[T, int], memoryview | None]
+"""Where a payload of so many bytes goes: a writable view of exactly that many, or None for fresh memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """The longest body and payload that a peer may announce."""
+
+    body_bytes: int = 64 << 20
+    payload_bytes: int = 1 << 34
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.body_bytes < 1 << 32:
+            raise UserError(f"body_bytes={self.body_bytes}: must be from 0 to 2**32-1")
+        if self.payload_bytes < 0:
+            raise UserError(f"payload_bytes={self.payload_bytes}: must not be negative")
+
+
+class FrameHeader(NamedTuple):
+    """The 32 bytes before every body, as far as they vary."""
+
+    kind: int
+    flags: int
+    body_bytes: int
+    payload_bytes: int
+    position: int
+
+
+class WholeFrame(NamedTuple, Generic[T]):
+    """A frame that is here; `payload` is empty where it has none, or has it in shared memory."""
+
+    header: FrameHeader
+    message: T
+    payload: memoryview
+
+
+def encode_header(kind: int, flags: int, body_bytes: int, payload_bytes: int, position: int = 0) -> bytes:
+    """The 32 bytes that announce a frame."""
+    return _LAYOUT.pack(_MAGIC, VERSION, kind, flags, 0, body_bytes, payload_bytes, position)
+
+
+def decode_header(data: bytes | bytearray | memoryview, offset: int, limits: Limits) -> FrameHeader:
+    """Read a header; ProtocolError names the first field that is not allowed."""
+    magic, version, kind, flags, reserved, body, payload, position = _LAYOUT.unpack_from(data, offset)
+    if magic & 0xFFFF == _TLS_HANDSHAKE:
+        raise ProtocolError("magic", "the peer speaks TLS; give this process --tls DIR as well")
+    if magic != _MAGIC:
+        raise ProtocolError("magic", f"{magic:#010x} instead of {_MAGIC:#010x}; the peer is no hub of ours")
+    if version != VERSION:
+        raise ProtocolError(
+            "version", f"the peer speaks {version}, this end {VERSION}; run one release on both"
+        )
+    if flags & ~_FLAGS:
+        raise ProtocolError("flags", f"{flags:#06x} is not known")
+    if reserved:
+        raise ProtocolError("reserved", "must be zero in this version")
+    if body > limits.body_bytes:
+        raise ProtocolError(
+            "body_bytes",
+            f"{format_bytes(body)} announced, at most {format_bytes(limits.body_bytes)} allowed",
+        )
+    if payload > limits.payload_bytes:
+        raise ProtocolError(
+            "payload_bytes",
+            f"{format_bytes(payload)} announced, at most {format_bytes(limits.payload_bytes)} allowed",
+        )
+    if position and not flags & IN_ARENA:
+        raise ProtocolError("position", "is for payloads in shared memory")
+    return FrameHeader(kind, flags, body, payload, position)
+
+
+class FrameDecoder(Generic[T]):
+    """Bytes in, in pieces of any size; frames out.
+
+    `interpret` makes a message of a header and its body; `place` is then asked where the payload goes, before it is
+    read. Either may raise ProtocolError, after which the stream is of no further use.
+    """
+
+    def __init__(
+        self, limits: Limits, interpret: Callable[[FrameHeader, memoryview], T], place: Place[T]
+    ) -> None:
+        self.limits = limits
+        self._interpret = interpret
+        self._place = place
+        self._view = memoryview(bytearray(_BUFFER_BYTES))
+        self._begin = self._end = 0  # what has arrived and is not understood yet
+        self._header: FrameHeader | None = None  # of a body or payload that is being filled
+        self._message: T | None = None  # once the body is whole
+        self._target = NO_PAYLOAD
+        self._filled = 0
+
+    @property
+    def between_frames(self) -> bool:
+        """Whether the stream could end here without cutting a frame."""
+        return self._header is None and self._begin == self._end
+
+    def unfinished(self, num_bytes: int) -> bytes:
+        """The first bytes of a header that is not whole."""
+        return bytes(self._view[self._begin : min(self._end, self._begin + num_bytes)])
+
+    def room(self) -> memoryview:
+        """Where to receive the next bytes; never empty."""
+        if self._header is not None:
+            return self._target[self._filled :]
+        if self._begin == self._end:
+            self._begin = self._end = 0
+        elif self._begin:
+            rest = self._end - self._begin
+            self._view[:rest] = bytes(self._view[self._begin : self._end])
+            self._begin, self._end = 0, rest
+        return self._view[self._end :]
+
+    def advance(self, num_bytes: int) -> None:
+        """`num_bytes` have been received into `room`."""
+        if self._header is None:
+            self._end += num_bytes
+        else:
+            self._filled += num_bytes
+
+    def next_frame(self) -> WholeFrame[T] | None:
+        """The next frame that is whole, or None until more has been received."""
+        if self._header is not None:
+            return self._filled_frame()
+        begin = self._begin
+        if self._end - begin < HEADER_BYTES:
+            return None
+        header = decode_header(self._view, begin, self.limits)
+        body_begin, body_end = begin + HEADER_BYTES, begin + HEADER_BYTES + header.body_bytes
+        if body_end <= self._end:
+            self._begin = body_end
+            return self._understood(header, self._view[body_begin:body_end])
+        if body_end - begin > _BUFFER_BYTES:  # a shorter one will find room behind
+            self._begin = body_begin
+            self._fill(header, fresh_bytes(header.body_bytes))
+        return None
+
+    def _understood(self, header: FrameHeader, body: memoryview) -> WholeFrame[T] | None:
+        """The body is whole: make the message, and take the payload or begin to fill it."""
+        message = self._interpret(header, body)
+        num_bytes = header.payload_bytes
+        if num_bytes == 0 or header.flags & IN_ARENA:
+            return WholeFrame(header, message, NO_PAYLOAD)
+        target = self._place(message, num_bytes)
+        if target is None:
+            target = fresh_bytes(num_bytes)
+        elif target.nbytes != num_bytes:
+            raise ProtocolError(
+                "payload_bytes", f"{num_bytes} bytes announced where {target.nbytes} are expected"
+            )
+        self._message = message
+        self._fill(header, target.cast("B"))
+        return self._filled_frame()
+
+    def _fill(self, header: FrameHeader, target: memoryview) -> None:
+        """Begin to fill `target`, first with what has arrived of it."""
+        here = min(self._end - self._begin, len(target))
+        target[:here] = self._view[self._begin : self._begin + here]
+        self._begin += here
+        self._header, self._target, self._filled = header, target, here
+
+    def _filled_frame(self) -> WholeFrame[T] | None:
+        """The frame whose body or payload is being filled, if that is whole now."""
+        header, message, target = self._header, self._message, self._target
+        if header is None or self._filled < len(target):
+            return None
+        self._header, self._message, self._target = None, None, NO_PAYLOAD
+        if message is None:
+            return self._understood(header, target)
+        return WholeFrame(header, message, target)
+
+
+def fresh_bytes(num_bytes: int) -> memoryview:
+    """Memory that is not cleared first, which for a large payload takes as long as receiving it."""
+    try:
+        return np.empty(num_bytes, np.uint8).data
+    except MemoryError:
+        raise ProtocolError("payload_bytes", f"there is no memory for {format_bytes(num_bytes)}") from None

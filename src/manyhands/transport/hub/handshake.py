@@ -1,0 +1,293 @@
+"""How the two ends of a new connection come to trust each other: pure, one message in, at most one out.
+
+    connecting end                                accepting end
+        Knock(nonce, seal)                   ──►
+                                             ◄──  Challenge(nonce, proof)
+        Proof(claim, expected, proof)        ──►                              with an arena, where memory is shared
+                                             ◄──  Welcome(claim, proof)
+        either, at any time:                      Refusal(field, reason)
+
+A claim is who somebody is, of which release, for which task. Seal and proofs are HMAC-SHA-256 under the run's token,
+with a word for each of the four, over both nonces (the seal: over its own) and all claims so far: the token never
+travels, and a proof is good for this connection, this direction and these claims only.
+
+The token is proved before anything else is told or compared. Who cannot seal its knock is refused with one sentence,
+`NO_PROOF`, whatever it said, and learns neither release nor task; a recorded knock that is sent again gets a challenge
+with random bytes, and no further. Among those who have proved the token, release and task are compared, and an honest
+mistake is told by its name.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+from dataclasses import dataclass
+from typing import Final
+
+from manyhands.errors import UserError, printable
+from manyhands.native.version import __version__
+from manyhands.transport.hub.typed_messages import MessageCoder
+from manyhands.transport.link.message import ProtocolError
+
+__all__ = [
+    "CONTROL",
+    "NO_PROOF",
+    "Challenge",
+    "Claim",
+    "Credentials",
+    "Goodbye",
+    "Handshake",
+    "HandshakeRefused",
+    "HandshakeWelcome",
+    "Heartbeat",
+    "Knock",
+    "Proof",
+    "Refusal",
+    "ShareSegment",
+]
+
+_SECRET_BYTES: Final = 32  # of a nonce, and of an HMAC
+_LEAST_TOKEN_BYTES: Final = 16
+_REASON_CHARACTERS: Final = 300
+
+
+def _check_length(**fields: bytes) -> None:
+    for name, value in fields.items():
+        if len(value) != _SECRET_BYTES:
+            raise ValueError(f"{name} must be {_SECRET_BYTES} bytes, not {len(value)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """Who is there, of which release, for which task."""
+
+    member: int
+    role: str
+    package: str
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Knock:
+    """The connecting end wants to come in; the seal shows that it has the token, and nothing about it."""
+
+    nonce: bytes
+    seal: bytes
+
+    def __post_init__(self) -> None:
+        _check_length(nonce=self.nonce, seal=self.seal)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Challenge:
+    """The accepting end's nonce, and its proof."""
+
+    nonce: bytes
+    proof: bytes
+
+    def __post_init__(self) -> None:
+        _check_length(nonce=self.nonce, proof=self.proof)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """The connecting end: who it is, whom it wants to reach, and its proof.
+
+    With `arena`, the descriptor of a segment for payloads comes along.
+    """
+
+    claim: Claim
+    expected: int
+    proof: bytes
+    arena: bool
+
+    def __post_init__(self) -> None:
+        _check_length(proof=self.proof)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandshakeWelcome:
+    """The connecting end is in; who let it in, with the proof of that."""
+
+    claim: Claim
+    proof: bytes
+
+    def __post_init__(self) -> None:
+        _check_length(proof=self.proof)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """The sender ends the connection because of the peer's `field`."""
+
+    field: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heartbeat:
+    """Still here; `progress` is whatever number the application counts its work by."""
+
+    progress: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goodbye:
+    """The sender leaves in peace."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShareSegment:
+    """The descriptor of a shared segment comes along; `tag` says which it is."""
+
+    tag: int
+
+
+# Numbers are part of the protocol: never reuse one (1 to 4 were the handshake of version 1).
+CONTROL: Final = MessageCoder(
+    {
+        5: Refusal,
+        6: Heartbeat,
+        7: Goodbye,
+        8: ShareSegment,
+        9: Knock,
+        10: Challenge,
+        11: Proof,
+        12: HandshakeWelcome,
+    }
+)
+
+NO_PROOF: Final = Refusal(
+    field="token", reason="field 'token': it was not proved that both ends have the same"
+)
+"""All that anybody is told who has not proved the token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Credentials:
+    """What one process says of itself, and the secret of its run."""
+
+    member: int
+    role: str
+    token: bytes
+    fingerprint: str
+
+    def __post_init__(self) -> None:
+        if self.member < 0:
+            raise UserError(f"member={self.member}: must not be negative")
+        if len(self.token) < _LEAST_TOKEN_BYTES:
+            raise UserError(f"token of {len(self.token)} bytes: must have at least {_LEAST_TOKEN_BYTES}")
+
+    def __repr__(self) -> str:
+        """Everything but the token."""
+        return f"Credentials(member={self.member}, role={self.role!r}, fingerprint={self.fingerprint!r})"
+
+
+class HandshakeRefused(Exception):
+    """The other end does not want this one; its sentence says why."""
+
+
+class Handshake:
+    """One end of it; `expected` is whom the connecting end wants to reach, None at the accepting end.
+
+    `handle` raises ProtocolError naming the field that does not fit, and Refused if the other end said so. `trusted`
+    says that the other end has proved the token for this connection; once `peer` is set, it fits besides.
+    """
+
+    def __init__(self, mine: Credentials, expected: int | None) -> None:
+        self._token = mine.token
+        self._expected = expected
+        self.outgoing = expected is not None
+        self._claim = Claim(
+            member=mine.member, role=mine.role, package=__version__, fingerprint=mine.fingerprint
+        )
+        self._nonce = secrets.token_bytes(_SECRET_BYTES)
+        self._nonces: bytes | None = None  # of the connecting end, then of the accepting end
+        self._theirs: Claim | None = None
+        self.trusted = False
+        self.peer: Claim | None = None
+
+    def knock(self) -> Knock:
+        """The first message of the connecting end."""
+        return Knock(nonce=self._nonce, seal=self._sign(b"knock", self._nonce))
+
+    @property
+    def claimed(self) -> int | None:
+        """Whom the connecting end wants to reach; at the accepting end, who came, once that is proved."""
+        return self._expected if self._theirs is None else self._theirs.member
+
+    def handle(self, message: object) -> Challenge | Proof | HandshakeWelcome | None:
+        """The reply to a message of the other end, or None."""
+        match message, self.outgoing:
+            case Refusal(), _:
+                raise HandshakeRefused(f"it refused: {printable(message.reason, _REASON_CHARACTERS)}")
+            case Knock(), False if self._nonces is None:
+                return self._challenge(message)
+            case Challenge(), True if self._nonces is None:
+                return self._prove(message)
+            case Proof(), False if self._nonces is not None and self.peer is None:
+                return self._welcome(message, self._nonces)
+            case HandshakeWelcome(), True if self._nonces is not None and self.peer is None:
+                said = self._nonces + _bytes_of(self._claim) + _bytes_of(message.claim)
+                self._compare(message.proof, self._sign(b"welcome", said))
+                self._take(message.claim, self._expected)
+                return None
+        raise ProtocolError("handshake", f"{type(message).__name__} comes out of turn")
+
+    def _challenge(self, knock: Knock) -> Challenge:
+        self._compare(knock.seal, self._sign(b"knock", knock.nonce))
+        self._nonces = knock.nonce + self._nonce
+        return Challenge(nonce=self._nonce, proof=self._sign(b"accept", self._nonces))
+
+    def _prove(self, challenge: Challenge) -> Proof:
+        nonces = self._nonce + challenge.nonce
+        self._compare(challenge.proof, self._sign(b"accept", nonces))
+        self._nonces, self.trusted = nonces, True
+        assert self._expected is not None, "the connecting end knows whom it wants"
+        proof = self._sign_claim(nonces, self._claim, self._expected)
+        return Proof(claim=self._claim, expected=self._expected, proof=proof, arena=False)
+
+    def _welcome(self, proof: Proof, nonces: bytes) -> HandshakeWelcome:
+        self._compare(proof.proof, self._sign_claim(nonces, proof.claim, proof.expected))
+        self.trusted = True
+        if proof.expected != self._claim.member:
+            raise ProtocolError("member", f"{self._claim.member} answers where {proof.expected} is expected")
+        self._take(proof.claim, None)
+        said = nonces + _bytes_of(proof.claim) + _bytes_of(self._claim)
+        return HandshakeWelcome(claim=self._claim, proof=self._sign(b"welcome", said))
+
+    def _take(self, theirs: Claim, expected: int | None) -> None:
+        """The token is proved: the other end is who it claims to be, if that fits."""
+        self._theirs, mine = theirs, self._claim
+        for field, there, here in (
+            ("package", theirs.package, mine.package),
+            ("fingerprint", theirs.fingerprint, mine.fingerprint),
+        ):
+            if there != here:
+                raise ProtocolError(
+                    field, f"member {theirs.member} has {there[:80]!r}, member {mine.member} has {here!r}"
+                )
+        if theirs.member < 0 or theirs.member == mine.member:
+            raise ProtocolError("member", f"{theirs.member} cannot be another member's number")
+        if expected is not None and theirs.member != expected:
+            raise ProtocolError("member", f"{theirs.member} answers where {expected} is expected")
+        self.peer = theirs
+
+    def _sign_claim(self, nonces: bytes, claim: Claim, expected: int) -> bytes:
+        return self._sign(b"connect", nonces + expected.to_bytes(8, "little", signed=True) + _bytes_of(claim))
+
+    def _sign(self, word: bytes, said: bytes) -> bytes:
+        return hmac.digest(self._token, word + b"|" + said, "sha256")
+
+    def _compare(self, proof: bytes, expected: bytes) -> None:
+        if not hmac.compare_digest(proof, expected):
+            raise ProtocolError("token", "the proof is wrong: the other end has another token, or none")
+
+
+def _bytes_of(claim: Claim) -> bytes:
+    """A claim as it is signed: its length goes before it, so that two claims in a row are these two only."""
+    _, body = _CLAIMS.encode(claim)
+    return len(body).to_bytes(4, "little") + body
+
+
+_CLAIMS: Final = MessageCoder({1: Claim})

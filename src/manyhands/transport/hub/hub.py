@@ -1,0 +1,542 @@
+"""One process' end of all its connections to other processes of the host: messages, payloads, and who is there.
+
+    with Hub(Credentials(member=1, role="server", token=token, fingerprint=fingerprint), codec) as hub:
+        address = hub.listen("unix")             # or "tcp"; tell others, who call hub.connect(1, address)
+        for event in hub.poll(timeout_s=1.0):    # Joined, Arrived, Shared, Ready, Rejected, Lost
+            ...
+        hub.send(2, Read(...), payload=[gradient])
+
+One thread uses a hub; nothing it calls waits, except `poll` and `flush`, which have deadlines. A thread of the hub's
+own sends heartbeats while the application computes. Whatever a peer does (garbage, a cut frame, a wrong token, silence)
+ends that connection with a reason in an event, and nothing else. Those who have not proved the run's token have few
+places (see `strangers`), are told nothing, and what they say reaches nobody as it is.
+
+One of two processes connects to the other, never both; roles agree which. It dials until it gets through (see `calls`).
+If a member connects anew, the older connection is lost.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import select
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Final, Self
+
+from manyhands.errors import OutOfSharedMemory, UserError, printable
+from manyhands.native.segment import Segment
+from manyhands.transport.hub import addresses
+from manyhands.transport.hub.areas import Arenas
+from manyhands.transport.hub.arrivals import Arrived, HubEvent, Joined, Lost, Ready, Rejected, Shared
+from manyhands.transport.hub.connection import Connection
+from manyhands.transport.hub.dialing import Calls
+from manyhands.transport.hub.entrance import Entrance
+from manyhands.transport.hub.frames import IN_ARENA, OF_TRANSPORT, FrameHeader, WholeFrame
+from manyhands.transport.hub.handshake import (
+    CONTROL,
+    NO_PROOF,
+    Credentials,
+    Goodbye,
+    Handshake,
+    HandshakeRefused,
+    Heartbeat,
+    Knock,
+    Proof,
+    Refusal,
+    ShareSegment,
+)
+from manyhands.transport.hub.heartbeat_sender import HeartbeatSender
+from manyhands.transport.hub.settings import Settings
+from manyhands.transport.hub.typed_messages import MessageCoder
+from manyhands.transport.link.forks import forget_in_children
+from manyhands.transport.link.liveness import LivenessMonitor
+from manyhands.transport.link.message import ProtocolError
+from manyhands.transport.link.tls import TlsRefused
+
+__all__ = [
+    "Arrived",
+    "Destination",
+    "Hub",
+    "HubEvent",
+    "Joined",
+    "Lost",
+    "Ready",
+    "Rejected",
+    "Settings",
+    "Shared",
+]
+
+_IN, _OUT = select.EPOLLIN, select.EPOLLOUT
+_DEFECT: Final = "a defect of this library, met in a connection that had proved nothing"
+_PATIENCE: Final = 4  # times the silence: heartbeats prove that a process lives that is too busy to read
+
+Destination = Callable[[int, Any, int], memoryview | None]
+"""(member, message, payload bytes) -> where the payload goes, or None for memory of its own.
+
+Called while a message arrives, before the events that lie before it are handed out. A view must have exactly that many
+bytes and stay untouched until the message is received. Raise ProtocolError to end the connection.
+"""
+
+
+class Hub:
+    """All connections of one process; a context manager, `close` is idempotent."""
+
+    def __init__(
+        self,
+        credentials: Credentials,
+        codec: MessageCoder,
+        *,
+        destination: Destination | None = None,
+        settings: Settings | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Begin without connections; `clock` alone says when a peer has been silent for too long."""
+        self.credentials = credentials
+        self.settings = settings or Settings()
+        self._codec = codec
+        self._destination = destination
+        self._clock = clock
+        self._liveness: LivenessMonitor[int] = LivenessMonitor(self.settings.silence, clock())
+        self._epoll = select.epoll()
+        self._calls = Calls(self.settings.connect_s, random.Random())
+        self._entrance: Entrance[Connection] = Entrance(self._epoll, self.settings.security)
+        self._connections: dict[int, Connection] = {}  # by descriptor
+        self._members: dict[int, Connection] = {}
+        self._registered: set[int] = set()
+        self._holding = False
+        self._held_back: set[Connection] = set()
+        self._events: list[HubEvent] = []
+        self._heartbeat_sender = HeartbeatSender(self._members, self.settings.silence.heartbeat_s)
+        self._closed = False
+        forget_in_children(self)
+
+    # ── who is there ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def listen(self, address: str = "unix") -> str:
+        """Let others connect; the address to tell them. UserError off loopback, unless `security` allows it."""
+        return self._entrance.listen(address)
+
+    def connect(self, member: int, address: str) -> None:
+        """Connect to `member`, however often that takes to dial; Joined or Lost tells how it went.
+
+        Lost means that it refused this end by name, or could not be reached for `connect_s`.
+        """
+        addresses.check(address, self.settings.security)
+        if member in self._members or member in self._calls:
+            raise UserError(f"member {member} is connected, or about to be")
+        self._calls.begin(member, address, self._clock())
+        self._dial()
+
+    def hang_up(self, member: int) -> None:
+        """Do not try to reach `member` any more; a connection that is made stays, and no event follows."""
+        self._calls.end(member)
+        for connection in [c for c in self._connections.values() if c.is_call_to(member)]:
+            self._forget(connection)
+
+    def members(self) -> tuple[int, ...]:
+        """Who is connected."""
+        return tuple(self._members)
+
+    @property
+    def rejected(self) -> int:
+        """How many were turned away so far, whether an event has told of them or not."""
+        return self._entrance.away.total
+
+    def role(self, member: int) -> str:
+        """What a connected member said it is."""
+        return self._members[member].role
+
+    def progress(self, member: int) -> int:
+        """The mark that came with a connected member's last heartbeat."""
+        return self._members[member].progress
+
+    def mark(self, progress: int) -> None:
+        """How far this process has come, for its heartbeats."""
+        self._heartbeat_sender.progress = progress
+
+    def disconnect(self, member: int, reason: str) -> None:
+        """End the connection to a member, which is told the reason; no event follows."""
+        connection = self._members.get(member)
+        if connection is not None:
+            connection.send_control(Refusal(field="member", reason=reason))
+            self._forget(connection)
+
+    def register(self, descriptor: int) -> None:
+        """Let `poll` also wake for a descriptor of the caller's, as Ready."""
+        self._epoll.register(descriptor, _IN)
+        self._registered.add(descriptor)
+
+    def unregister(self, descriptor: int) -> None:
+        """Forget a registered descriptor; before it is closed."""
+        self._registered.remove(descriptor)
+        self._epoll.unregister(descriptor)
+
+    # ── messages ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def send(self, member: int, message: object, payload: Sequence[Any] = ()) -> bool:
+        """Take a message for a member, with a payload of one or more contiguous buffers; False if nothing was taken.
+
+        It is False when the member is not connected (see `members`) or its queue is full. Messages to one member
+        arrive in order. A payload is not copied where that can be helped: it must stay unchanged until `sent` or
+        `flush` says so.
+        """
+        connection = self._members.get(member)
+        if connection is None:
+            return False
+        kind, body = self._codec.encode(message)
+        views = [view.cast("B") for part in payload if (view := memoryview(part)).nbytes]  # empty: no cast
+        if not self._holding:
+            return connection.send(kind, body, views)
+        self._held_back.add(connection)
+        return connection.send(kind, body, views, later=True)
+
+    def hold_back(self) -> None:
+        """Keep what is sent from now on until `send_off`, or `poll` or `flush`: waking a peer costs more than sending.
+
+        For messages that follow each other at once, as a push and the read behind it do.
+        """
+        self._holding = True
+
+    def send_off(self) -> None:
+        """Let go what was held back: all for one member together."""
+        self._holding = False
+        for connection in self._held_back:
+            connection.outbox.pump()
+        self._held_back.clear()
+
+    def share(self, member: int, segment: Segment, tag: int = 0) -> bool:
+        """Let a member map `segment`, in order with messages; False if nothing was taken. Unix connections only."""
+        connection = self._members.get(member)
+        if connection is None:
+            return False
+        if not connection.local:
+            raise UserError(f"member {member} is connected by TCP, which cannot pass memory")
+        return connection.send_control(ShareSegment(tag=tag), segment.descriptor)
+
+    def sent(self, member: int) -> bool:
+        """Whether all for a member but what is held back has left, so that payloads may change; or it is not there."""
+        connection = self._members.get(member)
+        return connection is None or connection.outbox.pending_bytes == 0
+
+    def arrives(self, member: int) -> bool:
+        """Whether what was sent to a member reaches it even if this process is killed now; or it is not there."""
+        connection = self._members.get(member)
+        return connection is None or connection.outbox.pending_bytes + connection.untransmitted_bytes() == 0
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until everything for everyone has left; False at the deadline.
+
+        What arrives meanwhile is kept for the next `poll`, so that two hubs may flush to each other.
+        """
+        self.send_off()
+        deadline_s = time.monotonic() + timeout_s
+        while not all(map(self.sent, self._members)):
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                return False
+            self._poll(left_s)
+        return True
+
+    def poll(self, timeout_s: float) -> list[HubEvent]:
+        """What happened, in order per member; waits at most `timeout_s` for the first of it."""
+        if self._holding:
+            self.send_off()
+        deadline_s = time.monotonic() + timeout_s if timeout_s > 0 else 0.0
+        left_s = 0.0 if self._events else timeout_s
+        while True:
+            self._poll(left_s)
+            if self._events or left_s <= 0:
+                break
+            left_s = max(deadline_s - time.monotonic(), 0.0)
+        events, self._events = self._events, []
+        return events
+
+    def close(self) -> None:
+        """Say goodbye to everyone and leave; what is still queued is dropped (see `flush`)."""
+        if self._closed:
+            return
+        self._closed = True
+        self._heartbeat_sender.end()
+        for connection in self._members.values():
+            connection.send_control(Goodbye())
+        for connection in tuple(self._connections.values()):
+            self._forget(connection)
+        for event in self._events:
+            if isinstance(event, Shared):
+                event.segment.close()
+        self._events.clear()
+        self._let_go()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ── one look at everything ────────────────────────────────────────────────────────────────────────────────────
+
+    def _poll(self, timeout_s: float) -> None:
+        """Wait for something to be ready, at most so long, and deal with all that is."""
+        ready = self._wait(timeout_s)
+        now_s = self._clock()
+        knocked_at: list[int] = []
+        for descriptor, mask in ready:
+            connection = self._connections.get(descriptor)
+            if connection is not None:
+                self._serve(connection, mask, now_s)
+            elif descriptor in self._entrance:
+                knocked_at.append(
+                    descriptor
+                )  # last: a new connection may get the descriptor of one that ended
+            elif descriptor in self._registered:
+                self._events.append(Ready(descriptor))
+        for descriptor in knocked_at:
+            self._open(descriptor, now_s)
+        if now_s >= self._liveness.next_look_s:
+            for descriptor, reason in self._liveness.look(now_s):
+                self._drop(self._connections[descriptor], reason)
+            self._show_out(self._entrance.wake())
+        if now_s >= self._calls.next_s:
+            self._dial()
+        away = self._entrance.away.due(now_s)
+        if away is not None:
+            self._events.append(away)
+
+    def _wait(self, timeout_s: float) -> list[tuple[int, int]]:
+        poll = self._epoll.poll
+        if self.settings.spin_s and timeout_s > 0:
+            until_s = time.perf_counter() + self.settings.spin_s
+            while True:
+                ready = poll(0)
+                if ready:
+                    return ready
+                if time.perf_counter() >= until_s:
+                    break
+        if timeout_s <= 0:
+            return poll(0)
+        until_look_s = max(min(self._liveness.next_look_s, self._calls.next_s) - self._clock(), 0.0)
+        return poll(min(timeout_s, until_look_s))
+
+    def _dial(self) -> None:
+        """Try to reach everybody whose turn it is."""
+        now_s = self._clock()
+        for member, address in self._calls.due(now_s):
+            try:
+                end = addresses.dial(address, self.settings.security)
+            except OSError as error:
+                self._failed(member, f"nobody can be reached at {address}: {error}")
+                continue
+            connection = self._new(end, expected=member)
+            connection.connecting = True  # it knocks once the kernel says that it is connected
+            self._epoll.modify(end, _IN | _OUT)
+
+    def _failed(self, member: int, reason: str) -> None:
+        sentence = self._calls.failed(member, reason, self._clock())
+        if sentence is not None:
+            self._events.append(Lost(member, sentence))
+
+    def _serve(self, connection: Connection, mask: int, now_s: float) -> None:
+        if connection.connecting:
+            connection.connecting = False
+            failed = connection.end.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if failed:
+                self._drop(connection, os.strerror(failed))
+                return
+            self._epoll.modify(connection.end, _IN)
+            if not connection.shaking:
+                connection.send_control(connection.handshake.knock())
+        elif not connection.shaking and mask & _OUT:
+            connection.outbox.pump()
+        if not mask & ~_OUT and not connection.shaking:
+            return
+        if connection.member is not None:
+            self._liveness.heard(connection.descriptor, now_s)
+        try:
+            if connection.shaking and not self._secured(connection):
+                return
+            if not connection.receive(self._take):
+                self._drop(connection, connection.why_ended(), final=connection.met_tls)
+        except ProtocolError as error:
+            trusted = connection.handshake.trusted
+            connection.send_control(Refusal(field=error.field, reason=str(error)) if trusted else NO_PROOF)
+            self._drop(connection, str(error), final=trusted or error.field == "token")
+        except TlsRefused as refused:
+            self._drop(connection, str(refused), final=True)
+        except HandshakeRefused as refused:
+            self._drop(
+                connection, str(refused) if connection.handshake.outgoing else "it refused", final=True
+            )
+        except OSError as error:
+            self._drop(connection, connection.farewell or f"the connection broke: {error}")
+        except Exception as error:
+            if connection.handshake.trusted:
+                raise
+            # Nobody who has proved nothing may end a run, not even by a mistake of ours, which is named here.
+            self._drop(connection, f"{_DEFECT}: {error!r}")
+
+    def _secured(self, connection: Connection) -> bool:
+        """Go on with the TLS handshake of a connection; whether it is done, so that the token can be proved."""
+        wanted = connection.shake()
+        self._epoll.modify(connection.end, wanted or _IN)
+        if not wanted and connection.handshake.outgoing:
+            connection.send_control(connection.handshake.knock())
+        return not wanted
+
+    def _open(self, listener: int, now_s: float) -> None:
+        """Let in those who wait at a listening socket, as far as the handshake."""
+        for end in self._entrance.accept(listener, now_s):
+            connection = self._new(end, expected=None)
+            connection.origin = addresses.origin(end)
+            self._show_out(self._entrance.newcomers.arrived(connection, now_s))
+            self._serve(connection, _IN, now_s)  # a member's knock is here already, as a rule
+
+    def _show_out(self, connection: Connection | None) -> None:
+        if connection is not None:
+            self._drop(connection, "it had not proved who it is when too many others came")
+
+    def _new(self, end: socket.socket, expected: int | None) -> Connection:
+        addresses.tune(end, _PATIENCE * self.settings.silence.silence_s)
+        epoll, descriptor = self._epoll, end.fileno()
+        connection = Connection(
+            self.settings.security.begin(end, server_side=expected is None),
+            Handshake(self.credentials, expected),
+            interpret=self._interpret,
+            place=lambda message, num_bytes: self._place(connection, message, num_bytes),
+            queue_bytes=self.settings.queue_bytes,
+            on_pending=lambda pending: epoll.modify(descriptor, _IN | _OUT if pending else _IN),
+        )
+        self._connections[descriptor] = connection
+        self._liveness.arrived(descriptor, self._clock(), waits=expected is not None)
+        epoll.register(end, _IN)
+        return connection
+
+    def _drop(self, connection: Connection, reason: str, *, final: bool = False) -> None:
+        """End a connection, and say so; one that was to be made is tried again unless this is `final`."""
+        claimed, member = connection.handshake.claimed, connection.member
+        reason = printable(reason)
+        self._forget(connection)
+        if member is not None:
+            self._events.append(Lost(member, reason, connection.in_peace))
+        elif connection.handshake.outgoing and claimed is not None:
+            if final:
+                self._calls.end(claimed)
+            self._failed(claimed, reason)
+        else:
+            self._entrance.away.add(f"{connection.origin}{reason}", claimed)
+
+    def _forget(self, connection: Connection) -> None:
+        self._liveness.left(connection.descriptor)
+        self._entrance.newcomers.left(connection)
+        self._held_back.discard(connection)
+        del self._connections[connection.descriptor]
+        if connection.member is not None:
+            del self._members[connection.member]
+        connection.outbox.close()  # first: the other thread must not wake for it any more
+        try:
+            self._epoll.unregister(connection.descriptor)
+        except OSError:
+            pass  # it is closed: TLS could not begin, for the peer went in that moment
+        connection.close()
+
+    # ── what arrives ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _interpret(self, header: FrameHeader, body: memoryview) -> Any:
+        if not header.flags & OF_TRANSPORT:
+            return self._codec.decode(header.kind, body)
+        if header.payload_bytes:
+            raise ProtocolError("payload_bytes", "a message of the transport has no payload")
+        return CONTROL.decode(header.kind, body)
+
+    def _place(self, connection: Connection, message: Any, num_bytes: int) -> memoryview | None:
+        if self._destination is None or connection.member is None:
+            return None
+        return self._destination(connection.member, message, num_bytes)
+
+    def _take(self, connection: Connection, frame: WholeFrame[Any]) -> None:
+        header, message, payload = frame
+        if header.flags & OF_TRANSPORT:
+            self._control(connection, message)
+            return
+        member = connection.member
+        if member is None:
+            raise ProtocolError("handshake", f"{type(message).__name__} before the handshake")
+        if not header.flags & IN_ARENA:
+            self._events.append(Arrived(member, message, payload))
+            return
+        payload, reader = connection.payload_in_arena(header)
+        wanted = self._place(connection, message, len(payload))
+        if wanted is None:
+            self._events.append(Arrived(member, message, payload, reader, header.position))
+            return
+        if wanted.nbytes != len(payload):
+            raise ProtocolError("payload_bytes", f"{len(payload)} bytes where {wanted.nbytes} are expected")
+        wanted.cast("B")[:] = payload
+        reader.release(header.position)
+        self._events.append(Arrived(member, message, wanted))
+
+    def _control(self, connection: Connection, message: Any) -> None:
+        if connection.member is None:
+            self._shake_hands(connection, message)
+            return
+        match message:
+            case Heartbeat():
+                connection.progress = message.progress
+            case ShareSegment():
+                segment = connection.take_segment()
+                self._events.append(Shared(connection.member, segment, message.tag))
+            case Goodbye():
+                connection.in_peace = True
+                connection.farewell = "it closed its connection"
+            case Refusal():
+                connection.farewell = f"it ended the connection: {message.reason}"
+            case _:
+                raise ProtocolError("handshake", f"{type(message).__name__} comes out of turn")
+
+    def _shake_hands(self, connection: Connection, message: Any) -> None:
+        handshake = connection.handshake
+        reply = handshake.handle(message)
+        if isinstance(message, Knock):
+            self._show_out(self._entrance.newcomers.knocked(connection, self._clock()))
+        if isinstance(message, Proof) and message.arena:
+            connection.use_arenas(connection.take_segment(), end=1)
+        if isinstance(reply, Proof) and connection.local and self.settings.arena_bytes:
+            self._offer_arena(connection, reply)
+        elif reply is not None:
+            connection.send_control(reply)
+        peer = handshake.peer
+        if peer is None:
+            return
+        self._entrance.newcomers.left(connection)
+        self._calls.answered(peer.member, self._clock())
+        if peer.member in self._members:
+            self._drop(self._members[peer.member], "it connected anew")
+        connection.admit(peer.member, peer.role, self.settings.limits)
+        self._members[peer.member] = connection
+        self._liveness.heard(connection.descriptor, self._clock())
+        self._events.append(Joined(peer.member, peer.role))
+        self._heartbeat_sender.begin()
+
+    def _offer_arena(self, connection: Connection, reply: Proof) -> None:
+        """Send the proof with memory for payloads, or alone if there is no memory to be had."""
+        try:
+            segment = Arenas.create(self.settings.arena_bytes)
+        except OutOfSharedMemory:
+            connection.send_control(reply)
+            return
+        connection.send_control(replace(reply, arena=True), segment.descriptor)
+        connection.use_arenas(segment, end=0)
+
+    def _let_go(self) -> None:
+        self._entrance.close()
+        self._epoll.close()
+
+    def let_go_in_child(self) -> None:
+        """Close a parent's sockets in its forked child."""
+        if not self._closed:
+            self._closed = True
+            for connection in self._connections.values():
+                connection.end.close()
+            self._let_go()

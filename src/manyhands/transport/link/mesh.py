@@ -1,0 +1,142 @@
+"""The links between all ranks of a group on one host: made by the parent, inherited by the children."""
+
+from __future__ import annotations
+
+import os
+import socket
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Self
+
+from manyhands.errors import UserError
+from manyhands.transport.link.interface import Link
+from manyhands.transport.link.shared_link import LinkDescriptors, SharedLink, SharedLinkFiles
+from manyhands.transport.link.tcp import TcpLink, connected
+
+__all__ = ["Mesh", "SharedMesh", "TcpMesh", "mesh_kind"]
+
+
+class Mesh(ABC):
+    """One link for each pair of `world` ranks, in the process that makes them; a context manager.
+
+    `descriptors(rank)` goes to the child of that rank (`pass_fds`, and the numbers on its command line), which calls
+    `attach`. The parent then closes the mesh: an end it keeps hides a death.
+    """
+
+    parts: ClassVar[tuple[str, ...]]
+    """What an end of a link is made of: as many names as descriptors."""
+
+    def __init__(self, world: int) -> None:
+        if world < 1:
+            raise UserError(f"world={world}: a mesh has at least one rank")
+        self.world = world
+        try:
+            for high in range(world):
+                for low in range(high):
+                    self._make(low, high)
+        except BaseException:
+            self.close()
+            raise
+
+    @abstractmethod
+    def _make(self, low: int, high: int) -> None:
+        """Reserve the link of a pair."""
+
+    @abstractmethod
+    def _end(self, low: int, high: int, end: int) -> Sequence[int]:
+        """The descriptors of end 0, the lower rank's, or 1."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close this process's copies; idempotent."""
+
+    @staticmethod
+    @abstractmethod
+    def attach(rank: int, descriptors: Mapping[int, Sequence[int]]) -> Mapping[int, Link]:
+        """The links of `rank` to every other, from the descriptors that its process inherited and now owns."""
+
+    def descriptors(self, rank: int) -> dict[int, tuple[int, ...]]:
+        """What `rank` inherits, by peer; the descriptors stay this object's."""
+        return {
+            peer: tuple(self._end(min(rank, peer), max(rank, peer), 0 if rank < peer else 1))
+            for peer in range(self.world)
+            if peer != rank
+        }
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class SharedMesh(Mesh):
+    """Links through shared memory; OutOfSharedMemory is raised where there is not enough for all of them."""
+
+    parts = LinkDescriptors._fields
+
+    def __init__(self, world: int) -> None:
+        self._files: dict[tuple[int, int], SharedLinkFiles] = {}
+        super().__init__(world)
+
+    def _make(self, low: int, high: int) -> None:
+        self._files[low, high] = SharedLinkFiles.create()
+
+    def _end(self, low: int, high: int, end: int) -> Sequence[int]:
+        return self._files[low, high].descriptors(end)
+
+    def close(self) -> None:
+        """Close this process's copies; idempotent."""
+        for files in self._files.values():
+            files.close()
+
+    @staticmethod
+    def attach(rank: int, descriptors: Mapping[int, Sequence[int]]) -> dict[int, SharedLink]:
+        """The links of `rank` to every other, from the descriptors that its process inherited and now owns."""
+        return {
+            peer: SharedLink.attach(
+                LinkDescriptors(*files),
+                end=0 if rank < peer else 1,
+                peer=f"rank {peer}",
+                roles=len(descriptors) + 1,
+            )
+            for peer, files in descriptors.items()
+        }
+
+
+class TcpMesh(Mesh):
+    """Connections over loopback: what travels between the ranks can be shaped as a network is."""
+
+    parts = ("connection",)
+
+    def __init__(self, world: int) -> None:
+        self._ends: dict[tuple[int, int], tuple[int, int]] = {}
+        super().__init__(world)
+
+    def _make(self, low: int, high: int) -> None:
+        first, second = connected()
+        self._ends[low, high] = first.detach(), second.detach()
+
+    def _end(self, low: int, high: int, end: int) -> Sequence[int]:
+        return (self._ends[low, high][end],)
+
+    def close(self) -> None:
+        """Close this process's copies; idempotent."""
+        for ends in self._ends.values():
+            for descriptor in ends:
+                os.close(descriptor)
+        self._ends = {}
+
+    @staticmethod
+    def attach(rank: int, descriptors: Mapping[int, Sequence[int]]) -> dict[int, TcpLink]:
+        """The links of `rank` to every other, from the descriptors that its process inherited and now owns."""
+        del rank  # both ends are alike
+        return {
+            peer: TcpLink(socket.socket(fileno=descriptor), peer=f"rank {peer}")
+            for peer, (descriptor,) in descriptors.items()
+        }
+
+
+def mesh_kind(*, network: bool) -> type[Mesh]:
+    """What links the ranks of one host: shared memory, or what networks are made of."""
+    return TcpMesh if network else SharedMesh

@@ -1,0 +1,242 @@
+"""The link of two roles on one host: a ring in shared memory for each direction, and a lifeline.
+
+The lifeline is a socket pair on which nothing is ever said: each process holds one end, so the kernel tells
+the other that it is gone, however it went. A clean close is written into the ring first, which is how the two
+are told apart.
+
+Everything is made by the parent and travels by inheritance: `SharedLinkFiles` for one link, `mesh.SharedMesh`
+for the links between all ranks of a group. `SharedLink.pair` has both ends in one process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Final, NamedTuple, Self
+
+from manyhands.errors import UserError
+from manyhands.native.segment import CACHE_LINE, PAGE, Segment, round_up
+from manyhands.native.waiting import LEAVE_BYTES, leave_cores, on_my_core, spins_for
+from manyhands.transport.link import byte_ring
+from manyhands.transport.link.incoming import Incoming
+from manyhands.transport.link.interface import DEFAULT_QUEUE_BYTES, Closed, PeerDied
+from manyhands.transport.link.message import DEFAULT_MAX_PAYLOAD_BYTES
+from manyhands.transport.link.outgoing import SLICE_NS, Outgoing
+from manyhands.transport.link.queued import QueuedLink
+from manyhands.transport.link.wire import Wire
+
+__all__ = ["DEFAULT_CAPACITY_BYTES", "LinkDescriptors", "SharedLink", "SharedLinkFiles"]
+
+DEFAULT_CAPACITY_BYTES: Final = (1 << 20) + PAGE  # a payload of 1 MiB, and its header
+_PATIENCE: Final = 4  # times the usual spinning: a peer that runs Python takes 10 to 20 µs to answer
+
+
+class LinkDescriptors(NamedTuple):
+    """What one end needs: two file descriptors of this process, both inheritable by number (`pass_fds`)."""
+
+    segment: int
+    lifeline: int
+
+
+class SharedLinkFiles:
+    """The shared memory and the lifelines of one link, in the process that makes it; a context manager.
+
+    The maker must `close` its copies once both ends are held elsewhere: a lifeline it keeps hides a death.
+    """
+
+    def __init__(self, segment: Segment, lifelines: tuple[int, int]) -> None:
+        """Own a segment and the two ends of a socket pair; use `create`."""
+        self._segment = segment
+        self._lifelines = lifelines
+
+    @classmethod
+    def create(cls, capacity_bytes: int = DEFAULT_CAPACITY_BYTES) -> Self:
+        """Reserve two rings of at least `capacity_bytes`, or raise OutOfSharedMemory."""
+        if not PAGE <= capacity_bytes <= byte_ring.MAX_CAPACITY_BYTES:
+            raise UserError(
+                f"capacity_bytes={capacity_bytes}: a ring has from {PAGE} to {byte_ring.MAX_CAPACITY_BYTES} bytes"
+            )
+        one = round_up(byte_ring.CONTROL_BYTES + capacity_bytes, PAGE)
+        segment = Segment.create(2 * one, "a link")
+        try:
+            first, second = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        except OSError:
+            segment.close()
+            raise
+        for address in (segment.address, segment.address + one):
+            byte_ring.prepare(address, capacity_bytes)
+        return cls(segment, (first.detach(), second.detach()))
+
+    def descriptors(self, end: int) -> LinkDescriptors:
+        """The descriptors of end 0 or 1, for a child that inherits them; they stay this object's."""
+        return LinkDescriptors(self._segment.descriptor, self._lifelines[end])
+
+    def close(self) -> None:
+        """Close this process's copies; idempotent."""
+        self._segment.close()
+        for descriptor in self._lifelines:
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._lifelines = (-1, -1)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class SharedLink(QueuedLink):
+    """One end of a link through shared memory; made by `attach` or `pair`.
+
+    `roles` says how many processes of this host wait for each other, `queue_bytes` bounds what waits for room
+    in the ring, `max_payload_bytes` what the peer may announce. Whoever waits for
+    a peer looks every 50 ms whether its process is still there.
+    """
+
+    wire = Wire.SHARED
+
+    def __init__(
+        self,
+        segment: Segment,
+        lifeline: socket.socket,
+        *,
+        end: int,
+        peer: str,
+        roles: int = 2,
+        queue_bytes: int = DEFAULT_QUEUE_BYTES,
+        max_payload_bytes: int = DEFAULT_MAX_PAYLOAD_BYTES,
+    ) -> None:
+        super().__init__(peer, max_payload_bytes)
+        self._segment = segment
+        self._lifeline = lifeline
+        one = segment.num_bytes // 2
+        out_address, in_address = segment.address + end * one, segment.address + (1 - end) * one
+        self._own_lines = ((out_address, out_address), (in_address, in_address + CACHE_LINE))
+        self._peer_line = in_address  # where the peer says how it leaves
+        self._looked_ns = 0
+        spins = _PATIENCE * spins_for(roles)
+        room_to_part = roles <= len(os.sched_getaffinity(0))
+        self._outgoing = Outgoing(
+            partial(byte_ring.write, out_address),
+            queue_bytes,
+            self._peer_end,
+            f"manyhands link to {peer}",
+            spins,
+        )
+        self._incoming = Incoming(
+            partial(byte_ring.read, in_address),
+            max_payload_bytes,
+            self._peer_end,
+            peer,
+            spins,
+            _leaver(in_address) if room_to_part else None,
+        )
+
+    @classmethod
+    def attach(
+        cls,
+        descriptors: LinkDescriptors,
+        *,
+        end: int,
+        peer: str,
+        roles: int = 2,
+        queue_bytes: int = DEFAULT_QUEUE_BYTES,
+        max_payload_bytes: int = DEFAULT_MAX_PAYLOAD_BYTES,
+    ) -> Self:
+        """Take one end, in the process that inherited its descriptors; the link owns and closes them."""
+        if end not in (0, 1):
+            raise UserError(f"end={end}: a link has the ends 0 and 1")
+        return cls(
+            Segment.attach(descriptors.segment),
+            socket.socket(fileno=descriptors.lifeline),
+            end=end,
+            peer=peer,
+            roles=roles,
+            queue_bytes=queue_bytes,
+            max_payload_bytes=max_payload_bytes,
+        )
+
+    @classmethod
+    def pair(
+        cls,
+        names: tuple[str, str] = ("end 0", "end 1"),
+        *,
+        capacity_bytes: int = DEFAULT_CAPACITY_BYTES,
+        queue_bytes: int = DEFAULT_QUEUE_BYTES,
+        max_payload_bytes: int = DEFAULT_MAX_PAYLOAD_BYTES,
+    ) -> tuple[Self, Self]:
+        """Both ends in one process, for threads; `names[i]` holds the i-th."""
+        with SharedLinkFiles.create(capacity_bytes) as files:
+            first, second = (
+                cls.attach(
+                    LinkDescriptors(*map(os.dup, files.descriptors(end))),
+                    end=end,
+                    peer=names[1 - end],
+                    queue_bytes=queue_bytes,
+                    max_payload_bytes=max_payload_bytes,
+                )
+                for end in (0, 1)
+            )
+        return first, second
+
+    def _say_goodbye(self, complete: bool) -> None:
+        for address, line in self._own_lines:
+            byte_ring.end(address, line, byte_ring.CLOSED if complete else byte_ring.CUT)
+
+    def _release(self) -> None:
+        self._segment.close()
+        self._lifeline.close()
+
+    def _let_go(self) -> None:
+        self._lifeline.close()
+
+    def _peer_end(self) -> Closed | PeerDied | None:
+        """How the peer left, or None; what the ring says is always looked at, the lifeline every 50 ms."""
+        if self._closed:
+            return Closed()
+        if self._gone is None:
+            self._gone = self._look()
+        return self._gone
+
+    def _look(self) -> Closed | PeerDied | None:
+        how = byte_ring.state(self._peer_line)
+        if how == byte_ring.OPEN:
+            now_ns = time.monotonic_ns()
+            if now_ns - self._looked_ns < SLICE_NS // 2:
+                return None
+            self._looked_ns = now_ns
+            if _holds(self._lifeline):
+                return None
+            how = byte_ring.state(self._peer_line)  # it may have closed, and then gone, since the first look
+        if how == byte_ring.CLOSED:
+            return Closed()
+        if how == byte_ring.CUT:
+            return PeerDied(f"{self.peer} closed the link with messages still queued, which are lost")
+        return PeerDied(f"{self.peer} is gone: its process ended without closing the link")
+
+
+def _leaver(address: int) -> Callable[[], bool]:
+    room = (ctypes.c_char * LEAVE_BYTES)()
+
+    def leave() -> bool:
+        if not on_my_core(address):
+            return False
+        leave_cores(address, 1, 0, ctypes.addressof(room))
+        return True
+
+    return leave
+
+
+def _holds(lifeline: socket.socket) -> bool:
+    """Whether the process at the other end still has it."""
+    try:
+        return lifeline.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
+    except BlockingIOError:
+        return True
+    except ConnectionError:
+        return False

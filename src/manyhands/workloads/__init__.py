@@ -1,0 +1,1 @@
+"""What is trained: built-in tasks and the compiled workloads; one folder each."""

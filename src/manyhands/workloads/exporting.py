@@ -1,0 +1,248 @@
+"""A trained model outside of its run: loaded into a module, or exported in fewer bits with what that costs.
+
+model = mh.load("runs/digits-1")            a run's directory, or a file of `manyhands export`
+manyhands export runs/digits-1 --precision int8
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from manyhands.data.randomness import preserved, seed_all
+from manyhands.data.store.exported import check_precision, read_exported, write_exported
+from manyhands.data.store.rundir import RunDirectory
+from manyhands.engine.computing import Computer, TrainingPlan
+from manyhands.engine.interrupted_run import last_kept
+from manyhands.errors import UserError
+from manyhands.strategy import Strategy
+from manyhands.task import Task
+from manyhands.workloads.tasks import TASKS
+
+__all__ = [
+    "Export",
+    "ExportAsked",
+    "export_run",
+    "export_weights",
+    "load",
+    "recorded_options",
+    "trained_steps",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportAsked:
+    """What `manyhands export` asks a workload for."""
+
+    run: Path
+    out: Path | None = None
+    """The file to write; None: one in the run's directory."""
+    precision: str = "fp32"
+    test: Path | None = None
+    """Examples to measure on, for a workload that has no evaluation data of its own."""
+
+    def own(self, name: str) -> Path:
+        """The file `name` of the run, or the file that was named in the place of a run."""
+        return self.run / name if self.run.is_dir() else self.run
+
+    def target(self, name: str) -> Path:
+        """Where to write: `out`, or `name` beside the model."""
+        return self.out if self.out is not None else self.own(name).with_name(name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Export:
+    """What was exported, and what its fewer bits cost."""
+
+    path: Path
+    precision: str
+    steps: int
+    """How many steps the weights have seen."""
+
+    num_bytes: int
+    """Of the file."""
+
+    full_bytes: int
+    """Of the same weights in single precision."""
+
+    before: dict[str, float] = field(default_factory=dict)
+    """Metrics on the task's evaluation data with the weights as they were trained; empty where it has none."""
+
+    after: dict[str, float] = field(default_factory=dict)
+    """The same with the weights of the file."""
+
+    largest_difference: float | None = None
+    """Between what the file's program computes and what the module does, where it is one that was compared."""
+
+
+def load(path: str | Path, task: Task | None = None) -> nn.Module:
+    """The module of a run with its newest weights, or of a file of `manyhands export`; in evaluation mode, on the CPU.
+
+    `task` is needed for a Task of your own, whose model only you can build. Nothing in the files is executed, and the
+    data that it was trained on need not be there.
+    """
+    place = Path(path)
+    if place.is_dir():
+        config, built = _task_of(place, task, with_data=False)
+        return _filled(built, _newest(place, config, built)[1])
+    exported = read_exported(place)
+    about = exported.about
+    options = _options(about.get("options", "{}"), place)
+    if task is None:
+        task = _builtin(about.get("task", ""), options, place, with_data=False)
+        _check_shapes(task, exported.weights, place)
+    return _filled(task, exported.weights)
+
+
+def recorded_options(path: str | Path) -> Mapping[str, Any]:
+    """Of the task that a run, or a file of `manyhands export`, is of."""
+    place = Path(path)
+    if not place.is_dir():
+        return _options(read_exported(place).about.get("options", "{}"), place)
+    directory = RunDirectory.open(place, lock=False)
+    try:
+        return directory.config.get("task_options") or {}
+    finally:
+        directory.close()
+
+
+def trained_steps(path: str | Path) -> int:
+    """How many steps the newest weights of a run, or those of a file of `manyhands export`, have seen."""
+    place = Path(path)
+    if place.is_dir():
+        config, built = _task_of(place, None, with_data=False)
+        return _newest(place, config, built)[0]
+    told = read_exported(place).about.get("steps", "")
+    return int(told) if told.isdecimal() and len(told) < 19 else 0
+
+
+def export_weights(asked: ExportAsked) -> Export:
+    """`export_run` for a task with evaluation data of its own."""
+    if asked.test is not None:
+        raise UserError("--test: this task is measured on its evaluation data; leave it out for this run")
+    return export_run(asked.run, asked.out, asked.precision)
+
+
+def export_run(
+    run: str | Path, out: str | Path | None = None, precision: str = "fp32", task: Task | None = None
+) -> Export:
+    """Write the newest weights of a run as one safetensors file, and measure what the fewer bits cost.
+
+    Into `out`, or RUN/model-PRECISION.safetensors.
+    """
+    check_precision(precision)
+    place = Path(run)
+    config, built = _task_of(place, task)
+    steps, weights = _newest(place, config, built)
+    file = Path(out) if out is not None else place / f"model-{precision}.safetensors"
+    about = {
+        "task": str(config["task"]),
+        "options": json.dumps(config.get("task_options", {})),
+        "steps": str(steps),
+        "manyhands_version": str(config.get("versions", {}).get("manyhands", "")),
+    }
+    write_exported(file, weights, precision, about)
+    full = sum(
+        4 * tensor.numel() if tensor.dtype.is_floating_point else tensor.nbytes for tensor in weights.values()
+    )
+    return Export(
+        path=file,
+        precision=precision,
+        steps=steps,
+        num_bytes=file.stat().st_size,
+        full_bytes=full,
+        before=_measured(built, _filled(built, weights)),
+        after=_measured(built, _filled(built, read_exported(file).weights)),
+    )
+
+
+def _task_of(place: Path, task: Task | None, *, with_data: bool = True) -> tuple[Mapping[str, Any], Task]:
+    if not (place / "config.json").is_file():
+        raise UserError(
+            f"{place} holds no run (there is no config.json); name a run's directory, as in runs/digits"
+        )
+    directory = RunDirectory.open(place, lock=False)
+    config = directory.config
+    directory.close()
+    options = config.get("task_options") or {}
+    return config, task or _builtin(str(config["task"]), options, place, with_data=with_data)
+
+
+def _options(text: str, place: Path) -> Mapping[str, Any]:
+    """Those that the header of a file has; a stranger may have written it."""
+    try:
+        options = json.loads(text)
+    except ValueError:
+        options = None
+    if not isinstance(options, dict):
+        raise UserError(
+            f"model {place} was not written by `manyhands export`: its options are {text[:80]!r}; give the task "
+            "that it was trained with: mh.load(path, task=...)"
+        )
+    return options
+
+
+def _builtin(name: str, options: Mapping[str, Any], place: Path, *, with_data: bool) -> Task:
+    if name not in TASKS:
+        raise UserError(
+            f"{place} is of the task {name!r}, which is not built in; give the task that it was trained with: "
+            "mh.load(path, task=...)"
+        )
+    entry = TASKS[name]
+    return entry.build(**options) if with_data else entry.without_data(**options)
+
+
+def _check_shapes(task: Task, weights: Mapping[str, Tensor], place: Path) -> None:
+    """Before memory is taken for a model that a file's header tells of: its weights must be those of the file."""
+    with preserved(), torch.device("meta"):
+        model = task.model()
+    wanted = {name: value.shape for name, value in model.state_dict().items()}
+    for name, value in weights.items():
+        if name in wanted and value.shape != wanted[name]:
+            raise UserError(
+                f"model {place} was not written by `manyhands export`: {name} is of shape {tuple(value.shape)}, and "
+                f"its options make it {tuple(wanted[name])}"
+            )
+    lacking = next((name for name, _ in model.named_parameters() if name not in weights), None)
+    if lacking is not None:
+        raise UserError(f"model {place} was not written by `manyhands export`: it has no {lacking}")
+
+
+def _newest(place: Path, config: Mapping[str, Any], task: Task) -> tuple[int, dict[str, Tensor]]:
+    kept = last_kept(place, task, Strategy.parse(str(config["strategy"])))
+    if kept is None:
+        raise UserError(
+            f"{place} has no checkpoint yet; wait for the first, or train with a smaller checkpoint_every"
+        )
+    return kept.steps, dict(kept.values)
+
+
+def _filled(task: Task, weights: Mapping[str, Tensor]) -> nn.Module:
+    with preserved():
+        seed_all(0)
+        model = task.model()
+    try:
+        missing, unexpected = model.load_state_dict(dict(weights), strict=False)
+    except RuntimeError as error:
+        raise UserError(f"the weights do not fit the task's model: {error}") from error
+    parameters = {name for name, _ in model.named_parameters()}
+    lacking = [name for name in missing if name in parameters]
+    if lacking or unexpected:
+        raise UserError(
+            f"the weights do not fit the task's model: {len(lacking)} are missing and {len(unexpected)} too many, as "
+            f"{[*lacking, *unexpected][0]!r}; give the task that they were trained with"
+        )
+    return model.eval()
+
+
+def _measured(task: Task, model: nn.Module) -> dict[str, float]:
+    with preserved():
+        found = Computer(TrainingPlan(task=task, steps=1, seed=0, evaluate_every=1, checkpoint_every=0), 0)
+        measured = found.evaluate(model)
+    return dict(measured[0]) if measured is not None else {}

@@ -1,0 +1,336 @@
+"""A table of bins, made from a source of rows and mapped by all workers; and how it is made.
+
+Bounds come from at most 200,000 rows, chosen by a hash of their number, so that they depend on the rows and the seed
+and on nothing else. Bins lie in tiles of eight columns, one byte each; features that exclude each other share a column.
+"""
+
+from __future__ import annotations
+
+import errno
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from manyhands.data.sparse_rows import Rows
+from manyhands.errors import DataError, ManyhandsError, UserError, format_bytes
+from manyhands.native.segment import available_bytes
+from manyhands.workloads.gbdt import bin_kernels
+from manyhands.workloads.gbdt.bin_kernels import TILE
+from manyhands.workloads.gbdt.binning import BinTable, FeatureBins, bins_of_categories, bins_of_numbers
+from manyhands.workloads.gbdt.bundling import ByteLayout
+from manyhands.workloads.gbdt.row_sources import RowBlock, RowSource
+
+__all__ = ["BinnedRows", "Holdout", "RowSample", "bin_rows", "sample_rows"]
+
+_SAMPLE_ROWS = 200_000
+_MOST_ROWS = (1 << 31) - 1  # leaves hold the numbers of their rows in 32 bits
+_MOST_COLUMNS = 1 << 25  # the names of more do not fit into a model file that is read again
+_COLUMN_BYTES = 256  # its name, what is known of it, its place among features, and copies of these
+_COLUMNS_AT_ONCE = 1024
+_WORD = np.uint64(0xFFFFFFFFFFFFFFFF)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BinnedRows:
+    """Rows as bins with their targets and weights: in files of `folder`, or in this process."""
+
+    rows: int
+    layout: ByteLayout
+    folder: str = ""
+    arrays: tuple[NDArray[Any], ...] = ()
+
+    def opened(
+        self,
+    ) -> tuple[NDArray[np.uint8], NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+        """Tiles, targets, weights, and the scores that training begins with."""
+        tiles, *others = self.arrays or tuple(
+            np.memmap(Path(self.folder, name), kind, mode="c") for name, kind in _KINDS.items()
+        )
+        targets, weights, scores = map(np.asarray, others)
+        return np.asarray(tiles).reshape(-1, self.rows, TILE), targets, weights, scores
+
+
+_KINDS: dict[str, Any] = {
+    "tiles": np.uint8,
+    "targets": np.float64,
+    "weights": np.float64,
+    "scores": np.float64,
+}
+
+
+def hashed(numbers: NDArray[np.uint64], seed: int) -> NDArray[np.uint64]:
+    """A number of 64 bits for each number of a row: splitmix64's."""
+    with np.errstate(over="ignore"):
+        mixed = numbers + np.uint64(seed) * np.uint64(0xD1B54A32D192ED03) + np.uint64(0x9E3779B97F4A7C15)
+        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        found: NDArray[np.uint64] = mixed ^ (mixed >> np.uint64(31))
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holdout:
+    """Which rows of a source are held out to measure on: a share of them, by the hash of their numbers."""
+
+    fraction: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.fraction < 1:
+            raise UserError(f"valid_fraction={self.fraction!r} must be a number of at least 0 and below 1")
+
+    def chosen(self, first: int, count: int) -> NDArray[np.bool_]:
+        """Of rows `first` to `first + count`."""
+        numbers = np.arange(first, first + count, dtype=np.uint64)
+        return hashed(numbers, 2 * self.seed + 1) < np.uint64(int(self.fraction * 2.0**63)) << np.uint64(1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RowSample:
+    """What one pass over a source found: rows for the bounds of bins, and all labels."""
+
+    blocks: list[RowBlock]
+    rows: int
+    columns: int
+    labels: NDArray[np.float64]
+    weights: NDArray[np.float64]
+    held_out: int
+    held_labels: NDArray[np.float64]
+    held_weights: NDArray[np.float64]
+
+    def bins(self, max_bin: int, categorical: frozenset[int], where: str, threads: int = 1) -> BinTable:
+        """The bins of every feature that has two or more; columns are sorted by several threads."""
+        _check_capacity(self.columns, where)
+        if self.blocks[0].dense is not None:
+            columns, values_of = np.arange(self.columns), _dense_values(self.blocks)
+        else:
+            columns, values_of = _sparse_values(self, categorical)
+        sampled = self.sampled
+
+        def bins_of(column: int) -> FeatureBins:
+            values, counts = np.unique(values_of(column), return_counts=True)
+            values, counts = _with_zeros(values, counts.astype(np.int64), sampled)
+            if column in categorical:
+                return bins_of_categories(column, values, counts, max_bin, where)
+            return bins_of_numbers(column, values, counts, max_bin)
+
+        def bins_of_some(some: NDArray[np.int64]) -> list[FeatureBins]:
+            return [one for one in map(bins_of, some.tolist()) if one.count > 1]
+
+        size = max(1, min(_COLUMNS_AT_ONCE, -(-len(columns) // (4 * threads))))
+        parts = [columns[begin : begin + size] for begin in range(0, len(columns), size)]
+        with ThreadPoolExecutor(threads) as pool:
+            found = [one for some in pool.map(bins_of_some, parts) for one in some]
+        if not found:
+            raise DataError(f"{where}: no feature has two values, so there is nothing to split")
+        return BinTable(found, self.columns)
+
+    @property
+    def sampled(self) -> int:
+        """The rows of `blocks`."""
+        return sum(map(len, self.blocks))
+
+
+ValuesOf = Callable[[int], NDArray[np.float64]]
+"""The values of a column in the sample; of sparse rows without the zeros that they leave out."""
+
+
+def _dense_values(blocks: list[RowBlock]) -> ValuesOf:
+    def values_of(column: int) -> NDArray[np.float64]:
+        parts = [block.dense[:, column] for block in blocks if block.dense is not None]
+        return np.concatenate(parts).astype(np.float64)
+
+    return values_of
+
+
+def _sparse_values(sample: RowSample, categorical: frozenset[int]) -> tuple[NDArray[np.int64], ValuesOf]:
+    """The columns that may have two bins, which those without a value have not unless they are categories."""
+    rows = Rows.join([block.sparse for block in sample.blocks if block.sparse is not None])
+    order = np.argsort(rows.indices, kind="stable")
+    named, begins = np.unique(rows.indices[order], return_index=True)
+    ends = np.append(begins[1:], len(order))[: len(begins)]
+    spans = dict(zip(named.tolist(), zip(begins.tolist(), ends.tolist(), strict=True), strict=True))
+
+    def values_of(column: int) -> NDArray[np.float64]:
+        begin, end = spans.get(column, (0, 0))
+        return rows.values[order[begin:end]].astype(np.float64)
+
+    columns = np.union1d(named, np.array(sorted(categorical), np.int64)).astype(np.int64)
+    return columns[columns < sample.columns], values_of
+
+
+def _check_capacity(columns: int, where: str) -> None:
+    """UserError where there are too many columns to name, as one absurd index makes it."""
+    needed, room = columns * _COLUMN_BYTES, available_bytes()
+    if columns > _MOST_COLUMNS or needed > room:
+        most = min(_MOST_COLUMNS, room // _COLUMN_BYTES)
+        raise UserError(
+            f"{where} has feature {columns - 1}, but here a model has {most:,} columns at most; number the features "
+            "from 0 without gaps, or hash them into fewer"
+        )
+
+
+def _with_zeros(
+    values: NDArray[np.float64], counts: NDArray[np.int64], rows: int
+) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Different values, ascending, and how often they come; those of `rows` rows that are left out are 0."""
+    zeros = rows - int(counts.sum())
+    if zeros <= 0:  # a row may name a column twice
+        return values, counts
+    at = int(np.searchsorted(values, 0.0))
+    if at < len(values) and values[at] == 0:
+        counts[at] += zeros
+        return values, counts
+    return np.insert(values, at, 0.0), np.insert(counts, at, zeros)
+
+
+def sample_rows(
+    source: RowSource, holdout: Holdout, seed: int, on_rows: Callable[[int], None] | None = None
+) -> RowSample:
+    """Go through a source once; DataError where rows have no labels, or labels that are no numbers."""
+    kept: list[tuple[RowBlock, NDArray[np.uint64]]] = []
+    held, limit, first, columns = 0, _WORD, 0, 0
+    parts: dict[str, list[NDArray[np.float64]]] = {"train": [], "train_w": [], "held": [], "held_w": []}
+    for block in source.blocks(on_rows):
+        if first + len(block) > _MOST_ROWS:
+            raise DataError(f"{source.name} has more than {_MOST_ROWS:,} rows; use some of them")
+        if block.labels is None or not np.isfinite(block.labels).all():
+            at = first + (0 if block.labels is None else int(np.argmin(np.isfinite(block.labels))))
+            raise DataError(f"{source.name}: row {at + 1} has no label; every row needs a number")
+        out = holdout.chosen(first, len(block))
+        weights = block.weights if block.weights is not None else np.ones(len(block))
+        if not ((weights >= 0) & (weights < np.inf)).all():
+            at = first + int(np.argmin((weights >= 0) & (weights < np.inf)))
+            raise DataError(f"{source.name}: row {at + 1} has a weight that is no number of at least 0")
+        for name, mask in (("train", ~out), ("held", out)):
+            parts[name].append(block.labels[mask])
+            parts[f"{name}_w"].append(weights[mask])
+        keys = hashed(np.arange(first, first + len(block), dtype=np.uint64), 2 * seed)
+        picked = ~out & (keys <= limit)
+        kept.append((block if picked.all() else block.take(picked), keys[picked]))
+        held += int(picked.sum())
+        while held > _SAMPLE_ROWS:
+            limit >>= np.uint64(1)
+            kept = [(one.take(own <= limit), own[own <= limit]) for one, own in kept]
+            held = sum(len(own) for _, own in kept)
+        first += len(block)
+        columns = max(columns, block.columns)
+    joined = {name: np.concatenate([np.zeros(0), *found]) for name, found in parts.items()}
+    if not len(joined["train"]):
+        raise DataError(f"{source.name} has {first} rows, all of them held out; use a smaller valid_fraction")
+    if not joined["train_w"].any():
+        raise DataError(f"{source.name}: all rows have the weight 0; give some a weight")
+    return RowSample(
+        blocks=[one for one, _ in kept if len(one)],
+        rows=len(joined["train"]),
+        columns=columns,
+        labels=joined["train"],
+        weights=joined["train_w"],
+        held_out=len(joined["held"]),
+        held_labels=joined["held"],
+        held_weights=joined["held_w"],
+    )
+
+
+@contextmanager
+def shared_folder(shared: bool) -> Iterator[str]:
+    """A temporary folder for bins that several processes map; none where one process has them."""
+    if not shared:
+        yield ""
+        return
+    with tempfile.TemporaryDirectory(prefix="manyhands-gbdt-") as folder:
+        yield folder
+
+
+def bin_rows(
+    read: Callable[[], Iterator[RowBlock]],
+    bins: BinTable,
+    layout: ByteLayout,
+    labels: tuple[NDArray[np.float64], NDArray[np.float64]],
+    folder: str,
+    score: Callable[[RowBlock], NDArray[np.float64] | float],
+    threads: int = 1,
+) -> BinnedRows:
+    """The bins of all rows: in memory, or in files of `folder`; ManyhandsError says when the disk is full.
+
+    `labels` are targets and weights, `score` gives the scores that training begins with. Where features of `layout`
+    that share a column do not exclude each other after all, the rows are gone through once more with a column for each.
+    """
+    targets, weights = labels
+    fill = partial(_filled, bins=bins, rows=len(targets), folder=folder, score=score, threads=threads)
+    try:
+        clashes, tiles, scores = fill(read(), layout)
+        if len(clashes):
+            del tiles  # before there are others
+            layout = layout.without(clashes)
+            clashes, tiles, scores = fill(read(), layout)
+            if len(clashes):
+                raise DataError("the file has other rows now than it had before; do not change it meanwhile")
+        if not folder:
+            return BinnedRows(rows=len(targets), layout=layout, arrays=(tiles, targets, weights, scores))
+        targets.tofile(Path(folder, "targets"))
+        weights.tofile(Path(folder, "weights"))
+        scores.tofile(Path(folder, "scores"))
+    except OSError as error:
+        hint = "; free some space, or set TMPDIR to another disk" if error.errno == errno.ENOSPC else ""
+        raise ManyhandsError(f"bins could not be kept in {folder}: {error.strerror}{hint}") from error
+    return BinnedRows(rows=len(targets), layout=layout, folder=folder)
+
+
+def _filled(
+    blocks: Iterator[RowBlock],
+    layout: ByteLayout,
+    *,
+    bins: BinTable,
+    rows: int,
+    folder: str,
+    score: Callable[[RowBlock], NDArray[np.float64] | float],
+    threads: int,
+) -> tuple[NDArray[np.int64], NDArray[np.uint8], NDArray[np.float64]]:
+    """Features that share a column and should not, all tiles, and the scores of rows."""
+    shape = (-(-(len(layout.offsets) - 1) // TILE), rows, TILE)
+    needed, room = int(np.prod(shape)), available_bytes()
+    if needed > room:
+        raise UserError(
+            f"{rows:,} rows of {len(bins.features):,} features take {format_bytes(needed)} as bins, but only "
+            f"{format_bytes(room)} is available; use fewer features"
+        )
+    tiles: NDArray[np.uint8] = (
+        np.memmap(Path(folder, "tiles"), np.uint8, "w+", shape=shape) if folder else np.zeros(shape, np.uint8)
+    )
+    first, scores, clashes = 0, np.zeros(rows), np.zeros(len(layout.columns), np.int64)
+    parts, whole = (layout.columns, layout.firsts, layout.zeros), np.asarray(tiles)
+    with ThreadPoolExecutor(threads) as pool:
+        for block in blocks:
+            if first + len(block) > rows:
+                raise _changed(first + len(block), rows)
+            scores[first : first + len(block)] = score(block)
+            for found in pool.map(partial(_bins_of, bins), _shares(block, threads)):
+                bin_kernels.pack(found, *parts, first, whole, clashes)
+                first += len(found)
+    if first != rows:
+        raise _changed(first, rows)
+    return np.flatnonzero(clashes), tiles, scores
+
+
+def _shares(block: RowBlock, threads: int) -> list[RowBlock]:
+    """A table's rows in as many parts as there are threads; sparse rows, which take little time, in one."""
+    if block.sparse is not None or threads == 1:
+        return [block]
+    return [RowBlock(labels=None, dense=part) for part in np.array_split(block.values, threads)]
+
+
+def _bins_of(bins: BinTable, block: RowBlock) -> NDArray[np.uint8]:
+    return bins.of_sparse(block.sparse) if block.sparse is not None else bins.of_dense(block.values)
+
+
+def _changed(now: int, before: int) -> DataError:
+    return DataError(f"the file has {now} rows now, and had {before} before; do not change it meanwhile")

@@ -1,0 +1,174 @@
+"""One tree, grown leaf by leaf: always the leaf whose best split gains most (leaf-wise, best first).
+
+All workers grow the same tree, each with its own rows; see `searching` for what they tell each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from manyhands.workloads.gbdt import histogram_kernels
+from manyhands.workloads.gbdt.binning import FeatureBins
+from manyhands.workloads.gbdt.bundling import ByteLayout
+from manyhands.workloads.gbdt.options import GbdtOptions
+from manyhands.workloads.gbdt.searching import LocalRows, SplitSearch
+from manyhands.workloads.gbdt.split_kernels import (
+    BITS,
+    CATEGORICAL,
+    DEFAULT_LEFT,
+    FEATURE,
+    FLAGS,
+    GAIN,
+    LEFT,
+    SORTED,
+    THRESHOLD,
+)
+from manyhands.workloads.gbdt.trees import GrownTree
+
+__all__ = ["DividedRows", "grow", "node_directions"]
+
+Words = NDArray[np.int64]
+
+
+class DividedRows:
+    """Rows of a table by leaf: the numbers of each leaf's rows lie side by side."""
+
+    def __init__(self, tiles: NDArray[np.uint8], layout: ByteLayout, rows: range, most_leaves: int) -> None:
+        self.tiles, self._layout = tiles, layout
+        self._all = np.arange(rows.start, rows.stop, dtype=np.int32)
+        self._rows = self._all.copy()
+        self._spare = np.empty_like(self._all)
+        self._spans = [(0, 0)] * most_leaves
+
+    def begin(self) -> None:
+        """All are in leaf 0."""
+        self._rows[:] = self._all
+        self._spans[0] = (0, len(self._rows))
+
+    def of(self, leaf: int) -> NDArray[np.int32]:
+        """A leaf's rows, ascending."""
+        begin, end = self._spans[leaf]
+        found: NDArray[np.int32] = self._rows[begin:end]
+        return found
+
+    def divide(self, leaf: int, new: int, feature: int, to_left: NDArray[np.uint8]) -> None:
+        """Leave the rows whose bin goes to the left in `leaf`, and give the others to `new`."""
+        begin, end = self._spans[leaf]
+        column, goes = int(self._layout.columns[feature]), self._layout.directions(feature, to_left)
+        middle = begin + histogram_kernels.divide(self.tiles, self.of(leaf), column, goes, self._spare)
+        self._spans[leaf], self._spans[new] = (begin, middle), (middle, end)
+
+
+class _Leaf:
+    """A leaf as plain numbers: arrays of a few words cost more than what is done with them."""
+
+    __slots__ = ("depth", "gain", "is_left", "l2", "node", "split", "totals")
+
+    def __init__(
+        self, totals: Sequence[int], split: Words, l2: float, *, depth: int, node: int, is_left: bool
+    ) -> None:
+        self.totals, self.l2, self.depth = totals, l2, depth
+        self.split: list[int] = split.tolist()
+        self.gain = float(split.view(np.float64)[GAIN])
+        self.node, self.is_left = node, is_left
+        """The node that it hangs on, and on which side."""
+
+
+def grow(
+    search: SplitSearch,
+    local: LocalRows,
+    features: Sequence[FeatureBins],
+    options: GbdtOptions,
+    divided: Sequence[DividedRows],
+) -> GrownTree:
+    """Collective: a tree; `divided` are this worker's rows, and then others that are to be in the same leaves."""
+    for rows in divided:
+        rows.begin()
+    tree, rule = GrownTree(options.num_leaves), local.rule.tolist()
+    totals, split = search.root(local, divided[0].of(0))
+    leaves = [_Leaf(totals.tolist(), split, options.lambda_l2, depth=0, node=-1, is_left=True)]
+    while len(leaves) < options.num_leaves:
+        chosen = _best_leaf(leaves, options.max_depth)
+        if chosen is None:
+            break
+        parent, new = leaves[chosen], len(leaves)
+        record, node = parent.split, new - 1
+        _write_node(tree, leaves, chosen, rule, options)
+        to_left = node_directions(tree, node, features[record[FEATURE]])
+        for rows in divided:
+            rows.divide(chosen, new, record[FEATURE], to_left)
+        left = record[LEFT : LEFT + 2]
+        right = [parent.totals[0] - left[0], parent.totals[1] - left[1]]
+        l2 = options.lambda_l2 + (options.cat_l2 if record[FLAGS] & SORTED else 0.0)
+        left_is_smaller = _count(left, rule) <= _count(right, rule)
+        smaller = divided[0].of(chosen if left_is_smaller else new)
+        order = np.array([left, right] if left_is_smaller else [right, left], np.int64)
+        splits = search.children(local, chosen, new, smaller, order)
+        if left_is_smaller:  # its histogram was kept as that of the new leaf, which is the right one
+            search.swap(chosen, new)
+        of_left, of_right = splits if left_is_smaller else splits[::-1]
+        depth = parent.depth + 1
+        leaves[chosen] = _Leaf(left, of_left, l2, depth=depth, node=node, is_left=True)
+        leaves.append(_Leaf(right, of_right, l2, depth=depth, node=node, is_left=False))
+    _write_leaves(tree, leaves, rule, options)
+    return tree
+
+
+def _best_leaf(leaves: Sequence[_Leaf], max_depth: int) -> int | None:
+    """The leaf to split next, of equal ones the first; None where no split gains anything."""
+    best, chosen = 0.0, None
+    for number, leaf in enumerate(leaves):
+        if leaf.gain > best and not (max_depth and leaf.depth >= max_depth):
+            best, chosen = leaf.gain, number
+    return chosen
+
+
+def node_directions(tree: GrownTree, node: int, feature: FeatureBins) -> NDArray[np.uint8]:
+    """For every bin of the feature that a node asks for, whether it goes to the left."""
+    if tree.flags[node] & CATEGORICAL:
+        return np.unpackbits(tree.categories[node].view(np.uint8), bitorder="little")
+    to_left = np.zeros(256, np.uint8)
+    to_left[: tree.threshold[node] + 1] = 1
+    if feature.missing:
+        to_left[feature.count - 1] = bool(tree.flags[node] & DEFAULT_LEFT)
+    return to_left
+
+
+def _count(totals: Sequence[int], rule: Sequence[float]) -> int:
+    """Rows."""
+    return totals[1] & ((1 << int(rule[0])) - 1)
+
+
+def _value(leaf: _Leaf, rule: Sequence[float], rate: float) -> tuple[float, float, int]:
+    """What a leaf adds to a score, its hessian, and its rows."""
+    gradient, hessian = leaf.totals[0] / rule[4], (leaf.totals[1] >> int(rule[0])) / rule[5]
+    value = -gradient / (hessian + leaf.l2) * rate if hessian + leaf.l2 > 0 else 0.0
+    return value, hessian, _count(leaf.totals, rule)
+
+
+def _write_node(
+    tree: GrownTree, leaves: Sequence[_Leaf], chosen: int, rule: Sequence[float], options: GbdtOptions
+) -> None:
+    """Make a node of a leaf; its children are that leaf and a new one."""
+    leaf, node = leaves[chosen], len(leaves) - 1
+    record = leaf.split
+    if leaf.node >= 0:
+        (tree.left if leaf.is_left else tree.right)[leaf.node] = node
+    tree.left[node], tree.right[node] = ~chosen, ~len(leaves)
+    tree.feature[node], tree.threshold[node] = record[FEATURE], record[THRESHOLD]
+    tree.flags[node] = record[FLAGS] & (CATEGORICAL | DEFAULT_LEFT)
+    tree.categories[node] = record[BITS : BITS + 4]
+    tree.gain[node] = leaf.gain
+    tree.node_value[node], tree.node_weight[node], tree.node_count[node] = _value(leaf, rule, options.rate)
+
+
+def _write_leaves(
+    tree: GrownTree, leaves: Sequence[_Leaf], rule: Sequence[float], options: GbdtOptions
+) -> None:
+    tree.num_leaves = len(leaves)
+    for number, leaf in enumerate(leaves):
+        value, weight, count = _value(leaf, rule, options.rate)
+        tree.leaf_value[number], tree.leaf_weight[number], tree.leaf_count[number] = value, weight, count

@@ -1,0 +1,269 @@
+"""A trained model: trees on values, what they predict, and which features they use. Read and written as text.
+
+The form of a tree is that of LightGBM's text files, see `text_format`: a node sends a value to the left if it is at
+most its threshold, or among its categories; missing values (NaN) go where the node says, or count as 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from manyhands.data.sparse_rows import Rows
+from manyhands.errors import UserError
+from manyhands.workloads.gbdt import predict_kernels
+from manyhands.workloads.gbdt.binning import BinTable, FeatureBins
+from manyhands.workloads.gbdt.row_sources import RowBlock, unnamed
+from manyhands.workloads.gbdt.split_kernels import CATEGORICAL, DEFAULT_LEFT
+from manyhands.workloads.gbdt.trees import GrownTree, tree_of
+
+__all__ = ["DecisionTree", "GbdtModel", "Links"]
+
+MISSING_NAN = 8
+"""Of `decision`: NaN goes where the node says. LightGBM's bits: 1 categorical, 2 to the left, 4 and 8 what misses."""
+_LARGEST = 1e300  # of a threshold: a value above it is infinity, and has no place in a text
+_CHUNK = 4096  # rows that are predicted at a time at most
+_CHUNK_NUMBERS = 1 << 22
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DecisionTree:
+    """Arrays by node, then by leaf; a child below 0 is leaf -1 - child."""
+
+    feature: NDArray[np.int64]
+    threshold: NDArray[np.float64]
+    """The largest value on the left; of a categorical node, which of the sets in `categories` is on the left."""
+    decision: NDArray[np.int64]
+    left: NDArray[np.int64]
+    right: NDArray[np.int64]
+    gain: NDArray[np.float64]
+    node_value: NDArray[np.float64]
+    node_weight: NDArray[np.float64]
+    node_count: NDArray[np.int64]
+    leaf_value: NDArray[np.float64]
+    leaf_weight: NDArray[np.float64]
+    leaf_count: NDArray[np.int64]
+    categories: NDArray[np.uint32] = field(default_factory=lambda: np.zeros(0, np.uint32))
+    """Sets of categories, a bit each."""
+    category_starts: NDArray[np.int64] = field(default_factory=lambda: np.zeros(1, np.int64))
+    """Where each set begins, and the end of the last."""
+    shrinkage: float = 1.0
+
+    @property
+    def num_leaves(self) -> int:
+        """One more than there are nodes."""
+        return len(self.leaf_value)
+
+    @staticmethod
+    def of(grown: GrownTree, features: Sequence[FeatureBins], bias: float, rate: float) -> DecisionTree:
+        """A tree of values from one of bins; `bias` is added to its leaves."""
+        leaves, nodes = grown.num_leaves, grown.num_leaves - 1
+        used = [features[number] for number in grown.feature[:nodes]]
+        thresholds, decisions = np.zeros(nodes), np.zeros(nodes, np.int64)
+        sets: list[NDArray[np.uint32]] = []
+        for node, bins in enumerate(used):
+            flags = int(grown.flags[node])
+            if bins.categories is not None:
+                assert flags & CATEGORICAL, "a split of categories"
+                thresholds[node], decisions[node] = len(sets), 1 | MISSING_NAN
+                sets.append(_category_set(grown.categories[node], bins.categories))
+            else:
+                assert bins.bounds is not None, "numbers have bounds"
+                thresholds[node] = min(bins.bounds[grown.threshold[node]], _LARGEST)
+                decisions[node] = flags & DEFAULT_LEFT | (MISSING_NAN if bins.missing else 0)
+        return DecisionTree(
+            feature=np.array([bins.column for bins in used], np.int64),
+            threshold=thresholds,
+            decision=decisions,
+            left=grown.left[:nodes].copy(),
+            right=grown.right[:nodes].copy(),
+            gain=grown.gain[:nodes].copy(),
+            node_value=grown.node_value[:nodes] + bias,
+            node_weight=grown.node_weight[:nodes].copy(),
+            node_count=grown.node_count[:nodes].copy(),
+            leaf_value=grown.leaf_value[:leaves] + bias,
+            leaf_weight=grown.leaf_weight[:leaves].copy(),
+            leaf_count=grown.leaf_count[:leaves].copy(),
+            categories=np.concatenate([np.zeros(0, np.uint32), *sets]),
+            category_starts=np.cumsum([0, *map(len, sets)]).astype(np.int64),
+            shrinkage=rate,
+        )
+
+
+def _category_set(bits: NDArray[np.int64], categories: NDArray[np.int64]) -> NDArray[np.uint32]:
+    """Bins that go to the left as a set of categories."""
+    is_left = np.unpackbits(bits.view(np.uint8), bitorder="little")[1 : 1 + len(categories)].astype(bool)
+    members = categories[is_left]
+    found = np.zeros(int(members.max(initial=0)) // 32 + 1, np.uint32)
+    np.bitwise_or.at(found, members // 32, np.uint32(1) << (members % 32).astype(np.uint32))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """What a sum of leaves means: `objective` as LightGBM writes it, whose first word is one of `KNOWN`."""
+
+    objective: str
+
+    KNOWN = {  # noqa: RUF012 - a table, not a field
+        **dict.fromkeys(("regression", "regression_l1", "huber", "fair", "quantile", "mape"), "identity"),
+        **dict.fromkeys(("poisson", "gamma", "tweedie"), "exp"),
+        **dict.fromkeys(("binary", "cross_entropy"), "sigmoid"),
+    }
+
+    @property
+    def word(self) -> str:
+        """The objective without its settings."""
+        return self.objective.split()[0]
+
+    @property
+    def is_binary(self) -> bool:
+        """Whether a prediction is a probability."""
+        return self.KNOWN.get(self.word) == "sigmoid"
+
+    def __call__(self, scores: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Predictions from sums of leaves."""
+        kind = self.KNOWN[self.word]
+        if kind == "identity":
+            return scores
+        if kind == "exp":
+            found: NDArray[np.float64] = np.exp(scores)
+            return found
+        steep = next((float(one[8:]) for one in self.objective.split() if one.startswith("sigmoid:")), 1.0)
+        chances: NDArray[np.float64] = np.exp(-np.logaddexp(0.0, -steep * scores))
+        return chances
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GbdtModel:
+    """Trees, whose values are summed; `columns` are those of a row, `names` and `infos` what is known of each."""
+
+    trees: tuple[DecisionTree, ...]
+    objective: str
+    names: tuple[str, ...]
+    infos: tuple[str, ...]
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    """What it was trained with; for a reader only."""
+    label_index: int = 0
+    """Which column of the table had the labels: in rows to predict that have one column more, it is left out."""
+
+    @property
+    def columns(self) -> int:
+        """Of a row."""
+        return len(self.names)
+
+    @property
+    def link(self) -> Links:
+        """From sums of leaves to predictions."""
+        return Links(self.objective)
+
+    @staticmethod
+    def of(
+        state: Mapping[str, Tensor],
+        trees: int,
+        bins: BinTable,
+        *,
+        objective: str,
+        bias: float,
+        rate: float,
+        names: Sequence[str] | None,
+        parameters: Mapping[str, Any],
+    ) -> GbdtModel:
+        """The first `trees` trees of a `TreeMemory`; the first has the bias in its leaves."""
+        made = tuple(
+            DecisionTree.of(tree_of(state, number), bins.features, 0.0 if number else bias, rate)
+            for number in range(trees)
+        )
+        return GbdtModel(
+            trees=made,
+            objective="binary sigmoid:1" if objective == "binary" else objective,
+            names=tuple(names or unnamed(bins.columns)),
+            infos=_infos(bins),
+            parameters=parameters,
+        )
+
+    def scores(self, block: RowBlock) -> NDArray[np.float64]:
+        """Sums of leaves of some rows; UserError where they have more or fewer columns than the model knows."""
+        if block.sparse is not None:
+            return self._sparse_scores(block.sparse)
+        values = block.values
+        if values.shape[1] != self.columns:
+            raise UserError(
+                f"rows have {values.shape[1]} columns, but the model was trained on {self.columns}"
+            )
+        out = np.zeros(len(values))
+        for begin in range(0, len(values), _CHUNK):
+            part = np.ascontiguousarray(values[begin : begin + _CHUNK], np.float64)
+            predict_kernels.add_trees(part, *self._flat, out[begin : begin + _CHUNK])
+        return out
+
+    def predict(self, block: RowBlock) -> NDArray[np.float64]:
+        """Numbers, or probabilities of the larger label."""
+        return self.link(self.scores(block))
+
+    def _sparse_scores(self, rows: Rows) -> NDArray[np.float64]:
+        """Features beyond those that it was trained on count nothing."""
+        out = np.zeros(len(rows))
+        count = max(1, min(_CHUNK, _CHUNK_NUMBERS // self.columns))  # zeros are written down
+        for begin in range(0, len(rows), count):
+            end = min(begin + count, len(rows))
+            dense = np.zeros((end - begin, self.columns))
+            first, last = rows.starts[begin], rows.starts[end]
+            which = np.repeat(np.arange(end - begin), np.diff(rows.starts[begin : end + 1]))
+            columns, values = rows.indices[first:last], rows.values[first:last]
+            known = columns < self.columns
+            dense[which[known], columns[known]] = values[known]
+            predict_kernels.add_trees(dense, *self._flat, out[begin:end])
+        return out
+
+    @cached_property
+    def _flat(self) -> tuple[NDArray[Any], ...]:
+        """All trees one after the other, as compiled code takes them."""
+        trees = self.trees
+
+        def joined(name: str, kind: Any) -> NDArray[Any]:
+            return np.concatenate([np.zeros(0, kind), *(getattr(tree, name) for tree in trees)])
+
+        def starts(name: str) -> NDArray[np.int64]:
+            return np.cumsum([0, *(len(getattr(tree, name)) for tree in trees)]).astype(np.int64)
+
+        return (
+            starts("feature"),
+            starts("leaf_value"),
+            starts("category_starts"),
+            starts("categories"),
+            joined("feature", np.int64),
+            joined("threshold", np.float64),
+            joined("decision", np.int64),
+            joined("left", np.int64),
+            joined("right", np.int64),
+            joined("leaf_value", np.float64),
+            joined("category_starts", np.int64),
+            joined("categories", np.uint32),
+        )
+
+    def importance(self, kind: str = "split") -> NDArray[np.float64]:
+        """For every column, how many nodes ask for it (`split`), or what they gain together (`gain`)."""
+        if kind not in ("split", "gain"):
+            raise UserError(f"importance is of kind split or gain, not {kind!r}")
+        out = np.zeros(self.columns)
+        for tree in self.trees:
+            np.add.at(out, tree.feature, tree.gain if kind == "gain" else 1.0)
+        return out
+
+
+def _infos(bins: BinTable) -> tuple[str, ...]:
+    """What LightGBM's files say of each column: its range, its categories, or nothing."""
+    found = ["none"] * bins.columns
+    for one in bins.features:
+        if one.categories is not None:
+            found[one.column] = ":".join(map(str, sorted(one.categories.tolist())))
+        else:
+            found[one.column] = f"[{one.low!r}:{one.high!r}]"
+    return tuple(found)

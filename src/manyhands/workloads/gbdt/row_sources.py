@@ -1,0 +1,306 @@
+"""Where rows come from: LIBSVM and Vowpal Wabbit text, npy, Parquet, and two sets that come inside scikit-learn.
+
+A source is gone through block by block, and twice: first for the bounds of bins, then for the bins themselves. So only
+text, and never the values of a whole table, has to be parsed again, and a file may be larger than memory.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from manyhands.data.bundled import bundled_file
+from manyhands.data.matrix_files import NpyMatrix, ParquetMatrix
+from manyhands.data.row_files import Reading, RowFile
+from manyhands.data.sparse_rows import Rows
+from manyhands.errors import DataError, UserError, nearest
+
+__all__ = ["EMBEDDED", "ArraySource", "RowBlock", "RowSource", "model_names", "open_source", "unnamed"]
+
+_BLOCK_ROWS = 1 << 16
+_LABEL_NAMES = ("label", "target", "y")
+_OF_CELLS = (
+    *("radius", "texture", "perimeter", "area", "smoothness"),
+    *("compactness", "concavity", "concave_points", "symmetry", "fractal_dimension"),
+)
+_OF_PATIENTS = ("age", "sex", "bmi", "bp", "s1", "s2", "s3", "s4", "s5", "s6")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RowBlock:
+    """Some rows: `dense` values, or sparse ones; `labels` are None where the source has none."""
+
+    labels: NDArray[np.float64] | None
+    weights: NDArray[np.float64] | None = None
+    dense: NDArray[Any] | None = None
+    sparse: Rows | None = None
+
+    def __len__(self) -> int:
+        return len(self.sparse) if self.sparse is not None else len(self.values)
+
+    @property
+    def values(self) -> NDArray[Any]:
+        """Those of a dense block."""
+        assert self.dense is not None, "a block is dense or sparse"
+        return self.dense
+
+    @property
+    def columns(self) -> int:
+        """One more than the last column."""
+        return self.sparse.size if self.sparse is not None else int(self.values.shape[1])
+
+    def for_columns(self, columns: int, label: int) -> RowBlock:
+        """As a model of so many columns takes it: a dense table with one more has its labels in column `label`."""
+        if self.sparse is not None or self.labels is not None or self.values.shape[1] != columns + 1:
+            return self
+        return RowBlock(labels=None, weights=self.weights, dense=np.delete(self.values, label, axis=1))
+
+    def take(self, chosen: NDArray[np.bool_]) -> RowBlock:
+        """Some of the rows."""
+        labels = None if self.labels is None else self.labels[chosen]
+        weights = None if self.weights is None else self.weights[chosen]
+        if self.sparse is None:
+            return RowBlock(labels=labels, weights=weights, dense=self.values[chosen])
+        rows, lengths = self.sparse, np.diff(self.sparse.starts)
+        entries = np.repeat(chosen, lengths)
+        begins = np.concatenate([[0], np.cumsum(lengths[chosen])]).astype(np.int64)
+        picked = Rows(
+            starts=begins,
+            indices=rows.indices[rows.starts[0] : rows.starts[-1]][entries],
+            values=rows.values[rows.starts[0] : rows.starts[-1]][entries],
+            labels=rows.labels[chosen],
+            weights=rows.weights[chosen],
+            size=rows.size,
+        )
+        return RowBlock(labels=labels, weights=weights, sparse=picked)
+
+
+class RowSource(ABC):
+    """Rows that can be gone through again and again, but for stdin; `name` is what messages call it."""
+
+    name: str
+    names: Sequence[str] | None = None
+    """What the columns of features are called, where the source says."""
+    is_read_once: bool = False
+    """Whether rows that were gone through are gone, as those of stdin."""
+    label_index: int = 0
+    """Which column of the file has the labels, where one has."""
+
+    @abstractmethod
+    def blocks(self, on_rows: Callable[[int], None] | None = None) -> Iterator[RowBlock]:
+        """All rows, in order; DataError says what is wrong with the file."""
+
+    def for_names(self, names: Sequence[str] | None) -> RowSource:
+        """The same rows with the columns of these names, in this order; itself where one of both has no names.
+
+        DataError names a column that is missing.
+        """
+        del names
+        return self
+
+
+def model_names(names: Sequence[str], where: str) -> list[str]:
+    """Names as a model file has them: without blanks, which it has between them. DataError where two are the same."""
+    found: dict[str, str] = {}
+    for at, name in enumerate(names):
+        short = "_".join(name.split()) or f"Column_{at}"
+        if short in found:
+            raise DataError(
+                f"{where}: columns {found[short]!r} and {name!r} are both {short!r} in a model file; rename one"
+            )
+        found[short] = name
+    return list(found)
+
+
+def unnamed(columns: int) -> tuple[str, ...]:
+    """What a model calls columns that have no names."""
+    return tuple(f"Column_{column}" for column in range(columns))
+
+
+def _places(wanted: Sequence[str], found: Sequence[str], where: str) -> list[int] | None:
+    """Where the columns that are wanted are among those found; None where those wanted have no names of their own."""
+    known = {name: at for at, name in enumerate(model_names(found, where))}
+    names = model_names(wanted, "the model")
+    missing = next((name for name in names if name not in known), None)
+    if missing is None:
+        return [known[name] for name in names]
+    if tuple(names) == unnamed(len(names)):
+        return None
+    raise DataError(f"{where} has no column {missing!r}, as the model has; {nearest(missing, list(known))}")
+
+
+class ArraySource(RowSource):
+    """A table in memory or mapped: features, and labels beside them."""
+
+    def __init__(
+        self,
+        values: NDArray[Any],
+        labels: NDArray[Any] | None = None,
+        *,
+        name: str = "the table",
+        names: Sequence[str] | None = None,
+        weights: NDArray[Any] | None = None,
+    ) -> None:
+        if values.ndim != 2 or not len(values):
+            raise DataError(
+                f"{name} has shape {values.shape}; a table has rows and columns, at least one row"
+            )
+        if values.dtype.kind not in "fiub":
+            raise DataError(f"{name} holds {values.dtype}; a table holds numbers")
+        for what, given in (("labels", labels), ("weights", weights)):
+            if given is not None and given.shape != (len(values),):
+                raise DataError(f"{name} has {len(values)} rows, but its {what} have shape {given.shape}")
+        if weights is not None and not (
+            np.isfinite(weights).all() and (weights >= 0).all() and weights.any()
+        ):
+            raise DataError(f"the weights of {name} must be numbers of at least 0, not all 0")
+        self.name, self.names = name, names
+        self._values, self._labels, self._weights = values, labels, weights
+
+    def blocks(self, on_rows: Callable[[int], None] | None = None) -> Iterator[RowBlock]:
+        """Views of the table, as far as that goes."""
+        for begin in range(0, len(self._values), _BLOCK_ROWS):
+            values = self._values[begin : begin + _BLOCK_ROWS]
+            span = slice(begin, begin + len(values))
+            labels = None if self._labels is None else np.asarray(self._labels[span], np.float64)
+            if values.dtype not in (np.float32, np.float64):
+                values = values.astype(np.float64)
+            elif not values.flags.writeable:  # compiled code is made for arrays that are
+                values = values.copy()
+            if on_rows is not None:
+                on_rows(len(values))
+            weights = None if self._weights is None else np.asarray(self._weights[span], np.float64)
+            yield RowBlock(labels=labels, dense=values, weights=weights)
+
+    def for_names(self, names: Sequence[str] | None) -> RowSource:
+        """A copy, where the order is another."""
+        places = _places(names, self.names, self.name) if names and self.names else None
+        if places is None or places == list(range(self._values.shape[1])):
+            return self
+        values, labels, weights = self._values[:, places], self._labels, self._weights
+        return ArraySource(values, labels, name=self.name, names=names, weights=weights)
+
+
+class _TextSource(RowSource):
+    def __init__(self, path: str, reading: Reading) -> None:
+        self.name, self._path, self._reading = path, path, reading
+        self.is_read_once = path == "-"
+
+    def blocks(self, on_rows: Callable[[int], None] | None = None) -> Iterator[RowBlock]:
+        for rows in RowFile(self._path, self._reading).blocks():
+            if on_rows is not None:
+                on_rows(len(rows))
+            labels = None if np.isnan(rows.labels).all() else rows.labels.astype(np.float64)
+            weights = None if (rows.weights == 1).all() else rows.weights.astype(np.float64)
+            yield RowBlock(labels=labels, weights=weights, sparse=rows)
+
+
+class _MatrixSource(RowSource):
+    def __init__(self, matrix: NpyMatrix | ParquetMatrix, label_index: int = 0) -> None:
+        self.name, self.names, self._matrix = str(matrix.path), matrix.names, matrix
+        self.label_index = label_index
+
+    def blocks(self, on_rows: Callable[[int], None] | None = None) -> Iterator[RowBlock]:
+        for block in self._matrix.blocks():
+            if on_rows is not None:
+                on_rows(len(block))
+            values, labels = np.asarray(block.dense(self._matrix.columns)), block.labels
+            if not values.flags.writeable:  # compiled code is made for arrays that are
+                values = values.copy()
+            yield RowBlock(labels=None if labels is None else labels.astype(np.float64), dense=values)
+
+    def for_names(self, names: Sequence[str] | None) -> RowSource:
+        """Columns that are not named are not read."""
+        matrix = self._matrix
+        if names is None or not isinstance(matrix, ParquetMatrix):
+            return self
+        places = _places(names, matrix.names, self.name)
+        chosen = [matrix.names[at] for at in places] if places is not None else list(matrix.names)
+        usual = _label_name(matrix.names, None, matrix.path)
+        if places is None and matrix.label is None and usual is not None and len(chosen) == len(names) + 1:
+            chosen.remove(usual)  # all that tells it from the columns of a model without names
+        return _MatrixSource(ParquetMatrix(matrix.path, matrix.label, chosen), self.label_index)
+
+
+def _parquet(path: Path, label: str | None, labelled: bool) -> RowSource:
+    table = ParquetMatrix(path, None)
+    chosen = _label_name(table.names, label, path) if labelled or label is not None else None
+    if chosen is None:
+        return _MatrixSource(table)
+    return _MatrixSource(ParquetMatrix(path, chosen), table.names.index(chosen))
+
+
+def _label_name(found: Sequence[str], label: str | None, path: Path) -> str | None:
+    """Which column of a Parquet file has the labels: the one named, numbered, or usually called so; else none."""
+    if label is None:
+        return next((name for name in _LABEL_NAMES if name in found), None)
+    if label in found:
+        return label
+    with suppress(ValueError, IndexError):
+        return found[int(label)]
+    raise DataError(f"{path} has no column {label!r}; {nearest(label, found)}")
+
+
+def _breast_cancer() -> RowSource:
+    file = bundled_file("breast_cancer.csv", "the rows of breast-cancer")
+    if file is None:
+        from sklearn.datasets import load_breast_cancer
+
+        values, labels = load_breast_cancer(return_X_y=True)
+    else:
+        table = np.loadtxt(file, delimiter=",", skiprows=1)  # the first line says how many there are
+        values, labels = table[:, :-1], table[:, -1].astype(np.int64)
+    ways = ("mean_{}", "{}_error", "worst_{}")
+    names = [way.format(measured) for way in ways for measured in _OF_CELLS]
+    return ArraySource(values, labels, name="breast-cancer", names=names)
+
+
+def _diabetes() -> RowSource:
+    files = [
+        bundled_file(f"diabetes_{part}.csv.gz", "the rows of diabetes") for part in ("data_raw", "target")
+    ]
+    if None in files:
+        from sklearn.datasets import load_diabetes
+
+        values, labels = load_diabetes(return_X_y=True, scaled=False)
+    else:
+        values, labels = (np.loadtxt(file) for file in files if file is not None)
+    return ArraySource(values, labels, name="diabetes", names=list(_OF_PATIENTS))
+
+
+EMBEDDED: dict[str, Callable[[], RowSource]] = {"breast-cancer": _breast_cancer, "diabetes": _diabetes}
+"""Tables that come inside scikit-learn: 569 rows of two labels, and 442 rows of a number."""
+
+
+def open_source(
+    path: Path | str, reading: Reading | None = None, label: str | None = None, *, labelled: bool = True
+) -> RowSource:
+    """The rows of a file by its ending (`.npy`, `.parquet`; else text), or one of `EMBEDDED` by its name.
+
+    `label` is the column of the labels in npy and Parquet: a number from 0, or a name; usually column 0 of npy, and one
+    called label, target or y. Where rows are to be predicted, `labelled` may be False: without a `label`, no column is
+    one then.
+    """
+    text = str(path)
+    if text in EMBEDDED and not Path(text).exists():
+        return EMBEDDED[text]()
+    ending = Path(text).suffix.lower()
+    if text != "-" and not Path(text).is_file():
+        hint = "" if Path(text).suffix or "/" in text else f"; embedded: {', '.join(EMBEDDED)}"
+        raise UserError(f"{text} cannot be read: there is no such file{hint}")
+    if ending == ".npy":
+        usual = "0" if labelled else None
+        matrix = NpyMatrix(Path(text), usual if label is None else label)
+        return _MatrixSource(matrix, matrix.label or 0)
+    if ending == ".parquet":
+        return _parquet(Path(text), label, labelled)
+    if label is not None:
+        raise UserError(f"label={label!r}: in text files the label is the first word of a line; leave it out")
+    return _TextSource(text, reading or Reading())

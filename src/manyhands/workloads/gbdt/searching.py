@@ -1,0 +1,269 @@
+"""Who sums which histograms, and finds the best split of a leaf: data-parallel and voting-parallel.
+
+* Data-parallel: each worker sums the histograms of its own features over all workers and finds their best split; the
+  best of all workers' is the leaf's. A sibling's histogram is the parent's less the other child's. What is found is
+  what one worker would find, to the last bit.
+* Voting-parallel (Meng et al., "A communication-efficient parallel algorithm for decision tree", 2016): each worker
+  votes for the `top_k` features that gain most on its own rows, and only the histograms of the 2 · `top_k` with most
+  votes are summed. Where there are no more features than that, it is the same as data-parallel.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from manyhands.workloads.gbdt import histogram_kernels, split_kernels
+from manyhands.workloads.gbdt.bundling import ByteLayout
+from manyhands.workloads.gbdt.options import GbdtOptions
+from manyhands.workloads.gbdt.shared_sums import SharedHistograms
+from manyhands.workloads.gbdt.split_kernels import RECORD_WORDS
+
+__all__ = ["SEARCHES", "LocalRows", "SplitSearch", "area_words", "told_words"]
+
+_HISTOGRAM_WORDS = 2
+Words = NDArray[np.int64]
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class LocalRows:
+    """What a search sees of this worker's rows: bins, the words of this tree, and units that turn words into sums."""
+
+    tiles: NDArray[np.uint8]
+    layout: ByteLayout
+    words: Words
+    first: int
+    """The number of the first row here; `words` begin with it."""
+    rule: NDArray[np.float64]
+    """As `split_kernels.best_split` takes it; the units change from tree to tree."""
+    ordered: Words
+    _packed: Words = field(init=False)
+    _parts: tuple[Words, ...] | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        layout = self.layout
+        self._packed = np.zeros(2 * (int(layout.offsets[-1]) + 1), np.int64)
+        parts = layout.columns, layout.firsts, layout.zeros, layout.offsets
+        self._parts = None if layout.is_plain else parts
+
+    def histogram(self, rows: NDArray[np.int32], offsets: Words, out: Words) -> None:
+        """Of some rows, by feature; `offsets` are where the bins of each begin."""
+        found = out if self._parts is None else self._packed
+        histogram_kernels.histogram(
+            self.tiles, rows, self.words, self.first, self.layout.offsets, self.ordered, found
+        )
+        if self._parts is not None:
+            histogram_kernels.spread(found, self._parts, offsets, out)
+
+
+def area_words(options: GbdtOptions, offsets: Words) -> int:
+    """How large an area has to be: a histogram, or the elected parts of two."""
+    whole = _HISTOGRAM_WORDS * (int(offsets[-1]) + 1)
+    return whole if options.parallel == "data" else 2 * whole
+
+
+def told_words(options: GbdtOptions) -> int:
+    """How much workers tell each other at once at most."""
+    return max(2 * RECORD_WORDS, 2 * options.top_k, 4)
+
+
+class SplitSearch(ABC):
+    """Finds splits of leaves, whose histograms it keeps by the leaf's number."""
+
+    def __init__(
+        self, rendezvous: SharedHistograms, offsets: Words, kinds: Words, options: GbdtOptions
+    ) -> None:
+        self._rendezvous, self._offsets, self._kinds, self._options = rendezvous, offsets, kinds, options
+        self._records = np.zeros((2, RECORD_WORDS), np.int64)
+
+    @abstractmethod
+    def root(self, local: LocalRows, rows: NDArray[np.int32]) -> tuple[Words, Words]:
+        """Collective: the two sums of all rows, and the best split of leaf 0, which they are."""
+
+    @abstractmethod
+    def children(
+        self, local: LocalRows, parent: int, new: int, smaller: NDArray[np.int32], totals: Words
+    ) -> Words:
+        """Collective: the best splits of the two children of a leaf, a row each, the one with fewer rows first.
+
+        `parent` is split into itself and `new`: the histogram of the smaller is kept as that of `new`, which `swap` may
+        put right afterwards. `smaller` are its rows here, `totals` the sums of both, a row each.
+        """
+
+    def swap(self, one: int, other: int) -> None:
+        """Exchange the histograms of two leaves."""
+        self._places[one], self._places[other] = self._places[other], self._places[one]
+
+    _places: list[int]
+
+    def _best(self, count: int) -> Words:
+        """Collective: of each worker's best splits of `count` leaves, in `_records`, the best, a row each."""
+        rendezvous = self._rendezvous
+        if rendezvous.world == 1:
+            return self._records[:count].copy()
+        told = np.ascontiguousarray(rendezvous.tell(self._records[:count].reshape(-1)))
+        told = told.reshape(rendezvous.world, count, RECORD_WORDS)
+        best = np.empty((count, RECORD_WORDS), np.int64)
+        split_kernels.best_of_all(told, told.view(np.float64), best)
+        return best
+
+
+class DataSearch(SplitSearch):
+    """Every worker has the whole sums of some features."""
+
+    def __init__(
+        self, rendezvous: SharedHistograms, offsets: Words, kinds: Words, options: GbdtOptions
+    ) -> None:
+        super().__init__(rendezvous, offsets, kinds, options)
+        begin, end = _share_of_features(offsets, rendezvous.rank, rendezvous.world)
+        self._features = np.arange(begin, end)
+        self._starts = offsets[begin : end + 1] - offsets[begin]
+        self._span = 2 * int(offsets[begin]), 2 * int(offsets[end])
+        size = self._span[1] - self._span[0]
+        self._pool = np.zeros((options.num_leaves, size), np.int64)
+        self._places = list(range(options.num_leaves))
+
+    def root(self, local: LocalRows, rows: NDArray[np.int32]) -> tuple[Words, Words]:
+        """All rows."""
+        self._count(local, rows)
+        histogram_kernels.reduce_areas(self._rendezvous.areas, *self._span, self._pool[self._places[0]])
+        totals = self._rendezvous.areas[:, -2:].sum(axis=0)
+        return totals, self._found([0], totals.reshape(1, 2), local)[0]
+
+    def children(
+        self, local: LocalRows, parent: int, new: int, smaller: NDArray[np.int32], totals: Words
+    ) -> Words:
+        """The larger child is what the smaller leaves of its parent."""
+        self._count(local, smaller)
+        places = self._places
+        histogram_kernels.take_from_parent(
+            self._rendezvous.areas, *self._span, self._pool, places[new], places[parent]
+        )
+        return self._found([new, parent], totals, local)
+
+    def _count(self, local: LocalRows, rows: NDArray[np.int32]) -> None:
+        rendezvous = self._rendezvous
+        local.histogram(rows, self._offsets, rendezvous.area)
+        rendezvous.meet(rendezvous.area.size - (self._span[1] - self._span[0]))
+
+    def _found(self, leaves: Sequence[int], totals: Words, local: LocalRows) -> Words:
+        places = np.array([self._places[leaf] for leaf in leaves], np.int64)
+        records = self._records
+        split_kernels.best_pair(
+            self._pool,
+            places,
+            self._features,
+            self._starts,
+            self._kinds,
+            totals,
+            local.rule,
+            records,
+            records.view(np.float64),
+        )
+        return self._best(len(leaves))
+
+
+class VotingSearch(SplitSearch):
+    """Every worker has the histograms of its own rows; those of features that were elected are summed."""
+
+    def __init__(
+        self, rendezvous: SharedHistograms, offsets: Words, kinds: Words, options: GbdtOptions
+    ) -> None:
+        super().__init__(rendezvous, offsets, kinds, options)
+        self._pool = np.zeros((options.num_leaves, 2 * (int(offsets[-1]) + 1)), np.int64)
+        self._places = list(range(options.num_leaves))
+        self._gains = np.zeros(len(kinds))
+
+    def root(self, local: LocalRows, rows: NDArray[np.int32]) -> tuple[Words, Words]:
+        """All rows."""
+        local.histogram(rows, self._offsets, self._pool[self._places[0]])
+        totals = self._rendezvous.tell(self._pool[self._places[0]][-2:]).sum(axis=0)
+        return totals, self._elected(local, [0], totals.reshape(1, 2))[0]
+
+    def children(
+        self, local: LocalRows, parent: int, new: int, smaller: NDArray[np.int32], totals: Words
+    ) -> Words:
+        """Both have histograms here, by subtraction, and an election each."""
+        local.histogram(smaller, self._offsets, self._pool[self._places[new]])
+        histogram_kernels.subtract(self._pool[self._places[parent]], self._pool[self._places[new]])
+        return self._elected(local, [new, parent], totals)
+
+    def _elected(self, local: LocalRows, leaves: Sequence[int], totals: Words) -> Words:
+        rendezvous, elected = self._rendezvous, self._election(local, leaves)
+        at, spans = 0, []
+        for leaf, features in zip(leaves, elected, strict=True):
+            whole, begin = self._pool[self._places[leaf]], at
+            for feature in features:
+                own = whole[2 * self._offsets[feature] : 2 * self._offsets[feature + 1]]
+                rendezvous.area[at : at + own.size] = own
+                at += own.size
+            spans.append((begin, at))
+        rendezvous.meet(at)
+        for number, (features, span) in enumerate(zip(elected, spans, strict=True)):
+            self._find(features, span, totals[number], local, self._records[number])
+        return self._best(len(leaves))
+
+    def _election(self, local: LocalRows, leaves: Sequence[int]) -> list[Words]:
+        """Collective: the features of each leaf whose histograms are summed."""
+        most, world = 2 * self._options.top_k, self._rendezvous.world
+        if len(self._kinds) <= most:
+            return [np.arange(len(self._kinds)) for _ in leaves]
+        votes = np.concatenate([self._votes(local, leaf) for leaf in leaves])
+        told = self._rendezvous.tell(votes).reshape(world, len(leaves), -1)
+        return [_winners(told[:, number], most) for number in range(len(leaves))]
+
+    def _votes(self, local: LocalRows, leaf: int) -> Words:
+        """The features that gain most on the rows that are here; -1 for a vote that is not cast."""
+        whole, rule = self._pool[self._places[leaf]], local.rule.copy()
+        rule[1] = max(1.0, rule[1] // self._rendezvous.world)  # a leaf has fewer rows here than in all
+        rule[2] /= self._rendezvous.world
+        split_kernels.feature_gains(whole, self._offsets, self._kinds, whole[-2:], rule, self._gains)
+        order = np.lexsort((np.arange(len(self._gains)), -self._gains))[: self._options.top_k]
+        votes = np.full(self._options.top_k, -1, np.int64)
+        cast = order[self._gains[order] > 0]
+        votes[: len(cast)] = cast
+        return votes
+
+    def _find(
+        self, features: Words, span: tuple[int, int], totals: Words, local: LocalRows, record: Words
+    ) -> None:
+        """The best split among this worker's part of the elected features."""
+        rendezvous = self._rendezvous
+        sizes = np.diff(self._offsets)[features]
+        starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+        begin, end = _share_of_features(starts, rendezvous.rank, rendezvous.world)
+        words = span[0] + 2 * int(starts[begin]), span[0] + 2 * int(starts[end])
+        summed = np.zeros(words[1] - words[0], np.int64)
+        histogram_kernels.reduce_areas(rendezvous.areas, *words, summed)
+        split_kernels.best_split(
+            summed,
+            features[begin:end],
+            starts[begin : end + 1] - starts[begin],
+            self._kinds,
+            totals,
+            local.rule,
+            record,
+            record.view(np.float64),
+        )
+
+
+def _winners(votes: Words, most: int) -> Words:
+    """The features with most votes, of equal ones the first; in ascending order."""
+    names, counts = np.unique(votes[votes >= 0], return_counts=True)
+    order = np.lexsort((names, -counts))[:most]
+    found: Words = np.sort(names[order])
+    return found
+
+
+def _share_of_features(offsets: Words, rank: int, world: int) -> tuple[int, int]:
+    """A worker's features: contiguous, with about as many bins as the others' have."""
+    cuts = np.searchsorted(offsets, np.arange(world + 1) * int(offsets[-1]) // world)
+    return int(cuts[rank]), int(cuts[rank + 1])
+
+
+SEARCHES: dict[str, type[SplitSearch]] = {"data": DataSearch, "voting": VotingSearch}
+"""By the name in the options."""

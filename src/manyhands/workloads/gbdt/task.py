@@ -1,0 +1,296 @@
+"""Gradient boosting as a task whose step is compiled: one step is one tree, and its records are all rows.
+
+* `single`: one thread.
+* `allreduce`, `mirrored`: every worker has a part of the rows and all trees; histograms travel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from manyhands.data.batch_plan import split
+from manyhands.engine.kernel_task import AnyTask, KernelStep, KernelTask, Portion, Taken, check_shared_rows
+from manyhands.engine.stopping import EarlyStopping, StoppingCount
+from manyhands.native.group.gate import Turn
+from manyhands.native.group.shared_group import SharedGroup
+from manyhands.native.segment import CACHE_LINE, Segment, round_up
+from manyhands.strategy import Strategy
+from manyhands.workloads.gbdt import bin_kernels, histogram_kernels, predict_kernels, split_kernels
+from manyhands.workloads.gbdt.bin_table import BinnedRows
+from manyhands.workloads.gbdt.binning import BinTable
+from manyhands.workloads.gbdt.gradient_units import units_for
+from manyhands.workloads.gbdt.growing import DividedRows, grow, node_directions
+from manyhands.workloads.gbdt.options import GbdtOptions
+from manyhands.workloads.gbdt.searching import SEARCHES, LocalRows, area_words, told_words
+from manyhands.workloads.gbdt.shared_sums import SharedHistograms, alone, histogram_bytes, shared_histograms
+from manyhands.workloads.gbdt.trees import GrownTree, TreeMemory
+
+__all__ = ["VALID_LOSS", "GbdtStep", "GbdtTask", "check_strategy"]
+
+VALID_LOSS = "valid_loss"
+"""The metric in the history: the mean loss of rows held out, after each tree."""
+_BLOCK = 64  # rows: shares begin at whole blocks, so that compiled loops treat a row alike wherever the shares begin
+
+
+@dataclass(frozen=True, kw_only=True)
+class GbdtTask(KernelTask):
+    """Growing trees on rows that are bins already; `gbdt.objective` is binary or regression."""
+
+    name: ClassVar[str] = "gbdt"
+
+    train: BinnedRows
+    valid: BinnedRows | None = None
+    bins: BinTable
+    start_trees: int = 0
+    """Of a model that training goes on with: the scores of rows begin with its."""
+    largest_weight: float = 1.0
+    """Of the rows to train on: gradients are counted in units that follow from it."""
+    gbdt: GbdtOptions
+
+    @property
+    def samples(self) -> int:
+        """Rows."""
+        return self.train.rows
+
+    @property
+    def batch_size(self) -> int:
+        """All of them: a step is a tree."""
+        return self.train.rows
+
+    @property
+    def epochs(self) -> int:
+        """Trees."""
+        return self.gbdt.trees
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """All but how long it goes on."""
+        left_out = ("trees", "allow_overload", "early_stopping")
+        kept = {name: value for name, value in asdict(self.gbdt).items() if name not in left_out}
+        return kept | {
+            "features": len(self.bins.features),
+            "valid_rows": self.valid.rows if self.valid else 0,
+            "start_trees": self.start_trees,
+        }
+
+    @property
+    def record_bytes(self) -> float:
+        """A byte for each feature, and the words."""
+        return len(self.bins.features) + 40.0
+
+    @property
+    def advice(self) -> str:
+        """What can be wrong where squares overflow."""
+        return "use a smaller rate, or scale the labels down"
+
+    @property
+    def kinds(self) -> NDArray[np.int64]:
+        """What `split_kernels` calls kinds of features."""
+        found = [2 if one.is_categorical else int(one.missing) for one in self.bins.features]
+        return np.array(found, np.int64)
+
+    def model(self) -> TreeMemory:
+        """Room for all trees."""
+        return TreeMemory(self.gbdt.trees, self.gbdt.num_leaves)
+
+    def shared_model(self, segment: Segment, offset: int) -> nn.Module:
+        """Trees are no memory that workers could share without order."""
+        raise self._refusal(segment, offset)  # type: ignore[arg-type]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all trees, about."""
+        return self.gbdt.trees * self.gbdt.num_leaves * 17 * 8
+
+    def step(self, model: nn.Module, turn: Turn) -> KernelStep:
+        """All rows in one thread."""
+        del turn
+        assert isinstance(model, TreeMemory), "a model of this task"
+        offsets = self.bins.offsets
+        return GbdtStep(self, model, alone(area_words(self.gbdt, offsets), told_words(self.gbdt)))
+
+    def step_on_copies(self, group: SharedGroup, control_bytes: int) -> KernelStep:
+        """A part of the rows for each worker."""
+        sizes = area_words(self.gbdt, self.bins.offsets), told_words(self.gbdt)
+        offset = round_up(control_bytes, CACHE_LINE)
+        segment = group.share(offset + histogram_bytes(group.world, *sizes), "histograms")
+        step = GbdtStep(self, self.model(), shared_histograms(group, segment, offset, *sizes))
+        step.segment = segment
+        return step
+
+    def warm(self) -> None:
+        """All kernels."""
+        for module in (bin_kernels, histogram_kernels, split_kernels, predict_kernels):
+            module.warm()
+
+    def for_strategy(self, strategy: Strategy, workers: int) -> AnyTask:
+        """Compiled, or not at all."""
+        check_strategy(strategy, workers)
+        return self
+
+
+class GbdtStep(KernelStep):
+    """One worker's part in growing trees."""
+
+    shares_memory = False
+
+    def __init__(self, task: GbdtTask, model: TreeMemory, rendezvous: SharedHistograms) -> None:
+        super().__init__(model)
+        self._task, self._options, self._rendezvous, self._memory = task, task.gbdt, rendezvous, model
+        rank, world = rendezvous.rank, rendezvous.world
+        self._train = _Rows(task.train, rank, world, task.gbdt.num_leaves)
+        self._held = _Rows(task.valid, rank, world, task.gbdt.num_leaves) if task.valid is not None else None
+        weights = task.valid.opened()[2] if task.valid is not None else np.zeros(1)
+        self._valid_weight, self._largest_valid_weight = float(weights.sum()), float(weights.max())
+        offsets, kinds = task.bins.offsets, task.kinds
+        self._search = SEARCHES[task.gbdt.parallel](rendezvous, offsets, kinds, task.gbdt)
+        count = len(self._train.span)
+        self._local = LocalRows(
+            tiles=self._train.tiles,
+            layout=task.train.layout,
+            words=np.zeros(2 * count, np.int64),
+            first=self._train.span.start,
+            rule=np.zeros(12),
+            ordered=np.zeros(2 * count, np.int64),
+        )
+        patience = task.gbdt.early_stopping
+        rule = EarlyStopping(metric=VALID_LOSS, patience=patience) if patience and self._held else None
+        self._stopping = StoppingCount(rule) if rule is not None else None
+        self._is_binary = task.gbdt.objective == "binary"
+
+    def fill(self) -> None:
+        """Scores begin with the best constant, or with those of a model."""
+        for rows in self._tables():
+            rows.scores[:] = rows.start
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """The trees so far, and the scores that they give: each is added as it was when it was grown."""
+        self._memory.take(state)
+        self.fill()
+        kept = np.flatnonzero(self._memory.get_buffer("num_leaves").numpy())
+        for number in kept.tolist():
+            tree = self._memory.tree(number)
+            for rows in self._tables():
+                rows.divided.begin()
+                _send_down(tree, self._task.bins, rows.divided)
+                self._move(rows, tree)
+            if self._stopping is not None:
+                self._stopping.add(number + 1, {VALID_LOSS: float(self._memory.valid_losses()[number])})
+
+    def take(self, portion: Portion) -> Taken:
+        """Grow tree number `portion.passed`."""
+        options, task, rendezvous = self._options, self._task, self._rendezvous
+        before = rendezvous.bytes_sent
+        loss = self._write_words()
+        divided = [rows.divided for rows in self._tables()]
+        tree = grow(self._search, self._local, task.bins.features, options, divided)
+        for rows in self._tables():
+            self._move(rows, tree)
+        valid = self._valid_loss()
+        self._memory.put(portion.passed, tree, valid)
+        metrics = {VALID_LOSS: valid} if self._held is not None else {}
+        ends = "" if tree.num_leaves > 1 else "no split of all rows gains anything"
+        if self._stopping is not None and self._stopping.add(portion.passed + 1, metrics):
+            ends = ends or self._stopping.sentence
+        return Taken(
+            loss=loss,
+            weight=float(self._train.weights.sum()),
+            samples=len(self._train.span),
+            bytes_sent=rendezvous.bytes_sent - before,
+            messages_sent=tree.num_leaves if rendezvous.world > 1 else 0,
+            metrics=metrics,
+            ends=ends,
+        )
+
+    def _tables(self) -> list[_Rows]:
+        return [self._train] if self._held is None else [self._train, self._held]
+
+    def _write_words(self) -> float:
+        """This tree's gradients and hessians; the loss that they belong to."""
+        rows, options, task = self._train, self._options, self._task
+        if self._is_binary:
+            units = units_for(task.train.rows, task.largest_weight, task.largest_weight / 4)
+            write = histogram_kernels.binary_words
+        else:
+            here = histogram_kernels.largest_error(rows.scores, rows.targets, rows.weights)
+            units = units_for(task.train.rows, self._rendezvous.largest(here), task.largest_weight)
+            write = histogram_kernels.squared_words
+        self._local.rule[:] = (
+            units.count_bits,
+            options.min_data_in_leaf,
+            options.min_sum_hessian,
+            options.lambda_l2,
+            units.gradient,
+            units.hessian,
+            options.cat_l2,
+            options.cat_smooth,
+            options.max_cat_threshold,
+            options.min_data_per_group,
+            options.max_cat_to_onehot,
+            options.min_gain,
+        )
+        scale = np.array([units.gradient, units.hessian])
+        words = self._local.words
+        return float(write(rows.scores, rows.targets, rows.weights, scale, units.count_bits, words))
+
+    @staticmethod
+    def _move(rows: _Rows, tree: GrownTree) -> None:
+        for leaf in range(tree.num_leaves):
+            histogram_kernels.add_to_scores(
+                rows.scores, rows.divided.of(leaf), rows.span.start, tree.leaf_value[leaf]
+            )
+
+    def _valid_loss(self) -> float:
+        """Collective: the mean over all rows held out, the same for any number of workers; infinity of none."""
+        held, task = self._held, self._task
+        if held is None or task.valid is None:
+            return math.inf
+        if self._is_binary:
+            measure, largest = histogram_kernels.binary_loss, max(1.0, self._largest(held.scores))
+        else:
+            errors = (held.scores - held.targets) ** 2
+            measure, largest = histogram_kernels.squared_loss, self._largest(errors)
+        unit = units_for(task.valid.rows, largest * self._largest_valid_weight, 1.0).gradient / 4
+        total = self._rendezvous.total(int(measure(held.scores, held.targets, held.weights, unit)))
+        return total / unit / self._valid_weight
+
+    def _largest(self, values: NDArray[np.float64]) -> float:
+        return self._rendezvous.largest(float(np.abs(values).max(initial=0.0)))
+
+
+class _Rows:
+    """A worker's part of a table: its scores, and in which leaves its rows are."""
+
+    def __init__(self, table: BinnedRows, rank: int, world: int, most_leaves: int) -> None:
+        blocks = split(-(-table.rows // _BLOCK), rank, world)
+        self.span = range(min(blocks.start * _BLOCK, table.rows), min(blocks.stop * _BLOCK, table.rows))
+        self.tiles, targets, weights, start = table.opened()
+        mine = slice(self.span.start, self.span.stop)
+        self.targets, self.weights = np.array(targets[mine]), np.array(weights[mine])
+        self.start, self.scores = np.array(start[mine]), np.zeros(len(self.span))
+        self.divided = DividedRows(self.tiles, table.layout, self.span, most_leaves)
+
+
+def _send_down(tree: GrownTree, bins: BinTable, divided: DividedRows) -> None:
+    """Put rows into the leaves of a tree, split by split in the order in which it was grown."""
+    for node in range(tree.num_leaves - 1):
+        leaf = node
+        while leaf >= 0:  # the left child keeps the number of the leaf that was split
+            leaf = int(tree.left[leaf])
+        feature = int(tree.feature[node])
+        divided.divide(-1 - leaf, node + 1, feature, node_directions(tree, node, bins.features[feature]))
+
+
+def check_strategy(strategy: Strategy, workers: int) -> None:
+    """UserError where a strategy does not grow trees with so many workers."""
+    why = "sends histograms through shared memory, so it has no other algorithm and no buckets"
+    check_shared_rows(
+        strategy, workers, "gbdt", f"{why}; use {strategy.word}, and --parallel voting to send less"
+    )

@@ -1,0 +1,301 @@
+"""LightGBM's text form of a model, read and written.
+
+    tree                            a header: number of classes, objective, names of features
+    version=v4
+    …
+    Tree=0                          each tree: arrays by node and by leaf, values between blanks
+    num_leaves=3
+    …
+    end of trees
+
+    feature_importances: …          what follows is for a reader
+    parameters: …
+
+Written by the description of the format in LightGBM's documentation and by the files that it writes itself.
+`lightgbm.Booster(model_file=…)` reads what `write_model` wrote and predicts the same, and the other way round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from manyhands.data.store.atomic import write_atomically
+from manyhands.errors import DataError
+from manyhands.workloads.gbdt.model import DecisionTree, GbdtModel, Links
+
+__all__ = ["MODEL_TEXT", "parse_model", "read_model", "render_model", "write_model"]
+
+MODEL_TEXT = "model.txt"
+_MOST_BYTES = 1 << 30
+_PART_BYTES = 1 << 20
+_BY_NODE = {
+    "split_feature": ("feature", np.int64),
+    "split_gain": ("gain", np.float64),
+    "threshold": ("threshold", np.float64),
+    "decision_type": ("decision", np.int64),
+    "left_child": ("left", np.int64),
+    "right_child": ("right", np.int64),
+    "internal_value": ("node_value", np.float64),
+    "internal_weight": ("node_weight", np.float64),
+    "internal_count": ("node_count", np.int64),
+}
+_BY_LEAF = {
+    "leaf_value": ("leaf_value", np.float64),
+    "leaf_weight": ("leaf_weight", np.float64),
+    "leaf_count": ("leaf_count", np.int64),
+}
+_NEEDED = {"split_feature", "threshold", "decision_type", "left_child", "right_child", "leaf_value"}
+
+
+class _Wrong(Exception):
+    """What a file is not."""
+
+
+def write_model(model: GbdtModel, path: Path) -> None:
+    """Write the file, whole or not at all."""
+    write_atomically(path, [render_model(model).encode()])
+
+
+def render_model(model: GbdtModel) -> str:
+    """The text of a model."""
+    trees = [_tree_text(number, tree) for number, tree in enumerate(model.trees)]
+    header = {
+        "version": "v4",
+        "num_class": 1,
+        "num_tree_per_iteration": 1,
+        "label_index": model.label_index,
+        "max_feature_idx": model.columns - 1,
+        "objective": model.objective,
+        "feature_names": " ".join(model.names),
+        "feature_infos": " ".join(model.infos),
+        "tree_sizes": " ".join(str(len(text.encode())) for text in trees),
+    }
+    lines = "".join(f"{name}={value}\n" for name, value in header.items())
+    counts = model.importance("split").astype(int)
+    order = np.argsort(-counts, kind="stable")
+    importances = "".join(f"{model.names[at]}={counts[at]}\n" for at in order if counts[at])
+    parameters = "".join(f"[{name}: {value}]\n" for name, value in model.parameters.items())
+    return (
+        f"tree\n{lines}\n{''.join(trees)}end of trees\n\nfeature_importances:\n{importances}\n"
+        f"parameters:\n{parameters}\nend of parameters\n\npandas_categorical:null\n"
+    )
+
+
+def _tree_text(number: int, tree: DecisionTree) -> str:
+    sets = len(tree.category_starts) - 1
+    lines = [f"Tree={number}", f"num_leaves={tree.num_leaves}", f"num_cat={sets}"]
+    if tree.num_leaves > 1:
+        lines += [f"{name}={_numbers(getattr(tree, own))}" for name, (own, _) in _BY_NODE.items()]
+        lines += [f"{name}={_numbers(getattr(tree, own))}" for name, (own, _) in _BY_LEAF.items()]
+    else:
+        lines.append(f"leaf_value={_numbers(tree.leaf_value)}")
+    if sets:
+        lines += [
+            f"cat_boundaries={_numbers(tree.category_starts)}",
+            f"cat_threshold={_numbers(tree.categories)}",
+        ]
+    return "\n".join([*lines, "is_linear=0", f"shrinkage={tree.shrinkage!r}", "\n\n"])
+
+
+def _numbers(values: NDArray[Any]) -> str:
+    """Each as the shortest text that is read back as the same number."""
+    return " ".join(map(repr, values.tolist()))
+
+
+def _parts(stream: BinaryIO) -> Iterator[bytes]:
+    """What there is, and not much more than is allowed; memory for the whole of that is not asked for beforehand."""
+    num_bytes = 0
+    while num_bytes <= _MOST_BYTES and (part := stream.read(_PART_BYTES)):
+        num_bytes += len(part)
+        yield part
+
+
+def read_model(path: Path | str) -> GbdtModel:
+    """Read a file, or that in the directory of a run; DataError says what is wrong with it."""
+    file = Path(path) / MODEL_TEXT if Path(path).is_dir() else Path(path)
+    try:
+        with file.open("rb") as stream:
+            content = b"".join(_parts(stream))
+    except OSError as error:
+        raise DataError(f"model {file} cannot be read: {error.strerror}") from error
+    if len(content) > _MOST_BYTES:
+        raise DataError(
+            f"model {file} has more than {_MOST_BYTES >> 30} GiB; it is no model that this program reads"
+        )
+    return parse_model(content, str(file))
+
+
+def parse_model(content: bytes, where: str) -> GbdtModel:
+    """The model of a text; DataError names `where` and what is wrong."""
+    try:
+        text = content.decode()
+        if not text.startswith("tree\n") and not text.startswith("tree\r\n"):
+            raise _Wrong("it does not begin with the word tree")
+        body, end, after = text.partition("end of trees")
+        if not end:
+            raise _Wrong("the words `end of trees` are missing, so it was cut short")
+        head, *parts = body.split("\nTree=")
+        lines = head.splitlines()[1:]
+        if "average_output" in lines:  # a word of its own, without a value
+            raise _Wrong("it is a random forest, whose trees are averaged, which is not read")
+        header = _fields(lines)
+        names, objective = _checked_header(header)
+        label_index = _label_index(header, len(names))
+        trees = tuple(_tree(number, part, len(names)) for number, part in enumerate(parts))
+        _check_sizes(header, len(trees))
+    except UnicodeDecodeError as error:
+        raise DataError(f"model {where} is no text: {error.reason} at byte {error.start}") from error
+    except _Wrong as error:
+        raise DataError(
+            f"model {where} is no gradient boosting model in LightGBM's text form: {error}"
+        ) from error
+    infos = tuple(header.get("feature_infos", "").split(" "))
+    return GbdtModel(
+        trees=trees,
+        objective=objective,
+        names=names,
+        infos=infos if len(infos) == len(names) else ("none",) * len(names),
+        parameters=_parameters(after),
+        label_index=label_index,
+    )
+
+
+def _fields(lines: Iterable[str]) -> dict[str, str]:
+    return {name: value for name, sign, value in (line.partition("=") for line in lines) if sign}
+
+
+def _checked_header(header: Mapping[str, str]) -> tuple[tuple[str, ...], str]:
+    """Names of features and the objective; models that are no sum of single trees are refused."""
+    for name in ("num_class", "num_tree_per_iteration"):
+        if header.get(name, "1") != "1":
+            raise _Wrong(f"{name} is {header[name]!r}; only one class is read")
+    objective = header.get("objective", "").strip()
+    if not objective or objective.split()[0] not in Links.KNOWN or "sqrt" in objective.split():
+        raise _Wrong(f"its objective is {objective or 'not named'!r}; read are {', '.join(Links.KNOWN)}")
+    for setting in objective.split()[1:]:
+        if setting.startswith("sigmoid:") and not _is_above_zero(setting[8:]):
+            raise _Wrong(f"its objective has {setting!r}")
+    names = tuple(header.get("feature_names", "").split(" "))
+    if header.get("max_feature_idx") != str(len(names) - 1):
+        raise _Wrong(
+            f"max_feature_idx is {header.get('max_feature_idx')!r}, but {len(names)} features have names"
+        )
+    return names, objective
+
+
+def _label_index(header: Mapping[str, str], columns: int) -> int:
+    """Of a table with one column more than there are features."""
+    text = header.get("label_index", "0").strip()
+    if not (text.isascii() and text.isdigit()) or len(text) > 9 or int(text) > columns:
+        raise _Wrong(f"label_index is {text[:20]!r}, none of {columns} features and a label")
+    return int(text)
+
+
+def _is_above_zero(text: str) -> bool:
+    try:
+        return 0 < float(text) < float("inf")
+    except ValueError:
+        return False
+
+
+def _check_sizes(header: Mapping[str, str], trees: int) -> None:
+    if "tree_sizes" in header and len(header["tree_sizes"].split()) != trees:
+        raise _Wrong(f"tree_sizes names {len(header['tree_sizes'].split())} trees, but it has {trees}")
+
+
+def _tree(number: int, text: str, columns: int) -> DecisionTree:
+    label, *lines = text.splitlines()
+    if label.strip() != str(number):
+        raise _Wrong(f"tree {number} is called {label[:20]!r}")
+    fields = _fields(lines)
+    if fields.get("is_linear", "0") != "0":
+        raise _Wrong(f"tree {number} is linear, which is not read")
+    leaves = _whole(fields, "num_leaves", number)
+    nodes = leaves - 1
+    if leaves < 1:
+        raise _Wrong(f"tree {number} has num_leaves={leaves}")
+    arrays: dict[str, NDArray[Any]] = {}
+    for names, size in ((_BY_NODE, nodes), (_BY_LEAF, leaves)):
+        for name, (own, kind) in names.items():
+            if name in fields and fields[name].strip():
+                arrays[own] = _array(fields[name], kind, size, f"tree {number}: {name}")
+            elif name in _NEEDED and size:
+                raise _Wrong(f"tree {number} has no {name}")
+            else:
+                arrays[own] = np.zeros(size, kind)
+    sets = _whole(fields, "num_cat", number, usual=0)
+    starts, words = np.zeros(1, np.int64), np.zeros(0, np.uint32)
+    if sets:
+        starts = _array(
+            fields.get("cat_boundaries", ""), np.int64, sets + 1, f"tree {number}: cat_boundaries"
+        )
+        if starts[0] != 0 or (starts[1:] <= starts[:-1]).any():  # differences may overflow
+            raise _Wrong(f"tree {number}: cat_boundaries do not ascend from 0")
+        words = _array(
+            fields.get("cat_threshold", ""), np.uint32, int(starts[-1]), f"tree {number}: cat_threshold"
+        )
+    shrinkage = _array(fields.get("shrinkage", "1"), np.float64, 1, f"tree {number}: shrinkage")
+    if np.isinf(arrays["leaf_value"]).any():
+        raise _Wrong(f"tree {number}: leaf_value holds inf")
+    _check_tree(number, arrays, columns, sets)
+    return DecisionTree(**arrays, categories=words, category_starts=starts, shrinkage=float(shrinkage[0]))
+
+
+def _whole(fields: Mapping[str, str], name: str, number: int, usual: int | None = None) -> int:
+    text = fields.get(name, "" if usual is None else str(usual))
+    if not text.isascii() or not text.isdigit() or len(text) > 9:
+        raise _Wrong(f"tree {number}: {name} is {text[:20]!r}, not a whole number")
+    return int(text)
+
+
+def _array(text: str, kind: Any, size: int, what: str) -> NDArray[Any]:
+    """Numbers between blanks, as many as there must be."""
+    words = text.split()
+    if len(words) != size:
+        raise _Wrong(f"{what} has {len(words)} numbers, not {size}")
+    if "_" in text or not text.isascii():  # which Python would read, and nobody writes
+        raise _Wrong(f"{what} holds something else than numbers")
+    try:
+        found = np.array([float(word) if kind is np.float64 else int(word) for word in words], kind)
+    except (ValueError, OverflowError) as error:
+        raise _Wrong(f"{what} holds something else than numbers: {error}") from error
+    if kind is np.float64 and np.isnan(found).any():
+        raise _Wrong(f"{what} holds nan")
+    return found
+
+
+def _check_tree(number: int, arrays: Mapping[str, NDArray[Any]], columns: int, sets: int) -> None:
+    """Every node and every leaf hangs on one node before it, and nothing points outside."""
+    feature, left, right = arrays["feature"], arrays["left"], arrays["right"]
+    nodes = len(feature)
+    if ((feature < 0) | (feature >= columns)).any():
+        raise _Wrong(f"tree {number} asks for a feature that is none of {columns}")
+    if ((arrays["decision"] < 0) | (arrays["decision"] > 11)).any():
+        raise _Wrong(f"tree {number} has a decision_type that is not known")
+    is_set = arrays["decision"] & 1 == 1
+    chosen = arrays["threshold"][is_set]
+    if ((chosen < 0) | (chosen >= sets) | (chosen != np.floor(chosen))).any():
+        raise _Wrong(f"tree {number} has a categorical split without its categories")
+    children = np.sort(np.concatenate([left, right]))
+    if not np.array_equal(
+        children, np.concatenate([np.arange(-nodes - 1, 0), np.arange(1, nodes)])[: 2 * nodes]
+    ):
+        raise _Wrong(
+            f"tree {number}: its children are not every leaf and every node but the first, once each"
+        )
+    if ((left >= 0) & (left <= np.arange(nodes))).any() or ((right >= 0) & (right <= np.arange(nodes))).any():
+        raise _Wrong(f"tree {number} has a node whose child comes before it")
+
+
+def _parameters(text: str) -> dict[str, str]:
+    found = {}
+    for line in text.splitlines():
+        if line.startswith("[") and line.endswith("]") and ": " in line:
+            name, _, value = line[1:-1].partition(": ")
+            found[name] = value
+    return found

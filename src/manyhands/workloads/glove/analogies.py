@@ -1,0 +1,149 @@
+"""Analogies such as Athens : Greece = Oslo : ?, as Mikolov et al. (2013) ask them, and how many come out right.
+
+A file of questions has lines of four words, and lines `: name` that begin a section. The answer is the word nearest
+in cosine to b − a + c, of unit vectors, the three given words excluded. Sections whose name begins with "gram" are
+syntactic, the others semantic. A question with a word that has no vector is left out and counted as such.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from manyhands.data.store.atomic import reason
+from manyhands.errors import DataError
+from manyhands.observe.draw.bars import Bars
+from manyhands.workloads.glove.vector_files import Vectors
+
+__all__ = ["AnalogyScore", "Section", "SectionScore", "ask_analogies", "read_questions"]
+
+_PRODUCTS = 1 << 24  # cosines computed at once: 64 MiB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """A named list of questions (a, b, c, d): a is to b as c is to d."""
+
+    name: str
+    questions: tuple[tuple[str, str, str, str], ...]
+
+    @property
+    def semantic(self) -> bool:
+        """Whether the questions are about the world, not about grammar."""
+        return not self.name.startswith("gram")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SectionScore:
+    """How a section went: of `asked` questions `known` had vectors for all their words, and `right` were answered."""
+
+    name: str
+    semantic: bool
+    asked: int
+    known: int
+    right: int
+
+    @property
+    def accuracy(self) -> float:
+        """The share of the known questions that came out right; 0 where none is known."""
+        return self.right / self.known if self.known else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnalogyScore:
+    """All sections, and their sums."""
+
+    sections: tuple[SectionScore, ...]
+
+    @property
+    def total(self) -> SectionScore:
+        """All questions."""
+        return _sum("total", False, self.sections)
+
+    @property
+    def semantic(self) -> SectionScore:
+        """The questions about the world."""
+        return _sum("semantic", True, [one for one in self.sections if one.semantic])
+
+    @property
+    def syntactic(self) -> SectionScore:
+        """The questions about grammar."""
+        return _sum("syntactic", False, [one for one in self.sections if not one.semantic])
+
+
+def _sum(name: str, semantic: bool, sections: Sequence[SectionScore]) -> SectionScore:
+    return SectionScore(
+        name=name,
+        semantic=semantic,
+        asked=sum(one.asked for one in sections),
+        known=sum(one.known for one in sections),
+        right=sum(one.right for one in sections),
+    )
+
+
+def read_questions(path: Path | str) -> list[Section]:
+    """The sections of a file; a DataError names the line that is no question."""
+    try:
+        lines = Path(path).read_bytes().split(b"\n")
+    except OSError as error:
+        raise DataError(f"questions {path} cannot be read: {reason(error)}") from error
+    sections: list[tuple[str, list[tuple[str, str, str, str]]]] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            fields = line.decode().split()
+        except UnicodeDecodeError:
+            raise DataError(f"{path}, line {number}: not UTF-8 text") from None
+        if not fields:
+            continue
+        if fields[0].startswith(":"):
+            sections.append((" ".join(fields).removeprefix(":").strip(), []))
+            continue
+        if len(fields) != 4:
+            raise DataError(f"{path}, line {number}: a question has 4 words, not {len(fields)}")
+        if not sections:
+            sections.append(("questions", []))
+        a, b, c, d = fields
+        sections[-1][1].append((a, b, c, d))
+    if not any(questions for _, questions in sections):
+        raise DataError(f"{path} holds no questions")
+    return [Section(name=name, questions=tuple(questions)) for name, questions in sections]
+
+
+def ask_analogies(vectors: Vectors, sections: Sequence[Section], bars: Bars | None = None) -> AnalogyScore:
+    """Answer every question whose words all have vectors; words are looked up as they are, else in lower case."""
+    total = sum(len(section.questions) for section in sections)
+    scores: list[SectionScore] = []
+    with (bars or Bars()).phase("analogies", total, "questions") as phase:
+        for section in sections:
+            rows = [[vectors.find(word) for word in question] for question in section.questions]
+            known = np.array([row for row in rows if None not in row], np.int64).reshape(-1, 4)
+            scores.append(
+                SectionScore(
+                    name=section.name,
+                    semantic=section.semantic,
+                    asked=len(rows),
+                    known=len(known),
+                    right=_right(vectors.unit, known),
+                )
+            )
+            phase.advance(len(rows))
+    return AnalogyScore(sections=tuple(scores))
+
+
+def _right(unit: NDArray[np.float32], questions: NDArray[np.int64]) -> int:
+    """How many of the questions, rows (a, b, c, d), have d as the nearest to b − a + c among the words not given."""
+    right = 0
+    step = max(1, _PRODUCTS // max(1, len(unit)))
+    for start in range(0, len(questions), step):
+        a, b, c, d = questions[start : start + step].T
+        # The length of the target changes no order, so it is left as it is.
+        cosines = (unit[b] - unit[a] + unit[c]) @ unit.T
+        asked = np.arange(len(d))
+        for given in (a, b, c):
+            cosines[asked, given] = -np.inf
+        right += int(np.count_nonzero(cosines.argmax(axis=1) == d))
+    return right

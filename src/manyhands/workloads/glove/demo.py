@@ -1,0 +1,94 @@
+"""The demo corpus: the English in the user's own Python installation, several MB on every machine, nothing to download.
+
+Docstrings and comments of the standard library, numpy and torch, in lower case, letters only; each docstring and each
+block of comments is one line, so that contexts end where a text ends. Files are taken in the order of their names and
+found by patterns, not by compiling them: a piece of code in between does no harm and time matters.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+from manyhands.errors import UserError
+from manyhands.workloads.glove.corpus import Corpus
+
+__all__ = ["demo_corpus", "english"]
+
+_PACKAGES = ("numpy", "torch")
+_MOST_BYTES = 6 * 2**20  # of each package: enough to learn from, little enough to wait for
+_SKIPPED = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idle_test",
+    "__pycache__",
+    "testing",
+    "_vendor",
+}
+# Each way begins with a character of its own, so that the search skips to the next of them.
+_TEXTS = re.compile(rb'"""(.*?)"""|' + rb"'''(.*?)'''|" + rb"(#[^\n]*\n(?:[ \t]*#[^\n]*\n)*)", re.DOTALL)
+_LETTERS = bytes(
+    ord(chr(byte).lower()) if chr(byte).isascii() and chr(byte).isalpha() else 32 for byte in range(256)
+)
+_LEAST_WORDS = 4
+
+
+def demo_corpus(most_bytes: int = _MOST_BYTES) -> Corpus:
+    """The corpus, at most `most_bytes` of each of the standard library, numpy and torch, the same every time."""
+    lines: list[str] = []
+    for root in _roots():
+        room = most_bytes
+        for path in _files(root):
+            for line in english(_source(path)):
+                room -= len(line) + 1
+                lines.append(line)
+            if room <= 0:
+                break
+    if not lines:
+        raise UserError(
+            "this Python installation has no source files to learn from; give a text with --corpus FILE"
+        )
+    return Corpus.of_text("\n".join(lines))
+
+
+def english(source: str) -> Iterator[str]:
+    """The docstrings and blocks of comments of a Python file, each as one line of lower-case words."""
+    data, at = source.encode(), 0
+    while match := _TEXTS.search(data, at):
+        at = match.end()
+        if match.lastindex == 3 and data[data.rfind(b"\n", 0, match.start()) + 1 : match.start()].strip(
+            b" \t"
+        ):
+            at = match.start() + 1  # a comment behind code is not one of a block
+            continue
+        words = match.group(match.lastindex or 0).translate(_LETTERS).split()
+        if len(words) >= _LEAST_WORDS:
+            yield b" ".join(words).decode()
+
+
+def _roots() -> Iterator[Path]:
+    yield Path(sysconfig.get_path("stdlib"))
+    for name in _PACKAGES:
+        found = importlib.util.find_spec(name)
+        for folder in (found.submodule_search_locations or ()) if found is not None else ():
+            yield Path(folder)
+
+
+def _files(root: Path) -> Iterator[Path]:
+    for folder, folders, files in os.walk(root):
+        folders[:] = sorted(name for name in folders if name not in _SKIPPED)
+        yield from (Path(folder, name) for name in sorted(files) if name.endswith(".py"))
+
+
+def _source(path: Path) -> str:
+    """A file's text, or nothing where it cannot be read or is not UTF-8."""
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError):
+        return ""

@@ -1,0 +1,216 @@
+"""The parameters of GloVe (Pennington, Socher, Manning 2014) in one block of memory, laid out for the kernels.
+
+There is one row per word and one per context, contexts after words, so word w and context c are rows w and V + c:
+
+    | vector, dim items, zeros to `lanes` | bias | unused | accumulators of the vector | that of the bias | unused |
+      0                                    lanes           accumulators
+
+A record touches two rows, and all of each: a vector and its AdaGrad accumulators lie side by side, so that they come
+into the cache together. An accumulator is kept without the 1 that it begins with, beside which float32 would lose the
+squares of small gradients. `lanes` is a multiple of 8, so that vector instructions need no remainder; rows are
+multiples of 64 bytes, so that none shares a cache line with another.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from manyhands.errors import UserError
+from manyhands.native.segment import Segment, available_bytes, round_up
+
+__all__ = ["GloveLayout", "GloveModel", "GloveOptions", "GloveSnapshot"]
+
+LANES = 8
+_LINE_ITEMS = 16  # of 4 bytes in a line of 64
+_ROWS_AT_ONCE = 4096
+_DTYPES: dict[str, np.dtype[Any]] = {"float32": np.dtype(np.float32), "float64": np.dtype(np.float64)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GloveOptions:
+    """What to train and for how long; a UserError names the field, its value and what is allowed."""
+
+    dim: int = 50
+    """Items of a vector."""
+
+    passes: int = 15
+    """How often all records are visited."""
+
+    x_max: float = 100.0
+    """The count from which on a record weighs 1; below it weighs (count / x_max) ** alpha."""
+
+    alpha: float = 0.75
+    rate: float = 0.05
+    """The learning rate, which AdaGrad divides by the root of its accumulators; these start at 1."""
+
+    batch: int = 1
+    """Records per step: 1 is the published rule, one after the other; more are summed row by row first."""
+
+    seed: int = 0
+    dtype: str = "float32"
+    allow_overload: bool = False
+    """Start even if the workers do not seem to fit into the memory and the limits of this host."""
+
+    def __post_init__(self) -> None:
+        for name, most in (("dim", 100_000), ("passes", 10**9), ("batch", 2**24)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+                raise UserError(f"{name}={value!r} must be a whole number from 1 to {most}")
+        for name, least in (("x_max", "above 0"), ("rate", "above 0"), ("alpha", "at least 0")):
+            value = getattr(self, name)
+            if not 0 <= value < float("inf") or (value == 0 and least == "above 0"):
+                raise UserError(f"{name}={value!r} must be {least} and finite")
+        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**64:
+            raise UserError(f"seed={self.seed!r} must be a whole number from 0 to 2^64 - 1")
+        if self.dtype not in _DTYPES:
+            raise UserError(f"dtype={self.dtype!r} must be one of {', '.join(_DTYPES)}")
+
+    @property
+    def numpy_dtype(self) -> np.dtype[Any]:
+        """The type of the parameters."""
+        return _DTYPES[self.dtype]
+
+    def settings(self) -> NDArray[np.float64]:
+        """What the kernels need to know: x_max, alpha, rate."""
+        return np.array([self.x_max, self.alpha, self.rate], np.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class GloveLayout:
+    """Where things lie in a row of vectors of `dim` items."""
+
+    dim: int
+
+    @property
+    def lanes(self) -> int:
+        """Items that the kernels walk over; the bias comes after them."""
+        return round_up(self.dim, LANES)
+
+    @property
+    def accumulators(self) -> int:
+        """Where the accumulators begin, in the order of what they belong to."""
+        return round_up(self.lanes + 1, _LINE_ITEMS)
+
+    @property
+    def width(self) -> int:
+        """Items of a row."""
+        return 2 * self.accumulators
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GloveSnapshot:
+    """The parameters at one moment: vectors (V, dim) and biases (V,), of words and of contexts."""
+
+    word: NDArray[Any]
+    context: NDArray[Any]
+    word_bias: NDArray[Any]
+    context_bias: NDArray[Any]
+
+
+class GloveModel(nn.Module):
+    """The rows of `vocabulary_size` words and as many contexts, all zero at first.
+
+    `dims` are those of the whole vector that are kept here, all of them unless a strategy splits them. The memory is
+    anonymous, or in `segment` from `offset` on, for processes to share; `num_bytes` says how much is needed. As a
+    module it has one parameter, `memory`, which is all of it.
+    """
+
+    def __init__(
+        self,
+        vocabulary_size: int,
+        options: GloveOptions,
+        *,
+        dims: range | None = None,
+        segment: Segment | None = None,
+        offset: int = 0,
+    ) -> None:
+        super().__init__()
+        self.dims = range(options.dim) if dims is None else dims
+        self.layout = GloveLayout(len(self.dims))
+        self.vocabulary_size = vocabulary_size
+        self._options = options
+        dtype, count = options.numpy_dtype, 2 * vocabulary_size * self.layout.width
+        if segment is not None:
+            self.values: NDArray[Any] = segment.array(offset, count, dtype)
+        else:
+            self.values = _anonymous(count, dtype)
+        self.memory = nn.Parameter(torch.from_numpy(self.rows), requires_grad=False)
+
+    @staticmethod
+    def num_bytes(vocabulary_size: int, options: GloveOptions) -> int:
+        """The memory of all rows."""
+        return 2 * vocabulary_size * GloveLayout(options.dim).width * options.numpy_dtype.itemsize
+
+    @property
+    def rows(self) -> NDArray[Any]:
+        """The same memory, one row per row."""
+        return self.values.reshape(2 * self.vocabulary_size, self.layout.width)
+
+    def shape(self) -> NDArray[np.int64]:
+        """What the kernels need to know: vocabulary size, lanes, accumulators, width."""
+        layout = self.layout
+        return np.array([self.vocabulary_size, layout.lanes, layout.accumulators, layout.width], np.int64)
+
+    def initialise(self) -> GloveModel:
+        """Draw vectors from (-0.5, 0.5) / sqrt(dim) and biases from (-0.5, 0.5) / dim by the seed, then cut out `dims`.
+
+        The published tools divide all of them by dim. Longer vectors have longer gradients to begin with: costs are
+        lower after each pass, and analogies better after 15.
+        """
+        whole, layout, rows = self._options.dim, self.layout, self.rows
+        generator = np.random.Generator(np.random.Philox(self._options.seed))
+        mine = slice(self.dims.start, self.dims.stop)
+        for begin in range(0, len(rows), _ROWS_AT_ONCE):
+            part = rows[begin : begin + _ROWS_AT_ONCE]
+            drawn = generator.random((len(part), whole + 1)) - 0.5
+            part[:, : layout.dim] = drawn[:, mine] / math.sqrt(whole)
+            part[:, layout.lanes] = drawn[:, whole] / whole
+            part[:, layout.accumulators :] = 0
+        return self
+
+    def columns_of(self, part: GloveModel) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
+        """What `part`, which has some of the dimensions, holds: where it lies here, and there; accumulators too."""
+        here, there, dims = self.layout, part.layout, part.dims
+        for mine, other in ((0, 0), (here.accumulators, there.accumulators)):
+            yield (
+                self.rows[:, mine + dims.start : mine + dims.stop],
+                part.rows[:, other : other + there.dim],
+            )
+            yield self.rows[:, mine + here.lanes], part.rows[:, other + there.lanes]
+
+    def snapshot(self) -> GloveSnapshot:
+        """A copy of the parameters, without the accumulators."""
+        size, dim, bias = self.vocabulary_size, self.layout.dim, self.layout.lanes
+        word, context = self.rows[:size], self.rows[size:]
+        return GloveSnapshot(
+            word=word[:, :dim].copy(),
+            context=context[:, :dim].copy(),
+            word_bias=word[:, bias].copy(),
+            context_bias=context[:, bias].copy(),
+        )
+
+
+def _anonymous(count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Zeroed memory on pages of its own, large ones where the kernel has them: rows are met in no order."""
+    num_bytes, room = max(1, count * dtype.itemsize), available_bytes()
+    if num_bytes > room:
+        raise UserError(
+            f"the parameters need {num_bytes / 2**20:.0f} MiB, but only {room / 2**20:.0f} MiB of memory are free; "
+            "use fewer words or a smaller dim"
+        )
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        try:
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        except OSError:  # this kernel has none: ordinary pages do
+            pass
+    return np.frombuffer(memory, dtype, count)

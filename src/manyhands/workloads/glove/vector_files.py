@@ -1,0 +1,295 @@
+"""Word vectors and the files people keep them in: Stanford's text, word2vec's text and binary; and who is near to whom.
+
+Stanford's text has one line `word x1 x2 ...` per word; word2vec's begins with a line `words dimensions` and goes on in
+the same way, or with `word`, a space and the float32 themselves. `Vectors.load` finds out which of them a file is.
+"""
+
+from __future__ import annotations
+
+import difflib
+import mmap
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from manyhands.data.store.atomic import reason, write_atomically
+from manyhands.errors import DataError, UserError
+
+__all__ = ["Vectors"]
+
+_LINES_AT_ONCE = 4096
+_LONGEST_LINE = 1 << 22
+_MOST_DIGITS = 15  # of a count in a header: Python itself refuses numbers of thousands of digits
+_SUGGESTED_FROM = 50_000  # comparing with all words of a large file would take seconds
+
+
+class Vectors:
+    """One vector per word, most frequent word first: `words` and the rows of `matrix` (float32)."""
+
+    def __init__(self, words: Sequence[str], matrix: NDArray[np.float32]) -> None:
+        self.words: list[str] = list(words)
+        self.matrix: NDArray[np.float32] = np.ascontiguousarray(matrix, np.float32)
+        if self.matrix.ndim != 2 or len(self.matrix) != len(self.words):
+            raise UserError(f"{len(self.words)} words need as many rows; the matrix is {self.matrix.shape}")
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    @property
+    def dim(self) -> int:
+        """How long each vector is."""
+        return int(self.matrix.shape[1])
+
+    @cached_property
+    def index(self) -> dict[str, int]:
+        """The row of each word; the first where a file has it twice."""
+        return {word: row for row, word in reversed(list(enumerate(self.words)))}
+
+    @cached_property
+    def unit(self) -> NDArray[np.float32]:
+        """The matrix with rows of length 1, so that products are cosines; a row of zeros stays."""
+        with np.errstate(over="ignore"):
+            lengths = np.linalg.norm(self.matrix, axis=1, keepdims=True)
+        unit: NDArray[np.float32] = (self.matrix / np.where(lengths > 0, lengths, 1)).astype(np.float32)
+        vast = ~np.isfinite(lengths[:, 0])  # squares beyond single precision
+        wide = self.matrix[vast].astype(np.float64)
+        unit[vast] = wide / np.linalg.norm(wide, axis=1, keepdims=True)
+        return unit
+
+    def find(self, word: str) -> int | None:
+        """The row of a word as it is written or, where there is none, of its lower case."""
+        row = self.index.get(word)
+        return self.index.get(word.lower()) if row is None else row
+
+    def row(self, word: str) -> int:
+        """As `find`; a UserError where there is none."""
+        row = self.find(word)
+        if row is None:
+            close = difflib.get_close_matches(word.lower(), self.words[:_SUGGESTED_FROM], n=3)
+            hint = f"; near to it: {', '.join(close)}" if close else "; try another, in lower case"
+            raise UserError(f"{word!r} is not among the {len(self):,} words{hint}")
+        return row
+
+    def neighbours(self, word: str, top: int = 10) -> list[tuple[str, float]]:
+        """The `top` words with the largest cosine to `word`, itself left out."""
+        row = self.row(word)
+        return self._nearest(self.unit[row], {row}, top)
+
+    def signed_rows(self, expression: str) -> list[tuple[int, int]]:
+        """The rows of the words of such a sum, each with its sign; a UserError names a word that there is none of."""
+        return [(sign, self.row(word)) for sign, word in _terms(expression)]
+
+    def combine(self, expression: str, top: int = 10) -> list[tuple[str, float]]:
+        """The words nearest to a sum such as `king - man + woman`, of unit vectors; the given words are left out."""
+        total = np.zeros(self.dim, np.float32)
+        given: set[int] = set()
+        for sign, row in self.signed_rows(expression):
+            given.add(row)
+            total += sign * self.unit[row]
+        length = float(np.linalg.norm(total))
+        return self._nearest(total / length if length > 0 else total, given, top)
+
+    def _nearest(
+        self, direction: NDArray[np.float32], without: set[int], top: int
+    ) -> list[tuple[str, float]]:
+        if top < 1:
+            raise UserError(f"top={top} must be at least 1")
+        cosines = self.unit @ direction
+        cosines[list(without)] = -np.inf
+        count = min(top, len(self) - len(without))
+        best = np.argsort(-cosines, kind="stable")[:count]
+        return [(self.words[row], float(cosines[row])) for row in best.tolist()]
+
+    def save_text(self, path: Path | str) -> None:
+        """Write Stanford's text; enough digits to read back the same float32."""
+        write_atomically(Path(path), self._lines())
+
+    def save_word2vec(self, path: Path | str, *, binary: bool = False) -> None:
+        """Write word2vec's text or binary form."""
+        header = f"{len(self)} {self.dim}\n".encode()
+        write_atomically(Path(path), _after(header, self._binary_rows() if binary else self._lines()))
+
+    def _lines(self) -> Iterator[bytes]:
+        form = "%s" + " %.9g" * self.dim + "\n"
+        for start in range(0, len(self), _LINES_AT_ONCE):
+            words = self.words[start : start + _LINES_AT_ONCE]
+            rows = self.matrix[start : start + _LINES_AT_ONCE].tolist()
+            yield "".join([form % (word, *row) for word, row in zip(words, rows, strict=True)]).encode()
+
+    def _binary_rows(self) -> Iterator[bytes]:
+        little = self.matrix.astype("<f4", copy=False)
+        for word, row in zip(self.words, little, strict=True):
+            yield word.encode() + b" " + row.tobytes() + b"\n"
+
+    @classmethod
+    def load(cls, path: Path | str) -> Vectors:
+        """Read a file of any of the three forms; a DataError names the file and the line that is wrong."""
+        return _from_file(Path(path), cls._read)
+
+    @classmethod
+    def load_text(cls, path: Path | str) -> Vectors:
+        """Read Stanford's text, whatever its first line looks like."""
+        return _from_file(Path(path), cls._read_text)
+
+    @classmethod
+    def _read_text(cls, path: Path, file: BinaryIO) -> Vectors:
+        first = file.readline(_LONGEST_LINE)
+        file.seek(0)
+        if not first.strip():
+            raise DataError(f"{path} holds no vectors: its first line is empty")
+        return cls(*_read_lines(path, file, first.rstrip().count(b" "), 1))
+
+    @classmethod
+    def _read(cls, path: Path, file: BinaryIO) -> Vectors:
+        header = _header(path, file.readline(_LONGEST_LINE))
+        if header is None:
+            file.seek(0)
+            return cls._read_text(path, file)
+        words, dim = header
+        start = file.tell()
+        second = file.readline(_LONGEST_LINE)
+        file.seek(start)
+        if not _numbers(second.split()[1:]):
+            return cls(*_read_binary(path, file, words, dim))
+        found = cls(*_read_lines(path, file, dim, 2))
+        if len(found) != words:
+            raise DataError(
+                f"{path} promises {words} vectors and has {len(found)}; it is truncated or damaged"
+            )
+        return found
+
+
+def _terms(expression: str) -> list[tuple[int, str]]:
+    """`king - man + woman` as signed words; signs stand alone, so that words may have hyphens."""
+    sign, signed = 1, False
+    terms: list[tuple[int, str]] = []
+    for token in expression.split():
+        if token in ("+", "-", "−"):
+            sign, signed = (1 if token == "+" else -1), True
+            continue
+        if terms and not signed:
+            raise UserError(
+                f"{expression!r}: a sign is missing before {token!r}; write it as in 'king - man + woman'"
+            )
+        terms.append((sign, token))
+        sign, signed = 1, False
+    if not terms or signed:
+        raise UserError(f"{expression!r} does not end with a word; write it as in 'king - man + woman'")
+    return terms
+
+
+def _after(header: bytes, rest: Iterator[bytes]) -> Iterator[bytes]:
+    yield header
+    yield from rest
+
+
+def _header(path: Path, line: bytes) -> tuple[int, int] | None:
+    """The words and dimensions that word2vec's first line tells, or None where this is none."""
+    fields = line.split()
+    if len(fields) != 2 or not all(field.isdigit() for field in fields):
+        return None
+    for field in fields:
+        if len(field) > _MOST_DIGITS:
+            raise DataError(
+                f"{path}, line 1: {field[:20].decode()}… is no number of vectors, nor of dimensions"
+            )
+    words, dim = int(fields[0]), int(fields[1])
+    return (words, dim) if words > 0 and dim > 0 else None
+
+
+def _numbers(fields: Sequence[bytes]) -> list[float] | None:
+    try:
+        return [float(field) for field in fields]
+    except ValueError:
+        return None
+
+
+def _read_lines(path: Path, file: BinaryIO, dim: int, number: int) -> tuple[list[str], NDArray[np.float32]]:
+    """Lines of a word and `dim` numbers, the first of them line `number` of the file."""
+    if dim < 1:
+        raise DataError(f"{path}, line {number}: a word and its vector are wanted, separated by spaces")
+    words: list[str] = []
+    parts: list[NDArray[np.float32]] = []
+    while lines := list(islice(file, _LINES_AT_ONCE)):
+        texts: list[bytes] = []
+        for offset, line in enumerate(lines):
+            # From the right: some published files have words with spaces in them.
+            fields = line.rstrip(b" \r\n").rsplit(b" ", dim)
+            if len(fields) != dim + 1:
+                raise DataError(
+                    f"{path}, line {number + offset}: {len(fields) - 1} numbers where the first line has {dim}; "
+                    "the file is truncated or damaged"
+                )
+            words.append(_text(path, number + offset, fields[0]))
+            texts += fields[1:]
+        parts.append(_parsed(path, number, texts, dim))
+        number += len(lines)
+    return words, np.concatenate(parts) if parts else np.empty((0, dim), np.float32)
+
+
+def _text(path: Path, number: int, word: bytes) -> str:
+    try:
+        return word.decode()
+    except UnicodeDecodeError:
+        raise DataError(f"{path}, line {number}: the word {word[:40]!r} is not UTF-8 text") from None
+
+
+def _parsed(path: Path, number: int, texts: list[bytes], dim: int) -> NDArray[np.float32]:
+    """Many numbers at once; one at a time only to find the one that is none."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", DeprecationWarning)  # older numpy's word for what is no number
+            values = np.fromstring(b" ".join(texts).decode(), np.float32, sep=" ")
+    except (ValueError, DeprecationWarning):
+        values = np.empty(0, np.float32)
+    if len(values) != len(texts):
+        for place, text in enumerate(texts):
+            if _numbers([text]) is None:
+                shown = text[:40].decode(errors="replace")
+                raise DataError(f"{path}, line {number + place // dim}: {shown!r} is not a number")
+        with np.errstate(over="ignore"):
+            values = np.array([float(text) for text in texts], np.float64).astype(np.float32)
+    finite = np.isfinite(values)
+    if not finite.all():
+        place = int(np.argmin(finite))
+        shown = texts[place][:40].decode(errors="replace")
+        raise DataError(f"{path}, line {number + place // dim}: {shown!r} is no finite number")
+    return values.reshape(-1, dim)
+
+
+def _read_binary(path: Path, file: BinaryIO, count: int, dim: int) -> tuple[list[str], NDArray[np.float32]]:
+    """`count` times a word, a space and `dim` float32; a newline before a word belongs to no word."""
+    at = file.tell()
+    content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    if len(content) - at < count * (4 * dim + 2):  # before a header that lies makes us ask for its memory
+        raise DataError(
+            f"{path} promises {count} vectors of {dim} numbers, for which it is too short; it is truncated"
+        )
+    words: list[str] = []
+    matrix = np.empty((count, dim), np.float32)
+    for row in range(count):
+        space = content.find(b" ", at)
+        if space < 0 or space + 1 + 4 * dim > len(content):
+            raise DataError(f"{path} ends in vector {row + 1} of {count}; it is truncated")
+        words.append(_text(path, row + 2, content[at:space].lstrip(b"\n")))
+        matrix[row] = np.frombuffer(content, "<f4", dim, space + 1)
+        if not np.isfinite(matrix[row]).all():
+            raise DataError(f"{path}: vector {row + 1} of {count} has a number that is not finite")
+        at = space + 1 + 4 * dim
+    if content[at:].strip():
+        raise DataError(f"{path} goes on after its {count} vectors; it is damaged, or no word2vec file")
+    return words, matrix
+
+
+def _from_file(path: Path, read: Callable[[Path, BinaryIO], Vectors]) -> Vectors:
+    try:
+        with path.open("rb") as file:
+            return read(path, file)
+    except OSError as error:
+        raise DataError(f"vectors {path} cannot be read: {reason(error)}") from error

@@ -1,0 +1,136 @@
+"""Which words there are and how often: counted with all cores, saved as Stanford's `vocab.txt`.
+
+Words come by falling count, equal counts in the order of their bytes, as the published `vocab_count` has them; a word's
+number is its place in this order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from queue import SimpleQueue
+
+import numpy as np
+from numpy.typing import NDArray
+
+from manyhands.data.store.atomic import reason, write_atomically
+from manyhands.errors import DataError, UserError
+from manyhands.observe.draw.bars import Bars
+from manyhands.workloads.glove.corpus import Block, Corpus
+from manyhands.workloads.glove.ordered_threads import children, in_order
+from manyhands.workloads.glove.word_table import WordTable
+
+__all__ = ["Vocabulary", "count_words"]
+
+_MOST_COUNT = 1 << 40  # of one word; the sum over all words then fits in 64 bits
+
+
+class Vocabulary:
+    """Words and their counts, most frequent first.
+
+    `tokens` is how many words the corpus has in all, those that are too rare included.
+    """
+
+    def __init__(
+        self, words: Sequence[str], counts: Sequence[int] | NDArray[np.int64], tokens: int | None = None
+    ) -> None:
+        self.words: tuple[str, ...] = tuple(words)
+        self.counts: NDArray[np.int64] = np.asarray(counts, np.int64)
+        if self.counts.shape != (len(self.words),):
+            raise UserError(
+                f"a vocabulary of {len(self.words)} words needs as many counts, not {self.counts.shape}"
+            )
+        if len(set(self.words)) != len(self.words):
+            raise UserError("a vocabulary must not have a word twice")
+        self.tokens = int(self.counts.sum()) if tokens is None else tokens
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    @cached_property
+    def index(self) -> dict[str, int]:
+        """The place of each word, counted from 0."""
+        return {word: place for place, word in enumerate(self.words)}
+
+    def save(self, path: Path | str) -> None:
+        """Write one line `word count` per word."""
+        lines = (f"{word} {count}\n" for word, count in zip(self.words, self.counts.tolist(), strict=True))
+        write_atomically(Path(path), ["".join(lines).encode()])
+
+    @classmethod
+    def load(cls, path: Path | str) -> Vocabulary:
+        """Read what `save` or the published tools wrote."""
+        try:
+            content = Path(path).read_bytes()
+        except OSError as error:
+            raise DataError(f"vocabulary {path} cannot be read: {reason(error)}") from error
+        words: list[str] = []
+        counts: list[int] = []
+        # Only a newline ends a line here: str.splitlines would cut words that have other separators in them.
+        for number, line in enumerate(content.removesuffix(b"\n").split(b"\n"), 1):
+            word, _, count = line.rstrip(b"\r").rpartition(b" ")
+            try:
+                words.append(word.decode())
+                counts.append(int(count))
+            except ValueError:
+                raise DataError(f"{path}, line {number}: {line[:80]!r} is no word and count") from None
+            if not word or not 0 <= counts[-1] <= _MOST_COUNT:
+                raise DataError(f"{path}, line {number}: {line[:80]!r} is no word and count")
+        return cls(words, counts)
+
+
+def count_words(
+    corpus: Corpus,
+    *,
+    min_count: int = 5,
+    max_size: int | None = None,
+    workers: int = 2,
+    bars: Bars | None = None,
+) -> Vocabulary:
+    """The words that come at least `min_count` times, at most the `max_size` most frequent.
+
+    Each of `workers` threads counts blocks in a table of its own; the tables are added at the end, so the result does
+    not depend on who counted what. A vocabulary of fewer than two words is refused: nothing can be learnt from it.
+    """
+    if min_count < 1:
+        raise UserError(f"min_count={min_count} must be at least 1")
+    if max_size is not None and max_size < 2:
+        raise UserError(f"max_size={max_size} must be at least 2")
+    tables = _count_in_threads(corpus, workers, bars or Bars())
+    whole = tables[0]
+    for table in tables[1:]:
+        whole.absorb(table)
+    counts = whole.counts
+    chosen = [(-int(counts[at]), whole.word(at)) for at in np.flatnonzero(counts >= min_count).tolist()]
+    chosen = sorted(chosen)[:max_size]
+    if len(chosen) < 2:
+        raise UserError(
+            f"the vocabulary has {len(chosen)} word{'s' * (len(chosen) != 1)} (of {len(whole):,} different ones in "
+            f"{corpus}, those that come at least min_count={min_count} times); at least 2 are needed: give more text, "
+            "or a lower min_count"
+        )
+    return Vocabulary(
+        [word.decode() for _, word in chosen], [-count for count, _ in chosen], tokens=int(counts.sum())
+    )
+
+
+def _count_in_threads(corpus: Corpus, workers: int, bars: Bars) -> list[WordTable]:
+    tables = [WordTable(1 << 16) for _ in range(workers)]
+    free: SimpleQueue[WordTable] = SimpleQueue()
+    for table in tables:
+        free.put(table)
+
+    def count(block: Block) -> tuple[int, float]:
+        table = free.get()
+        try:
+            return table.count(block.data), block.share
+        finally:
+            free.put(table)
+
+    tokens = 0
+    with children(workers) as pool, bars.phase("vocabulary", None, "tokens") as phase:
+        for counted, share in in_order(pool, count, corpus.blocks(), 2 * workers):
+            tokens += counted
+            phase.advance(counted, total=tokens / max(share, 1e-9))
+    return tables

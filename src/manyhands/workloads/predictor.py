@@ -1,0 +1,121 @@
+"""The seam between a trained model and those who ask it: inputs from a file or from JSON, answers as JSON.
+
+    predictor = open_predictor("runs/digits-1")
+    for inputs in predictor.blocks("images.npy", ReadAs()):      `manyhands predict`
+        print(*predictor.lines(inputs), sep="\\n")
+    predictor.answers(predictor.inputs([[[0, 3, ...], ...]]))    `manyhands serve`, one request
+
+An answer may be computed again by another process, and beside any others. These change it by rounding, which may turn a
+byte of a text and so all that follow, and with int8 by the scale of the activations, which is that of the batch.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, TypeVar
+
+from torch import Tensor, nn
+
+from manyhands.data.store.exported import check_precision
+from manyhands.errors import UserError, nearest
+from manyhands.workloads.precision import in_precision
+
+__all__ = ["ModulePredictor", "Predictor", "ReadAs"]
+
+Inputs = TypeVar("Inputs")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReadAs:
+    """How `predict` was told to read its file."""
+
+    format: str = "auto"
+    skip_bad: bool = False
+    """Leave out lines that are wrong, and count them."""
+    threads: int = 1
+
+
+class Predictor(ABC, Generic[Inputs]):
+    """A trained model; several inputs make one value of the type `Inputs`, which is computed in one go."""
+
+    takes: ClassVar[str]
+    """What one input is as JSON, in words: for sentences about inputs that are none."""
+
+    formats: ClassVar[tuple[str, ...]] = ("auto",)
+    """What `--format` may say; the first is to find out."""
+
+    task: str = ""
+    """The name of its task."""
+
+    precision: str = "fp32"
+    """What it computes in from `prepare` on."""
+
+    left_out: int = 0
+    """Lines of the last file that were wrong and skipped."""
+
+    @abstractmethod
+    def blocks(self, source: str, read_as: ReadAs) -> Iterator[Inputs]:
+        """The inputs in a file, some at a time; a UserError says what is wrong with it."""
+
+    @abstractmethod
+    def inputs(self, values: Sequence[Any]) -> Inputs:
+        """The same from JSON, one or more; a UserError says which of `values`, from 0, is none, and why."""
+
+    @abstractmethod
+    def together(self, parts: Sequence[Inputs]) -> Inputs:
+        """The inputs of several requests as one."""
+
+    @abstractmethod
+    def answers(self, inputs: Inputs) -> list[Any]:
+        """One JSON value for each input."""
+
+    @property
+    @abstractmethod
+    def example(self) -> Any:
+        """An input that is easy to type, as JSON."""
+
+    def lines(self, inputs: Inputs) -> Iterator[str]:
+        """What `predict` prints for them, a line each."""
+        return (json.dumps(answer, ensure_ascii=False) for answer in self.answers(inputs))
+
+    def prepare(self) -> None:
+        """Called once in the process that computes, before its first answer."""
+
+    def check_precision(self, precision: str) -> None:
+        """Refuse what it cannot compute in."""
+        if precision != "fp32":
+            raise UserError(f"--precision {precision}: a model of {self.task} computes in fp32 only")
+
+    def check_read_as(self, read_as: ReadAs) -> None:
+        """Refuse what makes no sense for these files; those of lines that may be wrong look for themselves."""
+        if read_as.format not in self.formats:
+            raise UserError(f"--format {read_as.format!r}: {nearest(read_as.format, self.formats)}")
+        if read_as.skip_bad:
+            raise UserError("--skip-bad is of logreg; leave it out for this run")
+
+
+class ModulePredictor(Predictor[Inputs]):
+    """One whose model is an `nn.Module` of one tensor: it can be exported as a program, and compute in fewer bits."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model.eval()
+
+    def prepare(self) -> None:
+        """Take on the precision that was asked for."""
+        self.model = in_precision(self.model, self.precision)
+
+    def check_precision(self, precision: str) -> None:
+        """Any that a module can."""
+        check_precision(precision)
+
+    @abstractmethod
+    def example_batch(self, count: int, seed: int = 0) -> Tensor:
+        """Inputs of the module that somebody might give, `count` of them."""
+
+    @property
+    @abstractmethod
+    def dynamic_shapes(self) -> tuple[dict[int, Any]]:
+        """Which dimensions of that tensor may have any size, for `torch.export`."""

@@ -1,0 +1,154 @@
+"""A truncated SVD that was found: singular values, components, what they explain, and its file.
+
+The file is safetensors: `singular_values`, `components` (one a row), `mean` where the columns were centred, and
+`explained_variance` and its ratio. It holds no code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+
+from manyhands.data.matrix import MatrixBlock, MatrixFile
+from manyhands.data.store.atomic import write_atomically
+from manyhands.data.store.tensorfile import encode_tensors
+from manyhands.errors import DataError, UserError
+from manyhands.workloads.svd.krylov import DONE, Array, KrylovSpace, components_of
+from manyhands.workloads.svd.options import SvdOptions, SvdSizes
+from manyhands.workloads.svd.pass_sums import projections
+
+__all__ = ["SVD_FILE", "SvdModel"]
+
+SVD_FILE = "svd.safetensors"
+_FORMAT = "manyhands.workloads.svd.1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SvdModel:
+    """A ≈ U · diag(singular_values) · components, less the mean of each column where there is one."""
+
+    singular_values: Array
+    """The largest first."""
+    components: Array
+    """One a row, of length 1; the largest entry of each is positive."""
+    mean: Array | None
+    """Of each column; None where none was subtracted."""
+    rows: int
+    """Of the matrix that was decomposed."""
+    energy: float
+    """The sum of squares of all its entries, the mean subtracted where that was wanted."""
+    error: float = 0.0
+    """An estimate of the largest relative error of a singular value."""
+    passes: int = 0
+    """Over the matrix, that it took."""
+    converged: bool = True
+    """Whether the tolerance was reached."""
+
+    @classmethod
+    def of(cls, space: KrylovSpace, sizes: SvdSizes, options: SvdOptions) -> SvdModel:
+        """What is known, at the end or before it."""
+        values, components = components_of(space, sizes.rank)
+        return cls(
+            singular_values=values,
+            components=components,
+            mean=space.mean.copy() if options.center else None,
+            rows=sizes.shape.rows,
+            energy=space.energy,
+            error=space.error,
+            passes=space.passes,
+            converged=space.kind == DONE and space.error <= options.tolerance,
+        )
+
+    @property
+    def explained_variance(self) -> Array:
+        """Of each component: the square of its value over one less than the rows, as for a sample."""
+        return self.singular_values**2 / max(1, self.rows - 1)
+
+    @property
+    def explained_ratio(self) -> Array:
+        """The part of all squares that each component has."""
+        return self.singular_values**2 / self.energy if self.energy else np.zeros_like(self.singular_values)
+
+    def project(self, block: MatrixBlock) -> Array:
+        """The coordinates of rows along the components: U · diag(singular_values) for those it was made of."""
+        return projections(block, self.components, self.mean)
+
+    def project_file(self, file: MatrixFile, block_bytes: int = 1 << 22) -> Iterator[Array]:
+        """Block after block; DataError for a file with other columns, or numbers that are none."""
+        columns = self.components.shape[1]
+        for block in file.blocks(block_bytes):
+            has = block.rows.shape[1] if isinstance(block.rows, np.ndarray) else block.rows.size
+            if has > columns or (has < columns and isinstance(block.rows, np.ndarray)):
+                raise DataError(f"{file.path} has {has} columns, but the components have {columns}")
+            found = self.project(block)
+            if not np.isfinite(found).all():
+                row = block.begin + int(np.argmin(np.isfinite(found).all(axis=1)))
+                raise DataError(
+                    f"{file.path}, row {row} has a value that is no number; fill it in, or leave it out"
+                )
+            yield found
+
+    def save(self, path: Path) -> None:
+        """Write the file, whole or not at all."""
+        header = {
+            "format": _FORMAT,
+            "rows": str(self.rows),
+            "energy": repr(self.energy),
+            "error": repr(self.error),
+            "passes": str(self.passes),
+            "converged": str(self.converged),
+        }
+        parts = {"singular_values": self.singular_values, "components": self.components}
+        if self.mean is not None:
+            parts |= {
+                "mean": self.mean,
+                "explained_variance": self.explained_variance,
+                "explained_variance_ratio": self.explained_ratio,
+            }
+        tensors = {name: torch.from_numpy(np.ascontiguousarray(part)) for name, part in parts.items()}
+        write_atomically(path, encode_tensors(tensors, header))
+
+    @staticmethod
+    def load(path: Path | str) -> SvdModel:
+        """Read what `save` wrote, from the file or the directory that holds it; UserError says what is wrong."""
+        file = Path(path) / SVD_FILE if Path(path).is_dir() else Path(path)
+        try:
+            with safe_open(file, framework="pt") as opened:
+                header: dict[str, str] = opened.metadata() or {}
+                written = {name: opened.get_tensor(name).numpy() for name in opened.keys()}  # noqa: SIM118
+        except OSError as error:
+            raise UserError(f"model {file} cannot be read: {error.strerror or error}") from error
+        except (SafetensorError, ValueError, TypeError) as error:
+            raise UserError(f"model {file} is no safetensors file: {error}") from error
+        try:
+            return _from_parts(header, written)
+        except (KeyError, ValueError) as error:
+            raise UserError(f"model {file} is no decomposition of `manyhands train svd`: {error}") from error
+
+
+def _from_parts(header: dict[str, str], parts: dict[str, Array]) -> SvdModel:
+    if header.get("format") != _FORMAT:
+        raise ValueError(f"its format is {header.get('format', 'not named')!r}, not {_FORMAT!r}")
+    values, components, mean = parts["singular_values"], parts["components"], parts.get("mean")
+    if values.ndim != 1 or components.ndim != 2 or len(values) != len(components) or not components.size:
+        raise ValueError("its components are no table with a row for each singular value")
+    if mean is not None and mean.shape != components.shape[1:]:
+        raise ValueError("its mean has another length than its components")
+    for part in (values, components, *([] if mean is None else [mean])):
+        if part.dtype != np.float64 or not np.isfinite(part).all():
+            raise ValueError("its numbers are not all finite, in double precision")
+    return SvdModel(
+        singular_values=values,
+        components=components,
+        mean=mean,
+        rows=int(header["rows"]),
+        energy=float(header["energy"]),
+        error=float(header["error"]),
+        passes=int(header["passes"]),
+        converged=header["converged"] == "True",
+    )

@@ -1,0 +1,163 @@
+"""A decoder-only transformer that predicts the next byte of a text.
+
+Blocks are pre-norm (Radford et al. 2019): x + attention(norm(x)), then x + feed-forward(norm(x)). Positions
+are learned; projections that write into the residual stream start smaller the deeper the model is. There is
+no dropout, so a run follows from its seed alone. Options reach from the default, which learns visibly in a
+minute on two cores, to layers=14, width=768, heads=12: a hundred million parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from manyhands.data.text_windows import VOCABULARY
+from manyhands.engine.chain import ChainFunction
+from manyhands.errors import UserError
+from manyhands.task import Task
+from manyhands.workloads.tasks.builtin import BuiltinTask, about, check_options
+from manyhands.workloads.tasks.text_task import TextOptions, text_task
+
+__all__ = ["LANGUAGE", "LanguageOptions", "Transformer", "language"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LanguageOptions(TextOptions):
+    """What may be chosen about the language task."""
+
+    layers: int = field(default=2, metadata=about("transformer blocks", at_least=1, at_most=1000))
+    width: int = field(default=128, metadata=about("features per position", at_least=1))
+    heads: int = field(default=4, metadata=about("attention heads; they divide the width", at_least=1))
+    tied: bool = field(default=True, metadata=about("use the embedding as the output layer too"))
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if self.width % self.heads:
+            raise UserError(f"heads is {self.heads}; it must divide width, which is {self.width}")
+
+
+def language(options: LanguageOptions | None = None) -> Task:
+    """Predict the next byte of a text file, or of the Python standard library where none is given."""
+    options = options or LanguageOptions()
+    return text_task("language", partial(_model, options), options)
+
+
+def _model(options: LanguageOptions) -> Transformer:
+    return Transformer(
+        context=options.context,
+        layers=options.layers,
+        width=options.width,
+        heads=options.heads,
+        tied=options.tied,
+    )
+
+
+LANGUAGE = BuiltinTask(
+    name="language",
+    help="the next byte of a text, a small decoder-only transformer",
+    options_type=LanguageOptions,
+    make=language,
+    model=_model,
+    steps=500,
+)
+
+
+class Transformer(nn.Module):
+    """Scores of the next token at every position; position t sees tokens 0..t only."""
+
+    def __init__(
+        self,
+        *,
+        context: int,
+        layers: int,
+        width: int,
+        heads: int,
+        tied: bool = True,
+        vocabulary: int = VOCABULARY,
+    ) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.positions = nn.Embedding(context, width)
+        self.blocks = nn.ModuleList(TransformerBlock(width=width, heads=heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self._initialise(layers)
+        if tied:
+            self.head.weight = self.tokens.weight
+
+    def chain(self) -> Sequence[nn.Module]:
+        """The embedding of tokens at their positions, each block, the norm, the head."""
+        embedding = ChainFunction(_embedded, tokens=self.tokens, positions=self.positions)
+        return [embedding, *self.blocks, self.norm, self.head]
+
+    def tensor_plan(self) -> dict[str, str]:
+        """How `tensor` slices it: the vocabulary here, the rest as each block says."""
+        return {"tokens": "vocabulary", "head": "vocabulary"}
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(batch, time) tokens to (batch, time, vocabulary) scores."""
+        x = _embedded(tokens, self.tokens, self.positions)
+        for block in self.blocks:
+            x = block(x)
+        scores: Tensor = self.head(self.norm(x))
+        return scores
+
+    def _initialise(self, layers: int) -> None:
+        """Normal weights of 0.02, as in GPT-2; those that write into the residual stream over √(2·layers)."""
+        for name, parameter in self.named_parameters():
+            if parameter.ndim > 1:
+                writes_residual = name.endswith(("mix.weight", "shrink.weight"))
+                nn.init.normal_(parameter, std=0.02 / (math.sqrt(2 * layers) if writes_residual else 1))
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+
+
+def _embedded(x: Tensor, tokens: nn.Embedding, positions: nn.Embedding) -> Tensor:
+    length, context = x.shape[1], positions.num_embeddings
+    if length > context:
+        raise UserError(f"a window of {length} tokens is longer than context={context}")
+    embedded: Tensor = tokens(x) + positions.weight[:length]
+    return embedded
+
+
+class TransformerBlock(nn.Module):
+    """Causal self-attention and a feed-forward layer, each added to the residual stream."""
+
+    def __init__(self, *, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.head_width = width // heads
+        self.attention_norm = nn.LayerNorm(width)
+        self.project = nn.Linear(width, 3 * width)
+        self.mix = nn.Linear(width, width)
+        self.feed_norm = nn.LayerNorm(width)
+        self.expand = nn.Linear(width, 4 * width)
+        self.shrink = nn.Linear(4 * width, width)
+
+    def tensor_plan(self) -> dict[str, str]:
+        """How `tensor` slices it: some heads, and some features of the feed-forward layer, for each worker."""
+        return {
+            "project": f"heads={self.heads} fused=3",
+            "mix": f"row heads={self.heads}",
+            "expand": "column",
+            "shrink": "row",
+        }
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, time, width) to the same."""
+        x = x + self._attend(self.attention_norm(x))
+        fed: Tensor = self.shrink(F.gelu(self.expand(self.feed_norm(x))))
+        return x + fed
+
+    def _attend(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        by_head = self.project(x).view(batch, length, 3, -1, self.head_width)  # a slice has some of the heads
+        query, key, value = by_head.permute(2, 0, 3, 1, 4)
+        seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        mixed: Tensor = self.mix(seen.transpose(1, 2).reshape(batch, length, -1))
+        return mixed

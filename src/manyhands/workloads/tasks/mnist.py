@@ -1,0 +1,109 @@
+"""MNIST, or any set of the same shape (Fashion-MNIST, KMNIST), from idx files in a user's directory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from manyhands.data.idx import read_idx
+from manyhands.errors import DataError, UserError
+from manyhands.task import Task
+from manyhands.workloads.tasks.builtin import BuiltinTask, about, check_options
+from manyhands.workloads.tasks.vision import (
+    LEAST_DEPTH,
+    ImageClassifier,
+    accuracy,
+    check_width,
+    classification_loss,
+)
+
+__all__ = ["MNIST", "MnistOptions", "mnist"]
+
+_SIDE, _WHITE, _CLASSES = 28, 255, 10
+_LABELS_OFFSET = 8  # of the first label: the magic number and one size lie before it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MnistOptions:
+    """What may be chosen about the mnist task."""
+
+    path: Path = field(metadata=about("directory of the four idx files, plain or gzip"))
+    batch_size: int = field(default=128, metadata=about("samples in a global batch", at_least=1))
+    learning_rate: float = field(default=2e-3, metadata=about("step size of AdamW", above=0))
+    width: int = field(
+        default=16, metadata=about("channels of the first convolution, a multiple of 4", at_least=4)
+    )
+    depth: int = field(
+        default=LEAST_DEPTH, metadata=about("convolutions", at_least=LEAST_DEPTH, at_most=1000)
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        check_width(self.width)
+
+
+def mnist(options: MnistOptions) -> Task:
+    """Classify 28×28 images with a small CNN; a file missing or damaged is an error that names it."""
+    if not options.path.is_dir():
+        raise UserError(
+            f"path is {str(options.path)!r}; it must be a directory that holds the idx files of MNIST"
+        )
+    return Task(
+        name="mnist",
+        model=partial(_model, options),
+        loss=classification_loss,
+        data=_read_pair(options.path, "train"),
+        optimizer=partial(torch.optim.AdamW, lr=options.learning_rate),
+        batch_size=options.batch_size,
+        evaluation=_read_pair(options.path, "t10k"),
+        metrics={"accuracy": accuracy},
+    )
+
+
+def _model(options: MnistOptions) -> ImageClassifier:
+    return ImageClassifier(side=_SIDE, white=_WHITE, width=options.width, stride=2, depth=options.depth)
+
+
+MNIST = BuiltinTask(
+    name="mnist",
+    help="handwritten digits of 28×28 pixels from idx files, a small CNN",
+    options_type=MnistOptions,
+    make=mnist,
+    model=_model,
+    epochs=2,
+)
+
+
+def _read_pair(folder: Path, part: str) -> tuple[Tensor, Tensor]:
+    """Images as uint8 (n, 1, 28, 28), which is how they stay in memory, and labels as int64 (n,)."""
+    images_path, labels_path = _find(folder, f"{part}-images", 3), _find(folder, f"{part}-labels", 1)
+    images, labels = read_idx(images_path), read_idx(labels_path)
+    for path, array, shape in ((images_path, images, (_SIDE, _SIDE)), (labels_path, labels, ())):
+        if array.dtype != np.uint8:
+            raise DataError(f"{path}, byte 2: items of {array.dtype}; expected uint8 (type code 08)")
+        if array.shape[1:] != shape or array.ndim == 0:
+            expected = "×".join(["n", *map(str, shape)])
+            raise DataError(f"{path}, byte 4: sizes {'×'.join(map(str, array.shape))}; expected {expected}")
+    if len(images) != len(labels):
+        raise DataError(f"{images_path} has {len(images)} images, but {labels_path} has {len(labels)} labels")
+    wrong = np.flatnonzero(labels >= _CLASSES)
+    if wrong.size:
+        place = _LABELS_OFFSET + int(wrong[0])
+        raise DataError(
+            f"{labels_path}, byte {place}: label {labels[wrong[0]]}; expected 0 to {_CLASSES - 1}"
+        )
+    return torch.from_numpy(images).unsqueeze(1), torch.from_numpy(labels.astype(np.int64))
+
+
+def _find(folder: Path, stem: str, num_dims: int) -> Path:
+    """The file under one of the names in use: with a dash or a dot before `idx`, plain or gzip."""
+    names = [f"{stem}{mark}idx{num_dims}-ubyte{suffix}" for suffix in ("", ".gz") for mark in "-."]
+    for name in names:
+        if (folder / name).is_file():
+            return folder / name
+    raise DataError(f"{folder} has no {names[0]} (nor {', '.join(names[1:])})")
