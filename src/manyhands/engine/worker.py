@@ -138,8 +138,8 @@ class Trainer:
             checks = last or is_due(settled, step, self._plan.check_every)
             settled = step
             if self._reporter.uses_model(step, last=last):
-                alike = partial(self._make_buffers_alike, model)
-                self._exchange.whole(alike, steps_done=step, at_border=False)
+                same = partial(self._make_buffers_alike, model)
+                self._exchange.whole(same, steps_done=step, at_border=False)
             together = partial(self._together, step, model, called, checks=checks, last=last)
             ends = self._exchange.whole(together, steps_done=step, at_border=False)
             stopped = stopped or (ends and not last)
