@@ -53,6 +53,23 @@ class PerTensor(optim.SGD):
         return super().step(closure)
 
 
+class BegunByItsConstructor(optim.SGD):
+    """Has its state before the first step, as torch's Adagrad had for long."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, lr=lr)
+        for one in (one for group in self.param_groups for one in group["params"]):
+            self.state[one] = {"seen": torch.full_like(one, 0.5), "calls": torch.tensor(0.0), "word": "begun"}
+
+    def step(self, closure: Any = None) -> Any:
+        for one in (one for group in self.param_groups for one in group["params"] if one.grad is not None):
+            state = self.state[one]
+            state["seen"].addcmul_(one.grad, one.grad)
+            state["calls"] += 1
+            one.grad.div_(state["seen"].sqrt() * state["calls"])
+        return super().step(closure)
+
+
 class CountsCalls(optim.SGD):
     """Decays its rate with each call, as optimizers do that count steps by group."""
 
@@ -337,3 +354,8 @@ def test_gradients_that_are_brought_are_let_go_after_the_step() -> None:
     sliced.step_with([None])
     assert values.tolist() == [1, 0.75, 0.75, 1]
     assert all(owned.proxy.grad is None for owned in sliced._owned)
+
+
+@pytest.mark.parametrize("way", Stepping)
+def test_state_of_the_constructor_is_there_in_the_trial(way: Stepping) -> None:
+    assert cannot_step(BegunByItsConstructor(parameters_of(), lr=0.1), way) == ""

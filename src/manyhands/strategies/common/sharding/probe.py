@@ -201,12 +201,37 @@ def _double(
         groups[chosen[part.number].group].append(part.parameter)
     shown = {chosen[part.number].real: part.parameter for part in owned} if together else {}
     double = double_of(optimizer, groups, shown)
+    for part in owned:
+        begun = _begun(
+            optimizer.state.get(chosen[part.number].real, {}), chosen[part.number].real, part.parameter
+        )
+        if begun:
+            double.state[part.parameter] = begun
     for group in double.param_groups:
         rate = group.get("initial_lr", group.get("lr", _RATE))  # a schedule may begin with next to nothing
         rate = float(rate) if float(rate) >= _SMALLEST_RATE else _RATE
         if "lr" in group:
             group["lr"] = torch.full_like(group["lr"], rate) if isinstance(group["lr"], Tensor) else rate
     return double
+
+
+def _begun(state: Mapping[str, Any], real: Tensor, stand_in: Tensor) -> dict[str, Any]:
+    """The state that a constructor made for `real` (as Adagrad's does, of one value), in the shape of its stand-in.
+
+    Empty where it has another shape: the optimizer makes it anew, or the trial fails and says so.
+    """
+    begun: dict[str, Any] = {}
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            begun[name] = copy.copy(value)
+        elif value.shape == real.shape:
+            first = 0.0 if value.is_meta or not value.numel() else value.reshape(-1)[0].item()
+            begun[name] = torch.full_like(stand_in, first)
+        elif value.dim() == 0:
+            begun[name] = value.clone()
+        else:
+            return {}
+    return begun
 
 
 def _step(double: Optimizer, *, in_turn: bool) -> None:
