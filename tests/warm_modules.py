@@ -19,13 +19,13 @@ for _name, _command in COMMANDS.items():
     if _name != "bench":  # which imports `manyhands.c10d`
         import_module(_command.home.partition(":")[0])
 for _name in (
-    "session",
-    "fitting",
-    "compare.run",
-    "compare.report",
-    "draw.report",
-    "draw.page",
-    "loop.join",
-    "training.loaded",
+    "engine.session",
+    "engine.fitting",
+    "lab.compare.run_comparison",
+    "lab.compare.compare_report",
+    "observe.draw.run_report",
+    "observe.draw.page",
+    "interop.own_loop.join",
+    "engine.loaded",
 ):
     import_module(f"manyhands.{_name}")

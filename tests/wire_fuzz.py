@@ -326,7 +326,7 @@ class LiveHub:
     def __init__(self, settings: Settings | None = None, *ways: str) -> None:
         server = Credentials(member=1, role="server", token=TOKEN, fingerprint="task")
         self.hub = Hub(server, CODEC, settings=settings)
-        self.hub._entrance.remote = TellsAll()
+        self.hub._entrance.rejections = TellsAll()
         self.addresses = [self.hub.listen(way) for way in ways or ("tcp", "unix")]
         worker = Credentials(member=2, role="worker", token=TOKEN, fingerprint="task")
         self.friend = Hub(worker, CODEC, settings=settings)

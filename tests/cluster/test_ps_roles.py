@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterable
@@ -55,9 +56,13 @@ class Killed(BaseException):
 
 killed_at: dict[str, int] = {}
 """By thread: the losses that it may still compute."""
+whole_again = threading.Event()
+"""Set once every shard that was lost has a server again."""
+waits_from: list[int] = []
+"""The losses of all that are computed before the others wait for that, where a test wants it; each takes one."""
 
 
-class ControlConnection(nn.Module):
+class LinearModel(nn.Module):
     """Weights of its own: threads share the random generators. The buffer counts forwards."""
 
     def __init__(self) -> None:
@@ -74,12 +79,17 @@ class ControlConnection(nn.Module):
 
 def loss(model: nn.Module, batch: Any) -> Tensor:
     name = threading.current_thread().name
-    left = killed_at.get(name, -1)
+    left = (
+        killed_at.get(name, -1) if torch.is_grad_enabled() else -1
+    )  # in a step, not in the trial of the loss
     if left == 0:
         del killed_at[name]
         raise Killed
     if left > 0:
         killed_at[name] = left - 1
+    if waits_from and torch.is_grad_enabled():
+        waits_from[0] -= 1
+        assert waits_from[0] >= 0 or whole_again.wait(20), "the shards were not whole again"
     return nn.functional.mse_loss(model(batch[0]), batch[1])
 
 
@@ -87,7 +97,7 @@ def task() -> Task:
     x = torch.linspace(0.0, 1.0, 72, dtype=torch.float64).reshape(24, 3)
     y = torch.stack([x.sum(1), x[:, 0] - x[:, 2]], 1)
     return Task(
-        model=ControlConnection,
+        model=LinearModel,
         loss=loss,
         data=list(zip(x, y, strict=True)),
         optimizer=lambda parameters: torch.optim.Adam(parameters, lr=0.05),
@@ -185,8 +195,12 @@ class Roles:
             remote=RemoteMembers(process_group=process_group, ranks=self.ranks, say=self.said.append),
         )
         with ServerTraining(request) as training:
-            outcome = training.run(on_rows=lambda rows: None, on_event=lambda event: None)
+            outcome = training.run(on_rows=lambda rows: None, on_event=self._note)
             return training.model(), outcome
+
+    def _note(self, event: dict[str, Any]) -> None:
+        if event.get("what") == "every shard":
+            whole_again.set()
 
     def join(self) -> None:
         for thread in self.threads:
@@ -242,6 +256,8 @@ def test_who_dies_and_comes_again_takes_its_slot_and_its_shards(
     roles = Roles(strategy, workers=2)
     roles.moves = kept_in == "directories that are lost"
     monkeypatch.setitem(killed_at, "rank 1", 3)
+    whole_again.clear()
+    monkeypatch.setattr(sys.modules[__name__], "waits_from", [STEPS - 3])
     saved: list[str] = []
 
     def dies_saving(line: Any) -> None:

@@ -174,7 +174,7 @@ def test_kernels_go_to_the_users_cache_and_not_beside_the_package(installed: Pat
     assert done.returncode == 0, done.stderr
     cache = tmp_path / "manyhands" / "kernels"
     assert done.stdout == f"{cache}\n"
-    assert list(cache.glob("memory.counters-*/*.nbi"))
+    assert list(cache.glob("native.counters-*/*.nbi"))
     assert not list(site.rglob("*.nb[ic]"))
 
 

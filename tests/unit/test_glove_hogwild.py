@@ -102,10 +102,10 @@ def test_a_bad_record_ends_all_threads(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "in_turns"), [("single", False), ("hogwild", False), ("hogwild order=locked", True)]
+    ("strategy", "in_order"), [("single", False), ("hogwild", False), ("hogwild order=locked", True)]
 )
 def test_what_takes_turns_is_compiled_only_where_turns_are_taken(
-    strategy: str, in_push_pulls: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    strategy: str, in_order: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiled = []
     monkeypatch.setattr(glove_task, "warm", lambda dtype: compiled.append("free"))
@@ -115,4 +115,4 @@ def test_what_takes_turns_is_compiled_only_where_turns_are_taken(
     found = task.for_strategy(Strategy.parse(strategy), 1)
     assert isinstance(found, glove_task.GloveTask)
     found.warm()
-    assert compiled == ["free", "in turns"][: 1 + in_push_pulls]
+    assert compiled == ["free", "in turns"][: 1 + in_order]

@@ -144,7 +144,7 @@ class Calls:
         return [(arguments, named) for called, arguments, named in self.calls if called == name]
 
 
-class StatusTable(Calls):
+class Board(Calls):
     """A run of Weights & Biases."""
 
     def __init__(self) -> None:
@@ -165,25 +165,25 @@ def hear(logger: mh.Callback, run: Any, error: BaseException | None) -> None:
 
 
 def test_wandb_gets_what_its_own_loop_would_log() -> None:
-    status_table = StatusTable()
-    module = Calls(init=status_table)
+    board = Board()
+    module = Calls(init=board)
     hear(mh.WandbLogger("project", wandb=module, every=2, tags=["a"]), ENDED, None)
     assert module.calls == [("init", (), {"project": "project", "config": CONFIG, "tags": ["a"]})]
-    assert status_table.of("define_metric") == [(("step",), {}), (("*",), {"step_metric": "step"})]
-    assert status_table.of("log") == [
+    assert board.of("define_metric") == [(("step",), {}), (("*",), {"step_metric": "step"})]
+    assert board.of("log") == [
         (({"step": 2, "loss": 0.5, "seconds": 0.5},), {}),
         (({"step": 2, "evaluation_loss": 0.25, "accuracy": 0.5},), {}),
     ]
-    assert status_table.summary.calls == [("update", ({"final/loss": 0.25},), {})]
-    assert status_table.of("finish") == [((), {"exit_code": 0})]
+    assert board.summary.calls == [("update", ({"final/loss": 0.25},), {})]
+    assert board.of("finish") == [((), {"exit_code": 0})]
 
 
 def test_a_wandb_run_that_was_given_stays_the_givers() -> None:
-    status_table = StatusTable()
-    hear(mh.WandbLogger(run=status_table), None, RuntimeError())
-    assert len(status_table.of("log")) == 4
-    assert status_table.config.of("update") == [((CONFIG,), {"allow_val_change": True})]
-    assert not status_table.of("finish")
+    board = Board()
+    hear(mh.WandbLogger(run=board), None, RuntimeError())
+    assert len(board.of("log")) == 4
+    assert board.config.of("update") == [((CONFIG,), {"allow_val_change": True})]
+    assert not board.of("finish")
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_a_package_that_is_missing_is_one_line_with_the_command(monkeypatch: pyt
     with pytest.raises(UserError, match=r"MlflowLogger needs the package mlflow.*; pip install mlflow$"):
         mh.MlflowLogger()
     with pytest.raises(UserError, match="every is 0; it must be a whole number of at least 1"):
-        mh.WandbLogger(run=StatusTable(), every=0)
+        mh.WandbLogger(run=Board(), every=0)
 
 
 def test_of_a_federated_round_the_numbers_are_logged(tmp_path: Path) -> None:

@@ -227,8 +227,8 @@ class Trainer:
         book = StepBook(worker_context.record, step, begin)
         book.input(mine.input_ns, mine.samples)
         book.turns(during.turns)
-        in_push_pulls = sum(turn.exchange_ns for turn in during.turns)
-        book.compute(computed - sum(during.wait_ns.values()), less_ns=overlapped - in_push_pulls)
+        in_micro_batches = sum(turn.exchange_ns for turn in during.turns)
+        book.compute(computed - sum(during.wait_ns.values()), less_ns=overlapped - in_micro_batches)
         book.waits(during.wait_ns)
         book.waits(times.wait_ns)
         if exchange.world > 1:

@@ -27,7 +27,7 @@ class Entrance(Generic[K]):
         self._listening: dict[int, socket.socket] = {}
         self._rests = self._lacks_descriptors = False
         self.newcomers: Newcomers[K] = Newcomers()
-        self.away = Tally()
+        self.rejections = Tally()
 
     def __contains__(self, descriptor: object) -> bool:
         return descriptor in self._listening
@@ -60,7 +60,7 @@ class Entrance(Generic[K]):
                 yield end
             else:
                 end.close()
-                self.away.add("a process of another user", None)
+                self.rejections.add("a process of another user", None)
 
     def wake(self) -> K | None:
         """Listen again if that was given up; who must go, so that there is a descriptor for the next one."""

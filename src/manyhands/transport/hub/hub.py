@@ -143,7 +143,7 @@ class Hub:
     @property
     def rejected(self) -> int:
         """How many were turned away so far, whether an event has told of them or not."""
-        return self._entrance.away.total
+        return self._entrance.rejections.total
 
     def role(self, member: int) -> str:
         """What a connected member said it is."""
@@ -301,7 +301,7 @@ class Hub:
             self._show_out(self._entrance.wake())
         if now_s >= self._calls.next_s:
             self._dial()
-        away = self._entrance.away.due(now_s)
+        away = self._entrance.rejections.due(now_s)
         if away is not None:
             self._events.append(away)
 
@@ -425,7 +425,7 @@ class Hub:
                 self._calls.end(claimed)
             self._failed(claimed, reason)
         else:
-            self._entrance.away.add(f"{connection.origin}{reason}", claimed)
+            self._entrance.rejections.add(f"{connection.origin}{reason}", claimed)
 
     def _forget(self, connection: Connection) -> None:
         self._liveness.left(connection.descriptor)

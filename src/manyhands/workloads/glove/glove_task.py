@@ -44,7 +44,7 @@ class GloveTask(GloveWork, KernelTask):
 
     any_batch: bool = False
     """Whether the batch is what a strategy usually has, instead of the one in `glove`."""
-    in_push_pulls: bool = True
+    in_order: bool = True
     """Whether workers may take turns, which is compiled apart."""
 
     @classmethod
@@ -133,7 +133,7 @@ class GloveTask(GloveWork, KernelTask):
             warm_batches(self.glove)
             return
         warm(self.glove.numpy_dtype)
-        if self.in_push_pulls:
+        if self.in_order:
             warm_in_order(self.glove.numpy_dtype)
 
     def numbering(self, step: int) -> int:
@@ -147,7 +147,7 @@ class GloveTask(GloveWork, KernelTask):
         )
         check_together(strategy, task.glove, workers)
         if strategy.truth is not Truth.SERVERS:
-            return replace(task, in_push_pulls=strategy.record_order not in (None, "free"))
+            return replace(task, in_order=strategy.record_order not in (None, "free"))
         from manyhands.workloads.glove.glove_server import glove_tables  # what the others never need
 
         return glove_tables(task, workers)

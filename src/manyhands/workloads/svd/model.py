@@ -25,7 +25,7 @@ from manyhands.workloads.svd.pass_sums import projections
 __all__ = ["SVD_FILE", "SvdModel"]
 
 SVD_FILE = "svd.safetensors"
-_FORMAT = "manyhands.workloads.svd.1"
+_FORMAT = "manyhands.svd.1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
