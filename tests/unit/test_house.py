@@ -1,4 +1,4 @@
-"""Nobody outside a strategy's own package and the registry names its class, and no two classes have one name."""
+"""Nobody outside a strategy's own folder names its class; a file name means one thing; the tree stays small."""
 
 from __future__ import annotations
 
@@ -89,3 +89,31 @@ def test_times_of_a_step_are_booked_in_one_place() -> None:
                 if called in {"record", "_record"} and is_kind and first.attr in parts:
                     found.add(module)
     assert found == {"engine/booking.py"}
+
+
+ROLES = {
+    "__init__.py", "exchange.py", "kernel.py", "model.py", "options.py", "predicting.py", "registry.py", "strategy.py",
+    "task.py", "training.py",
+}  # fmt: skip
+"""File names that mean the same in every folder that has one."""
+
+
+def test_a_file_name_means_one_thing() -> None:
+    homes: dict[str, list[str]] = defaultdict(list)
+    for module in modules():
+        homes[Path(module).name].append(module)
+    assert {name: found for name, found in homes.items() if len(found) > 1 and name not in ROLES} == {}
+
+
+def test_the_top_of_the_package_is_a_list_that_one_can_remember() -> None:
+    entries = {path.name for path in SOURCE.iterdir()} - {"__pycache__", "py.typed"}
+    assert len(entries) <= 22
+    assert len([name for name in entries if "." not in name]) <= 14
+
+
+def test_every_where_of_contributing_is_there() -> None:
+    text = (SOURCE.parents[1] / "CONTRIBUTING.md").read_text()
+    table = text.partition("| where is …")[2].partition("\n\n")[0]
+    named = re.findall(r"`([a-z_/0-9]+\.py)` \|$", table, re.MULTILINE)
+    assert len(named) >= 20
+    assert [name for name in named if not (SOURCE / name).is_file()] == []
