@@ -1,8 +1,8 @@
-"""A worker's loader processes: what it will ask for next is read by them while it computes.
+"""A worker's loader processes, which read its next items while it computes.
 
-They are forks of a process that has computed nothing: of the worker itself, made before it began, where the launcher
-knew that it would need them, else of a template. Either way they are the worker's children, and end with it.
-What they read comes in files without a name, so nothing is left behind.
+They are forks of a process that has computed nothing: of the worker itself, made before it began, if the launcher
+knew that it would need them, else of a template. Either way they are the worker's children, and end with it. Items
+arrive in files without a name, so nothing is left behind.
 """
 
 from __future__ import annotations

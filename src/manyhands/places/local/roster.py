@@ -1,7 +1,7 @@
-"""What a supervisor decides: a pure register of members that come and go, with what is to be told of each.
+"""The decisions of a supervisor: a register of members that come and go, with the events to report. Does no I/O.
 
-It holds no process, socket or clock. Every member's story is Started, Said..., perhaps Silent, and Ended, once. The
-rules:
+It holds no process, socket or clock. The events of a member are Started, Said..., perhaps Silent, and Ended, once.
+The rules:
 
 - The end of one member is told and changes nothing for the others.
 - A member whose heart has not beaten for `silent_after_s` is told as Silent, once until it beats again. It is not
@@ -130,7 +130,7 @@ class Roster:
         return self._kill(number, Failure(rank=number, sentence=sentence), now_ns)
 
     def look(self, lines: Mapping[int, StatusRow], now_ns: int) -> list[Event | KillProcess]:
-        """What follows from the board as it is now; called before the events of every turn."""
+        """What follows from the current status table; called before the events of every poll."""
         seconds = watched_s(self._looked_ns, now_ns)
         self._looked_ns = now_ns
         told: list[Event | KillProcess] = []

@@ -1,4 +1,4 @@
-"""The supervisor: processes of this host that come and go, watched one by one, with nothing left behind.
+"""The supervisor: processes of this host that come and go, monitored one by one; none is left behind.
 
     with Supervisor(num_members=4) as supervisor:
         number = supervisor.start(Role(name="worker 0", target=job))
@@ -8,8 +8,8 @@
                     case Ended(member=number, failure=failure) if failure is not None:
                         supervisor.start(...)
 
-`local.LocalCluster` takes everyone down at the first failure; here every end is an event, and what it means is the
-caller's to say. What to tell is decided in `roster`, and the processes are those of a `children`.
+`local.LocalCluster` ends all roles at the first failure; here every end is an event, and the caller decides what it
+means. `roster` decides what to report, and the processes are those of `children`.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class Supervisor:
             self._do(self._roster.kill(member, time.monotonic_ns()))
 
     def line(self, member: int) -> StatusRow:
-        """What the board says of a member that has not ended: where it is, and when it was last seen."""
+        """The status of a member that has not ended: what it is doing, and when it was last seen."""
         if member not in self._roster.members:
             raise UserError(f"{member=} is not among those who are there: {self._roster.members}")
         return self._open_children().line(member)
@@ -214,7 +214,7 @@ class Supervisor:
         return events
 
     def _take_down(self) -> None:
-        """Ask, wait for the grace, kill; what is left after that is the crew's to end."""
+        """Ask all members to stop, wait for the grace period, kill; `children` ends what is left after that."""
         for member in self._roster.members:
             self.ask_to_stop(member)
         patient = len(self._signals)

@@ -16,11 +16,11 @@ __all__ = ["ActorStore", "Ask", "RayStore", "asking"]
 _LOOK_S = 0.05
 
 Ask: TypeAlias = Callable[..., Any]
-"""Calls a method of the noticeboard, by its name."""
+"""Calls a method of the store actor, by its name."""
 
 
 class ActorStore:
-    """What the actor holds."""
+    """The key-value store inside the actor."""
 
     def __init__(self) -> None:
         self._held: dict[str, bytes] = {}
@@ -68,10 +68,10 @@ def asking(status_table: Any, timeout_s: float) -> Ask:
 
 
 class RayStore(Store):
-    """A process's access to the noticeboard of its run, as torch's stores are used.
+    """A process's access to the store of its run, with the interface of torch's stores.
 
-    Whoever looks for something raises ManyhandsError once `trouble` has a sentence: who waits for somebody who will not
-    come hears why.
+    A wait raises ManyhandsError once `trouble` has a sentence: a process that waits for a role that will not come
+    is told why.
     """
 
     def __init__(self, ask: Ask, timeout_s: float, trouble: Callable[[], str | None] = lambda: None) -> None:

@@ -1,4 +1,4 @@
-"""Actors that carry the roles of one run: started in their bundles, heard of when they end, and none left behind."""
+"""The actors that run the roles of one run: started in their bundles, reported when they end, none left behind."""
 
 from __future__ import annotations
 
