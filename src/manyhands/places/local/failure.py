@@ -43,7 +43,7 @@ KINDS: dict[str, type[ManyhandsError]] = {
     )
 }
 _KEPT = (UserError, Desync, NonFinite)
-"""What the launcher raises as what it was; anything else is told by a WorkerFailed."""
+"""Errors that the launcher raises with their type; any other becomes a WorkerFailed."""
 
 _CONSEQUENCES = frozenset({Aborted.__name__, PeerTimeout.__name__})
 _MAX_MESSAGE, _MAX_TRACEBACK = 8 * 2**10, 64 * 2**10

@@ -48,7 +48,7 @@ class Heard:
 
 @dataclass(frozen=True, slots=True)
 class Garbled:
-    """A member sent something that is no message."""
+    """A member sent something that is not a message."""
 
     rank: int
     problem: str
@@ -157,21 +157,21 @@ class Member:
         return self.killed_ns > 0 and now_ns - self.killed_ns > EXIT_S * 1e9
 
     def late(self, patience: Patience, now_ns: int) -> str:
-        """The sentence for one who is late."""
+        """The sentence for a member that did not start in time."""
         seen = describe_status(self.line, now_ns)
         return f"{self} did not start within {patience.start_timeout_s:g} s; {seen}"
 
     def silent(self, now_ns: int) -> str:
-        """The sentence for one who is silent."""
+        """The sentence for a member whose heartbeats stopped."""
         seen = describe_status(self.line, now_ns)
         return f"{self} fell silent (stopped, or starved of processor time); {seen}"
 
     def stuck(self) -> str:
-        """The sentence for one who cannot die."""
+        """The sentence for a member that was killed and does not end."""
         return f"{self} did not end within {EXIT_S:g} s of being killed"
 
     def raised(self, report: Failed, peer_of: Callable[[int], Member | None], now_ns: int) -> str:
-        """The sentence for one whose job raised; `peer_of` finds the one it was waiting for."""
+        """The sentence for a member whose job raised; `peer_of` finds the one it was waiting for."""
         sentence = f"{self} raised {report.error} at step {report.step}: {report.message}"
         peer = peer_of(self.line.waiting_for)
         if peer is not None:
@@ -179,11 +179,11 @@ class Member:
         return sentence
 
     def refused(self, problem: str) -> str:
-        """The sentence for one who said what it may not."""
+        """The sentence for a member that broke the protocol."""
         return f"{self} broke the control channel's rules: {problem}"
 
     def died(self, status: int, now_ns: int) -> str:
-        """The sentence for one who left without a report."""
+        """The sentence for a member that ended without a report."""
         return f"{self} {describe_exit(status)}; {describe_status(self.line, now_ns)}"
 
 

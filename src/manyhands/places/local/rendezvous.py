@@ -6,8 +6,8 @@ the lowest rank listens on a Unix socket with a random abstract name, and the ot
     store    seat/0 … seat/3            host identity, process, world        every rank
              address/0, address/2       socket name and secret               the lowest rank of each host
     socket   rank ── join, HMAC ──►  lowest rank ── welcome, HMAC ──►        both have the secret and one user id
-             ◄── descriptors (SCM_RIGHTS) ──                                 `Meeting.share`
-             ── farewell, or the kernel's end of file ──                     `Meeting.watch`
+             ◄── descriptors (SCM_RIGHTS) ──                                 `Rendezvous.share`
+             ── farewell, or the kernel's end of file ──                     `Rendezvous.watch`
 
 Only descriptors and fixed short messages are sent; nothing received is ever executed or unpickled. Once all ranks
 have read them, the keys are deleted, so that the name may be used again.
@@ -52,22 +52,22 @@ class RendezvousStore(Protocol):
     """What a rendezvous needs of a store: torch's stores have it, and so does the leader's."""
 
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
-        """Set a key if it is as expected, or is not there and nothing is expected; what it is then."""
+        """Set a key if its value is as expected, or if it is absent and nothing is expected; return the result."""
 
     def check(self, keys: list[str], /) -> bool:
-        """Whether all keys are there."""
+        """Whether all keys exist."""
 
     def get(self, key: str, /) -> bytes:
-        """The value of a key that is there."""
+        """The value of an existing key."""
 
     def set(self, key: str, value: str, /) -> None:
-        """Keep a value."""
+        """Set a value."""
 
     def add(self, key: str, amount: int, /) -> int:
-        """Count; what it counts to."""
+        """Add to a counter; return its new value."""
 
     def delete_key(self, key: str, /) -> bool:
-        """Forget a key."""
+        """Delete a key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,15 +148,15 @@ class Rendezvous:
         return tuple(os.dup(descriptor) for descriptor in made[0])
 
     def watch(self, on_end: Callable[[int, bool], None]) -> None:
-        """Call `on_end(rank, in_peace)`, in a thread of its own, when a rank at the other end of a socket is gone.
+        """Call `on_end(rank, in_peace)`, in another thread, when a rank at the other end of a socket is gone.
 
-        The lowest rank of a host is told of every other, the others of the lowest: who is told must tell the rest.
+        The lowest rank of a host learns of every other rank, the others of the lowest: it must tell the rest.
         """
         for rank, end in self._sockets.items():
             lifelines.watch(end, lambda in_peace, rank=rank: on_end(rank, in_peace))  # type: ignore[misc]
 
     def close(self) -> None:
-        """Say farewell and leave."""
+        """Say goodbye and close the sockets."""
         sockets, self._sockets = self._sockets, {}
         for end in sockets.values():
             lifelines.forget(end)

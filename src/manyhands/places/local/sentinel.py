@@ -60,7 +60,7 @@ def start_sentinel(status_table: StatusTable, rank: int, *, lifeline: int, paren
 
 @njit("void(int64, int64, int64)", nogil=True, cache=True)
 def _guard(heartbeat, watched, parent):  # type: ignore[no-untyped-def]
-    """Beat; kill the process group when the launcher is gone.
+    """Write heartbeats; kill the process group when the launcher is gone.
 
     `watched` is the address of a pollfd structure for the lifeline; what poll returns is the upper half of its
     second word. The parent's id is compared too, in case a fork of the launcher holds the lifeline.

@@ -1,6 +1,6 @@
 """The status table: one row of shared memory per role, with its heartbeat and what it is doing.
 
-    line of a role   | pid | heartbeat_ns | marked_ns | mark | sign | place |
+    row of a role    | pid | heartbeat_ns | marked_ns | mark | sign | place |
     mark             | step (40 bits) | state (8 bits) | waiting for (16 bits) |
     sign             | waiting since_ns | waiting for + 1 |
     place            | stage of a pipeline (32 bits) | micro-batch + 1 (32 bits), 0 for none |
@@ -129,7 +129,7 @@ class StatusTable:
         return self._address + line * _LINE_BYTES
 
     def sign_on(self, line: int) -> None:
-        """Write this process's id on its line, with a first mark."""
+        """Write this process's id into its row, with a first mark."""
         _write_pid(self.control_address(line), os.getpid())
         self.mark(line, 0, State.STARTING)
 
@@ -141,16 +141,16 @@ class StatusTable:
         waiting_for: int = NOBODY,
         place: tuple[int, int] | None = None,
     ) -> None:
-        """Say what the owner of the line is doing; a few microseconds."""
+        """Write what the owner of the row is doing; takes a few microseconds."""
         at = 0 if place is None else place[0] << 32 | place[1] + 1
         _write_mark(self.control_address(line), pack_mark(step, state, waiting_for), at)
 
     def wipe(self, line: int) -> None:
-        """Make the line of a process that is gone as good as new."""
+        """Clear the row of a process that is gone."""
         ctypes.memset(self.control_address(line), 0, _LINE_BYTES)
 
     def read(self, line: int) -> StatusRow:
-        """What the line says now."""
+        """Read the row."""
         pid, heartbeat_ns, marked_ns, mark, since_ns, waited_for, place = _read_line(
             self.control_address(line)
         )

@@ -114,7 +114,7 @@ class Supervisor:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Who was started and is not told to have ended, in the order of starting."""
+        """The members that were started and not yet reported as ended, in the order of starting."""
         return self._roster.members
 
     @property
@@ -159,9 +159,9 @@ class Supervisor:
                 return events
 
     def tell(self, member: int, payload: Mapping[str, Any]) -> None:
-        """Send JSON that the member's `context.told` returns; in order, and without waiting: `poll` goes on with it.
+        """Send JSON, which the member's `context.received` returns; in order, without waiting: `poll` sends the rest.
 
-        Nothing happens if the member has ended. Unread if it has left more than 16 MiB unread.
+        A no-op if the member has ended. Unread if it has left more than 16 MiB unread.
         """
         self._check_known(member)
         self._open_children().post(member, Note(payload=payload))
@@ -178,7 +178,7 @@ class Supervisor:
             pass
 
     def kill(self, member: int) -> None:
-        """Kill the member and its children now; `Ended` is told by `poll`. Nothing happens if it has ended."""
+        """Kill the member and its children now; `poll` reports `Ended`. A no-op if it has ended."""
         self._check_known(member)
         if member in self._roster.members:
             self._do(self._roster.kill(member, time.monotonic_ns()))
@@ -204,7 +204,7 @@ class Supervisor:
         return events
 
     def _do(self, told: Sequence[Event | KillProcess]) -> list[Event]:
-        """Kill whom the roster wants killed; the rest is for the caller."""
+        """Kill the members that the roster wants killed; the other events are for the caller."""
         events: list[Event] = []
         for item in told:
             if isinstance(item, KillProcess):

@@ -22,7 +22,7 @@ RUN = "run"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorSeat:
-    """What an actor is told of its place."""
+    """The place of an actor in the run."""
 
     rank: int
     world: int

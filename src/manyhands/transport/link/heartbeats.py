@@ -83,7 +83,7 @@ class BeatPlace:
 
     @property
     def words(self) -> str:
-        """For sentences."""
+        """Its host and process, for error sentences."""
         return f"{self.host} ({self.address})"
 
 
@@ -304,7 +304,7 @@ def data_ages(addresses: Iterable[str]) -> dict[str, float]:
 
 
 def _peer_of(descriptor: int) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """The address at the other end; None for what is no connected internet socket."""
+    """The address at the other end; None if it is not a connected internet socket."""
     raw = ctypes.create_string_buffer(_ADDRESS_BYTES)
     length = ctypes.c_uint32(_ADDRESS_BYTES)
     if _libc.getpeername(descriptor, raw, ctypes.byref(length)) != 0:

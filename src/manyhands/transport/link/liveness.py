@@ -57,7 +57,7 @@ class LivenessMonitor(Generic[K]):
     def arrived(self, peer: K, now_s: float, *, waits: bool = False) -> None:
         """Add a pending connection; only `heard` extends its deadline.
 
-        A peer that this end dialled may have many connections waiting, so without `waits` it has more time.
+        With `waits` it gets more time: a peer that this end dialled may have many other connections pending.
         """
         self._newcomers.add(peer)
         self._until_s[peer] = now_s + self._silence.handshake_s * (_CALLED if waits else 1)

@@ -116,7 +116,7 @@ class PeerLiveness:
         return None
 
     def left(self, rank: int) -> None:
-        """It is no longer waited for."""
+        """Stop monitoring a rank that has left."""
         self._gone.add(rank)
         self._liveness.left(rank)
 
@@ -159,7 +159,7 @@ class PeerLiveness:
         )
 
     def unheard(self, now_s: float) -> tuple[int, ...]:
-        """The ranks that were never heard though there was time; told once."""
+        """The ranks that were never heard though there was time; reported once."""
         missing = tuple(rank for rank in self._hosts if rank not in self._heard_s and rank not in self._gone)
         if self._told_unheard or not missing or now_s - self._began_s < _UNHEARD_S:
             return ()

@@ -84,7 +84,7 @@ class VirtualTime:
     def wait(self, role: str, until_s: Callable[[], float], ready: Callable[[], bool]) -> bool:
         """Wait until `ready` (True), or until virtual time reaches `until_s` (False); `changed` is held, once.
 
-        Neither moves the clock. Whoever makes a waiting role ready must `wake` it.
+        Neither moves the clock. The role that makes a waiting role ready must `wake` it.
         """
         if role in self._waiting:
             raise UserError(
@@ -192,7 +192,7 @@ class VirtualTime:
         """Become runnable once no other role is, or once the patience is over."""
         if role in self._woken and not heard:
             self._hear(role)
-        if role in self._woken:  # it was not told to go on
+        if role in self._woken:  # it was not woken to continue
             self._woken.remove(role)
             self._awake += role in self._running
 
