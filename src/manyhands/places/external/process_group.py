@@ -76,7 +76,7 @@ class ProcessGroup:
                         self.early.append(event)
 
     def _await_those_who_start(self) -> None:
-        """Before the run is given up, let processes that are about to join do so: they are then told why it failed."""
+        """Before the run is given up, let processes that are about to join do so: they are then told why."""
         deadline = time.monotonic() + min(_STARTING_S, self.timeout_s)
         while self.control_server.missing and time.monotonic() < deadline:
             self.control_server.poll(_TICK_S)

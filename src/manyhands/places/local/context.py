@@ -1,4 +1,4 @@
-"""The worker context, a role's only argument: its place in the run, its descriptors, and its channel to the leader."""
+"""The worker context, a role's only argument: its place, its descriptors, and its channel to the leader."""
 
 from __future__ import annotations
 
