@@ -1,1 +1,1 @@
-"""Where the processes of a run come from: this host, a launcher such as torchrun or a specification, Ray."""
+"""The places that provide the processes of a run: this host, an external launcher or specification, or Ray."""

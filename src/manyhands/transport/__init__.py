@@ -1,1 +1,1 @@
-"""How bytes move between two processes: links, and the hub that serves many connections."""
+"""How bytes move between processes: links between two of them, and the hub that serves many connections."""

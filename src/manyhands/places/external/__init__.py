@@ -1,1 +1,3 @@
-"""Processes that somebody else started, on one host or several: who each is, and its line to the one that leads."""
+"""Run on processes that were started externally, on one host or several: their places, process group and control
+plane.
+"""

@@ -1,14 +1,15 @@
-"""A process's line to the leader of its run: what a role's context is on one host, over the network.
+"""A process's control connection to the leader of its run: the worker context of one host, over the network.
 
-    with open_line(place, contact, terms, timeout_s=60) as line:
+    with open_control_connection(place, contact, terms, timeout_s=60) as line:
         line.mark(step, State.COMPUTING)
         line.ring.record(EventKind.COMPUTE, …)          reaches the leader, on the leader's clock
         line.send({"rows": …})
         if line.stop_requested(): …
         line.end({"steps": 100})
 
-A thread of the line's own has the connection: it sends what waits, hears the leader, takes events out of the ring, and
-compares clocks. The leader's death or silence, and its word that the run has failed, end waits through `on_over`.
+A thread of the connection owns the socket. It sends the queued messages, receives from the leader, drains the event
+ring and compares clocks. If the leader dies, misses its heartbeats or reports that the run has failed, waits end
+through `on_over`.
 """
 
 from __future__ import annotations
@@ -67,30 +68,30 @@ _LEAST_NUMBER, _MOST_NUMBER = 1 << 20, 1 << 62
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contact:
-    """Where a leader is reached."""
+    """The address of a leader and the secret that admits a process to its run."""
 
     name: str
-    """The leader's, for errors."""
+    """The leader's name, for error messages."""
 
     address: str
-    """As `transport.hub.addresses` has it."""
+    """In the format of `transport.hub.addresses`."""
 
     token: bytes
-    """The secret of the run."""
+    """The secret token of the run."""
 
     def __repr__(self) -> str:
-        """Everything but the token."""
+        """Leave the token out of logs and tracebacks."""
         return f"Contact(name={self.name!r}, address={self.address!r})"
 
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """Why a run is over before its end: whose fault, and a sentence."""
+    """Why a run ended early: the rank at fault, and a sentence that explains it."""
 
     rank: int
     sentence: str
     is_lost: bool = False
-    """Whether it is the leader that is not heard any more: the run may go on, and this process come again."""
+    """True if the connection to the leader was lost: the run may continue without this process, which may rejoin."""
 
 
 def open_control_connection(
@@ -101,9 +102,10 @@ def open_control_connection(
     timeout_s: float,
     settings: Settings | None = None,
 ) -> ControlConnection:
-    """Join the run of a leader; UserError where it refuses this process, PeerTimeout where it does not answer."""
+    """Join the run of a leader; UserError if it rejects this process, PeerTimeout if it does not answer."""
     settings = replace(settings or Settings(), connect_s=timeout_s)
-    # A number of its own for each process: two with one rank must both be heard, for one of them to be told.
+    # A random hub member number for each process, not its rank: if two processes claim one rank, both must get as
+    # far as the hello, so that the second can be told why it is rejected.
     number = _LEAST_NUMBER + secrets.randbelow(_MOST_NUMBER)
     mine = Credentials(member=number, role=place.name, token=contact.token, fingerprint=LINE_FINGERPRINT)
     with ExitStack() as stack:
@@ -121,7 +123,7 @@ def open_control_connection(
 def _introduce(
     hub: Hub, place: Place, contact: Contact, terms: Sequence[Term], timeout_s: float
 ) -> tuple[ControlWelcome, list[HubEvent]]:
-    """Say who this is; the leader's welcome, and what has come right behind it."""
+    """Send the hello; return the leader's welcome and the events that arrived directly after it."""
     deadline = time.monotonic() + timeout_s
     while True:
         left_s = deadline - time.monotonic()
@@ -149,10 +151,10 @@ def _introduce(
 
 
 class ControlConnection:
-    """One process's end; a context manager, `close` is idempotent. All calls may come from any thread."""
+    """One process's end of the control connection; a context manager, `close` is idempotent. Thread-safe."""
 
     def __init__(self, place: Place, hub: Hub, *, leader: str, same_clock: bool) -> None:
-        """Made by `open_control_connection`; owns the hub."""
+        """Take ownership of the hub; called by `open_control_connection`."""
         self.name = place.name
         self.rank = place.rank
         self.world = place.world
@@ -180,7 +182,7 @@ class ControlConnection:
         with ExitStack() as stack:
             stack.callback(hub.close)
             self.ring = stack.enter_context(EventRing.create(role=place.rank))
-            """What this process records; all of it reaches the leader."""
+            """The events of this process; all of them reach the leader."""
 
             self._wakeup = Wakeup()
             stack.callback(self._wakeup.close)
@@ -193,7 +195,7 @@ class ControlConnection:
     # ── what a role asks of its context ───────────────────────────────────────────────────────────────────────────
 
     def send(self, payload: Mapping[str, Any]) -> None:
-        """Tell the leader something, as JSON; in order, and all of it before the result."""
+        """Send JSON to the leader; messages arrive in order, and all of them before the result."""
         frame = encode(Note(payload=payload))
         self._bag.put_when_room(ControlFrame(), [frame], _SEND_TIMEOUT_S, self.leader)
 
@@ -205,7 +207,7 @@ class ControlConnection:
         *,
         place: tuple[int, int] | None = None,
     ) -> None:
-        """Show the leader what this process is doing; costs nothing, the newest mark is sent a few times a second."""
+        """Report what this process is doing; cheap, because only the newest mark is sent, a few times a second."""
         self.step = step
         stage, microbatch = place if place is not None else (NOBODY, NOBODY)
         self._marked = ControlMarked(
@@ -213,7 +215,7 @@ class ControlConnection:
         )
 
     def received(self, timeout_s: float = 0.0) -> list[Mapping[str, Any]]:
-        """What the leader told this process since the last call, in order; waits for it at most `timeout_s`."""
+        """Return the leader's messages since the last call, in order; waits at most `timeout_s` for the first."""
         self._ear.answer_any()
         if timeout_s > 0:
             with self._heard:
@@ -224,50 +226,54 @@ class ControlConnection:
         return told
 
     def stop_requested(self) -> bool:
-        """Whether the leader asked to leave, or the run is over."""
+        """Whether the leader asked this process to stop, or the run is over."""
         return self._stop_requested or self._over is not None
 
     @property
     def stopping(self) -> bool:
-        """As `stop_requested`."""
+        """The same as `stop_requested`, as an attribute."""
         return self.stop_requested()
 
     def control_fileno(self) -> int:
-        """A descriptor for a selector, readable when the leader said something that `told` gives, or asked to leave."""
+        """Return a descriptor that is readable when `received` has messages, or when the leader asked to stop."""
         return self._ear.descriptor
 
     def give(self, name: str, chunks: Iterable[Any]) -> None:
-        """Send the leader something large, in order with what is said; chunks are buffers, made as they leave.
+        """Send the leader a large object, in order with the messages; chunks are buffers, produced lazily.
 
-        They are made in the line's thread.
+        The chunks are produced in the connection's thread, when there is capacity to send them.
         """
         self._bag.put_all(pieces(name, chunks))
 
     def end(self, payload: Mapping[str, Any]) -> None:
-        """This process's part is done, with this result; the line stays for what the leader gives."""
+        """Report that this process has finished, with its result; the connection stays open for what the leader
+        gives.
+        """
         self._bag.put_when_room(
             ControlFrame(), [encode(Finished(payload=payload))], _SEND_TIMEOUT_S, self.leader
         )
 
     def fail(self, error: BaseException) -> None:
-        """This process's part ended with an error, which the leader is told with its traceback."""
+        """Report that this process failed; the leader receives the error and its traceback."""
         self._bag.put(ControlFrame(), [encode(report(error, self.step))])
 
     # ── what comes from the leader ────────────────────────────────────────────────────────────────────────────────
 
     @property
     def over(self) -> Broken | None:
-        """Why the run is over before its end, if it is."""
+        """Why the run ended early, or None."""
         return self._over
 
     def wait_over(self, timeout_s: float) -> Broken | None:
-        """As `over`, waiting so long for it."""
+        """Wait at most `timeout_s` for the run to end early; return the reason, or None."""
         with self._heard:
             self._heard.wait_for(lambda: self._over is not None, timeout_s)
             return self._over
 
     def on_over(self, act: Callable[[Broken], None]) -> None:
-        """Call `act` in the line's thread when the run is over before its end; at once if it is. To end waits."""
+        """Call `act` in the connection's thread if the run ends early, at once if it already has. Used to end
+        waits.
+        """
         with self._heard:
             over = self._over
             if over is None:
@@ -276,9 +282,9 @@ class ControlConnection:
             act(over)
 
     def take(self, name: str, timeout_s: float) -> bytearray:
-        """Something large that the leader gives; PeerTimeout if nothing more of it comes for so long, Aborted if over.
+        """Receive a large object that the leader gives; the caller owns the buffer.
 
-        The caller's from then on.
+        PeerTimeout if no more of it arrives for `timeout_s`, Aborted if the run is over.
         """
         seen, deadline = -1, 0.0
         with self._heard:
@@ -296,7 +302,9 @@ class ControlConnection:
             return self._large.pop(name)
 
     def ask_store(self, call: str, keys: Sequence[str], values: Sequence[str] = ()) -> StoreAnswer:
-        """One call of the store that the leader keeps."""
+        """Make one call to the key-value store that the leader keeps; PeerTimeout if no answer comes, Aborted if
+        over.
+        """
         with self._heard:
             self._require_going()
             self._asked += 1
@@ -317,7 +325,7 @@ class ControlConnection:
         return answer
 
     def offset(self) -> Offset:
-        """Add its `ns` to this process's clock to get the leader's."""
+        """The clock offset: add its `ns` to this process's clock to get the leader's."""
         if self._same_clock or not self._brackets:
             return Offset(ns=0, error_ns=0)
         return offset_from(tuple(self._brackets))
@@ -325,7 +333,7 @@ class ControlConnection:
     # ── its life ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def begin(self, rest: Sequence[HubEvent] = ()) -> None:
-        """Take what came behind the welcome, compare clocks, and let the line's thread have the connection."""
+        """Handle the events that followed the welcome, compare clocks, and start the connection's thread."""
         self._take(rest)
         for _ in range(0 if self._same_clock else _FIRST_PINGS):
             self._ping()
@@ -336,7 +344,7 @@ class ControlConnection:
         self._thread.start()
 
     def close(self) -> None:
-        """Send what waits, say goodbye and leave."""
+        """Send what is queued, say goodbye and close; idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -354,7 +362,9 @@ class ControlConnection:
         self.close()
 
     def _run(self) -> None:
-        """Nobody else would hear of what is raised in this thread: it ends the waits, and the leader is told."""
+        """Run the thread's loop; an exception here ends all waits and is reported to the leader, or it would be
+        lost.
+        """
         try:
             self._go()
         except BaseException as error:
@@ -377,7 +387,7 @@ class ControlConnection:
                 self._hub.flush(max(0.0, deadline - time.monotonic()))
                 return
             self._poll(_TICK_S)
-        if self._over is not None and self._hub.members():  # the leader lives: it may want to hear why
+        if self._over is not None and self._hub.members():  # the leader is alive and may want the reason
             self._send_signs()
             self._bag.empty(self._post)
             self._hub.flush(1.0)
@@ -408,7 +418,7 @@ class ControlConnection:
         return self._hub.send(_LEADER, message, payload)
 
     def _send_signs(self) -> None:
-        """The newest mark, and the events since the last time, on the leader's clock; what finds no room waits."""
+        """Send the newest mark and the new events, on the leader's clock; what exceeds the capacity stays queued."""
         if not self._bag.empty(self._post):
             return
         marked, self._marked = self._marked, None
@@ -476,34 +486,36 @@ class ControlConnection:
 
 
 class ControlStore:
-    """The store that the leader keeps, over the line: as `places.local.rendezvous.meet` calls torch's."""
+    """The leader's key-value store over the control connection, with the calls that `rendezvous.meet` makes on
+    torch's.
+    """
 
     def __init__(self, line: ControlConnection) -> None:
         self._line = line
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """See `shelf.KeyValueStore`."""
+        """See `key_value_store.KeyValueStore.compare_set`."""
         return self._line.ask_store("compare_set", [key], [expected, desired]).value.encode()
 
     def check(self, keys: Sequence[str]) -> bool:
-        """See `shelf.KeyValueStore`."""
+        """See `key_value_store.KeyValueStore.check`."""
         return self._line.ask_store("check", keys).found
 
     def get(self, key: str) -> bytes:
-        """See `shelf.KeyValueStore`."""
+        """See `key_value_store.KeyValueStore.get`."""
         answer = self._line.ask_store("get", [key])
         if not answer.found:
             raise UserError(f"the run's store has no {key!r}")
         return answer.value.encode()
 
     def set(self, key: str, value: str) -> None:
-        """See `shelf.KeyValueStore`."""
+        """See `key_value_store.KeyValueStore.set`."""
         self._line.ask_store("set", [key], [value])
 
     def add(self, key: str, amount: int) -> int:
-        """See `shelf.KeyValueStore`."""
+        """See `key_value_store.KeyValueStore.add`."""
         return int(self._line.ask_store("add", [key], [str(amount)]).value)
 
     def delete_key(self, key: str) -> bool:
-        """See `shelf.KeyValueStore`."""
+        """See `key_value_store.KeyValueStore.delete_key`."""
         return self._line.ask_store("delete_key", [key]).found

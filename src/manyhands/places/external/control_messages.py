@@ -1,16 +1,16 @@
-"""What a process and its leader say to each other over the line, beside the notes of `places.local.control`.
+"""The messages of the control connection, which also carries the frames of `places.local.control`.
 
 process                                        leader
   ControlHello(rank, who it is, terms)       ──►
                                           ◄──  ControlWelcome | ControlRefused(field, reason)
   ControlPing(sent_ns)                       ──►
-                                          ◄──  ControlPong(sent_ns, leader_ns)        whose clock events are put on
+                                          ◄──  ControlPong(sent_ns, leader_ns)        the clock for all events
   ControlFrame + a frame                   ◄─►  ControlFrame + a frame               notes, stop, result, failure
   ControlMarked(step, state, …)              ──►
   ControlEvents(lost) + records              ──►
   StoreCall(number, …)                    ──►
                                           ◄──  StoreAnswer(number, …)
-                                          ◄─►  ControlPiece(name, last) + bytes       of something large
+                                          ◄─►  ControlPiece(name, last) + bytes       of a large object
                                           ◄──  ControlOver(rank, sentence)            the run has failed
 """
 
@@ -40,12 +40,14 @@ __all__ = [
 ]
 
 LINE_FINGERPRINT: Final = "manyhands line 1"
-"""What both ends of a line say they speak; the terms of the run are compared after that, one by one."""
+"""The protocol fingerprint of both ends of a control connection. The terms of the run are compared later, one by
+one.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Term:
-    """Something that must be the same on every process of a run."""
+    """A setting that must be the same on every process of a run."""
 
     name: str
     value: str
@@ -53,36 +55,36 @@ class Term:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlHello:
-    """Who is there, and what it is here for."""
+    """A process's first message: its identity, its rank, and the terms it expects."""
 
     rank: int
     world: int
     role: str
     name: str
     host: str
-    """Its identity, as `places.local.host` has it."""
+    """The identity of its host, from `places.local.host`."""
 
     pid: int
     unix_s: float
-    """What its wall clock says."""
+    """Its wall clock, for the warning about clocks that differ."""
 
     terms: tuple[Term, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlWelcome:
-    """The process is one of the run's."""
+    """The leader admits the process to the run."""
 
     leader: str
     """The leader's name."""
 
     clock: str
-    """The leader's clock: who has the same reads the same time."""
+    """The id of the leader's clock; a process with the same id reads the same time and needs no offset."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlRefused:
-    """The process cannot be one of the run's."""
+    """The leader rejects the process; `field` names what did not match."""
 
     field: str
     reason: str
@@ -90,14 +92,14 @@ class ControlRefused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlPing:
-    """What the process's clock says."""
+    """A clock reading of the process, to be answered with the leader's."""
 
     sent_ns: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlPong:
-    """The ping's own reading, and what the leader's clock said between."""
+    """The reading of the ping, and the leader's clock when it answered."""
 
     sent_ns: int
     leader_ns: int
@@ -105,7 +107,7 @@ class ControlPong:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlFrame:
-    """A frame of `places.local.control` comes along."""
+    """The payload is a frame of `places.local.control`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,14 +123,14 @@ class ControlMarked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlEvents:
-    """Records come along; `lost` more were dropped since the last time."""
+    """The payload is event records; `lost` more were dropped since the last message."""
 
     lost: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreCall:
-    """A call of the store that the leader keeps."""
+    """A call to the key-value store that the leader keeps."""
 
     number: int
     call: str
@@ -138,7 +140,7 @@ class StoreCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreAnswer:
-    """What a call of the store gave; `found` is False where there is no such key."""
+    """The result of a store call; `found` is False if the key does not exist."""
 
     number: int
     found: bool
@@ -147,7 +149,7 @@ class StoreAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlPiece:
-    """The next bytes of something large come along."""
+    """The payload is the next piece of a large object; `last` marks its end."""
 
     name: str
     last: bool
@@ -155,7 +157,7 @@ class ControlPiece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlOver:
-    """The run has failed, and nobody is to wait for anybody; `rank` is whose failure it was."""
+    """The run has failed and all waits must end; `rank` is the process whose failure it was."""
 
     rank: int
     sentence: str

@@ -1,14 +1,14 @@
-"""The leader's end of all lines: who is there, what each says, and what it is told.
+"""The leader's end of all control connections: membership, incoming events, and messages to the members.
 
-    with Front(place, terms, token) as front:
-        address = front.listen("unix")                 # and "tcp:…", for those of other hosts
-        for event in front.poll(1.0):                  # Started, Said, Ended, Turned, Warned
+    with ControlServer(place, terms, token) as server:
+        address = server.listen("unix")                # and "tcp:…", for other hosts
+        for event in server.poll(1.0):                 # a ControlEvent: Started, Said, Ended, …
             ...
-        front.tell(2, {"begin": True})
+        server.tell(2, {"begin": True})
 
-What `places.local.supervisor.Supervisor` is for processes of this host, for processes that somebody else started: an
-end is an event, and what it means is the caller's to say. One thread polls, several times a second; any may tell,
-ask, give and break off.
+It does for externally started processes what `places.local.supervisor.Supervisor` does for processes of this host:
+it reports an end as an event, and the caller decides what it means. One thread polls, several times a second; any
+thread may call `tell`, `ask_to_stop`, `give` and `break_off`.
 """
 
 from __future__ import annotations
@@ -71,23 +71,23 @@ from manyhands.transport.link.message import ProtocolError
 
 __all__ = ["ControlEvent", "ControlServer", "Delivered", "ProcessRejected", "Warned", "hello_of"]
 
-_MOST_LARGE: Final = 64  # things that one member may be sending at a time
-_MOST_LOST: Final = 1 << 40  # events that one member may say it dropped at a time
+_MOST_LARGE: Final = 64  # large objects that one member may be sending at a time
+_MOST_LOST: Final = 1 << 40  # events that one member may report as dropped at a time
 _MOST_LARGE_BYTES: Final = 1 << 36
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessRejected:
-    """A process that has the run's token was not let in; the sentence, which it was told too, says why."""
+    """A process that has the run's token was rejected; it received the same sentence."""
 
     sentence: str
     field: str = ""
-    """What did not fit: `rank` where another process has it, or the name of a term."""
+    """What did not match: `rank` if another process has it, or the name of a term."""
 
 
 @dataclass(frozen=True, slots=True)
 class Warned:
-    """Something about a member that its user should know, and that ends nothing."""
+    """A warning about a member for the user; the run continues."""
 
     member: int
     sentence: str
@@ -95,7 +95,7 @@ class Warned:
 
 @dataclass(frozen=True, slots=True)
 class Delivered:
-    """A member has sent something large, by `Line.give`; in order with what it said."""
+    """A large object from a member's `ControlConnection.give`, in order with its messages."""
 
     member: int
     name: str
@@ -106,7 +106,7 @@ ControlEvent = Started | Said | Ended | ProcessRejected | Warned | Delivered
 
 
 def hello_of(place: Place, terms: Sequence[Term]) -> ControlHello:
-    """What a process says of itself."""
+    """The hello of this process."""
     return ControlHello(
         rank=place.rank,
         world=place.world,
@@ -121,11 +121,11 @@ def hello_of(place: Place, terms: Sequence[Term]) -> ControlHello:
 
 @dataclass(slots=True)
 class _Member:
-    """One process that was let in, by its rank."""
+    """A process that was admitted, with its connection and send queue."""
 
     hello: ControlHello
     connection: int
-    """The hub's number for it."""
+    """The hub's number for its connection."""
 
     bag: SendQueue
     decoder: Decoder
@@ -133,7 +133,7 @@ class _Member:
     ended: bool = False
     connected: bool = True
     large: dict[str, bytearray] = field(default_factory=dict)
-    """What it is about to have sent, by name."""
+    """Large objects that are still arriving, by name."""
 
     @property
     def name(self) -> str:
@@ -141,7 +141,7 @@ class _Member:
 
 
 class ControlServer:
-    """All lines of one run, at its leader; a context manager, `close` is idempotent."""
+    """All control connections of one run, at its leader; a context manager, `close` is idempotent."""
 
     def __init__(
         self,
@@ -151,15 +151,15 @@ class ControlServer:
         *,
         settings: Settings | None = None,
     ) -> None:
-        """Nobody can come before `listen`; `terms` are what must be the same on every process."""
+        """Start without a listener: nobody can connect before `listen`. `terms` must match on every process."""
         self.name = place.name
         self.world = place.world
         self.store = KeyValueStore()
-        """What the members reach as `Line.store`."""
+        """The run's store, which the members reach as `ControlConnection.store`."""
 
         self._register = Register(hello_of(place, terms))
-        self._members: dict[int, _Member] = {}  # by rank, those who left included
-        self._ranks: dict[int, int] = {}  # by the hub's number
+        self._members: dict[int, _Member] = {}  # by rank, members that left included
+        self._ranks: dict[int, int] = {}  # from the hub's number
         self._untold: list[ControlEvent] = []
         self._closed = False
         self._seeing_off = False
@@ -167,7 +167,7 @@ class ControlServer:
             self.rings: Mapping[int, EventRing] = {
                 rank: stack.enter_context(EventRing.create(role=rank)) for rank in range(1, place.world)
             }
-            """What each other rank recorded, on this process's clock."""
+            """The events of each other rank, on this process's clock."""
 
             mine = Credentials(member=0, role=place.name, token=token, fingerprint=LINE_FINGERPRINT)
             self._hub = stack.enter_context(Hub(mine, LINE, settings=settings))
@@ -178,7 +178,9 @@ class ControlServer:
 
     @contextmanager
     def recording_into(self, rings: Mapping[int, EventRing]) -> Iterator[None]:
-        """While this is open, what the others record goes into these rings, by rank, which stay the caller's."""
+        """While open, the other ranks' events go into these rings, by rank; the caller keeps ownership of the
+        rings.
+        """
         before, self.rings = self.rings, rings
         try:
             yield
@@ -186,37 +188,37 @@ class ControlServer:
             self.rings = before
 
     def listen(self, address: str = "unix") -> str:
-        """Let members come; the address to tell them."""
+        """Accept connections; return the address for the members."""
         return self._hub.listen(address)
 
     # ── who is there ──────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The ranks that are there and have not ended."""
+        """The ranks that have joined and have not ended."""
         return tuple(rank for rank, member in self._members.items() if not member.ended)
 
     @property
     def known(self) -> tuple[int, ...]:
-        """The ranks that have ever come."""
+        """The ranks that have ever joined."""
         return tuple(self._members)
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """The ranks that have not come."""
+        """The ranks that have not joined."""
         return self._register.missing
 
     def late(self, deed: str, waited_s: float, named: Callable[[int], str] = "rank {}".format) -> str:
-        """The sentence on ranks that did not come in time."""
+        """The sentence on the ranks that did not join in time."""
         return self._register.late(deed, waited_s, named)
 
     @property
     def rejected(self) -> Sequence[str]:
-        """A sentence on everyone who was not let in."""
+        """One sentence for each process that was rejected."""
         return self._register.rejected
 
     def name_of(self, rank: int) -> str:
-        """`worker 2 on hostB (process 4711)`; of one who never came, its rank."""
+        """`worker 2 on hostB (process 4711)`; just the rank if it never joined."""
         member = self._members.get(rank)
         return member.name if member is not None else f"rank {rank}"
 
@@ -225,13 +227,13 @@ class ControlServer:
         return self._members[rank].hello.host
 
     def line(self, rank: int) -> ProcessStatus:
-        """What a member last said it was doing, on this process's clock."""
+        """The status that a member last reported, on this process's clock."""
         return self._members[rank].seen
 
     # ── what happens ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def poll(self, timeout_s: float) -> list[ControlEvent]:
-        """What happened, in order per member; waits at most `timeout_s` for the first of it."""
+        """Return what happened, in order per member; waits at most `timeout_s` for the first event."""
         deadline = time.monotonic() + timeout_s
         while True:
             self._send_letters()
@@ -245,27 +247,27 @@ class ControlServer:
     # ── what they are told, by any thread ─────────────────────────────────────────────────────────────────────────
 
     def tell(self, member: int, payload: Mapping[str, Any]) -> None:
-        """Send JSON that the member's `told` returns; in order, without waiting. Nothing happens if it has left."""
+        """Send JSON to a member, which its `received` returns; in order, without waiting. A no-op if it has left."""
         self._post(member, Note(payload=payload))
 
     def ask_to_stop(self, member: int) -> None:
-        """Ask the member to leave; nothing happens if it has left."""
+        """Ask the member to stop; a no-op if it has left."""
         self._post(member, Stop())
 
     def give(self, member: int, name: str, chunks: Iterable[Any]) -> None:
-        """Send something large, which the member's `take(name)` returns; chunks are buffers, made as they leave.
+        """Send a large object, which the member's `take(name)` returns; chunks are buffers, produced lazily.
 
-        They are made in the thread that polls.
+        The chunks are produced in the polling thread.
         """
         self._bag(member).put_all(pieces(name, chunks))
 
     def break_off(self, rank: int, sentence: str) -> None:
-        """Tell everyone that the run has failed, by the fault of `rank`: their waits end with this sentence."""
+        """Tell every member that the run has failed because of `rank`: their waits end with this sentence."""
         for member in tuple(self._members.values()):
             member.bag.put(ControlOver(rank=rank, sentence=sentence))
 
     def dismiss(self, member: int, sentence: str) -> None:
-        """Have done with a member, which is told why; its end is told by `poll`. From the thread that polls."""
+        """Disconnect a member and tell it why; `poll` then reports its end. Call from the polling thread."""
         found = self._members.get(member)
         if found is None or not found.connected:
             return
@@ -274,7 +276,7 @@ class ControlServer:
         self._untold += self._lost(found.connection, sentence, False)
 
     def shutdown(self, timeout_s: float) -> tuple[int, ...]:
-        """Send everything, and wait until every member has left; the ranks that have not. In the place of a `poll`."""
+        """Send everything and wait until all members have left; return the ranks that have not. Replaces `poll`."""
         deadline = time.monotonic() + timeout_s
         self._seeing_off = True
         while (left := self._connected()) and time.monotonic() < deadline:
@@ -282,7 +284,7 @@ class ControlServer:
         return left
 
     def close(self) -> None:
-        """Say goodbye to everyone and leave; what still waits is dropped (see `shutdown`)."""
+        """Say goodbye to every member and close; what is still queued is dropped (see `shutdown`)."""
         if self._closed:
             return
         self._closed = True
@@ -309,7 +311,7 @@ class ControlServer:
         self._bag(rank).put(ControlFrame(), [encode(message)])
 
     def _send_letters(self) -> bool:
-        """Whether all have left, as far as the hub's own queues."""
+        """Pass queued messages to the hub; return whether all queues are empty. The hub may still hold some."""
         done = True
         for member in self._members.values():
             if member.connected:
@@ -330,7 +332,7 @@ class ControlServer:
                 return self._lost(connection, reason, in_peace)
             case Rejected(reason, claimed):
                 if claimed is None:
-                    return []  # a stranger, of whom nothing is known
+                    return []  # an unknown peer, which has not proved the token
                 return [
                     ProcessRejected(
                         f"a process that has this run's token was turned away: {printable(reason)}"
@@ -339,7 +341,7 @@ class ControlServer:
             case Ready():
                 self._wakeup.answer()
             case Joined():
-                pass  # it has yet to say who it is
+                pass  # connected, but its hello has not arrived yet
             case _:
                 raise AssertionError(f"nobody shares memory over a line: {event}")
         return []
@@ -398,6 +400,7 @@ class ControlServer:
             return self._lost(connection, "it says twice who it is", False)
         refused = self._register.arrive(hello)
         if refused is None and self._seeing_off:
+            # The run is over: free the rank that `arrive` has just taken, and reject the process.
             self._register.leave(hello.rank)
             refused = ControlRefused(field="rank", reason=f"{hello.name} comes too late: the run is over")
         if refused is not None:
@@ -414,7 +417,7 @@ class ControlServer:
 
     def _control(self, rank: int, member: _Member, message: Message) -> list[ControlEvent]:
         if member.ended:
-            return []
+            return []  # its end was reported: nothing may follow it
         match message:
             case Note(payload=payload):
                 return [Said(rank, payload)]
@@ -436,7 +439,7 @@ class ControlServer:
         member.connected = False
         member.bag.close()
         if member.ended:
-            return []
+            return []  # its result or failure was reported before the connection closed
         how = "left before it had a result" if in_peace else f"is lost: {reason}"
         sentence = f"{member.name} {how}; {describe_status(member.seen, time.monotonic_ns())}"
         return [self._end(rank, member, Failure(rank=rank, sentence=sentence))]
@@ -450,7 +453,7 @@ class ControlServer:
     ) -> Ended:
         member.ended = True
         self._register.leave(rank)
-        short = member.hello.name.partition(" on ")[0]  # as the run's own files call it
+        short = member.hello.name.partition(" on ")[0]  # the name in the run's files
         return Ended(
             member=rank,
             name=member.hello.name,

@@ -1,7 +1,8 @@
-"""Heartbeats between all workers of a run, whose places lie in its store: a cut or a stop is named in seconds.
+"""Heartbeats between all workers of a run, which exchange addresses in its store: a lost worker is named in
+seconds.
 
-Lines have heartbeats too, from Python, which a long call without its lock delays: they are patient. These come from
-compiled code, as those of `mh.join` do.
+The control connections have heartbeats too, but Python sends them, and a long call that holds the GIL delays them:
+their timeouts are long. The heartbeats here come from compiled code, as those of `mh.join` do.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ def open_heartbeats(
     timeout_s: float,
     on_lost: Callable[[int, str], None],
 ) -> Heartbeats:
-    """Collective: watch over all others, on this host as well; `on_lost(rank, sentence)` in a thread of its own."""
+    """Collective: monitor all other workers, those of this host too; `on_lost(rank, sentence)` runs in another
+    thread.
+    """
     waiting = _Waiting(store, time.monotonic() + timeout_s)
     own, places, secret = exchange_places(waiting, rank, world, address)
     others = {peer: place for peer, place in places.items() if peer != rank}

@@ -1,7 +1,7 @@
-"""The store of a run, kept by its leader: the few calls of torch's stores by which processes find each other.
+"""The key-value store of a run, kept by its leader: the few calls of torch's stores that a rendezvous needs.
 
-torch's own store lets in everyone who reaches its port. This one is reached over lines, whose ends have proved the
-run's token. Values are text; keys and values are bounded, and so is their number.
+torch's own store accepts everyone who reaches its port. This one is reached over control connections, which have
+proved the run's token. Values are text. The size of keys and values is bounded, and so is their number.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ _LONGEST: Final = 1 << 16
 
 
 class KeyValueStore:
-    """Keys and values; every call is one step, from any thread."""
+    """Keys and values in the leader's memory; every call is atomic, from any thread."""
 
     def __init__(self) -> None:
         self._values: dict[str, str] = {}
         self._lock = threading.Lock()
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Set `key` to `desired` if it is `expected`, or is not there and that is empty; what it is then.
+        """Set `key` to `desired` if its value is `expected`, or if it is absent and `expected` is empty; return the
+        result.
 
-        As torch's: where it is not there and something else is expected, that is what is returned.
+        Same as torch: if the key is absent and `expected` is not empty, `expected` is returned.
         """
         with self._lock:
             there = self._values.get(key)
@@ -40,12 +41,12 @@ class KeyValueStore:
             return (expected if there is None else there).encode()
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all of these keys are there."""
+        """Whether all of these keys exist."""
         with self._lock:
             return all(key in self._values for key in keys)
 
     def get(self, key: str) -> bytes:
-        """The value; UserError where there is none (torch's waits, which nobody here needs)."""
+        """Return the value; UserError if the key is absent (torch's store would wait)."""
         with self._lock:
             value = self._values.get(key)
         if value is None:
@@ -53,24 +54,24 @@ class KeyValueStore:
         return value.encode()
 
     def set(self, key: str, value: str) -> None:
-        """Keep a value."""
+        """Set a value, replacing an older one."""
         with self._lock:
             self._put(key, value)
 
     def add(self, key: str, amount: int) -> int:
-        """Count, from 0; what it counts to."""
+        """Add to a counter, which begins at 0; return its new value."""
         with self._lock:
             number = int(self._values.get(key, "0")) + amount
             self._put(key, str(number))
             return number
 
     def delete_key(self, key: str) -> bool:
-        """Forget a key; whether it was there."""
+        """Delete a key; return whether it existed."""
         with self._lock:
             return self._values.pop(key, None) is not None
 
     def answer(self, call: StoreCall) -> StoreAnswer:
-        """Do what came over a line; ProtocolError for what is no call."""
+        """Execute a call that came over a control connection; ProtocolError if it is malformed."""
         try:
             found, value = self._do(call)
         except (UserError, ValueError) as error:

@@ -1,11 +1,11 @@
-"""How the processes of a run find their leader: in the store that a launcher gives them, or at an address all know.
+"""How the processes of a run find their leader: through the launcher's store, or at an address fixed in advance.
 
     store    here/0 … here/3    who each process is, and on which host     every rank
              leader             where it is reached, or why it is not      rank 0
 
-Once the leader knows who is where, it listens: on a Unix socket for its own host, and by TCP if there are others, or if
-one that dies may be followed by another elsewhere, which must find its leader then.
-At an address that all know, it listens by TCP, or on a Unix socket named after it where it is on loopback.
+Once the leader knows the host of each process, it listens: on a Unix socket for its own host, and on TCP if there
+are other hosts, or if a process that dies may be replaced from another host. At an address fixed in advance, it
+listens on TCP, or on a Unix socket named after the address if that is on loopback.
 """
 
 from __future__ import annotations
@@ -42,22 +42,24 @@ __all__ = ["Following", "Leading", "follow", "lead"]
 _HEARD_S: Final = 2.0
 _TOKEN_BYTES: Final = 32
 _PATIENT: Final = Settings(silence=LivenessTimes(silence_s=20.0, handshake_s=10.0))
-"""A process trains in Python while its line beats in a thread: one long call must not pass for silence."""
+"""Long liveness times: a process trains in Python while a thread sends its heartbeats, which one long call may
+delay.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leading:
-    """What a leader has once it can be reached: the front of all lines, and the secret of the run."""
+    """What a leader has once it can be reached: the control server, and the secret of the run."""
 
     control_server: ControlServer
     token: bytes
     address: str
-    """Where links of this process may listen for those of other hosts; empty where there are none."""
+    """Where links of this process may listen for other hosts; empty if there are none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Following:
-    """What every other process has: its line, and the secret of the run."""
+    """What every other process has: its control connection, and the secret of the run."""
 
     line: ControlConnection
     token: bytes
@@ -73,10 +75,10 @@ def lead(
     timeout_s: float,
     comes_again: bool = False,
 ) -> Leading:
-    """Be the leader of the run `name`, and let the others know where; nobody has come yet.
+    """Become the leader of the run `name` and publish its address; no member has joined yet.
 
-    What makes that impossible is told to those who wait for it, too. `comes_again` says that a process that is lost may
-    come again, or another in its place.
+    If that is impossible, the waiting processes are told why. `comes_again` says that a lost process may rejoin, or
+    be replaced.
     """
     settings = _settings(security, comes_again)
     if place.leader is not None:
@@ -118,7 +120,7 @@ def follow(
     timeout_s: float,
     comes_again: bool = False,
 ) -> Following:
-    """Find the leader of the run `name`, and open the line to it; see `lead`."""
+    """Find the leader of the run `name` and open the control connection to it; see `lead`."""
     settings = _settings(security, comes_again)
     if place.leader is not None:
         token = security.token or _open_token(place.leader)
@@ -167,9 +169,9 @@ def _sit_down(store: Store, place: Place, *, follows_another: bool = False) -> N
         return
     other = json.loads(there)
     if (other["host"], other["process"]) == (host_identity(), _mine(place)["process"]):
-        return  # it is this process itself, which has lost its line and comes again
+        return  # this same process, which lost its control connection and rejoins
     if follows_another:
-        store.set(f"here/{place.rank}", mine)  # whether the other one is dead is for the leader to say
+        store.set(f"here/{place.rank}", mine)  # only the leader can tell whether the other process is dead
         return
     raise UserError(
         f"two processes are rank {place.rank}: {other['process']} and {_mine(place)['process']}; give each a rank, "
@@ -178,12 +180,12 @@ def _sit_down(store: Store, place: Place, *, follows_another: bool = False) -> N
 
 
 def _settings(security: Security, comes_again: bool) -> Settings:
-    """Who is taken for lost too early may come again: then silence need not be borne for as long."""
+    """The hub settings: if a lost process may rejoin, a wrong verdict is cheap, so the liveness times are shorter."""
     return replace(Settings() if comes_again else _PATIENT, security=security)
 
 
 def _may_be_reached(place: Place, security: Security) -> bool:
-    """Whether the leader has an address for other hosts, and is allowed to listen there."""
+    """Whether the leader has an address for other hosts and may listen there."""
     if place.master is None or is_loopback(address := address_towards(place.master)):
         return False
     try:
@@ -194,7 +196,7 @@ def _may_be_reached(place: Place, security: Security) -> bool:
 
 
 def _own_address(place: Place, security: Security) -> str:
-    """Where other hosts reach this one."""
+    """The address at which other hosts reach this one."""
     assert place.master is not None, "who has a store is told where it is"
     address = address_towards(place.master)
     if is_loopback(address):
@@ -224,7 +226,7 @@ def _wait_for_all(store: Store, place: Place, timeout_s: float) -> tuple[tuple[i
 
 
 def _await_readers(store: Store, place: Place) -> None:
-    """Stay until all who are there have read why not, for a moment: a server of a store may end with this process."""
+    """Wait briefly until all present processes have read the reason: the store's server may end with this process."""
     if not isinstance(store, PrefixStore) or not isinstance(store.underlying_store, TCPStore):
         return
     others = (rank for rank in range(place.world - place.later) if rank != place.rank)
@@ -241,7 +243,7 @@ def _require_version(other: Mapping[str, str], place: Place) -> None:
 
 
 def _read_leader(store: Store, place: Place, timeout_s: float) -> dict[str, str]:
-    # A moment longer than the leader waits for everyone: it says who is missing, and that is worth hearing.
+    # Slightly longer than the leader waits for all ranks: its answer then names the missing ones.
     patience_s = timeout_s + 5.0
     if not comes_true(lambda: store.check(["leader"]), patience_s):
         raise PeerTimeout(
@@ -258,7 +260,7 @@ def _read_leader(store: Store, place: Place, timeout_s: float) -> dict[str, str]
 
 
 def _listen(control_server: ControlServer, leader: str) -> None:
-    """Listen where a specification has its leader; UserError where somebody else does."""
+    """Listen at the leader's address of a specification; UserError if another process already does."""
     near = _near(leader)
     try:
         control_server.listen(near or listening_at(leader))
@@ -280,5 +282,7 @@ def _near(leader: str) -> str | None:
 
 
 def _open_token(leader: str) -> bytes:
-    """No secret: of a run without certificates whose processes know nothing in common but the leader's address."""
+    """Return a token that is not secret: for a run without certificates, whose processes share only the leader's
+    address.
+    """
     return hashlib.sha256(f"manyhands without certificates, led from {leader}".encode()).digest()

@@ -1,4 +1,4 @@
-"""Links between workers of different hosts: one TCP connection for each pair, under TLS where the run has it.
+"""Links between workers of different hosts: one TCP connection for each pair, with TLS if the run uses it.
 
     store    link/0 … link/3       the address where each worker that has others elsewhere listens
     socket   higher rank ── ranks, nonce ──► lower rank
@@ -6,8 +6,9 @@
              ── HMAC ──►
              TLS, both with certificates                   where the run has them
 
-The higher rank connects. Each connects to those below before it lets in those above, so nobody waits in a circle.
-Where workers come and go, who listens where is not in a store but in what all are told of each other (`meet_all`).
+The higher rank connects. Each rank connects to the lower ranks before it accepts the higher ones, so there is no
+cycle of waits. If workers come and go, the addresses come not from a store but from the membership that all are
+sent (`meet_all`).
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ _SLICE_S: Final = 0.2
 _CONNECT_S: Final = 2.0
 
 Still = Callable[[], None]
-"""Called several times a second while somebody is waited for; raises where that makes no sense any more."""
+"""Called several times a second during a wait; raises if waiting has become pointless."""
 
 
 def _go_on() -> None:
-    """Nothing else ends the wait."""
+    """Continue waiting: the default `Still`, which never raises."""
 
 
 def address_towards(host: str, family: int = socket.AF_INET) -> str:
-    """This host's own address on the way to another; nothing is sent. ManyhandsError where there is no way."""
+    """This host's address on the route to another host; sends nothing. ManyhandsError if there is no route."""
     try:
         found, kind, _, _, address = socket.getaddrinfo(host, 9, family, socket.SOCK_DGRAM)[0]
         with socket.socket(found, kind) as probe:
@@ -67,9 +68,10 @@ def open_links(
     timeout_s: float,
     name_of: Callable[[int], str] = lambda rank: f"rank {rank}",
 ) -> dict[int, TcpLink]:
-    """Collective among workers of several hosts: a link to each of `far`, those of other hosts.
+    """Collective among workers of several hosts: open a link to each rank of `far`, the ranks on other hosts.
 
-    Others reach this one at `address`. PeerTimeout names who did not come, ManyhandsError who could not be trusted.
+    Other hosts reach this worker at `address`. PeerTimeout names the ranks that did not connect, ManyhandsError
+    those that could not be trusted.
     """
     security.check_address(address)
     deadline = time.monotonic() + timeout_s
@@ -103,10 +105,11 @@ def meet_all(
     name_of: Callable[[int], str] = lambda rank: f"rank {rank}",
     still: Still = _go_on,
 ) -> dict[int, TcpLink]:
-    """Collective: a link to each of `far`, protected as it says; `where` tells at which `host:port` a rank listens.
+    """Collective: open a link to each rank of `far`; `where` returns the `host:port` at which a rank listens.
 
-    Connections of others who have not this token are turned away, so it may belong to one meeting of many. PeerTimeout
-    names who did not come before `deadline`, ManyhandsError who could not be reached or trusted.
+    A connection that does not prove this token is rejected, so a token may belong to one rendezvous of many.
+    PeerTimeout names the ranks that did not connect before `deadline`, ManyhandsError those that could not be
+    reached or trusted.
     """
     links: dict[int, TcpLink] = {}
     try:
@@ -128,7 +131,7 @@ def meet_all(
 
 
 def _listening(rank: int, address: str, backlog: int) -> socket.socket:
-    """Where others reach `address`, which may be a name that leads here though no interface has it."""
+    """Listen where others reach `address`, which may be a name for this host that no interface has."""
     try:
         host = listening_at(f"{address}:0").split(":")[1]
         return socket.create_server((host, 0), backlog=backlog)
@@ -146,7 +149,7 @@ def _secured(
 
 
 def _dial(rank: int, peer: int, address: str, token: bytes, deadline: float, still: Still) -> socket.socket:
-    """A connection to a lower rank, each having shown the other that it has the token."""
+    """Connect to a lower rank; both ends prove to each other that they have the token."""
     host, _, port = address.rpartition(":")
     try:
         end = _connected(host, int(port), deadline, still)
@@ -175,7 +178,7 @@ def _dial(rank: int, peer: int, address: str, token: bytes, deadline: float, sti
 
 
 def _connected(host: str, port: int, deadline: float, still: Still) -> socket.socket:
-    """Dialled again while nothing answers; what is refused is refused at once."""
+    """Dial again while the host does not answer; a refused connection raises at once."""
     while True:
         still()
         left_s = deadline - time.monotonic()
@@ -194,7 +197,7 @@ def _accept(
     deadline: float,
     still: Still,
 ) -> tuple[int, socket.socket]:
-    """The next of those who are waited for; whoever cannot prove to be one is turned away."""
+    """Accept the next of the awaited ranks; a peer that cannot prove the token is rejected."""
     while True:
         still()
         left_s = deadline - time.monotonic()

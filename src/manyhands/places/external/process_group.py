@@ -1,12 +1,12 @@
-"""The processes of a run that somebody else started, as its leader and as each of the others has them.
+"""The process group of an externally started run, at its leader and at every other process.
 
     leader                                            another process
-      with lead_company(…) as company:                  with join_company(…) as member:
-          company.gather()              all are there        member.line
-          company.front                                      …
-          company.give(run)             what came out        member.take("run")
+      with lead_group(…) as group:                      with join_group(…) as member:
+          group.gather()                all have joined      member.line
+          group.control_server                               …
+          group.give("run", …)          the result           member.line.take("run", …)
 
-Whatever ends the leader's block ends the others: they are told why.
+When the leader's block ends, whatever the cause, the other processes are told why and end too.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ _STARTING_S: Final = 5.0
 
 
 class ProcessGroup:
-    """All processes of a run, at its leader; a context manager. All calls come from one thread at a time."""
+    """All processes of a run, at its leader; a context manager. Call it from one thread at a time."""
 
     def __init__(self, place: Place, leading: Leading, security: Security, timeout_s: float) -> None:
         self.place = place
         self.control_server = leading.control_server
         self.token = leading.token
         self.address = leading.address
-        """Where links of this process listen for those of other hosts; empty where there are none."""
+        """Where links of this process listen for other hosts; empty if there are none."""
 
         self.security = security
         self.timeout_s = timeout_s
         self.early: list[ControlEvent] = []
-        """What members said before everybody was there."""
+        """Events that arrived before every member had joined."""
 
     def gather(self, notice: Callable[[str], None] = lambda _sentence: None) -> None:
-        """Wait until every rank is there that does not come later.
+        """Wait until every rank has joined, except those that may come later.
 
-        UserError where one does not belong, PeerTimeout naming who is late.
+        UserError if a process does not belong to the run, PeerTimeout naming the ranks that are late.
         """
         began = time.monotonic()
         needed = self.place.world - self.place.later
@@ -76,13 +76,13 @@ class ProcessGroup:
                         self.early.append(event)
 
     def _await_those_who_start(self) -> None:
-        """Before a run is given up: let those come who are about to, so that they are told why."""
+        """Before the run is given up, let processes that are about to join do so: they are then told why."""
         deadline = time.monotonic() + min(_STARTING_S, self.timeout_s)
         while self.control_server.missing and time.monotonic() < deadline:
             self.control_server.poll(_TICK_S)
 
     def _named(self, rank: int) -> str:
-        """What a rank is called that has not come."""
+        """The name of a rank that has not joined."""
         spec = self.place.cluster
         if spec is None:
             return f"rank {rank}"
@@ -90,18 +90,20 @@ class ProcessGroup:
         return f"{role} at {spec.address(role)}"
 
     def tell_all(self, payload: Mapping[str, Any]) -> None:
-        """Tell every other process the same."""
+        """Send every other process the same message."""
         for rank in range(1, self.place.world):
             self.control_server.tell(rank, payload)
 
     def give(self, name: str, chunks: Callable[[], Iterable[Any]]) -> None:
-        """Have everyone who came take something large; `chunks` makes its buffers, for each member anew."""
+        """Give every member that joined a large object; `chunks` produces its buffers anew for each member."""
         for rank in range(1, self.place.world):
             if rank < self.place.world - self.place.later or rank in self.control_server.known:
                 self.control_server.give(rank, name, chunks())
 
     def shutdown(self) -> None:
-        """Wait until everyone has taken what was given and has left; ManyhandsError names who has not."""
+        """Wait until every member has received what was given and has left; ManyhandsError names those that have
+        not.
+        """
         left = self.control_server.shutdown(max(_SHUTDOWN_S, self.timeout_s))
         if left:
             raise ManyhandsError(
@@ -109,12 +111,12 @@ class ProcessGroup:
             )
 
     def break_off(self, rank: int, sentence: str) -> None:
-        """Tell everyone that the run has failed, and see them off, for a moment."""
+        """Tell every member that the run has failed, and wait briefly for them to leave."""
         self.control_server.break_off(rank, sentence)
         self.control_server.shutdown(_BREAK_OFF_S)
 
     def close(self) -> None:
-        """Let go of all lines; idempotent."""
+        """Close all control connections; idempotent."""
         self.control_server.close()
 
     def __enter__(self) -> Self:
@@ -135,7 +137,7 @@ class ProcessGroup:
 
 
 class GroupMember:
-    """One process's part in a run that another leads; a context manager."""
+    """One process's membership in a run that another process leads; a context manager."""
 
     def __init__(self, place: Place, following: Following, security: Security, timeout_s: float) -> None:
         self.place = place
@@ -161,7 +163,7 @@ def lead_group(
     timeout_s: float,
     comes_again: bool = False,
 ) -> ProcessGroup:
-    """Be the leader of the run `name`; nobody has come yet."""
+    """Become the leader of the run `name`; no member has joined yet."""
     leading = lead(place, terms, name, security=security, timeout_s=timeout_s, comes_again=comes_again)
     return ProcessGroup(place, leading, security, timeout_s)
 
@@ -175,6 +177,6 @@ def join_group(
     timeout_s: float,
     comes_again: bool = False,
 ) -> GroupMember:
-    """Find the leader of the run `name`, and be one of its processes."""
+    """Find the leader of the run `name` and join it."""
     following = follow(place, terms, name, security=security, timeout_s=timeout_s, comes_again=comes_again)
     return GroupMember(place, following, security, timeout_s)

@@ -1,8 +1,9 @@
-"""Where this process stands: alone, or one of several that a launcher, torchrun or a specification started.
+"""The place of this process in a run: alone, or one of several that a launcher, torchrun or a specification
+started.
 
-Each process of a run has a `Place`. The launchers give a process its rank and a store where it finds the others: ours
-hands the store over as an inherited memory file, torchrun's is a server that the environment names. Who starts
-processes in another way makes a `Place` and says so with `standing.standing`.
+Each process of a run has a `Place`. A launcher gives a process its rank and a store where it finds the others:
+`manyhands launch` passes the store as an inherited memory file; torchrun's is a server named in the environment.
+Code that starts processes in another way makes a `Place` and declares it with `started_externally.standing`.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ __all__ = [
 ]
 
 KINDS = ("alone", "launch", "torchrun", "specification", "ray")
-"""Who started the processes of a run."""
+"""What started the processes of a run."""
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(slots=True)
 class Launched:
-    """What `manyhands launch` gives the script it runs in this process."""
+    """What `manyhands launch` gives the script that it runs in this process."""
 
     context: RoleContext
     strategy: Strategy | None = None
@@ -53,7 +54,7 @@ class Launched:
 
 
 launched: Launched | None = None
-"""Set while a launched script runs here."""
+"""Set while a launched script runs in this process."""
 
 
 def _no_store(timeout_s: float) -> Store:
@@ -63,18 +64,18 @@ def _no_store(timeout_s: float) -> Store:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """This process's rank, and how it finds the others."""
+    """This process's rank, and how it finds the other processes."""
 
     rank: int
     world: int
     kind: str = "alone"
-    """Who started the processes: one of `KINDS`."""
+    """What started the processes: one of `KINDS`."""
 
     role: str = "worker"
-    """What this process is: a worker, a ps, a chief, an evaluator."""
+    """The role of this process: worker, ps, chief or evaluator."""
 
     index: int | None = None
-    """Its number among those of its role; None: its rank."""
+    """Its index among the processes of its role; None: its rank."""
 
     host: str = field(default_factory=socket.gethostname)
     """The name of the host it is on."""
@@ -83,20 +84,20 @@ class Place:
     """Opens the store in which the processes find each other; called with a deadline in seconds."""
 
     leader: str | None = None
-    """`HOST:PORT` at which the leader listens, where that is known to all beforehand; None: its store tells."""
+    """`HOST:PORT` of the leader, if it is fixed in advance; None: the store has the address."""
 
     cluster: ClusterSpec | None = None
-    """Who there is and where, where a specification says it."""
+    """The cluster, if a specification describes it."""
 
     later: int = 0
-    """How many of the last ranks need not be there when the run begins, and may never come."""
+    """How many of the last ranks may be missing when the run begins, or forever."""
 
     leaves: bool = False
-    """Whether it only finishes what its slot owes, and leaves the others to their run."""
+    """Whether it only finishes the pending work of its slot and takes no further part in the run."""
 
     launched: Launched | None = None
     master: str | None = None
-    """Where torchrun's store is, for those who look for the network that leads there."""
+    """The address of torchrun's store, used to choose the network interface that leads there."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -106,12 +107,12 @@ class Place:
 
     @property
     def leads(self) -> bool:
-        """Whether this process keeps the run: its directory, its terminal, its page."""
+        """Whether this process is the leader, which keeps the run directory, the terminal and the web page."""
         return self.rank == 0
 
     @property
     def is_one_of_many(self) -> bool:
-        """Whether somebody else starts the processes of a run, so that `fit` takes part instead of starting any."""
+        """Whether the processes were started externally, so that `fit` joins a run instead of starting workers."""
         return self.kind not in ("alone", "launch")
 
     @property
@@ -121,7 +122,7 @@ class Place:
 
 
 def current(environment: Mapping[str, str] = os.environ) -> Place:
-    """Where a process stands that calls `fit`; UserError where the environment says it by halves.
+    """The place of a process that calls `fit`; UserError if the environment describes it incompletely.
 
     Inside a script of `manyhands launch`, and in a worker of another run, `fit` starts workers of its own.
     """
@@ -152,7 +153,7 @@ def place_of(spec: ClusterSpec, role: ClusterRole) -> Place:
 
 
 def place_from(environment: Mapping[str, str] = os.environ) -> Place | None:
-    """What TF_CONFIG says of this process; None where it is not set, or says of no cluster."""
+    """The place that TF_CONFIG describes; None if it is not set or describes no cluster."""
     text = environment.get(TF_CONFIG, "").strip()
     if not text or text == "{}":
         return None
@@ -160,7 +161,7 @@ def place_from(environment: Mapping[str, str] = os.environ) -> Place | None:
 
 
 def find_place(environment: Mapping[str, str] = os.environ) -> Place:
-    """Where a process stands that joins a loop of its own; UserError where it cannot join from here."""
+    """The place of a process that joins with a training loop of its own; UserError if it cannot join from here."""
     version = environment.get(LAUNCHER_VARIABLE)
     if version is not None and version != __version__:
         raise UserError(
@@ -230,11 +231,13 @@ def _number(text: str) -> int | None:
 
 
 _stores: dict[tuple[str, int], Store] = {}
-"""One for the life of this process: others may still read in it, or come for the next group, when a group has ended."""
+"""Open for the life of the process: when a group ends, others may still read the store, or need it for the next
+group.
+"""
 
 
 def _open_tcp_store(host: str, port: int, timeout_s: float, *, hosted: bool) -> Store:
-    """The store of torchrun's agent, or one that rank 0 hosts at that address; waits for nobody but its server."""
+    """The store of torchrun's agent, or one that rank 0 hosts at that address; waits only for the server."""
     if (host, port) not in _stores:
         _stores[host, port] = _connected_store(host, port, timeout_s, hosted=hosted)
     return _stores[host, port]

@@ -1,4 +1,4 @@
-"""Who may take which rank of a run: decided from what processes say of themselves. Pure."""
+"""The register of ranks in a run: decides from a process's hello which rank it may take. Does no I/O."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CLOCKS_AGREE_S: Final = 60.0
 
 
 def terms_of(values: Mapping[str, Any]) -> tuple[Term, ...]:
-    """What must be the same on every process, as text; what is long as the beginning of it and a digest."""
+    """The terms of a run as text; a long value is shortened to its beginning and a digest."""
     return tuple(Term(name=name, value=_short(str(value))) for name, value in values.items())
 
 
@@ -26,7 +26,9 @@ def _short(text: str) -> str:
 
 
 def clock_notice(name: str, theirs_unix_s: float, ours_unix_s: float) -> str | None:
-    """A sentence where a process's wall clock is off by more than a minute; events go by round trips and are right."""
+    """A warning if a process's wall clock is off by more than a minute; event times are right anyway, by round
+    trips.
+    """
     off_s = theirs_unix_s - ours_unix_s
     if abs(off_s) <= _CLOCKS_AGREE_S:
         return None
@@ -39,7 +41,7 @@ def clock_notice(name: str, theirs_unix_s: float, ours_unix_s: float) -> str | N
 
 
 class Register:
-    """The seats of one run; ranks are free until somebody has one, and again when it has left."""
+    """The ranks of one run; a rank is free until a process takes it, and again once that process has left."""
 
     def __init__(self, leader: ControlHello) -> None:
         self._leader = leader
@@ -48,16 +50,16 @@ class Register:
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """The ranks that nobody has, but for the leader's own."""
+        """The ranks that no process has taken, the leader's excepted."""
         return tuple(rank for rank in range(1, self._leader.world) if rank not in self._seats)
 
     @property
     def rejected(self) -> Sequence[str]:
-        """A sentence on everyone who was not let in."""
+        """One sentence for each process that was rejected."""
         return self._rejected
 
     def arrive(self, hello: ControlHello) -> ControlRefused | None:
-        """Seat a process, or say why it cannot be one of this run."""
+        """Admit a process to its rank, or return why it does not belong to this run."""
         refused = self._check(hello)
         if refused is None:
             self._seats[hello.rank] = hello
@@ -66,11 +68,11 @@ class Register:
         return refused
 
     def leave(self, rank: int) -> None:
-        """The rank is free again."""
+        """Free the rank of a process that left."""
         self._seats.pop(rank, None)
 
     def late(self, deed: str, waited_s: float, named: Callable[[int], str] = "rank {}".format) -> str:
-        """The sentence on ranks that did not come in time, with what is known of those who were turned away."""
+        """The sentence on ranks that did not join in time, with what is known of rejected processes."""
         who = f"{', '.join(map(named, self.missing))} of {self._leader.world}"
         told = "".join(f"; {sentence}" for sentence in self._rejected[-3:])
         return f"{who} did not {deed} within {waited_s:.1f} s; see whether it was started{told}"

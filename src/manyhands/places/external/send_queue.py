@@ -1,4 +1,4 @@
-"""What waits to leave for one peer: filled by any thread, emptied by the one that has the hub."""
+"""The send queue to one peer: any thread fills it, and the thread that polls the hub empties it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ _Send = Callable[[object, list[Any]], bool]
 
 
 class Wakeup:
-    """Wakes the thread that polls a hub, where `descriptor` is registered; any thread rings, `close` is idempotent."""
+    """Wakes the thread that polls a hub, where `descriptor` is registered; any thread may call, `close` is
+    idempotent.
+    """
 
     def __init__(self) -> None:
         self.descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -32,17 +34,17 @@ class Wakeup:
         self._closed = False
 
     def ring(self) -> None:
-        """Wake it; nothing happens once this is closed, for the number may then be another's."""
+        """Wake the thread; a no-op once closed, because the descriptor number may have been reused."""
         with self._lock:
             if not self._closed:
                 os.eventfd_write(self.descriptor, 1)
 
     def answer(self) -> None:
-        """It is awake."""
+        """Consume the wake-up."""
         os.eventfd_read(self.descriptor)
 
     def answer_any(self) -> None:
-        """The same where it may not have been rung, or be closed."""
+        """Consume a wake-up if there is one; a no-op once closed."""
         with self._lock:
             if not self._closed:
                 try:
@@ -51,7 +53,7 @@ class Wakeup:
                     pass
 
     def close(self) -> None:
-        """Nobody is woken any more."""
+        """Close the descriptor; later wake-ups do nothing."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -59,7 +61,7 @@ class Wakeup:
 
 
 class SendQueue:
-    """Letters in order; `wake` is called after something was put in, to have it emptied."""
+    """Messages in order; `wake` is called after a message was added, so that the queue gets emptied."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
@@ -69,11 +71,11 @@ class SendQueue:
         self._closed = False
 
     def put(self, message: object, payload: Iterable[Any] = ()) -> None:
-        """Take a letter, without waiting."""
+        """Add a message without waiting."""
         self.put_all(iter([(message, list(payload))]))
 
     def put_all(self, letters: Iterator[LinkMessage]) -> None:
-        """Take letters that are made one by one as there is room for them; by the thread that empties this."""
+        """Add messages that are produced one by one as capacity allows, in the thread that empties the queue."""
         with self._room:
             if self._closed:
                 return
@@ -81,7 +83,7 @@ class SendQueue:
         self._wake()
 
     def put_when_room(self, message: object, payload: Iterable[Any], timeout_s: float, peer: str) -> None:
-        """Take a letter once there is room for it; PeerTimeout naming the `peer` that takes nothing."""
+        """Add a message once there is capacity; PeerTimeout naming the `peer` that accepts nothing."""
         deadline = time.monotonic() + timeout_s
         with self._room:
             while len(self._letters) >= _MOST_WAITING and not self._closed:
@@ -90,7 +92,7 @@ class SendQueue:
         self.put(message, payload)
 
     def empty(self, send: _Send) -> bool:
-        """Hand letters to `send` until it takes no more; whether all have left."""
+        """Pass messages to `send` until it accepts no more; return whether the queue is empty."""
         while True:
             if self._next is None:
                 with self._room:
@@ -109,7 +111,7 @@ class SendQueue:
             self._next = None
 
     def close(self) -> None:
-        """Forget what waits, and take nothing more."""
+        """Drop what is queued and accept nothing more."""
         with self._room:
             self._closed = True
             self._letters.clear()
@@ -118,7 +120,7 @@ class SendQueue:
 
 
 def pieces(name: str, chunks: Iterable[Any]) -> Iterator[LinkMessage]:
-    """Something large, as letters of bounded size."""
+    """Split a large object into messages of bounded size."""
     for chunk in chunks:
         view = memoryview(chunk).cast("B")
         for begin in range(0, len(view), PIECE_BYTES):

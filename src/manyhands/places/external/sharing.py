@@ -1,4 +1,4 @@
-"""What processes of one host that met share: memory with barriers, and links in memory."""
+"""What the processes of one host share after their rendezvous: memory with barriers, and links in shared memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["attach_group", "no_group", "share_group", "share_group_files", "shar
 
 
 def no_group() -> SharedGroup:
-    """What workers of several hosts have in place of a group: a UserError."""
+    """Raise UserError: workers on several hosts cannot share the memory of a group."""
     raise UserError("workers of several hosts share no memory")
 
 
@@ -28,7 +28,7 @@ def share_group(rendezvous: Rendezvous, purpose: str, timeout_s: float) -> Share
 
 
 def attach_group(files: SharedGroupFiles, rendezvous: Rendezvous, timeout_s: float) -> SharedGroup:
-    """This worker's end of what `share_group_files` shared, which stays the caller's."""
+    """Attach this worker to what `share_group_files` shared; the files stay the caller's."""
     return SharedGroup(
         control=os.dup(files.control),
         arena=os.dup(files.arena),
@@ -40,7 +40,7 @@ def attach_group(files: SharedGroupFiles, rendezvous: Rendezvous, timeout_s: flo
 
 
 def share_group_files(rendezvous: Rendezvous, purpose: str, timeout_s: float) -> SharedGroupFiles:
-    """Collective: memory for the workers of this host, by which anybody may end their waits (`abort`)."""
+    """Collective: shared memory for the workers of this host, whose waits any process can end (`abort`)."""
     world = len(rendezvous.here)
     with ExitStack() as made:
 
@@ -52,7 +52,7 @@ def share_group_files(rendezvous: Rendezvous, purpose: str, timeout_s: float) ->
 
 
 def share_links(rendezvous: Rendezvous, timeout_s: float, *, network: bool = False) -> Mapping[int, Link]:
-    """Collective: a link to every other worker of this host, by rank; over loopback where a `network` is wanted."""
+    """Collective: a link to every other worker of this host, by rank; over loopback if a `network` is requested."""
     places = range(len(rendezvous.here))
     kind = mesh_kind(network=network)
     with ExitStack() as made:

@@ -1,10 +1,10 @@
-"""A cluster as it is written down: which roles there are, and at which address each of them listens.
+"""A cluster specification: the roles of a run, and the address at which each of them listens.
 
     {"chief": ["a:2222"], "worker": ["b:2222", "c:2222"], "ps": ["d:2222"]}
 
-It comes from Python, from a TOML or JSON file, or from the variable TF_CONFIG in TensorFlow's format, which also says
-which of these roles a process is. Nothing is opened or looked up here: every mistake that the text shows is told before
-anything starts.
+It comes from Python, from a TOML or JSON file, or from the variable TF_CONFIG in TensorFlow's format, which also
+says which of these roles this process is. Nothing is opened or resolved here: every mistake visible in the text is
+reported before anything starts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ EVALUATOR: Final = (
     "an evaluator has nothing to do here, and ends: workers evaluate while they train (--evaluate-every), and the "
     "leader at the end"
 )
-"""What an evaluator is told: it takes no part."""
+"""The error for an evaluator, which takes no part in the run."""
 
 ROLE_TYPES: Final = ("chief", "worker", "ps", "evaluator")
 _TASK_KEYS: Final = ("type", "index")
@@ -195,7 +195,7 @@ def _task_of(task: Any) -> tuple[str, int]:
             raise UserError(f"task has no {key}; it must say type and index")
     index = task["index"]
     if isinstance(index, str) and index.isdecimal():
-        index = int(index)  # some operators write it so
+        index = int(index)  # some operators write it as a string
     return task["type"], index
 
 
@@ -232,7 +232,7 @@ def _checked_address(field: str, address: Any) -> str:
 
 
 def _check_apart(kinds: Mapping[str, Sequence[str]]) -> None:
-    """Two roles cannot listen at one address."""
+    """Check that no two roles listen at one address."""
     taken: dict[str, str] = {}
     for kind, listed in kinds.items():
         for index, address in enumerate(listed):

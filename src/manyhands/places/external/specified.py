@@ -1,4 +1,4 @@
-"""Where the roles of a cluster specification listen, and whether others can reach them there."""
+"""Where the roles of a cluster specification listen, and whether other hosts can reach them there."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from manyhands.transport.link.secure import is_loopback
 __all__ = ["check_hosts", "listening_at"]
 
 Resolve = Callable[[str], str]
-"""From the name of a host to its IPv4 address; OSError where nobody knows it."""
+"""Resolves a host name to its IPv4 address; OSError if the name is unknown."""
 
 
 def check_hosts(spec: ClusterSpec, role: ClusterRole, resolve: Resolve = socket.gethostbyname) -> None:
-    """UserError where this role's own name means loopback here, and others are elsewhere: nobody would reach it."""
+    """UserError if this role's host name resolves to loopback here while other roles are on other hosts."""
     host = spec.address(role).rpartition(":")[0]
     others = [spec.address(other).rpartition(":")[0] for other in spec.roles()]
     if is_loopback(host) or all(other == host for other in others):
@@ -36,9 +36,9 @@ def check_hosts(spec: ClusterSpec, role: ClusterRole, resolve: Resolve = socket.
 
 
 def listening_at(address: str, resolve: Resolve = socket.gethostbyname) -> str:
-    """Where a process binds that others reach at `host:port`, as hubs have it.
+    """The address to bind for a process that others reach at `host:port`, in the hub's format.
 
-    There, or at every address of its host where that one only leads to it: in a container a service has an
+    It is that address, or every address of this host if no interface has it: in a container, a service has an
     address that no interface has.
     """
     host, _, port = address.rpartition(":")

@@ -1,4 +1,4 @@
-"""Whether this process is one of several that somebody else started; light to import, as `fit` asks it first."""
+"""Whether this process was started externally, as one of several; light to import, because `fit` asks it first."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = [
 ]
 
 TF_CONFIG: Final = "TF_CONFIG"
-"""In TensorFlow's format: which roles there are, and which of them this process is."""
+"""The variable in TensorFlow's format: the roles of the cluster, and which of them this process is."""
 
 LAUNCHER_VARIABLE = "MANYHANDS_LAUNCHER"
 """Set by `manyhands launch` to its version, in the environment of its workers."""
 
-_standing: object = None  # a `place.Place`, which is not light
+_standing: object = None  # a `process_place.Place`, whose module is not light
 _alone = False
 
 P = TypeVar("P")
@@ -30,7 +30,7 @@ P = TypeVar("P")
 
 @contextmanager
 def standing(place: P) -> Iterator[P]:
-    """While this is open, `place.current` is this place, in every thread of this process."""
+    """While open, `process_place.current` returns this place, in every thread of this process."""
     global _standing
     before, _standing = _standing, place
     try:
@@ -40,7 +40,7 @@ def standing(place: P) -> Iterator[P]:
 
 
 def stands_at() -> object:
-    """The place that was said by `standing`, or None."""
+    """The place that was declared with `standing`, or None."""
     return _standing
 
 
@@ -51,6 +51,6 @@ def stand_alone() -> None:
 
 
 def may_be_started_externally(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether `place.current` is worth asking: somebody has said where this process stands."""
+    """Whether `process_place.current` is worth calling: a place was declared, or the environment may describe one."""
     by_torchrun = "RANK" in environment and "WORLD_SIZE" in environment
     return _standing is not None or (not _alone and (by_torchrun or bool(environment.get(TF_CONFIG))))

@@ -1,4 +1,4 @@
-"""Waiting for what other processes write into a store: it is asked again and again, ever less often."""
+"""Waiting for what other processes write into a store, by polling at growing intervals."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _LONGEST_PAUSE_S: Final = 0.1
 
 
 def comes_true(is_done: Callable[[], bool], timeout_s: float) -> bool:
-    """Ask until it is so, True, or until the time is over, False.
+    """Poll until `is_done` holds (True) or the timeout is over (False).
 
-    A store's own wait would keep all other threads of this process from the store meanwhile.
+    A blocking wait in the store would lock out all other threads of this process meanwhile.
     """
     deadline, pause_s = time.monotonic() + timeout_s, _FIRST_PAUSE_S
     while not is_done():

@@ -1,7 +1,7 @@
-"""The store that a run's leader keeps, as torch's engines ask for one: so they need no port and no server of their own.
+"""The leader's key-value store as a torch Store: torch's backends then need no port and no server of their own.
 
-Calls of members go over their lines, which have proved the run's token and are under TLS between hosts. Values of
-torch's are bytes, those of the leader's store text: bytes are written down in base64.
+Members call it over their control connections, which have proved the run's token and use TLS between hosts. torch's
+values are bytes and the leader's are text, so bytes are encoded in base64.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _BYTES: Final = "base64:"
 
 
 class RunStore(Store):
-    """Keys and values of one run, all beginning with `prefix`; waits end after `timeout_s`.
+    """The keys of one run under `prefix`, as a torch Store; waits end after `timeout_s`.
 
-    `still` is called meanwhile, and raises where waiting makes no sense any more.
+    `still` is called during waits, and raises if waiting has become pointless.
     """
 
     def __init__(
@@ -38,20 +38,20 @@ class RunStore(Store):
         self._still = still
 
     def set(self, key: str, value: str | bytes) -> None:
-        """As torch's."""
+        """Set a value, as torch's store does."""
         self._store.set(self._named(key), _written(value))
 
     def get(self, key: str) -> bytes:
-        """As torch's: waits until there is one."""
+        """Return the value of a key; waits until it exists, as torch's store does."""
         self.wait([key])
         return _read(self._store.get(self._named(key)))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """As torch's."""
+        """Whether all of these keys exist."""
         return self._store.check([self._named(key) for key in keys])
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """As torch's; ManyhandsError names what was never said."""
+        """Wait until all of these keys exist; ManyhandsError names those that never came."""
         timeout_s = timeout.total_seconds() if timeout is not None else self._timeout_s
 
         def are_there() -> bool:
@@ -65,16 +65,16 @@ class RunStore(Store):
             raise ManyhandsError(f"nobody has said {late!r} in the run's store within {timeout_s:.0f} s")
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """As torch's."""
+        """Compare and set atomically; see `KeyValueStore.compare_set`."""
         before = _written(expected) if expected else ""
         return _read(self._store.compare_set(self._named(key), before, _written(desired)))
 
     def add(self, key: str, amount: int) -> int:
-        """As torch's."""
+        """Add to a counter; return its new value."""
         return self._store.add(self._named(key), amount)
 
     def delete_key(self, key: str) -> bool:
-        """As torch's."""
+        """Delete a key; return whether it existed."""
         return self._store.delete_key(self._named(key))
 
     deleteKey = delete_key  # noqa: N815  # what torch's own stores, such as PrefixStore, call it
@@ -89,6 +89,6 @@ def _written(value: str | bytes) -> str:
 
 
 def _read(value: bytes) -> bytes:
-    """What was written, or a number that was counted."""
+    """Decode a stored value: base64 bytes, or the digits of a counter."""
     text = value.decode()
     return base64.b64decode(text.removeprefix(_BYTES)) if text.startswith(_BYTES) else value

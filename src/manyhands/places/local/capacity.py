@@ -1,9 +1,9 @@
-"""Whether so many workers fit on this host, in pure code: figures in, a verdict out.
+"""Whether so many workers fit on this host. Does no I/O: figures in, a verdict out.
 
-A run's `Cost` says what it takes once, for each worker and for each pair of workers; a `Room` says what is free (read
-by `room`). Both count three things: memory, tasks (processes and their threads, as the kernel limits them), and
-descriptors of the launcher. The estimate is what a run takes at the least: what its own code allocates besides, such as
-activations, nobody knows before it runs. More workers than cores are no reason to refuse.
+A run's `MemoryCost` says what it takes once, for each worker and for each pair of workers; a `Room` is the free
+capacity (read by `capacity_check`). Both count three things: memory, tasks (processes and their threads, as the
+kernel limits them), and descriptors of the launcher. The estimate is a lower bound: what the run's code allocates
+besides, such as activations, is not known before it runs. More workers than cores are not a reason to refuse.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class MemoryCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """What is free; None where nothing limits it, or nobody can tell."""
+    """The free capacity; None if nothing limits it, or the limit is unknown."""
 
     memory_bytes: int | None = None
     tasks: int | None = None

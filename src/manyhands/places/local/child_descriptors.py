@@ -20,7 +20,7 @@ class RoleSpec:
     lifeline: int
     status_table: int
     line: int
-    """Its line of the board."""
+    """Its row of the status table."""
 
     descriptors: Mapping[str, int]
     path: tuple[str, ...]
@@ -73,7 +73,7 @@ class RoleSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderSpec:
-    """A loader process of a worker: it has no place in the run, and one descriptor, its line (see `loader`)."""
+    """A loader process of a worker: it has no place in the run, and one descriptor, its socket (see `loader`)."""
 
     name: str
     parent_pid: int

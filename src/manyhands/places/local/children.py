@@ -1,10 +1,10 @@
-"""The crew: child processes of this one, and the one place where all of them are waited for.
+"""The child processes of this process, and the one place where all of them are waited for.
 
-One thread, the caller's, waits on everything at once: control channels, output pipes and process descriptors. What
-follows from what they do is decided elsewhere: `local` runs a fixed set of roles on a crew, `supervisor` members
-that come and go.
+One thread, the caller's, waits on everything at once: control channels, output pipes and process descriptors. The
+reaction is decided elsewhere: `local` runs a fixed set of roles on these children, `supervisor` members that come
+and go.
 
-All of them are forks of one template process, which has imported what takes seconds to import (`template`).
+All of them are forks of one template process, which has already imported the slow modules (`template`).
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class Role:
 
 
 class Children:
-    """The processes; entering makes what they share, leaving leaves none of them.
+    """The child processes; entering creates what they share, and leaving ends all of them.
 
-    At most `capacity` are there at once, `world` is what their contexts say and what the cores are shared out by.
-    All calls come from one thread: the kernel ties the lives of the processes to it.
+    At most `capacity` exist at once; `world` is the number in their contexts, by which the cores are divided. All
+    calls come from one thread: the kernel ties the lifetime of the processes to it.
     """
 
     def __init__(self, *, capacity: int, world: int) -> None:
@@ -75,7 +75,7 @@ class Children:
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             self._status_table = stack.enter_context(StatusTable.create(self._capacity))
-            # The reading end is the children's: it ends when this process, which alone can write, is gone.
+            # The children hold the reading end: it reports the end of this process, the only writer.
             self._lifeline, held = os.pipe()
             stack.callback(os.close, self._lifeline)
             stack.callback(os.close, held)
@@ -124,10 +124,10 @@ class Children:
         return child.process.pid
 
     def wait(self, timeout_s: float) -> list[Heard | Garbled | Exited]:
-        """What members said and did, waiting up to `timeout_s` for anything; their output is passed on.
+        """What members sent and did, waiting up to `timeout_s` for anything; their output is passed on.
 
-        What was seen before an exception (a signal handler of the application may raise anywhere) is told by the next
-        call.
+        What was seen before an exception (a signal handler of the application may raise anywhere) is returned by
+        the next call.
         """
         ready = self._selector.select(0.0 if self._untold else timeout_s)
         ended = {key.data for key, _ in ready if key.fileobj == key.data.pidfd}
@@ -139,7 +139,7 @@ class Children:
         return events
 
     def line(self, rank: int) -> StatusRow:
-        """What the line of `rank` says; also after its end, until the line is given to another."""
+        """The status of `rank`; also after its end, until its row is given to another."""
         return self._status_table.read(self._lines[rank])
 
     def post(self, rank: int, message: Message) -> None:
@@ -209,7 +209,7 @@ class Children:
         return [Heard(child.rank, message) for message in messages]
 
     def _await_room(self, child: Child) -> None:
-        """Wake up when its channel has room, if something waits to be sent."""
+        """Wait for space in its channel if something is queued for it."""
         if child.channel in self._selector.get_map():
             waits = selectors.EVENT_WRITE if child.channel.has_more else 0
             self._selector.modify(child.channel, selectors.EVENT_READ | waits, child)
@@ -230,7 +230,7 @@ class Children:
             if child.is_closed:  # else `end` goes on with it
                 self._processes.discard(child)
             if child.is_closed and child.process.returncode is not None:
-                # One that is stuck in the kernel may write to its line yet.
+                # A process that is stuck in the kernel may still write to its row.
                 self._free_lines.append(child.line)
 
     def _ignore(self, source: Channel | Output | int) -> None:

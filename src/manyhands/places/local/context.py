@@ -1,4 +1,4 @@
-"""What a role's job gets as its only argument: its place in the run, its descriptors, and ways to tell something."""
+"""The worker context, a role's only argument: its place, its descriptors, and its channel to the leader."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ _SEND_TIMEOUT_S = 60.0
 
 
 class Context(Protocol):
-    """What a role asks of its context, whoever started its process: `RoleContext` or `ControlConnection`."""
+    """What a role needs of its worker context, however its process was started: `RoleContext` or
+    `ControlConnection`.
+    """
 
     name: str
     rank: int
@@ -84,7 +86,7 @@ class RoleContext:
         *,
         place: tuple[int, int] | None = None,
     ) -> None:
-        """Show on the board what this role is doing; costs a few microseconds, so do it often.
+        """Show in the status table what this role is doing; costs a few microseconds, so call it often.
 
         In a pipeline `place` is the stage and the micro-batch.
         """
@@ -108,9 +110,9 @@ class RoleContext:
         return told
 
     def control_fileno(self) -> int:
-        """A descriptor for a selector, readable when the launcher said something (or is gone).
+        """A descriptor for a selector, readable when the launcher sent something (or is gone).
 
-        Both `stop_requested` and `told` read what came, so look at both before waiting for more.
+        Both `stop_requested` and `received` read what arrived, so check both before waiting for more.
         """
         return self._channel.fileno()
 

@@ -139,7 +139,7 @@ class Channel:
         self._connection = connection
         self._decoder = Decoder()
         self._sending = threading.Lock()
-        self._queue = bytearray()  # what the socket had no room for
+        self._queue = bytearray()  # what did not fit into the socket
         self.peer = peer
         self.ended = False
 
@@ -160,9 +160,9 @@ class Channel:
                 raise Aborted(f"{self.peer} is gone: {type(message).__name__} was not delivered") from error
 
     def post(self, message: Message) -> None:
-        """Send without waiting; if `has_more` then, `flush` when the socket has room.
+        """Send without waiting; if `has_more` then, `flush` when the socket is writable.
 
-        What is meant for one who is gone is dropped. Unread when more than a frame's bound waits already.
+        A message for a process that is gone is dropped. Unread if more than a frame's bound is queued already.
         """
         frame = encode(message)
         with self._sending:
@@ -172,11 +172,11 @@ class Channel:
         self.flush()
 
     def flush(self) -> None:
-        """Send what waits, as far as the socket has room."""
+        """Send what is queued, as far as the socket accepts it."""
         with self._sending:
             try:
                 self._push()
-            except OSError:  # it is gone; whoever watches its process says so
+            except OSError:  # the peer is gone, which the monitor of its process reports
                 self._queue.clear()
 
     @property

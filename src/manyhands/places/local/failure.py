@@ -1,8 +1,8 @@
-"""How a role's failure travels and is told: an exception becomes words, and words an exception again.
+"""How a role's failure is reported: an exception becomes text, and the text an exception again.
 
-Only errors of `KINDS` are known by their type on the way (so that a mistake of the user stays a `UserError`);
-every other one becomes a `WorkerFailed` that tells it. Nothing is unpickled: a kind is a word, the rest is text and
-plain numbers.
+Only errors of `KINDS` keep their type on the way (so that a mistake of the user stays a `UserError`); every other
+one becomes a `WorkerFailed` that describes it. Nothing is unpickled: a kind is a word, the rest is text and plain
+numbers.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ KINDS: dict[str, type[ManyhandsError]] = {
     )
 }
 _KEPT = (UserError, Desync, NonFinite)
-"""What the launcher raises as what it was; anything else is told by a WorkerFailed."""
+"""Errors that the launcher raises with their type; any other becomes a WorkerFailed."""
 
 _CONSEQUENCES = frozenset({Aborted.__name__, PeerTimeout.__name__})
 _MAX_MESSAGE, _MAX_TRACEBACK = 8 * 2**10, 64 * 2**10

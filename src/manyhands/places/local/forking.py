@@ -1,7 +1,7 @@
 """The template process: it has imported what takes seconds to import and computed nothing, and workers are its forks.
 
     launcher ──►  a batch                              ──►  template  forks once: a process in between
-    launcher ──►  role, surroundings, descriptors      ──►            in between  forks a worker
+    launcher ──►  role, environment, descriptors       ──►            in between  forks a worker
     launcher  ◄── pid, pidfd                           ◄──            in between
              …    for every worker of the batch
     launcher ──►  that is all                          ──►            in between  ends
@@ -68,7 +68,7 @@ LOADERS_VARIABLE = "MANYHANDS_LOADERS"
 """In the environment of a role: with how many processes it is born that may become its loaders."""
 
 born_loaders: list[tuple[int, socket.socket]] = []
-"""Their numbers and this process's ends of their lines, for whoever needs loaders first."""
+"""Their process ids and this process's ends of their sockets, for the first user of loaders."""
 
 _TAKEN_APART = ("torch", "numba", "llvmlite")
 """Whose finalizers change nothing but memory that ends with the process."""
@@ -77,7 +77,7 @@ _MANY_FORKS = 8
 """After so many, and when nobody has asked for another in `_QUIET_MS`, it pays to make the next ones cheaper."""
 _QUIET_MS = 100
 _SETTLED_MS = 1000
-"""When nobody has asked for so long after a fork, a run goes on: what another may need is imported meanwhile."""
+"""If nothing was requested for so long after a fork, a run is in progress: modules for later forks are imported."""
 
 _ADOPTED_S = 30.0
 _PR_SET_NAME = 15
@@ -85,7 +85,7 @@ _PR_SET_NAME = 15
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateSpec:
-    """What a template is told when it is started."""
+    """What a template is given when it is started."""
 
     launcher_pid: int
     control: int
@@ -188,7 +188,7 @@ def await_birth(text: str) -> _Born | None:
 
 
 def _import_all(names: Sequence[str]) -> None:
-    """Import what is not there yet; what fails is told of, and fails again in the worker that needs it."""
+    """Import what is missing; a failure is reported, and occurs again in the worker that needs the module."""
     gc.disable()  # what is imported stays: looking for garbage among it takes a fifth of the time
     for name in names:
         try:
@@ -271,7 +271,7 @@ def _serve_batch(control: socket.socket, spec: TemplateSpec) -> _Born | int | st
     _, status = os.waitpid(between, 0)
     if os.WIFSIGNALED(status):
         why = f"the process that forks them was killed by signal {os.WTERMSIG(status)}"
-        _tell(control, error=why)  # to whoever waits for a fork; if nobody does, to the next
+        _tell(control, error=why)  # to the caller that waits for a fork; without one, to the next
         return why
     return os.WEXITSTATUS(status)
 
@@ -378,7 +378,7 @@ def _await_adoption(spec: TemplateSpec, between: int) -> None:
 
 
 def _live(request: ForkRequest, passed: Sequence[int]) -> int:
-    """Be the role: with its own output, surroundings and random numbers, as a process of its own would be."""
+    """Run the role, with its output, environment and random seed, as a newly started process would."""
     stdout, stderr, *inherited = passed
     spec = LoaderSpec.from_text(request.role) or RoleSpec.from_text(request.role).received(inherited)
     for descriptor, number in ((stdout, 1), (stderr, 2)):

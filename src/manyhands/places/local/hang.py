@@ -1,15 +1,15 @@
-"""Who holds a run up, in pure code: what every role shows goes in, the verdict and one page for people come out.
+"""Which role holds a run up. Does no I/O: the status of every role in, the verdict and a page for the user out.
 
-A role that waits shows whom it waits for (`native.wait_sign`). So the roles are a graph in which every waiting role
-has one arrow, and whoever follows the arrows comes to an end that is one of four:
+A waiting role shows which role it waits for (`native.wait_sign`). So the roles form a graph in which every waiting
+role has one edge, and a path along the edges ends in one of four ways:
 
     a role that waits for nobody      it is stuck in its own code: the culprit
     a role that is stopped            SIGSTOP or a debugger holds it: the culprit
     a role that has finished or left  the others wait for what will never come
     a cycle                           everyone on it waits for the next
 
-`Stall` is over when nobody has made progress for the deadline; progress is a new mark on the board, a new event,
-or processor time used by a role that does not wait.
+`Stall` is over when no role has made progress for the deadline; progress is a new mark in the status table, a new
+event, or processor time used by a role that does not wait.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Who is gone, told by the kernel: sockets between processes of one host on which almost nothing is ever said.
+"""Detects dead processes of one host through the kernel: connected sockets that carry almost no traffic.
 
-Each of two processes holds one end of a connected socket. The one that leaves in peace says so first; the one that is
-killed says nothing, and the kernel closes its end. A single thread of the process waits for all of them, asleep
-until something happens.
+Each of two processes holds one end of a connected socket. A process that leaves in good order says so first; one
+that is killed says nothing, and the kernel closes its end. A single thread of the process waits for all of them,
+asleep until something happens.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""A loader process: it reads what its worker asks for, one thing after another, and hands each over in shared memory.
+"""A loader process: it reads what its worker requests, one item after another, and returns each in shared memory.
 
     worker ──►  {path} and descriptors of the reader to unpack and of where stacks go
     worker ──►  {ticket, key, kept_from}  or  {forget: tickets}     over a socket that the loader inherits
     worker ◄──  {ticket} and the descriptor of a file in memory     that holds what was read, or the error
 
-The file is packed as a worker's job is (see `job`). Here the child writes it and its own parent loads it: both run the
-same user's code, and nothing else can reach the socket. The loader ends when the worker closes its end or dies.
+The file is packed as a worker's job is (see `packed_job`). Here the child writes it and its parent loads it: both
+run the same user's code, and no other process can reach the socket. The loader ends when the worker closes its end
+or dies.
 """
 
 from __future__ import annotations

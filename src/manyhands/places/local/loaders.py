@@ -1,8 +1,8 @@
-"""A worker's loader processes: what it will ask for next is read by them while it computes.
+"""A worker's loader processes, which read its next items while it computes.
 
-They are forks of a process that has computed nothing: of the worker itself, made before it began, where the launcher
-knew that it would need them, else of a template. Either way they are the worker's children, and end with it.
-What they read comes in files without a name, so nothing is left behind.
+They are forks of a process that has computed nothing: of the worker itself, made before it began, if the launcher
+knew that it would need them, else of a template. Either way they are the worker's children, and end with it. Items
+arrive in files without a name, so nothing is left behind.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ class Loaders(Generic[_Key]):
         return self._count * self._loading.ahead
 
     def get(self, key: _Key, upcoming: Sequence[_Key], kept_from: int = 0) -> Any:
-        """What the reader reads for `key`; the processes go on with `upcoming`, and forget what is neither.
+        """What the reader reads for `key`; the processes continue with `upcoming`, and drop everything else.
 
-        Raises what reading raised; ManyhandsError where a loader process is gone or silent.
+        Raises what reading raised; ManyhandsError if a loader process is gone or does not answer.
         """
         if not self._loaders:
             self._start()
@@ -250,7 +250,7 @@ class Loaders(Generic[_Key]):
 
 
 class _Loader(Generic[_Key]):
-    """One process, the worker's end of its line, and what it was asked for and has not given."""
+    """One process, the worker's end of its socket, and its pending requests."""
 
     def __init__(self, name: str, process: AdoptedProcess, line: socket.socket) -> None:
         self.name, self.process, self.line = name, process, line

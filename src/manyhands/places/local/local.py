@@ -1,10 +1,10 @@
-"""The local cluster: starts the roles of a run on this host, watches them, and leaves nothing behind.
+"""The local cluster: starts the roles of a run on this host, monitors them, and leaves no process behind.
 
     with LocalCluster([Role(name=f"worker {rank}", target=job) for rank in range(4)]) as cluster:
         results = cluster.run()
 
-What to do is decided in `watch` and done here, on the processes of a `children`. For processes that come and go, see
-`supervisor`.
+`watch_core` decides what to do, and this module does it, on the processes of `children`. For processes that come
+and go, see `supervisor`.
 """
 
 from __future__ import annotations

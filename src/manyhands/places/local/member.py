@@ -1,10 +1,10 @@
-"""One child process as its launcher sees it, in pure code: what it does, what it is in, and what is wrong with it.
+"""One child process as its launcher sees it: its phase, its status, and what is wrong with it. Does no I/O.
 
-A member goes from STARTING over RUNNING and REPORTED to GONE, or straight to GONE from anywhere. `watch.Watch` (the
-first failure ends the run) and `roster.Roster` (members come and go) decide on top of it what follows for the
-others.
+A member goes from STARTING over RUNNING and REPORTED to GONE, or directly to GONE from any phase.
+`watch_core.Watch` (the first failure ends the run) and `roster.Roster` (members come and go) decide what follows
+for the other members.
 
-Silence counts while the launcher watches: if it was itself paused, nobody is blamed for that time.
+Missed heartbeats count only while the launcher runs: if it was itself paused, no member is blamed for that time.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Heard:
 
 @dataclass(frozen=True, slots=True)
 class Garbled:
-    """A member sent something that is no message."""
+    """A member sent something that is not a message."""
 
     rank: int
     problem: str
@@ -111,11 +111,11 @@ class Member:
     line: StatusRow = field(default_factory=StatusRow)
     finished: Finished | None = None
     kill_at_ns: int | None = None
-    """When it is killed unless it has left; None while nobody asked it to leave."""
+    """When it is killed unless it has left; None while it was not asked to leave."""
 
     killed_ns: int = 0
     silent_s: float = 0.0
-    """How long we have watched without seeing its heart beat."""
+    """How long the launcher has watched without a heartbeat from it."""
 
     def __str__(self) -> str:
         return f"{self.name} (pid {self.pid})"
@@ -130,7 +130,7 @@ class Member:
         self.phase, self.since_ns = phase, now_ns
 
     def look(self, line: StatusRow, seconds: float) -> None:
-        """Take its line of the board as it is now, `seconds` of watching after the last look."""
+        """Take its current row of the status table, `seconds` of watching after the last look."""
         heartbeats = line.heartbeat_ns != self.line.heartbeat_ns
         self.silent_s = 0.0 if heartbeats or not line.heartbeat_ns else self.silent_s + seconds
         self.line = line
@@ -142,7 +142,7 @@ class Member:
         )
 
     def is_silent(self, patience: Patience) -> bool:
-        """Whether its heart has stopped; no heartbeat is owed after the report."""
+        """Whether its heartbeats have stopped; none are expected after the report."""
         # Two ticks early: the next look may come too late.
         return self.at_work and self.silent_s > patience.silent_after_s - 2 * TICK_S
 
@@ -157,21 +157,21 @@ class Member:
         return self.killed_ns > 0 and now_ns - self.killed_ns > EXIT_S * 1e9
 
     def late(self, patience: Patience, now_ns: int) -> str:
-        """The sentence for one who is late."""
+        """The sentence for a member that did not start in time."""
         seen = describe_status(self.line, now_ns)
         return f"{self} did not start within {patience.start_timeout_s:g} s; {seen}"
 
     def silent(self, now_ns: int) -> str:
-        """The sentence for one who is silent."""
+        """The sentence for a member whose heartbeats stopped."""
         seen = describe_status(self.line, now_ns)
         return f"{self} fell silent (stopped, or starved of processor time); {seen}"
 
     def stuck(self) -> str:
-        """The sentence for one who cannot die."""
+        """The sentence for a member that was killed and does not end."""
         return f"{self} did not end within {EXIT_S:g} s of being killed"
 
     def raised(self, report: Failed, peer_of: Callable[[int], Member | None], now_ns: int) -> str:
-        """The sentence for one whose job raised; `peer_of` finds the one it was waiting for."""
+        """The sentence for a member whose job raised; `peer_of` finds the one it was waiting for."""
         sentence = f"{self} raised {report.error} at step {report.step}: {report.message}"
         peer = peer_of(self.line.waiting_for)
         if peer is not None:
@@ -179,11 +179,11 @@ class Member:
         return sentence
 
     def refused(self, problem: str) -> str:
-        """The sentence for one who said what it may not."""
+        """The sentence for a member that broke the protocol."""
         return f"{self} broke the control channel's rules: {problem}"
 
     def died(self, status: int, now_ns: int) -> str:
-        """The sentence for one who left without a report."""
+        """The sentence for a member that ended without a report."""
         return f"{self} {describe_exit(status)}; {describe_status(self.line, now_ns)}"
 
 

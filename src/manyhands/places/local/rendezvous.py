@@ -1,16 +1,16 @@
-"""How processes that know nothing but a store find each other: who is there, on which host, and shared memory for them.
+"""Rendezvous of processes that share only a store: which ranks exist, on which hosts, and shared memory per host.
 
-Each rank takes its seat in the store (its host's identity and process), and reads the seats of all. On each host
+Each rank claims its seat in the store (its host's identity and process), and reads the seats of all. On each host
 the lowest rank listens on a Unix socket with a random abstract name, and the others of that host connect to it:
 
     store    seat/0 … seat/3            host identity, process, world        every rank
              address/0, address/2       socket name and secret               the lowest rank of each host
     socket   rank ── join, HMAC ──►  lowest rank ── welcome, HMAC ──►        both have the secret and one user id
-             ◄── descriptors (SCM_RIGHTS) ──                                 `Meeting.share`
-             ── farewell, or the kernel's end of file ──                     `Meeting.watch`
+             ◄── descriptors (SCM_RIGHTS) ──                                 `Rendezvous.share`
+             ── farewell, or the kernel's end of file ──                     `Rendezvous.watch`
 
-Only descriptors and fixed short messages travel; nothing received is ever executed or unpickled. Once all have read,
-the keys are deleted, so that the name may be used again.
+Only descriptors and fixed short messages are sent; nothing received is ever executed or unpickled. Once all ranks
+have read them, the keys are deleted, so that the name may be used again.
 """
 
 from __future__ import annotations
@@ -42,32 +42,32 @@ _TEXT_BYTES: Final = 4096
 _FIRST_PAUSE_S: Final = 0.001  # between two looks into the store, doubled up to the longest
 _LONGEST_PAUSE_S: Final = 0.05
 _CLEARING_S: Final = 2.0
-_PENDING_S: Final = 2.0  # how long someone who connected may take to say who it is
+_PENDING_S: Final = 2.0  # how long a pending connection may take to identify itself
 
 ShareMaker = Callable[[], Sequence[Sequence[int]]]
 """Called by the lowest rank of a host: descriptors for each rank of the host, in order; they stay the maker's."""
 
 
 class RendezvousStore(Protocol):
-    """What a meeting asks of a store: torch's have it, and the one that a leader keeps."""
+    """What a rendezvous needs of a store: torch's stores have it, and so does the leader's."""
 
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
-        """Set a key if it is as expected, or is not there and nothing is expected; what it is then."""
+        """Set a key if its value is as expected, or if it is absent and nothing is expected; return the result."""
 
     def check(self, keys: list[str], /) -> bool:
-        """Whether all keys are there."""
+        """Whether all keys exist."""
 
     def get(self, key: str, /) -> bytes:
-        """The value of a key that is there."""
+        """The value of an existing key."""
 
     def set(self, key: str, value: str, /) -> None:
-        """Keep a value."""
+        """Set a value."""
 
     def add(self, key: str, amount: int, /) -> int:
-        """Count; what it counts to."""
+        """Add to a counter; return its new value."""
 
     def delete_key(self, key: str, /) -> bool:
-        """Forget a key."""
+        """Delete a key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,10 +106,10 @@ def hosts_of(identities: Sequence[str]) -> tuple[tuple[int, ...], ...]:
 
 
 class Rendezvous:
-    """Who met whom, and the sockets between the ranks of this host; a context manager, `close` is idempotent.
+    """The ranks that met, and the sockets between those of this host; a context manager, `close` is idempotent.
 
-    `hosts` are the ranks of each host, `here` those of this one, `local_rank` this rank's place among them. The lowest
-    rank of a host holds a socket to each other rank of it; the others hold one, to the lowest.
+    `hosts` are the ranks of each host, `here` those of this one, `local_rank` this rank's index among them. The
+    lowest rank of a host holds a socket to each other rank of it; the others hold one, to the lowest.
     """
 
     def __init__(
@@ -148,15 +148,15 @@ class Rendezvous:
         return tuple(os.dup(descriptor) for descriptor in made[0])
 
     def watch(self, on_end: Callable[[int, bool], None]) -> None:
-        """Call `on_end(rank, in_peace)`, in a thread of its own, when a rank at the other end of a socket is gone.
+        """Call `on_end(rank, in_peace)`, in another thread, when a rank at the other end of a socket is gone.
 
-        The lowest rank of a host is told of every other, the others of the lowest: who is told must tell the rest.
+        The lowest rank of a host learns of every other rank, the others of the lowest: it must tell the rest.
         """
         for rank, end in self._sockets.items():
             lifelines.watch(end, lambda in_peace, rank=rank: on_end(rank, in_peace))  # type: ignore[misc]
 
     def close(self) -> None:
-        """Say farewell and leave."""
+        """Say goodbye and close the sockets."""
         sockets, self._sockets = self._sockets, {}
         for end in sockets.values():
             lifelines.forget(end)
@@ -211,10 +211,11 @@ class Rendezvous:
 
 
 def meet(store: RendezvousStore, *, rank: int, world: int, name: str, timeout_s: float) -> Rendezvous:
-    """Collective over `world` ranks that have the same `store`: find out who is where, and connect those of a host.
+    """Collective over `world` ranks that have the same `store`: learn each rank's host, and connect those of one
+    host.
 
-    `name` is the group's, for errors; two groups that meet at the same time need stores (prefixes) of their own. Raises
-    PeerTimeout naming a rank that did not come, UserError if another process has taken this rank's seat.
+    `name` is the group's, for errors; two simultaneous rendezvous need separate stores (prefixes). PeerTimeout
+    names a rank that did not come, UserError if another process has taken this rank's seat.
     """
     if not 0 <= rank < world:
         raise UserError(f"group {name!r}: rank={rank} must be at least 0 and less than world={world}")
@@ -239,7 +240,7 @@ def meet(store: RendezvousStore, *, rank: int, world: int, name: str, timeout_s:
 
 
 class _Table:
-    """The keys of one meeting in the store, each wait until `deadline`."""
+    """The keys of one rendezvous in the store; each wait ends at `deadline`."""
 
     def __init__(self, store: RendezvousStore, rank: int, world: int, name: str, deadline: float) -> None:
         self.rank = rank
@@ -258,7 +259,7 @@ class _Table:
         text = f"{secrets.token_hex(8)} {mine.to_text()}"  # no two are equal, so the answer says whose it is
         patience = time.monotonic() + min(self.left_s(), _CLEARING_S)
         while (there := self._store.compare_set(f"seat/{self.rank}", "", text).decode()) != text:
-            if time.monotonic() < patience:  # the last meeting of this name may still be clearing the table
+            if time.monotonic() < patience:  # the last rendezvous of this name may still be deleting its keys
                 time.sleep(_LONGEST_PAUSE_S)
                 continue
             other = Seat.from_text(there.partition(" ")[2])
@@ -334,7 +335,7 @@ class _Table:
 
 
 def _accept_guests(table: _Table, guests: Sequence[int], sockets: dict[int, socket.socket]) -> None:
-    """Listen until all `guests` are connected; whoever cannot prove to be one is turned away."""
+    """Listen until all `guests` are connected; a peer that cannot prove to be one is rejected."""
     if not guests:
         return
     secret = secrets.token_bytes(32)
@@ -357,7 +358,7 @@ def _accept_guests(table: _Table, guests: Sequence[int], sockets: dict[int, sock
 
 
 def _admit(end: socket.socket, secret: bytes, table: _Table) -> int | None:
-    """The rank at the other end, once each has shown the other that it knows the secret; None for a stranger."""
+    """The rank at the other end, once both have proved that they know the secret; None for an unknown peer."""
     if _user_of(end) != os.geteuid():
         return None
     end.settimeout(min(table.left_s(), _PENDING_S))

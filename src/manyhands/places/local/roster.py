@@ -1,10 +1,10 @@
-"""What a supervisor decides: a pure register of members that come and go, with what is to be told of each.
+"""The decisions of a supervisor: a register of members that come and go, with the events to report. Does no I/O.
 
-It holds no process, socket or clock. Every member's story is Started, Said..., perhaps Silent, and Ended, once. The
-rules:
+It holds no process, socket or clock. The events of a member are Started, Said..., perhaps Silent, and Ended, once.
+The rules:
 
-- The end of one member is told and changes nothing for the others.
-- A member whose heart has not beaten for `silent_after_s` is told as Silent, once until it beats again. It is not
+- The end of one member is reported and changes nothing for the others.
+- A member without a heartbeat for `silent_after_s` is reported as Silent, once until the next heartbeat. It is not
   killed: whether it is given up is for those who need it to say.
 - One that did not start in time, or that breaks the rules of the control channel, is killed.
 - One that was asked to stop is killed if it has not left after `grace_s`; one that has reported, after `EXIT_S`.
@@ -89,7 +89,7 @@ Event = Started | Said | Silent | Ended | Interrupted
 
 @dataclass(slots=True)
 class _Entry:
-    """A member, and what is to be told of it at its end."""
+    """A member, and what to report at its end."""
 
     member: Member
     failure: Failure | None = None
@@ -130,7 +130,7 @@ class Roster:
         return self._kill(number, Failure(rank=number, sentence=sentence), now_ns)
 
     def look(self, lines: Mapping[int, StatusRow], now_ns: int) -> list[Event | KillProcess]:
-        """What follows from the board as it is now; called before the events of every turn."""
+        """What follows from the current status table; called before the events of every poll."""
         seconds = watched_s(self._looked_ns, now_ns)
         self._looked_ns = now_ns
         told: list[Event | KillProcess] = []
@@ -194,7 +194,7 @@ class Roster:
         return [*self._kill(number, Failure(rank=number, sentence=sentence), now_ns)]
 
     def _kill(self, number: int, failure: Failure, now_ns: int) -> list[KillProcess]:
-        """Kill it, once; its result or its first failure stands."""
+        """Kill a member, once; its result or its first failure stands."""
         entry = self._entries[number]
         if entry.member.killed_ns:
             return []
@@ -203,7 +203,9 @@ class Roster:
         return [KillProcess(number)]
 
     def _go_on_killing(self, number: int, now_ns: int) -> list[Event | KillProcess]:
-        """Say so again, as a signal handler's exception may have come between; not for one stuck in the kernel."""
+        """Repeat the kill, which a signal handler's exception may have interrupted; not for one stuck in the
+        kernel.
+        """
         member = self._entries[number].member
         if not member.is_stuck(now_ns):
             return [KillProcess(number)]

@@ -1,10 +1,10 @@
-"""The thread of a role that proves it alive and that ends it when the launcher dies, in compiled code.
+"""A role's thread that sends its heartbeats and ends it when the launcher dies, in compiled code.
 
-Neither task may need the interpreter: user code can hold Python's lock in a C function for minutes. So the thread
-runs one compiled loop that never takes the lock: every `HEARTBEAT_S` it writes the time into the role's line of the
-board, and in between it sleeps in `poll` on the *lifeline*, a pipe whose only writing end is the launcher's. When
-the launcher is gone, however it went, the pipe reports it at once and the loop kills the role's whole process
-group, grandchildren included. The loop runs until the process ends, so a role is watched over while it leaves, too.
+Neither task may need the interpreter: user code can hold the GIL in a C function for minutes. So the thread runs
+one compiled loop that never takes the GIL: every `HEARTBEAT_S` it writes the time into the role's row of the status
+table, and in between it sleeps in `poll` on the *lifeline*, a pipe whose only writing end is the launcher's. When
+the launcher is gone, however it ended, the pipe reports it at once and the loop kills the role's whole process
+group, grandchildren included. The loop runs until the process ends, so a role is monitored while it leaves, too.
 
 A stopped process (SIGSTOP) runs no loop. For that the kernel is asked to send SIGCONT when the launcher dies
 (PR_SET_PDEATHSIG): it wakes a stopped role, whose loop then ends it, and means nothing to a running one. SIGKILL
@@ -43,7 +43,7 @@ _kill: Any = types.ExternalFunction("kill", types.int32(types.int32, types.int32
 
 
 def start_sentinel(status_table: StatusTable, rank: int, *, lifeline: int, parent_pid: int) -> None:
-    """Beat on the line of `rank` and watch over `lifeline` and `parent_pid` until this process ends.
+    """Write heartbeats to the row of `rank`, and monitor `lifeline` and `parent_pid`, until this process ends.
 
     The process must lead its own process group: all of that group is killed when the launcher dies.
     """
@@ -60,7 +60,7 @@ def start_sentinel(status_table: StatusTable, rank: int, *, lifeline: int, paren
 
 @njit("void(int64, int64, int64)", nogil=True, cache=True)
 def _guard(heartbeat, watched, parent):  # type: ignore[no-untyped-def]
-    """Beat; kill the process group when the launcher is gone.
+    """Write heartbeats; kill the process group when the launcher is gone.
 
     `watched` is the address of a pollfd structure for the lifeline; what poll returns is the upper half of its
     second word. The parent's id is compared too, in case a fork of the launcher holds the lifeline.

@@ -1,16 +1,16 @@
-"""The board: one cache line of shared memory per role, where it shows that it lives and what it is doing.
+"""The status table: one row of shared memory per role, with its heartbeat and what it is doing.
 
-    line of a role   | pid | heartbeat_ns | marked_ns | mark | sign | place |
+    row of a role    | pid | heartbeat_ns | marked_ns | mark | sign | place |
     mark             | step (40 bits) | state (8 bits) | waiting for (16 bits) |
     sign             | waiting since_ns | waiting for + 1 |
     place            | stage of a pipeline (32 bits) | micro-batch + 1 (32 bits), 0 for none |
 
-Only the role writes its line, the launcher reads all of them. The heartbeat (written by `sentinel`) proves the
-process, the mark proves the work, the sign (`native.wait_sign`) says whom a long wait is for. A mark is one word, so a
-reader never sees the step of one mark with the state of another.
+Only the role writes its row; the launcher reads all rows. The heartbeat (written by `sentinel`) proves that the
+process lives, the mark proves that it works, the sign (`native.wait_sign`) says for which role a long wait is. A
+mark is one word, so a reader never sees the step of one mark with the state of another.
 
-The board is mapped here and not through `native.segment`, which imports torch: a role is on the board before
-it has imported anything heavy.
+The table is mapped here and not through `native.segment`, which imports torch: a role must have its row before it
+imports anything heavy.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class State(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatusRow:
-    """What one role's line said at one moment; times are on the clock of `time.monotonic_ns`, 0 for never."""
+    """The content of one role's row at one moment; times are on the clock of `time.monotonic_ns`, 0 for never."""
 
     pid: int = 0
     heartbeat_ns: int = 0
@@ -96,14 +96,14 @@ class StatusRow:
 
 
 class StatusTable:
-    """The mapped board; a context manager, `close` is idempotent.
+    """The mapped status table; a context manager, `close` is idempotent.
 
-    The launcher calls `create` and hands `descriptor` to its children, which map it too. Which line is whose is the
-    launcher's to say; the line of one who is gone may be given to another.
+    The launcher calls `create` and passes `descriptor` to its children, which map it too. The launcher assigns the
+    rows; the row of a process that is gone may be given to another.
     """
 
     def __init__(self, descriptor: int) -> None:
-        """Map the board behind `descriptor`, which this object now owns."""
+        """Map the table behind `descriptor`, which this object now owns."""
         self.descriptor = descriptor
         self._map: mmap.mmap | None = mmap.mmap(descriptor, 0)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
@@ -111,7 +111,7 @@ class StatusTable:
 
     @classmethod
     def create(cls, num_lines: int) -> StatusTable:
-        """A fresh board of `num_lines` lines."""
+        """A new table of `num_lines` rows."""
         descriptor = os.memfd_create("manyhands:board", os.MFD_CLOEXEC)
         try:
             os.posix_fallocate(descriptor, 0, num_lines * _LINE_BYTES)
@@ -129,7 +129,7 @@ class StatusTable:
         return self._address + line * _LINE_BYTES
 
     def sign_on(self, line: int) -> None:
-        """Write this process's id on its line, with a first mark."""
+        """Write this process's id into its row, with a first mark."""
         _write_pid(self.control_address(line), os.getpid())
         self.mark(line, 0, State.STARTING)
 
@@ -141,16 +141,16 @@ class StatusTable:
         waiting_for: int = NOBODY,
         place: tuple[int, int] | None = None,
     ) -> None:
-        """Say what the owner of the line is doing; a few microseconds."""
+        """Write what the owner of the row is doing; takes a few microseconds."""
         at = 0 if place is None else place[0] << 32 | place[1] + 1
         _write_mark(self.control_address(line), pack_mark(step, state, waiting_for), at)
 
     def wipe(self, line: int) -> None:
-        """Make the line of a process that is gone as good as new."""
+        """Clear the row of a process that is gone."""
         ctypes.memset(self.control_address(line), 0, _LINE_BYTES)
 
     def read(self, line: int) -> StatusRow:
-        """What the line says now."""
+        """Read the row."""
         pid, heartbeat_ns, marked_ns, mark, since_ns, waited_for, place = _read_line(
             self.control_address(line)
         )

@@ -1,4 +1,4 @@
-"""The supervisor: processes of this host that come and go, watched one by one, with nothing left behind.
+"""The supervisor: processes of this host that come and go, monitored one by one; none is left behind.
 
     with Supervisor(num_members=4) as supervisor:
         number = supervisor.start(Role(name="worker 0", target=job))
@@ -8,8 +8,8 @@
                     case Ended(member=number, failure=failure) if failure is not None:
                         supervisor.start(...)
 
-`local.LocalCluster` takes everyone down at the first failure; here every end is an event, and what it means is the
-caller's to say. What to tell is decided in `roster`, and the processes are those of a `children`.
+`local.LocalCluster` ends all roles at the first failure; here every end is an event, and the caller decides what it
+means. `roster` decides what to report, and the processes are those of `children`.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Supervisor:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Who was started and is not told to have ended, in the order of starting."""
+        """The members that were started and not yet reported as ended, in the order of starting."""
         return self._roster.members
 
     @property
@@ -159,9 +159,9 @@ class Supervisor:
                 return events
 
     def tell(self, member: int, payload: Mapping[str, Any]) -> None:
-        """Send JSON that the member's `context.told` returns; in order, and without waiting: `poll` goes on with it.
+        """Send JSON, which the member's `context.received` returns; in order, without waiting: `poll` sends the rest.
 
-        Nothing happens if the member has ended. Unread if it has left more than 16 MiB unread.
+        A no-op if the member has ended. Unread if it has left more than 16 MiB unread.
         """
         self._check_known(member)
         self._open_children().post(member, Note(payload=payload))
@@ -178,13 +178,13 @@ class Supervisor:
             pass
 
     def kill(self, member: int) -> None:
-        """Kill the member and its children now; `Ended` is told by `poll`. Nothing happens if it has ended."""
+        """Kill the member and its children now; `poll` reports `Ended`. A no-op if it has ended."""
         self._check_known(member)
         if member in self._roster.members:
             self._do(self._roster.kill(member, time.monotonic_ns()))
 
     def line(self, member: int) -> StatusRow:
-        """What the board says of a member that has not ended: where it is, and when it was last seen."""
+        """The status of a member that has not ended: what it is doing, and when it was last seen."""
         if member not in self._roster.members:
             raise UserError(f"{member=} is not among those who are there: {self._roster.members}")
         return self._open_children().line(member)
@@ -204,7 +204,7 @@ class Supervisor:
         return events
 
     def _do(self, told: Sequence[Event | KillProcess]) -> list[Event]:
-        """Kill whom the roster wants killed; the rest is for the caller."""
+        """Kill the members that the roster wants killed; the other events are for the caller."""
         events: list[Event] = []
         for item in told:
             if isinstance(item, KillProcess):
@@ -214,7 +214,7 @@ class Supervisor:
         return events
 
     def _take_down(self) -> None:
-        """Ask, wait for the grace, kill; what is left after that is the crew's to end."""
+        """Ask all members to stop, wait for the grace period, kill; `children` ends what is left after that."""
         for member in self._roster.members:
             self.ask_to_stop(member)
         patient = len(self._signals)

@@ -87,7 +87,7 @@ class Template:
     def __init__(
         self, environment: Mapping[str, str], modules: Sequence[str], first_file: str = entry.__file__
     ) -> None:
-        """Start it, and return at once: it imports while we go on. `first_file` is what it runs."""
+        """Start it and return at once: it imports in the background. `first_file` is what it runs."""
         self.key = _key(environment, modules)
         self._asking = threading.RLock()
         self._in_batch = False
@@ -207,7 +207,7 @@ class Template:
     def _send(self, message: BatchRequest | BatchEnd | ImportRequest) -> None:
         try:
             self._control.send(message.to_bytes())
-        except OSError:  # it is gone, which is told to whoever asks for a fork
+        except OSError:  # it is gone, which the next request for a fork reports
             return
 
     def _end_batch(self) -> None:

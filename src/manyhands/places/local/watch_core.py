@@ -1,13 +1,13 @@
-"""What the launcher decides: a pure state machine over what its children say and do.
+"""The launcher's decisions: a state machine over what its children report and do. Does no I/O.
 
 `handle(event, now_ns)` returns what to do; it holds no process, socket or clock. The rules:
 
-- The first failure is the one that is told. A role that failed only because of another (`Aborted`,
-  `PeerTimeout`) is told only if no other failure shows while the rest is taken down.
-- At a failure the alarm is raised at once, everyone is asked to stop, and who has not left after `grace_s`
+- The first failure is the one that is reported. A role that failed only because of another (`Aborted`,
+  `PeerTimeout`) is reported only if no other failure shows while the rest is taken down.
+- At a failure the alarm is raised at once, every role is asked to stop, and one that has not left after `grace_s`
   is killed.
-- A role whose heart has not beaten for `silent_after_s` has failed and is killed at once: it cannot leave.
-- What fails after an interruption is not told: it is part of the taking down.
+- A role without a heartbeat for `silent_after_s` has failed and is killed at once: it cannot leave.
+- A failure after an interruption is not reported: it is part of the shutdown.
 - A role that has reported gets `EXIT_S` to leave, then it is killed; its result stands.
 """
 
@@ -47,14 +47,14 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Looked:
-    """The board, as it is now; the first event of every turn."""
+    """The current status table; the first event of every poll."""
 
     lines: Sequence[StatusRow]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HungRole:
-    """The watchdog has found that nobody makes progress, and who is to blame."""
+    """The watchdog has found that no role makes progress, and which one is to blame."""
 
     rank: int
     sentence: str
@@ -64,7 +64,7 @@ class HungRole:
 
 @dataclass(frozen=True, slots=True)
 class WatchInterrupted:
-    """The user (or the launcher's own trouble) wants everything to end; if that has begun, then at once."""
+    """The user (or an error in the launcher) wants everything to end; a second one ends it at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Deliver:
 
 @dataclass(frozen=True, slots=True)
 class HangAlarm:
-    """Tell the application that a role failed, so that nobody waits for it any longer."""
+    """Tell the application that a role failed, so that its waits for that role end."""
 
     rank: int
 
@@ -175,7 +175,9 @@ class Watch:
         return actions
 
     def _go_on_killing(self, rank: int, now_ns: int) -> list[Action]:
-        """Say so again, as a signal handler's exception may have come between; not for one stuck in the kernel."""
+        """Repeat the kill, which a signal handler's exception may have interrupted; not for one stuck in the
+        kernel.
+        """
         role = self._roles[rank]
         if not role.is_stuck(now_ns):
             return [KillProcess(rank)]
@@ -246,7 +248,7 @@ class Watch:
         return self._ask_to_stop()
 
     def _ask_to_stop(self) -> list[Action]:
-        """Those at work, once: who was asked finishes what it is in."""
+        """Ask the roles at work to stop, once: each finishes what it is doing."""
         asked, self._stop_asked = self._stop_asked, True
         return [] if asked else [AskToStop(rank) for rank, role in enumerate(self._roles) if role.at_work]
 

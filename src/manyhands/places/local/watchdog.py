@@ -1,8 +1,8 @@
-"""The watchdog: looks at the roles of a launcher, and asks them for their stacks when none makes progress.
+"""The watchdog: monitors the roles of a launcher, and asks them for their stacks when none makes progress.
 
-What counts as progress and who is to blame is decided in `hang`; here are the clock, /proc and the signals. In order:
-nothing but the board and the rings is looked at while they move; when they have stood still for a quarter of the
-deadline, the processor time of every role that does not wait is looked at, too; shortly before the deadline everyone
+`hang` decides what counts as progress and which role is to blame; here are the clock, /proc and the signals. While
+the status table and the event rings change, nothing else is read. When they have not changed for a quarter of the
+deadline, the processor time of every role that does not wait is read, too. Shortly before the deadline every role
 is asked for its stacks, twice, and a stack that has changed between the two is progress.
 """
 
@@ -31,10 +31,10 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watched:
-    """For how long nobody may make progress, and where the events of the roles are."""
+    """For how long no role may make progress, and where the events of the roles are."""
 
     deadline_s: float
-    """0: nobody looks."""
+    """In seconds; 0 disables the watchdog."""
 
     count_events: Callable[[], Sequence[int]] = tuple
     """How many events each role has recorded: one more is progress."""
@@ -76,7 +76,7 @@ class Watchdog:
         self._measured_ns = now_ns
 
     def look(self, roles: Mapping[int, Member], children: Children, now_ns: int) -> Found | None:
-        """What is wrong, if the deadline has passed; `roles` are those of the crew, by number."""
+        """The hang, if the deadline has passed; `roles` are those of `children`, by number."""
         if not self._watched.deadline_s or not any(role.at_work for role in roles.values()):
             return None
         shown = tuple((number, role.phase, _mark(role.line)) for number, role in roles.items())
@@ -85,7 +85,7 @@ class Watchdog:
             self._inquiry = None
             self._spent, self._measured_ns = {}, now_ns
             return None
-        # Telling its stacks is work as well, so nobody is measured meanwhile.
+        # Writing its stacks is work as well, so no role is measured meanwhile.
         if self._inquiry is None and self._is_someone_busy(roles, now_ns):
             self._stall.found_at_work()
             return None
@@ -163,7 +163,7 @@ def _ask(roles: Mapping[int, Member], children: Children) -> None:
     for number, role in roles.items():
         if (
             role.phase is ProcessPhase.RUNNING
-        ):  # before that it may not know how to answer, and would die of it
+        ):  # before that it has no handler for the signal, which would kill it
             children.ask_for_stacks(number)
 
 
@@ -190,7 +190,7 @@ def _spent_s(pid: int) -> float:
     return ticks / _TICKS_PER_S + _moved_s(pid) + sum(map(_spent_s, _children(pid)))
 
 
-_DISK_BYTES_PER_S = 200e3  # who moves data to or from files is at work, whatever the processor says
+_DISK_BYTES_PER_S = 200e3  # a process that reads or writes files is at work, whatever its processor time
 
 
 def _moved_s(pid: int) -> float:

@@ -1,1 +1,1 @@
-"""Ray as the place where the processes of a run are: which cluster, who is put where, actors that carry roles."""
+"""Ray as the place of a run's processes: the cluster, the placement of roles, and the actors that run them."""

@@ -1,4 +1,4 @@
-"""What an actor does: it takes its seat and its part of the run. Light to import: kernels are compiled first."""
+"""What an actor runs: it takes its place and its role in the run. Light to import: kernels are compiled first."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 __all__ = ["RUN", "ActorSeat", "take_part"]
 
 RUN = "run"
-"""What every run on Ray is called: each has a noticeboard of its own."""
+"""The name of every run on Ray: each run has a store of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorSeat:
-    """What an actor is told of its place."""
+    """The place of an actor in the run."""
 
     rank: int
     world: int
@@ -33,7 +33,7 @@ class ActorSeat:
     later: int
     """How many of the last ranks come later, if at all."""
     leaves: bool = False
-    """Whether it only finishes what its slot owes."""
+    """Whether it only finishes the pending work of its slot."""
 
     def place(self, status_table: Any, trouble: Callable[[], str | None] = lambda: None) -> Place:
         """The place itself, made where its process is."""

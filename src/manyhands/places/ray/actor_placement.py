@@ -1,4 +1,4 @@
-"""Who is put where, and how many workers a cluster has room for: decisions without Ray."""
+"""Where roles are placed, and for how many workers a cluster has capacity: decisions without Ray."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def seats(
 
 
 def room_for(free: Mapping[str, float], bundle: Mapping[str, float]) -> int:
-    """How many more such bundles resources have room for, on one node."""
+    """How many more such bundles fit into the resources of one node."""
     return max(0, min(int(free.get(name, 0.0) // needed) for name, needed in bundle.items() if needed))
 
 

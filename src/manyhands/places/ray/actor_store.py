@@ -16,21 +16,21 @@ __all__ = ["ActorStore", "Ask", "RayStore", "asking"]
 _LOOK_S = 0.05
 
 Ask: TypeAlias = Callable[..., Any]
-"""Calls a method of the noticeboard, by its name."""
+"""Calls a method of the store actor, by its name."""
 
 
 class ActorStore:
-    """What the actor holds."""
+    """The key-value store inside the actor."""
 
     def __init__(self) -> None:
         self._held: dict[str, bytes] = {}
 
     def set(self, key: str, value: bytes) -> None:
-        """Put a value."""
+        """Set a value."""
         self._held[key] = value
 
     def get(self, key: str) -> bytes | None:
-        """The value, if there is one."""
+        """The value, or None."""
         return self._held.get(key)
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
@@ -42,17 +42,17 @@ class ActorStore:
         return found if found is not None else expected
 
     def add(self, key: str, amount: int) -> int:
-        """Count."""
+        """Add to a counter; return its new value."""
         total = int(self._held.get(key, b"0")) + amount
         self._held[key] = str(total).encode()
         return total
 
     def delete_key(self, key: str) -> bool:
-        """Whether there was one."""
+        """Delete a key; return whether it existed."""
         return self._held.pop(key, None) is not None
 
     def vacate(self, rank: int) -> None:
-        """The process of this rank is gone: another may say that it is here."""
+        """Remove the entry of a rank whose process is gone: a successor may register."""
         for key in [key for key in self._held if key.endswith(f"/here/{rank}")]:
             del self._held[key]
 
@@ -68,10 +68,10 @@ def asking(status_table: Any, timeout_s: float) -> Ask:
 
 
 class RayStore(Store):
-    """A process's access to the noticeboard of its run, as torch's stores are used.
+    """A process's access to the store of its run, with the interface of torch's stores.
 
-    Whoever looks for something raises ManyhandsError once `trouble` has a sentence: who waits for somebody who will not
-    come hears why.
+    A wait raises ManyhandsError once `trouble` has a sentence: a process that waits for a role that will not come
+    is told why.
     """
 
     def __init__(self, ask: Ask, timeout_s: float, trouble: Callable[[], str | None] = lambda: None) -> None:
@@ -81,34 +81,34 @@ class RayStore(Store):
         self._trouble = trouble
 
     def set(self, key: str, value: str | bytes) -> None:
-        """As torch's."""
+        """Set a value, as torch's store does."""
         self._ask("set", key, _bytes(value))
 
     def get(self, key: str) -> bytes:
-        """As torch's: waits until there is one."""
+        """Return the value of a key; waits until it exists, as torch's store does."""
         return self._found(key, self._timeout_s, time.monotonic())
 
     def check(self, keys: Sequence[str]) -> bool:
-        """As torch's."""
+        """Whether all of these keys exist."""
         return all(self._look(key) is not None for key in keys)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """As torch's; the time is for all keys together."""
+        """Wait for keys, as torch's store does; the timeout is for all of them together."""
         timeout_s = timeout.total_seconds() if timeout is not None else self._timeout_s
         began_s = time.monotonic()
         for key in keys:
             self._found(key, timeout_s, began_s)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """As torch's."""
+        """Compare and set atomically, as torch's store does."""
         return bytes(self._ask("compare_set", key, _bytes(expected), _bytes(desired)))
 
     def add(self, key: str, amount: int) -> int:
-        """As torch's."""
+        """Add to a counter; return its new value."""
         return int(self._ask("add", key, amount))
 
     def delete_key(self, key: str) -> bool:
-        """As torch's."""
+        """Delete a key; return whether it existed."""
         return bool(self._ask("delete_key", key))
 
     deleteKey = delete_key  # noqa: N815  # what torch's own stores, such as PrefixStore, call it

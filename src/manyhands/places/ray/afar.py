@@ -1,6 +1,6 @@
-"""A run on a cluster that this process is no node of, through Ray's client: a task there leads it.
+"""A run on a remote Ray cluster, through Ray's client: a task on one of its nodes leads it.
 
-What that process prints is shown here, as Ray does with all its tasks; what came out is brought back once.
+The output of that process is shown here, as Ray does with all its tasks; the result is brought back once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Workers follow the size of a cluster: one more where there is room, one less where its place is gone."""
+"""Workers follow the size of a cluster: one more if there is capacity, one less if its place is gone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class More:
 
 @dataclass(frozen=True, slots=True)
 class Less:
-    """The run goes on without this slot: whoever comes for it now has only to finish what it owes."""
+    """The run continues without this slot: a successor there only finishes its pending work."""
 
     slot: int
 
@@ -40,9 +40,9 @@ class Space(Protocol):
 
 
 class SizeFollower:
-    """Decides, from the room that there is, and asks the run through its `commands`; one change at a time.
+    """Decides from the free capacity, and asks the run through its `commands`; one change at a time.
 
-    Slots are never used twice, so that no more than a fixed number of workers can be added in all.
+    Slots are never reused, so the number of workers that can be added in all is fixed.
     """
 
     def __init__(

@@ -196,7 +196,7 @@ class ActorKeeper:
         self._roles, self._casting, self._given = roles, casting, given
         self._staff, self._following = staff, following
         self._due: list[Again] = []
-        self._leaving: set[int] = set()  # slots that the run goes on without
+        self._leaving: set[int] = set()  # slots without which the run continues
         self._given_up: list[str] = []
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="manyhands-ray", daemon=True)
@@ -274,7 +274,7 @@ class ActorKeeper:
                 self._give_up(sentence, logged=self._staff.survives)
 
     def _give_up(self, sentence: str, *, logged: bool) -> None:
-        """Logged where the run may go on: once it has begun, nobody asks for the trouble any more."""
+        """Log the reason, because the run may continue: once it has begun, `trouble` is not read any more."""
         if logged:
             _log.error("%s", sentence)
         self._given_up.append(sentence)

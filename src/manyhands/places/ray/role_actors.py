@@ -1,4 +1,4 @@
-"""Actors that carry the roles of one run: started in their bundles, heard of when they end, and none left behind."""
+"""The actors that run the roles of one run: started in their bundles, reported when they end, none left behind."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PLACING_S = 60.0
 
 
 class RoleActor:
-    """The actor: it does one thing, in a process of its own on some node."""
+    """The actor, which runs one role in a process on some node."""
 
     def carry(self, work: Callable[..., Any], *arguments: Any) -> str:
         """Do it; what went wrong, as a line: not every error can travel. Empty where nothing did."""
@@ -138,13 +138,13 @@ class RayRoles:
             remove_placement_group(group)
 
     def kill(self, role: str, index: int) -> None:
-        """Be rid of one now; nothing is told of it."""
+        """Kill an actor now; its end is not reported."""
         carried = self._carried.pop((role, index), None)
         if carried is not None:
             self._ray.kill(carried.actor, no_restart=True)
 
     def ended(self, timeout_s: float = 0.0) -> list[RoleEnded]:
-        """Who has ended since the last call, waiting up to so long for the first."""
+        """The actors that ended since the last call, waiting up to `timeout_s` for the first."""
         if not self._carried:
             return []
         by_ending = {carried.ending: whose for whose, carried in self._carried.items()}
@@ -166,7 +166,7 @@ class RayRoles:
         return {index: self._homeless[kind, index] for kind, index in there if kind == role}
 
     def room(self, role: str) -> int:
-        """For how many more actors of a role there is room now, on all nodes together."""
+        """How many more actors of a role fit now, on all nodes together."""
         return room_for(self._ray.available_resources(), self._seats[role].bundle)
 
     def _end(self, role: str, index: int) -> RoleEnded:

@@ -1,1 +1,1 @@
-"""One process's end of all its connections to others, which come, fall silent and die: frames, greetings, memory."""
+"""The hub, one process's end of all its connections: framing, handshake, liveness, and shared memory for payloads."""

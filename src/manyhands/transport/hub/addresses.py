@@ -1,7 +1,7 @@
-"""Addresses as text: `unix:NAME`, an abstract Unix socket, and `tcp:HOST:PORT`, with an IPv4 address or a name.
+"""Addresses as text: `unix:NAME`, an abstract Unix socket, and `tcp:HOST:PORT`, with an IPv4 address or a host name.
 
-TCP off loopback would carry weights and gradients in the clear, so it is refused here unless it is encrypted or the
-user said that it need not be (`transport.link.secure.Security`).
+TCP off loopback would send weights and gradients in the clear. It is refused here unless it is encrypted or the
+user allowed it (`transport.link.secure.Security`).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _TCP_USER_TIMEOUT: Final = getattr(socket, "TCP_USER_TIMEOUT", 18)
 
 
 def listen(address: str, security: Security) -> tuple[socket.socket, str]:
-    """A listening socket, and the address at which others reach it.
+    """Open a listening socket; return it and the address at which others reach it.
 
-    `unix` and `tcp` alone choose a free name or port, the latter on loopback; so does port 0. Where it listens on every
-    address of this host (0.0.0.0), the caller knows which one others use.
+    `unix` alone chooses a free name, and `tcp` alone or port 0 a free port; `tcp` alone means loopback. If it
+    listens on every address of this host (0.0.0.0), the caller must know which of them others use.
     """
     how, _, place = address.partition(":")
     if how == "unix":
@@ -40,7 +40,8 @@ def listen(address: str, security: Security) -> tuple[socket.socket, str]:
     elif how == "tcp":
         host, port = _place(place or f"{_LOOPBACK}:0", address, security)
         listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        # Who follows a process that died listens where it did, though the kernel still winds up its connections.
+        # SO_REUSEADDR: the successor of a process that died listens at the same port while the kernel still closes
+        # the old connections.
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         target = (host, port)
     else:
@@ -59,7 +60,7 @@ def listen(address: str, security: Security) -> tuple[socket.socket, str]:
 
 
 def dial(address: str, security: Security) -> socket.socket:
-    """A socket that is connected or about to be; OSError if nobody listens, UserError for what is no address."""
+    """A socket that is connected or connecting; OSError if nobody listens, UserError for a malformed address."""
     target = check(address, security)
     is_unix = isinstance(target, str)
     end = socket.socket(socket.AF_UNIX if is_unix else socket.AF_INET, socket.SOCK_STREAM)
@@ -67,20 +68,20 @@ def dial(address: str, security: Security) -> socket.socket:
         end.setblocking(False)
         end.connect(target)
     except BlockingIOError as error:
-        if is_unix:  # its queue is full; unlike TCP, it does not connect by itself later
+        if is_unix:  # its backlog is full; unlike TCP, a Unix socket does not connect by itself later
             end.close()
             raise ConnectionRefusedError(f"too many wait at {address}") from error
     except OSError:
         end.close()
         raise
-    if not same_user(end):  # a name that others can guess may be taken before its owner comes
+    if not same_user(end):  # a predictable name may be taken by another user before its owner listens
         end.close()
         raise ConnectionRefusedError(f"another user listens at {address}")
     return end
 
 
 def check(address: str, security: Security) -> str | tuple[str, int]:
-    """Where to connect to; UserError for what is no address, or must not be reached as `security` is."""
+    """Where to connect to; UserError if the address is malformed, or not allowed by `security`."""
     how, _, place = address.partition(":")
     if how == "unix" and place:
         return f"\0{place}"
@@ -90,25 +91,25 @@ def check(address: str, security: Security) -> str | tuple[str, int]:
 
 
 def tune(end: socket.socket, patience_s: float) -> None:
-    """Send small messages at once, and let the kernel give up a TCP peer that takes nothing for `patience_s`."""
+    """Disable Nagle's delay, and let the kernel drop a TCP peer that accepts nothing for `patience_s`."""
     if end.family == socket.AF_INET:
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         end.setsockopt(socket.IPPROTO_TCP, _TCP_USER_TIMEOUT, int(patience_s * 1000))
 
 
 def origin(end: socket.socket) -> str:
-    """Who connected, as the beginning of a sentence about it; empty for a process of this host."""
+    """Which peer connected, as the beginning of a sentence; empty for a process of this host."""
     if end.family == socket.AF_UNIX:
         return ""
     try:
         host, _ = end.getpeername()
     except OSError:
-        return ""  # it went at once
+        return ""  # it disconnected at once
     return "" if is_loopback(host) else f"{host}: "
 
 
 def same_user(end: socket.socket) -> bool:
-    """Whether the process at the other end of a Unix socket is of this user; True for TCP, which cannot tell."""
+    """Whether the peer of a Unix socket runs as this user; True for TCP, which cannot tell."""
     if end.family != socket.AF_UNIX:
         return True
     credentials = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
@@ -125,7 +126,7 @@ def _place(place: str, address: str, security: Security) -> tuple[str, int]:
 
 
 def _is_host(host: str) -> bool:
-    """Whether it is an IPv4 address, or can be a name (RFC 1123): the last word of a name is no number."""
+    """Whether it is an IPv4 address or a valid host name (RFC 1123): the last label of a name is not a number."""
     try:
         ipaddress.IPv4Address(host)
         return True

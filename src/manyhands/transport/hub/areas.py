@@ -1,15 +1,15 @@
-"""Shared memory of the two ends of a Unix connection: an arena for payloads in each direction.
+"""Shared memory between the two ends of a Unix connection: one arena for payloads in each direction.
 
-The end that connects makes one segment and passes it with its proof (see `handshake`):
+The connecting end creates the segment and passes it with its proof (see `handshake`):
 
        0  released (i64)     how far the accepting end has read arena 0
      128  released (i64)     how far the connecting end has read arena 1
     4096  arena 0            written by the connecting end, read by the accepting one
        …  arena 1            the other way
 
-A payload lies in one piece. Positions count the bytes of a direction since its beginning, so that a place in the arena
-is the position modulo its size; a payload that would cross the end begins at the start instead. The writer never
-overtakes `released`: when there is no room, the payload travels in the stream. Positions are announced in the frame
+A payload is contiguous. Positions count the bytes of a direction since its beginning, so the offset in the arena is
+the position modulo its size; a payload that would cross the end begins at the start instead. The writer never
+overtakes `released`: if there is no space, the payload is sent in the stream. Positions are announced in the frame
 (see `frames`), and a system call lies between the copy and its announcement, so only `released` needs an atomic.
 """
 
@@ -26,7 +26,7 @@ from manyhands.transport.link.message import ProtocolError
 
 __all__ = ["ArenaReader", "ArenaWriter", "Arenas"]
 
-_ALIGNMENT: Final = 64  # of every payload, as of numpy's and torch's own memory
+_ALIGNMENT: Final = 64  # of every payload, as of numpy's and torch's allocations
 _ENDS: Final = 2
 _LEAST_BYTES: Final = _ENDS * PAGE + PAGE
 
@@ -42,10 +42,10 @@ def _store(address: int, value: int) -> None:
 
 
 class Arenas:
-    """Both directions, as one end sees them; `end` is 0 where it connected and 1 where it accepted."""
+    """Both directions, as one end sees them; `end` is 0 for the connecting end and 1 for the accepting one."""
 
     def __init__(self, segment: Segment, end: int) -> None:
-        """Own the segment; ProtocolError if it is none of `create`."""
+        """Take ownership of the segment; ProtocolError if it was not made by `create`."""
         if segment.num_bytes < _LEAST_BYTES or (segment.num_bytes - PAGE) % (_ENDS * PAGE):
             segment.close()
             raise ProtocolError("arena", f"{segment.num_bytes} bytes are not a page and two equal arenas")
@@ -58,31 +58,31 @@ class Arenas:
 
     @staticmethod
     def create(capacity_bytes: int) -> Segment:
-        """Reserve the memory of two arenas of at least `capacity_bytes`."""
+        """Create a segment with two arenas of at least `capacity_bytes` each."""
         return Segment.create(PAGE + _ENDS * round_up(capacity_bytes, PAGE), "a connection")
 
     def close(self) -> None:
-        """Let go; a payload still in use keeps the memory until it goes. Idempotent."""
+        """Release the segment; a payload still in use keeps the memory mapped. Idempotent."""
         self.writer.close()
         self.reader.close()
         self._segment.close()
 
 
 class ArenaWriter:
-    """The end that puts payloads into an arena."""
+    """The end that writes payloads into an arena."""
 
     def __init__(self, arena: memoryview, released: int) -> None:
-        """Write to `arena`; `released` is the address of the word that the other end moves."""
+        """Write to `arena`; `released` is the address of the word that the reader advances."""
         self._arena = arena
         self._released = released
         self._before = self._written = 0
 
     def put(self, parts: Sequence[memoryview], num_bytes: int) -> int:
-        """Copy the parts, one behind the other, and return the position; -1 if there is no room."""
+        """Copy the parts one behind the other; return their position, or -1 if there is no space."""
         capacity = len(self._arena)
         begin, end = _placed(self._written, num_bytes, capacity)
         released = _load(self._released)
-        empty = released == self._written  # then what is skipped at the end needs no room
+        empty = released == self._written  # then the bytes skipped at the end need no space
         if num_bytes > capacity or released > self._written or (end - released > capacity and not empty):
             return -1
         at = begin % capacity
@@ -93,20 +93,20 @@ class ArenaWriter:
         return begin
 
     def take_back(self) -> None:
-        """The payload that was put last will not be announced after all."""
+        """Undo the last `put`: its payload will not be announced."""
         self._written = self._before
 
     def close(self) -> None:
-        """Let go of the memory: from now on there is no room."""
+        """Release the memory: from now on `put` finds no space."""
         self._arena.release()
         self._arena = memoryview(b"")
 
 
 class ArenaReader:
-    """The end that reads payloads where they lie."""
+    """The end that reads payloads in place."""
 
     def __init__(self, arena: memoryview, released: int) -> None:
-        """Read from `arena`; `released` is the address of the word that this end moves."""
+        """Read from `arena`; `released` is the address of the word that this end advances."""
         self._arena = arena
         self._word = released
         self._taken = self._released = 0
@@ -115,7 +115,7 @@ class ArenaReader:
         self._given_back: set[int] = set()
 
     def take(self, position: int, num_bytes: int) -> memoryview:
-        """The payload that was announced, until `release`; ProtocolError if it cannot lie there."""
+        """The announced payload, valid until `release`; ProtocolError if it cannot lie there."""
         capacity = len(self._arena)
         begin, end = _placed(self._taken, num_bytes, capacity)
         overlaps = bool(self._held) and end - self._released > capacity
@@ -131,7 +131,7 @@ class ArenaReader:
         return self._arena[at : at + num_bytes].toreadonly()
 
     def release(self, position: int) -> None:
-        """The payload at `position` is not needed any more; its room is free once all before it are released too."""
+        """Release the payload at `position`; its space is free once all earlier ones are released too."""
         if position not in self._ends:
             return
         self._given_back.add(position)
@@ -142,7 +142,7 @@ class ArenaReader:
         _store(self._word, self._released)
 
     def close(self) -> None:
-        """Let go of the memory; releases are then of no account."""
+        """Release the memory; later releases do nothing."""
         self._ends.clear()
         self._held.clear()
         self._arena.release()
@@ -150,7 +150,7 @@ class ArenaReader:
 
 
 def _placed(position: int, num_bytes: int, capacity: int) -> tuple[int, int]:
-    """Where the next payload begins and where the one after it may: both ends count alike."""
+    """Where the next payload begins, and where the one after it may; both ends compute the same."""
     size = round_up(num_bytes, _ALIGNMENT)
     if capacity and position % capacity + size > capacity:
         position = round_up(position, capacity)

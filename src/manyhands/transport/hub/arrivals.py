@@ -1,4 +1,4 @@
-"""What a hub tells its application: values, in the order in which things happened with each member."""
+"""The events that a hub returns to its application, in the order in which they happened with each member."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ __all__ = ["Arrived", "HubEvent", "Joined", "Lost", "Ready", "Rejected", "Shared
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """This member proved who it is; messages may be sent to it."""
+    """A member proved its identity; messages may be sent to it."""
 
     member: int
     role: str
 
 
 class Arrived(NamedTuple):
-    """A message of a member; `payload` is valid until `release` if it lies in shared memory, else for good.
+    """A message from a member; a `payload` in shared memory is valid until `release`, any other for good.
 
-    A tuple, because it is made for every message, and that of a frozen dataclass takes four times as long.
+    It is a tuple, because one is made for every message, and a frozen dataclass takes four times as long.
     """
 
     member: int
@@ -33,14 +33,14 @@ class Arrived(NamedTuple):
     position: int = 0
 
     def release(self) -> None:
-        """The payload is not needed any more; in the order of receipt, or its room is free later. Idempotent."""
+        """Release the payload; in order of receipt, or its space is freed later. Idempotent."""
         if self.lender is not None:
             self.lender.release(self.position)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shared:
-    """A member shares memory; the segment is the receiver's to close."""
+    """A member shared memory; the receiver owns the segment and closes it."""
 
     member: int
     segment: Segment
@@ -49,14 +49,14 @@ class Shared:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A registered descriptor can be read."""
+    """A registered descriptor is readable."""
 
     descriptor: int
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The connection to a member ended, or could not be made; `in_peace` if the member said goodbye."""
+    """The connection to a member ended or could not be made; `in_peace` if the member said goodbye."""
 
     member: int
     reason: str
@@ -65,9 +65,10 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """Somebody connected and was not let in: `count` of them since the last such event, `reason` is that of the last.
+    """Connections were rejected: `count` of them since the last such event; `reason` is that of the last one.
 
-    Told at once the first time, then at growing intervals. `claimed` is its number, if it had proved the token.
+    The first is reported at once, later ones at growing intervals. `claimed` is its member number, if it had proved
+    the token.
     """
 
     reason: str

@@ -1,4 +1,4 @@
-"""One connection of a hub: its socket, what has arrived, what waits to leave, and the memory both ends share."""
+"""One connection of a hub: its socket, the receive and send state, and the memory that both ends share."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ from manyhands.transport.link.tls import End, SecureSocket
 __all__ = ["BEFORE_HANDSHAKE", "Connection"]
 
 BEFORE_HANDSHAKE: Final = Limits(body_bytes=4096, payload_bytes=0)
-_READ_PER_POLL_BYTES: Final = 4 << 20  # then the other connections have theirs
+_READ_PER_POLL_BYTES: Final = 4 << 20  # then the other connections are served
 _DESCRIPTORS_AT_ONCE: Final = 4
-_ARENA_FROM_BYTES: Final = 4096  # less is copied faster by the kernel, along with its header
-_SIOCOUTQNSD: Final = 0x894B  # linux/sockios.h: how much of what was written has never been sent
+_ARENA_FROM_BYTES: Final = 4096  # the kernel copies smaller payloads faster, together with the header
+_SIOCOUTQNSD: Final = 0x894B  # linux/sockios.h: how many written bytes have never been sent
 _TLS_ALERT: Final = b"\x15\x03"
 _INT_BYTES: Final = array("i").itemsize
-# As plain numbers: these are looked at with every message, and enumerations are slow.
+# Plain integers: these are tested with every message, and enumerations are slow.
 _SOL_SOCKET, _SCM_RIGHTS = int(socket.SOL_SOCKET), int(socket.SCM_RIGHTS)
 _CLOSE_ON_EXEC, _TRUNCATED = int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_CTRUNC)
 _ANCILLARY_BYTES: Final = socket.CMSG_SPACE(_DESCRIPTORS_AT_ONCE * _INT_BYTES)
 
 
 class Connection:
-    """A socket and its two directions; `member` is set once the peer has proved who it is."""
+    """A socket and its two directions; `member` is set once the peer has proved its identity."""
 
     def __init__(
         self,
@@ -82,32 +82,32 @@ class Connection:
 
     @property
     def local(self) -> bool:
-        """Whether descriptors can be passed: the peer is at the other end of a Unix socket."""
+        """Whether descriptors can be passed: the connection is a Unix socket."""
         return self._local
 
     def untransmitted_bytes(self) -> int:
-        """What the kernel has taken and may still lose with this process.
+        """Bytes that the kernel has accepted but would lose if this process ended now.
 
-        A Unix socket puts it into the peer's queue at once. TCP drops what it has not transmitted if the process ends
-        with something unread, a heartbeat, say.
+        A Unix socket puts them into the peer's queue at once. TCP drops what it has not transmitted if the process
+        ends with unread input, such as a heartbeat.
         """
         if self._local:
             return 0
         return int(struct.unpack("i", fcntl.ioctl(self.descriptor, _SIOCOUTQNSD, bytes(4)))[0])
 
     def is_call_to(self, member: int) -> bool:
-        """Whether this is a connection to `member` that is not made yet."""
+        """Whether this is a connection to `member` that is not established yet."""
         return self.member is None and self.handshake.outgoing and self.handshake.claimed == member
 
     def shake(self) -> int:
-        """Go on with the TLS handshake; 0 once it is done, else the event of the socket to wait for."""
+        """Continue the TLS handshake; 0 once it is done, else the socket event to wait for."""
         assert self._secure is not None, "only while `shaking`"
         wanted = self._secure.shake()
         self.shaking = wanted != 0
         return wanted
 
     def admit(self, member: int, role: str, limits: Limits) -> None:
-        """The peer has proved who it is: from now on it may send messages and payloads."""
+        """Admit the peer, which has proved its identity: it may now send messages and payloads."""
         self.member, self.role, self._decoder.limits, self.limits = member, role, limits, limits
 
     def send_control(self, message: object, descriptor: int = -1) -> bool:
@@ -118,9 +118,9 @@ class Connection:
         )
 
     def send(self, kind: int, body: bytes, parts: list[memoryview], *, later: bool = False) -> bool:
-        """Queue a message: its payload goes by the arena where there is one with room, else behind the header.
+        """Queue a message; its payload goes through the arena if there is space, else behind the header.
 
-        With `later` it leaves when `outbox.pump` is called.
+        With `later` it is sent when `outbox.pump` is called.
         """
         num_bytes = sum(map(len, parts))
         limits = self.limits
@@ -141,10 +141,10 @@ class Connection:
         return self.outbox.offer([head, *parts], len(head) + num_bytes, later=later)
 
     def receive(self, take: Callable[[Connection, WholeFrame[Any]], None]) -> bool:
-        """Read what has arrived, up to a share that is fair to others, and `take` each frame; False at the end.
+        """Read what has arrived, up to a fair share, and `take` each frame; False at the end of the stream.
 
-        What TLS has decrypted is read to the end: the kernel would not wake us for it. Raises ProtocolError and
-        TlsRefused for what the peer must not send, OSError when the connection broke.
+        What TLS has decrypted is read completely: the kernel would not report it again. ProtocolError and
+        TlsRefused if the peer breaks the protocol, OSError if the connection broke.
         """
         read, decoder, local = 0, self._decoder, self._local
         while read < _READ_PER_POLL_BYTES or (self._secure is not None and self._secure.pending()):
@@ -164,7 +164,7 @@ class Connection:
         return True
 
     def take_segment(self) -> Segment:
-        """The next segment that the peer passed, mapped."""
+        """Map the next segment that the peer passed."""
         if not self._passed:
             raise ProtocolError("descriptor", "a shared segment was announced and none passed")
         descriptor = self._passed.popleft()
@@ -181,18 +181,18 @@ class Connection:
         self._arenas = Arenas(segment, end)
 
     def payload_in_arena(self, header: FrameHeader) -> tuple[memoryview, ArenaReader]:
-        """The payload that `header` announces, and whom to give it back to."""
+        """The payload that `header` announces, and the reader to release it to."""
         if self._arenas is None:
             raise ProtocolError("flags", "a payload in shared memory, and no memory is shared")
         return self._arenas.reader.take(header.position, header.payload_bytes), self._arenas.reader
 
     @property
     def met_tls(self) -> bool:
-        """Whether the last that came, to an end without TLS, was the alert with which TLS refuses what is none."""
+        """Whether the last input, at an end without TLS, was a TLS alert: the peer expects TLS."""
         return self._secure is None and self._decoder.unfinished(len(_TLS_ALERT)) == _TLS_ALERT
 
     def why_ended(self) -> str:
-        """A sentence for a stream that is at its end."""
+        """A sentence that says why the stream ended."""
         if self.farewell:
             return self.farewell
         if self.met_tls:
@@ -202,7 +202,7 @@ class Connection:
         return "the connection was cut in the middle of a message"
 
     def close(self) -> None:
-        """Close the socket and let go of what is shared; idempotent."""
+        """Close the socket and release the shared memory; idempotent."""
         self.outbox.close()
         self.end.close()
         while self._passed:

@@ -1,9 +1,10 @@
-"""Whom a hub tries to reach: when to dial, when to dial again, and when to give up. Pure; times come from the caller.
+"""Which members a hub dials: when to dial, when to retry, and when to give up. Does no I/O; the caller passes the
+time.
 
-One failed try says little: the other end may be busy, out of room, or not yet listening. So a call is dialled again,
-after pauses that double from 50 ms to a second, each cut by chance so that many who were refused together do not come
-back together, until it is answered, taken back, or its patience is over. A member to which the connection was lost soon
-after it was made is dialled after a pause too.
+One failed attempt says little: the other end may be busy, at its capacity, or not yet listening. So a member is
+dialled again, after pauses that double from 50 ms to a second, until it answers, the call is cancelled, or its time
+is over. The pauses are randomized, so that peers rejected together do not retry together. A member whose connection
+was lost soon after it was made is dialled after a pause too.
 """
 
 from __future__ import annotations
@@ -30,15 +31,13 @@ class _Call:
 
 
 class Calls:
-    """The calls of one hub, by member; each is due, or being tried."""
+    """The calls of one hub, by member; each is either due or in progress."""
 
     def __init__(self, patience_s: float, chance: random.Random) -> None:
         self._patience_s = patience_s
         self._chance = chance
         self._calls: dict[int, _Call] = {}
-        self._answered: dict[
-            int, tuple[float, float]
-        ] = {}  # by member: when, and the pause that would have followed
+        self._answered: dict[int, tuple[float, float]] = {}  # by member: when it answered, and the next pause
         self.next_s = _NEVER_S
         """When the first of them is due."""
 
@@ -55,7 +54,7 @@ class Calls:
         self._look()
 
     def due(self, now_s: float) -> list[tuple[int, str]]:
-        """Whom to dial now, and where; each is then being tried until it `answered` or `failed`."""
+        """The members to dial now, with their addresses; each is in progress until `answered` or `failed`."""
         due = [(member, call) for member, call in self._calls.items() if call.due_s <= now_s]
         for _, call in due:
             call.due_s, call.tries = _NEVER_S, call.tries + 1
@@ -63,14 +62,14 @@ class Calls:
         return [(member, call.address) for member, call in due]
 
     def answered(self, member: int, now_s: float) -> None:
-        """The member is connected."""
+        """The member is connected: its call has ended."""
         call = self._calls.pop(member, None)
         if call is not None:
             self._answered[member] = (now_s, call.pause_s)
         self._look()
 
     def failed(self, member: int, reason: str, now_s: float) -> str | None:
-        """A try came to nothing; None if there will be another, else the sentence with which this call ends."""
+        """An attempt failed; None if there will be another, else the sentence with which the call ends."""
         call = self._calls.get(member)
         if call is None:
             return reason
@@ -84,7 +83,7 @@ class Calls:
         return None
 
     def end(self, member: int) -> None:
-        """It is not called any more."""
+        """Cancel the call to a member."""
         self._calls.pop(member, None)
         self._answered.pop(member, None)
         self._look()

@@ -1,4 +1,4 @@
-"""Where others come in: the listening sockets of a hub, and whom it lets through them."""
+"""The listening sockets of a hub, and the admission of pending connections."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from manyhands.transport.link.secure import Security
 
 __all__ = ["Entrance"]
 
-_ACCEPTED_PER_POLL: Final = 32  # then those who are here have theirs
+_ACCEPTED_PER_POLL: Final = 32  # then the existing connections are served
 _NO_DESCRIPTORS: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Entrance(Generic[K]):
-    """Listening sockets of an epoll object; `newcomers` are those who came in, `away` counts those who had to go."""
+    """The listening sockets in an epoll object; `newcomers` are the pending connections, `away` counts the rejected
+    ones.
+    """
 
     def __init__(self, epoll: select.epoll, security: Security) -> None:
         self._epoll = epoll
@@ -33,16 +35,16 @@ class Entrance(Generic[K]):
         return descriptor in self._listening
 
     def listen(self, address: str) -> str:
-        """Listen; the address where others reach it."""
+        """Open a listening socket; return the address at which others reach it."""
         listening, reached_at = addresses.listen(address, self._security)
         self._listening[listening.fileno()] = listening
         self._epoll.register(listening, select.EPOLLIN)
         return reached_at
 
     def accept(self, descriptor: int, now_s: float) -> Iterator[socket.socket]:
-        """Those who wait at a listening socket, up to a share that is fair to others.
+        """Accept pending connections from a listening socket, up to a fair share.
 
-        Where there is no room for them, or no descriptor, they are left in the kernel's queue until `wake`.
+        Without capacity, or without a free descriptor, they stay in the kernel's backlog until `wake`.
         """
         for _ in range(_ACCEPTED_PER_POLL):
             if not self.newcomers.has_room(now_s):
@@ -50,7 +52,7 @@ class Entrance(Generic[K]):
                 return
             try:
                 end, _ = self._listening[descriptor].accept()
-            except OSError as error:  # nobody else, or nobody any more
+            except OSError as error:  # nobody is waiting any more
                 if error.errno in _NO_DESCRIPTORS:
                     self._watch(0)
                     self._lacks_descriptors = True
@@ -63,7 +65,9 @@ class Entrance(Generic[K]):
                 self.rejections.add("a process of another user", None)
 
     def wake(self) -> K | None:
-        """Listen again if that was given up; who must go, so that there is a descriptor for the next one."""
+        """Listen again if that was suspended; return the connection to close, so that the next one gets a
+        descriptor.
+        """
         if not self._rests:
             return None
         self._watch(select.EPOLLIN)
@@ -71,7 +75,7 @@ class Entrance(Generic[K]):
         return self.newcomers.oldest() if lacked else None
 
     def close(self) -> None:
-        """Let nobody in any more; idempotent."""
+        """Close the listening sockets; idempotent."""
         for listening in self._listening.values():
             listening.close()
         self._listening.clear()

@@ -1,4 +1,4 @@
-"""How messages lie in a byte stream: a fixed header, the body, and the raw bytes of the payload.
+"""Framing of messages in a byte stream: a fixed header, the body, and the raw bytes of the payload.
 
     offset bytes field
          0     4 magic           b"MHUB"
@@ -12,9 +12,9 @@
 
 Little-endian. Lengths are checked against limits before anything of that length is read or allocated.
 
-`FrameDecoder` does no input or output: it says where the next bytes are wanted (`room`), is told how many came
-(`advance`), and gives frames one by one (`next_frame`). So a large payload is received straight into the place that the
-application names, without a copy.
+`FrameDecoder` does no I/O: it says where the next bytes go (`room`), is told how many arrived (`advance`), and
+returns the frames one by one (`next_frame`). So a large payload is received directly into the application's buffer,
+without a copy.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ if HEADER_BYTES != 32:
 
 T = TypeVar("T")
 Place = Callable[[T, int], memoryview | None]
-"""Where a payload of so many bytes goes: a writable view of exactly that many, or None for fresh memory."""
+"""Returns the destination of a payload: a writable view of exactly that many bytes, or None for new memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +79,7 @@ class Limits:
 
 
 class FrameHeader(NamedTuple):
-    """The 32 bytes before every body, as far as they vary."""
+    """The fields of the 32-byte header that vary."""
 
     kind: int
     flags: int
@@ -89,7 +89,7 @@ class FrameHeader(NamedTuple):
 
 
 class WholeFrame(NamedTuple, Generic[T]):
-    """A frame that is here; `payload` is empty where it has none, or has it in shared memory."""
+    """A complete frame; `payload` is empty if there is none, or if it is in shared memory."""
 
     header: FrameHeader
     message: T
@@ -102,7 +102,7 @@ def encode_header(kind: int, flags: int, body_bytes: int, payload_bytes: int, po
 
 
 def decode_header(data: bytes | bytearray | memoryview, offset: int, limits: Limits) -> FrameHeader:
-    """Read a header; ProtocolError names the first field that is not allowed."""
+    """Decode a header; ProtocolError names the first field that is not allowed."""
     magic, version, kind, flags, reserved, body, payload, position = _LAYOUT.unpack_from(data, offset)
     if magic & 0xFFFF == _TLS_HANDSHAKE:
         raise ProtocolError("magic", "the peer speaks TLS; give this process --tls DIR as well")
@@ -132,10 +132,10 @@ def decode_header(data: bytes | bytearray | memoryview, offset: int, limits: Lim
 
 
 class FrameDecoder(Generic[T]):
-    """Bytes in, in pieces of any size; frames out.
+    """Incremental decoder: bytes in, in pieces of any size; frames out.
 
-    `interpret` makes a message of a header and its body; `place` is then asked where the payload goes, before it is
-    read. Either may raise ProtocolError, after which the stream is of no further use.
+    `interpret` turns a header and its body into a message; `place` then returns the destination of the payload,
+    before it is read. Either may raise ProtocolError, after which the stream is unusable.
     """
 
     def __init__(
@@ -145,9 +145,9 @@ class FrameDecoder(Generic[T]):
         self._interpret = interpret
         self._place = place
         self._view = memoryview(bytearray(_BUFFER_BYTES))
-        self._begin = self._end = 0  # what has arrived and is not understood yet
+        self._begin = self._end = 0  # received, but not decoded yet
         self._header: FrameHeader | None = None  # of a body or payload that is being filled
-        self._message: T | None = None  # once the body is whole
+        self._message: T | None = None  # once the body is complete
         self._target = NO_PAYLOAD
         self._filled = 0
 
@@ -157,11 +157,11 @@ class FrameDecoder(Generic[T]):
         return self._header is None and self._begin == self._end
 
     def unfinished(self, num_bytes: int) -> bytes:
-        """The first bytes of a header that is not whole."""
+        """The first bytes of an incomplete header."""
         return bytes(self._view[self._begin : min(self._end, self._begin + num_bytes)])
 
     def room(self) -> memoryview:
-        """Where to receive the next bytes; never empty."""
+        """The buffer for the next bytes; never empty."""
         if self._header is not None:
             return self._target[self._filled :]
         if self._begin == self._end:
@@ -173,14 +173,14 @@ class FrameDecoder(Generic[T]):
         return self._view[self._end :]
 
     def advance(self, num_bytes: int) -> None:
-        """`num_bytes` have been received into `room`."""
+        """Note that `num_bytes` were received into `room`."""
         if self._header is None:
             self._end += num_bytes
         else:
             self._filled += num_bytes
 
     def next_frame(self) -> WholeFrame[T] | None:
-        """The next frame that is whole, or None until more has been received."""
+        """The next complete frame, or None until more has been received."""
         if self._header is not None:
             return self._filled_frame()
         begin = self._begin
@@ -191,13 +191,13 @@ class FrameDecoder(Generic[T]):
         if body_end <= self._end:
             self._begin = body_end
             return self._understood(header, self._view[body_begin:body_end])
-        if body_end - begin > _BUFFER_BYTES:  # a shorter one will find room behind
+        if body_end - begin > _BUFFER_BYTES:  # a shorter one fits into the buffer
             self._begin = body_begin
             self._fill(header, fresh_bytes(header.body_bytes))
         return None
 
     def _understood(self, header: FrameHeader, body: memoryview) -> WholeFrame[T] | None:
-        """The body is whole: make the message, and take the payload or begin to fill it."""
+        """Decode a complete body into its message, then take the payload or begin to fill it."""
         message = self._interpret(header, body)
         num_bytes = header.payload_bytes
         if num_bytes == 0 or header.flags & IN_ARENA:
@@ -214,14 +214,14 @@ class FrameDecoder(Generic[T]):
         return self._filled_frame()
 
     def _fill(self, header: FrameHeader, target: memoryview) -> None:
-        """Begin to fill `target`, first with what has arrived of it."""
+        """Begin to fill `target`, first with the part that has already arrived."""
         here = min(self._end - self._begin, len(target))
         target[:here] = self._view[self._begin : self._begin + here]
         self._begin += here
         self._header, self._target, self._filled = header, target, here
 
     def _filled_frame(self) -> WholeFrame[T] | None:
-        """The frame whose body or payload is being filled, if that is whole now."""
+        """The frame whose body or payload is being filled, if that is complete now."""
         header, message, target = self._header, self._message, self._target
         if header is None or self._filled < len(target):
             return None
@@ -232,7 +232,7 @@ class FrameDecoder(Generic[T]):
 
 
 def fresh_bytes(num_bytes: int) -> memoryview:
-    """Memory that is not cleared first, which for a large payload takes as long as receiving it."""
+    """Uninitialized memory: clearing a large payload takes as long as receiving it."""
     try:
         return np.empty(num_bytes, np.uint8).data
     except MemoryError:

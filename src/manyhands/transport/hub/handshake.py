@@ -1,4 +1,4 @@
-"""How the two ends of a new connection come to trust each other: pure, one message in, at most one out.
+"""Mutual authentication of the two ends of a new connection. Does no I/O: one message in, at most one out.
 
     connecting end                                accepting end
         Knock(nonce, seal)                   ──►
@@ -7,14 +7,14 @@
                                              ◄──  Welcome(claim, proof)
         either, at any time:                      Refusal(field, reason)
 
-A claim is who somebody is, of which release, for which task. Seal and proofs are HMAC-SHA-256 under the run's token,
-with a word for each of the four, over both nonces (the seal: over its own) and all claims so far: the token never
-travels, and a proof is good for this connection, this direction and these claims only.
+A claim says which member a process is, of which release, for which task. Seal and proofs are HMAC-SHA-256 under the
+run's token, with a different label for each of the four, over both nonces (the seal: over its own) and all claims
+so far. So the token is never sent, and a proof is valid only for this connection, this direction and these claims.
 
-The token is proved before anything else is told or compared. Who cannot seal its knock is refused with one sentence,
-`NO_PROOF`, whatever it said, and learns neither release nor task; a recorded knock that is sent again gets a challenge
-with random bytes, and no further. Among those who have proved the token, release and task are compared, and an honest
-mistake is told by its name.
+The token is proved before anything else is disclosed or compared. A peer that cannot seal its knock is refused with
+one sentence, `NO_PROOF`, whatever it sent, and learns neither release nor task. A replayed knock gets a challenge
+with random bytes, and nothing more. Once the token is proved, release and task are compared, and an honest mistake
+is named.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ __all__ = [
     "ShareSegment",
 ]
 
-_SECRET_BYTES: Final = 32  # of a nonce, and of an HMAC
+_SECRET_BYTES: Final = 32  # size of a nonce, and of an HMAC
 _LEAST_TOKEN_BYTES: Final = 16
 _REASON_CHARACTERS: Final = 300
 
@@ -59,7 +59,7 @@ def _check_length(**fields: bytes) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """Who is there, of which release, for which task."""
+    """The identity, release and task that a process claims."""
 
     member: int
     role: str
@@ -69,7 +69,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knock:
-    """The connecting end wants to come in; the seal shows that it has the token, and nothing about it."""
+    """The first message of the connecting end; the seal shows that it has the token, and discloses nothing else."""
 
     nonce: bytes
     seal: bytes
@@ -80,7 +80,7 @@ class Knock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Challenge:
-    """The accepting end's nonce, and its proof."""
+    """The nonce and the proof of the accepting end."""
 
     nonce: bytes
     proof: bytes
@@ -91,9 +91,9 @@ class Challenge:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """The connecting end: who it is, whom it wants to reach, and its proof.
+    """The connecting end's claim, the member it wants to reach, and its proof.
 
-    With `arena`, the descriptor of a segment for payloads comes along.
+    With `arena`, the descriptor of a segment for payloads is passed along.
     """
 
     claim: Claim
@@ -107,7 +107,7 @@ class Proof:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandshakeWelcome:
-    """The connecting end is in; who let it in, with the proof of that."""
+    """The connecting end is admitted; carries the accepting end's claim and its proof."""
 
     claim: Claim
     proof: bytes
@@ -126,19 +126,19 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
-    """Still here; `progress` is whatever number the application counts its work by."""
+    """A heartbeat; `progress` is a number by which the application counts its work."""
 
     progress: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goodbye:
-    """The sender leaves in peace."""
+    """The sender closes the connection in good order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShareSegment:
-    """The descriptor of a shared segment comes along; `tag` says which it is."""
+    """The descriptor of a shared segment is passed along; `tag` says which it is."""
 
     tag: int
 
@@ -160,12 +160,12 @@ CONTROL: Final = MessageCoder(
 NO_PROOF: Final = Refusal(
     field="token", reason="field 'token': it was not proved that both ends have the same"
 )
-"""All that anybody is told who has not proved the token."""
+"""The only answer to a peer that has not proved the token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credentials:
-    """What one process says of itself, and the secret of its run."""
+    """The claim of one process, and the secret of its run."""
 
     member: int
     role: str
@@ -179,19 +179,20 @@ class Credentials:
             raise UserError(f"token of {len(self.token)} bytes: must have at least {_LEAST_TOKEN_BYTES}")
 
     def __repr__(self) -> str:
-        """Everything but the token."""
+        """Leave the token out of logs and tracebacks."""
         return f"Credentials(member={self.member}, role={self.role!r}, fingerprint={self.fingerprint!r})"
 
 
 class HandshakeRefused(Exception):
-    """The other end does not want this one; its sentence says why."""
+    """The other end refused this one; the sentence says why."""
 
 
 class Handshake:
-    """One end of it; `expected` is whom the connecting end wants to reach, None at the accepting end.
+    """One end of the handshake; `expected` is the member that the connecting end dials, None at the accepting end.
 
-    `handle` raises ProtocolError naming the field that does not fit, and Refused if the other end said so. `trusted`
-    says that the other end has proved the token for this connection; once `peer` is set, it fits besides.
+    `handle` raises ProtocolError naming the field that does not match, and HandshakeRefused if the other end
+    refused. `trusted` says that the other end has proved the token for this connection; `peer` is set once its
+    claim matches too.
     """
 
     def __init__(self, mine: Credentials, expected: int | None) -> None:
@@ -213,7 +214,9 @@ class Handshake:
 
     @property
     def claimed(self) -> int | None:
-        """Whom the connecting end wants to reach; at the accepting end, who came, once that is proved."""
+        """The member that the connecting end dials; at the accepting end, the peer's member number once it is
+        proved.
+        """
         return self._expected if self._theirs is None else self._theirs.member
 
     def handle(self, message: object) -> Challenge | Proof | HandshakeWelcome | None:
@@ -257,7 +260,7 @@ class Handshake:
         return HandshakeWelcome(claim=self._claim, proof=self._sign(b"welcome", said))
 
     def _take(self, theirs: Claim, expected: int | None) -> None:
-        """The token is proved: the other end is who it claims to be, if that fits."""
+        """Accept the other end's claim if it matches; the token is already proved."""
         self._theirs, mine = theirs, self._claim
         for field, there, here in (
             ("package", theirs.package, mine.package),
@@ -285,7 +288,7 @@ class Handshake:
 
 
 def _bytes_of(claim: Claim) -> bytes:
-    """A claim as it is signed: its length goes before it, so that two claims in a row are these two only."""
+    """A claim as it is signed: prefixed with its length, so that two claims in a row are unambiguous."""
     _, body = _CLAIMS.encode(claim)
     return len(body).to_bytes(4, "little") + body
 

@@ -1,4 +1,4 @@
-"""The thread that speaks for a hub whose application computes."""
+"""The thread that sends a hub's heartbeats while its application computes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["HeartbeatSender"]
 
 
 class HeartbeatSender:
-    """Keeps idle connections alive, and those with something queued moving; `progress` travels with every beat."""
+    """Keeps idle connections alive and drains their queues; `progress` is piggybacked on every heartbeat."""
 
     def __init__(self, members: Mapping[int, Connection], heartbeat_s: float) -> None:
         self._members = members
@@ -22,7 +22,7 @@ class HeartbeatSender:
         self.progress = 0
 
     def begin(self) -> None:
-        """Beat from now on; idempotent."""
+        """Start the thread; idempotent."""
         if self._thread is None:
             self._thread = threading.Thread(
                 target=self._send_heartbeats, name="manyhands hub heartbeat", daemon=True
@@ -30,7 +30,7 @@ class HeartbeatSender:
             self._thread.start()
 
     def end(self) -> None:
-        """Beat no more; idempotent."""
+        """Stop the thread; idempotent."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()

@@ -1,4 +1,4 @@
-"""One process' end of all its connections to other processes of the host: messages, payloads, and who is there.
+"""One process's end of all its connections to other processes: messages, payloads and membership.
 
     with Hub(Credentials(member=1, role="server", token=token, fingerprint=fingerprint), codec) as hub:
         address = hub.listen("unix")             # or "tcp"; tell others, who call hub.connect(1, address)
@@ -6,13 +6,14 @@
             ...
         hub.send(2, Read(...), payload=[gradient])
 
-One thread uses a hub; nothing it calls waits, except `poll` and `flush`, which have deadlines. A thread of the hub's
-own sends heartbeats while the application computes. Whatever a peer does (garbage, a cut frame, a wrong token, silence)
-ends that connection with a reason in an event, and nothing else. Those who have not proved the run's token have few
-places (see `strangers`), are told nothing, and what they say reaches nobody as it is.
+One thread uses a hub. Nothing it calls waits, except `poll` and `flush`, which have deadlines. A thread of the hub
+sends heartbeats while the application computes. Whatever a peer does (garbage, a cut frame, a wrong token, missed
+heartbeats) ends only that connection, with the reason in an event. Peers that have not proved the run's token have
+a small capacity (see `pending_connections`), are told nothing, and nothing they send reaches the application as it
+is.
 
-One of two processes connects to the other, never both; roles agree which. It dials until it gets through (see `calls`).
-If a member connects anew, the older connection is lost.
+Of two processes one connects to the other, never both; their roles decide which. It dials until it gets through
+(see `dialing`). If a member connects anew, the older connection is lost.
 """
 
 from __future__ import annotations
@@ -71,12 +72,12 @@ __all__ = [
 
 _IN, _OUT = select.EPOLLIN, select.EPOLLOUT
 _DEFECT: Final = "a defect of this library, met in a connection that had proved nothing"
-_PATIENCE: Final = 4  # times the silence: heartbeats prove that a process lives that is too busy to read
+_PATIENCE: Final = 4  # times `silence_s`: heartbeats prove that a process is alive that is too busy to read
 
 Destination = Callable[[int, Any, int], memoryview | None]
-"""(member, message, payload bytes) -> where the payload goes, or None for memory of its own.
+"""(member, message, payload bytes) -> the destination of the payload, or None for new memory.
 
-Called while a message arrives, before the events that lie before it are handed out. A view must have exactly that many
+Called while a message arrives, before the events that precede it are returned. A view must have exactly that many
 bytes and stay untouched until the message is received. Raise ProtocolError to end the connection.
 """
 
@@ -93,7 +94,7 @@ class Hub:
         settings: Settings | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Begin without connections; `clock` alone says when a peer has been silent for too long."""
+        """Start without connections; only `clock` decides when a peer has missed its heartbeats."""
         self.credentials = credentials
         self.settings = settings or Settings()
         self._codec = codec
@@ -116,13 +117,15 @@ class Hub:
     # ── who is there ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def listen(self, address: str = "unix") -> str:
-        """Let others connect; the address to tell them. UserError off loopback, unless `security` allows it."""
+        """Accept connections; return the address for the peers. UserError off loopback, unless `security` allows
+        it.
+        """
         return self._entrance.listen(address)
 
     def connect(self, member: int, address: str) -> None:
-        """Connect to `member`, however often that takes to dial; Joined or Lost tells how it went.
+        """Connect to `member`, dialling as often as needed; Joined or Lost reports the outcome.
 
-        Lost means that it refused this end by name, or could not be reached for `connect_s`.
+        Lost means that the member refused this end by name, or could not be reached for `connect_s`.
         """
         addresses.check(address, self.settings.security)
         if member in self._members or member in self._calls:
@@ -131,84 +134,86 @@ class Hub:
         self._dial()
 
     def hang_up(self, member: int) -> None:
-        """Do not try to reach `member` any more; a connection that is made stays, and no event follows."""
+        """Stop dialling `member`; an established connection stays, and no event follows."""
         self._calls.end(member)
         for connection in [c for c in self._connections.values() if c.is_call_to(member)]:
             self._forget(connection)
 
     def members(self) -> tuple[int, ...]:
-        """Who is connected."""
+        """The connected members."""
         return tuple(self._members)
 
     @property
     def rejected(self) -> int:
-        """How many were turned away so far, whether an event has told of them or not."""
+        """How many connections were rejected so far, whether or not an event has reported them."""
         return self._entrance.rejections.total
 
     def role(self, member: int) -> str:
-        """What a connected member said it is."""
+        """The role that a connected member claims."""
         return self._members[member].role
 
     def progress(self, member: int) -> int:
-        """The mark that came with a connected member's last heartbeat."""
+        """The progress that came with a connected member's last heartbeat."""
         return self._members[member].progress
 
     def mark(self, progress: int) -> None:
-        """How far this process has come, for its heartbeats."""
+        """Set the progress of this process, which its heartbeats carry."""
         self._heartbeat_sender.progress = progress
 
     def disconnect(self, member: int, reason: str) -> None:
-        """End the connection to a member, which is told the reason; no event follows."""
+        """End the connection to a member and tell it the reason; no event follows."""
         connection = self._members.get(member)
         if connection is not None:
             connection.send_control(Refusal(field="member", reason=reason))
             self._forget(connection)
 
     def register(self, descriptor: int) -> None:
-        """Let `poll` also wake for a descriptor of the caller's, as Ready."""
+        """Let `poll` also wake up for a descriptor of the caller, as Ready."""
         self._epoll.register(descriptor, _IN)
         self._registered.add(descriptor)
 
     def unregister(self, descriptor: int) -> None:
-        """Forget a registered descriptor; before it is closed."""
+        """Unregister a descriptor; call it before the descriptor is closed."""
         self._registered.remove(descriptor)
         self._epoll.unregister(descriptor)
 
     # ── messages ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def send(self, member: int, message: object, payload: Sequence[Any] = ()) -> bool:
-        """Take a message for a member, with a payload of one or more contiguous buffers; False if nothing was taken.
+        """Queue a message for a member, with a payload of one or more contiguous buffers; False if it was not taken.
 
-        It is False when the member is not connected (see `members`) or its queue is full. Messages to one member
-        arrive in order. A payload is not copied where that can be helped: it must stay unchanged until `sent` or
+        It is False if the member is not connected (see `members`) or its queue is full. Messages to one member
+        arrive in order. A payload is not copied if that can be avoided: it must stay unchanged until `sent` or
         `flush` says so.
         """
         connection = self._members.get(member)
         if connection is None:
             return False
         kind, body = self._codec.encode(message)
-        views = [view.cast("B") for part in payload if (view := memoryview(part)).nbytes]  # empty: no cast
+        views = [
+            view.cast("B") for part in payload if (view := memoryview(part)).nbytes
+        ]  # an empty view cannot be cast
         if not self._holding:
             return connection.send(kind, body, views)
         self._held_back.add(connection)
         return connection.send(kind, body, views, later=True)
 
     def hold_back(self) -> None:
-        """Keep what is sent from now on until `send_off`, or `poll` or `flush`: waking a peer costs more than sending.
+        """Hold messages back until `send_off`, `poll` or `flush`: waking a peer costs more than sending.
 
-        For messages that follow each other at once, as a push and the read behind it do.
+        For messages that directly follow each other, such as a push and the read behind it.
         """
         self._holding = True
 
     def send_off(self) -> None:
-        """Let go what was held back: all for one member together."""
+        """Send what was held back: all messages for one member together."""
         self._holding = False
         for connection in self._held_back:
             connection.outbox.pump()
         self._held_back.clear()
 
     def share(self, member: int, segment: Segment, tag: int = 0) -> bool:
-        """Let a member map `segment`, in order with messages; False if nothing was taken. Unix connections only."""
+        """Let a member map `segment`, in order with messages; False if it was not taken. Unix connections only."""
         connection = self._members.get(member)
         if connection is None:
             return False
@@ -217,19 +222,21 @@ class Hub:
         return connection.send_control(ShareSegment(tag=tag), segment.descriptor)
 
     def sent(self, member: int) -> bool:
-        """Whether all for a member but what is held back has left, so that payloads may change; or it is not there."""
+        """Whether everything for a member, except what is held back, was sent, so payloads may change; True if it
+        left.
+        """
         connection = self._members.get(member)
         return connection is None or connection.outbox.pending_bytes == 0
 
     def arrives(self, member: int) -> bool:
-        """Whether what was sent to a member reaches it even if this process is killed now; or it is not there."""
+        """Whether what was sent to a member arrives even if this process is killed now; True if the member left."""
         connection = self._members.get(member)
         return connection is None or connection.outbox.pending_bytes + connection.untransmitted_bytes() == 0
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until everything for everyone has left; False at the deadline.
+        """Wait until everything for all members was sent; False at the deadline.
 
-        What arrives meanwhile is kept for the next `poll`, so that two hubs may flush to each other.
+        What arrives meanwhile is kept for the next `poll`, so two hubs may flush to each other.
         """
         self.send_off()
         deadline_s = time.monotonic() + timeout_s
@@ -241,7 +248,7 @@ class Hub:
         return True
 
     def poll(self, timeout_s: float) -> list[HubEvent]:
-        """What happened, in order per member; waits at most `timeout_s` for the first of it."""
+        """Return what happened, in order per member; waits at most `timeout_s` for the first event."""
         if self._holding:
             self.send_off()
         deadline_s = time.monotonic() + timeout_s if timeout_s > 0 else 0.0
@@ -255,7 +262,7 @@ class Hub:
         return events
 
     def close(self) -> None:
-        """Say goodbye to everyone and leave; what is still queued is dropped (see `flush`)."""
+        """Say goodbye to every member and close; what is still queued is dropped (see `flush`)."""
         if self._closed:
             return
         self._closed = True
@@ -279,7 +286,7 @@ class Hub:
     # ── one look at everything ────────────────────────────────────────────────────────────────────────────────────
 
     def _poll(self, timeout_s: float) -> None:
-        """Wait for something to be ready, at most so long, and deal with all that is."""
+        """Wait at most `timeout_s` for ready descriptors, and handle all of them."""
         ready = self._wait(timeout_s)
         now_s = self._clock()
         knocked_at: list[int] = []
@@ -290,7 +297,7 @@ class Hub:
             elif descriptor in self._entrance:
                 knocked_at.append(
                     descriptor
-                )  # last: a new connection may get the descriptor of one that ended
+                )  # last: a new connection may reuse the descriptor of one that ended
             elif descriptor in self._registered:
                 self._events.append(Ready(descriptor))
         for descriptor in knocked_at:
@@ -321,7 +328,7 @@ class Hub:
         return poll(min(timeout_s, until_look_s))
 
     def _dial(self) -> None:
-        """Try to reach everybody whose turn it is."""
+        """Dial every member that is due."""
         now_s = self._clock()
         for member, address in self._calls.due(now_s):
             try:
@@ -330,7 +337,7 @@ class Hub:
                 self._failed(member, f"nobody can be reached at {address}: {error}")
                 continue
             connection = self._new(end, expected=member)
-            connection.connecting = True  # it knocks once the kernel says that it is connected
+            connection.connecting = True  # it sends its knock once the kernel reports the connection
             self._epoll.modify(end, _IN | _OUT)
 
     def _failed(self, member: int, reason: str) -> None:
@@ -374,11 +381,11 @@ class Hub:
         except Exception as error:
             if connection.handshake.trusted:
                 raise
-            # Nobody who has proved nothing may end a run, not even by a mistake of ours, which is named here.
+            # An unauthenticated peer must never end a run, not even through a bug of ours, which is reported here.
             self._drop(connection, f"{_DEFECT}: {error!r}")
 
     def _secured(self, connection: Connection) -> bool:
-        """Go on with the TLS handshake of a connection; whether it is done, so that the token can be proved."""
+        """Continue the TLS handshake of a connection; return whether it is done, so that the token can be proved."""
         wanted = connection.shake()
         self._epoll.modify(connection.end, wanted or _IN)
         if not wanted and connection.handshake.outgoing:
@@ -386,12 +393,12 @@ class Hub:
         return not wanted
 
     def _open(self, listener: int, now_s: float) -> None:
-        """Let in those who wait at a listening socket, as far as the handshake."""
+        """Accept pending connections from a listening socket, as far as the handshake."""
         for end in self._entrance.accept(listener, now_s):
             connection = self._new(end, expected=None)
             connection.origin = addresses.origin(end)
             self._show_out(self._entrance.newcomers.arrived(connection, now_s))
-            self._serve(connection, _IN, now_s)  # a member's knock is here already, as a rule
+            self._serve(connection, _IN, now_s)  # usually a member's knock has already arrived
 
     def _show_out(self, connection: Connection | None) -> None:
         if connection is not None:
@@ -414,7 +421,7 @@ class Hub:
         return connection
 
     def _drop(self, connection: Connection, reason: str, *, final: bool = False) -> None:
-        """End a connection, and say so; one that was to be made is tried again unless this is `final`."""
+        """End a connection and report it; an outgoing one is dialled again unless this is `final`."""
         claimed, member = connection.handshake.claimed, connection.member
         reason = printable(reason)
         self._forget(connection)
@@ -434,11 +441,11 @@ class Hub:
         del self._connections[connection.descriptor]
         if connection.member is not None:
             del self._members[connection.member]
-        connection.outbox.close()  # first: the other thread must not wake for it any more
+        connection.outbox.close()  # first: the heartbeat thread must not use it any more
         try:
             self._epoll.unregister(connection.descriptor)
         except OSError:
-            pass  # it is closed: TLS could not begin, for the peer went in that moment
+            pass  # already closed: the peer left before TLS could begin
         connection.close()
 
     # ── what arrives ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -520,7 +527,7 @@ class Hub:
         self._heartbeat_sender.begin()
 
     def _offer_arena(self, connection: Connection, reply: Proof) -> None:
-        """Send the proof with memory for payloads, or alone if there is no memory to be had."""
+        """Send the proof with shared memory for payloads, or without it if none can be allocated."""
         try:
             segment = Arenas.create(self.settings.arena_bytes)
         except OutOfSharedMemory:

@@ -1,7 +1,7 @@
-"""What one end of a connection has still to say: frames in order, in a bounded queue, never a wait.
+"""The sending side of a connection: frames in order, in a bounded queue, without ever waiting.
 
-Whatever the kernel takes leaves at once; the rest is kept as references, not copies, until `pump` finds room for it.
-Two threads may use an outbox: the application's, and the one that keeps a busy application's connections alive.
+What the kernel accepts is sent at once; the rest is kept as references, not copies, until `pump` can send it. Two
+threads may use an outbox: the application's, and the one that sends heartbeats while the application is busy.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from manyhands.transport.link.tls import End
 
 __all__ = ["Outbox"]
 
-_PARTS_PER_CALL: Final = 512  # the kernel takes 1024
+_PARTS_PER_CALL: Final = 512  # the kernel's limit is 1024
 Part = bytes | memoryview
 
 
 class _Passed(bytes):
-    """The first bytes of a frame, with which a descriptor travels; owned until then."""
+    """The first bytes of a frame that passes a descriptor; owns the descriptor until it is sent."""
 
     descriptor: int
 
 
 class Outbox:
-    """The sending side of one socket; `on_pending` is told when there begins and ceases to be something queued."""
+    """The sending side of one socket; `on_pending` is called when its queue becomes non-empty or empty."""
 
     def __init__(self, end: End, capacity_bytes: int, on_pending: Callable[[bool], None]) -> None:
         self._end = end
@@ -47,10 +47,10 @@ class Outbox:
         """How often bytes have left: a beat that sees no change since the last one knows that the line is idle."""
 
     def offer(self, parts: list[Part], num_bytes: int, descriptor: int = -1, *, later: bool = False) -> bool:
-        """Send or queue one frame of `num_bytes`; False, and nothing was taken, if there is no room or no peer.
+        """Send or queue one frame of `num_bytes`; False, with nothing taken, if there is no capacity or no peer.
 
-        An empty queue takes a frame of any size. A `descriptor` is duplicated, and travels with the first part. With
-        `later` a frame is put aside, and queued together with the next ones or by `pump`.
+        An empty queue takes a frame of any size. A `descriptor` is duplicated and sent with the first part. With
+        `later` a frame is held back, and queued together with the next ones or by `pump`.
         """
         with self._lock:
             waiting_bytes = self.pending_bytes + self._later_bytes
@@ -80,7 +80,7 @@ class Outbox:
             return True
 
     def pump(self) -> None:
-        """Send of what is queued as much as the kernel takes now."""
+        """Send as much of the queue as the kernel accepts now."""
         with self._lock:
             self._take_in_later()
             if self._queue and not self._closed:
@@ -88,7 +88,7 @@ class Outbox:
                 self._tell_pending()
 
     def close(self) -> None:
-        """Drop what is queued and take nothing more; idempotent."""
+        """Drop the queue and accept nothing more; idempotent."""
         with self._lock:
             self._close()
 
@@ -120,12 +120,12 @@ class Outbox:
         return parts
 
     def _write(self, parts: Sequence[Part]) -> int:
-        """How many bytes the kernel took; -1 if there is nobody to take them any more."""
+        """How many bytes the kernel accepted; -1 if the peer is gone."""
         try:
             sent = self._end.sendmsg(parts)
         except (BlockingIOError, InterruptedError):
             return 0
-        except OSError:  # the receiving side is told why, after it has read what came before
+        except OSError:  # the receiving side reports the reason, after it has read what arrived before
             self._close()
             return -1
         self.writes += 1
@@ -148,7 +148,7 @@ class Outbox:
         return sent
 
     def _drop(self, sent: int) -> None:
-        """Forget `sent` bytes of the queue."""
+        """Remove `sent` bytes from the queue."""
         self.pending_bytes -= sent
         queue = self._queue
         while sent:

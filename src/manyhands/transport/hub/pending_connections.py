@@ -1,7 +1,7 @@
-"""Those who connected and have proved nothing yet: how many may stay, and how much is said about them. Pure.
+"""Pending connections, which have proved nothing yet: how many may stay, and how they are reported. Does no I/O.
 
-Anybody on the machine can connect to a TCP port, as often and for as long as it likes, so neither the places of a hub
-nor the attention of its user may be theirs to take.
+Anybody on the host can connect to a TCP port, as often and for as long as they like. So unknown peers must not be
+able to use up the capacity of a hub, or flood its user with warnings.
 """
 
 from __future__ import annotations
@@ -26,39 +26,39 @@ K = TypeVar("K", bound=Hashable)
 
 
 class Newcomers(Generic[K]):
-    """Accepted connections before their proof, in two rooms; where a room is full, the one who has waited longest goes.
+    """Accepted connections before their proof, in two pools; when a pool is full, the longest waiting one is closed.
 
-    In the first are those who have said nothing that takes the token, each for a moment of grace at least: while the
-    room is full of such, nobody is accepted, and who comes waits in the kernel's queue, where the first is the next. A
-    member leaves the room with its first message, which is there by then. So strangers push out each other, however
-    many hold connections or keep coming, and a member waits a little longer. In the second room are those who have
-    knocked with a good seal, which a stranger cannot make.
+    The first pool holds connections that have not shown the token, each for at least a short grace period. While it
+    is full of those, nothing is accepted, and new connections wait in the kernel's backlog, first come first
+    served. A member leaves the pool with its first message, which usually arrives with the connection. So unknown
+    peers only displace each other, however many there are, and a member waits slightly longer. The second pool
+    holds connections whose knock has a valid seal, which an unknown peer cannot make.
     """
 
     def __init__(self, silent: int = _SILENT_PLACES, knocked: int = _KNOCKED_PLACES) -> None:
         self._rooms: tuple[tuple[dict[K, float], int], ...] = (({}, silent), ({}, knocked))
 
     def has_room(self, now_s: float) -> bool:
-        """Whether somebody can be accepted now."""
+        """Whether a connection can be accepted now."""
         inside, places = self._rooms[0]
         return len(inside) < places or now_s - next(iter(inside.values())) >= _GRACE_S
 
     def arrived(self, one: K, now_s: float) -> K | None:
-        """Somebody was accepted; who must go for it."""
+        """Add an accepted connection; return the one to close for it, if any."""
         return self._enter(one, 0, now_s)
 
     def knocked(self, one: K, now_s: float) -> K | None:
-        """Its seal was good; who must go for it."""
+        """Move a connection with a valid seal to the second pool; return the one to close for it, if any."""
         self.left(one)
         return self._enter(one, 1, now_s)
 
     def left(self, one: K) -> None:
-        """It is gone, or a member now."""
+        """Remove a connection that was closed or admitted."""
         for inside, _ in self._rooms:
             inside.pop(one, None)
 
     def oldest(self) -> K | None:
-        """Whoever has said nothing for longest; None where everybody has knocked."""
+        """The connection that has been silent longest; None if all have knocked."""
         inside, _ = self._rooms[0]
         return next(iter(inside), None)
 
@@ -69,9 +69,9 @@ class Newcomers(Generic[K]):
 
 
 class Tally:
-    """How many were turned away, told at ever longer intervals: a second, two, four, at most an hour.
+    """Counts rejected connections and reports them at growing intervals: a second, two, four, at most an hour.
 
-    So a day of strangers is a few dozen sentences, and the first one is told at once.
+    So a day of unknown peers makes a few dozen sentences, and the first is reported at once.
     """
 
     def __init__(self) -> None:
@@ -83,12 +83,12 @@ class Tally:
         self._not_before_s = float("-inf")
 
     def add(self, reason: str, claimed: int | None) -> None:
-        """Somebody was turned away."""
+        """Count a rejected connection."""
         self.total += 1
         self._reason, self._claimed = reason, claimed
 
     def due(self, now_s: float) -> Rejected | None:
-        """What to tell now."""
+        """What to report now, or None."""
         if self.total == self._told or now_s < self._not_before_s:
             return None
         count, self._told = self.total - self._told, self.total

@@ -1,4 +1,4 @@
-"""What a hub allows, and how it waits."""
+"""The settings of a hub: limits, timeouts and security."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _SPIN_S: Final = 50e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What a hub allows and how it waits.
+    """The limits, timeouts and security of a hub.
 
-    `queue_bytes` bounds what waits for one peer; `arena_bytes` is the room for payloads in shared memory, per direction
-    of a Unix connection (0: none); `spin_s` is how long `poll` looks before it sleeps; `connect_s` is for how long a
-    member is dialled again that does not answer; `security` says how TCP connections are protected, and whether they
-    may leave this host.
+    `queue_bytes` bounds what is queued for one peer; `arena_bytes` is the capacity for payloads in shared memory,
+    per direction of a Unix connection (0: none); `spin_s` is how long `poll` spins before it sleeps; `connect_s` is
+    how long a member that does not answer is dialled; `security` says how TCP connections are protected, and
+    whether they may leave this host.
     """
 
     limits: Limits = field(default_factory=Limits)
@@ -41,5 +41,5 @@ class Settings:
 
 
 def spin_for(processes: int) -> float:
-    """`spin_s` for a host where so many processes wait for each other: none where they must share cores."""
+    """`spin_s` for a host where so many processes wait for each other: 0 if they must share cores."""
     return _SPIN_S if processes <= len(os.sched_getaffinity(0)) else 0.0

@@ -1,15 +1,15 @@
-"""Typed messages as bytes and back, by their annotations alone: nothing is pickled, nothing received is executed.
+"""Encoding of typed messages by their annotations alone: nothing is pickled, and nothing received is executed.
 
-A `Codec` is given the message classes, frozen dataclasses of numbers and small things, and the number of each. A class
-made of int, float, bool and IntEnum, and of dataclasses made of these, is one little-endian struct, compiled when the
-codec is made: int and IntEnum 8 bytes signed, float 8 bytes, bool 1 byte, in the order of the fields. A NamedTuple of
-int and float is such a struct too, for messages that are many: it is made in a fraction of the time. Any other class
-(text, bytes, tuples, None, one of several dataclasses) is JSON: a list of the fields in order, a dataclass again a
-list, one of several a list that begins with the name of its class, and bytes their hexadecimal digits.
+A `MessageCoder` is given the message classes, which are frozen dataclasses, and the number of each. A class made of
+int, float, bool and IntEnum, and of dataclasses made of these, is one little-endian struct, compiled when the coder
+is made: int and IntEnum are 8 bytes signed, float 8 bytes, bool 1 byte, in the order of the fields. A NamedTuple of
+int and float is such a struct too, for frequent messages: it is much faster to construct. Any other class (text,
+bytes, tuples, None, unions of dataclasses) is JSON: a list of the fields in order, a nested dataclass again as a
+list, a union as a list that begins with the class name, and bytes as hexadecimal digits.
 
 Whatever bytes arrive, `decode` returns a message whose every field has its annotated type and which `encode` would
-take, or raises ProtocolError. Text is what UTF-8 can hold: a lone surrogate is refused in both directions, or whoever
-prints, writes or compares that text later would fail.
+accept, or raises ProtocolError. Text must be valid UTF-8: a lone surrogate is refused in both directions, because
+code that prints, writes or compares that text later would fail.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ Buffer = bytes | bytearray | memoryview
 _Encode = Callable[[Any], bytes]
 _Decode = Callable[[Buffer], Any]
 _Pack = Callable[[Any], Any]
-"""A value as what `json.dumps` takes."""
+"""Turns a value into what `json.dumps` accepts."""
 _Unpack = Callable[[Any, str], Any]
-"""What `json.loads` gave, checked, as a value; the text names the field in errors."""
+"""Checks what `json.loads` returned and turns it into a value; the text names the field in errors."""
 
 
 class MessageCoder:
     """The messages of one protocol; `kinds` gives each class its number, which never changes its meaning."""
 
     def __init__(self, kinds: Mapping[int, type]) -> None:
-        """Compile the classes; UserError for a class, a field or a number that cannot travel."""
+        """Compile the classes; UserError for a class, a field or a number that cannot be encoded."""
         self._encoders: dict[type, tuple[int, _Encode]] = {}
         self._decoders: dict[int, _Decode] = {}
         for kind, message in kinds.items():
@@ -59,7 +59,9 @@ class MessageCoder:
             self._decoders[kind] = decode
 
     def encode(self, message: object) -> tuple[int, bytes]:
-        """The kind and the body of `message`; UserError if it is no message of this codec or a field has no room."""
+        """The kind and the body of `message`; UserError if it is not a message of this coder or a field is out of
+        range.
+        """
         entry = self._encoders.get(type(message))
         if entry is None:
             raise UserError(f"{type(message).__name__} is no message of this protocol")
@@ -70,7 +72,7 @@ class MessageCoder:
             raise UserError(f"{message!r} cannot be sent: {error}") from error
 
     def decode(self, kind: int, body: Buffer) -> Any:
-        """The message that `body` is; ProtocolError, and nothing else, for any other bytes."""
+        """The message encoded in `body`; ProtocolError, and no other error, for any other bytes."""
         decode = self._decoders.get(kind)
         if decode is None:
             raise ProtocolError("kind", f"{kind} is no message of this protocol")
@@ -113,7 +115,7 @@ def _flat_fields(message: type, prefix: str) -> list[tuple[str, Any]] | None:
 
 
 def _as_tuple(message: Any) -> tuple[_Encode, _Decode]:
-    """A named tuple of plain numbers: what is packed and unpacked is all of it."""
+    """The encoder and decoder of a NamedTuple of plain numbers, packed and unpacked without conversion."""
     hints = get_type_hints(message)
     names: tuple[str, ...] = getattr(message, "_fields", ())
     wrong = [name for name in names if hints[name] not in (int, float)]
@@ -153,7 +155,7 @@ def _as_struct(message: type, flat: list[tuple[str, Any]]) -> tuple[_Encode, _De
 
 
 def _builder(message: type, places: Any) -> Callable[[tuple[Any, ...]], Any]:
-    """How to make a `message` of unpacked numbers, its own at the next `places`."""
+    """Return a function that builds `message` from unpacked numbers, using the next `places`."""
     plain: list[tuple[str, int]] = []
     checked: list[tuple[str, Callable[[tuple[Any, ...]], Any]]] = []
     for name, hint in _hints(message).items():
@@ -174,7 +176,7 @@ def _builder(message: type, places: Any) -> Callable[[tuple[Any, ...]], Any]:
 
 
 def _checker(message: type, name: str, hint: Any, place: int) -> Callable[[tuple[Any, ...]], Any]:
-    """How to make a bool or an IntEnum of the number at `place`."""
+    """Return a function that converts the number at `place` to a bool or an IntEnum."""
     allowed: dict[int, Any] = {0: False, 1: True} if hint is bool else {int(one): one for one in hint}
 
     def check(numbers: tuple[Any, ...]) -> Any:
@@ -215,7 +217,7 @@ def _as_json(message: type) -> tuple[_Encode, _Decode]:
 
 
 def _rules(hint: Any, where: str) -> tuple[_Pack, _Unpack]:
-    """How values of one annotation become JSON and come back."""
+    """The functions that encode and decode the values of one annotation as JSON."""
     if _is_enum(hint):
         return _pack_int, _enum_unpacker(hint)
     if hint in _SCALARS:
@@ -362,7 +364,7 @@ def _unpack_bytes(value: Any, where: str) -> bytes:
         data = None
     if (
         data is None or data.hex() != value
-    ):  # one way to write it, so that what was signed is what is compared
+    ):  # only one spelling is allowed, so that what was signed is what is compared
         raise ProtocolError(where, f"must be pairs of lower-case hexadecimal digits, not {_quote(value)}")
     return data
 
@@ -402,7 +404,7 @@ def _is_enum(hint: Any) -> bool:
 
 
 def _built(message: type, values: dict[str, Any]) -> Any:
-    """A message; what its own validation refuses is the peer's doing."""
+    """Construct a message; an error of its validation becomes a ProtocolError, because the peer sent it."""
     try:
         return message(**values)
     except (ValueError, TypeError, ArithmeticError) as error:

@@ -1,1 +1,1 @@
-"""How messages move between two roles: shared memory, torch.distributed, or a simulated network."""
+"""Links, which move messages between two roles: over shared memory, TCP, torch.distributed or a simulation."""

@@ -1,4 +1,4 @@
-"""A bell that one thread rings and that ends the waits of another."""
+"""An alarm that one thread raises to end the waits of another."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ __all__ = ["Alarm"]
 
 
 class Alarm:
-    """Says who was lost, once somebody who watches over the peers has found out; the first to be told stays.
+    """Reports the lost rank, once a liveness monitor has found one; the first report stays.
 
-    `mark` gets the number of each collective that is entered, for those who watch from elsewhere.
+    `mark` gets the number of each collective that is entered, for monitors in other threads.
     """
 
     def __init__(self, mark: Callable[[int], None] = lambda _call: None) -> None:
@@ -22,7 +22,7 @@ class Alarm:
         self._listeners: list[Callable[[], None]] = []
 
     def on_ring(self, act: Callable[[], None]) -> None:
-        """Call `act` in the thread that rings, at once if it has rung: for waits that cannot look up by themselves."""
+        """Call `act` in the thread that raises the alarm, at once if it was raised: for waits that cannot poll."""
         with self._lock:
             if self._lost is None:
                 self._listeners.append(act)
@@ -30,7 +30,7 @@ class Alarm:
         act()
 
     def ring(self, rank: int, sentence: str) -> None:
-        """Rank `rank` is lost, for this reason."""
+        """Raise the alarm: rank `rank` is lost, for this reason."""
         with self._lock:
             if self._lost is not None:
                 return
@@ -41,7 +41,7 @@ class Alarm:
             act()
 
     def lost(self, wait_s: float = 0.0) -> tuple[int, str] | None:
-        """The rank that was lost and why, waiting up to `wait_s` for that; None if nobody was."""
+        """The lost rank and the reason, waiting up to `wait_s` for it; None if no rank was lost."""
         if wait_s > 0:
             self._rung.wait(wait_s)
         return self._lost

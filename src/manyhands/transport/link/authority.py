@@ -1,4 +1,4 @@
-"""Makes what `secure` reads: a run's authority, which signs a certificate for each host and then is forgotten.
+"""Makes the files that `secure` reads: a run's certificate authority, which signs one certificate per host.
 
 Needs the `cryptography` package (`pip install manyhands[tls]`).
 """

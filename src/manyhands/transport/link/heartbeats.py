@@ -1,7 +1,7 @@
-"""Heartbeats between processes: the driver of `pulse`, with a socket, two threads and the kernel's view of connections.
+"""Heartbeats between processes: drives `peer_liveness` with a socket, two threads and the kernel's connection state.
 
-One thread sends, in compiled code that never takes Python's lock: user code may hold it for minutes. The other listens,
-asks the kernel about connections when beats are missing, and ends waits through `on_lost`.
+One thread sends, in compiled code that never takes the GIL: user code may hold it for minutes. The other receives,
+asks the kernel about connections when heartbeats are missing, and ends waits through `on_lost`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from manyhands.transport.link.peer_liveness import (
 __all__ = ["BeatPlace", "Heartbeats", "address_of_interface", "data_ages", "exchange_places", "is_stopped"]
 
 _log = logging.getLogger("manyhands")
-_TIMES: Final = 3  # that what ends a watch is said: datagrams get lost
+_TIMES: Final = 3  # how often a final datagram is sent: datagrams get lost
 _STOP, _PROGRESS = 0, 8  # words of control, then the entries
 _ENTRIES: Final = 16
 _ADDRESS_BYTES: Final = 32
@@ -72,7 +72,7 @@ class _Store(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeatPlace:
-    """Where a rank listens for beats, what people call its host, and its process there."""
+    """Where a rank receives heartbeats, the name of its host, and its process there."""
 
     address: str
     port: int
@@ -83,16 +83,17 @@ class BeatPlace:
 
     @property
     def words(self) -> str:
-        """For sentences."""
+        """Its host and process, for error sentences."""
         return f"{self.host} ({self.address})"
 
 
 class Heartbeats:
-    """This rank's beats and its watch over `far`, other ranks; `close` says goodbye and ends both.
+    """This rank's heartbeats, and its liveness monitor of the ranks in `far`; `close` says goodbye and ends both.
 
-    `on_lost(rank, sentence)` is called in a thread, once, for the first rank that is lost. One of whom `in_peace` says
-    that it has left in good order is not lost. Between processes of one host beats are not stuck behind data, so data
-    excuses nobody there; but the kernel tells a process that was stopped from one that is starved of processors.
+    `on_lost(rank, sentence)` is called in a thread, once, for the first rank that is lost. A rank that has left in
+    good order, as `in_peace` says, is not lost. Between processes of one host, heartbeats are not delayed behind
+    data, so arriving data is no excuse there; but the kernel distinguishes a stopped process from one that gets no
+    processor time.
     """
 
     def __init__(
@@ -138,7 +139,7 @@ class Heartbeats:
             thread.start()
 
     def mark(self, progress: int) -> None:
-        """How far this rank has come, for its beats."""
+        """Set the progress of this rank, which its heartbeats carry."""
         self._progress.set(progress)
 
     def close(self) -> None:
@@ -171,14 +172,14 @@ class Heartbeats:
                 return
 
     def _read(self) -> PeerLost | None:
-        """Handle all that has arrived."""
+        """Handle all datagrams that have arrived."""
         while True:
             try:
                 datagram = self._socket.recv(FRAME.size + 1)
             except BlockingIOError:
                 return None
             except OSError as error:
-                # An ICMP answer to something sent: the other end is not there (yet), which its silence tells.
+                # An ICMP error for something sent: the peer is not there (yet), which its missing heartbeats show.
                 if error.errno in (errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH):
                     continue
                 raise
@@ -206,7 +207,7 @@ class Heartbeats:
         return self._liveness.look(now_s)
 
     def _is_starved(self, place: BeatPlace) -> bool:
-        """Whether it is a process of this host that would send beats if it were let."""
+        """Whether it is a process of this host that is alive but gets no processor time."""
         return place.address == self._here and place.pids == _pids() != "" and not is_stopped(place.pid)
 
     def _say(self, kind: HeartbeatKind, blamed: int = -1) -> None:
@@ -216,14 +217,14 @@ class Heartbeats:
                     self._socket.sendto(
                         self._liveness.frame(peer, kind, blamed=blamed), (place.address, place.port)
                     )
-                except OSError:  # no way there: then it hears nothing of us, which says the same
+                except OSError:  # no route: the peer hears nothing from us, which tells it the same
                     pass
 
 
 def exchange_places(
     store: _Store, rank: int, world: int, address: str
 ) -> tuple[socket.socket, dict[int, BeatPlace], bytes]:
-    """Collective: this rank's socket, where everyone listens, and the secret of the group, made by rank 0."""
+    """Collective: this rank's socket, the addresses of all ranks, and the secret of the group, made by rank 0."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     own = socket.socket(family, socket.SOCK_DGRAM)
     try:
@@ -303,7 +304,7 @@ def data_ages(addresses: Iterable[str]) -> dict[str, float]:
 
 
 def _peer_of(descriptor: int) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """The address at the other end; None for what is no connected internet socket."""
+    """The address at the other end; None if it is not a connected internet socket."""
     raw = ctypes.create_string_buffer(_ADDRESS_BYTES)
     length = ctypes.c_uint32(_ADDRESS_BYTES)
     if _libc.getpeername(descriptor, raw, ctypes.byref(length)) != 0:
@@ -335,7 +336,7 @@ def _raw_address(place: BeatPlace) -> bytes:
 
 @njit("void(int64, int64, int64)", nogil=True, cache=True)
 def _send_heartbeats(table, peers, descriptor):  # type: ignore[no-untyped-def]
-    """Send everyone a beat, with its number and how far this process has come, until told to stop."""
+    """Send every peer a heartbeat, with its number and the progress of this process, until told to stop."""
     count = 0
     while load_i64(table + _STOP) == 0:
         progress = load_i64(table + _PROGRESS)

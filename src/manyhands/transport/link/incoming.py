@@ -1,4 +1,4 @@
-"""The receiving half of a link: a read that can stop at any byte and go on later."""
+"""The receiving half of a link: a read that can stop at any byte and continue later."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _GOODBYE: Final = FrameKind.GOODBYE  # looked at with every message, and enumera
 
 
 class Incoming:
-    """One direction of a link, seen by its consumer, who takes what came by `read`.
+    """One direction of a link at its consumer, which takes the bytes with `read`.
 
-    What was read of an unfinished message is kept here, so a deadline in the middle of one loses nothing.
-    With `part`, which does it, a consumer that finds its producer on its own core moves to another.
+    The part of an unfinished message that was read is kept here, so a deadline in the middle of one loses nothing.
+    With `part`, a consumer that runs on the same core as its producer moves to another core.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Incoming:
         self._part_ns = 0 if part is not None else _NEVER_NS
 
     def receive(self, timeout_s: float, into: torch.Tensor | None) -> ReceiveOutcome:
-        """Read the next message, or go on with the one a deadline interrupted."""
+        """Read the next message, or continue the one that a deadline interrupted."""
         start_ns = time.monotonic_ns()
         deadline_ns = start_ns + int(timeout_s * 1e9)
         if start_ns >= self._part_ns:
@@ -110,7 +110,7 @@ class Incoming:
                 return None
             end = self._peer_end()
             if end is not None:
-                # What it said before it went may have arrived after the last look.
+                # What the peer sent before it left may have arrived after the last look.
                 self._done = self._read(address, num_bytes, self._done, 0, 0)
                 return None if self._done == num_bytes else end
             now_ns = time.monotonic_ns()

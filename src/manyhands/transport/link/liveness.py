@@ -1,8 +1,8 @@
-"""Who has been silent for too long: decided from times alone, which the caller reads from its clock.
+"""The liveness monitor: which peers have missed their heartbeats, decided from times that the caller passes.
 
-Everyone sends something at least every `heartbeat_s`, so silence for `silence_s` means that the process is gone,
-frozen or cut off. A process that did not look for a while (a long computation) has heard nothing either: what came
-meanwhile lies unread. After such a gap each peer has `heartbeat_s` more, once, before it is given up.
+Every peer sends something at least every `heartbeat_s`, so no input for `silence_s` means that its process is gone,
+frozen or cut off. A process that did not poll for a while (a long computation) has read nothing either: the input
+waits unread. After such a gap each peer has `heartbeat_s` more, once, before it is given up.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ __all__ = ["SILENT_AFTER_S", "LivenessMonitor", "LivenessTimes"]
 K = TypeVar("K", bound=Hashable)
 _CALLED: Final = 6
 SILENT_AFTER_S: Final = 5.0
-"""After how long without a sign of life a process is taken for lost, on one host and over a connection."""
+"""After how long without a heartbeat a process counts as lost, on one host and over a connection."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LivenessTimes:
-    """How often to speak, how long to bear silence, and how long a newcomer may take to say who it is."""
+    """How often to send heartbeats, when a peer counts as lost, and how long a pending connection may take to
+    identify.
+    """
 
     heartbeat_s: float = 0.5
     silence_s: float = SILENT_AFTER_S
@@ -41,7 +43,7 @@ class LivenessTimes:
 
 
 class LivenessMonitor(Generic[K]):
-    """Until when each peer has time to be heard."""
+    """The deadline of each peer for its next heartbeat."""
 
     def __init__(self, silence: LivenessTimes, now_s: float) -> None:
         self._silence = silence
@@ -53,27 +55,27 @@ class LivenessMonitor(Generic[K]):
         self._spared: set[K] = set()
 
     def arrived(self, peer: K, now_s: float, *, waits: bool = False) -> None:
-        """Somebody who has yet to say who it is; nothing but `heard` gives it more time.
+        """Add a pending connection; only `heard` extends its deadline.
 
-        Whom we called ourselves may have many others waiting to connect: it has more time, since there `waits` nobody.
+        With `waits` it gets more time: a peer that this end dialled may have many other connections pending.
         """
         self._newcomers.add(peer)
         self._until_s[peer] = now_s + self._silence.handshake_s * (_CALLED if waits else 1)
 
     def heard(self, peer: K, now_s: float) -> None:
-        """A peer that is known, from now on at least, said something."""
+        """Note input from a peer, which is known from now on at least."""
         self._until_s[peer] = now_s + self._silence.silence_s
         self._newcomers.discard(peer)
         self._spared.discard(peer)
 
     def left(self, peer: K) -> None:
-        """It is no longer waited for."""
+        """Stop monitoring a peer that has left."""
         self._until_s.pop(peer, None)
         self._newcomers.discard(peer)
         self._spared.discard(peer)
 
     def look(self, now_s: float) -> list[tuple[K, str]]:
-        """Whom to give up now, and why; everything that has arrived must have been read before."""
+        """The peers to give up now, and why; all input that has arrived must have been read before."""
         gap_s, self._looked_s = now_s - self._looked_s, now_s
         self.next_look_s = now_s + self._silence.heartbeat_s / 2
         lost: list[tuple[K, str]] = []

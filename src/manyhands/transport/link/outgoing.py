@@ -1,7 +1,7 @@
-"""The sending half of a link: straight into what carries it, a bounded queue for what finds no room.
+"""The sending half of a link: writes directly to the medium, and queues, within a bound, what does not fit.
 
 The queue holds references, never copies. A thread, started by the first message that does not fit, drains it
-outside the interpreter lock; while the queue is empty, the caller of `send` writes by itself.
+outside the GIL; while the queue is empty, the caller of `send` writes by itself.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ class _Waiting:
 
 
 class Outgoing:
-    """One direction of a link, seen by its producer, who lets it leave by `write`.
+    """One direction of a link at its producer, which sends the bytes with `write`.
 
-    `peer_end` says how the peer left, or None while it is there; it is asked at every send and at least every
-    50 ms of waiting.
+    `peer_end` says how the peer left, or None while it is there; it is called at every send and at least every 50
+    ms of waiting.
     """
 
     def __init__(

@@ -1,17 +1,19 @@
-"""Who on other hosts is still there, in pure code: datagrams and times in, verdicts out.
+"""Liveness of the ranks on other hosts. Does no I/O: datagrams and times in, verdicts out.
 
     | magic 8 | token 16 | kind 4 | rank 4 | count 8 | progress 8 | blamed 8 |      one datagram, 56 bytes
 
-Every rank sends every rank of another host a beat twice a second. A rank whose beats stop is silent: its process is
-stopped or gone, or the way from it is cut. Beats can also be stuck behind data on a slow link. So data that arrives
-from a host excuses its ranks, unless beats of another rank of that host come through, which then prove the way.
+Every rank sends every rank of another host a heartbeat twice a second. If a rank's heartbeats stop, its process is
+stopped or gone, or the route from it is cut. Heartbeats can also be delayed behind data on a slow link. So data
+that arrives from a host excuses its ranks, unless heartbeats of another rank of that host arrive, which proves that
+the route works.
 
-Nobody is judged who was never heard: where a firewall lets no datagrams pass, nothing is claimed. Who leaves in peace
-says goodbye. Who gives up another says so to all the others, the one given up included: after a cut in one direction it
-hears everything and would not know. Whoever has missed that one for a while as well names it, too.
+A rank that was never heard is not judged: if a firewall drops datagrams, nothing is claimed. A rank that leaves in
+good order says goodbye. A rank that gives up another reports it to all others, the one given up included: after a
+cut in one direction that one still receives everything and would not know. A rank that has missed the same one for
+a while agrees with the verdict.
 
-The token keeps out strangers and datagrams of other jobs. It travels in the clear, as all that Gloo sends: hosts need a
-network that is trusted.
+The token rejects unknown peers and datagrams of other jobs. It is sent in the clear, like everything that Gloo
+sends: the hosts need a trusted network.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ class PeerLost:
 
 
 class PeerLiveness:
-    """What one rank knows of the ranks of other hosts; `hosts` says in words where each of those is."""
+    """What one rank knows of the ranks of other hosts; `hosts` describes where each of them is."""
 
     def __init__(self, rank: int, hosts: Mapping[int, str], secret: bytes, now_s: float) -> None:
         self._rank = rank
@@ -90,7 +92,7 @@ class PeerLiveness:
         return FRAME.pack(_MAGIC, self._token(self._rank, to), kind, self._rank, count, progress, blamed)
 
     def handle(self, datagram: bytes, now_s: float) -> PeerLost | None:
-        """Take in what arrived; what is not of this group is dropped without a word."""
+        """Handle a datagram; one that is not of this group is dropped silently."""
         if len(datagram) != FRAME.size:
             return None
         magic, token, kind, rank, count, progress, blamed = FRAME.unpack(datagram)
@@ -106,7 +108,7 @@ class PeerLiveness:
             case HeartbeatKind.GOODBYE:
                 self.left(rank)
             case HeartbeatKind.GIVEN_UP:
-                if blamed in self.suspects(now_s):  # it is missed here as well, a moment less long
+                if blamed in self.suspects(now_s):  # missed here as well, though for slightly less time
                     self.left(blamed)
                     return self._silent(blamed, now_s)
                 self.left(rank)
@@ -114,12 +116,12 @@ class PeerLiveness:
         return None
 
     def left(self, rank: int) -> None:
-        """It is no longer waited for."""
+        """Stop monitoring a rank that has left."""
         self._gone.add(rank)
         self._liveness.left(rank)
 
     def suspects(self, now_s: float) -> dict[int, str]:
-        """Who has not been heard for half the time that leads to a verdict, and where it is."""
+        """The ranks unheard for half the time that leads to a verdict, with their hosts."""
         return {
             rank: self._hosts[rank]
             for rank, heard_s in self._heard_s.items()
@@ -127,7 +129,7 @@ class PeerLiveness:
         }
 
     def data_came(self, host: str, at_s: float, now_s: float) -> None:
-        """Data from `host` arrived at `at_s`: its ranks are excused until then, if none of its beats come through."""
+        """Data from `host` arrived at `at_s`: its ranks are excused until then, if none of its heartbeats arrive."""
         ranks = [rank for rank, where in self._hosts.items() if where == host and rank in self._heard_s]
         if any(now_s - self._heard_s[rank] < self._silence.silence_s / 2 for rank in ranks):
             return
@@ -136,12 +138,12 @@ class PeerLiveness:
                 self._liveness.heard(rank, at_s)
 
     def excuse(self, rank: int, now_s: float) -> None:
-        """It is known to live, though its beats do not come."""
+        """Excuse a rank that is known to be alive although its heartbeats do not arrive."""
         if rank in self._heard_s and rank not in self._gone:
             self._liveness.heard(rank, now_s)
 
     def look(self, now_s: float) -> PeerLost | None:
-        """The first rank that has been silent for too long; all that has arrived must have been handled before."""
+        """The first rank whose heartbeats have stopped for too long; handle all that has arrived before."""
         for rank, _ in self._liveness.look(now_s):
             self.left(rank)
             return self._silent(rank, now_s)
@@ -157,7 +159,7 @@ class PeerLiveness:
         )
 
     def unheard(self, now_s: float) -> tuple[int, ...]:
-        """The ranks that were never heard though there was time; told once."""
+        """The ranks that were never heard though there was time; reported once."""
         missing = tuple(rank for rank in self._hosts if rank not in self._heard_s and rank not in self._gone)
         if self._told_unheard or not missing or now_s - self._began_s < _UNHEARD_S:
             return ()

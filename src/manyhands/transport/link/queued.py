@@ -1,4 +1,4 @@
-"""What links have in common that queue what their medium does not take at once: counting, sending, leaving.
+"""What the links have in common that queue what their medium does not accept at once: counting, sending, closing.
 
     send ──Outgoing──► the medium (a ring, a connection) ──Incoming──► receive
 
@@ -88,7 +88,7 @@ class QueuedLink(Link):
         self._leave(silently=False)
 
     def abandon(self) -> None:
-        """Go without a word, as a crash would: the peer sees PeerDied."""
+        """Close without a goodbye, as a crash would: the peer sees PeerDied."""
         self._leave(silently=True)
 
     def let_go_in_child(self) -> None:

@@ -1,12 +1,12 @@
-"""What protects the connections of a run between hosts: mutual TLS, or the user's word that it is not needed.
+"""How the connections of a run between hosts are protected: by mutual TLS, or not at all if the user allows it.
 
     security = Security.from_directory("certificates/hostA")   # ca.pem, cert.pem, key.pem, token
     end = security.wrap_server(accepted, "worker 1")           # and there: wrap_client(connected, "worker 0")
     link = TcpLink(end, peer="worker 1")
 
-Both ends show a certificate that the run's authority signed (`manyhands certificates`), over TLS 1.3 and nothing older.
-Names in certificates are not compared: whoever has one of this authority is of this run, and proves its token besides.
-Nothing here needs more than the standard library.
+Both ends show a certificate that the run's authority signed (`manyhands certificates`), over TLS 1.3 only. Names in
+certificates are not compared: a process with a certificate of this authority belongs to this run, and proves its
+token besides. This module needs only the standard library.
 """
 
 from __future__ import annotations

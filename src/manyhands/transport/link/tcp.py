@@ -1,9 +1,9 @@
-"""The link of two roles over a TCP connection: what travels can be shaped, measured and slowed as a network is.
+"""The link of two roles over a TCP connection, whose traffic can be shaped, measured and throttled like a network.
 
-A message is its header and then its payload in the stream; a header of its own says goodbye before an end closes, which
-tells a close from a death. On one host the process that starts the roles connects them over loopback and hands each its
-end (`mesh.TcpMesh`): no port stays open, and nobody else can be at the other end. Between hosts the connection is under
-TLS (`secure.Security`).
+A message is its header and then its payload in the stream. A goodbye header precedes a clean close, which
+distinguishes it from a death. On one host the process that starts the roles connects them over loopback and passes
+each its end (`mesh.TcpMesh`): no port stays open, and no other process can be at the other end. Between hosts the
+connection uses TLS (`secure.Security`).
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class TcpLink(QueuedLink):
 
 
 def connected() -> tuple[socket.socket, socket.socket]:
-    """Two ends of one connection over loopback; anybody else who came to the port meanwhile is sent away."""
+    """Two ends of one connection over loopback; any other process that connects to the port meanwhile is rejected."""
     with socket.socket() as listener:
         _prepare(listener)  # whom it lets in inherits the size of its buffers
         listener.bind((_LOOPBACK, 0))

@@ -105,10 +105,10 @@ class SecureSocket:
         self._failed: TlsRefused | None = None
 
     def shake(self) -> int:
-        """Go on with the handshake; 0 once it is done, else what to wait for: select.POLLIN or POLLOUT.
+        """Continue the handshake; 0 once it is done, else what to wait for: select.POLLIN or POLLOUT.
 
-        The accepting end then says that it is content, and the connecting end waits for that: in TLS 1.3 it would
-        otherwise hear only later, if at all, that its certificate was refused.
+        The accepting end then confirms, and the connecting end waits for that: in TLS 1.3 it would otherwise learn
+        only later, if at all, that its certificate was refused.
         """
         if self._failed is not None:
             raise self._failed
@@ -243,7 +243,7 @@ class SecureSocket:
             raise ValueError("a secure socket never waits")
 
     def shutdown(self, how: int) -> None:
-        """End the connection beneath TLS, so that whoever waits for it wakes; what comes then is its end."""
+        """Shut the connection down beneath TLS, so that waits for it end; the next read returns its end."""
         socket.socket.shutdown(self._end, how)  # that of SSLSocket would go on without TLS
 
     def close(self) -> None:

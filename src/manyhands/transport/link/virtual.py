@@ -1,13 +1,12 @@
-"""Virtual time for roles that run in threads of one process: one clock per role, and nobody really sleeps.
+"""Virtual time for roles that run in threads of one process: one clock per role, and no real sleep.
 
-A role that waits says until when. Virtual time passes only when every running role waits: then the one with
-the earliest deadline (ties go by name) is told that it has passed. Any other role wakes later in virtual time
-and can send nothing into that one's past, so what a role sees does not depend on how its thread was
-scheduled.
+A waiting role declares its deadline. Virtual time passes only when every running role waits: then the role with the
+earliest deadline (ties go by name) is told that it has passed. Any other role wakes up later in virtual time and
+can send nothing into that one's past, so what a role sees does not depend on thread scheduling.
 
-That leaves the order in which threads run to us: a role that is woken goes on once the one that woke it waits itself,
-so that threads take turns instead of competing for the interpreter's lock at every message. A role that waits for
-something else than a link keeps the others back for `_PATIENCE_S` of real time, no longer.
+The order in which threads run is therefore free to choose: a role that is woken continues once the one that woke it
+waits, so that threads run in order instead of competing for the GIL at every message. A role that waits for
+something other than a link delays the others for `_PATIENCE_S` of real time, not longer.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ class VirtualTime:
     def wait(self, role: str, until_s: Callable[[], float], ready: Callable[[], bool]) -> bool:
         """Wait until `ready` (True), or until virtual time reaches `until_s` (False); `changed` is held, once.
 
-        Neither moves the clock. Whoever makes a waiting role ready must `wake` it.
+        Neither moves the clock. The role that makes a waiting role ready must `wake` it.
         """
         if role in self._waiting:
             raise UserError(
@@ -177,7 +176,7 @@ class VirtualTime:
                 self._woken.append(role)
 
     def _sleep(self, role: str) -> bool:
-        """Let the next one go on, and sleep until `role` is woken; False if that takes more than `stall_s`."""
+        """Let the next role continue, and sleep until `role` is woken; False if that takes more than `stall_s`."""
         self._awake -= role in self._running
         self._let_go_on()
         give_up_s = time.monotonic() + self._stall_s
@@ -190,22 +189,22 @@ class VirtualTime:
         return True
 
     def _await_turn(self, role: str, *, heard: bool = False) -> None:
-        """Be one of those that are awake, when none is or patience has an end."""
+        """Become runnable once no other role is, or once the patience is over."""
         if role in self._woken and not heard:
             self._hear(role)
-        if role in self._woken:  # it was not told to go on
+        if role in self._woken:  # it was not woken to continue
             self._woken.remove(role)
             self._awake += role in self._running
 
     def _hear(self, role: str) -> None:
-        """Wait for this role's bell, not for long."""
+        """Wait briefly for this role's wake-up."""
         wakeup = self._wakeup(role)
         self.changed.release()
         wakeup.acquire(timeout=min(_PATIENCE_S, self._stall_s))
         self.changed.acquire()
 
     def _let_go_on(self) -> None:
-        """If nobody is awake, let the role go on whose turn it is."""
+        """If no role is running, let the next one in order continue."""
         if self._woken and not self._awake:
             role = self._woken.popleft()
             self._awake += role in self._running
