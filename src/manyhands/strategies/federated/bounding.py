@@ -1,4 +1,4 @@
-"""The norms of a simulated round's updates: workers tell each other those of the clients that they played."""
+"""The norms of a simulated round's updates: workers exchange those of the clients that they simulated."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["RoundNorms"]
 
 
 class RoundNorms:
-    """Of one worker's end of the rounds; a ratio of 0: nobody looks at them."""
+    """One worker's view of the norms of a round; with a ratio of 0 norms are not checked."""
 
     def __init__(self, ratio: float) -> None:
         self._ratio = ratio

@@ -34,7 +34,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GivenModel:
-    """What a client of a round begins, or has begun with."""
+    """The model that a client of a round starts from."""
 
     client: int
     weights: Sequence[Tensor]
@@ -46,11 +46,11 @@ class GivenModel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClientAssignment:
-    """What a client is given to do."""
+    """The work assigned to a client in a round."""
 
     client: int
     samples: NDArray[np.int64]
-    """The numbers of its own."""
+    """Indices of the client's samples."""
     weights: Sequence[Tensor]
     """The model that it begins with."""
     number: int
@@ -61,14 +61,14 @@ class ClientAssignment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoundPlace:
-    """Which round a worker is in, and with whom."""
+    """The round that a worker is in: its number, the clients asked, and this worker's rank."""
 
     number: int
-    """Of the round, from 0."""
+    """Number of the round, from 0."""
     clients: Sequence[int]
-    """Who was asked."""
+    """The clients that were asked."""
     rank: int
-    """Of this worker."""
+    """Rank of this worker."""
     total: Callable[[Tensor], Tensor]
     """Collective: the sum over the workers."""
 
@@ -91,7 +91,7 @@ class ClientUpdate:
 
     @property
     def num_bytes(self) -> int:
-        """What travels."""
+        """Bytes that are sent."""
         if self.encoded_bytes is not None:
             return self.encoded_bytes
         return sum(change.numel() * change.element_size() for change in self.change)
@@ -110,7 +110,7 @@ class ClientUpdate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeighedUpdate:
-    """One client's update by itself, where the server must see it."""
+    """One client's update with its weight, where the server must see single updates."""
 
     client: int
     change: Sequence[Tensor]
@@ -119,12 +119,12 @@ class WeighedUpdate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TallySum:
-    """What the server knows after a round, the same on every worker."""
+    """The result of a round's tally, the same on every worker."""
 
     sums: Sequence[Tensor]
     """Of weight times update, a tensor for each of an update's, in double precision."""
     weight: float
-    """Of all together; 0: nobody's update was counted."""
+    """Sum of the weights; 0: no client's update was counted."""
     loss: float
     """The sum of weight times mean loss."""
     traffic: Traffic
@@ -132,7 +132,7 @@ class TallySum:
     updates: Sequence[WeighedUpdate] = ()
     """Each by itself, in the order of the round's clients, for an algorithm with `single_updates`; else none."""
     missing: int = 0
-    """Of the clients whose updates would stand there, how many sent none that counts."""
+    """Of the clients that `updates` would list, how many sent none that counts."""
 
 
 class RoundTally(Protocol):

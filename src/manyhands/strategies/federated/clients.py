@@ -1,6 +1,6 @@
-"""What a client does in a round: it takes the model, trains it on its own samples, and tells how far it came.
+"""A client's work in a round: it takes the model, trains it on its samples, and reports the difference.
 
-Everything random in it follows from (seed, round, client), so that it does not matter which worker plays it, and when.
+All random numbers follow from (seed, round, client), so it does not matter which worker simulates a client, or when.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def held_names(model: nn.Module) -> list[str]:
 
 
 class ClientTrainer:
-    """Plays clients one after another, on one copy of the model."""
+    """Simulates clients one after another, on one copy of the model."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class ClientTrainer:
 
     @property
     def notice(self) -> str:
-        """What whoever reads of this should know: nothing."""
+        """A notice for the user about this runner: none."""
         return ""
 
     def _train(self, one: ClientAssignment, like: Optimizer) -> ClientUpdate:

@@ -1,7 +1,7 @@
-"""One worker's end of federated rounds in the common loop: a step of the loop is a round.
+"""One worker's endpoint of federated rounds in the common loop: a step of the loop is a round.
 
-`compute` plays this worker's share of the round's clients and gives their updates to the round's tally, `agree` takes
-its total over the workers, and `apply` moves the model by their mean, as the algorithm says.
+`compute` simulates this worker's share of the round's clients and adds their updates to the round's tally. `agree`
+takes the tally's total over the workers. `apply` moves the model by the mean, as the algorithm says.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _precise(computer: Computer, function: Callable[[nn.Module, Any], _T]) -> Ca
 
 
 class FederatedExchange(Exchange):
-    """Plays clients, and is the server; over a collective where several workers share them."""
+    """Simulates clients and acts as the server; workers that share the clients communicate by collectives."""
 
     steps_itself = True
     when_broken = (
@@ -234,7 +234,7 @@ class FederatedExchange(Exchange):
         )
 
     def _cohort(self) -> Cohort:
-        """Whom this worker plays."""
+        """The clients that this worker simulates."""
         sizes = [len(samples) for samples in self._samples_of]
         most = math.ceil(
             self._strategy.per_round(len(sizes)) * (self._strategy.over if self._strategy.secure else 1)
@@ -359,7 +359,7 @@ class FederatedExchange(Exchange):
 
     @torch.no_grad()
     def apply(self) -> None:
-        """The server's step."""
+        """Apply the server's step to the model."""
         assert self._found is not None, "agree comes before apply"
         like = self._algorithm.sent(self._weights)
         found, self._found = self._algorithm.layers.whole(self._found, like), None
@@ -389,7 +389,7 @@ class FederatedExchange(Exchange):
         return {name: value for name, value in kept.items() if value} if self.rank == 0 else {}
 
     def load_state(self, memory: Mapping[str, Any]) -> None:
-        """Go on with it."""
+        """Restore the algorithm's state; the rest is kept until it can be restored."""
         self._loaded_state = memory
         self._algorithm.load_state(memory.get("algorithm", {}))
 

@@ -49,7 +49,7 @@ def _reaches(pattern: str, name: str) -> bool:
 
 
 class LocalLayers:
-    """What stays with the clients of a run; by default nothing."""
+    """The layers that stay on the clients of a run; by default none."""
 
     def __init__(self, names: Sequence[str] = (), patterns: str = EVERYTHING_SHARED) -> None:
         self._local = local_names(names, patterns)

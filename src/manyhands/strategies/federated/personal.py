@@ -1,4 +1,4 @@
-"""Models of clients' own: the common one fine-tuned by each, and what is in a checkpoint of Ditto's and `keep=`'s."""
+"""Personal models of clients: the fine-tuned common model, and those of Ditto and `keep=` from a checkpoint."""
 
 from __future__ import annotations
 

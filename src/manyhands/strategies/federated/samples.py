@@ -1,4 +1,4 @@
-"""The samples of all simulated clients, looked up by number: arrays lie on the device, for many batches at once."""
+"""The samples of all simulated clients, looked up by index; arrays stay on the device, for many batches at once."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Batches:
     seed: int
 
     def keys(self) -> list[_BatchKey]:
-        """One for each batch."""
+        """One key for each batch: its seed and the indices of its samples."""
         return [
             (mix(self.seed, number), *indices.reshape(-1).tolist())
             for number, indices in enumerate(self.indices)

@@ -23,7 +23,7 @@ _ONE: Final = 0  # class, where no norm matters
 
 @dataclass(slots=True)
 class PartialSum:
-    """Of weight times update, with their weights and losses."""
+    """A partial sum of weight times update, with its weights and losses."""
 
     sums: list[Tensor]
     weight: float = 0.0
@@ -31,7 +31,7 @@ class PartialSum:
 
 
 class ClassSums:
-    """The updates of a round so far."""
+    """The partial sums of a round's updates so far, by norm class."""
 
     def __init__(self, like: Sequence[Tensor], *, by_norm: bool) -> None:
         """Of tensors like these; not `by_norm`: all in one sum."""
@@ -46,7 +46,7 @@ class ClassSums:
         return made
 
     def add(self, update: ClientUpdate, weight: float) -> None:
-        """One more."""
+        """Add one update."""
         which = norm_class(update.norm) if self._by_norm else _ONE
         if which not in self._classes:
             self._classes[which] = self._empty()

@@ -1,4 +1,4 @@
-"""`federated`: the common loop, with rounds for steps."""
+"""Strategy `federated`: the common training loop, with rounds as steps."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = ["FederatedTraining"]
 
 
 class FederatedTraining(ExchangeTraining):
-    """Workers of one host share the clients of every round among them."""
+    """Training in which the workers of one host share the clients of every round."""
 
     def __init__(self, request: Request, model: nn.Module) -> None:
         """UserError where the task asks for what clients cannot do, or its data cannot be split over them."""

@@ -29,7 +29,7 @@ Tuned = Iterator[tuple[int, Sequence[Tensor]]]
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """For how many epochs on its own samples."""
+    """Fine-tuning settings: for how many epochs each client trains on its samples."""
 
     epochs: int
 
@@ -57,6 +57,6 @@ class TuningSteps(FederatedAlgorithm):
     def report(
         self, client: int, start: Sequence[Tensor], trained: Sequence[Tensor], steps: int
     ) -> Sequence[Tensor]:
-        """A copy of them."""
+        """Report a copy of the trained tensors."""
         del client, start, steps
         return [one.clone() for one in trained]

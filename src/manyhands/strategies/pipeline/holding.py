@@ -17,7 +17,7 @@ __all__ = ["Holding", "holding_of", "require_own_statistics"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Holding:
-    """One stage's."""
+    """What one stage holds of the model."""
 
     parts: tuple[ChainPart, ...]
     """The stage's parts of the chain, in order."""

@@ -23,7 +23,7 @@ __all__ = ["ClientUpdate", "FederatedAlgorithm", "FederatedFacts"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FederatedFacts:
-    """What an algorithm is told of the run before its first round."""
+    """What an algorithm is given to know of the run before its first round."""
 
     names: Sequence[str] = ()
     """Of the model's tensors, in their order."""
@@ -84,7 +84,7 @@ class FederatedAlgorithm(ABC):
 
     def __init__(self) -> None:
         self.states: ClientStates = {}
-        """What each client keeps for itself, of the shapes that `kept` says. On a device there is one."""
+        """What each client keeps between rounds, of the shapes that `kept` gives. A real device has one entry."""
         self.facts = FederatedFacts()
         self.layers = LocalLayers()
         """Which of the model's tensors stay with each client, and those."""
@@ -146,7 +146,7 @@ class FederatedAlgorithm(ABC):
         return [mine - begun for mine, begun in zip(trained, start, strict=True)]
 
     def refused(self, client: int) -> None:  # noqa: B027 - most keep nothing
-        """On a client whose report was not counted in this round: it keeps what it had before."""
+        """On a client whose report was not counted in this round: it restores what it had before."""
 
     def personal(self, client: int, weights: Sequence[Tensor]) -> Sequence[Tensor]:
         """The model that a client itself uses, where the server's is `weights`."""
@@ -156,10 +156,10 @@ class FederatedAlgorithm(ABC):
     def correct_personal(  # noqa: B027
         self, client: int, parameters: Sequence[Tensor], weights: Sequence[Tensor]
     ) -> None:
-        """As `correct`, while a client trains a model of its own; `weights` are the server's."""
+        """Like `correct`, while a client trains its personal model; `weights` are the server's."""
 
     def keep_personal(self, client: int, trained: Sequence[Tensor]) -> None:  # noqa: B027
-        """On a client: what its own model has come to; the tensors are used again and must be copied."""
+        """On a client: store its trained personal model; the tensors are reused by the caller and must be copied."""
 
     def weight(self, update: ClientUpdate) -> float:
         """What an update weighs in the mean."""

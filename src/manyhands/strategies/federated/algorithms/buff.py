@@ -53,7 +53,7 @@ def next_client(seed: int, trip: int, free: Sequence[int]) -> int:
 
 
 class Underway(NamedTuple):
-    """A client that has begun and is not back."""
+    """A client that has started training and has not reported yet."""
 
     back_s: float
     client: int
@@ -75,17 +75,17 @@ class ClientArrivals:
         self._waiting: list[tuple[int, int]] = []
 
     def add(self, back: Underway) -> None:
-        """One more is back."""
+        """Record that one more client has reported."""
         self._waiting.append((back.client, back.version))
 
     @property
     def num_active(self) -> int:
-        """Those under way."""
+        """Number of clients that are training."""
         return len(self._underway)
 
     @property
     def num_waiting(self) -> int:
-        """Those back, whose updates are in no step yet."""
+        """Number of clients that have reported and whose updates are in no step yet."""
         return len(self._waiting)
 
     def slots_at(self, clock: int) -> tuple[int, ...]:
@@ -107,7 +107,7 @@ class ClientArrivals:
 
 
 class FedBuff(FederatedAlgorithm):
-    """Nobody waits for slow clients; their updates come late and count for less."""
+    """FedBuff: the server does not wait for slow clients; late updates count for less."""
 
     word: ClassVar[str] = "fedbuff"
     about: ClassVar[str] = (
@@ -171,7 +171,7 @@ class FedBuff(FederatedAlgorithm):
         self._stale = [count + len(staleness), total + sum(staleness), max(most, *staleness)]
 
     def _send_off(self, number: int, back: Sequence[int]) -> bool:
-        """Let another client begin, who is neither under way nor just back; False where there is none."""
+        """Let another client start that is neither training nor just back; False where there is none."""
         away = {one.client for one in self._underway} | set(back)
         free = [client for client in range(self.facts.clients) if client not in away]
         if not free:
@@ -210,7 +210,7 @@ class FedBuff(FederatedAlgorithm):
         }
 
     def load_state(self, memory: Mapping[str, Any]) -> None:
-        """Go on with them."""
+        """Restore the clients in flight, the model versions they began with, and the simulated clock."""
         if not memory:
             return
         self._clock_s, self._trips = float(memory["clock_s"]), int(memory["trips"])

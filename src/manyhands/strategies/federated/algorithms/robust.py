@@ -23,7 +23,7 @@ __all__ = ["CoordinateMedian", "Krum", "MultiKrum", "TrimmedMean", "krum_scores"
 
 
 class _Robust(FederatedAlgorithm):
-    """FedAvg's clients, with another mean."""
+    """Base of the robust algorithms: clients train as in FedAvg, and the server uses another mean."""
 
     single_updates: ClassVar[bool] = True
 
@@ -75,7 +75,7 @@ class TrimmedMean(_Robust):
         return math.ceil(self._fraction * clients - 1e-9)
 
     def check_round(self, clients: int) -> None:
-        """Somebody must stay."""
+        """UserError unless at least one client remains after trimming."""
         if 2 * self._left_out(clients) >= clients:
             raise UserError(
                 f"algorithm=trimmed:{self._fraction:g}: of {clients} clients a round nobody would stay; use "
@@ -87,7 +87,7 @@ class TrimmedMean(_Robust):
 
 
 class Krum(_Robust):
-    """The one update that is nearest to its neighbours."""
+    """Krum: selects the one update that is nearest to its neighbours."""
 
     word: ClassVar[str] = "krum"
     about: ClassVar[str] = "the one update that lies closest to most others, of whom HOSTILE may be anything"
@@ -130,7 +130,7 @@ class Krum(_Robust):
 
 
 class MultiKrum(Krum):
-    """The mean of all but HOSTILE updates."""
+    """Multi-Krum: the mean of all but HOSTILE updates."""
 
     word: ClassVar[str] = "multikrum"
     about: ClassVar[str] = "the mean of the updates that lie closest to others, all but HOSTILE"

@@ -37,7 +37,7 @@ _OWN = (_IDENTITY, f".{_IDENTITY}.writing", _ABOUT, f".{_ABOUT}.writing")
 
 
 class DeviceState:
-    """A device's folder."""
+    """A device's folder: its key, its number and its run directory."""
 
     def __init__(self, path: Path) -> None:
         """Make it, or open it; UserError where it cannot be."""
@@ -74,7 +74,7 @@ class DeviceState:
         return found if isinstance(found, int) else None
 
     def remember(self, **facts: Any) -> None:
-        """Keep more about itself."""
+        """Store more facts in `device.json`."""
         self.about = {**self.about, **facts}
         write_json(self.path / _ABOUT, self.about)
 

@@ -1,6 +1,6 @@
-"""A device's requests: signed, with a deadline each, over a connection that is made anew when it is lost.
+"""A device's HTTPS requests: signed, each with a deadline, over a connection that is reopened when it is lost.
 
-Needs nothing but the standard library (and `cryptography` for the signature).
+Needs only the standard library (and `cryptography` for the signature).
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ _PIECE: Final = 1 << 16
 
 
 class Unreached(ManyhandsError):
-    """The server was not reached, or did not answer in time: ask again later."""
+    """The server could not be reached, or did not answer in time: retry later."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What the server answered."""
+    """The server's response."""
 
     status: int
     body: bytes
 
 
 class BackOff:
-    """How long to wait before the next try: longer each time, and never as long as somebody else's."""
+    """Exponential back-off with jitter: waits grow, and differ between devices."""
 
     def __init__(self, first_s: float = 0.2, most_s: float = 30.0, seed: int | None = None) -> None:
         self._first_s, self._most_s = first_s, most_s
@@ -65,7 +65,7 @@ class BackOff:
         return longest * self._random.uniform(0.5, 1.0)
 
     def reset(self) -> None:
-        """It was reached."""
+        """Start over after the server was reached."""
         self._tries = 0
 
 
@@ -74,7 +74,7 @@ Asker = Callable[[str, str, bytes, str, int], Reply]
 
 
 class HttpsAsker:
-    """Asks one server; it is who its certificate says, or nothing is sent."""
+    """Sends requests to one server; nothing is sent unless its certificate is valid."""
 
     def __init__(self, address: str, authority: Path | None) -> None:
         """UserError for an address that is none, or a file that holds no certificate.

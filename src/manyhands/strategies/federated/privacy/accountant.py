@@ -23,7 +23,7 @@ _ENDLESS: Final = 1 << 40
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoundKind:
-    """All that the cost of a round depends on."""
+    """The properties of a round that determine its privacy cost."""
 
     noise: float
     """The deviation of the noise, by the most that one client can change."""

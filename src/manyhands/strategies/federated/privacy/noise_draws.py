@@ -30,7 +30,7 @@ _AT_ONCE: Final = 1 << 18
 
 
 class UniformDraws(Protocol):
-    """Independent random numbers."""
+    """A source of independent uniform random numbers."""
 
     def uniform(self, count: int) -> NDArray[np.float64]:
         """So many, evenly from the multiples of 2⁻⁵³ above 0 and up to 1."""
@@ -53,7 +53,7 @@ class SeededDraws:
         self._random = np.random.default_rng(mix(seed, *numbers))
 
     def uniform(self, count: int) -> NDArray[np.float64]:
-        """The next ones."""
+        """Draw the next numbers."""
         return 1.0 - self._random.random(count)
 
 

@@ -59,7 +59,7 @@ class PrivateRounds:
 
     @property
     def noise(self) -> RoundNoise:
-        """Of the next round."""
+        """The noise of the next round."""
         return self._terms.round_noise(self.cohort, self._bound)
 
     @property
@@ -107,7 +107,7 @@ class PrivateRounds:
         return min(max(bound, self._least), self._most)
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """The state for a checkpoint."""
         spent = self.spending.state() if self.spending is not None else {}
         return {"bound": self._bound, **spent}
 

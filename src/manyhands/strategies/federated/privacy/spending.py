@@ -21,7 +21,7 @@ __all__ = ["PrivacyBudget", "Spending"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrivacyBudget:
-    """What is promised: the most epsilon, 0 for any, at this delta."""
+    """The privacy promise: the largest epsilon (0: unlimited) at this delta."""
 
     epsilon: float
     delta: float

@@ -111,7 +111,7 @@ class PrivacyTerms:
 
     @property
     def budget(self) -> PrivacyBudget:
-        """The most epsilon."""
+        """The largest epsilon and its delta."""
         return PrivacyBudget(epsilon=self.epsilon, delta=self.delta)
 
     def cohort(self, clients: int, per_round: int) -> float:

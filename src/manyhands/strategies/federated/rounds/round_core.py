@@ -47,7 +47,7 @@ _Outcome = tuple["RoundState", tuple[RoundDecision, ...]]
 
 
 class RoundPhase(StrEnum):
-    """What the server waits for."""
+    """What the server is waiting for."""
 
     SELECTING = "selecting"
     """Enough clients to be there."""
@@ -64,7 +64,7 @@ class RoundTerms:
     """How rounds are held; UserError where the numbers cannot all be meant."""
 
     rounds: int
-    """How many are to count."""
+    """How many rounds must count."""
     clients: int
     """How many there are at most."""
     goal: int
@@ -111,11 +111,11 @@ class RoundTerms:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoundState:
-    """All that is known between two events."""
+    """Everything the core knows between two events."""
 
     phase: RoundPhase = RoundPhase.SELECTING
     done: int = 0
-    """Rounds that count."""
+    """Number of rounds that count."""
     attempt: int = 0
     """Rounds that were begun; the number of the newest, from 1."""
     abandoned: int = 0

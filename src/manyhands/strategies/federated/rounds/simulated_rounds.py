@@ -49,10 +49,10 @@ _USUAL_S: Final = 10.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimulatedCourse:
-    """Who takes part in an attempt that counts, unless updates are refused."""
+    """The clients that take part in an attempt that counts, unless updates are rejected."""
 
     attempt: int
-    """Its number, from 1."""
+    """The attempt's number, from 1."""
     asked: tuple[int, ...]
     counted: tuple[int, ...]
     """Whose reports come first, and in time; nobody else need be trained."""
@@ -64,7 +64,7 @@ class SimulatedTurnout:
 
     asked: int = 0
     dropped: int = 0
-    """Who said nothing more."""
+    """Clients that stopped responding."""
     late: int = 0
     """Whose report came after the round had ended."""
     simulated_s: float = 0.0
@@ -73,7 +73,7 @@ class SimulatedTurnout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Attempt:
-    """What is going to happen in one."""
+    """The planned outcome of one attempt."""
 
     begun: RoundState
     asked: tuple[int, ...]
@@ -94,7 +94,7 @@ class SimulatedRounds:
         self.all_report: Final = not dropout and not self._has_deadline and terms.asks == terms.goal
         """Whether nothing but an update that is refused can keep an attempt from counting in full."""
         self.state = RoundState()
-        """Between rounds."""
+        """The core's state between rounds."""
         self.participation = SimulatedTurnout()
         self._open: _Attempt | None = None
 
@@ -149,7 +149,7 @@ class SimulatedRounds:
             raise DataError(f"the participation of clients is damaged: {error!r}") from error
 
     def summary(self) -> dict[str, Any]:
-        """For the run's summary."""
+        """The outcome of the rounds, for the run's summary."""
         attempts = {"attempts": self.state.attempt, "abandoned": self.state.abandoned}
         return {**attempts, **asdict(self.participation)}
 

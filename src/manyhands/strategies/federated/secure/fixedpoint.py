@@ -59,7 +59,7 @@ class FixedPoint:
 
     @property
     def most(self) -> int:
-        """The largest whole number of an item, before it is weighted."""
+        """The largest integer of an item, before it is weighted."""
         return int(2 ** (self.bits - 1)) - 1
 
     @property
@@ -69,7 +69,7 @@ class FixedPoint:
 
     @property
     def dtype(self) -> np.dtype[np.unsignedinteger]:
-        """Of the words."""
+        """The integer type of the words."""
         return RINGS[self.ring]
 
     @property

@@ -49,16 +49,16 @@ __all__ = ["SecureClient", "SecureStage", "require_signed"]
 
 
 class SecureStage(IntEnum):
-    """What a party of a round waits for."""
+    """The message that a party of a round waits for."""
 
     ADVERTISE = 0
     """Keys are drawn and signed."""
     SHARE = 1
     """Secrets are shared among the clients."""
     MASK = 2
-    """Inputs come under their masks."""
+    """Masked inputs arrive."""
     CONFIRM = 3
-    """Clients sign whose input counts."""
+    """Clients sign the list of clients whose input counts."""
     UNMASK = 4
     """Clients give the shares that take the masks off the sum."""
     DONE = 5
@@ -68,7 +68,7 @@ class SecureStage(IntEnum):
 
 
 class SecureClient:
-    """One client in one round; keys are drawn for it and never used again."""
+    """One client in one round; its keys are generated for the round and never reused."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class SecureClient:
             return replace(mine, signature=sign(self._identity, mine.signed)).encode()
 
     def share(self, message: bytes) -> bytes:
-        """Given everybody's keys: a share of both secrets for each other client, sealed."""
+        """Given the keys of all clients: return a sealed share of both secrets for each other client."""
         with self._taking(SecureStage.SHARE):
             listed = KeyList.decode(message)
             self._check_keys(listed)
@@ -158,14 +158,14 @@ class SecureClient:
             return MaskedInput(words=masked).encode()
 
     def confirm(self, message: bytes) -> bytes:
-        """Given whose input has come: this client's signature that it was told so."""
+        """Given the list of clients whose input has arrived: return this client's signature of it."""
         with self._taking(SecureStage.CONFIRM):
             self._lists = self._checked_lists(SurvivorList.decode(message))
             text = self._lists.signed(self._terms.digest, self._keys_digest)
             return Confirmation(signature=sign(self._identity, text)).encode()
 
     def unmask(self, message: bytes) -> bytes:
-        """Given that enough others were told the same: the shares that take the masks off the sum."""
+        """Given proof that enough others saw the same list: return the shares that remove the masks from the sum."""
         with self._taking(SecureStage.UNMASK):
             request = UnmaskRequest.decode(message)
             lists = self._checked_lists(request.lists)
