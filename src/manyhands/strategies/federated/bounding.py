@@ -28,7 +28,7 @@ class RoundNorms:
         self.rejected: dict[int, float] = {}
         """Whose updates of this round do not count, and their norms."""
         self.total_rejected = 0
-        """Updates of clients that this worker played, over all rounds."""
+        """Rejected updates of clients that this worker simulated, over all rounds."""
 
     def begin_round(self) -> None:
         """Forget the round before."""
@@ -58,7 +58,7 @@ class RoundNorms:
 
     @property
     def rejected_here(self) -> list[int]:
-        """Those that this worker played."""
+        """The rejected updates of clients that this worker simulated."""
         return [client for client in self.rejected if client in self._mine]
 
     def describe(self, clients: Sequence[int]) -> str:

@@ -39,7 +39,7 @@ class GivenModel:
     client: int
     weights: Sequence[Tensor]
     number: int
-    """Of the round in which it was given that."""
+    """The round in which the client was given the model."""
     staleness: int = 0
     """How many rounds ago that was."""
 
@@ -54,7 +54,7 @@ class ClientAssignment:
     weights: Sequence[Tensor]
     """The model that it begins with."""
     number: int
-    """Of the round in which it was given that, from 0: all that is random in its work follows from it."""
+    """The round in which the client was given the work, from 0; its random numbers follow from it."""
     staleness: int = 0
     """How many rounds ago that was, when its update is counted."""
 
@@ -122,13 +122,13 @@ class TallySum:
     """The result of a round's tally, the same on every worker."""
 
     sums: Sequence[Tensor]
-    """Of weight times update, a tensor for each of an update's, in double precision."""
+    """Sums of weight times update, one tensor for each of an update's, in double precision."""
     weight: float
     """Sum of the weights; 0: no client's update was counted."""
     loss: float
     """The sum of weight times mean loss."""
     traffic: Traffic
-    """What the clients sent that this worker played."""
+    """What the clients sent that this worker simulated."""
     updates: Sequence[WeighedUpdate] = ()
     """Each by itself, in the order of the round's clients, for an algorithm with `single_updates`; else none."""
     missing: int = 0
@@ -139,7 +139,7 @@ class RoundTally(Protocol):
     """Collects the updates of one round."""
 
     def add(self, update: ClientUpdate, weight: float) -> None:
-        """One more of those this worker played; its numbers are finite."""
+        """Add an update of a client that this worker simulated; its numbers are finite."""
 
     def total(self, largest: int | None = None) -> TallySum:
         """Collective, once: what all workers' updates come to. NonFinite where the round must be abandoned.
@@ -149,7 +149,7 @@ class RoundTally(Protocol):
 
 
 def _all_finite(tensor: Tensor) -> bool:
-    """By its extremes, which are not finite where any item is not: one pass, and no tensor of answers."""
+    """Check the extremes, which are not finite where any item is not: one pass, without a tensor of results."""
     if not tensor.numel():
         return True
     return all(math.isfinite(extreme) for extreme in torch.stack(tensor.aminmax()).tolist())

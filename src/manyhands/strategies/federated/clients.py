@@ -56,7 +56,7 @@ def work_of(strategy: Federated) -> LocalWork:
 
 
 def selected(seed: int, number: int, clients: int, count: int) -> list[int]:
-    """Who takes part in round `number`: `count` of the clients, each as likely as any other, in ascending order."""
+    """The clients of round `number`: `count` of them, all equally likely, in ascending order."""
     random = np.random.default_rng(mix(seed, number, _SELECTING))
     return sorted(random.choice(clients, count, replace=False).tolist())
 
@@ -87,7 +87,7 @@ def held(model: nn.Module) -> list[Tensor]:
 
 
 def held_names(model: nn.Module) -> list[str]:
-    """Of what travels, in the same order."""
+    """Names of the tensors that are sent, in the same order."""
     return [
         *(name for name, _ in model.named_parameters()),
         *(name for name, buffer in model.named_buffers() if buffer.is_floating_point()),

@@ -149,7 +149,7 @@ class FederatedExchange(Exchange):
 
     @property
     def copies(self) -> Sequence[Sequence[int]]:
-        """Everybody holds the model."""
+        """Every worker holds the whole model."""
         return (range(self.world),)
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -193,7 +193,7 @@ class FederatedExchange(Exchange):
         return Computed(loss=loss, share=share, samples=samples, input_ns=input_ns)
 
     def _client_runner(self, computer: Computer, model: nn.Module) -> ClientRunner:
-        """Who trains this worker's clients; the first time, learn who they are, and what they have kept."""
+        """The runner that trains this worker's clients; the first call partitions the samples and restores states."""
         if self._trainer is not None:
             return self._trainer
         self._meet_clients(computer.task)
@@ -262,7 +262,7 @@ class FederatedExchange(Exchange):
         ]
 
     def _in_tally(self) -> list[int]:
-        """Of whom a tally knows: those who report; with secure sums also who drops out, which the protocol sees."""
+        """The clients that a tally knows: those that report and, with secure sums, those that drop out."""
         if self._course is not None and self._strategy.secure:
             return list(self._course.asked)
         return self._clients
@@ -272,7 +272,7 @@ class FederatedExchange(Exchange):
         return selected(self._seed, step, clients, self._strategy.per_round(clients))
 
     def _mine(self, assigned: list[ClientAssignment]) -> list[ClientAssignment]:
-        """Which of them this worker plays: those whose state it has, or as many as any other."""
+        """The clients that this worker simulates: those whose state it has, or an equal share."""
         if self._kept_by_clients():
             return [one for one in assigned if one.client % self.world == self.rank]
         return assigned[self.rank :: self.world]
@@ -293,7 +293,7 @@ class FederatedExchange(Exchange):
         return {name: (states, like) for name, (states, like) in found.items() if like}
 
     def _add(self, update: ClientUpdate, step: int) -> None:
-        """One more report; what is not finite is not counted, or nought where nobody may be told whose that is."""
+        """Add one report; a non-finite update is not counted, or counts as zero where its sender must stay hidden."""
         assert self._tally is not None, "a round has begun"
         finite = update.is_finite
         if finite:  # or what is kept for the next time would not be
@@ -317,7 +317,7 @@ class FederatedExchange(Exchange):
         return replace(update, samples=min(update.samples, self._strategy.max_samples))
 
     def agree(self, local: LocalStep) -> SharedStep:
-        """Collective: what all updates come to, and whether somebody wants to stop."""
+        """Collective: the total of all updates, and whether any worker wants to stop."""
         assert self._tally is not None, "compute comes before agree"
         found, self._tally = self._tally.total(self._reject()), None
         self._found = found
@@ -341,7 +341,7 @@ class FederatedExchange(Exchange):
         return largest
 
     def _closed(self, some_refused: bool) -> bool:
-        """Collective where some updates were refused: whether the round counts without them."""
+        """Whether the round counts without rejected updates; collective where some were rejected."""
         if self._course is None or self._rounds is None:
             return True
         if not (some_refused or self._norms.rejected) or self._clients != list(
@@ -367,7 +367,7 @@ class FederatedExchange(Exchange):
         self._algorithm.step(self._weights, mean)
 
     def personal(self, client: int) -> Sequence[Tensor]:
-        """The weights that a client uses itself, where this worker plays it."""
+        """The weights that a client uses for itself, where this worker simulates it."""
         return self._algorithm.layers.put(client, self._algorithm.personal(client, self._weights))
 
     def optimizer_state(self) -> dict[str, Any] | None:
@@ -440,7 +440,7 @@ class FederatedExchange(Exchange):
         return self._sent
 
     def summary(self) -> Mapping[str, Any]:
-        """How clients were played, how the model does for this worker's, and what was given away of them."""
+        """How clients were simulated, how well the model serves this worker's clients, and the privacy spent."""
         played = "" if self._trainer is None else f"{self._simulation}{self._trainer.notice}"
         told: dict[str, Any] = {"updates_refused": self._refused, "played": played, **self._measured()}
         told["updates_rejected"] = self._norms.total_rejected

@@ -83,7 +83,7 @@ class Samples:
             columns = moved(columns, device) if _fits(columns, device) else None
         self._columns = columns
         self.loaders: Loaders[_BatchKey] | None = None
-        """Who reads ahead, if anybody does."""
+        """The loader processes that read ahead, if any."""
         self._input_ns = 0
 
     @property

@@ -79,7 +79,7 @@ class Cohort:
     sizes: Sequence[int]
     """The number of each one's samples."""
     each_round: int
-    """How many of them one worker plays in a round, at most."""
+    """How many of them one worker simulates in a round, at most."""
     wanted: int
     """How many at once the user wants, or AUTO."""
 
@@ -92,7 +92,7 @@ def client_runner_for(
     seed: int,
     cohort: Cohort,
 ) -> tuple[ClientRunner, ClientSimulation]:
-    """Who plays a worker's clients; UserError where so many at once were asked for and cannot be."""
+    """The runner for a worker's clients; UserError where the requested number at once is not possible."""
     simulation = _choose(task, model, work, cohort)
     if simulation.together > 1:
         return StackedTrainer(task, model, algorithm, work, seed, simulation.together), simulation

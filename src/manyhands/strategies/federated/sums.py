@@ -1,7 +1,7 @@
-"""Updates added up in double precision, those of one power of two of the norm together.
+"""Updates summed in double precision, grouped by the power of two of their norm.
 
-When the median of a round's norms is known, whole sums can be left out, and no single update was kept for that. Norms
-of honest clients lie within a few powers of two, so that there are a few sums.
+Once the median of a round's norms is known, whole groups can be left out, without keeping single updates. Norms of
+honest clients lie within a few powers of two, so there are only a few sums.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class ClassSums:
         part.loss += weight * update.loss
 
     def total(self, largest: int | None = None) -> PartialSum:
-        """Of all updates up to the class `largest`, if there is one; it may be the sum itself, and not a copy."""
+        """The sum of all updates up to the class `largest`, if given; it may be the stored sum, not a copy."""
         parts = [part for which, part in sorted(self._classes.items()) if largest is None or which <= largest]
         if len(parts) == 1:
             return parts[0]

@@ -181,7 +181,7 @@ class StageBorders:
 
     @contextmanager
     def timed(self, turn: StageWork) -> Iterator[None]:
-        """What is done inside is the turn's own work."""
+        """Time the block as the work item's computation."""
         begin_ns = self._begin_ns = time.monotonic_ns()
         yield
         self._be_slow()

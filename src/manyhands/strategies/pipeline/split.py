@@ -96,9 +96,10 @@ def balanced(
 
 
 def part_bytes(layers: Sequence[LayerCost], held: Sequence[int], *, recompute: bool) -> PartBytes:
-    """What parts need; `held` says of how many micro-batches a part keeps activations at once, by part.
+    """Return the function that gives a part's memory need.
 
-    With `recompute` a part keeps its input of each, and the activations of one.
+    `held` says of how many micro-batches each part keeps activations at once. With `recompute` a part keeps the input
+    of each of them, and the activations of one.
     """
 
     def need(part: int, begin: int, end: int) -> int:

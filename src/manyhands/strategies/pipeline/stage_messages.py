@@ -48,7 +48,7 @@ class Flow(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waited:
-    """A receive that was not served at once."""
+    """A receive that had to wait."""
 
     begin_ns: int
     end_ns: int

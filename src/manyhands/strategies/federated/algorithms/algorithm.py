@@ -26,14 +26,14 @@ class FederatedFacts:
     """What an algorithm is given to know of the run before its first round."""
 
     names: Sequence[str] = ()
-    """Of the model's tensors, in their order."""
+    """Names of the model's tensors, in their order."""
     parameters: int = 0
     """How many of them are parameters; the others are buffers."""
     clients: int = 0
     per_round: int = 0
     """How many clients take part in a round."""
     weight: float = 0.0
-    """Of all clients together, whether they take part or not."""
+    """Weight of all clients together, whether they take part or not."""
     most_steps: int = 1
     """That any client takes in a round."""
     seed: int = 0
@@ -60,8 +60,10 @@ class FederatedAlgorithm(ABC):
     """Whether the server must see each update by itself, and not only their sum."""
 
     sums_only: ClassVar[bool] = False
-    """Whether all that the server and others ever learn of a client is its update in a sum, so that a bound on the
-    update's norm bounds that; False until somebody has looked."""
+    """Whether the server and others learn nothing of a client but its update in a sum, which a norm bound limits.
+
+    False until an algorithm has been checked for it.
+    """
 
     trains_personal: ClassVar[bool] = False
     """Whether a client, after its work on the common model, trains one of its own: from `personal`, by way of

@@ -28,7 +28,7 @@ class _Robust(FederatedAlgorithm):
     single_updates: ClassVar[bool] = True
 
     def weight(self, update: ClientUpdate) -> float:
-        """Everybody counts as one."""
+        """All clients weigh the same."""
         del update
         return 1.0
 
@@ -55,7 +55,7 @@ class CoordinateMedian(_Robust):
 
 
 class TrimmedMean(_Robust):
-    """Of each item the largest and the smallest values are left out, and the others averaged."""
+    """Trimmed mean: of each item the largest and smallest values are left out, and the others averaged."""
 
     word: ClassVar[str] = "trimmed"
     about: ClassVar[str] = "the mean of every item without a fraction of its largest and smallest values"
@@ -102,7 +102,7 @@ class Krum(_Robust):
         self._hostile = int(hostile)
 
     def check_round(self, clients: int) -> None:
-        """The honest must be a majority of everybody's neighbours."""
+        """UserError unless honest clients are a majority among the neighbours of every update."""
         if clients < 2 * self._hostile + 3:
             raise UserError(
                 f"algorithm={self.word}:{self._hostile}: takes {2 * self._hostile + 3} clients a round (twice that "
@@ -110,7 +110,7 @@ class Krum(_Robust):
             )
 
     def mean(self, found: TallySum) -> Sequence[Tensor]:
-        """Of those with the least scores; whose update was not finite was one of the hostile."""
+        """The mean of the updates with the lowest scores; an update that was not finite counts as a hostile one."""
         hostile = max(0, self._hostile - found.missing)
         rows = [
             torch.cat([one.double().flatten() for one in each.change[: self.facts.parameters]])

@@ -79,7 +79,7 @@ class Scaffold(FederatedAlgorithm):
         self._coming.pop(client, None)
 
     def mean(self, found: TallySum) -> Sequence[Tensor]:
-        """Of the control variates' changes: that of all clients, of whom those not asked have none."""
+        """The mean; changes of control variates are averaged over all clients, and those not asked count as zero."""
         mean = super().mean(found)
         tensors = len(mean) - self.facts.parameters
         return [*mean[:tensors], *(one * (found.weight / self.facts.weight) for one in mean[tensors:])]

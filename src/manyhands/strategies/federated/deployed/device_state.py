@@ -88,7 +88,7 @@ class DeviceState:
             self.remember(known=known)
 
     def begin(self, config: Mapping[str, Any]) -> None:
-        """Start its run directory, or go on with it; UserError where another run, or another process, is there."""
+        """Start or resume the run directory; UserError where another run, or another process, uses it."""
         if not RunDirectory.is_one(self.path):
             self._directory = RunDirectory.create(
                 self.path, config, _OWN, "it is a device of another run; choose another --out"
@@ -142,7 +142,7 @@ class DeviceState:
 
 
 def _put_once(path: Path, secret: bytes) -> None:
-    """Whole or not at all, for nobody else to read; where another process was first, its own stays."""
+    """Write atomically, readable by the owner only; where another process was first, its file stays."""
     temporary = path.with_name(f".{path.name}.writing")
     temporary.unlink(missing_ok=True)  # of a process that was killed
     write_synced(temporary, [secret], mode=0o600)

@@ -27,7 +27,7 @@ class DevicePlace:
     token: str
     """The SHA-256 of the token that opens it."""
     key: bytes = b""
-    """The Ed25519 public key of who has it; empty as long as nobody has."""
+    """The Ed25519 public key of the device that has the place; empty while it is free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Enrolment:
         return any(hmac.compare_digest(place.token, _hash(token)) for place in self.places)
 
     def key_of(self, client: int) -> bytes:
-        """A client's public key; MessageRejected where nobody has that place."""
+        """A client's public key; MessageRejected where the place is not taken."""
         if not 0 <= client < len(self.places) or not self.places[client].key:
             raise MessageRejected(401, "this client is not enrolled")
         return self.places[client].key

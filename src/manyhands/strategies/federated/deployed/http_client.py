@@ -59,7 +59,7 @@ class BackOff:
         self._tries = 0
 
     def next_s(self) -> float:
-        """From half of the time to all of it."""
+        """The next wait in seconds: half to all of the current maximum, at random; the maximum doubles each time."""
         longest = min(self._most_s, self._first_s * 2.0 ** min(self._tries, 40))
         self._tries += 1
         return longest * self._random.uniform(0.5, 1.0)
@@ -92,7 +92,7 @@ class HttpsAsker:
         self._signer: tuple[str, int, bytes] | None = None
 
     def sign_as(self, run: str, client: int, secret: bytes) -> None:
-        """From now on requests are this client's."""
+        """Sign all further requests as this client."""
         self._signer = run, client, secret
 
     def allow(self, hold_s: float) -> None:

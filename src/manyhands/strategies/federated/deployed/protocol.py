@@ -96,7 +96,7 @@ def read_object(body: bytes, what: str) -> dict[str, Any]:
 
 
 def whole_in(values: Mapping[str, Any], name: str, least: int = 0) -> int:
-    """A whole number out of what somebody sent, or MessageRejected; as text, too, since headers have no numbers."""
+    """Read an integer from a received value, or raise MessageRejected; text is allowed, since headers are text."""
     value = values.get(name)
     if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 20:
         value = int(value)

@@ -125,7 +125,7 @@ class RoundServer:
 
     @property
     def secure_stage(self) -> int:
-        """Of the secure sum under way; -1 where there is none."""
+        """Stage of the current secure sum; -1 where there is none."""
         secure = self._secure  # another thread may look
         return secure.stage if secure is not None else -1
 

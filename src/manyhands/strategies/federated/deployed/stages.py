@@ -136,13 +136,13 @@ class SecureAttempt:
         return None
 
     def silent(self, at_s: float) -> frozenset[int]:
-        """Who has not answered though the time of the stage is up."""
+        """Clients that have not answered although the stage's deadline has passed."""
         return self._server.waits_for if at_s >= self._due_s else frozenset()
 
     def advance(self, at_s: float) -> StagedSum | None:
-        """Go to the next stage if everybody has answered or the time is up; the sum, once there is one.
+        """Advance to the next stage if all clients have answered or the deadline has passed; return the sum, if any.
 
-        RoundAbandoned where too few are left; nothing is revealed then.
+        RoundAbandoned where too few clients are left; nothing is revealed then.
         """
         if self._server.waits_for and at_s < self._due_s:
             return None

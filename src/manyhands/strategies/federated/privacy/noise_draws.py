@@ -41,7 +41,7 @@ class SystemDraws:
     """The operating system's generator, a cryptographic one."""
 
     def uniform(self, count: int) -> NDArray[np.float64]:
-        """Nobody can foresee or repeat them."""
+        """Draw numbers that cannot be predicted or repeated."""
         words = np.frombuffer(os.urandom(8 * count), dtype=np.uint64)
         return ((words >> np.uint64(11)).astype(np.float64) + 1.0) * 2.0**-53
 

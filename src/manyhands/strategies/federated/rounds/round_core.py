@@ -78,7 +78,7 @@ class RoundTerms:
     select_s: float = 30.0
     """How long it waits for all the clients it would ask, before it begins with those who are there, if enough."""
     present_s: float = 60.0
-    """For how long a client counts as there after it was heard of."""
+    """How long a client counts as present after its last request."""
     patience_s: float = math.inf
     """After how long without a round that counts the server gives up."""
     norm_ratio: float = 0.0
@@ -121,7 +121,7 @@ class RoundState:
     abandoned: int = 0
     """How many of them were given up."""
     now_s: float = 0.0
-    """The newest time that was told."""
+    """The latest time of any event."""
     since_s: float = 0.0
     """When the phase began; while clients are selected, when enough for a round were there."""
     counted_s: float = 0.0
@@ -129,13 +129,13 @@ class RoundState:
     present: Mapping[int, float] = field(default_factory=dict)
     """When each client was heard of last."""
     asked: tuple[int, ...] = ()
-    """Of the attempt under way, in ascending order."""
+    """The clients asked in the current attempt, ascending."""
     gone: tuple[int, ...] = ()
     """Those of them who will not report."""
     reported: Mapping[int, str] = field(default_factory=dict)
     """Those who have, and the digest of their report."""
     norms: Mapping[int, float] = field(default_factory=dict)
-    """Of their updates, where each is seen."""
+    """Norms of the reported updates, where single updates are seen."""
     rejected: int = 0
     """Updates of all rounds so far that did not count because of their norms."""
 
@@ -146,7 +146,7 @@ class RoundState:
 
     @property
     def waits_for(self) -> tuple[int, ...]:
-        """Who is asked and may still report."""
+        """Clients that were asked and may still report."""
         out = frozenset(self.gone)
         return tuple(one for one in self.asked if one not in self.reported and one not in out)
 
@@ -182,7 +182,7 @@ def handle(terms: RoundTerms, state: RoundState, event: RoundEvent) -> _Outcome:
 
 
 def _resume(terms: RoundTerms, state: RoundState) -> _Outcome:
-    """The clock is another one, nobody is known to be there, what was summed is gone; more rounds may be wanted."""
+    """Restart: the clock is new, no client is known to be present, open sums are lost; more rounds may follow."""
     fresh = replace(state, present={}, since_s=state.now_s, counted_s=state.now_s)
     if state.is_over and state.done < terms.rounds:
         return replace(fresh, phase=RoundPhase.SELECTING), ()

@@ -60,10 +60,10 @@ class ReportCame:
     attempt: int
     """The attempt for which it was made."""
     digest: str
-    """Of its content, by which a report that is sent again is known."""
+    """Digest of its content, by which a repeated report is recognised."""
     at_s: float
     norm: float = 0.0
-    """Of its update; 0 where nobody has looked."""
+    """Norm of its update; 0 where it was not computed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,7 +109,7 @@ class BeginRound:
 
     attempt: int
     number: int
-    """Of the round, from 0; several attempts may be made at one."""
+    """Number of the round, from 0; there may be several attempts at one."""
     asked: tuple[int, ...]
 
 

@@ -55,7 +55,7 @@ class SimulatedCourse:
     """The attempt's number, from 1."""
     asked: tuple[int, ...]
     counted: tuple[int, ...]
-    """Whose reports come first, and in time; nobody else need be trained."""
+    """Clients whose reports come first, and in time; no other client needs to be trained."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -80,19 +80,19 @@ class _Attempt:
     events: Sequence[RoundEvent]
     dropped: int
     counted: tuple[int, ...] = ()
-    """Whose reports count, unless they are refused."""
+    """Clients whose reports count, unless they are rejected."""
 
 
 class SimulatedRounds:
     """The rounds of a simulation, the same on every worker."""
 
     def __init__(self, terms: RoundTerms, dropout: float = 0.0, *, as_one_sum: bool = False) -> None:
-        """`as_one_sum`: no single report is seen, and whoever stays is in the sum, as with secure aggregation."""
+        """With `as_one_sum` no single report is seen, and all clients that stay are in the sum (secure sums)."""
         self._terms, self._dropout, self._as_one_sum = terms, dropout, as_one_sum
         self._has_deadline = terms.deadline_s < _LONG_S
         self._everybody = tuple(range(terms.clients))
         self.all_report: Final = not dropout and not self._has_deadline and terms.asks == terms.goal
-        """Whether nothing but an update that is refused can keep an attempt from counting in full."""
+        """Whether only a rejected update can keep an attempt from counting in full."""
         self.state = RoundState()
         """The core's state between rounds."""
         self.participation = SimulatedTurnout()
@@ -121,7 +121,7 @@ class SimulatedRounds:
             state = after
 
     def close(self, refused: Collection[int] = ()) -> bool:
-        """The round's clients were trained; whether it counts without those whose updates were refused."""
+        """Close the round after its clients were trained; return whether it counts without the rejected updates."""
         assert self._open is not None, "begin comes before close"
         opened, self._open = self._open, None
         events = opened.events
@@ -133,7 +133,7 @@ class SimulatedRounds:
         return isinstance(ended, CloseRound)
 
     def memory(self) -> dict[str, Any]:
-        """For a checkpoint; nothing where all attempts have counted, and in full."""
+        """The state for a checkpoint; empty where all attempts have counted in full."""
         if self.all_report and self.state.attempt == self.state.done:
             return {}
         return {"state": as_json(self.state), "participation": asdict(self.participation)}
@@ -220,7 +220,7 @@ def _reports(event: RoundEvent) -> int:
 
 
 def _without(event: RoundEvent, out: Collection[int]) -> RoundEvent:
-    """The same, where the updates of some are refused or were never made."""
+    """The same attempt, without the clients whose updates were rejected or never made."""
     match event:
         case ReportCame() if event.client in out:
             return ClientGone(client=event.client, at_s=event.at_s)

@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 KEY_BYTES: Final = 32
-"""Of a public key, a secret key, a seed and a digest."""
+"""Bytes of a public key, a secret key, a seed and a digest."""
 SIGNATURE_BYTES: Final = 64
 NONCE_BYTES: Final = 12
 SEAL_BYTES: Final = NONCE_BYTES + 16
@@ -163,7 +163,7 @@ def verify(public: bytes, signature: bytes, text: bytes) -> bool:
 
 
 def mask_words(key: bytes, length: int, dtype: np.dtype[np.unsignedinteger]) -> NDArray[np.unsignedinteger]:
-    """`length` words that look random to whoever lacks the key: AES-256 in counter mode from zero.
+    """`length` words that look random without the key: AES-256 in counter mode from zero.
 
     Every key is used for one mask only.
     """

@@ -64,7 +64,7 @@ class SecureStage(IntEnum):
     DONE = 5
     """Nothing more is answered."""
     ABANDONED = 6
-    """Nothing more is answered, and there is no sum."""
+    """The round was abandoned: there is no sum, and no further message is answered."""
 
 
 class SecureClient:
@@ -98,7 +98,7 @@ class SecureClient:
         self._keys_digest = b""
         self._agreed: dict[int, bytes] = {}
         self._held: dict[int, bytes] = {}
-        """Of each client whose masks count, its share of the mask key and then of the seed."""
+        """For each client whose masks count: its share of the mask key, followed by its share of the seed."""
         self._lists: SurvivorList | None = None
 
     def advertise(self) -> bytes:

@@ -58,7 +58,7 @@ class SecureServer:
         self.stage = SecureStage.ADVERTISE
         self._terms, self._roster, self._model = terms, roster, model
         self._asked = frozenset(roster)
-        """Who may answer at this stage."""
+        """Clients that may answer at this stage."""
         self._came: set[int] = set()
         """Clients whose message of this stage has arrived."""
         self._advertised: dict[int, Advertisement] = {}
@@ -73,7 +73,7 @@ class SecureServer:
 
     @property
     def waits_for(self) -> frozenset[int]:
-        """Who has not answered yet at this stage."""
+        """Clients that have not answered yet at this stage."""
         return self._asked - self._came
 
     @property

@@ -31,7 +31,7 @@ def hash_of(weights: Sequence[Tensor]) -> bytes:
 
 
 def terms_for(fixed: FixedPoint, clients: int, items: int) -> SecureTerms:
-    """Of a round of so many clients with updates of so many items; UserError where that is not safe."""
+    """Terms of a round of so many clients with updates of so many items; UserError where that is not safe."""
     return SecureTerms(
         round_id=os.urandom(32),
         clients=clients,
