@@ -42,9 +42,9 @@ class ChainPart:
 
     @contextmanager
     def changeable(self, x: Any) -> Iterator[Any]:
-        """An input that the modules may change in place: a leaf may not be, nor what another part still has.
+        """Yield an input that the modules may change in place; neither leaves nor another part's tensors may be.
 
-        It is a copy, until one was seen that they left alone.
+        It is a copy, until a training pass has shown that the modules leave their input alone.
         """
         if not isinstance(x, Tensor) or self._changes_input is False:
             yield x
@@ -52,7 +52,7 @@ class ChainPart:
         copy = x.clone()
         yield copy
         if self._changes_input is None and all(module.training for module in self.modules):
-            self._changes_input = copy._version > 0  # some change it in training alone
+            self._changes_input = copy._version > 0  # some change it in training only
 
     def parameters(self) -> list[nn.Parameter]:
         """All parameters of the part, each once."""
@@ -161,7 +161,7 @@ class StageBorders:
         self.post.send(Flow.GRADIENT, before, microbatch, gradient, before % self.schedule.stages)
 
     def forward_only(self, part: ChainPart, microbatch: int, ends: Ends) -> Any:
-        """The output of one part for one micro-batch, without a graph: sent on, or returned where it is the last."""
+        """Apply one part to one micro-batch without a graph; send the output on, or return that of the last part."""
         x = self.input(part, microbatch) if part.number else ends.input(microbatch)
         with ends.computing():
             output = part.forward(x, lambda place: ends.begin(microbatch, place))
@@ -200,7 +200,7 @@ class StageBorders:
     def _add(
         self, at_ns: int, microbatch: int, parts: Sequence[tuple[int, int | None]], exchange_ns: int
     ) -> None:
-        """Note a turn as (nanoseconds, whom that was a wait for), one after the other; passing things comes last."""
+        """Record a work item as consecutive (nanoseconds, worker waited for); exchange time goes to the last."""
         for number, (duration_ns, worker) in enumerate(parts, 1):
             self._times.append(
                 MicrobatchTime(

@@ -212,7 +212,7 @@ class PipelineExchange(Exchange):
         raise AssertionError("a pipeline computes by itself")
 
     def agree(self, local: LocalStep) -> SharedStep:
-        """Collective: sum gradients over replicas, then over the stages that share a parameter; and the loss."""
+        """Collective: sum gradients over replicas, then over stages that share a parameter; agree on the loss."""
         self._steps += 1
         sum_gradients(self._replicas, [one.local for one in self._held.held])
         for group, parameters in self._tied:

@@ -93,7 +93,7 @@ class StageMessages:
         self._messages = self._bytes = 0
 
     def begin(self, *, checked: bool = True) -> None:
-        """All stages: a new pass of micro-batches; only where it is `checked` must their outputs be alike."""
+        """Start a new pass, on all stages; where it is `checked`, outputs of micro-batches must match in shape."""
         self._pass += 1
         self._checked = checked
         self._seen = {}

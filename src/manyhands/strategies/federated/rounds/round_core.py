@@ -121,7 +121,7 @@ class RoundState:
     abandoned: int = 0
     """How many of them were given up."""
     now_s: float = 0.0
-    """The latest time of any event."""
+    """The latest time of any event since the server's last start."""
     since_s: float = 0.0
     """When the phase began; while clients are selected, when enough for a round were there."""
     counted_s: float = 0.0
@@ -152,7 +152,7 @@ class RoundState:
 
 
 def handle(terms: RoundTerms, state: RoundState, event: RoundEvent) -> _Outcome:
-    """What becomes of the state, and what is to be done, in order."""
+    """Return the state after an event, and the decisions to execute, in order."""
     state = replace(
         state, now_s=event.at_s if isinstance(event, ServerResumed) else max(state.now_s, event.at_s)
     )
@@ -184,6 +184,7 @@ def handle(terms: RoundTerms, state: RoundState, event: RoundEvent) -> _Outcome:
 def _resume(terms: RoundTerms, state: RoundState) -> _Outcome:
     """Restart: the clock is new, no client is known to be present, open sums are lost; more rounds may follow."""
     fresh = replace(state, present={}, since_s=state.now_s, counted_s=state.now_s)
+    # An ended run continues only after a restart: it had given up, or more rounds are wanted now.
     if state.is_over and state.done < terms.rounds:
         return replace(fresh, phase=RoundPhase.SELECTING), ()
     if state.phase is RoundPhase.REPORTING:
@@ -212,6 +213,7 @@ def _take(terms: RoundTerms, state: RoundState, event: ReportCame) -> _Outcome:
 
 def _refusal(terms: RoundTerms, state: RoundState, event: ReportCame) -> RefuseReport | None:
     why, repeated = "", False
+    # The attempt number never repeats, so a report of an earlier attempt cannot count in a later one.
     if event.attempt != state.attempt or state.phase is not RoundPhase.REPORTING:
         why = f"the report is of attempt {event.attempt}, which has ended"
         if event.attempt > state.attempt:
@@ -238,13 +240,13 @@ def _take_sum(terms: RoundTerms, state: RoundState, event: SumCame) -> _Outcome:
 
 
 def _look(terms: RoundTerms, state: RoundState) -> _Outcome:
-    """Whether something is due."""
+    """Make the transition that is due, if any: close, abandon, give up or begin an attempt."""
     if state.phase is RoundPhase.REPORTING:
         count = len(state.reported)
         if count >= terms.goal:
             return _close(terms, state)
         if not state.waits_for or _is_late(terms, state):
-            # who was silent is asked again only after it was heard of
+            # A client that was asked and did not report is asked again only after it was seen again.
             silent = state.waits_for
             present = {one: at_s for one, at_s in state.present.items() if one not in silent}
             state = replace(state, present=present)
@@ -269,6 +271,7 @@ def _select(terms: RoundTerms, state: RoundState) -> _Outcome:
         return state, ()
     drawn = selected(terms.seed, state.attempt, len(there), min(terms.asks, len(there)))
     asked = tuple(there[place] for place in drawn)
+    # A new attempt number, also when the round is the same: reports of the abandoned attempt stay invalid.
     begun = replace(
         state,
         phase=RoundPhase.REPORTING,
@@ -285,7 +288,7 @@ def _select(terms: RoundTerms, state: RoundState) -> _Outcome:
 def _is_late(terms: RoundTerms, state: RoundState) -> bool:
     return (
         state.now_s >= state.since_s + terms.deadline_s
-    )  # as whoever waits for it computes it, to the last bit
+    )  # as a driver that waits for the deadline computes it, to the last bit
 
 
 def _close(terms: RoundTerms, state: RoundState) -> _Outcome:
@@ -299,6 +302,7 @@ def _close(terms: RoundTerms, state: RoundState) -> _Outcome:
             f"{len(counted)} updates count, and it takes {terms.minimum}; rejected, since larger than "
             f"norm_ratio={terms.norm_ratio:g} times the median of the round, is what came from {whose}",
         )
+    # `done` grows here alone, together with the decision that saves the model: no round counts twice.
     closed = CloseRound(attempt=state.attempt, number=state.done, counted=counted, rejected=rejected)
     after = replace(_between(state), done=state.done + 1, counted_s=state.now_s)
     if after.done < terms.rounds:
