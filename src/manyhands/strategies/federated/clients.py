@@ -114,7 +114,7 @@ class ClientTrainer:
         if self._device.type == "cpu" and any(isinstance(one, nn.Conv2d) for one in self._copy.modules()):
             self._copy.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # faster there
         self.samples = Samples(task, self._device)
-        self._after: ClientAssignment | None = None  # the one that is played next
+        self._after: ClientAssignment | None = None  # the client simulated next
         self._tensors = held(self._copy)
         self._parameters = list(self._copy.parameters())
         counts = (buffer for buffer in self._copy.buffers() if not buffer.is_floating_point())

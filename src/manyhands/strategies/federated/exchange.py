@@ -142,8 +142,8 @@ class FederatedExchange(Exchange):
         self._refused = 0
         self._refused_now: list[int] = []
         self._norms = RoundNorms(strategy.seen_norm_ratio)
-        self._round = 0  # the newest that was played, from 1
-        self._loaded_state: Mapping[str, Any] | None = None  # where the run goes on from a checkpoint
+        self._round = 0  # number of the newest simulated round, from 1
+        self._loaded_state: Mapping[str, Any] | None = None  # set where the run resumes from a checkpoint
         if collective is not None:
             [self._bucket] = collective.allocate([Parcel.whole(0, _ROOM, torch.float64, exact=True)])
 
@@ -378,7 +378,7 @@ class FederatedExchange(Exchange):
     def memory(self) -> Mapping[str, Any]:
         """Collective: what the algorithm keeps on the server, the same on every worker, and all clients' own."""
         if self._trainer is None:
-            return (self._loaded_state or {}) if self.rank == 0 else {}  # no round was played since
+            return (self._loaded_state or {}) if self.rank == 0 else {}  # no round since the checkpoint
         clients = {
             name: gathered(states, len(self._samples_of), like, self.total)
             for name, (states, like) in self._kept_by_clients().items()

@@ -72,7 +72,7 @@ def tuned(
     if not assigned:
         return
     sizes = [len(one.samples) for one in assigned]
-    wanted = 1 if together == 1 else AUTO  # more than there is room for is no reason to end without any
+    wanted = 1 if together == 1 else AUTO  # too little capacity must not end the run without any
     cohort = Cohort(sizes=sizes, each_round=len(sizes), wanted=wanted)
     client_runner, _ = client_runner_for(task, model, TuningSteps(), work, seed, cohort)
     for update in client_runner.play(assigned, like):

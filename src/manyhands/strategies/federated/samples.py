@@ -163,7 +163,7 @@ def columns_of(data: Any) -> Any:
     samples = as_dataset(data, "data")
     if isinstance(samples, np.ndarray):
         plain = samples.dtype.kind in "biufc" and samples.dtype.isnative
-        with warnings.catch_warnings():  # of an array that must not be written to: nobody will
+        with warnings.catch_warnings():  # the array is read-only, and is not written to
             warnings.simplefilter("ignore", UserWarning)
             return torch.from_numpy(np.ascontiguousarray(samples)) if plain else None
     if isinstance(samples, Tensor):

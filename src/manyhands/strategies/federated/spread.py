@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 Indices = NDArray[np.int64]
-_MOST_CLIENTS: Final = 300  # of which something is told
+_MOST_CLIENTS: Final = 300  # the most clients that are reported
 _MOST_LABELS: Final = 60
 DURING: Final = 50, 1000
 """While a run goes on, at each evaluation: the most clients that are measured, and by how many samples of all."""

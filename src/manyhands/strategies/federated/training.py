@@ -94,7 +94,7 @@ class FederatedTraining(ExchangeTraining):
                 f"partition={NATURAL} leaves each its own"
             )
         refused = _refused(finished)
-        if refused and not strategy.noise:  # even their number tells of somebody
+        if refused and not strategy.noise:  # even the number of rejected updates reveals something
             told.append(
                 f"{refused} update{'s' * (refused > 1)} had a number that is not finite, and did not count"
             )
@@ -111,7 +111,7 @@ class FederatedTraining(ExchangeTraining):
     def exchange(cls, strategy: Any, resources: Resources) -> Exchange:
         """One worker's end: alone, or in the shared memory of one host."""
         if strategy.noise:
-            need_accountant()  # here, for it takes a second to import and is no part of a round
+            need_accountant()  # imported here: it takes a second and is not part of a round
         collective = SharedCollective(resources.group()) if resources.world > 1 else None
         return FederatedExchange(strategy, resources.seed, collective)
 

@@ -31,7 +31,7 @@ class TensorTraining(ExchangeTraining):
     def exchange(cls, strategy: Tensor, resources: Resources) -> Exchange:
         """One worker's endpoint of the exchange; a single worker gets one that exchanges nothing."""
         if resources.world == 1:
-            return SingleExchange()  # nobody to exchange with
+            return SingleExchange()  # a single worker has no peers
         grid = strategy.grid(resources.world)
         links = resources.links()
         return TensorExchange(resources.rank, grid, links, resources.timeout_s, resources.device)

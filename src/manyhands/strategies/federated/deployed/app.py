@@ -95,7 +95,7 @@ class DeviceApp:
             self.server.tell(f"a request failed: {type(error).__name__}: {printable(str(error))}")
             status, kind, body = 503, _TEXT, b"the server could not answer; ask again later\n"
         headers = [(b"content-type", kind.encode()), (b"content-length", str(len(body)).encode())]
-        if status in (401, 403, 411, 413):  # what a stranger goes on to send is not read
+        if status in (401, 403, 411, 413):  # the rest of an unauthenticated request is not read
             headers.append((b"connection", b"close"))
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
@@ -211,7 +211,7 @@ async def _wait(changed: asyncio.Event, timeout_s: float) -> None:
     try:
         await asyncio.wait_for(changed.wait(), max(_LOOK_S, timeout_s))
     except TimeoutError:
-        pass  # whoever asked looks again
+        pass  # the waiting request checks again
 
 
 def _target(scope: Mapping[str, Any]) -> str:

@@ -71,7 +71,7 @@ class ServerFiles:
             return found, None
         path = self.directory.path / TOKENS
         before = [token for token in _lines(path) if found.has(token)]  # others open nothing
-        # first, or a crash would leave places whose tokens nobody has
+        # Tokens first: after a crash in between there would be places whose tokens were never written.
         write_atomically(path, (f"{token}\n".encode() for token in [*before, *tokens]), mode=0o600)
         self.save_enrolment(grown)
         return grown, path

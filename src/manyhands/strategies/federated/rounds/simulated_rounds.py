@@ -105,7 +105,8 @@ class SimulatedRounds:
         """
         if self.state.done != number:  # of a checkpoint that had nothing to say of it
             self.state = RoundState(done=number, attempt=number)
-        # as if started again for each round: so it goes on the same from a checkpoint, with a clock of its own
+        # Each round starts as after a restart, with its own clock: so a run resumed from a checkpoint continues the
+        # same.
         state, _ = handle(self._terms, self.state, ServerResumed(at_s=0.0))
         while True:
             everybody = ClientsSeen(clients=self._everybody, at_s=state.now_s)
@@ -250,7 +251,7 @@ def simulated_rounds(strategy: Federated, clients: int, seed: int) -> SimulatedR
         patience_s=_ATTEMPTS * min(deadline_s, _USUAL_S),
         seed=seed,
     )
-    if strategy.secure:  # nobody can be left out of a sum, and enough must be in it
+    if strategy.secure:  # no client can be left out of a sum, and enough must be in it
         strategy.fixed_point.check_capacity(terms.asks)
         least = max(strategy.min_reports, fewest_clients(terms.asks))
         terms = replace(terms, goal=terms.asks, over=1.0, minimum=least)
