@@ -71,7 +71,7 @@ class ServerFiles:
             return found, None
         path = self.directory.path / TOKENS
         before = [token for token in _lines(path) if found.has(token)]  # others open nothing
-        # Tokens first: after a crash in between there would be places whose tokens were never written.
+        # Tokens first: otherwise a crash in between would leave places whose tokens were never written.
         write_atomically(path, (f"{token}\n".encode() for token in [*before, *tokens]), mode=0o600)
         self.save_enrolment(grown)
         return grown, path
