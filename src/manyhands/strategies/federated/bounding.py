@@ -1,4 +1,4 @@
-"""The norms of a simulated round's updates: workers tell each other those of the clients that they played."""
+"""The norms of a simulated round's updates: workers exchange those of the clients that they simulated."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["RoundNorms"]
 
 
 class RoundNorms:
-    """Of one worker's end of the rounds; a ratio of 0: nobody looks at them."""
+    """One worker's view of the norms of a round; with a ratio of 0 norms are not checked."""
 
     def __init__(self, ratio: float) -> None:
         self._ratio = ratio
@@ -28,7 +28,7 @@ class RoundNorms:
         self.rejected: dict[int, float] = {}
         """Whose updates of this round do not count, and their norms."""
         self.total_rejected = 0
-        """Updates of clients that this worker played, over all rounds."""
+        """Rejected updates of clients that this worker simulated, over all rounds."""
 
     def begin_round(self) -> None:
         """Forget the round before."""
@@ -58,7 +58,7 @@ class RoundNorms:
 
     @property
     def rejected_here(self) -> list[int]:
-        """Those that this worker played."""
+        """The rejected updates of clients that this worker simulated."""
         return [client for client in self.rejected if client in self._mine]
 
     def describe(self, clients: Sequence[int]) -> str:

@@ -34,41 +34,41 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GivenModel:
-    """What a client of a round begins, or has begun with."""
+    """The model that a client of a round starts from."""
 
     client: int
     weights: Sequence[Tensor]
     number: int
-    """Of the round in which it was given that."""
+    """The round in which the client was given the model."""
     staleness: int = 0
     """How many rounds ago that was."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClientAssignment:
-    """What a client is given to do."""
+    """The work assigned to a client in a round."""
 
     client: int
     samples: NDArray[np.int64]
-    """The numbers of its own."""
+    """Indices of the client's samples."""
     weights: Sequence[Tensor]
     """The model that it begins with."""
     number: int
-    """Of the round in which it was given that, from 0: all that is random in its work follows from it."""
+    """The round in which the client was given the work, from 0; its random numbers follow from it."""
     staleness: int = 0
     """How many rounds ago that was, when its update is counted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoundPlace:
-    """Which round a worker is in, and with whom."""
+    """The round that a worker is in: its number, the clients asked, and this worker's rank."""
 
     number: int
-    """Of the round, from 0."""
+    """Number of the round, from 0."""
     clients: Sequence[int]
-    """Who was asked."""
+    """The clients that were asked."""
     rank: int
-    """Of this worker."""
+    """Rank of this worker."""
     total: Callable[[Tensor], Tensor]
     """Collective: the sum over the workers."""
 
@@ -91,7 +91,7 @@ class ClientUpdate:
 
     @property
     def num_bytes(self) -> int:
-        """What travels."""
+        """Bytes that are sent."""
         if self.encoded_bytes is not None:
             return self.encoded_bytes
         return sum(change.numel() * change.element_size() for change in self.change)
@@ -110,7 +110,7 @@ class ClientUpdate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeighedUpdate:
-    """One client's update by itself, where the server must see it."""
+    """One client's update with its weight, where the server must see single updates."""
 
     client: int
     change: Sequence[Tensor]
@@ -119,27 +119,27 @@ class WeighedUpdate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TallySum:
-    """What the server knows after a round, the same on every worker."""
+    """The result of a round's tally, the same on every worker."""
 
     sums: Sequence[Tensor]
-    """Of weight times update, a tensor for each of an update's, in double precision."""
+    """Sums of weight times update, one tensor for each of an update's, in double precision."""
     weight: float
-    """Of all together; 0: nobody's update was counted."""
+    """Sum of the weights; 0: no client's update was counted."""
     loss: float
     """The sum of weight times mean loss."""
     traffic: Traffic
-    """What the clients sent that this worker played."""
+    """What the clients sent that this worker simulated."""
     updates: Sequence[WeighedUpdate] = ()
     """Each by itself, in the order of the round's clients, for an algorithm with `single_updates`; else none."""
     missing: int = 0
-    """Of the clients whose updates would stand there, how many sent none that counts."""
+    """Of the clients that `updates` would list, how many sent none that counts."""
 
 
 class RoundTally(Protocol):
     """Collects the updates of one round."""
 
     def add(self, update: ClientUpdate, weight: float) -> None:
-        """One more of those this worker played; its numbers are finite."""
+        """Add an update of a client that this worker simulated; its numbers are finite."""
 
     def total(self, largest: int | None = None) -> TallySum:
         """Collective, once: what all workers' updates come to. NonFinite where the round must be abandoned.
@@ -149,7 +149,7 @@ class RoundTally(Protocol):
 
 
 def _all_finite(tensor: Tensor) -> bool:
-    """By its extremes, which are not finite where any item is not: one pass, and no tensor of answers."""
+    """Check the extremes, which are not finite where any item is not: one pass, without a tensor of results."""
     if not tensor.numel():
         return True
     return all(math.isfinite(extreme) for extreme in torch.stack(tensor.aminmax()).tolist())

@@ -1,6 +1,6 @@
-"""What a client does in a round: it takes the model, trains it on its own samples, and tells how far it came.
+"""A client's work in a round: it takes the model, trains it on its samples, and reports the difference.
 
-Everything random in it follows from (seed, round, client), so that it does not matter which worker plays it, and when.
+All random numbers follow from (seed, round, client), so it does not matter which worker simulates a client, or when.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def work_of(strategy: Federated) -> LocalWork:
 
 
 def selected(seed: int, number: int, clients: int, count: int) -> list[int]:
-    """Who takes part in round `number`: `count` of the clients, each as likely as any other, in ascending order."""
+    """The clients of round `number`: `count` of them, all equally likely, in ascending order."""
     random = np.random.default_rng(mix(seed, number, _SELECTING))
     return sorted(random.choice(clients, count, replace=False).tolist())
 
@@ -87,7 +87,7 @@ def held(model: nn.Module) -> list[Tensor]:
 
 
 def held_names(model: nn.Module) -> list[str]:
-    """Of what travels, in the same order."""
+    """Names of the tensors that are sent, in the same order."""
     return [
         *(name for name, _ in model.named_parameters()),
         *(name for name, buffer in model.named_buffers() if buffer.is_floating_point()),
@@ -95,7 +95,7 @@ def held_names(model: nn.Module) -> list[str]:
 
 
 class ClientTrainer:
-    """Plays clients one after another, on one copy of the model."""
+    """Simulates clients one after another, on one copy of the model."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class ClientTrainer:
         if self._device.type == "cpu" and any(isinstance(one, nn.Conv2d) for one in self._copy.modules()):
             self._copy.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # faster there
         self.samples = Samples(task, self._device)
-        self._after: ClientAssignment | None = None  # the one that is played next
+        self._after: ClientAssignment | None = None  # the client simulated next
         self._tensors = held(self._copy)
         self._parameters = list(self._copy.parameters())
         counts = (buffer for buffer in self._copy.buffers() if not buffer.is_floating_point())
@@ -129,7 +129,7 @@ class ClientTrainer:
 
     @property
     def notice(self) -> str:
-        """What whoever reads of this should know: nothing."""
+        """A notice for the user about this runner: none."""
         return ""
 
     def _train(self, one: ClientAssignment, like: Optimizer) -> ClientUpdate:

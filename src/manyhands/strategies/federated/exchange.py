@@ -1,7 +1,7 @@
-"""One worker's end of federated rounds in the common loop: a step of the loop is a round.
+"""One worker's endpoint of federated rounds in the common loop: a step of the loop is a round.
 
-`compute` plays this worker's share of the round's clients and gives their updates to the round's tally, `agree` takes
-its total over the workers, and `apply` moves the model by their mean, as the algorithm says.
+`compute` simulates this worker's share of the round's clients and adds their updates to the round's tally. `agree`
+takes the tally's total over the workers. `apply` moves the model by the mean, as the algorithm says.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _precise(computer: Computer, function: Callable[[nn.Module, Any], _T]) -> Ca
 
 
 class FederatedExchange(Exchange):
-    """Plays clients, and is the server; over a collective where several workers share them."""
+    """Simulates clients and acts as the server; workers that share the clients communicate by collectives."""
 
     steps_itself = True
     when_broken = (
@@ -142,14 +142,14 @@ class FederatedExchange(Exchange):
         self._refused = 0
         self._refused_now: list[int] = []
         self._norms = RoundNorms(strategy.seen_norm_ratio)
-        self._round = 0  # the newest that was played, from 1
-        self._loaded_state: Mapping[str, Any] | None = None  # where the run goes on from a checkpoint
+        self._round = 0  # number of the newest simulated round, from 1
+        self._loaded_state: Mapping[str, Any] | None = None  # set where the run resumes from a checkpoint
         if collective is not None:
             [self._bucket] = collective.allocate([Parcel.whole(0, _ROOM, torch.float64, exact=True)])
 
     @property
     def copies(self) -> Sequence[Sequence[int]]:
-        """Everybody holds the model."""
+        """Every worker holds the whole model."""
         return (range(self.world),)
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -193,7 +193,7 @@ class FederatedExchange(Exchange):
         return Computed(loss=loss, share=share, samples=samples, input_ns=input_ns)
 
     def _client_runner(self, computer: Computer, model: nn.Module) -> ClientRunner:
-        """Who trains this worker's clients; the first time, learn who they are, and what they have kept."""
+        """The runner that trains this worker's clients; the first call partitions the samples and restores states."""
         if self._trainer is not None:
             return self._trainer
         self._meet_clients(computer.task)
@@ -234,7 +234,7 @@ class FederatedExchange(Exchange):
         )
 
     def _cohort(self) -> Cohort:
-        """Whom this worker plays."""
+        """The clients that this worker simulates."""
         sizes = [len(samples) for samples in self._samples_of]
         most = math.ceil(
             self._strategy.per_round(len(sizes)) * (self._strategy.over if self._strategy.secure else 1)
@@ -262,7 +262,7 @@ class FederatedExchange(Exchange):
         ]
 
     def _in_tally(self) -> list[int]:
-        """Of whom a tally knows: those who report; with secure sums also who drops out, which the protocol sees."""
+        """The clients that a tally knows: those that report and, with secure sums, those that drop out."""
         if self._course is not None and self._strategy.secure:
             return list(self._course.asked)
         return self._clients
@@ -272,7 +272,7 @@ class FederatedExchange(Exchange):
         return selected(self._seed, step, clients, self._strategy.per_round(clients))
 
     def _mine(self, assigned: list[ClientAssignment]) -> list[ClientAssignment]:
-        """Which of them this worker plays: those whose state it has, or as many as any other."""
+        """The clients that this worker simulates: those whose state it has, or an equal share."""
         if self._kept_by_clients():
             return [one for one in assigned if one.client % self.world == self.rank]
         return assigned[self.rank :: self.world]
@@ -293,7 +293,7 @@ class FederatedExchange(Exchange):
         return {name: (states, like) for name, (states, like) in found.items() if like}
 
     def _add(self, update: ClientUpdate, step: int) -> None:
-        """One more report; what is not finite is not counted, or nought where nobody may be told whose that is."""
+        """Add one report; a non-finite update is not counted, or counts as zero where its sender must stay hidden."""
         assert self._tally is not None, "a round has begun"
         finite = update.is_finite
         if finite:  # or what is kept for the next time would not be
@@ -317,7 +317,7 @@ class FederatedExchange(Exchange):
         return replace(update, samples=min(update.samples, self._strategy.max_samples))
 
     def agree(self, local: LocalStep) -> SharedStep:
-        """Collective: what all updates come to, and whether somebody wants to stop."""
+        """Collective: the total of all updates, and whether any worker wants to stop."""
         assert self._tally is not None, "compute comes before agree"
         found, self._tally = self._tally.total(self._reject()), None
         self._found = found
@@ -341,7 +341,7 @@ class FederatedExchange(Exchange):
         return largest
 
     def _closed(self, some_refused: bool) -> bool:
-        """Collective where some updates were refused: whether the round counts without them."""
+        """Whether the round counts without rejected updates; collective where some were rejected."""
         if self._course is None or self._rounds is None:
             return True
         if not (some_refused or self._norms.rejected) or self._clients != list(
@@ -359,7 +359,7 @@ class FederatedExchange(Exchange):
 
     @torch.no_grad()
     def apply(self) -> None:
-        """The server's step."""
+        """Apply the server's step to the model."""
         assert self._found is not None, "agree comes before apply"
         like = self._algorithm.sent(self._weights)
         found, self._found = self._algorithm.layers.whole(self._found, like), None
@@ -367,7 +367,7 @@ class FederatedExchange(Exchange):
         self._algorithm.step(self._weights, mean)
 
     def personal(self, client: int) -> Sequence[Tensor]:
-        """The weights that a client uses itself, where this worker plays it."""
+        """The weights that a client uses for itself, where this worker simulates it."""
         return self._algorithm.layers.put(client, self._algorithm.personal(client, self._weights))
 
     def optimizer_state(self) -> dict[str, Any] | None:
@@ -378,7 +378,7 @@ class FederatedExchange(Exchange):
     def memory(self) -> Mapping[str, Any]:
         """Collective: what the algorithm keeps on the server, the same on every worker, and all clients' own."""
         if self._trainer is None:
-            return (self._loaded_state or {}) if self.rank == 0 else {}  # no round was played since
+            return (self._loaded_state or {}) if self.rank == 0 else {}  # no round since the checkpoint
         clients = {
             name: gathered(states, len(self._samples_of), like, self.total)
             for name, (states, like) in self._kept_by_clients().items()
@@ -389,7 +389,7 @@ class FederatedExchange(Exchange):
         return {name: value for name, value in kept.items() if value} if self.rank == 0 else {}
 
     def load_state(self, memory: Mapping[str, Any]) -> None:
-        """Go on with it."""
+        """Restore the algorithm's state; the rest is kept until it can be restored."""
         self._loaded_state = memory
         self._algorithm.load_state(memory.get("algorithm", {}))
 
@@ -440,7 +440,7 @@ class FederatedExchange(Exchange):
         return self._sent
 
     def summary(self) -> Mapping[str, Any]:
-        """How clients were played, how the model does for this worker's, and what was given away of them."""
+        """How clients were simulated, how well the model serves this worker's clients, and the privacy spent."""
         played = "" if self._trainer is None else f"{self._simulation}{self._trainer.notice}"
         told: dict[str, Any] = {"updates_refused": self._refused, "played": played, **self._measured()}
         told["updates_rejected"] = self._norms.total_rejected

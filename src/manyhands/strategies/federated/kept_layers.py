@@ -1,8 +1,8 @@
 """Layers that stay with each client: `keep=head` is the personal head of FedPer, `keep=*norm*` is FedBN.
 
 Arivazhagan et al., "Federated Learning with Personalization Layers", 2019; Li et al., "FedBN", ICLR 2021. A client
-begins with its own tensors in the place of the server's, sends all others, and keeps its own. The server's stay as they
-began, for clients who have never trained.
+starts with its local tensors in place of the server's, sends all others, and keeps the local ones. The server's
+copies stay at their initial values, for clients that have never trained.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _reaches(pattern: str, name: str) -> bool:
 
 
 class LocalLayers:
-    """What stays with the clients of a run; by default nothing."""
+    """The layers that stay on the clients of a run; by default none."""
 
     def __init__(self, names: Sequence[str] = (), patterns: str = EVERYTHING_SHARED) -> None:
         self._local = local_names(names, patterns)

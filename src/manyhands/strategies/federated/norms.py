@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 FEWEST_NORMS: Final = 3
-"""Of two clients nobody can say which one is wrong."""
+"""Fewest norms for a check: with two clients it is not clear which one is wrong."""
 _ZERO_CLASS: Final = -2000  # below that of every number
 _SHOWN: Final = 5
 
@@ -70,7 +70,7 @@ def described_norms(norms: Mapping[int, float]) -> str:
 
 
 def described_clients(clients: Sequence[int]) -> str:
-    """Who they are, where nothing is known of what they sent."""
+    """The clients by number, where nothing is known of what they sent."""
     rest = len(clients) - _SHOWN
     shown = ", ".join(f"client {client}" for client in clients[:_SHOWN])
     return shown if rest <= 0 else f"{shown} and {rest} more"

@@ -60,7 +60,7 @@ class Partition:
         return cls(word, value)
 
     def split(self, data: Any, samples: int, clients: int, seed: int) -> list[Indices]:
-        """The numbers of each client's samples, in ascending order: every sample is somebody's, and nobody has none."""
+        """The indices of each client's samples, ascending; every sample has a client, and no client is empty."""
         if self.word == NATURAL:
             if not isinstance(data, Parties):
                 raise UserError(
@@ -157,7 +157,7 @@ def _cut(indices: Indices, shares: NDArray[np.float64]) -> list[Indices]:
 
 
 def _without_empty(parts: list[Indices]) -> list[Indices]:
-    """Who drew nothing is given one sample of whoever has most: a client without data cannot take part."""
+    """Give each client without samples one of the client that has most: a client without data cannot take part."""
     for number, part in enumerate(parts):
         if len(part) < _FEWEST:
             richest = max(range(len(parts)), key=lambda one: len(parts[one]))

@@ -1,4 +1,4 @@
-"""Models of clients' own: the common one fine-tuned by each, and what is in a checkpoint of Ditto's and `keep=`'s."""
+"""Personal models of clients: the fine-tuned common model, and those of Ditto and `keep=` from a checkpoint."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def tuned(
     if not assigned:
         return
     sizes = [len(one.samples) for one in assigned]
-    wanted = 1 if together == 1 else AUTO  # more than there is room for is no reason to end without any
+    wanted = 1 if together == 1 else AUTO  # too little capacity must not end the run without any
     cohort = Cohort(sizes=sizes, each_round=len(sizes), wanted=wanted)
     client_runner, _ = client_runner_for(task, model, TuningSteps(), work, seed, cohort)
     for update in client_runner.play(assigned, like):

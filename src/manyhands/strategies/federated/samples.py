@@ -1,4 +1,4 @@
-"""The samples of all simulated clients, looked up by number: arrays lie on the device, for many batches at once."""
+"""The samples of all simulated clients, looked up by index; arrays stay on the device, for many batches at once."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Batches:
     seed: int
 
     def keys(self) -> list[_BatchKey]:
-        """One for each batch."""
+        """One key for each batch: its seed and the indices of its samples."""
         return [
             (mix(self.seed, number), *indices.reshape(-1).tolist())
             for number, indices in enumerate(self.indices)
@@ -83,7 +83,7 @@ class Samples:
             columns = moved(columns, device) if _fits(columns, device) else None
         self._columns = columns
         self.loaders: Loaders[_BatchKey] | None = None
-        """Who reads ahead, if anybody does."""
+        """The loader processes that read ahead, if any."""
         self._input_ns = 0
 
     @property
@@ -163,7 +163,7 @@ def columns_of(data: Any) -> Any:
     samples = as_dataset(data, "data")
     if isinstance(samples, np.ndarray):
         plain = samples.dtype.kind in "biufc" and samples.dtype.isnative
-        with warnings.catch_warnings():  # of an array that must not be written to: nobody will
+        with warnings.catch_warnings():  # the array is read-only, and is not written to
             warnings.simplefilter("ignore", UserWarning)
             return torch.from_numpy(np.ascontiguousarray(samples)) if plain else None
     if isinstance(samples, Tensor):

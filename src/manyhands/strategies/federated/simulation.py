@@ -1,7 +1,7 @@
-"""Who plays the clients of a simulation: several at once where that gives the same and is faster, else one by one.
+"""Chooses how clients are simulated: several at once where that is equivalent and faster, else one by one.
 
-The rule looks at the setting, the optimizer, the model and the sizes of batches, and then tries: the vmapped gradient
-of two copies must be the plain one. What it found is a sentence of the run's summary.
+The rule looks at the setting, the optimizer, the model and the batch sizes, and then tries: the vmapped gradient of
+two copies must equal the plain one. The outcome is a sentence of the run's summary.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ class ClientRunner(Protocol):
     """Trains clients of a round."""
 
     samples: Samples
-    """Of all of them."""
+    """The samples of all clients."""
 
     def play(self, assigned: Sequence[ClientAssignment], like: Optimizer) -> Iterator[ClientUpdate]:
         """The updates of these clients, in their order; the optimizer of each begins anew, set as `like` is."""
 
     @property
     def notice(self) -> str:
-        """What whoever reads of this should know, as the end of a sentence."""
+        """A notice for the user about this runner, as the end of a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClientSimulation:
-    """How many clients are played at once, and why not more."""
+    """How many clients are simulated at once, and why not more."""
 
     together: int
     why: str
@@ -79,7 +79,7 @@ class Cohort:
     sizes: Sequence[int]
     """The number of each one's samples."""
     each_round: int
-    """How many of them one worker plays in a round, at most."""
+    """How many of them one worker simulates in a round, at most."""
     wanted: int
     """How many at once the user wants, or AUTO."""
 
@@ -92,7 +92,7 @@ def client_runner_for(
     seed: int,
     cohort: Cohort,
 ) -> tuple[ClientRunner, ClientSimulation]:
-    """Who plays a worker's clients; UserError where so many at once were asked for and cannot be."""
+    """The runner for a worker's clients; UserError where the requested number at once is not possible."""
     simulation = _choose(task, model, work, cohort)
     if simulation.together > 1:
         return StackedTrainer(task, model, algorithm, work, seed, simulation.together), simulation

@@ -1,6 +1,6 @@
-"""How unlike the parties of a run are: which labels each has, and how well the model does for each of them.
+"""How much the parties of a run differ: which labels each has, and how well the model serves each of them.
 
-Measures are means over some samples of a party's own, which it has trained on: they tell whether the model serves some
+Measures are means over some of a party's samples, on which it has trained: they show whether the model serves some
 parties worse than others, not how well it does on new data.
 """
 
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 Indices = NDArray[np.int64]
-_MOST_CLIENTS: Final = 300  # of which something is told
+_MOST_CLIENTS: Final = 300  # the most clients that are reported
 _MOST_LABELS: Final = 60
 DURING: Final = 50, 1000
 """While a run goes on, at each evaluation: the most clients that are measured, and by how many samples of all."""
@@ -48,7 +48,7 @@ _UNFIT: Final = (ArithmeticError, AttributeError, LookupError, RuntimeError, Typ
 
 
 def shown_clients(count: int, most: int = _MOST_CLIENTS) -> list[int]:
-    """Of so many clients those that are told of: all, or some in even distances."""
+    """The clients that are reported: all, or an evenly spaced selection."""
     return sorted(set(np.linspace(0, count - 1, min(count, most)).round().astype(int).tolist()))
 
 

@@ -52,7 +52,7 @@ class StackedStep:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """What a client is given, and its batches in order."""
+    """A client's assignment, and its batches in order."""
 
     given: ClientAssignment
     batches: list[Indices]
@@ -121,7 +121,7 @@ class StackedGradients:
 
 
 class StackedTrainer:
-    """Plays up to `most` clients at once; the task and the model were found fit for it."""
+    """Simulates up to `most` clients at once; the caller has checked that the task and the model allow it."""
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class StackedTrainer:
 
     @property
     def notice(self) -> str:
-        """What whoever reads of this should know."""
+        """A notice for the user about this runner."""
         refused = self._replayed.refused if self._replayed is not None else ""
         return f"; without a CUDA graph ({refused})" if refused else ""
 
@@ -327,5 +327,5 @@ class StackedTrainer:
 
 
 def _rows_of(value: Any, before: Tensor, active: int) -> Any:
-    """What an optimizer keeps of the first rows; a count of steps is everybody's."""
+    """An optimizer's state for the first rows; a step count is shared by all rows."""
     return value[:active] if isinstance(value, Tensor) and value.shape == before.shape else value

@@ -1,8 +1,8 @@
-"""What clients keep for themselves from round to round, and how it comes into a checkpoint.
+"""What clients keep from round to round, and how it gets into a checkpoint.
 
-In simulation a client's state is where the client is played. A client that keeps something is therefore always played
-by the same worker, number `client % workers`; the checkpoint has all clients' states, and a run that goes on with
-another number of workers deals them anew.
+In simulation a client's state is on the worker that simulates it. A client that keeps state is therefore always
+simulated by the same worker, number `client % workers`. The checkpoint has all clients' states, and a run that
+resumes with another number of workers redistributes them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 __all__ = ["ClientStates", "gathered", "restored"]
 
 ClientStates = dict[int, list[Tensor]]
-"""By the number of the client; who has not taken part yet is not in it."""
+"""Tensors by client number; clients that have not taken part yet are absent."""
 
 
 def gathered(
@@ -39,7 +39,7 @@ def gathered(
 
 
 def restored(kept: Mapping[str, Any], rank: int, world: int, device: torch.device) -> ClientStates:
-    """Those of the clients that worker `rank` plays, of what `gathered` found."""
+    """The states of the clients that worker `rank` simulates, out of what `gathered` found."""
     pairs = zip(kept.get("clients", ()), kept.get("states", ()), strict=True)
     return {
         client: [one.clone().to(device) for one in state] for client, state in pairs if client % world == rank

@@ -1,7 +1,7 @@
-"""Updates added up in double precision, those of one power of two of the norm together.
+"""Updates summed in double precision, grouped by the power of two of their norm.
 
-When the median of a round's norms is known, whole sums can be left out, and no single update was kept for that. Norms
-of honest clients lie within a few powers of two, so that there are a few sums.
+Once the median of a round's norms is known, whole groups can be left out, without keeping single updates. Norms of
+honest clients lie within a few powers of two, so there are only a few sums.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ONE: Final = 0  # class, where no norm matters
 
 @dataclass(slots=True)
 class PartialSum:
-    """Of weight times update, with their weights and losses."""
+    """A partial sum of weight times update, with its weights and losses."""
 
     sums: list[Tensor]
     weight: float = 0.0
@@ -31,7 +31,7 @@ class PartialSum:
 
 
 class ClassSums:
-    """The updates of a round so far."""
+    """The partial sums of a round's updates so far, by norm class."""
 
     def __init__(self, like: Sequence[Tensor], *, by_norm: bool) -> None:
         """Of tensors like these; not `by_norm`: all in one sum."""
@@ -46,7 +46,7 @@ class ClassSums:
         return made
 
     def add(self, update: ClientUpdate, weight: float) -> None:
-        """One more."""
+        """Add one update."""
         which = norm_class(update.norm) if self._by_norm else _ONE
         if which not in self._classes:
             self._classes[which] = self._empty()
@@ -57,7 +57,7 @@ class ClassSums:
         part.loss += weight * update.loss
 
     def total(self, largest: int | None = None) -> PartialSum:
-        """Of all updates up to the class `largest`, if there is one; it may be the sum itself, and not a copy."""
+        """The sum of all updates up to the class `largest`, if given; it may be the stored sum, not a copy."""
         parts = [part for which, part in sorted(self._classes.items()) if largest is None or which <= largest]
         if len(parts) == 1:
             return parts[0]

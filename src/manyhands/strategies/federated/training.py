@@ -1,4 +1,4 @@
-"""`federated`: the common loop, with rounds for steps."""
+"""Strategy `federated`: the common training loop, with rounds as steps."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = ["FederatedTraining"]
 
 
 class FederatedTraining(ExchangeTraining):
-    """Workers of one host share the clients of every round among them."""
+    """Training in which the workers of one host share the clients of every round."""
 
     def __init__(self, request: Request, model: nn.Module) -> None:
         """UserError where the task asks for what clients cannot do, or its data cannot be split over them."""
@@ -94,7 +94,7 @@ class FederatedTraining(ExchangeTraining):
                 f"partition={NATURAL} leaves each its own"
             )
         refused = _refused(finished)
-        if refused and not strategy.noise:  # even their number tells of somebody
+        if refused and not strategy.noise:  # even the number of rejected updates reveals something
             told.append(
                 f"{refused} update{'s' * (refused > 1)} had a number that is not finite, and did not count"
             )
@@ -111,7 +111,7 @@ class FederatedTraining(ExchangeTraining):
     def exchange(cls, strategy: Any, resources: Resources) -> Exchange:
         """One worker's end: alone, or in the shared memory of one host."""
         if strategy.noise:
-            need_accountant()  # here, for it takes a second to import and is no part of a round
+            need_accountant()  # imported here: it takes a second and is not part of a round
         collective = SharedCollective(resources.group()) if resources.world > 1 else None
         return FederatedExchange(strategy, resources.seed, collective)
 

@@ -1,7 +1,7 @@
-"""Fine-tuning: `personal=finetune:EPOCHS`, what each client makes of the common model for itself after the last round.
+"""Fine-tuning: `personal=finetune:EPOCHS`, where each client trains the common model further after the last round.
 
-It is the plainest personalisation: the improved model is on the device anyway, and nothing leaves it. What comes of it
-follows from the common model, the client's samples and the seed, so that nothing of it need be kept.
+It is the simplest personalisation: the improved model is on the device anyway, and nothing leaves it. The result
+follows from the common model, the client's samples and the seed, so nothing of it is stored.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Tuned = Iterator[tuple[int, Sequence[Tensor]]]
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """For how many epochs on its own samples."""
+    """Fine-tuning settings: for how many epochs each client trains on its samples."""
 
     epochs: int
 
@@ -49,7 +49,7 @@ class Tuning:
 
 
 class TuningSteps(FederatedAlgorithm):
-    """Plain steps of a client, of which it reports what its tensors have become: nobody is to average them."""
+    """Plain training steps after which a client reports its tensors as they are: they are not averaged."""
 
     word: ClassVar[str] = _WORD
     about: ClassVar[str] = "steps on a client's own samples after the last round"
@@ -57,6 +57,6 @@ class TuningSteps(FederatedAlgorithm):
     def report(
         self, client: int, start: Sequence[Tensor], trained: Sequence[Tensor], steps: int
     ) -> Sequence[Tensor]:
-        """A copy of them."""
+        """Report a copy of the trained tensors."""
         del client, start, steps
         return [one.clone() for one in trained]

@@ -1,8 +1,7 @@
-"""Updates made smaller on their way to the server, by the codecs of `wire/`.
+"""Updates compressed on their way to the server, by the codecs of `wire/`.
 
-A client's update is one parcel of the model's tensors, and one of what the algorithm adds to them; single numbers
-travel as they are. What a biased codec leaves out is the client's own to keep, and is added to what it sends when it
-takes part again.
+A client's update is one parcel of the model's tensors, and one of what the algorithm adds to them; single numbers are
+sent as they are. The residual of a biased codec stays on the client and is added to what it sends the next time.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ __all__ = ["UpdateCoding"]
 
 
 class UpdateCoding:
-    """What updates become on their way; `raw`: what they are."""
+    """How updates are encoded on their way to the server; `raw` leaves them as they are."""
 
     def __init__(self, text: str = RAW, *, feedback: bool = True, seed: int = 0) -> None:
         self._text = text
@@ -45,7 +44,7 @@ class UpdateCoding:
         ]
 
     def carried(self, update: ClientUpdate, number: int, weights: int) -> ClientUpdate:
-        """As the server reads it in round `number`, and how many bytes it took."""
+        """The update as the server decodes it in round `number`, and how many bytes it took."""
         if self._text == RAW:
             return update
         codec = codec_named(self._text, feedback=self._feedback, seed=self._seed, worker=update.client)
@@ -79,7 +78,7 @@ class UpdateCoding:
         self._before = {}
 
     def refused(self, client: int) -> None:
-        """What was coded last of this client was not counted: it owes what it owed before."""
+        """The last encoded update of this client was not counted: restore the residual it had before."""
         if not self._feedback:
             return
         before = self._before.pop(client, None)

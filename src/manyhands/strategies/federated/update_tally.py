@@ -51,7 +51,7 @@ def tally_for(
 
 
 class PlainTally:
-    """Adds up in double precision, so that it hardly matters who played which client."""
+    """Sums updates in double precision, so that it hardly matters which worker simulated which client."""
 
     def __init__(self, total: Total, like: Sequence[Tensor], *, by_norm: bool = True) -> None:
         self._total = total
@@ -59,12 +59,12 @@ class PlainTally:
         self._sent = Traffic()
 
     def add(self, update: ClientUpdate, weight: float) -> None:
-        """To this worker's sum."""
+        """Add an update to this worker's sum."""
         self._sent += Traffic(messages_sent=1, bytes_sent=update.num_bytes)
         self._sums.add(update, weight)
 
     def total(self, largest: int | None = None) -> TallySum:
-        """Over all workers."""
+        """Collective: the sum over all workers."""
         mine = self._sums.total(largest)
         words = torch.tensor([mine.weight, mine.loss], dtype=torch.float64)
         found = self._total(torch.cat([*(one.flatten().cpu() for one in mine.sums), words]))
@@ -92,7 +92,7 @@ class KeptTally:
         self._mine[update.client] = (update, weight)
 
     def total(self, largest: int | None = None) -> TallySum:
-        """One client after another: who played it gives its update, and the others give zeros."""
+        """Collective: share one client's update after another; the worker that simulated it adds it, others zeros."""
         if largest is not None:
             self._mine = {
                 client: one for client, one in self._mine.items() if norm_class(one[0].norm) <= largest

@@ -1,1 +1,1 @@
-"""A model cut into stages, each on a worker of its own, through which micro-batches flow."""
+"""Pipeline parallelism: each worker holds some consecutive layers, and micro-batches pass through the workers."""

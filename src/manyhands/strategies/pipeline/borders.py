@@ -1,4 +1,4 @@
-"""A stage's place in the chain: its parts, what they take from the stage before and give to the one after, and when."""
+"""A stage's parts of the chain, and the tensors they exchange with the stages before and after, with timing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["ChainPart", "Ends", "Passed", "StageBorders"]
 
 
 class ChainPart:
-    """Some modules of a chain, one after another; `number` is the part's, `first` its first module's place."""
+    """Consecutive modules of a chain; `number` is the part's index, `first` the place of its first module."""
 
     def __init__(
         self, number: int, first: int, modules: Sequence[nn.Module], own: Sequence[nn.Parameter] = ()
@@ -27,13 +27,13 @@ class ChainPart:
         self.number = number
         self.first = first
         self.own = tuple(own)
-        """Parameters of the model that none of its layers has, and any may use."""
+        """Parameters that belong to the model and to none of its layers; any layer may use them."""
 
         self.modules = tuple(modules)
         self._changes_input: bool | None = None  # not known before the first forward
 
     def forward(self, x: Any, begin: Callable[[int], None]) -> Any:
-        """Apply the modules; `begin` is called with the place of each in the chain before it is."""
+        """Apply the modules; `begin` is called with each module's place in the chain before it is applied."""
         with self.changeable(x) as x:
             for place, module in enumerate(self.modules, self.first):
                 begin(place)
@@ -42,9 +42,9 @@ class ChainPart:
 
     @contextmanager
     def changeable(self, x: Any) -> Iterator[Any]:
-        """An input that the modules may change in place: a leaf may not be, nor what another part still has.
+        """Yield an input that the modules may change in place; neither leaves nor another part's tensors may be.
 
-        It is a copy, until one was seen that they left alone.
+        It is a copy, until a training pass has shown that the modules leave their input alone.
         """
         if not isinstance(x, Tensor) or self._changes_input is False:
             yield x
@@ -52,51 +52,51 @@ class ChainPart:
         copy = x.clone()
         yield copy
         if self._changes_input is None and all(module.training for module in self.modules):
-            self._changes_input = copy._version > 0  # some change it in training alone
+            self._changes_input = copy._version > 0  # some change it in training only
 
     def parameters(self) -> list[nn.Parameter]:
-        """All of them, each once."""
+        """All parameters of the part, each once."""
         return list(dict.fromkeys(one for module in self.modules for one in module.parameters()))
 
     def buffers(self) -> list[Tensor]:
-        """All of them."""
+        """All buffers of the part."""
         return [one for module in self.modules for one in module.buffers()]
 
     def train(self, mode: bool = True) -> None:
-        """Compute as in training, or as in evaluation."""
+        """Set the modules to training or evaluation mode."""
         for module in self.modules:
             module.train(mode)
 
 
 class Ends(Protocol):
-    """What the task has at both ends of the chain, of one pass of micro-batches; and its random numbers."""
+    """What the task provides at both ends of the chain for one pass of micro-batches, and its random seeds."""
 
     def computing(self) -> AbstractContextManager[object]:
-        """In which modules are applied."""
+        """The context in which modules are applied."""
 
     def prepare(self, microbatch: int) -> None:
-        """Get the samples that the loss of a micro-batch needs, if they are not here."""
+        """Fetch the samples that the loss of a micro-batch needs, unless they were fetched already."""
 
     def input(self, microbatch: int) -> Any:
-        """What the first part is called with."""
+        """The input of the first part."""
 
     def loss(self, microbatch: int, output: Any) -> Tensor:
-        """What backward begins with, from the last part's output: whatever the task's loss takes."""
+        """The loss of the last part's output, from which backward starts."""
 
     def begin(self, microbatch: int, place: int) -> None:
-        """A module of the chain is about to be applied to a micro-batch: set the random generators."""
+        """Seed the random generators before a module of the chain is applied to a micro-batch."""
 
 
 class Passed(NamedTuple):
-    """What went into passing things between the slices of a stage's layers."""
+    """Time spent on communication between the slices of a stage's layers."""
 
     spent_ns: int = 0
     waits_ns: Mapping[int, int] = {}
-    """Of it: waiting for each worker."""
+    """Of `spent_ns`: waiting for each worker."""
 
 
 class StageBorders:
-    """What one stage takes and gives, of all its parts, on its device; `times` are those of its turns, in order."""
+    """Inputs and outputs of one stage, for all its parts, on its device; records the times of its work items."""
 
     def __init__(
         self,
@@ -112,45 +112,46 @@ class StageBorders:
         self.post = post
         self._device = device if device is not None else torch.device("cpu")
         self._times: list[MicrobatchTime] = []
-        self._begin_ns: int | None = None  # of the turn, as long as nothing slowed it down
+        self._begin_ns: int | None = None  # start of the work item, until it was slowed down
         self.passed: Callable[[], Passed] = Passed
-        """Says what went into passing things between slices since it was last asked."""
+        """Returns the time spent on communication between slices since the last call."""
 
         self.slow_down: Callable[[float], None] = lambda _: None
-        """Called once in each turn, before it sends anything, with the seconds that it has taken."""
+        """Called once in each work item, before it sends anything, with the seconds that it has taken."""
 
         post.heed = self._waited
 
     def is_last(self, part: ChainPart) -> bool:
-        """Whether the loss comes after it."""
+        """Whether this is the last part, whose output goes to the loss."""
         return part.number + 1 == self.schedule.parts
 
     def input(self, part: ChainPart, microbatch: int) -> Tensor:
-        """What the part before sends, as a leaf that has a gradient; not of the first part."""
+        """Receive the output of the part before, as a leaf that gets a gradient; not for the first part."""
         before = part.number - 1
         x = self.post.receive(Flow.OUTPUT, before, microbatch, before % self.schedule.stages)
         x = x.to(self._device)
         return x.requires_grad_() if x.is_floating_point() and torch.is_grad_enabled() else x
 
     def gradient(self, part: ChainPart, microbatch: int, shape: torch.Size) -> Tensor | None:
-        """Of the part's output, which has this shape; not of the last part.
+        """Receive the gradient of the part's output, which has this shape; not for the last part.
 
-        None where nothing that is trained is reached from it.
+        None where no trained parameter depends on the output.
         """
         after = (part.number + 1) % self.schedule.stages
         gradient = self.post.receive(Flow.GRADIENT, part.number, microbatch, after)
         return gradient.reshape(shape).to(self._device) if gradient.numel() else None
 
     def send_output(self, part: ChainPart, microbatch: int, output: Any) -> None:
-        """To the part after."""
+        """Send a part's output to the part after."""
         output = self.tensor(output, part, microbatch)
         self._be_slow()
         self.post.send(Flow.OUTPUT, part.number, microbatch, output, (part.number + 1) % self.schedule.stages)
 
     def send_gradient(self, part: ChainPart, microbatch: int, x: Any) -> None:
-        """Of a part's input to the part before, where it is a number that has one.
+        """Send the gradient of a part's input to the part before, where the input is floating-point.
 
-        An empty one where nothing was reached: zeros would have its parameters decay, as they do not in one process.
+        An empty tensor is sent where there is no gradient: zeros would make weight decay apply to the earlier
+        parameters, which does not happen in one process.
         """
         if not part.number or not x.is_floating_point():
             return
@@ -160,7 +161,7 @@ class StageBorders:
         self.post.send(Flow.GRADIENT, before, microbatch, gradient, before % self.schedule.stages)
 
     def forward_only(self, part: ChainPart, microbatch: int, ends: Ends) -> Any:
-        """The output of one part for one micro-batch, without a graph: sent on, or returned where it is the last."""
+        """Apply one part to one micro-batch without a graph; send the output on, or return that of the last part."""
         x = self.input(part, microbatch) if part.number else ends.input(microbatch)
         with ends.computing():
             output = part.forward(x, lambda place: ends.begin(microbatch, place))
@@ -170,7 +171,7 @@ class StageBorders:
         return None
 
     def tensor(self, output: Any, part: ChainPart, microbatch: int) -> Tensor:
-        """What a part gives; UserError where it is no tensor."""
+        """Return a part's output; UserError where it is not a tensor."""
         if isinstance(output, Tensor):
             return output
         raise UserError(
@@ -180,7 +181,7 @@ class StageBorders:
 
     @contextmanager
     def timed(self, turn: StageWork) -> Iterator[None]:
-        """What is done inside is the turn's own work."""
+        """Time the block as the work item's computation."""
         begin_ns = self._begin_ns = time.monotonic_ns()
         yield
         self._be_slow()
@@ -191,7 +192,7 @@ class StageBorders:
         self._add(begin_ns, turn.microbatch, parts, spent_ns - sum(waits_ns.values()))
 
     def _be_slow(self) -> None:
-        """Where this worker is to be slower than it is: once in a turn, and before others get what they wait for."""
+        """Apply an artificial slowdown, once per work item and before other stages get what they wait for."""
         begin_ns, self._begin_ns = self._begin_ns, None
         if begin_ns is not None:
             self.slow_down((time.monotonic_ns() - begin_ns) / 1e9)
@@ -199,7 +200,7 @@ class StageBorders:
     def _add(
         self, at_ns: int, microbatch: int, parts: Sequence[tuple[int, int | None]], exchange_ns: int
     ) -> None:
-        """Note a turn as (nanoseconds, whom that was a wait for), one after the other; passing things comes last."""
+        """Record a work item as consecutive (nanoseconds, worker waited for); exchange time goes to the last."""
         for number, (duration_ns, worker) in enumerate(parts, 1):
             self._times.append(
                 MicrobatchTime(
@@ -213,7 +214,7 @@ class StageBorders:
             at_ns += duration_ns
 
     def take_times(self) -> list[MicrobatchTime]:
-        """What took how long since the last call, in order."""
+        """The recorded times since the last call, in order."""
         times, self._times = self._times, []
         return times
 

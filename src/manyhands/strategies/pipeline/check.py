@@ -1,8 +1,8 @@
-"""Proof that a pipeline's table is right: every piece of work once, after what it needs, within the stated memory.
+"""Checks that a schedule is right: every work item once, after what it needs, within the stated memory.
 
-It reads the table alone, and nothing of how it was made. That every need is met at an earlier tick also shows that
-stages which take their turns in order, send without waiting and wait for what they receive never wait for ever: of all
-turns that are left, the one with the lowest tick can always be taken.
+The check reads the table alone and does not depend on how it was made. It also proves freedom from deadlock. Stages
+execute their work items in order, send without waiting, and wait for what they receive; since every need is met at an
+earlier tick, the remaining item with the lowest tick can always be executed.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ __all__ = ["check", "held_during", "most_held"]
 
 
 def check(schedule: Schedule, most_held: Callable[[Schedule, int], int] | None = None) -> None:
-    """Return if the table is right, else raise ScheduleError with a sentence that names the turn.
+    """Return if the schedule is right, else raise ScheduleError with a sentence that names the work item.
 
-    `most_held` says how many micro-batches' activations of one part a stage may hold; by default what is stated for
-    the schedule's name, and every one of them for a name that is not known.
+    `most_held` gives how many micro-batches' activations of one part a stage may hold. By default this is the bound
+    stated for the schedule's name, or all of them for an unknown name.
     """
     try:
         _check_places(schedule)
@@ -34,10 +34,10 @@ def check(schedule: Schedule, most_held: Callable[[Schedule, int], int] | None =
 
 
 def held_during(schedule: Schedule, *, by_part: bool = False) -> Iterator[tuple[StageWork, int]]:
-    """Every turn by tick, and of how many (micro-batch, chunk) its stage holds activations while it is taken.
+    """Yield every work item by tick, with the number of (micro-batch, chunk) whose activations its stage then holds.
 
-    They are held from forward until backward, or until the weight gradient where the schedule splits it off. With
-    `by_part` it is of how many micro-batches the turn's part of the chain does.
+    Activations are held from forward until backward, or until the weight gradient where the schedule splits it off.
+    With `by_part` the number counts the micro-batches held for the item's part of the chain.
     """
     release = Pass.WEIGHTS if schedule.splits_backward else Pass.BACKWARD
     held = [0] * schedule.parts
@@ -49,7 +49,7 @@ def held_during(schedule: Schedule, *, by_part: bool = False) -> Iterator[tuple[
 
 
 def most_held(schedule: Schedule, *, by_part: bool = False) -> tuple[int, ...]:
-    """The most that each stage holds at once, or each part of the chain."""
+    """The peak number of held activations of each stage, or with `by_part` of each part of the chain."""
     most = [0] * (schedule.parts if by_part else schedule.stages)
     for turn, held in held_during(schedule, by_part=by_part):
         holder = schedule.part(turn) if by_part else turn.stage
@@ -58,7 +58,7 @@ def most_held(schedule: Schedule, *, by_part: bool = False) -> tuple[int, ...]:
 
 
 _Done = dict[Pass, list[int]]
-"""When each (part, micro-batch) had each kind of work; -1 for never."""
+"""The tick at which each (part, micro-batch) had each kind of work; -1 for never."""
 
 
 def _all(schedule: Schedule, _stage: int) -> int:
@@ -66,7 +66,7 @@ def _all(schedule: Schedule, _stage: int) -> int:
 
 
 def _check_places(schedule: Schedule) -> None:
-    """Every turn is of this schedule, they stand by tick and stage, and no stage has two at one tick."""
+    """Every item belongs to this schedule, items are sorted by tick and stage, and no stage has two at one tick."""
     works = set(_works(schedule))
     before: StageWork | None = None
     for turn in schedule.turns:
@@ -89,7 +89,7 @@ def _check_places(schedule: Schedule) -> None:
 
 
 def _taken(schedule: Schedule) -> _Done:
-    """The ticks of all work; refuses what is there twice."""
+    """The ticks of all work items; ScheduleError where an item occurs twice."""
     count = schedule.microbatches
     done: _Done = {work: [-1] * (schedule.parts * count) for work in Pass}
     for turn in schedule.turns:
@@ -111,7 +111,7 @@ def _check_all_there(schedule: Schedule, done: _Done) -> None:
 
 
 def _check_needs(schedule: Schedule, done: _Done) -> None:
-    """Whatever a turn needs has been done at an earlier tick."""
+    """Everything that an item needs was done at an earlier tick."""
     count, parts = schedule.microbatches, schedule.parts
     forward, backward = done[Pass.FORWARD], done[Pass.BACKWARD]
     for turn in schedule.turns:

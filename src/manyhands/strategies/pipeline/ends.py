@@ -1,4 +1,4 @@
-"""Both ends of a chain as the task has them: the input of its first layer, and the loss of its last one's output."""
+"""Both ends of a chain as the task defines them: the first layer's input, and the loss of the last one's output."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from manyhands.task import Metric
 
 __all__ = ["MeasureEnds", "TrainingEnds"]
 
-_TASK: Final = 0  # in the place of a module: what the task's own functions draw
+_TASK: Final = 0  # takes the place of a module: seeds what the task's functions draw
 _EVALUATION: Final = 0x45
 
 
 class TrainingEnds:
-    """Of one data part's share of one global batch: a micro-batch is a piece of the share.
+    """The ends for one data part's share of one global batch: a micro-batch is a piece of the share.
 
-    What is random follows from (seed, step, data part, micro-batch, place in the chain), so it is the same wherever the
-    chain is cut, and when forward is run again.
+    Random numbers follow from (seed, step, data part, micro-batch, place in the chain). So they are the same wherever
+    the chain is cut, and when forward is run again.
     """
 
     def __init__(self, computer: Computer, share: Share, step: int, part: int) -> None:
@@ -37,18 +37,18 @@ class TrainingEnds:
         self._pending: tuple[Callable[[], float], float] | None = None
         self._loss = 0.0
         self.input_ns = 0
-        """What getting the samples took."""
+        """Nanoseconds spent fetching samples."""
 
     def computing(self) -> AbstractContextManager[object]:
-        """In which modules are applied."""
+        """The context (mixed precision) in which modules are applied."""
         return self._computer.precision()
 
     def begin(self, microbatch: int, place: int) -> None:
-        """Set the random generators for a module."""
+        """Seed the random generators for the module at this place in the chain."""
         seed_all(mix(self._seed, microbatch, place + 1))
 
     def prepare(self, microbatch: int) -> None:
-        """Get the samples of a micro-batch, if they are not here yet."""
+        """Fetch the samples of a micro-batch, unless they were fetched already."""
         if microbatch not in self._batches:
             begin_ns = time.monotonic_ns()
             self._seed_task(microbatch)
@@ -56,14 +56,14 @@ class TrainingEnds:
             self.input_ns += time.monotonic_ns() - begin_ns
 
     def input(self, microbatch: int) -> Any:
-        """What the task's loss calls the model with."""
+        """The input that the task's loss calls the model with."""
         self.prepare(microbatch)
         self._seed_task(microbatch)
         with self._computer.precision():
             return input_of(self._computer.task.loss, self._batches[microbatch])
 
     def loss(self, microbatch: int, output: Any) -> Tensor:
-        """The task's, as much as it weighs in the global batch."""
+        """The task's loss for this output, times the micro-batch's weight in the global batch."""
         self.prepare(microbatch)
         piece = self._share.pieces[microbatch]
         model = GivesOutput(output)
@@ -75,7 +75,7 @@ class TrainingEnds:
         return loss * (piece.weight * self._share.weight)
 
     def mean_loss(self) -> float:
-        """Over the share, of the micro-batches whose loss was computed here; 0 where none was."""
+        """Mean loss over the share, from the micro-batches whose loss was computed here; 0 where none was."""
         self._collect()
         return self._loss
 
@@ -90,7 +90,7 @@ class TrainingEnds:
 
 
 class MeasureEnds:
-    """Of one batch of evaluation data and one measure."""
+    """The ends for one batch of evaluation data and one measure."""
 
     def __init__(
         self, computer: Computer, number: int, piece: Microbatch, measure: tuple[str, Metric]
@@ -102,19 +102,19 @@ class MeasureEnds:
         self._what = "task.loss" if self._name == "evaluation_loss" else f"task.metrics[{self._name!r}]"
 
     def computing(self) -> AbstractContextManager[object]:
-        """In which modules are applied."""
+        """The context (mixed precision) in which modules are applied."""
         return self._computer.precision()
 
     def begin(self, microbatch: int, place: int) -> None:
-        """Set the random generators for a module."""
+        """Seed the random generators for the module at this place in the chain."""
         del microbatch
         seed_all(mix(self._seed, place + 1))
 
     def prepare(self, microbatch: int) -> None:
-        """A batch is fetched where it is used."""
+        """Nothing to do: a batch is fetched where it is used."""
 
     def input(self, microbatch: int) -> Any:
-        """What the measure calls the model with."""
+        """The input that the measure calls the model with."""
         del microbatch
         seed_all(self._seed)
         batch = self._computer.fetch(self._piece)
@@ -122,7 +122,7 @@ class MeasureEnds:
             return input_of(self._function, batch, self._what)
 
     def loss(self, microbatch: int, output: Any) -> Tensor:
-        """Nothing is trained here."""
+        """Never called: an evaluation has no backward pass."""
         del microbatch, output
         raise AssertionError("an evaluation has no backward")
 
@@ -138,7 +138,7 @@ class MeasureEnds:
 
 
 def require_call(model: GivesOutput, what: str) -> None:
-    """UserError where a function came to its end without the model's output."""
+    """Raise UserError where a function returned without calling the model."""
     if not model.called:
         raise UserError(
             f"{what} did not call the model this time; call it once for every batch: model(input)"

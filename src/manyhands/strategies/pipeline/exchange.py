@@ -1,4 +1,4 @@
-"""One worker's end of a pipeline in the common loop: its stage, its replicas, and what all workers agree on."""
+"""One worker's endpoint of a pipeline in the common loop: its stage, its replicas, and the collectives."""
 
 from __future__ import annotations
 
@@ -45,20 +45,20 @@ from manyhands.strategies.tensor.traffic_report import layer_traffic
 __all__ = ["PipelineExchange", "ShowsPlace"]
 
 _ALL, _REPLICAS, _SLICES, _TIED = 0x60, 0x61, 0x62, 0x100
-"""What tells the messages of groups apart, who share links with what stages send; from the last on, a group each."""
+"""Message kinds of the groups, which share links with the stages' messages; from the last on, one per group."""
 
 _MOST_EVALUATIONS: Final = 1 << 16
 
 
 class ShowsPlace(Protocol):
-    """Shows where this worker is."""
+    """Callback that publishes what this worker is doing."""
 
     def __call__(self, step: int, state: State, *, place: tuple[int, int] | None = None) -> None:
-        """At a step, and there at a (stage, micro-batch)."""
+        """Report the step and state and, within the step, the (stage, micro-batch)."""
 
 
 class PipelineExchange(Exchange):
-    """A stage of a pipeline, or of one of its replicas; `plan` has as many micro-batches as the strategy."""
+    """One stage of a pipeline replica; `plan` has as many micro-batches as the strategy."""
 
     builds_on_host = True
 
@@ -94,31 +94,31 @@ class PipelineExchange(Exchange):
 
     @property
     def most_kept(self) -> int:
-        """Of how many micro-batches this stage kept activations at once, at most, in the last step."""
+        """Peak number of micro-batches whose activations this stage kept in the last step."""
         return self._stage.most_kept
 
     @property
     def part(self) -> int:
-        """All stages of a pipeline work on the same samples."""
+        """Index of this worker's replica: all stages of a pipeline work on the same samples."""
         return self._place.data
 
     @property
     def parts(self) -> int:
-        """One for each replica."""
+        """Number of replicas."""
         return self._grid.data
 
     @property
     def copies(self) -> Sequence[Sequence[int]]:
-        """The replicas of each stage, or of each slice of it."""
+        """The ranks that hold replicas of each stage, or of each slice of it."""
         return self._grid.copies
 
     def held_parameters(self, model: nn.Module) -> Iterable[tuple[str, Tensor | None]]:
-        """Those of this worker's layers, under the names that they have in the whole model."""
+        """The parameters of this worker's layers, under their names in the whole model."""
         del model
         return self._held.named()
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Collective: cut the model, and keep this worker's layers of worker 0's."""
+        """Collective: cut the model, broadcast worker 0's weights, and keep this worker's layers."""
         self._model, self._optimizer = model, optimizer
         outline, chain = Outline.of(model), chain_of(model)
         self.cuts = self._agree_on_cuts(model, chain)
@@ -152,18 +152,18 @@ class PipelineExchange(Exchange):
         )
         for part in holding.parts:
             part.train()
-        keep_freed_memory()  # every step frees what the next one takes
+        keep_freed_memory()  # every step frees what the next one allocates
 
     def compute(self, computer: Computer, model: nn.Module, step: int) -> Computed:
-        """This worker's turns of the schedule, on its replica's share of the batch."""
-        del model  # the parts are its
-        waits_of(self._groups())  # of what was done between steps
+        """Execute this worker's work items of the schedule, on its replica's share of the batch."""
+        del model  # the stage's parts are used instead
+        waits_of(self._groups())  # drop what was counted between steps
         asked_ns = time.monotonic_ns()
         share = computer.share(step, self.part, self.parts)
         ends = TrainingEnds(computer, share, step, self.part)
         ends.input_ns = time.monotonic_ns() - asked_ns
         stage = self._place.stage
-        self._passed()  # of what was done between steps
+        self._passed()  # drop what was counted between steps
         self._borders.slow_down = partial(computer.slow_down, step)
         self._stage.run(
             ends,
@@ -203,16 +203,16 @@ class PipelineExchange(Exchange):
         return computer.means(self.total(totals))
 
     def evaluate_alike(self, computer: Computer, model: nn.Module) -> tuple[dict[str, float], int] | None:
-        """Collective: through the stages."""
+        """Collective: the same evaluation, through the stages."""
         return self.evaluate(computer, model)
 
     def backward(self, loss: Tensor, share: float) -> None:
-        """The stages' turns are all there is."""
+        """Never called: the stages run backward themselves."""
         del loss, share
         raise AssertionError("a pipeline computes by itself")
 
     def agree(self, local: LocalStep) -> SharedStep:
-        """Collective: sum gradients over replicas, then over the stages that share a parameter; and the loss."""
+        """Collective: sum gradients over replicas, then over stages that share a parameter; agree on the loss."""
         self._steps += 1
         sum_gradients(self._replicas, [one.local for one in self._held.held])
         for group, parameters in self._tied:
@@ -222,7 +222,7 @@ class PipelineExchange(Exchange):
         return shared
 
     def clip(self, max_norm: float) -> float:
-        """Collective: the norm is over all stages, a parameter that several have counted once."""
+        """Collective: clip by the norm over all stages; a parameter that several stages hold counts once."""
         told = self._held.gradients(lambda one: one.tells)
         total = self.total(torch.tensor([squares_of(told)], dtype=torch.float64))
         norm = math.sqrt(float(total))
@@ -230,24 +230,24 @@ class PipelineExchange(Exchange):
         return norm
 
     def apply(self) -> None:
-        """The optimizer's step on this stage's parameters."""
+        """Step the optimizer on this stage's parameters."""
         self._optimizer.step()
         self._optimizer.zero_grad()
 
     def optimizer_state(self) -> dict[str, Any] | None:
-        """Collective: put together on worker 0."""
+        """Collective: assemble the optimizer state on worker 0."""
         return self._held.optimizer_state(self._all)
 
     def model_state(self, model: nn.Module) -> Mapping[str, Tensor] | None:
-        """Collective: put together on worker 0."""
+        """Collective: assemble the model state on worker 0."""
         return self._held.model_state(self._all, model)
 
     def total(self, values: Tensor) -> Tensor:
-        """Collective: the sum over workers."""
+        """Collective: the sum over all workers."""
         return self._all.all_reduce(values)
 
     def held_buffers(self, model: nn.Module) -> Iterable[Tensor]:
-        """Those of this worker's layers, and the model's own."""
+        """The buffers of this worker's layers, and the model's own."""
         del model
         modules = (module for part in self._holding.parts for module in part.modules)
         layers = (buffer for module in modules for buffer in module.buffers())
@@ -259,32 +259,32 @@ class PipelineExchange(Exchange):
         return self._replicas.all_reduce(values.clone())
 
     def take_times(self) -> Times:
-        """The turns of the last step; once all have agreed, its messages and whom this worker waited for."""
+        """Times of the last step's work items; once the step is agreed on, also its traffic and waits."""
         posts, self._posts = self._posts, {}
         waits, turns = waits_of(self._groups()), self._borders.take_times()
         passed_ns = sum(turn.exchange_ns for turn in turns)
         return Times(exchange_ns=passed_ns, wait_ns=waits, posts=posts, turns=turns)
 
     def traffic(self) -> Traffic:
-        """Of the stage and of all its groups."""
+        """Traffic of the stage's messages and of all its groups."""
         return sum((group.traffic() for group in self._groups()), self._post.traffic())
 
     def summary(self) -> Mapping[str, Any]:
-        """What a step of training sends for each sliced layer, from this worker."""
+        """What a training step of this worker sends for each sliced layer."""
         return {"layers": layer_traffic(self._sliced.traffic, self._steps)}
 
     def close(self) -> None:
-        """Let go of the links."""
+        """Close the links."""
         for link in self._links.values():
             link.close()
 
     @property
     def _counts(self) -> bool:
-        """Whether this worker speaks for all of its replica, of which it has the loss."""
+        """Whether this worker reports for its replica: the first slice of the last stage, which has the loss."""
         return self._place.stage == self._strategy.stages - 1 and self._place.slice == 0
 
     def _passed(self) -> Passed:
-        """What went into passing things between the slices of layers since the last call."""
+        """Time spent on communication between the slices of layers since the last call."""
         spent_ns = self._sliced.clock.spent_ns
         passed = Passed(spent_ns - self._passed_ns, self._slices.take_waits())
         self._passed_ns = spent_ns
@@ -297,12 +297,12 @@ class PipelineExchange(Exchange):
         return LinkGroup(self.rank, members, self._links, self._timeout_s, kind=kind, name=name)
 
     def _slice(self, model: nn.Module, holding: Holding, device: torch.device) -> list[Held]:
-        """Keep this worker's slice of its layers, on its device; what it then has of each parameter."""
+        """Slice this stage's layers and move them to the device; return what this worker holds of each parameter."""
         modules = [module for part in holding.parts for module in part.modules]
         slices = self._slices
         plan: dict[str, Slicing] = {}
         for part in holding.parts if slices.world > 1 else ():
-            # one by one: no layer of one part takes what a layer of another leaves sliced
+            # part by part: no layer takes sliced input from a layer of another part
             plan |= find_plan(model, slices.world, part.modules)
         self._sliced = slice_modules(model, slices, plan, part=modules)
         for module in modules:
@@ -323,19 +323,19 @@ class PipelineExchange(Exchange):
                 self._posts.setdefault(worker, PeerTraffic()).add(post)
 
     def _agree_on_cuts(self, model: nn.Module, chain: Sequence[nn.Module]) -> tuple[int, ...]:
-        """Collective: the user's, or what worker 0 finds best."""
+        """Collective: the user's cuts, or those that worker 0 finds best."""
         strategy, parts = self._strategy, self._table.parts
         if strategy.cuts:
             return strategy.cuts
         if parts in (1, len(chain)) and not strategy.memory:
-            return tuple(range(1, parts))  # there is no other
+            return tuple(range(1, parts))  # there is only one way to cut
         cuts = torch.zeros(parts - 1, dtype=torch.int64)
         if self.rank == 0:
             cuts.copy_(torch.tensor(self._measured_cuts(model, chain)))
         return tuple(self._all.broadcast(cuts).tolist())
 
     def _measured_cuts(self, model: nn.Module, chain: Sequence[nn.Module]) -> tuple[int, ...]:
-        """On worker 0: the best for one micro-batch of the first global batch."""
+        """On worker 0: measure the layers on one micro-batch of the first global batch, and return the best cuts."""
         computer = Computer(self._plan, self.rank)
         piece = computer.share(0, 0, self.parts).pieces[0]
         ends = TrainingEnds(computer, computer.share(0, 0, self.parts), 0, 0)
@@ -348,7 +348,7 @@ class PipelineExchange(Exchange):
                 state_copies=sizes.state / sizes.gradients if sizes.gradients else 0.0,
                 begin=lambda place: ends.begin(0, place),
             )
-        model.zero_grad()  # what layers use without having it got a gradient as well
+        model.zero_grad()  # parameters that layers use without owning them got gradients, too
         strategy = self._strategy
         need = part_bytes(layers, most_held(self._table, by_part=True), recompute=strategy.recompute)
         limit = strategy.memory * strategy.tensor  # of the slices of a stage together

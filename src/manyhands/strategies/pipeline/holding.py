@@ -1,4 +1,4 @@
-"""Which stage has which parameters and buffers of a model that is cut, and which of them several stages have. Pure."""
+"""Which stage holds which parameters and buffers of a model that is cut, and which are shared. Pure functions."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ __all__ = ["Holding", "holding_of", "require_own_statistics"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Holding:
-    """One stage's."""
+    """What one stage holds of the model."""
 
     parts: tuple[ChainPart, ...]
-    """Its parts of the chain, in order."""
+    """The stage's parts of the chain, in order."""
 
     parameters: tuple[nn.Parameter, ...]
-    """Those that it computes with, each once; among them those that no layer has, which any may use."""
+    """The parameters it computes with, each once; including those that belong to no layer, which any may use."""
 
     first: frozenset[int]
-    """The identities of those of them that no earlier stage has: this stage tells of them."""
+    """Identities of the parameters that no earlier stage holds: this stage reports them."""
 
     tied: tuple[tuple[tuple[int, ...], tuple[nn.Parameter, ...]], ...]
-    """Parameters that this stage and others have, by the stages that do, in an order that all stages share."""
+    """Parameters shared with other stages, grouped by the stages that hold them, in the same order on all stages."""
 
     own: tuple[Tensor, ...]
-    """Parameters and buffers that no layer has: the model's own."""
+    """Parameters and buffers that belong to the model itself and to no layer."""
 
     buffers: tuple[str, ...]
-    """The names of those that this stage tells of."""
+    """Names of the buffers that this stage reports."""
 
 
 def holding_of(
     model: nn.Module, chain: Sequence[nn.Module], cuts: Sequence[int], stages: int, stage: int
 ) -> Holding:
-    """What `stage` has of a model whose chain is cut so, part k on stage k mod `stages`."""
+    """What `stage` holds of a model with these cuts; part k is on stage k mod `stages`."""
     places = parts_of(cuts, len(chain))
-    holders: dict[int, set[int]] = {}  # of parameters and buffers that layers have
+    holders: dict[int, set[int]] = {}  # stages by parameter or buffer, of those that layers have
     for number, within in enumerate(places):
         for module in chain[within.start : within.stop]:
             for one in (*module.parameters(), *module.buffers()):
@@ -78,7 +78,7 @@ def holding_of(
 def require_own_statistics(
     model: nn.Module, chain: Sequence[nn.Module], cuts: Sequence[int], stages: int
 ) -> None:
-    """UserError for a layer with running statistics that several stages have, for each would keep its own."""
+    """Raise UserError for a layer with running statistics that is on several stages: the copies would diverge."""
     having: dict[int, set[int]] = {}
     for number, within in enumerate(parts_of(cuts, len(chain))):
         for layer in chain[within.start : within.stop]:
@@ -87,7 +87,7 @@ def require_own_statistics(
     for name, module in model.named_modules():
         found = sorted(having.get(id(module), ()))
         keeps = isinstance(module, _NormBase) and module.running_mean is not None
-        if keeps and len(found) > 1 and module.train().training:  # some stay as they are in training, too
+        if keeps and len(found) > 1 and module.train().training:  # some stay in evaluation mode
             raise UserError(
                 f"layer {name!r} ({type(module).__name__}) is in stages {' and '.join(map(str, found))}, and each "
                 "would keep running statistics of its own; use a layer for each place, or cuts= that keep both in one "

@@ -1,4 +1,4 @@
-"""How long each layer of a chain takes, and how much it keeps: measured on one micro-batch before the chain is cut."""
+"""Measures the time and memory of each layer of a chain on one micro-batch, before the chain is cut."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def layer_costs(
     state_copies: float,
     begin: Callable[[int], None],
 ) -> list[LayerCost]:
-    """The cost of each layer for a micro-batch whose input is `x`; the modules are left as they were.
+    """Measure the cost of each layer for a micro-batch whose input is `x`; the modules are left as they were.
 
-    `state_copies` says how many numbers the optimizer keeps for one of a parameter, `begin` sets the random generators
-    for the layer of that number. Of several tries the fastest counts.
+    `state_copies` is how many numbers the optimizer keeps per trained parameter. `begin` seeds the random generators
+    for the layer at that place in the chain. Of several tries the fastest counts.
     """
     costs = []
     for place, module in enumerate(chain):
@@ -52,8 +52,8 @@ def layer_costs(
 
 
 def _try(module: nn.Module, x: Any) -> tuple[float, int, Any]:
-    """Seconds of forward and backward, bytes kept between them, and the output."""
-    given = _each(x, lambda one: _leaf(one).clone())  # which may be changed in place
+    """Seconds of forward and backward, bytes saved between them, and the output."""
+    given = _each(x, lambda one: _leaf(one).clone())  # a copy: the module may change it in place
     saved: dict[int, int] = {}
     own = {one.untyped_storage().data_ptr() for one in (*module.parameters(), *module.buffers())}
 
@@ -76,7 +76,7 @@ def _try(module: nn.Module, x: Any) -> tuple[float, int, Any]:
 
 
 def _each(value: Any, act: Callable[[Tensor], Any]) -> Any:
-    """What `act` makes of a tensor, or of each one in tuples, lists and dicts; anything else is left alone."""
+    """Apply `act` to a tensor, or to each one in tuples, lists and dicts; anything else is returned unchanged."""
     if isinstance(value, Tensor):
         return act(value)
     if isinstance(value, dict):
@@ -103,7 +103,7 @@ def _held(module: nn.Module, state_copies: float) -> int:
 
 @contextmanager
 def _visiting(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """The module on the device, and where it was again."""
+    """Move the module to the device for the duration of the block, and back afterwards."""
     homes = {one.device for one in module.parameters()}
     module.to(device)
     yield
@@ -113,7 +113,7 @@ def _visiting(module: nn.Module, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _as_before(module: nn.Module) -> Iterator[None]:
-    """Gradients and running statistics as they were."""
+    """Restore gradients and buffers (running statistics) after the block."""
     before = [(buffer, buffer.clone()) for buffer in module.buffers()]
     gradients = [(one, one.grad) for one in module.parameters()]
     for one, _ in gradients:

@@ -1,6 +1,6 @@
-"""A schedule played through: every stage takes its turns in order, and waits for what they need.
+"""Simulates a schedule: every stage executes its work items in order, and waits for what they need.
 
-With one tick for every turn this gives a table its ticks; with measured times it gives what the table costs.
+With one tick per work item this gives a table its ticks; with measured times it gives the cost of the table.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from manyhands.strategies.pipeline.schedule_table import Pass, Schedule
 __all__ = ["Order", "PartTimes", "play"]
 
 Order: TypeAlias = Sequence[tuple[Pass, int, int]]
-"""What one stage does: (work, micro-batch, chunk), one after the other."""
+"""The work items of one stage in order: (work, micro-batch, chunk)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,26 +25,26 @@ class PartTimes:
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
-    """The gradient of the part's input."""
+    """Time for the gradient of the part's input."""
 
     weights: tuple[float, ...]
-    """The gradient of the part's parameters; in schedules that do not split it off, backward takes both."""
+    """Time for the gradient of the part's parameters; schedules that do not split it off add it to backward."""
 
     send: tuple[float, ...]
-    """How long what a part passes on is on its way: its output to the next part, its gradient to the part before."""
+    """Time for a part's messages to arrive: its output at the next part, its gradient at the part before."""
 
     def of_work(self, schedule: Schedule) -> dict[Pass, tuple[float, ...]]:
-        """How long a turn of each kind takes, by part: backward has both gradients unless the schedule splits them."""
+        """Time of a work item of each kind, by part; backward has both gradients unless the schedule splits them."""
         both = tuple(map(sum, zip(self.backward, self.weights, strict=True)))
         backward = self.backward if schedule.splits_backward else both
         return {Pass.FORWARD: self.forward, Pass.BACKWARD: backward, Pass.WEIGHTS: self.weights}
 
 
 def play(schedule: Schedule, orders: Sequence[Order], times: PartTimes) -> list[list[float]]:
-    """When each turn of each stage begins; ScheduleError where stages wait for each other for ever.
+    """When each work item of each stage begins; ScheduleError where the stages deadlock.
 
-    The turns are those of `orders`, one for each stage, and not those of the schedule, of which only the shape
-    counts. A stage sends and goes on; what it sends in one direction travels one message after the other.
+    The work items are those of `orders`, one sequence for each stage; of `schedule` only the shape counts. A stage
+    does not wait for its sends; messages in one direction travel one after the other.
     """
     player = _Player(schedule, times)
     begins: list[list[float]] = [[] for _ in orders]
@@ -59,12 +59,12 @@ def play(schedule: Schedule, orders: Sequence[Order], times: PartTimes) -> list[
             left -= len(begun) - at
         if left == before:
             raise ScheduleError(_stuck(schedule, orders, begins))
-        sweep = sweep[::-1]  # forward runs down the stages and backward up: a sweep carries one of them far
+        sweep = sweep[::-1]  # alternate directions: forward runs down the stages, backward up
     return begins
 
 
 class _Player:
-    """What is known so far: when each part was done with each micro-batch, and when the next one had its message."""
+    """The state of the simulation: when each part finished each micro-batch, and when its message arrived."""
 
     def __init__(self, schedule: Schedule, times: PartTimes) -> None:
         self._stages, self._parts = schedule.stages, schedule.parts
@@ -81,7 +81,7 @@ class _Player:
         self._wire: tuple[list[float], list[float]] = ([0] * self._stages, [0] * self._stages)
 
     def advance(self, stage: int, order: Order, begun: list[float]) -> None:
-        """Take the stage's turns from where it stands for as long as what they need is known."""
+        """Execute the stage's next work items for as long as the times of what they need are known."""
         for work, microbatch, chunk in islice(order, len(begun), None):
             part = chunk * self._stages + stage
             cell = part * self._count + microbatch
@@ -93,7 +93,7 @@ class _Player:
             self._free[stage] = self._done(work, stage, part, cell, begin)
 
     def _need(self, work: Pass, part: int, microbatch: int, cell: int) -> float | None:
-        """When all that a turn needs is there; None while that is not known."""
+        """When everything that a work item needs is there; None while that is not known."""
         if work is Pass.WEIGHTS:
             return self._backward[cell]
         if work is Pass.FORWARD:
@@ -102,13 +102,13 @@ class _Player:
         else:
             first = self._forward[cell]
             if first is not None and part + 1 < self._parts:
-                first = self._gradient[cell + self._count]  # it comes after our own forward
+                first = self._gradient[cell + self._count]  # which is later than this part's forward
             last = microbatch + 1 == self._count
             second = self._backward[cell + 1] if self._over_time and not last else 0
         return None if first is None or second is None else max(first, second)
 
     def _done(self, work: Pass, stage: int, part: int, cell: int, begin: float) -> float:
-        """Note the end of a turn, and when its message arrives."""
+        """Record the end of a work item, and when its message arrives."""
         if work is Pass.FORWARD:
             end = self._forward[cell] = begin + self._forward_s[part]
             self._output[cell] = self._arrival(0, stage, part, end)
@@ -120,7 +120,7 @@ class _Player:
         return end
 
     def _arrival(self, direction: int, stage: int, part: int, end: float) -> float:
-        """When a message is there that leaves at `end`; a stage that is alone sends nothing."""
+        """When a message that is sent at `end` arrives; a single stage sends nothing."""
         if self._stages == 1:
             return end
         wire = self._wire[direction]

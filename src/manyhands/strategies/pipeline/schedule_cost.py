@@ -48,32 +48,32 @@ class PipelineCost:
     """The cost of one step of a pipeline."""
 
     time: float
-    """From the first turn to the end of the last, in the unit of the times."""
+    """From the start of the first work item to the end of the last, in the unit of the times."""
 
     busy: tuple[float, ...]
-    """How long each stage works."""
+    """How long each stage computes."""
 
     peaks: tuple[int, ...]
-    """Of how many (micro-batch, chunk) each stage holds activations at once."""
+    """The peak number of (micro-batch, chunk) whose activations each stage holds."""
 
     boundaries: tuple[Boundary, ...]
     """What is sent, by source and then by receiver."""
 
     @property
     def bubbles(self) -> tuple[float, ...]:
-        """The part of the time in which each stage does nothing."""
+        """The fraction of the time in which each stage is idle."""
         return tuple(1 - busy / self.time if self.time else 0.0 for busy in self.busy)
 
     @property
     def bubble(self) -> float:
-        """The part of all stages' time in which they do nothing."""
+        """The fraction of all stages' time in which they are idle."""
         return sum(self.bubbles) / len(self.busy)
 
 
 def equal_times(
     schedule: Schedule, *, forward: float = 1, backward: float = 1, weights: float = 1, send: float = 0
 ) -> PartTimes:
-    """The times of equal stages; a stage's own time is shared among its chunks, that of a message is not."""
+    """The times of equal stages; a stage's compute time is split among its chunks, that of a message is not."""
 
     def each(stage_time: float) -> tuple[float, ...]:
         return (stage_time / schedule.chunks,) * schedule.parts
@@ -84,9 +84,10 @@ def equal_times(
 
 
 def cost(schedule: Schedule, times: PartTimes, message_bytes: Sequence[int] = ()) -> PipelineCost:
-    """Play one step through; `message_bytes` are those of the message between part k and the next, for every k.
+    """Simulate one step; `message_bytes` are those of the message between part k and the next, for every k.
 
-    The gradient that comes back has as many as the output that went. Without them, bytes are not counted.
+    The gradient that comes back is as large as the output that was sent. Without `message_bytes`, bytes are not
+    counted.
     """
     _check_lengths(schedule, times, message_bytes)
     turns = [schedule.of_stage(stage) for stage in range(schedule.stages)]

@@ -24,7 +24,7 @@ from manyhands.strategies.pipeline.schedules import SCHEDULES
 __all__ = ["FIGURES", "LETTERS", "as_svg", "as_text", "costs_text", "figure", "heading"]
 
 LETTERS: Final = {Pass.FORWARD: "F", Pass.BACKWARD: "B", Pass.WEIGHTS: "W"}
-"""What a turn is called in a picture, before the number of its micro-batch."""
+"""The letter of a work item in a drawing, before the number of its micro-batch."""
 
 FIGURES: Final = {"naive": 4, "gpipe": 8, "1f1b": 8, "interleaved": 4, "zb-h1": 8, "wavefront": 8}
 """The schedules of the documentation, all of four stages, and the micro-batches of each."""
@@ -34,14 +34,14 @@ _WAITS: Final = "·"
 
 
 def heading(schedule: Schedule) -> str:
-    """What is drawn, in one line."""
+    """A one-line description of what is drawn."""
     chunks = f" · {schedule.chunks} parts each" if schedule.chunks > 1 else ""
     pieces = _many(schedule.microbatches, "time slice" if schedule.over_time else "micro-batch")
     return f"{schedule.name} · {_many(schedule.stages, 'stage')}{chunks} · {pieces}"
 
 
 def as_text(schedule: Schedule, width: int | None = None) -> str:
-    """Lines of aligned text; what is wider than `width` goes on below."""
+    """Lines of aligned text; what is wider than `width` continues below."""
     ticks = _ticks(schedule)
     names = {(turn.stage, turn.tick): _name(schedule, turn) for turn in schedule.turns}
     cell = max(map(len, names.values())) + 1
@@ -87,7 +87,7 @@ def costs_text(schedule: Schedule, found: PipelineCost) -> str:
 
 
 def figure(name: str) -> str:
-    """A schedule as it stands in the documentation."""
+    """A schedule as the documentation shows it."""
     schedule = _example(name)
     image = f"![{heading(schedule)}](figures/pipeline-{name}.svg)"
     return f"{image}\n\n```text\n{as_text(schedule)}```\n"
@@ -146,7 +146,7 @@ text.tick { text-anchor: middle; } .later { fill: var(--on); }
 
 
 def as_svg(schedule: Schedule) -> str:
-    """A drawing of its own, in colours that follow the reader's light or dark setting."""
+    """A standalone drawing, in colours that follow the reader's light or dark setting."""
     ticks = _ticks(schedule)
     cell = _cell(schedule)
     width = max(_LEFT + ticks * cell + 12, 430)
@@ -191,7 +191,7 @@ def _cell(schedule: Schedule) -> int:
 
 
 def _box(schedule: Schedule, turn: StageWork, cell: int) -> str:
-    """One turn; a line at the foot of its box for each part of the stage before this one."""
+    """One work item; the number of lines at the foot of its box is the number of its chunk."""
     x, y = _LEFT + turn.tick * cell, _TOP + turn.stage * _ROW
     chunk = f", part {_letter(turn.chunk)}" if schedule.chunks > 1 else ""
     said = f"tick {turn.tick}, stage {turn.stage}: {turn.work.value} of {turn.microbatch}{chunk}"

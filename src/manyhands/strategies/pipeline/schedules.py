@@ -132,7 +132,7 @@ def _shape(
     splits_backward: bool = False,
     over_time: bool = False,
 ) -> Schedule:
-    """The table without its turns; UserError for numbers of which there is no table."""
+    """The table without its work items; UserError for numbers of which there is no table."""
     for what, number in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
         if number < 1:
             raise UserError(f"{what}={number} is not allowed; the least is 1")
@@ -150,7 +150,7 @@ def _shape(
 def _alternating(
     forward: Sequence[tuple[int, int]], backward: Sequence[tuple[int, int]], ahead: int
 ) -> list[tuple[Pass, int, int]]:
-    """`ahead` forwards, then one forward and one backward in turn, then the backwards that are left."""
+    """`ahead` forwards, then alternately one forward and one backward, then the remaining backwards."""
     order = [(Pass.FORWARD, *one) for one in forward[:ahead]]
     for number, back in enumerate(backward, start=ahead):
         if number < len(forward):
@@ -160,7 +160,7 @@ def _alternating(
 
 
 def _placed(shape: Schedule, orders: Sequence[Order]) -> Schedule:
-    """The table in which every turn has the earliest tick that its stage's order and its needs allow."""
+    """The table in which every work item has the earliest tick that its stage's order and its needs allow."""
     one, none = (1,) * shape.parts, (0,) * shape.parts
     times = PartTimes(forward=one, backward=one, weights=one if shape.splits_backward else none, send=none)
     turns = [

@@ -1,8 +1,8 @@
-"""Where a chain of layers is cut: the parts whose slowest is as fast as can be, found by dynamic programming. Pure.
+"""Where a chain of layers is cut: minimises the cost of the slowest part by dynamic programming. Pure functions.
 
-A cut is a number: the place in the chain, from 0, of the layer that begins a part. The first part begins at 0, so a
-chain in p parts has p − 1 cuts. In a pipeline all stages wait for the slowest; so of all ways to cut the one is best
-whose most expensive part is cheapest, among those that fit into the memory of a worker.
+A cut is the place in the chain, from 0, of the layer that begins a part. The first part begins at 0, so a chain in p
+parts has p − 1 cuts. In a pipeline all stages wait for the slowest. So the best cut is the one whose most expensive
+part is cheapest, among those that fit into the memory of a worker.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ PartBytes: TypeAlias = Callable[[int, int, int], int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCost:
-    """What one layer of a chain takes, of one micro-batch."""
+    """The cost of one layer of a chain for one micro-batch."""
 
     seconds: float
-    """Forward and backward."""
+    """Seconds of forward and backward together."""
 
     held_bytes: int = 0
-    """Parameters, their gradients, the optimizer's state and buffers: held all the time."""
+    """Bytes held all the time: parameters, their gradients, the optimizer's state and buffers."""
 
     activation_bytes: int = 0
-    """What its forward leaves for its backward."""
+    """Bytes that its forward saves for its backward."""
 
     input_bytes: int = 0
-    """Of what it is called with."""
+    """Bytes of its input."""
 
     gives_tensor: bool = True
-    """Whether its output can go to another stage, so that a part may end with it."""
+    """Whether its output is a tensor, which can be sent to another stage, so that a part may end with it."""
 
 
 def parts_of(cuts: Sequence[int], layers: int) -> list[range]:
-    """The layers of each part."""
+    """The range of layers of each part."""
     ends = [*cuts, layers]
     return [range(begin, end) for begin, end in zip([0, *cuts], ends, strict=True)]
 
 
 def check_cuts(cuts: Sequence[int], layers: int, parts: int) -> None:
-    """UserError where these cuts do not make so many parts of so many layers."""
+    """Raise UserError where these cuts do not make so many parts of so many layers."""
     shown = ",".join(map(str, cuts))
     if len(cuts) != parts - 1:
         raise UserError(f"cuts={shown}: {parts} parts have {parts - 1} cuts, and these are {len(cuts)}")
@@ -63,12 +63,16 @@ def check_cuts(cuts: Sequence[int], layers: int, parts: int) -> None:
 def balanced(
     costs: Sequence[float], parts: int, fits: Callable[[int, int, int], bool] = lambda *_: True
 ) -> tuple[int, ...] | None:
-    """The cuts whose most expensive part is cheapest; None where no cut `fits`: (part, first layer, layer after)."""
+    """The cuts whose most expensive part is cheapest, or None where there is no way to cut.
+
+    Only parts are considered for which `fits` holds: (part, first layer, layer after the last).
+    """
     layers = len(costs)
     upto = [0.0]
     for cost in costs:
         upto.append(upto[-1] + cost)
-    # best[end]: the least that the most expensive of the parts so far can cost, which have the layers before `end`.
+    # best[end]: the lowest possible cost of the most expensive part so far, where the parts cover the layers before
+    # `end`.
     best = [0.0] + [math.inf] * layers
     chosen: list[list[int]] = []
     for part in range(parts):
@@ -92,9 +96,10 @@ def balanced(
 
 
 def part_bytes(layers: Sequence[LayerCost], held: Sequence[int], *, recompute: bool) -> PartBytes:
-    """What parts need; `held` says of how many micro-batches a part keeps activations at once, by part.
+    """Return the function that gives a part's memory need.
 
-    With `recompute` a part keeps its input of each, and the activations of one.
+    `held` says of how many micro-batches each part keeps activations at once. With `recompute` a part keeps the input
+    of each of them, and the activations of one.
     """
 
     def need(part: int, begin: int, end: int) -> int:
@@ -111,9 +116,10 @@ def part_bytes(layers: Sequence[LayerCost], held: Sequence[int], *, recompute: b
 def planned(
     layers: Sequence[LayerCost], stages: int, chunks: int, need: PartBytes, limit: int
 ) -> tuple[int, ...]:
-    """The best cuts into `stages` × `chunks` parts, so that no worker needs more than `limit` bytes (0: any number).
+    """The best cuts into `stages` × `chunks` parts such that no worker needs more than `limit` bytes (0: no limit).
 
-    A worker with several parts has its share of the limit for each. UserError says the need where nothing fits.
+    A worker with several parts has an equal share of the limit for each. Where nothing fits, the UserError says how
+    much would be needed.
     """
     parts, seconds = stages * chunks, [layer.seconds for layer in layers]
     found = balanced(seconds, parts, lambda _, __, end: _may_end(layers, end))
@@ -142,7 +148,7 @@ def planned(
 
 
 def _may_end(layers: Sequence[LayerCost], end: int) -> bool:
-    """Whether a part may have the layers before `end`: what the last one of all gives goes to the loss."""
+    """Whether a part may end before layer `end`: its output must be a tensor, unless it goes to the loss."""
     return end == len(layers) or layers[end - 1].gives_tensor
 
 
@@ -151,7 +157,7 @@ def _fits(layers: Sequence[LayerCost], need: PartBytes, limit: int, part: int, b
 
 
 def _least(chain: Sequence[LayerCost], parts: int, need: PartBytes) -> int:
-    """The least limit under which there is a cut."""
+    """The lowest limit under which there is a way to cut."""
     layers = len(chain)
     sizes = sorted(
         {

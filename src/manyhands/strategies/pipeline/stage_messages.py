@@ -1,10 +1,10 @@
-"""What stages send each other: outputs forward, gradients back, over the links that all workers have.
+"""Messages between stages: outputs forward, gradients back, over the links that all workers have.
 
-Sending never waits: what a link does not take at once is tried again while this stage receives. Between two stages
-several parts and micro-batches may be on their way, in the order of the sender's turns and not of the receiver's; so
-what comes before its turn is put by. A payload has one dimension: the first output over a border is announced with its
-shape, and again where that changes from one pass to the next. Within a pass only the first dimension, the batch, may
-differ between micro-batches.
+Sending never waits: what a link does not take at once is retried while this stage receives. Several parts and
+micro-batches may be in flight between two stages, in the order of the sender's work items and not of the receiver's;
+so a message that arrives early is stored until it is needed. A payload has one dimension: the first output over a
+border is preceded by its shape, and again where that changes from one pass to the next. Within a pass only the first
+dimension, the batch, may differ between micro-batches.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from manyhands.transport.link.message import Message, ProtocolError
 
 __all__ = ["Flow", "StageMessages", "Waited"]
 
-_RETRY_S: Final = 0.001  # between two tries of a link that is full
+_RETRY_S: Final = 0.001  # between two attempts to send over a full link
 _MOST_MICROBATCHES: Final = 1 << 16
 
 
 @unique
 class Flow(IntEnum):
-    """What a message is; the numbers are kinds on the links, apart from those of groups."""
+    """The kind of a message; the numbers are distinct from the message kinds of groups, which share the links."""
 
     OUTPUT = 0x70
     GRADIENT = 0x71
@@ -42,13 +42,13 @@ class Flow(IntEnum):
 
     @property
     def words(self) -> str:
-        """As errors say it."""
+        """The flow as error messages name it."""
         return "the gradient" if self is Flow.GRADIENT else "the output"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waited:
-    """A receive that was not served at once."""
+    """A receive that had to wait."""
 
     begin_ns: int
     end_ns: int
@@ -56,13 +56,13 @@ class Waited:
     microbatch: int
 
 
-_Key = tuple[Flow, int, int]  # what, of which part, of which micro-batch
+_Key = tuple[Flow, int, int]  # flow, part, micro-batch
 
 
 class StageMessages:
-    """One stage's end; `workers` are the numbers of the pipeline's workers by stage, and this one's is at `stage`.
+    """One stage's endpoint; `workers` are the ranks of the pipeline's workers by stage, this worker's at `stage`.
 
-    Every wait lasts at most `timeout_s` and then raises PeerTimeout, a stage that died raises WorkerFailed; both name
+    Every wait lasts at most `timeout_s` and then raises PeerTimeout; a stage that died raises WorkerFailed. Both name
     the stage, its worker and the micro-batch.
     """
 
@@ -93,7 +93,7 @@ class StageMessages:
         self._messages = self._bytes = 0
 
     def begin(self, *, checked: bool = True) -> None:
-        """All stages: a new pass of micro-batches; only where it is `checked` must their outputs be alike."""
+        """Start a new pass, on all stages; where it is `checked`, outputs of micro-batches must match in shape."""
         self._pass += 1
         self._checked = checked
         self._seen = {}
@@ -101,7 +101,7 @@ class StageMessages:
     def send(self, flow: Flow, part: int, microbatch: int, tensor: Tensor, to: int) -> None:
         """Send the output of `part`, or the gradient of that output, to stage `to`; never waits.
 
-        The tensor must not change any more.
+        The tensor must not be changed afterwards.
         """
         if flow is Flow.OUTPUT:
             self._check(part, microbatch, tensor)
@@ -114,7 +114,7 @@ class StageMessages:
         self._push(to)
 
     def receive(self, flow: Flow, part: int, microbatch: int, source: int) -> Tensor:
-        """From stage `source`: the output of `part` in its shape, or the gradient of that output in one row."""
+        """Receive from stage `source`: the output of `part` in its shape, or that output's gradient, flattened."""
         key = (flow, part, microbatch)
         if key not in self._put_by:
             begin_ns = time.monotonic_ns()
@@ -131,7 +131,7 @@ class StageMessages:
         return self._put_by.pop(key)
 
     def settle(self) -> None:
-        """Wait until the links have taken everything that was sent."""
+        """Wait until the links have taken everything that was sent; PeerTimeout where a link makes no progress."""
         left_s = self._timeout_s
         while any(self._unsent.values()):
             for other in self._unsent:
@@ -159,7 +159,7 @@ class StageMessages:
         return posts
 
     def _check(self, part: int, microbatch: int, output: Tensor) -> None:
-        """UserError for an output of another shape than that of an earlier micro-batch."""
+        """UserError for an output whose shape does not match that of an earlier micro-batch."""
         first = self._seen.setdefault(part, (microbatch, tuple(output.shape)))
         if self._checked and (len(first[1]) != output.dim() or first[1][1:] != tuple(output.shape[1:])):
             raise UserError(
@@ -169,7 +169,7 @@ class StageMessages:
             )
 
     def _announce(self, part: int, microbatch: int, output: Tensor, to: int) -> None:
-        """Say the shape of an output before it goes, where the receiver does not know it."""
+        """Send the shape of an output before the output itself, where the receiver does not know it."""
         shape = (output.dim(), *output.shape[1:])
         if self._told.get(part) != shape:
             self._told[part] = shape
@@ -180,7 +180,7 @@ class StageMessages:
         self._unsent[to].append(Message(kind=flow, step=self._pass, tag=tag, payload=payload))
 
     def _push(self, other: int) -> None:
-        """Hand the link what it takes."""
+        """Send queued messages until the link is full."""
         waiting = self._unsent[other]
         while waiting:
             worker, message = self._workers[other], waiting[0]
@@ -198,7 +198,7 @@ class StageMessages:
             post.bytes_sent += message.payload_bytes
 
     def _take_next(self, source: int, awaited: _Key) -> None:
-        """Put the next message of a stage by."""
+        """Receive the next message of a stage and store it."""
         message = self._next(source, awaited)
         part, microbatch = divmod(message.tag, _MOST_MICROBATCHES)
         if message.step != self._pass or message.payload is None or message.kind not in tuple(Flow):
@@ -258,7 +258,7 @@ class StageMessages:
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    """Its items where a link can read them: its own memory on the host, pinned memory beside a GPU."""
+    """The tensor's items where a link can read them: in host memory, which is pinned for a GPU's tensor."""
     tensor = tensor.detach().contiguous()
     if tensor.device.type != "cuda":
         return tensor.cpu()

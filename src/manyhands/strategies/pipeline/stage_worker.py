@@ -1,11 +1,11 @@
-"""A stage at work: takes its turns of a schedule in their order, and waits for what they need.
+"""Execution of one pipeline stage: runs its work items in order and waits for what they need.
 
-    forward    input (from the stage before, or the task's own) ─► the part's modules ─► output (to the stage after)
+    forward    input (from the stage before, or from the task) ─► the part's modules ─► output (to the stage after)
     backward   gradient of the output ─► gradients of the parameters, and of the input (to the stage before)
 
 What a micro-batch's forward leaves is kept until its backward, or until its weight gradient where the schedule splits
 that off: backward then computes the gradient of the input alone. With `recompute` only the input is kept, and forward
-is run again before backward, with the same random numbers. The last part goes on into the task's loss.
+is run again before backward, with the same random numbers. The last part continues into the task's loss.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ __all__ = ["PipelineStage"]
 
 @dataclass(slots=True)
 class _Kept:
-    """What forward leaves of a micro-batch."""
+    """What the forward pass of one micro-batch keeps for its backward pass."""
 
     input: Any
     root: Tensor | None = None
-    """The part's output, or the loss; None where it is to be computed again."""
+    """The part's output, or the loss; None where it will be recomputed."""
 
     shape: torch.Size | None = None
-    """Of an output for which a gradient comes back; None where none does."""
+    """Shape of an output for which a gradient comes back; None where none does."""
 
     put_off: PutOff | None = None
 
 
 class PipelineStage:
-    """One worker's parts of a pipeline, and what it keeps of micro-batches under way."""
+    """One worker's parts of a pipeline, and what it keeps of micro-batches in flight."""
 
     def __init__(self, borders: StageBorders, *, recompute: bool = False) -> None:
         self._borders = borders
@@ -54,12 +54,12 @@ class PipelineStage:
             Pass.WEIGHTS: self._weights,
         }
         self.most_kept = 0
-        """Of how many micro-batches (and parts) something was kept at once, at most, in the last pass."""
+        """Peak number of (part, micro-batch) pairs that were kept at once in the last pass."""
 
     def run(self, ends: Ends, count: int, mark: Callable[[int], None]) -> None:
-        """Forward and backward of the first `count` micro-batches; gradients add up in the parameters.
+        """Run forward and backward of the first `count` micro-batches; gradients accumulate in the parameters.
 
-        `mark` is called with the number of each micro-batch that a turn is about to be for.
+        `mark` is called before each work item with the number of its micro-batch.
         """
         self._borders.post.begin()
         self._kept, self.most_kept = {}, 0
@@ -80,7 +80,7 @@ class PipelineStage:
             ends.prepare(microbatch)
         with borders.timed(turn):
             if is_last and self._recompute:
-                return  # backward follows, and computes all of it
+                return  # its backward computes the forward as well
             with torch.no_grad() if self._recompute else nullcontext():
                 output = self._compute(part, kept, microbatch, ends)
             if not is_last:
@@ -96,7 +96,8 @@ class PipelineStage:
         with borders.timed(turn):
             root = kept.root
             if root is None:
-                # the last part was not run at all so far, the others were, and have moved their buffers
+                # Recomputing must not move buffers twice. The last part's forward was skipped, so there this is the
+                # first run.
                 with nullcontext() if borders.is_last(part) else _unmoved(part.buffers()):
                     root = self._compute(part, kept, microbatch, ends)
             if root.requires_grad and (gradient is not None or borders.is_last(part)):
@@ -118,7 +119,7 @@ class PipelineStage:
                 kept.put_off.weight_gradients()
 
     def _compute(self, part: ChainPart, kept: _Kept, microbatch: int, ends: Ends) -> Tensor:
-        """The part's output, or the loss where it is the last."""
+        """The part's output, or the loss where it is the last part."""
         with ends.computing():
             output = part.forward(kept.input, lambda place: ends.begin(microbatch, place))
         if self._borders.is_last(part):
@@ -130,14 +131,14 @@ class PipelineStage:
 
 
 def _leaf(x: Any) -> Tensor | None:
-    """An input that has a gradient."""
+    """The input, where it is a tensor that has a gradient; else None."""
     return x if isinstance(x, Tensor) and x.requires_grad else None
 
 
 @contextmanager
 def _unmoved(buffers: Sequence[Tensor]) -> Iterator[None]:
-    """Running statistics are counted once, though forward runs twice."""
+    """Restore buffers after the block, so that running statistics are updated once although forward runs twice."""
     before = [buffer.clone() for buffer in buffers]
     yield
     for buffer, value in zip(buffers, before, strict=True):
-        buffer.data.copy_(value)  # unseen by the graph, which may hold the buffer and does not need it
+        buffer.data.copy_(value)  # `data`: the graph may hold the buffer, but does not need its value

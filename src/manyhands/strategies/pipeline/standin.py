@@ -1,8 +1,8 @@
 """The model as a task's `loss` and metrics see it on a worker that has only some of its layers.
 
-The first stage calls `loss(model, batch)` with a model that takes the input and ends the call there; the last one with
-a model that gives the output, whatever its input, so that the loss goes on from it. What the loss does before it
-calls the model is done on both.
+The first stage calls `loss(model, batch)` with a stand-in that captures the input and ends the call there. The last
+stage calls it with a stand-in that returns the output, whatever its input, so that the loss continues from it. What
+the loss does before it calls the model is done on both stages.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _NOT_HERE: Final = (
 
 
 class _Left(BaseException):
-    """Ends the call of a loss; no `except Exception` of the user's stops it."""
+    """Ends the call of a loss; a BaseException, so that no `except Exception` in user code stops it."""
 
 
 class _StandIn(nn.Module, ABC):
-    """What both have in common: they can be called with one input, and nothing else."""
+    """Base of the stand-ins: they can be called with one input, and refuse every other use of a model."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class _StandIn(nn.Module, ABC):
             object.__setattr__(self, name, _Refusing(what, name))
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """The model's forward."""
+        """Stand in for the model's forward; UserError unless there is exactly one positional input."""
         if len(inputs) != 1 or named:
             raise UserError(
                 f"{self._what} calls the model with several inputs, or with named ones; a model that is cut into "
@@ -76,7 +76,7 @@ class _StandIn(nn.Module, ABC):
 
     @abstractmethod
     def _take(self, given: Any) -> Any:
-        """The model is called with this."""
+        """Handle the one input that the model is called with."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -85,7 +85,7 @@ class _StandIn(nn.Module, ABC):
 
 
 class TakesInput(_StandIn):
-    """On the first stage: keeps the input that the model is called with, and ends the call."""
+    """Stand-in on the first stage: keeps the input that the model is called with, and ends the call."""
 
     def __init__(self, what: str = "task.loss") -> None:
         super().__init__(what)
@@ -97,7 +97,7 @@ class TakesInput(_StandIn):
 
 
 class GivesOutput(_StandIn):
-    """On the last stage: gives the output, once."""
+    """Stand-in on the last stage: returns the output; UserError where it is called twice."""
 
     def __init__(self, output: Any, what: str = "task.loss") -> None:
         super().__init__(what)
@@ -115,7 +115,7 @@ class GivesOutput(_StandIn):
 
     @property
     def called(self) -> bool:
-        """Whether the loss asked for the output."""
+        """Whether the loss called the model."""
         return self._called
 
 
@@ -132,7 +132,7 @@ def input_of(function: Callable[[nn.Module, Any], Any], batch: Any, what: str = 
 
 
 class _Refusing:
-    """A method that the model has and its stand-in cannot."""
+    """A method that a model has and its stand-in refuses."""
 
     def __init__(self, what: str, name: str) -> None:
         self._what, self._name = what, name

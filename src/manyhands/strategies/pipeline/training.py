@@ -1,4 +1,4 @@
-"""`pipeline`: the common loop in which a worker has some layers, and takes turns with the others."""
+"""Strategy `pipeline`: the common loop in which each worker holds some layers and follows a schedule."""
 
 from __future__ import annotations
 
@@ -30,12 +30,14 @@ from manyhands.task import Task
 __all__ = ["PipelineTraining"]
 
 _GIVEN_GRADIENTS = ("torch.fx.experimental.symbolic_shapes",)
-"""What torch imports (and sympy with it) at the first backward that begins with the gradient of a later stage: it takes
-half a second, in every worker of every run, or once in the process that they are forked from."""
+"""Modules that torch imports (and sympy with them) at the first backward that starts from a given gradient.
+
+The import takes half a second, in every worker of every run, or once in the process that they are forked from.
+"""
 
 
 class PipelineTraining(ProcessTraining):
-    """Refuses, before anything is started, what cannot be cut as it is asked to be."""
+    """Pipeline training; the constructor refuses, before anything is started, a model that cannot be cut."""
 
     def __init__(self, request: Request, model: nn.Module) -> None:
         super().__init__(request, model)
@@ -44,7 +46,7 @@ class PipelineTraining(ProcessTraining):
         expect(_GIVEN_GRADIENTS)
 
     def gather(self, finished: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, Any]]:
-        """And what all workers together sent for each sliced layer, in a step of training."""
+        """Add, to the common results, what all workers together sent for each sliced layer in a training step."""
         samples, besides = super().gather(finished)
         return samples, {**besides, **sum_layer_traffic(finished)}
 
@@ -57,7 +59,7 @@ class PipelineTraining(ProcessTraining):
         worker_context: WorkerContext,
         checkpoints: CheckpointStore | None,
     ) -> Iterator[Train]:
-        """The common loop, over as many micro-batches as the strategy says."""
+        """Run the common loop, over as many micro-batches as the strategy says."""
         assert isinstance(job.strategy, Pipeline), "the registry leads here from its own word"
         plan = in_microbatches(job.plan, job.strategy)
         with closing(PipelineExchange(job.strategy, resources, plan, worker_context.mark)) as exchange:
@@ -71,7 +73,7 @@ class PipelineTraining(ProcessTraining):
 
 
 def check_model(strategy: Pipeline, model: nn.Module) -> None:
-    """UserError where the model is no chain, or one of too few layers."""
+    """Raise UserError where the model is not a chain, has too few layers, or cannot be cut or sliced as requested."""
     chain, parts = chain_of(model), strategy.table().parts
     if parts > len(chain):
         what = f"stages={strategy.stages}" + (
@@ -91,7 +93,7 @@ def check_model(strategy: Pipeline, model: nn.Module) -> None:
 def in_microbatches(plan: TrainingPlan, strategy: Pipeline) -> TrainingPlan:
     """The plan in which a share has as many pieces as the strategy has micro-batches.
 
-    A schedule over time cuts each piece by itself, so there the task's own number stays.
+    A schedule over time cuts each piece into slices, so there the task's number of micro-batches stays.
     """
     task = plan.task
     assert isinstance(task, Task), "a compiled task is refused"

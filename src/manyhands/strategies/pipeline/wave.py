@@ -1,9 +1,9 @@
-"""A stage of a recurrent pipeline at work: micro-batches are slices of a sequence in time.
+"""A stage of a recurrent pipeline: micro-batches are slices of a sequence in time.
 
-Each recurrent layer keeps its state between slices, so layer l can be at slice t while the layer below is at t + 1. In
-backward the slices come in the other order, and the gradient of a layer's state goes from each slice to the one before.
-Every slice has a graph of its own: inputs and states are leaves of it. The last stage puts the outputs of all slices
-together, and calls the loss once, on the whole sequence.
+Each recurrent layer keeps its state between slices, so layer l can be at slice t while the layer below is at t + 1.
+In the backward pass slices come in reverse order, and the gradient of a layer's state goes from each slice to the one
+before. Every slice has a separate autograd graph whose leaves are its inputs and states. The last stage concatenates
+the outputs of all slices and calls the loss once, on the whole sequence.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _POINTWISE: Final = (
     nn.Sigmoid,
     nn.Softplus,
 )
-"""Layers that do with each time step what they would do with it alone."""
+"""Layers that treat each time step independently."""
 
 
 def check_over_time(chain: Sequence[nn.Module]) -> None:
-    """UserError for a layer that cannot be applied to one slice of time after another."""
+    """Raise UserError for a layer that cannot be applied to one slice of time after another."""
     for place, module in enumerate(chain):
         if isinstance(module, (OverTime, *_POINTWISE)) or _of_features(module):
             continue
@@ -59,22 +59,22 @@ def _of_features(module: nn.Module) -> bool:
 
 @dataclass(slots=True)
 class _Slice:
-    """What forward leaves of a slice of time."""
+    """What the forward pass of one time slice keeps for its backward pass."""
 
     input: Tensor
     output: Tensor
     before: list[State | None] = field(default_factory=list)
-    """The state that each recurrent layer began with, as leaves."""
+    """The state that each recurrent layer began with, as leaves of the graph."""
 
     after: list[State] = field(default_factory=list)
-    """The state that each ended with."""
+    """The state that each recurrent layer ended with."""
 
     leaf: Tensor | None = None
-    """The output as the loss sees it, on the last stage."""
+    """On the last stage: the output, detached, as the loss sees it."""
 
 
 class WaveStage:
-    """One worker's layers over time; `run` takes every piece of a share as a batch of sequences of its own."""
+    """One worker's layers over time; `run` treats every piece of a share as a separate batch of sequences."""
 
     def __init__(self, borders: StageBorders) -> None:
         self._borders = borders
@@ -82,15 +82,15 @@ class WaveStage:
         self._turns = borders.schedule.of_stage(borders.stage)
         self._slices = borders.schedule.microbatches
         self._kept: dict[int, _Slice] = {}
-        self._state_gradients: list[list[Tensor | None]] = []  # of the slice after, by recurrent layer
+        self._state_gradients: list[list[Tensor | None]] = []  # from the following slice, by recurrent layer
         self._whole: Tensor | None = None
         self.most_kept = 0
-        """Of how many slices something was kept at once, at most, in the last pass."""
+        """Peak number of slices that were kept at once in the last pass."""
 
     def run(self, ends: Ends, count: int, mark: Callable[[int], None]) -> None:
-        """Forward and backward of `count` pieces, one after the other; gradients add up in the parameters.
+        """Run forward and backward of `count` pieces, one after the other; gradients accumulate in the parameters.
 
-        `mark` is called with the number of each slice that a turn is about to be for.
+        `mark` is called before each work item with the number of its slice.
         """
         self.most_kept = 0
         for piece in range(count):
@@ -138,13 +138,13 @@ class WaveStage:
             borders.send_gradient(part, number, kept.input)
 
     def _loss(self, piece: int, ends: Ends) -> None:
-        """Of the whole sequence: its gradient is then in each slice's output."""
+        """Backward of the loss over the whole sequence; afterwards each slice's leaf has its gradient."""
         leaves = [kept.leaf for _, kept in sorted(self._kept.items())]
         whole = torch.cat([leaf for leaf in leaves if leaf is not None], dim=1)
         torch.autograd.backward(ends.loss(piece, whole))
 
     def _apply(self, x: Tensor, number: int, piece: int, ends: Ends) -> _Slice:
-        """The part's layers on one slice, each from its own state after the one before."""
+        """Apply the part's layers to one slice, each recurrent one from its state after the previous slice."""
         before: list[State | None] = []
         after: list[State] = []
         given = x
@@ -162,7 +162,7 @@ class WaveStage:
         return _Slice(input=given, output=x, before=before, after=after)
 
     def _own_input(self, number: int, piece: int, ends: Ends) -> Tensor:
-        """A slice of what the task's loss calls the model with."""
+        """One time slice of the input that the task's loss calls the model with."""
         if self._whole is None:
             whole = ends.input(piece)
             if not isinstance(whole, Tensor) or whole.dim() < 2 or whole.shape[1] < self._slices:
@@ -185,7 +185,7 @@ def _tensors(state: State | None) -> list[Tensor]:
 
 
 def _leaf(module: nn.Module, one: object) -> object:
-    """One item of a state as the next slice begins with it: outside the graph of the slice that gave it."""
+    """One item of a state, detached from the graph of the slice that produced it."""
     if isinstance(one, Tensor):
         return one.detach().requires_grad_(one.is_floating_point() or one.is_complex())
     if one is None or isinstance(one, (bool, int, float, str)):

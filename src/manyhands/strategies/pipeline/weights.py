@@ -1,9 +1,9 @@
-"""Backward in two pieces: the gradient of a part's input at once, those of its parameters later.
+"""Backward in two steps: the gradient of a part's input at once, those of its parameters later.
 
-The input's gradient is what the stage before waits for. On the way to it lie the gradients at every operation that
-leads there; a parameter's gradient goes on from the one where its way leaves that to the input. So these are kept, and
-nothing is computed twice, and the gradients are those of one backward (Qi et al., "Zero Bubble Pipeline Parallelism",
-2023).
+The stage before waits only for the input's gradient. Computing it produces the gradients at every operation on the
+path to the input; a parameter's gradient continues from the operation where its path leaves that one. So these are
+kept: nothing is computed twice, and the gradients equal those of one backward (Qi et al., "Zero Bubble Pipeline
+Parallelism", 2023).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ __all__ = ["PutOff"]
 
 
 class PutOff:
-    """One micro-batch's backward of one part, from `root` and the gradient of it (None: of one number, 1).
+    """One micro-batch's backward of one part, from `root` and its gradient (None: `root` is a scalar, gradient 1).
 
-    First `input_gradient`, then `weight_gradients`, each once.
+    Call `input_gradient` first, then `weight_gradients`, each once.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class PutOff:
         self._forks: list[_Fork] | None = None
 
     def input_gradient(self) -> None:
-        """The gradient of the input, into its `grad`."""
+        """Compute the gradient of the input, into its `grad`."""
         if self._x is None:
             return
         forks = self._forks = _forks(self._root, self._x, self._parameters)
@@ -45,7 +45,7 @@ class PutOff:
             handle.remove()
 
     def weight_gradients(self) -> None:
-        """Those of the parameters, added to their `grad`."""
+        """Compute the gradients of the parameters, added to their `grad`."""
         if self._forks is None:
             if self._parameters:
                 torch.autograd.backward(self._root, self._gradient, inputs=self._parameters)
@@ -57,7 +57,7 @@ class PutOff:
 
 
 class _Fork:
-    """An operation on the way to the input from which some parameters are reached on ways of their own."""
+    """An operation on the path to the input from which some parameters are reached by other paths."""
 
     def __init__(self, node: Node, parameters: list[nn.Parameter]) -> None:
         self._node = node
@@ -65,14 +65,14 @@ class _Fork:
         self._arrived: tuple[Tensor | None, ...] = ()
 
     def listen(self) -> Any:
-        """Keep the gradients that arrive here."""
+        """Register a hook that keeps the gradients that arrive at this operation; return its handle."""
         return self._node.register_prehook(partial(_Fork._arrive, self))
 
     def _arrive(self, gradients: tuple[Tensor | None, ...]) -> None:
         self._arrived = gradients
 
     def go_on(self) -> None:
-        """From here to the parameters alone."""
+        """Continue backward from this operation to its parameters alone."""
         edges = [
             GradientEdge(self._node, number) for number, one in enumerate(self._arrived) if one is not None
         ]
@@ -82,10 +82,10 @@ class _Fork:
 
 
 def _forks(root: Tensor, x: Tensor, parameters: Sequence[nn.Parameter]) -> list[_Fork] | None:
-    """Where the ways to parameters leave those to `x`.
+    """The operations where paths to parameters leave the paths to `x`.
 
-    None where a parameter is reached from two of them: it is then not told apart what is whose, and all of backward has
-    to be run for the parameters.
+    None where a parameter is reached from two of them: the contributions cannot then be told apart, and the whole
+    backward has to be run for the parameters.
     """
     end, start = _accumulator(x), root.grad_fn
     if start is None or end is None:
@@ -96,10 +96,10 @@ def _forks(root: Tensor, x: Tensor, parameters: Sequence[nn.Parameter]) -> list[
         if accumulator is not None:
             known[accumulator] = one
     order = _in_order(start)
-    leads: set[Node] = set()  # to the input
-    reached: dict[Node, set[nn.Parameter]] = {}  # by nodes that do not lead there
+    leads: set[Node] = set()  # nodes on a path to the input
+    reached: dict[Node, set[nn.Parameter]] = {}  # parameters reached from nodes that are not
     forks = []
-    for node in order:  # what follows a node comes before it
+    for node in order:  # successors come before a node
         following = [after for after, _ in node.next_functions if after is not None]
         if node is end or any(after in leads for after in following):
             leads.add(node)
@@ -118,12 +118,12 @@ def _forks(root: Tensor, x: Tensor, parameters: Sequence[nn.Parameter]) -> list[
 
 
 def _accumulator(leaf: Tensor) -> Node | None:
-    """The node that adds to a leaf's `grad`."""
+    """The node that accumulates into a leaf's `grad`."""
     return torch.autograd.graph.get_gradient_edge(leaf).node if leaf.requires_grad else None
 
 
 def _in_order(start: Node) -> list[Node]:
-    """All nodes behind `start`, each after those that follow it."""
+    """All nodes reachable from `start` in topological order, each after its successors."""
     order: list[Node] = []
     seen: set[Node] = set()
     stack: list[tuple[Node, bool]] = [(start, False)]

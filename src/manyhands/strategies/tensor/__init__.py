@@ -1,1 +1,1 @@
-"""Every worker holds a slice of every layer; of word vectors, some dimensions of each."""
+"""Tensor parallelism: every worker holds a slice of every layer (of word vectors, some dimensions of each)."""

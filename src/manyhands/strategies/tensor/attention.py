@@ -1,4 +1,4 @@
-"""Attention sliced by heads: each slice attends with some heads, and what they add to the output is summed."""
+"""Attention sliced by heads: each slice computes some heads, and their contributions to the output are summed."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ __all__ = ["ATTENTION"]
 
 
 class HeadsAttention(SlicedModule, nn.MultiheadAttention):
-    """Torch's attention with some of its heads; takes and gives what torch's does, in every layout of the batch."""
+    """Torch's MultiheadAttention with some of its heads; same arguments and results, in every batch layout."""
 
     in_proj_weight = whole_attribute("in_proj_weight")
     in_proj_bias = whole_attribute("in_proj_bias")
 
     @classmethod
     def cuts(cls, module: nn.MultiheadAttention, how: Slicing, slices: int) -> dict[str, list[Cut]]:
-        """The same heads of query, key and value; `out_proj` is cut beside it."""
+        """Cut the same heads of query, key and value; UserError for an attention that cannot be cut by heads."""
         if how.units != module.num_heads:
             raise UserError(
                 f"tensor_plan: heads={how.units} of an attention that has {module.num_heads} heads; write "
@@ -42,7 +42,7 @@ class HeadsAttention(SlicedModule, nn.MultiheadAttention):
 
     @classmethod
     def beside(cls, module: nn.MultiheadAttention, how: Slicing) -> dict[str, tuple[nn.Module, Slicing]]:
-        """The output projection takes the heads that are here."""
+        """Slice the output projection by rows, so that it takes this slice's heads."""
         return {"out_proj": (module.out_proj, Slicing(kind=SliceKind.ROW, units=how.units))}
 
     def forward(
@@ -56,12 +56,12 @@ class HeadsAttention(SlicedModule, nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As torch's: the output, and the weights where they are wanted, whole on every slice."""
-        del is_causal  # a hint: whoever gives it gives the mask as well
+        """Return the output and, where requested, the attention weights, as torch does; both whole on every slice."""
+        del is_causal  # only a hint: a caller that sets it passes the mask as well
         given = settled(query), settled(key), settled(value)
         alone = given[0].dim() == 2
         self.sliced.draws.enter(given[0])
-        copies = {id(one): copied(one, self.port) for one in given}  # of one tensor that is all three, one
+        copies = {id(one): copied(one, self.port) for one in given}  # one copy where one tensor is all three
         q, k, v = self._projected([self._batch_first(copies[id(one)]) for one in given])
         mask = self._mask(attn_mask, key_padding_mask, q, k, alone=alone)
         dropout = self.dropout if self.training else 0.0
@@ -96,7 +96,7 @@ class HeadsAttention(SlicedModule, nn.MultiheadAttention):
     def _mask(
         self, attn: Tensor | None, padding: Tensor | None, q: Tensor, k: Tensor, *, alone: bool
     ) -> Tensor | None:
-        """What is added to the scores of this slice's heads."""
+        """The additive mask for the scores of this slice's heads."""
         total = None
         if attn is not None:
             total = _added(attn, q.dtype)
@@ -113,7 +113,7 @@ class HeadsAttention(SlicedModule, nn.MultiheadAttention):
         return (scores if mask is None else scores + mask).softmax(-1)
 
     def _told(self, weights: Tensor, average: bool, *, alone: bool) -> Tensor:
-        """Of all heads."""
+        """Collective: the attention weights of all heads."""
         sizes = [len(one) for one in parts_of(self.num_heads, 0, self.port.world)]
         whole: Tensor
         if average:
@@ -125,7 +125,7 @@ class HeadsAttention(SlicedModule, nn.MultiheadAttention):
 
 
 def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask as what is added to scores."""
+    """Turn a boolean mask into one that is added to the scores."""
     if mask.dtype is torch.bool:
         return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(mask, -torch.inf)
     return mask.to(dtype)

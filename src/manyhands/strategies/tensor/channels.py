@@ -1,4 +1,4 @@
-"""Convolutions sliced by channels, and what works on sliced activations: group normalisation, dropout."""
+"""Convolutions sliced by channels, and modules inside sliced work: group and batch normalisation, dropout."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ __all__ = ["BATCH_NORMS", "CONVOLUTIONS", "DROPOUT", "GROUP_NORM"]
 
 
 class OutputChannels(SlicedModule, _ConvNd):
-    """Some of the output channels, from the whole input."""
+    """Convolution that computes some of the output channels from the whole input."""
 
     weight = whole_attribute("weight")
     bias = whole_attribute("bias")
 
     @classmethod
     def cuts(cls, module: _ConvNd, how: Slicing, slices: int) -> dict[str, list[Cut]]:
-        """Filters, and their biases."""
+        """Cut the filters and their biases."""
         parts = parts_of(module.out_channels, how.units, slices)
         return {name: along(0, parts) for name in ("weight", "bias")}
 
     def forward(self, x: Tensor) -> Tensor:
-        """Sliced by channels; whole where the plan gathers."""
+        """Return this slice's output channels, or all of them where the plan gathers."""
         x = settled(x)
         dim = -len(self.kernel_size) - 1
         self.expect(x, dim, self.in_channels, "channels")
@@ -44,17 +44,17 @@ class OutputChannels(SlicedModule, _ConvNd):
 
 
 class InputChannels(SlicedModule, _ConvNd):
-    """Some of the input channels: what the slices compute from theirs is added up."""
+    """Convolution that takes some of the input channels; the slices' results are summed."""
 
     weight = whole_attribute("weight")
 
     @classmethod
     def cuts(cls, module: _ConvNd, how: Slicing, slices: int) -> dict[str, list[Cut]]:
-        """The channels of all filters; the bias is everyone's, and is added once."""
+        """Cut the input channels of all filters; the bias stays whole and is added once, after the sum."""
         return {"weight": along(1, parts_of(module.in_channels, how.units, slices))}
 
     def forward(self, x: Tensor) -> Tensor:
-        """Whole."""
+        """Collective: return the whole output."""
         weight, bias = self.part("weight"), self.part("bias")
         assert weight is not None, "a convolution has a weight"
         self.expect(x, -len(self.kernel_size) - 1, weight.shape[1], "channels")
@@ -88,14 +88,14 @@ class _InputChannels3d(InputChannels, nn.Conv3d):
 
 
 class ChannelGroupNorm(SlicedModule, nn.GroupNorm):
-    """Some of the groups, each of which lies in one slice."""
+    """Group normalisation of some groups, each of which lies entirely in one slice."""
 
     weight = whole_attribute("weight")
     bias = whole_attribute("bias")
 
     @classmethod
     def cuts(cls, module: nn.GroupNorm, how: Slicing, slices: int) -> dict[str, list[Cut]]:
-        """The channels of this slice's groups."""
+        """Cut the parameters by the channels of this slice's groups."""
         units = how.units or module.num_groups
         if module.num_groups % units:
             raise UserError(
@@ -106,7 +106,7 @@ class ChannelGroupNorm(SlicedModule, nn.GroupNorm):
         return {name: along(0, parts) for name in ("weight", "bias")}
 
     def forward(self, x: Tensor) -> Tensor:
-        """Sliced by channels, as what goes in."""
+        """Normalise this slice's channels; the output is sliced as the input is."""
         channels = self.sizes("weight")[self.port.index]
         self.expect(x, 1, channels, "channels")
         groups = self.num_groups * channels // self.num_channels
@@ -114,19 +114,19 @@ class ChannelGroupNorm(SlicedModule, nn.GroupNorm):
 
 
 class ChannelBatchNorm(SlicedModule, _BatchNorm):
-    """Some of the channels, which know nothing of each other: their running statistics are cut, too."""
+    """Batch normalisation of some channels; channels are independent, so running statistics are cut, too."""
 
     weight = whole_attribute("weight")
     bias = whole_attribute("bias")
 
     @classmethod
     def cuts(cls, module: _BatchNorm, how: Slicing, slices: int) -> dict[str, list[Cut]]:
-        """Parameters and running statistics of this slice's channels."""
+        """Cut the parameters and running statistics by channels."""
         parts = parts_of(module.num_features, how.units, slices)
         return {name: along(0, parts) for name in ("weight", "bias", "running_mean", "running_var")}
 
     def forward(self, x: Tensor) -> Tensor:
-        """Sliced by channels, as what goes in."""
+        """Normalise this slice's channels; the output is sliced as the input is."""
         self.expect(x, 1, self.sizes("weight")[self.port.index], "channels")
         rate = 0.0 if self.momentum is None else self.momentum
         if self.training and self.track_running_stats and self.num_batches_tracked is not None:
@@ -158,11 +158,11 @@ class _ChannelBatchNorm3d(ChannelBatchNorm, nn.BatchNorm3d):
 
 
 class SlicedDropout(SlicedModule, nn.Dropout):
-    """Draws for the whole activation and takes its part: so every slice draws as much as one process."""
+    """Dropout that draws for the whole activation and takes its part, so every slice draws as much as one process."""
 
     @classmethod
     def cuts(cls, module: nn.Dropout, how: Slicing, slices: int) -> dict[str, list[Cut]]:
-        """It has no parameters."""
+        """Nothing is cut: dropout has no parameters."""
         del module, slices
         if not how.units:
             raise UserError(
@@ -171,7 +171,7 @@ class SlicedDropout(SlicedModule, nn.Dropout):
         return {}
 
     def forward(self, x: Tensor) -> Tensor:
-        """Sliced, as what goes in."""
+        """Drop elements of this slice's part; the output is sliced as the input is."""
         if not self.training or not self.p:
             return x
         how, dim = self.sliced.how, 1 if self.sliced.how.channels else x.dim() - 1
@@ -182,7 +182,7 @@ class SlicedDropout(SlicedModule, nn.Dropout):
         whole = (*x.shape[:dim], each * how.units, *x.shape[dim + 1 :])
         self.sliced.draws.leave(x)
         kept = F.dropout(torch.ones(whole, dtype=x.dtype, device=x.device), self.p)
-        self.sliced.draws.enter(x)  # all have drawn alike
+        self.sliced.draws.enter(x)  # all slices have drawn the same numbers
         return x * kept.narrow(dim, each * mine.start, x.shape[dim])
 
 

@@ -1,4 +1,4 @@
-"""`tensor` in the common loop: layers are sliced over some workers, and the data over crews of them.
+"""Strategy `tensor` in the common loop: layers are sliced over some workers, and the data over replicas of them.
 
 data 0:  worker 0 = slice 0, worker 1 = slice 1     forward and backward pass activations between slices
 data 1:  worker 2 = slice 0, worker 3 = slice 1     gradients of slice 0 are summed over workers 0 and 2
@@ -32,11 +32,11 @@ from manyhands.transport.link.wire import Wire, wire_of
 __all__ = ["TensorExchange"]
 
 _EVERYONE, _SLICES, _DATA = 41, 42, 43
-"""What tells the messages of the three groups apart, who share links."""
+"""Message kinds that keep the traffic of the three groups apart, since they share links."""
 
 
 class TensorExchange(Exchange):
-    """One worker's end: its slice of one replica of the model."""
+    """One worker's endpoint: its slice of one replica of the model."""
 
     builds_on_host = True
 
@@ -69,32 +69,32 @@ class TensorExchange(Exchange):
 
     @property
     def part(self) -> int:
-        """All slices of a replica compute on the same samples."""
+        """Index of this worker's replica: all slices of a replica compute on the same samples."""
         return self._place.data
 
     @property
     def parts(self) -> int:
-        """As many as replicas."""
+        """Number of replicas."""
         return self._grid.data
 
     @property
     def copies(self) -> Sequence[Sequence[int]]:
-        """The replicas of each slice."""
+        """The ranks that hold replicas of each slice."""
         return self._grid.copies
 
     def held_parameters(self, model: nn.Module) -> Iterable[tuple[str, torch.Tensor | None]]:
-        """This worker's slices, under the names of the wholes."""
+        """This worker's parts of the parameters, under the names of the whole ones."""
         del model
         return self._need().named()
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Collective: everybody takes worker 0's weights, and keeps its slice of them, on its device."""
+        """Collective: broadcast worker 0's weights, then keep this worker's slice of them on its device."""
         for tensor in (*model.parameters(), *model.buffers()):
             self._everyone.broadcast(tensor.detach())
         outline = Outline.of(model)
         whole = {id(one): one for one in outline.parameters.values()}
         self._sliced = slice_modules(model, self._slices)
-        model.to(self._device)  # the slices alone: the wholes are no longer the model's
+        model.to(self._device)  # moves the slices only: the whole parameters are no longer the model's
         first = self._place.data == 0
         held = []
         for identity, parameter in whole.items():
@@ -118,25 +118,25 @@ class TensorExchange(Exchange):
         self._held = HeldModel(outline, optimizer, held, buffers, self._sliced.buffers)
         self._held.drop_rest()
         self._optimizer = optimizer
-        keep_freed_memory()  # every step frees what the next one takes
+        keep_freed_memory()  # every step frees what the next one allocates
 
     def compute(self, computer: Computer, model: nn.Module, step: int) -> Computed:
-        """Together with the other slices of this replica."""
+        """Compute one step together with the other slices of this replica."""
         for group in self._groups:
-            group.take_traffic()  # of what was done between steps
+            group.take_traffic()  # drop what was counted between steps
         waits_of(self._groups)
         return super().compute(computer, model, step)
 
     def evaluate(self, computer: Computer, model: nn.Module) -> tuple[dict[str, float], int] | None:
-        """Collective: each replica goes over its part of the evaluation data."""
+        """Collective: each replica evaluates its part of the evaluation data."""
         return computer.evaluate(model, self.part, self.parts, self._data.all_reduce)
 
     def backward(self, loss: torch.Tensor, share: float) -> None:
-        """Backward of this replica's weighted loss, together with the other slices."""
+        """Run the backward pass of this replica's weighted loss together with the other slices."""
         (loss * share).backward()  # type: ignore[no-untyped-call]
 
     def agree(self, local: LocalStep) -> SharedStep:
-        """Collective: gradients are summed over the replicas."""
+        """Collective: agree on the step; unless a worker reports bad values, sum gradients over the replicas."""
         shared = agree_on(self._everyone, local, counts=self._place.slice == 0)
         if not shared.bad_workers:
             sum_gradients(self._data, [one.local for one in self._need().held])
@@ -147,7 +147,7 @@ class TensorExchange(Exchange):
         return shared
 
     def clip(self, max_norm: float) -> float:
-        """Collective: what is sliced counts on every slice, what is whole on the first."""
+        """Collective: clip by the global norm; cut parameters count on every slice, whole ones on the first only."""
         held = self._need()
         counted = held.gradients(lambda one: one.cut is not None or self._place.slice == 0)
         squares = self._slices.all_reduce(torch.tensor([squares_of(counted)], dtype=torch.float64))
@@ -156,21 +156,21 @@ class TensorExchange(Exchange):
         return norm
 
     def apply(self) -> None:
-        """Each worker steps what it holds."""
+        """Step the optimizer on the parameters that this worker holds."""
         assert self._optimizer is not None, "attach comes before apply"
         self._optimizer.step()
         self._optimizer.zero_grad()
 
     def optimizer_state(self) -> dict[str, Any] | None:
-        """Collective: put together from the slices."""
+        """Collective: assemble the optimizer state from the slices."""
         return self._need().optimizer_state(self._everyone)
 
     def model_state(self, model: nn.Module) -> Mapping[str, torch.Tensor] | None:
-        """Collective: put together from the slices."""
+        """Collective: assemble the model state from the slices."""
         return self._need().model_state(self._everyone, model)
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
-        """Collective: the sum over workers."""
+        """Collective: the sum over all workers."""
         return self._everyone.all_reduce(values.clone())
 
     def total_of_copies(self, values: torch.Tensor) -> torch.Tensor:
@@ -178,9 +178,9 @@ class TensorExchange(Exchange):
         return self._data.all_reduce(values.clone())
 
     def take_times(self) -> Times:
-        """What passed between slices inside forward and backward; messages, once all have agreed on the step.
+        """Time of communication between slices in forward and backward, and the traffic of agreed steps by peer.
 
-        Waiting for who came late is no part of what passing took.
+        Waiting for late peers is reported as waiting, not as exchange time.
         """
         spent_ns = self._sliced.clock.spent_ns if self._sliced is not None else 0
         spent_ns, self._counted_ns = spent_ns - self._counted_ns, spent_ns
@@ -189,11 +189,11 @@ class TensorExchange(Exchange):
         return Times(exchange_ns=max(0, spent_ns - sum(waits.values())), wait_ns=waits, posts=posts)
 
     def traffic(self) -> Traffic:
-        """Of all groups."""
+        """Traffic of all three groups together."""
         return sum((group.traffic() for group in self._groups), Traffic())
 
     def summary(self) -> Mapping[str, Any]:
-        """What a step of training sends for each layer, from this worker."""
+        """What a training step of this worker sends for each layer."""
         traffic = self._sliced.traffic if self._sliced is not None else {}
         return {"layers": layer_traffic(traffic, self._steps)}
 

@@ -1,14 +1,14 @@
-"""The plan by which a network is sliced: what its modules say, and what is found for chains of known layers.
+"""Finds the plan by which a network is sliced: what its modules declare, and what chains of known layers allow.
 
-A module says its own with a method or an attribute `tensor_plan`, names of its submodules (patterns as `blocks.*.mix`
-are allowed) to how. What it does not name stays whole, except that submodules with a plan of their own keep what is not
-said already. For everything else one is found:
+A module declares its plan with a method or an attribute `tensor_plan` that maps names of its submodules (patterns
+such as `blocks.*.mix` are allowed) to how. What it does not name stays whole, except that submodules with a
+`tensor_plan` add what is not declared already. For everything else a plan is found:
 
-- in an `nn.Sequential`, or what a model's `chain()` says, a layer that slices its output and the next one that takes it
-  so are a pair: column then row, channels_out then channels_in; what lies between must work on slices;
-- an embedding and whoever shares its weight are sliced by vocabulary;
-- any other Linear or convolution is sliced by its outputs, which are put together again;
-- what is not known, or is smaller than the number of slices, is whole.
+- in an `nn.Sequential`, or in what a model's `chain()` returns, a layer that slices its output and the next one that
+  takes it form a pair: column then row, channels_out then channels_in; the layers between must work on slices;
+- an embedding and the linear layers that share its weight are sliced by vocabulary;
+- any other Linear or convolution is sliced by its outputs, which are gathered again;
+- what is not known, or is smaller than the number of slices, stays whole.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ _KNOWN: dict[type[nn.Module], Mapping[str, str]] = {
         "linear2": "row",
     },
 }
-"""Torch's own modules that are no chains: the plan of each."""
+"""Plans of torch modules that are not chains."""
 
 
 def find_plan(model: nn.Module, slices: int, part: Sequence[nn.Module] | None = None) -> Plan:
-    """How each module is sliced, in the order of the model's modules; pure: nothing of the model changes.
+    """Return how each module is sliced, in the order of the model's modules; the model is not changed.
 
-    Of a `part` of a model's chain, only those modules, and pairs inside it.
+    With a `part` of the model's chain, only those modules are planned, and pairs are found inside it only.
     """
     plan: dict[str, Slicing] = {}
     finder = _Finder(model, slices)
@@ -88,7 +88,7 @@ def find_plan(model: nn.Module, slices: int, part: Sequence[nn.Module] | None = 
 
 
 def said_plan(module: nn.Module, prefix: str = "") -> dict[str, Slicing] | None:
-    """What a module says with `tensor_plan`, by full names; None where it says nothing."""
+    """The plan that a module declares with `tensor_plan`, by full names; None where it declares none."""
     said: Any = getattr(module, "tensor_plan", None)
     if said is None:
         return None
@@ -113,7 +113,7 @@ def said_plan(module: nn.Module, prefix: str = "") -> dict[str, Slicing] | None:
 
 
 class _Finder:
-    """Goes through a model once."""
+    """Finds the plan in one traversal of a model."""
 
     def __init__(self, model: nn.Module, slices: int) -> None:
         self._model = model
@@ -127,7 +127,7 @@ class _Finder:
             return
         said = said_plan(module, path)
         if said is not None:
-            plan |= {name: how for name, how in said.items() if name not in plan}  # the outer says more
+            plan |= {name: how for name, how in said.items() if name not in plan}  # outer plan wins
             for name, child in module.named_modules(prefix=path):
                 if child is not module and getattr(child, "tensor_plan", None) is not None:
                     self.visit(name, child, plan)
@@ -158,7 +158,7 @@ class _Finder:
         plan |= {name: how for name, how in whole.items() if name in here}
 
     def _visit_known(self, path: str, module: nn.Module, plan: dict[str, Slicing]) -> None:
-        """One of torch's own; whole where it has fewer heads or features than there are slices."""
+        """Plan one of torch's own modules; it stays whole where it has fewer heads or features than slices."""
         children = dict(module.named_children())
         attentions = [child for child in children.values() if isinstance(child, nn.MultiheadAttention)]
         first = children["linear1"]
@@ -176,7 +176,7 @@ class _Finder:
     def _visit_chain(
         self, chain: Sequence[Named], plan: dict[str, Slicing], whole: Sequence[nn.Module] = ()
     ) -> None:
-        """Modules that are applied one after another, as part of a `whole` chain or by themselves."""
+        """Plan modules that are applied one after another, as part of a `whole` chain or by themselves."""
         applied = whole or [module for _, module in chain]
         often = Counter(self._names.get(id(inner), "") for one in applied for inner in one.modules())
         at = 0
@@ -190,7 +190,7 @@ class _Finder:
             at += 1
 
     def _visit_inside(self, chain: Sequence[Named], at: int, plan: dict[str, Slicing]) -> None:
-        """One of a chain; what is no module of the model's is there for those that it holds."""
+        """Plan one module of a chain; one that is not registered in the model only stands for its children."""
         name, module = chain[at]
         if name:
             self.visit(name, module, plan)
@@ -203,7 +203,7 @@ class _Finder:
                 self.visit(self._names[id(child)], child, plan)
 
     def _may_pair(self, one: Named, often: Mapping[str, int]) -> bool:
-        """Whether a layer is used once, by this chain alone; one without parameters may be anywhere."""
+        """Whether a layer is used once, by this chain alone; one without parameters may be used anywhere."""
         name, module = one
         ours = list(module.parameters())
         shared = any(id(parameter) in self._tied for parameter in ours)
@@ -212,7 +212,7 @@ class _Finder:
         )
 
     def _alone(self, module: nn.Module) -> Slicing | None:
-        """How a layer is sliced whose neighbours are not known; None: not at all."""
+        """How to slice a layer whose neighbours are not known; None: leave it whole."""
         tied = [id(one) for one in module.parameters(recurse=False) if id(one) in self._tied]
         by_vocabulary = all(self._tied[one] for one in tied)
         if _is_plain_embedding(module):
@@ -234,7 +234,7 @@ class _Finder:
 
 
 def _join_rows(model: nn.Module, part: Sequence[nn.Module] | None, plan: dict[str, Slicing]) -> None:
-    """Of layers one after another that are sliced by rows, the first scatters the image and the last gathers it."""
+    """In each run of consecutive layers sliced by rows, let the first scatter the image and the last gather it."""
     named = dict(model.named_modules())
     for name in [name for name, how in plan.items() if how.kind is SliceKind.SPATIAL]:
         if type(named[name]) in _ANY_ROWS:
@@ -248,7 +248,7 @@ def _join_rows(model: nn.Module, part: Sequence[nn.Module] | None, plan: dict[st
         chains[0] = [one for module in part for one in _flat(module)]
     for chain in chains:
         if all(id(one) in seen for one in chain):
-            continue  # part of a longer one
+            continue  # part of a longer chain
         seen |= {id(one) for one in chain}
         runs.append([])
         for one in chain:
@@ -265,15 +265,15 @@ def _join_rows(model: nn.Module, part: Sequence[nn.Module] | None, plan: dict[st
 
 @dataclass(frozen=True, slots=True)
 class LayerPair:
-    """A layer that leaves its output sliced, what lies between, and the layer that takes it."""
+    """A layer that leaves its output sliced, the layers between, and the layer that takes it."""
 
     plan: Plan
     length: int
-    """How many modules of the chain it takes."""
+    """How many modules of the chain the pair covers."""
 
 
 def pair_up(chain: Sequence[Named], slices: int) -> LayerPair | None:
-    """The pair that the first of a chain of modules begins, if it begins one."""
+    """The pair that starts at the first module of a chain, or None."""
     name, first = chain[0]
     if _is_plain_linear(first):
         width, opens = first.out_features, SliceKind.COLUMN
@@ -307,7 +307,7 @@ def pair_up(chain: Sequence[Named], slices: int) -> LayerPair | None:
 
 
 def _closes(module: nn.Module, opens: SliceKind, width: int, *, flat: bool) -> SliceKind | None:
-    """Which way this module takes `width` sliced features or channels; None: it does not."""
+    """How this module takes `width` sliced features or channels; None where it cannot."""
     if _is_plain_linear(module) and flat:
         fits = module.in_features == width if opens is SliceKind.COLUMN else module.in_features % width == 0
         return SliceKind.ROW if fits else None
@@ -317,7 +317,7 @@ def _closes(module: nn.Module, opens: SliceKind, width: int, *, flat: bool) -> S
 
 
 def _tied(model: nn.Module) -> dict[int, bool]:
-    """Parameters that several modules have, by identity: whether all of them can be sliced by vocabulary."""
+    """Parameters that several modules share, by identity: whether all of them can be sliced by vocabulary."""
     owners: dict[int, list[nn.Module]] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -342,7 +342,7 @@ def _is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 
 def _is_plain_embedding(module: nn.Module) -> TypeGuard[nn.Embedding]:
-    """Whether looking up rows is all that it does."""
+    """Whether the module only looks up rows."""
     if type(module) is not nn.Embedding or not _has_weight(module):
         return False
     return module.max_norm is None and not module.sparse and not module.scale_grad_by_freq
@@ -358,13 +358,13 @@ def _splits_heads(attention: nn.MultiheadAttention) -> bool:
 
 
 def _chain(module: nn.Module) -> list[nn.Module]:
-    """Modules that are applied one after another; none where nobody says so."""
+    """The modules that are applied one after another; empty where nothing declares an order."""
     said = module.chain() if isinstance(module, SaysChain) else _inside(module)
     return [part for one in said for part in _flat(one)]
 
 
 def _inside(module: nn.Module) -> list[nn.Module]:
-    """The modules of a sequence; whoever comes twice is there twice."""
+    """The modules of a plain sequence, with repetitions; empty for any other module."""
     return [one for one in module._modules.values() if one is not None] if _is_plain(module) else []
 
 
@@ -378,7 +378,7 @@ def _flat(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether it applies its children one after another, and does nothing else."""
+    """Whether the module only applies its children one after another."""
     return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
 
 

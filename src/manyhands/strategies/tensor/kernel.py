@@ -1,4 +1,4 @@
-"""`tensor` for compiled steps: some dimensions of everything for every worker, and all records."""
+"""Strategy `tensor` for compiled steps: each worker holds some dimensions of every vector and sees all records."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["TensorKernels"]
 
 
 class TensorKernels(KernelProcesses):
-    """All take every step together."""
+    """Worker processes that execute every compiled step together."""
 
     @classmethod
     def assemble(cls, task: KernelTask, strategy: Strategy, group: SharedGroup) -> tuple[KernelStep, Control]:
-        """What travels goes through memory that the step lays out."""
+        """Build this worker's step and its control block; both live in the shared segment that the step lays out."""
         del strategy
         step = task.step_on_slices(group, Control.num_bytes(group.world))
         assert step.segment is not None, "the workers share memory"

@@ -1,4 +1,4 @@
-"""Which class slices which module in which way: one table."""
+"""Table of which class implements which kind of slicing for which module type."""
 
 from __future__ import annotations
 
@@ -26,11 +26,14 @@ KINDS: dict[type[nn.Module], dict[SliceKind, type[SlicedModule]]] = {
 }
 for _kind, _spatial in SPATIAL.items():
     KINDS[_kind] = {**KINDS.get(_kind, {}), SliceKind.SPATIAL: _spatial}
-"""By the kind of module, then by the way."""
+"""Sliced classes by module type, then by slice kind."""
 
 
 def sliced_class(name: str, module: nn.Module, how: Slicing) -> type[SlicedModule]:
-    """The class of the slice; UserError where there is none, or where this module is too small."""
+    """Return the class that slices `module` as `how` says.
+
+    Raises UserError where this module type cannot be sliced this way, or where the module's settings rule it out.
+    """
     known = KINDS.get(type(module), {})
     if how.kind not in known:
         ways = ", ".join(kind.value for kind in known)

@@ -1,8 +1,8 @@
-"""A tensor that every slice has a part of, and that is put together when somebody looks at it.
+"""A tensor of which every slice has a part, gathered when its value is used.
 
-A sliced output layer gives one: the user's loss may do anything with the scores, which puts them together first. Only
-what can do without does: their shape and type, reshaping that leaves the last dimension alone, and
-`torch.nn.functional.cross_entropy`, for which three numbers a sample travel and not all scores (Shoeybi et al. 2019).
+A sliced output layer returns one. The user's loss may do anything with the scores; most operations gather them first.
+The exceptions work without the whole tensor: shape and type, reshaping that leaves the last dimension alone, and
+`torch.nn.functional.cross_entropy`, which sends three numbers a sample instead of all scores (Shoeybi et al. 2019).
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ _SHAPES = {Tensor.flatten, torch.flatten, Tensor.view, Tensor.reshape, torch.res
 
 
 class LazyWhole(Tensor):
-    """A whole of this shape, of which this slice has `part`; `gather` is collective and gives the whole.
+    """A stand-in for a whole tensor of this shape, of which this slice has `part`; `gather` is collective.
 
-    `port` is given where the parts lie one after another along the last dimension and are scores: then
-    `cross_entropy` needs no whole.
+    `port` is given where the parts are scores, concatenated along the last dimension: then `cross_entropy` works
+    without the whole tensor.
     """
 
     _part: Tensor
@@ -65,7 +65,7 @@ class LazyWhole(Tensor):
         port: Port | None = None,
         sizes: Sequence[int] = (),
     ) -> LazyWhole:
-        """A stand-in without memory of its own."""
+        """Make a stand-in that allocates no memory."""
         made: LazyWhole = torch.Tensor._make_wrapper_subclass(
             cls, tuple(shape), dtype=part.dtype, device=part.device
         )
@@ -75,12 +75,12 @@ class LazyWhole(Tensor):
 
     @staticmethod
     def scores(part: Tensor, port: Port, sizes: Sequence[int]) -> LazyWhole:
-        """Of which the slices have these sizes of the last dimension."""
+        """Make a stand-in for scores of which the slices have these sizes of the last dimension."""
         shape = (*part.shape[:-1], sum(sizes))
         return LazyWhole(part, shape, lambda: gathered(part, port, -1, sizes), port, sizes)
 
     def whole(self) -> Tensor:
-        """Collective, the first time: all of it."""
+        """Return the whole tensor; collective the first time."""
         if self._whole is None:
             self._whole = self._gather()
         return self._whole
@@ -93,7 +93,7 @@ class LazyWhole(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Facts are known, some functions work on parts; whatever else there is gets the whole."""
+        """Answer metadata queries directly, apply some functions to the part; all others get the whole tensor."""
         del types
         kwargs = kwargs or {}
         if function in _FACTS:
@@ -111,16 +111,16 @@ class LazyWhole(Tensor):
         return function(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch's own is no method
+    def __torch_dispatch__(  # type: ignore[override]  # torch's own is not a method
         cls, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """What torch does without asking first."""
+        """Gather for operations that reach the dispatcher without passing through `__torch_function__`."""
         del types
         args, kwargs = tree_map(settled, (tuple(args), dict(kwargs or {})))
         return function(*args, **kwargs)
 
     def _on_part(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
-        """The result without the whole, where there is a way."""
+        """The result computed from the part alone, or None where the whole tensor is needed."""
         if self._port is None or self._whole is not None:
             return None
         if function is F.cross_entropy:
@@ -136,15 +136,15 @@ class LazyWhole(Tensor):
 
 
 def settled(value: Any) -> Any:
-    """Collective where it is a stand-in: the tensor that it stands for; everything else is itself."""
+    """Collective for a stand-in: return the tensor that it stands for; return any other value unchanged."""
     return value.whole() if isinstance(value, LazyWhole) else value
 
 
 def cross_entropy(part: Tensor, target: Tensor, port: Port, first: int, ignore_index: int = -100) -> Tensor:
     """Collective: the loss of each sample, given this slice's scores (samples, classes from `first` on).
 
-    Each slice tells all others three numbers a sample: its largest score, its sum of exponentials, and the score of
-    the target if it has that one. The backward needs nothing of the others.
+    Each slice sends three numbers a sample to all others: its largest score, its sum of exponentials, and the
+    target's score, or 0 where another slice has it. The backward pass needs no communication.
     """
     port.trains = torch.is_grad_enabled()
     losses: Tensor = _CrossEntropy.apply(part, target, port, first)  # type: ignore[no-untyped-call]
@@ -190,7 +190,7 @@ def _loss_of(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
-    """As `torch.nn.functional.cross_entropy`; None where the whole is needed."""
+    """Like `torch.nn.functional.cross_entropy`; None where the whole tensor is needed."""
     plain = weight is None and size_average is None and reduce is None and not label_smoothing
     if not plain or scores.dim() != 2 or target.dim() != 1 or target.is_floating_point():
         return None
@@ -200,7 +200,7 @@ def _loss_of(
         return None
     valid = target[target != ignore_index]
     if len(valid) and not 0 <= int(valid.min()) <= int(valid.max()) < sum(sizes):
-        return None  # torch says what is wrong with it
+        return None  # the whole tensor lets torch report what is wrong
     exact = (
         scores._part.float() if scores.dtype in HALVES else scores._part
     )  # as torch's, 16 bits lose the sum
@@ -214,7 +214,7 @@ def _loss_of(
 
 
 def _shape_after(function: Any, shape: torch.Size, args: Sequence[Any]) -> torch.Size | None:
-    """Of flattening or reshaping a tensor of `shape`; None where torch will say what is wrong."""
+    """The shape after flattening or reshaping a tensor of `shape`; None where torch will report an error."""
     try:
         return torch.Size(function(torch.empty(shape, device="meta"), *args).shape)
     except (RuntimeError, TypeError, IndexError):

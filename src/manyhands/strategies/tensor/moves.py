@@ -1,7 +1,7 @@
-"""What passes between slices inside a forward, and what that means for the backward.
+"""Communication between slices in the forward pass, and its counterpart in the backward pass.
 
-An activation is whole (the same bits on every slice) or sliced (each slice has its part). The gradient of a whole one
-is whole, too. So the four moves are pairs:
+An activation is whole (the same bits on every slice) or sliced (each slice has its part). The gradient of a whole
+activation is whole, too. So the four moves are pairs:
 
 | move | forward | backward |
 |---|---|---|
@@ -10,7 +10,7 @@ is whole, too. So the four moves are pairs:
 | `gathered` | parts along a dimension: all-gather | this slice's part |
 | `scattered` | this slice's part | all-gather |
 
-Each counts under the name of its layer what this slice sends.
+Each move counts what this slice sends under the name of its layer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["LayerTraffic", "Port", "copied", "gathered", "scattered", "summed"]
 
 @dataclass(slots=True, kw_only=True)
 class LayerTraffic:
-    """What one slice has sent for one layer while training, so far."""
+    """Messages and bytes that one slice has sent for one layer while training, so far."""
 
     how: str
     forward_messages: int = 0
@@ -40,7 +40,7 @@ class LayerTraffic:
     backward_bytes: int = 0
 
     def add(self, messages: int, num_bytes: int, *, backward: bool) -> None:
-        """Count what was sent."""
+        """Count messages and bytes that were sent."""
         if backward:
             self.backward_messages += messages
             self.backward_bytes += num_bytes
@@ -50,14 +50,14 @@ class LayerTraffic:
 
 
 class Clock:
-    """Nanoseconds that this slice has spent passing things to others and waiting for theirs."""
+    """Nanoseconds that this slice has spent communicating with the other slices, including waiting."""
 
     def __init__(self) -> None:
         self.spent_ns = 0
 
 
 class Port:
-    """Where one layer meets the same layer on the other slices."""
+    """The communication endpoint of one layer: connects it to the same layer on the other slices."""
 
     def __init__(self, group: LinkGroup, name: str, traffic: LayerTraffic, clock: Clock) -> None:
         self.group = group
@@ -68,28 +68,28 @@ class Port:
 
     @property
     def index(self) -> int:
-        """Which slice this is."""
+        """Index of this slice."""
         return self.group.index
 
     @property
     def world(self) -> int:
-        """How many slices there are."""
+        """Number of slices."""
         return self.group.world
 
     def sum(self, tensor: Tensor, *, backward: bool = False) -> Tensor:
-        """Collective: a new tensor, the sum over the slices."""
+        """Collective: return the sum over the slices as a new tensor."""
         own = tensor.clone(memory_format=torch.contiguous_format)
         self.counted(lambda: self.group.all_reduce(own), backward=backward)
         return own
 
     def gather(self, tensor: Tensor, dim: int, sizes: Sequence[int], *, backward: bool = False) -> Tensor:
-        """Collective: the slices' parts one after another along `dim`, which have these sizes."""
+        """Collective: concatenate the slices' parts along `dim`; `sizes` are the parts' sizes in that dimension."""
         shapes = [(*tensor.shape[:dim], size, *tensor.shape[dim:][1:]) for size in sizes]
         parts = self.counted(lambda: self.group.all_gather(tensor.contiguous(), shapes), backward=backward)
         return torch.cat(parts, dim)
 
     def counted(self, work: Callable[[], Any], *, backward: bool) -> Any:
-        """Do `work`, and count under this layer's name what it sends; evaluation is not counted."""
+        """Run `work` and count what it sends under this layer's name; evaluation is timed but not counted."""
         before, begin = self.group.traffic(), time.monotonic_ns()
         result = work()
         self._clock.spent_ns += time.monotonic_ns() - begin
@@ -100,22 +100,22 @@ class Port:
 
 
 def copied(x: Tensor, port: Port) -> Tensor:
-    """A whole tensor on its way into sliced work."""
+    """Pass a whole tensor into sliced work: the identity forward, an all-reduce of the gradient backward."""
     return _applied(_Copied, port, x)
 
 
 def summed(x: Tensor, port: Port) -> Tensor:
-    """Collective: the whole that the slices' addends make."""
+    """Collective: sum the slices' addends into a whole tensor; the gradient passes unchanged."""
     return _applied(_Summed, port, x)
 
 
 def gathered(x: Tensor, port: Port, dim: int, sizes: Sequence[int]) -> Tensor:
-    """Collective: the whole that the slices' parts make along `dim`; `sizes` are theirs."""
+    """Collective: concatenate the slices' parts along `dim` into a whole tensor; `sizes` are the parts' sizes."""
     return _applied(_Gathered, port, x, dim % x.dim(), tuple(sizes))
 
 
 def scattered(x: Tensor, port: Port, dim: int, sizes: Sequence[int]) -> Tensor:
-    """This slice's part of a whole along `dim`."""
+    """Take this slice's part of a whole tensor along `dim`; the backward is an all-gather."""
     return _applied(_Scattered, port, x, dim % x.dim(), tuple(sizes))
 
 

@@ -1,7 +1,7 @@
-"""Layers of which this worker has a slice: the user's own modules, whose parameters were cut and whose class changed.
+"""Sliced layers: the user's modules, with their parameters cut and their class replaced.
 
-A module keeps its identity, so whoever holds it (a list, a chain, a hook) goes on with the slice. Its parameters keep
-their names; read as an attribute (`layer.weight`), one that was cut is put together when somebody looks at it.
+A module keeps its identity, so references to it (in a list, a chain, a hook) stay valid and see the slice. Parameters
+keep their names. A cut parameter that is read as an attribute (`layer.weight`) is gathered when its value is used.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ __all__ = [
 
 
 class SameDraws:
-    """Keeps the slices' random numbers the same where activations are whole.
+    """Keeps the random number generators of the slices equal wherever activations are whole.
 
-    Between a layer that leaves its output sliced and the one that takes it, slices of different sizes draw different
-    amounts. So whoever ends sliced work sets the generator to a state that follows from the one at its beginning;
-    where nothing was drawn, nothing changes.
+    Between a layer that leaves its output sliced and the layer that takes it, slices of different sizes draw
+    different amounts. So the layer that ends sliced work sets the generator to a state derived from the one at its
+    beginning. Where nothing was drawn, the generator stays as it is.
     """
 
     def __init__(self) -> None:
         self._before: Tensor | None = None
 
     def enter(self, x: Tensor) -> None:
-        """Sliced work begins."""
+        """Remember the generator's state where sliced work begins."""
         self._before = _generator(x).get_state()
 
     def leave(self, x: Tensor) -> None:
-        """Sliced work ends."""
+        """Where sliced work ends, reseed from the remembered state if anything was drawn since."""
         before, self._before = self._before, None
         if before is None:
             return
@@ -65,7 +65,7 @@ def _generator(x: Tensor) -> torch.Generator:
 
 
 class ImageRows:
-    """How many rows the image has that is on its way through layers sliced by rows."""
+    """The full height of the image that is passing through layers sliced by rows."""
 
     def __init__(self) -> None:
         self.height = 0
@@ -80,14 +80,14 @@ class LayerSlice:
     draws: SameDraws
     rows: ImageRows
     shapes: dict[str, torch.Size] = field(default_factory=dict)
-    """Of its parameters, when they were whole."""
+    """Shapes of the parameters before they were cut."""
 
     cuts: dict[str, tuple[Cut, ...]] = field(default_factory=dict)
-    """Of each parameter that is cut: what every slice has."""
+    """For each parameter that is cut: the part that every slice has."""
 
 
 class SlicedModule(nn.Module):
-    """A module that has become a slice."""
+    """Base class of modules of which this worker holds a slice."""
 
     sliced: LayerSlice
 
@@ -98,17 +98,17 @@ class SlicedModule(nn.Module):
 
     @classmethod
     def beside(cls, module: Any, how: Slicing) -> dict[str, tuple[nn.Module, Slicing]]:
-        """Submodules that are sliced with it, by their names in it."""
+        """Submodules that must be sliced along with this one, by their names in it, and how."""
         del module, how
         return {}
 
     @property
     def port(self) -> Port:
-        """To the other slices."""
+        """The endpoint to the other slices."""
         return self.sliced.port
 
     def part(self, name: str) -> Tensor | None:
-        """This slice's part of a parameter, or all of it where it is not cut."""
+        """This slice's part of a parameter, or the whole parameter where it is not cut."""
         return self._parameters[name]
 
     def sizes(self, name: str) -> list[int]:
@@ -116,7 +116,7 @@ class SlicedModule(nn.Module):
         return [cut.end - cut.begin for cut in self.sliced.cuts[name]]
 
     def whole(self, name: str) -> Tensor | None:
-        """The whole of a parameter: a stand-in where it is cut."""
+        """The whole parameter: a lazily gathered tensor where it is cut."""
         part = self._parameters[name]
         if part is None or name not in self.sliced.cuts:
             return part
@@ -131,7 +131,7 @@ class SlicedModule(nn.Module):
         return LazyWhole(part, self.sliced.shapes[name], gather)
 
     def expect(self, x: Tensor, dim: int, size: int, what: str) -> None:
-        """UserError where `x` is not sliced, or is, against what the plan says of this layer."""
+        """Raise UserError unless `x` has the size in `dim` that the plan implies for this layer on this slice."""
         if x.shape[dim] != size:
             raise UserError(
                 f"strategy tensor: module {self.port.name!r} is {self.sliced.how}, so it takes {size} {what} on slice "
@@ -141,29 +141,29 @@ class SlicedModule(nn.Module):
 
 
 def whole_attribute(name: str) -> Any:
-    """An attribute that reads a parameter as a whole."""
+    """Make a property that reads a cut parameter as a whole."""
     return property(lambda self: self.whole(name), doc=f"The whole {name}.")
 
 
 def along(dim: int, parts: list[range], blocks: int = 1) -> list[Cut]:
-    """What each slice has along a dimension."""
+    """The cuts that give each slice its part along a dimension."""
     return [Cut(dim=dim, begin=part.start, end=part.stop, blocks=blocks) for part in parts]
 
 
 class ColumnLinear(SlicedModule, nn.Linear):
-    """Some of the output features: the slice computes them from the whole input."""
+    """Column-parallel linear layer: computes some of the output features from the whole input."""
 
     weight = whole_attribute("weight")
     bias = whole_attribute("bias")
 
     @classmethod
     def cuts(cls, module: nn.Linear, how: Slicing, slices: int) -> dict[str, list[Cut]]:
-        """Rows of the weight, and of the bias."""
+        """Cut the rows of the weight, and the bias."""
         parts = parts_of(module.out_features // how.fused, how.units, slices)
         return {name: along(0, parts, how.fused) for name in ("weight", "bias")}
 
     def forward(self, x: Tensor) -> Tensor:
-        """Sliced by features; whole where the plan gathers."""
+        """Return this slice's output features, or all of them where the plan gathers."""
         x = settled(x)
         self.expect(x, -1, self.in_features, "features")
         if self.sliced.how.leaves_sliced:
@@ -175,25 +175,25 @@ class ColumnLinear(SlicedModule, nn.Linear):
 
 
 class VocabularyLinear(ColumnLinear):
-    """The scores of some classes; put together when somebody looks at them."""
+    """Column-parallel linear layer whose output, the scores of some classes, is gathered only when it is used."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """A stand-in for the whole."""
+        """Return a lazy tensor that stands for the scores of all classes."""
         return LazyWhole.scores(super().forward(x), self.port, self.sizes("weight"))
 
 
 class RowLinear(SlicedModule, nn.Linear):
-    """Some of the input features: what the slices compute from theirs is added up."""
+    """Row-parallel linear layer: takes some of the input features; the slices' results are summed."""
 
     weight = whole_attribute("weight")
 
     @classmethod
     def cuts(cls, module: nn.Linear, how: Slicing, slices: int) -> dict[str, list[Cut]]:
-        """Columns of the weight; the bias is everyone's, and is added once."""
+        """Cut the columns of the weight; the bias stays whole and is added once, after the sum."""
         return {"weight": along(1, parts_of(module.in_features, how.units, slices))}
 
     def forward(self, x: Tensor) -> Tensor:
-        """Whole."""
+        """Collective: return the whole output."""
         weight = self.part("weight")
         assert weight is not None, "a linear layer has a weight"
         self.expect(x, -1, weight.shape[1], "features")
@@ -204,17 +204,17 @@ class RowLinear(SlicedModule, nn.Linear):
 
 
 class VocabularyEmbedding(SlicedModule, nn.Embedding):
-    """Some of the rows: what is not here is zero, and the slices' rows are added up."""
+    """Embedding with some of the rows: tokens of other slices give zeros, and the slices' results are summed."""
 
     weight = whole_attribute("weight")
 
     @classmethod
     def cuts(cls, module: nn.Embedding, how: Slicing, slices: int) -> dict[str, list[Cut]]:
-        """Rows of the table."""
+        """Cut the rows of the table."""
         return {"weight": along(0, parts_of(module.num_embeddings, how.units, slices))}
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Whole."""
+        """Collective: return the whole embeddings; IndexError where a token is outside the vocabulary."""
         weight, cut = self.part("weight"), self.sliced.cuts["weight"][self.port.index]
         assert weight is not None, "an embedding has a weight"
         if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.num_embeddings:

@@ -1,4 +1,4 @@
-"""Slicing the modules of a network in place, by a plan."""
+"""Slices the modules of a network in place, following a plan."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class CutParameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sliced:
-    """What became of a model."""
+    """The result of slicing a model."""
 
     plan: Plan
     cut: Mapping[int, CutParameter]
-    """By the identity of the whole; parameters that are not here are whole on every slice."""
+    """Cut parameters, by the identity of the whole one; parameters not listed are whole on every slice."""
 
     buffers: Mapping[str, Cut]
-    """By the names of buffers of which this slice has a part."""
+    """Cuts of the buffers of which this slice has a part, by name."""
 
     traffic: Mapping[str, LayerTraffic]
     """What each layer has sent so far, by its name."""
@@ -53,11 +53,11 @@ def slice_modules(
     *,
     part: Sequence[nn.Module] | None = None,
 ) -> Sliced:
-    """Slice the modules of `model` in place over the members of `group`; `plan` is found where none is given.
+    """Slice the modules of `model` in place over the members of `group`; find a plan where none is given.
 
-    With `part`, some modules of the model's chain, only these and what is in them: a stage of a pipeline. All members
-    do this with the same model. Whoever holds the model, or a module of it, goes on with the slice; whoever
-    holds a parameter of `cut` (an optimizer, say) takes its `local` instead.
+    With `part` (some modules of the model's chain, as in a pipeline stage), only these modules and their submodules
+    are sliced. All members must call this with the same model. References to the model or its modules stay valid and
+    see the slice. References to a parameter in `cut` (an optimizer's, say) must be replaced by its `local`.
     """
     plan = find_plan(model, group.world, part) if plan is None else plan
     slicer = _Slicer(group)
@@ -73,9 +73,9 @@ def slice_modules(
 
 
 def check_plan(model: nn.Module, slices: int) -> None:
-    """UserError where a model's plan cannot be, before anything is sliced."""
+    """Raise UserError where a model's plan cannot be carried out, before anything is sliced."""
     if slices == 1:
-        return  # nothing is
+        return  # nothing is sliced
     modules = dict(model.named_modules())
     for name, how in find_plan(model, slices).items():
         if how.kind is not SliceKind.WHOLE:
@@ -83,7 +83,7 @@ def check_plan(model: nn.Module, slices: int) -> None:
 
 
 def _cuts(name: str, module: nn.Module, how: Slicing, slices: int) -> dict[str, tuple[Cut, ...]]:
-    """Of each parameter that is cut: what every slice has."""
+    """For each parameter and buffer that is cut: the part that every slice has."""
     cuts = sliced_class(name, module, how).cuts(module, how, slices)
     for key in cuts:
         if key not in module._parameters and key not in module._buffers:
@@ -97,7 +97,7 @@ def _cuts(name: str, module: nn.Module, how: Slicing, slices: int) -> dict[str, 
 
 
 def _owners(modules: Sequence[nn.Module]) -> dict[int, list[tuple[str, nn.Module, str]]]:
-    """By the identity of a parameter: which modules have it, under which name."""
+    """By the identity of a parameter: the modules that have it, and under which name."""
     found: dict[int, list[tuple[str, nn.Module, str]]] = {}
     for path, module in chain.from_iterable(one.named_modules() for one in modules):
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -106,7 +106,7 @@ def _owners(modules: Sequence[nn.Module]) -> dict[int, list[tuple[str, nn.Module
 
 
 class _Slicer:
-    """Cuts one module after another; parameters that several modules share are cut once."""
+    """Cuts one module after another; a parameter that several modules share is cut once."""
 
     def __init__(self, group: LinkGroup) -> None:
         self.cut: dict[int, CutParameter] = {}
@@ -118,7 +118,7 @@ class _Slicer:
         self._rows = ImageRows()
 
     def slice(self, name: str, module: nn.Module, how: Slicing) -> None:
-        """Make this module a slice."""
+        """Turn this module into a slice, along with the submodules that must be sliced with it."""
         kind = sliced_class(name, module, how)
         cuts = _cuts(name, module, how, self._group.world)
         traffic = self.traffic[name] = LayerTraffic(how=str(how))
@@ -140,7 +140,7 @@ class _Slicer:
                 self.buffers[f"{name}.{key}" if name else key] = mine
         for below, (submodule, its_how) in kind.beside(module, how).items():
             self.slice(f"{name}.{below}" if name else below, submodule, its_how)
-        # As torch's own parametrizations do: whoever holds the module goes on with the slice.
+        # Changing the class in place, as torch's parametrizations do, keeps all references to the module valid.
         module.__class__ = kind
         module.sliced = sliced  # type: ignore[assignment]
 
@@ -157,7 +157,7 @@ class _Slicer:
         return known.local
 
     def check_tied(self, owners: Mapping[int, list[tuple[str, nn.Module, str]]]) -> None:
-        """UserError where a module that was not sliced has a parameter that was."""
+        """Raise UserError where a module that was not sliced has a parameter that was."""
         for name in self._left_whole(owners):
             raise UserError(
                 f"tensor_plan: module {name or 'the model itself'!r} shares a parameter that another module slices; "

@@ -2,15 +2,15 @@
 
     {"blocks.0.project": "heads=4 fused=3", "blocks.0.mix": "row heads=4", "head": "vocabulary"}
 
-What goes into a layer, and what comes out, is whole (the same on every slice) or sliced (each slice has other features
-of it). A layer that leaves its output sliced is followed by one that takes it.
+The input and the output of a layer are each whole (the same on every slice) or sliced (each slice has different
+features). A layer that leaves its output sliced must be followed by one that takes it.
 
 | how | of | in | out |
 |---|---|---|---|
 | `column` | Linear | whole | sliced by features; whole with `gather` |
 | `row` | Linear | sliced by features | whole |
 | `heads=H` | Linear, MultiheadAttention | whole | sliced by heads; of MultiheadAttention, whole |
-| `vocabulary` | Embedding, Linear | whole | whole; of Linear, put together when somebody looks |
+| `vocabulary` | Embedding, Linear | whole | whole; of Linear, gathered when it is used |
 | `channels_out` | convolution | whole | sliced by channels; whole with `gather` |
 | `channels_in` | convolution | sliced by channels | whole |
 | `inside` | GroupNorm, BatchNorm, Dropout | sliced | sliced |
@@ -56,19 +56,19 @@ class Slicing:
 
     kind: SliceKind
     units: int = 0
-    """Whole units that are never cut, as the heads of an attention; 0: single features."""
+    """Number of units that are never cut, such as the heads of an attention; 0: single features."""
 
     fused: int = 1
-    """How many outputs of equal size lie one after another in the layer's, as query, key and value."""
+    """How many outputs of equal size are concatenated in the layer's output, such as query, key and value."""
 
     scatter: bool = False
-    """Of a layer on rows of an image: whether the image that goes in is whole."""
+    """For a layer sliced by rows: whether its input is the whole image."""
 
     gather: bool = False
-    """Whether the output is put together again right away."""
+    """Whether the output is gathered right away."""
 
     channels: bool = False
-    """Of what lies inside sliced work: whether that is sliced by channels, and not by features."""
+    """For a layer inside sliced work: whether its input is sliced by channels rather than by features."""
 
     @staticmethod
     def parse(text: str | Slicing) -> Slicing:
@@ -112,7 +112,7 @@ class Slicing:
 
 
 Plan = Mapping[str, Slicing]
-"""How each module is sliced, by its name in the model; whoever is not named is whole."""
+"""How each module is sliced, by its name in the model; modules that are not named stay whole."""
 
 
 def parts_of(count: int, units: int, slices: int) -> list[range]:

@@ -1,7 +1,7 @@
-"""Layers on images that are sliced by rows: each slice has some rows of every channel, and fetches the rows around.
+"""Image layers sliced by rows: each slice has some rows of every channel and fetches neighbouring rows (the halo).
 
-An output row needs a few input rows only (partial connectivity), so what travels is the halo: for a 3×3 convolution one
-row from above and one from below, whatever the image's height.
+An output row needs only a few input rows, so only the halo is sent: for a 3×3 convolution one row from above and one
+from below, whatever the image's height.
 
     slice 0   rows 0..3   ┐ row 3 ▼        fetched: 0..4      output rows 0..3
     slice 1   rows 4..6   ┘ row 4 ▲        fetched: 3..6      output rows 4..6
@@ -42,7 +42,7 @@ class RowWindow:
     bottom: int = 0
 
     def height(self, height: int) -> int:
-        """How many rows come of so many."""
+        """Output height for an input of this height."""
         return (height + self.top + self.bottom - self.dilation * (self.kernel - 1) - 1) // self.stride + 1
 
     def needs(self, rows: range, height: int) -> tuple[range, int, int]:
@@ -52,13 +52,13 @@ class RowWindow:
         first = rows.start * self.stride - self.top
         end = (rows.stop - 1) * self.stride - self.top + self.dilation * (self.kernel - 1) + 1
         inside = range(min(max(first, 0), height), max(min(end, height), 0))
-        if not inside:  # padding alone
+        if not inside:  # these output rows see padding only
             return range(0), end - first, 0
         return inside, inside.start - first, end - inside.stop
 
 
 def fetched(x: Tensor, port: Port, has: Sequence[range], needs: Sequence[range]) -> Tensor:
-    """Collective: the rows `needs[port.index]`, of which each slice `has` some; the slices' rows are in order."""
+    """Collective: the rows `needs[port.index]`, of which each slice `has` some; slices hold rows in rank order."""
     if port.world == 1:
         return x[..., needs[0].start : needs[0].stop, :]
     port.trains = torch.is_grad_enabled()
@@ -105,7 +105,7 @@ def _common(one: range, other: range) -> range:
 
 
 def _rows(x: Tensor, has: range, wanted: range) -> Tensor:
-    """Of a tensor with the rows `has`: those that are wanted."""
+    """The wanted rows of a tensor that holds the rows `has`."""
     return x[..., wanted.start - has.start : wanted.stop - has.start, :] if wanted else x[..., :0, :]
 
 
@@ -116,7 +116,7 @@ def _sized(x: Tensor, rows: int) -> tuple[int, ...]:
 def _passed(
     port: Port, to: Mapping[int, Tensor], shapes: Mapping[int, Sequence[int]], like: Tensor, *, backward: bool
 ) -> dict[int, Tensor]:
-    """Collective: what each of the others sent, who get what is for them; nothing travels where that is empty."""
+    """Collective: send each peer its rows and return what each peer sent; empty tensors are not sent."""
     sends = {other: rows.detach().cpu().contiguous().view(-1) for other, rows in to.items() if rows.numel()}
     rooms = {other: torch.empty(tuple(shape), dtype=like.dtype) for other, shape in shapes.items()}
     receives = {other: room.view(-1) for other, room in rooms.items() if room.numel()}
@@ -125,16 +125,16 @@ def _passed(
 
 
 class SpatialModule(SlicedModule):
-    """A layer that works on some rows."""
+    """Base class of layers that work on some rows of the image."""
 
     @classmethod
     def cuts(cls, module: nn.Module, how: Slicing, slices: int) -> dict[str, list[Cut]]:
-        """Every slice has all parameters."""
+        """Nothing is cut: every slice has all parameters."""
         del module, how, slices
         return {}
 
     def entered(self, x: Tensor) -> Tensor:
-        """This slice's rows, of a whole image where the plan scatters it here."""
+        """Return this slice's rows; takes them from the whole image where the plan scatters it here."""
         if not self.sliced.how.scatter:
             return x
         x = settled(x)
@@ -143,7 +143,7 @@ class SpatialModule(SlicedModule):
         return scattered(x, self.port, _ROWS, [len(one) for one in self.shares(height)])
 
     def left(self, y: Tensor) -> Tensor:
-        """The whole image, where the plan gathers it here."""
+        """Return the output; collective, and the whole image, where the plan gathers it here."""
         if not self.sliced.how.gather:
             return y
         sizes = [len(one) for one in self.shares(self.sliced.rows.height)]
@@ -151,7 +151,7 @@ class SpatialModule(SlicedModule):
         return gathered(y, self.port, _ROWS, sizes)
 
     def shares(self, height: int) -> list[range]:
-        """Which rows each slice has of an image of this height."""
+        """Which rows each slice has of an image of this height; UserError where there are fewer rows than slices."""
         if height < self.port.world:
             raise UserError(
                 f"strategy tensor: module {self.port.name!r} has an image of {height} rows, too few for "
@@ -160,7 +160,7 @@ class SpatialModule(SlicedModule):
         return parts_of(height, 0, self.port.world)
 
     def windowed(self, x: Tensor, window: RowWindow, value: float) -> Tensor:
-        """The rows that this slice's output rows need, padded with `value`; the height becomes the output's."""
+        """Fetch the rows that this slice's output rows need, padded with `value`; record the output's height."""
         rows = self.sliced.rows
         has, height = self.shares(rows.height), window.height(rows.height)
         self.expect(x, _ROWS, len(has[self.port.index]), "rows")
@@ -172,10 +172,10 @@ class SpatialModule(SlicedModule):
 
 
 class SpatialConv2d(SpatialModule, nn.Conv2d):
-    """A convolution of some rows; all slices have its weights, whose gradient is the sum of theirs."""
+    """Convolution of some rows; all slices have its weights, whose gradient is summed over the slices."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Rows of the output."""
+        """Compute this slice's rows of the output."""
         left, right, top, bottom = self._reversed_padding_repeated_twice
         window = RowWindow(
             kernel=self.kernel_size[0],
@@ -191,10 +191,10 @@ class SpatialConv2d(SpatialModule, nn.Conv2d):
 
 
 class SpatialMaxPool2d(SpatialModule, nn.MaxPool2d):
-    """Pooling of some rows."""
+    """Max pooling of some rows."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Rows of the output."""
+        """Compute this slice's rows of the output."""
         (kernel, across), (stride, sideways) = _pair(self.kernel_size), _pair(self.stride)
         (above, beside), (dilation, along) = _pair(self.padding), _pair(self.dilation)
         window = RowWindow(kernel=kernel, stride=stride, dilation=dilation, top=above, bottom=above)
@@ -204,10 +204,10 @@ class SpatialMaxPool2d(SpatialModule, nn.MaxPool2d):
 
 
 class SpatialAvgPool2d(SpatialModule, nn.AvgPool2d):
-    """Pooling of some rows."""
+    """Average pooling of some rows."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Rows of the output."""
+        """Compute this slice's rows of the output."""
         (kernel, across), (stride, sideways) = _pair(self.kernel_size), _pair(self.stride)
         above, beside = _pair(self.padding)
         window = RowWindow(kernel=kernel, stride=stride, top=above, bottom=above)
@@ -217,10 +217,10 @@ class SpatialAvgPool2d(SpatialModule, nn.AvgPool2d):
 
 
 class SpatialGroupNorm(SpatialModule, nn.GroupNorm):
-    """Normalises by the mean and the variance of all slices' rows: two numbers a group and sample travel."""
+    """Group normalisation with statistics over all slices' rows: two numbers per group and sample are sent."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """The same rows."""
+        """Normalise this slice's rows with the statistics of the whole image."""
         x = self.entered(x)
         own = self.shares(self.sliced.rows.height)
         self.expect(x, _ROWS, len(own[self.port.index]), "rows")
@@ -235,7 +235,7 @@ class SpatialGroupNorm(SpatialModule, nn.GroupNorm):
         return self.left(y)
 
     def _over_all(self, addend: Tensor) -> Tensor:
-        """The sum of the slices' addends, on its way into each one's own work."""
+        """The sum over the slices, passed on into sliced work."""
         return copied(summed(addend, self.port), self.port)
 
 
@@ -262,4 +262,4 @@ SPATIAL: dict[type[nn.Module], type[SlicedModule]] = {
     nn.AvgPool2d: SpatialAvgPool2d,
     nn.GroupNorm: SpatialGroupNorm,
 }
-"""What each becomes."""
+"""The sliced class of each module type."""

@@ -1,4 +1,4 @@
-"""What workers tell of the traffic of sliced layers at the end of a run, and what that comes to."""
+"""Per-layer traffic of sliced layers: each worker's report at the end of a run, and the sum over workers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _AMOUNTS = ("forward_bytes", "backward_bytes", "messages")
 
 
 def layer_traffic(traffic: Mapping[str, LayerTraffic], steps: int) -> list[dict[str, Any]]:
-    """One worker's: what a step of training sent for each layer, a row each, as plain values."""
+    """One worker's average traffic per training step, one row per layer, as plain values."""
     steps = max(1, steps)
     return [
         {
@@ -28,9 +28,9 @@ def layer_traffic(traffic: Mapping[str, LayerTraffic], steps: int) -> list[dict[
 
 
 def sum_layer_traffic(finished: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """What all workers, by what each ended with, sent for each layer is added up, as `layers`; nothing where none did.
+    """Sum the workers' final reports into one row per layer, under `layers`; an empty dict where none reported.
 
-    Layers are in the order in which they are told of.
+    Layers keep the order in which they were reported.
     """
     found: dict[str, dict[str, Any]] = {}
     for one in finished:

@@ -1,4 +1,4 @@
-"""`tensor`: the common loop, with layers of which every worker has a slice."""
+"""Strategy `tensor`: the common training loop over layers of which every worker holds a slice."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["TensorTraining"]
 
 
 class TensorTraining(ExchangeTraining):
-    """Every worker holds a slice of every layer."""
+    """Training in which every worker holds a slice of every layer; a bad plan fails in the constructor."""
 
     def __init__(self, request: Request, model: nn.Module) -> None:
         super().__init__(request, model)
@@ -29,14 +29,14 @@ class TensorTraining(ExchangeTraining):
 
     @classmethod
     def exchange(cls, strategy: Tensor, resources: Resources) -> Exchange:
-        """One worker's end, on one host."""
+        """One worker's endpoint of the exchange; a single worker gets one that exchanges nothing."""
         if resources.world == 1:
-            return SingleExchange()  # nobody to exchange with
+            return SingleExchange()  # a single worker has no peers
         grid = strategy.grid(resources.world)
         links = resources.links()
         return TensorExchange(resources.rank, grid, links, resources.timeout_s, resources.device)
 
     def gather(self, finished: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, Any]]:
-        """What all workers together sent for each layer, in a step of training."""
+        """Add up, over all workers, what a training step sent for each layer."""
         samples, besides = super().gather(finished)
         return samples, {**besides, **sum_layer_traffic(finished)}

@@ -1,4 +1,4 @@
-"""Every algorithm by its word; one line each."""
+"""Registry of the federated algorithms, by the word that selects each."""
 
 from __future__ import annotations
 

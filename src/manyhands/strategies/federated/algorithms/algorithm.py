@@ -23,17 +23,17 @@ __all__ = ["ClientUpdate", "FederatedAlgorithm", "FederatedFacts"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FederatedFacts:
-    """What an algorithm is told of the run before its first round."""
+    """What an algorithm is given to know of the run before its first round."""
 
     names: Sequence[str] = ()
-    """Of the model's tensors, in their order."""
+    """Names of the model's tensors, in their order."""
     parameters: int = 0
     """How many of them are parameters; the others are buffers."""
     clients: int = 0
     per_round: int = 0
     """How many clients take part in a round."""
     weight: float = 0.0
-    """Of all clients together, whether they take part or not."""
+    """Weight of all clients together, whether they take part or not."""
     most_steps: int = 1
     """That any client takes in a round."""
     seed: int = 0
@@ -60,8 +60,10 @@ class FederatedAlgorithm(ABC):
     """Whether the server must see each update by itself, and not only their sum."""
 
     sums_only: ClassVar[bool] = False
-    """Whether all that the server and others ever learn of a client is its update in a sum, so that a bound on the
-    update's norm bounds that; False until somebody has looked."""
+    """Whether the server and others learn nothing of a client but its update in a sum, which a norm bound limits.
+
+    False until an algorithm has been checked for it.
+    """
 
     trains_personal: ClassVar[bool] = False
     """Whether a client, after its work on the common model, trains one of its own: from `personal`, by way of
@@ -84,7 +86,7 @@ class FederatedAlgorithm(ABC):
 
     def __init__(self) -> None:
         self.states: ClientStates = {}
-        """What each client keeps for itself, of the shapes that `kept` says. On a device there is one."""
+        """What each client keeps between rounds, of the shapes that `kept` gives. A real device has one entry."""
         self.facts = FederatedFacts()
         self.layers = LocalLayers()
         """Which of the model's tensors stay with each client, and those."""
@@ -146,7 +148,7 @@ class FederatedAlgorithm(ABC):
         return [mine - begun for mine, begun in zip(trained, start, strict=True)]
 
     def refused(self, client: int) -> None:  # noqa: B027 - most keep nothing
-        """On a client whose report was not counted in this round: it keeps what it had before."""
+        """On a client whose report was not counted in this round: it restores what it had before."""
 
     def personal(self, client: int, weights: Sequence[Tensor]) -> Sequence[Tensor]:
         """The model that a client itself uses, where the server's is `weights`."""
@@ -156,10 +158,10 @@ class FederatedAlgorithm(ABC):
     def correct_personal(  # noqa: B027
         self, client: int, parameters: Sequence[Tensor], weights: Sequence[Tensor]
     ) -> None:
-        """As `correct`, while a client trains a model of its own; `weights` are the server's."""
+        """Like `correct`, while a client trains its personal model; `weights` are the server's."""
 
     def keep_personal(self, client: int, trained: Sequence[Tensor]) -> None:  # noqa: B027
-        """On a client: what its own model has come to; the tensors are used again and must be copied."""
+        """On a client: store its trained personal model; the tensors are reused by the caller and must be copied."""
 
     def weight(self, update: ClientUpdate) -> float:
         """What an update weighs in the mean."""

@@ -48,12 +48,12 @@ def _speed_of(seed: int, client: int) -> float:
 
 
 def next_client(seed: int, trip: int, free: Sequence[int]) -> int:
-    """Who of those that are free begins, the `trip`-th to do so; each is as likely as any other."""
+    """The free client that starts next, as the `trip`-th to do so; all free clients are equally likely."""
     return int(np.random.default_rng(mix(seed, trip, _NEXT)).choice(free))
 
 
 class Underway(NamedTuple):
-    """A client that has begun and is not back."""
+    """A client that has started training and has not reported yet."""
 
     back_s: float
     client: int
@@ -75,21 +75,21 @@ class ClientArrivals:
         self._waiting: list[tuple[int, int]] = []
 
     def add(self, back: Underway) -> None:
-        """One more is back."""
+        """Record that one more client has reported."""
         self._waiting.append((back.client, back.version))
 
     @property
     def num_active(self) -> int:
-        """Those under way."""
+        """Number of clients that are training."""
         return len(self._underway)
 
     @property
     def num_waiting(self) -> int:
-        """Those back, whose updates are in no step yet."""
+        """Number of clients that have reported and whose updates are in no step yet."""
         return len(self._waiting)
 
     def slots_at(self, clock: int) -> tuple[int, ...]:
-        """Who began with the model of that round, and is under way or waits."""
+        """The clients that began with the model of that round and are training or waiting."""
         away = [(one.client, one.version) for one in self._underway]
         return tuple(sorted(client for client, version in (*away, *self._waiting) if version == clock))
 
@@ -107,7 +107,7 @@ class ClientArrivals:
 
 
 class FedBuff(FederatedAlgorithm):
-    """Nobody waits for slow clients; their updates come late and count for less."""
+    """FedBuff: the server does not wait for slow clients; late updates count for less."""
 
     word: ClassVar[str] = "fedbuff"
     about: ClassVar[str] = (
@@ -142,7 +142,7 @@ class FedBuff(FederatedAlgorithm):
             )
 
     def given(self, number: int, chosen: Sequence[int], weights: Sequence[Tensor]) -> Sequence[GivenModel]:
-        """Who comes back until the next step, with what each began with; `chosen` are those of a synchronous round."""
+        """The clients that report before the next step, with what each began with; `chosen`: a synchronous cohort."""
         del chosen
         self._versions[number] = [one.detach().clone() for one in weights]
         while len(self._underway) < self.facts.per_round and self._send_off(number, ()):
@@ -171,7 +171,7 @@ class FedBuff(FederatedAlgorithm):
         self._stale = [count + len(staleness), total + sum(staleness), max(most, *staleness)]
 
     def _send_off(self, number: int, back: Sequence[int]) -> bool:
-        """Let another client begin, who is neither under way nor just back; False where there is none."""
+        """Let another client start that is neither training nor just back; False where there is none."""
         away = {one.client for one in self._underway} | set(back)
         free = [client for client in range(self.facts.clients) if client not in away]
         if not free:
@@ -183,13 +183,13 @@ class FedBuff(FederatedAlgorithm):
         return True
 
     def weight(self, update: ClientUpdate) -> float:
-        """Everybody's the same, less what it is late: the policy's rate."""
+        """The same weight for all clients, reduced for lateness by the policy's rate."""
         return self.policy.rate(update.staleness)
 
     def mean(self, found: TallySum) -> Sequence[Tensor]:
-        """By the number of updates, and not by what they weigh: a late buffer takes a smaller step.
+        """The sum divided by the number of updates, not by their weights: a late buffer takes a smaller step.
 
-        One that was refused, since it is not finite, counts as nought among them.
+        An update that was rejected because it is not finite counts as zero.
         """
         return [one / self._size for one in found.sums]
 
@@ -200,7 +200,7 @@ class FedBuff(FederatedAlgorithm):
         return {"staleness": stale, "simulated_s": self._clock_s}
 
     def memory(self) -> Mapping[str, Any]:
-        """Who is under way with what."""
+        """The state for a checkpoint: the clients in flight, their model versions and the clock."""
         return {
             "clock_s": self._clock_s,
             "trips": self._trips,
@@ -210,7 +210,7 @@ class FedBuff(FederatedAlgorithm):
         }
 
     def load_state(self, memory: Mapping[str, Any]) -> None:
-        """Go on with them."""
+        """Restore the clients in flight, the model versions they began with, and the simulated clock."""
         if not memory:
             return
         self._clock_s, self._trips = float(memory["clock_s"]), int(memory["trips"])

@@ -17,7 +17,7 @@ __all__ = ["Ditto"]
 
 
 class Ditto(FederatedAlgorithm):
-    """FedAvg, and a model of every client's own that never leaves it."""
+    """Ditto: FedAvg, plus a personal model for every client that never leaves it."""
 
     word: ClassVar[str] = "ditto"
     about: ClassVar[str] = (
@@ -33,7 +33,7 @@ class Ditto(FederatedAlgorithm):
         self._hold = hold
 
     def kept(self, weights: Sequence[Tensor]) -> Sequence[Tensor]:
-        """A whole model."""
+        """The shapes of a whole model: the client's personal one."""
         return weights
 
     def personal(self, client: int, weights: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -48,5 +48,5 @@ class Ditto(FederatedAlgorithm):
                 parameter.grad.add_(parameter.detach() - common, alpha=self._hold)
 
     def keep_personal(self, client: int, trained: Sequence[Tensor]) -> None:
-        """Until its next round."""
+        """Store the client's personal model until its next round."""
         self.keep(client, trained)

@@ -24,7 +24,7 @@ _BETA_1, _BETA_2, _TAU = 0.9, 0.99, 1e-3
 
 
 class _FedOpt(FederatedAlgorithm):
-    """What the three share: momentum, and a second moment of each item's own."""
+    """Base of the three algorithms: momentum, and a second moment per parameter."""
 
     number: ClassVar[str] = "RATE"
     sums_only: ClassVar[bool] = True
@@ -61,17 +61,17 @@ class _FedOpt(FederatedAlgorithm):
         """Take the square of the mean into the second moment, in place."""
 
     def memory(self) -> Mapping[str, Any]:
-        """Both moments."""
+        """Both moments, for a checkpoint."""
         return {"momentum": self._momentum, "second": self._second} if self._momentum else {}
 
     def load_state(self, memory: Mapping[str, Any]) -> None:
-        """Go on with both."""
+        """Restore both moments."""
         self._momentum = list(memory.get("momentum", ()))
         self._second = list(memory.get("second", ()))
 
 
 class FedAdam(_FedOpt):
-    """The second moment fades."""
+    """FedAdam: the second moment is an exponential moving average."""
 
     word: ClassVar[str] = "fedadam"
     about: ClassVar[str] = "Adam on the server, with the clients' mean as its gradient"
@@ -81,7 +81,7 @@ class FedAdam(_FedOpt):
 
 
 class FedYogi(_FedOpt):
-    """The second moment goes towards the square by a step of its size."""
+    """FedYogi: the second moment moves towards the squared update by a step of the square's size."""
 
     word: ClassVar[str] = "fedyogi"
     about: ClassVar[str] = "Yogi on the server, which lets its steps grow slowly"
@@ -91,7 +91,7 @@ class FedYogi(_FedOpt):
 
 
 class FedAdagrad(_FedOpt):
-    """The second moment is the sum of all squares; without momentum."""
+    """FedAdagrad: the second moment is the sum of all squares; there is no momentum."""
 
     word: ClassVar[str] = "fedadagrad"
     about: ClassVar[str] = "Adagrad on the server"

@@ -23,12 +23,12 @@ __all__ = ["CoordinateMedian", "Krum", "MultiKrum", "TrimmedMean", "krum_scores"
 
 
 class _Robust(FederatedAlgorithm):
-    """FedAvg's clients, with another mean."""
+    """Base of the robust algorithms: clients train as in FedAvg, and the server uses another mean."""
 
     single_updates: ClassVar[bool] = True
 
     def weight(self, update: ClientUpdate) -> float:
-        """Everybody counts as one."""
+        """All clients weigh the same."""
         del update
         return 1.0
 
@@ -55,7 +55,7 @@ class CoordinateMedian(_Robust):
 
 
 class TrimmedMean(_Robust):
-    """Of each item the largest and the smallest values are left out, and the others averaged."""
+    """Trimmed mean: of each item the largest and smallest values are left out, and the others averaged."""
 
     word: ClassVar[str] = "trimmed"
     about: ClassVar[str] = "the mean of every item without a fraction of its largest and smallest values"
@@ -75,7 +75,7 @@ class TrimmedMean(_Robust):
         return math.ceil(self._fraction * clients - 1e-9)
 
     def check_round(self, clients: int) -> None:
-        """Somebody must stay."""
+        """UserError unless at least one client remains after trimming."""
         if 2 * self._left_out(clients) >= clients:
             raise UserError(
                 f"algorithm=trimmed:{self._fraction:g}: of {clients} clients a round nobody would stay; use "
@@ -87,7 +87,7 @@ class TrimmedMean(_Robust):
 
 
 class Krum(_Robust):
-    """The one update that is nearest to its neighbours."""
+    """Krum: selects the one update that is nearest to its neighbours."""
 
     word: ClassVar[str] = "krum"
     about: ClassVar[str] = "the one update that lies closest to most others, of whom HOSTILE may be anything"
@@ -102,7 +102,7 @@ class Krum(_Robust):
         self._hostile = int(hostile)
 
     def check_round(self, clients: int) -> None:
-        """The honest must be a majority of everybody's neighbours."""
+        """UserError unless honest clients are a majority among the neighbours of every update."""
         if clients < 2 * self._hostile + 3:
             raise UserError(
                 f"algorithm={self.word}:{self._hostile}: takes {2 * self._hostile + 3} clients a round (twice that "
@@ -110,7 +110,7 @@ class Krum(_Robust):
             )
 
     def mean(self, found: TallySum) -> Sequence[Tensor]:
-        """Of those with the least scores; whose update was not finite was one of the hostile."""
+        """The mean of the updates with the lowest scores; an update that was not finite counts as a hostile one."""
         hostile = max(0, self._hostile - found.missing)
         rows = [
             torch.cat([one.double().flatten() for one in each.change[: self.facts.parameters]])
@@ -130,7 +130,7 @@ class Krum(_Robust):
 
 
 class MultiKrum(Krum):
-    """The mean of all but HOSTILE updates."""
+    """Multi-Krum: the mean of all but HOSTILE updates."""
 
     word: ClassVar[str] = "multikrum"
     about: ClassVar[str] = "the mean of the updates that lie closest to others, all but HOSTILE"

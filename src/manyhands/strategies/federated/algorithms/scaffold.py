@@ -24,7 +24,7 @@ __all__ = ["Scaffold"]
 
 
 class Scaffold(FederatedAlgorithm):
-    """Control variates take off what pulls clients apart; an update is twice as large."""
+    """SCAFFOLD: control variates correct for client drift; an update is twice as large."""
 
     word: ClassVar[str] = "scaffold"
     about: ClassVar[str] = "clients correct each step by how their data differs from all data"
@@ -79,7 +79,7 @@ class Scaffold(FederatedAlgorithm):
         self._coming.pop(client, None)
 
     def mean(self, found: TallySum) -> Sequence[Tensor]:
-        """Of the control variates' changes: that of all clients, of whom those not asked have none."""
+        """The mean; changes of control variates are averaged over all clients, and those not asked count as zero."""
         mean = super().mean(found)
         tensors = len(mean) - self.facts.parameters
         return [*mean[:tensors], *(one * (found.weight / self.facts.weight) for one in mean[tensors:])]
@@ -103,5 +103,5 @@ class Scaffold(FederatedAlgorithm):
         return {"server": self._server} if self._server else {}
 
     def load_state(self, memory: Mapping[str, Any]) -> None:
-        """Go on with it."""
+        """Restore the server's control variate."""
         self._server = list(memory.get("server", ()))

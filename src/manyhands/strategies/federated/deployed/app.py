@@ -1,8 +1,8 @@
-"""The server's requests as an ASGI application: who asks is checked, then lengths, and then `RoundServer` is called.
+"""The server's requests as an ASGI application: authenticates each request, checks lengths, calls `RoundServer`.
 
-One thread does everything that changes the run, one request after another; a question for which there is no answer yet
-is held back until something has changed, for as long as the plan says. Nothing of a body is read before it is known
-whose it is (but for an enrolment, which is small), and never more of it than makes sense.
+One thread does everything that changes the run, one request after another. A request that has no answer yet is held
+until something has changed, for as long as the plan allows (long polling). No body is read before its sender is
+authenticated (except for an enrolment, which is small), and never more of it than the request may have.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _JSON, _BYTES, _TEXT = "application/json", "application/octet-stream", "text/pla
 
 
 class DeviceApp:
-    """The application; `server` is touched by its thread alone. Call `close` at the end."""
+    """The ASGI application; only its worker thread touches `server`. Call `close` at the end."""
 
     def __init__(
         self, make: Callable[[], RoundServer], hold_s: float, clock: Callable[[], float] = time.monotonic
@@ -95,7 +95,7 @@ class DeviceApp:
             self.server.tell(f"a request failed: {type(error).__name__}: {printable(str(error))}")
             status, kind, body = 503, _TEXT, b"the server could not answer; ask again later\n"
         headers = [(b"content-type", kind.encode()), (b"content-length", str(len(body)).encode())]
-        if status in (401, 403, 411, 413):  # what a stranger goes on to send is not read
+        if status in (401, 403, 411, 413):  # the rest of an unauthenticated request is not read
             headers.append((b"connection", b"close"))
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
@@ -141,7 +141,7 @@ class DeviceApp:
     async def _signed_body(
         self, client: int, headers: Mapping[str, str], receive: _Receive, most_bytes: int
     ) -> bytes:
-        """The body under whose hash the client has signed."""
+        """Read the body and check it against the hash that the client signed."""
         if self._reading[client] >= _BODIES:
             raise MessageRejected(
                 429, f"client {client} is sending {_BODIES} requests already; one at a time"
@@ -211,7 +211,7 @@ async def _wait(changed: asyncio.Event, timeout_s: float) -> None:
     try:
         await asyncio.wait_for(changed.wait(), max(_LOOK_S, timeout_s))
     except TimeoutError:
-        pass  # whoever asked looks again
+        pass  # the waiting request checks again
 
 
 def _target(scope: Mapping[str, Any]) -> str:

@@ -1,8 +1,8 @@
-"""A device's update as it travels: the model's tensors as they are, or all of them in one row, made smaller by a codec.
+"""The wire form of a device's update: the model's tensors as they are, or one flat vector compressed by a codec.
 
-With `codec=` the body is a safetensors file with one tensor of bytes, `update`: what the codec makes of the row. Its
-length is the sender's to say, up to what the codec can need; what the bytes stand for has the model's size, whatever
-they are. What a biased codec leaves out is the device's own to keep, and is added to its next update.
+With `codec=` the body is a safetensors file with one tensor of bytes, `update`: the encoded vector. The sender
+chooses its length, up to the most that the codec can need; the decoded size is always the model's. The residual of a
+biased codec stays on the device and is added to its next update.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LENGTH: Final = struct.Struct("<Q")
 
 
 class UpdateForm:
-    """How updates of a model travel in a run; both ends make it from the plan."""
+    """How updates of a model are encoded in a run; both ends build it from the plan."""
 
     def __init__(self, form: TensorForm, strategy: Federated, seed: int) -> None:
         self._form, self._text, self._seed = form, strategy.codec, seed
@@ -50,7 +50,7 @@ class UpdateForm:
 
     @property
     def most_bytes(self) -> int:
-        """That a body may have."""
+        """The most bytes that a body may have."""
         return _coded_form(self._most).most_bytes if self.is_coded else self._form.most_bytes
 
     def encode(

@@ -1,7 +1,7 @@
-"""What runs on a device: it asks for work, trains on its own data, reports, and keeps the current model.
+"""The client that runs on a device: asks for work, trains on the local data, reports, and keeps the current model.
 
-It may sleep, lose its network or be killed at any moment: whatever is not answered is asked again, with pauses that
-grow, and whatever is too late is refused by the server and forgotten here.
+It may sleep, lose its network or be killed at any moment. Requests that were not answered are retried with growing
+back-off; a report that comes too late is rejected by the server and dropped here.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _GONE = 409
 
 @dataclass(frozen=True, kw_only=True)
 class DevicePlan:
-    """What the server asks for, made of things that are on the device: no code comes from there."""
+    """The server's plan, built from code that is on the device: no code comes from the server."""
 
     task: Task
     strategy: Federated
@@ -151,7 +151,7 @@ def enrol(ask: Asker, home: DeviceState, token: str | None, address: str) -> Non
 
 
 class Device:
-    """One device in one run. `clock` and `sleep` are time's."""
+    """One device in one run; `clock` and `sleep` can be replaced in tests."""
 
     def __init__(
         self,
@@ -358,7 +358,7 @@ def plan_for(ask: Asker, data: Path) -> DevicePlan:
 
 
 def _comes_back(reply: Reply) -> bool:
-    """Whether to ask again: the server, or what stands before it, has trouble of its own."""
+    """Whether to retry: the server, or a proxy in front of it, has a temporary failure."""
     return reply.status >= 500 or reply.status in (408, 429)
 
 

@@ -1,4 +1,4 @@
-"""What a server of real devices is asked for, as a value, and the plan that it tells them of it."""
+"""A federated run with real devices as a value, and the plan that the server sends to the devices."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _FEWEST_SECURE: Final = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoundSettings:
-    """How rounds are held, as the command line has it."""
+    """Settings of the rounds, as given on the command line."""
 
     rounds: int
     over: float = 1.3
@@ -68,7 +68,7 @@ class FederatedJob:
     def make(
         cls, task: Task, strategy: str, settings: RoundSettings, *, seed: int = 0, schema: str | None = None
     ) -> FederatedJob:
-        """From what was typed."""
+        """Build the job from command-line arguments."""
         parsed = Strategy.parse(strategy)
         if not isinstance(parsed, Federated):
             raise UserError(f"--strategy {strategy!r}: devices are served by federated; write 'federated …'")
@@ -117,7 +117,7 @@ class FederatedJob:
 
     @property
     def terms(self) -> RoundTerms:
-        """Of the rounds."""
+        """The terms of the rounds, as the core takes them."""
         settings = self.settings
         goal = self.strategy.per_round(self.strategy.clients)
         least = settings.min_reports
@@ -142,11 +142,11 @@ class FederatedJob:
 
     @property
     def algorithm(self) -> FederatedAlgorithm:
-        """A fresh one."""
+        """A new instance of the algorithm."""
         return algorithm_named(self.strategy.algorithm)
 
     def plan(self, run: str, form: TensorForm) -> dict[str, Any]:
-        """What a device is told, once; not where the server's own files are."""
+        """The plan that a device downloads once; it does not reveal where the server's files are."""
         options = dict(self.task.options or {})
         paths = [one.name for one in TASKS[self.task.name].options if one.kind is Path]
         return {

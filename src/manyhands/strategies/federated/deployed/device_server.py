@@ -1,4 +1,4 @@
-"""The server of devices as a process: HTTPS on a port, until all rounds count and devices have the last model."""
+"""The device server as a process: serves HTTPS until all rounds count and devices have the last model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _IDLE_S = 75
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServingPlace:
-    """Where a server is reached, and what it shows that it is the one."""
+    """Where and how the server runs: run directory, address, TLS certificate, and how long it lingers at the end."""
 
     out: Path
     resume: bool = False

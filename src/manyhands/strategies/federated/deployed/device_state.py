@@ -37,7 +37,7 @@ _OWN = (_IDENTITY, f".{_IDENTITY}.writing", _ABOUT, f".{_ABOUT}.writing")
 
 
 class DeviceState:
-    """A device's folder."""
+    """A device's folder: its key, its number and its run directory."""
 
     def __init__(self, path: Path) -> None:
         """Make it, or open it; UserError where it cannot be."""
@@ -74,7 +74,7 @@ class DeviceState:
         return found if isinstance(found, int) else None
 
     def remember(self, **facts: Any) -> None:
-        """Keep more about itself."""
+        """Store more facts in `device.json`."""
         self.about = {**self.about, **facts}
         write_json(self.path / _ABOUT, self.about)
 
@@ -88,7 +88,7 @@ class DeviceState:
             self.remember(known=known)
 
     def begin(self, config: Mapping[str, Any]) -> None:
-        """Start its run directory, or go on with it; UserError where another run, or another process, is there."""
+        """Start or resume the run directory; UserError where another run, or another process, uses it."""
         if not RunDirectory.is_one(self.path):
             self._directory = RunDirectory.create(
                 self.path, config, _OWN, "it is a device of another run; choose another --out"
@@ -142,7 +142,7 @@ class DeviceState:
 
 
 def _put_once(path: Path, secret: bytes) -> None:
-    """Whole or not at all, for nobody else to read; where another process was first, its own stays."""
+    """Write atomically, readable by the owner only; where another process was first, its file stays."""
     temporary = path.with_name(f".{path.name}.writing")
     temporary.unlink(missing_ok=True)  # of a process that was killed
     write_synced(temporary, [secret], mode=0o600)

@@ -1,7 +1,7 @@
-"""Who may take part: one place for each device, taken once, by whoever has the place's token, with a key of its own.
+"""Enrolment: one place for each device, taken once, by the device that has the place's token, with its public key.
 
-Tokens are kept as hashes. A place that is taken belongs to its key for ever; the same device may ask again for its
-number, if it did not get the answer.
+Tokens are stored as hashes. A place that is taken belongs to its key for good; the same device may ask again for its
+number if it did not receive the answer.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ __all__ = ["DevicePlace", "Enrolment", "from_hex"]
 
 @dataclass(frozen=True, slots=True)
 class DevicePlace:
-    """One device's."""
+    """One device's place: its token's hash and, once taken, its public key."""
 
     token: str
     """The SHA-256 of the token that opens it."""
     key: bytes = b""
-    """The Ed25519 public key of who has it; empty as long as nobody has."""
+    """The Ed25519 public key of the device that has the place; empty while it is free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Enrolment:
         return any(hmac.compare_digest(place.token, _hash(token)) for place in self.places)
 
     def key_of(self, client: int) -> bytes:
-        """A client's public key; MessageRejected where nobody has that place."""
+        """A client's public key; MessageRejected where the place is not taken."""
         if not 0 <= client < len(self.places) or not self.places[client].key:
             raise MessageRejected(401, "this client is not enrolled")
         return self.places[client].key
@@ -73,7 +73,7 @@ class Enrolment:
 
     @property
     def as_json(self) -> list[dict[str, str]]:
-        """To be kept."""
+        """The places as JSON, to be stored."""
         return [{"token": place.token, "key": place.key.hex()} for place in self.places]
 
     @classmethod

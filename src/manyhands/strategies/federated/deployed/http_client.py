@@ -1,6 +1,6 @@
-"""A device's requests: signed, with a deadline each, over a connection that is made anew when it is lost.
+"""A device's HTTPS requests: signed, each with a deadline, over a connection that is reopened when it is lost.
 
-Needs nothing but the standard library (and `cryptography` for the signature).
+Needs only the standard library (and `cryptography` for the signature).
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ _PIECE: Final = 1 << 16
 
 
 class Unreached(ManyhandsError):
-    """The server was not reached, or did not answer in time: ask again later."""
+    """The server could not be reached, or did not answer in time: retry later."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What the server answered."""
+    """The server's response."""
 
     status: int
     body: bytes
 
 
 class BackOff:
-    """How long to wait before the next try: longer each time, and never as long as somebody else's."""
+    """Exponential back-off with jitter: waits grow, and differ between devices."""
 
     def __init__(self, first_s: float = 0.2, most_s: float = 30.0, seed: int | None = None) -> None:
         self._first_s, self._most_s = first_s, most_s
@@ -59,13 +59,13 @@ class BackOff:
         self._tries = 0
 
     def next_s(self) -> float:
-        """From half of the time to all of it."""
+        """The next wait in seconds: half to all of the current maximum, at random; the maximum doubles each time."""
         longest = min(self._most_s, self._first_s * 2.0 ** min(self._tries, 40))
         self._tries += 1
         return longest * self._random.uniform(0.5, 1.0)
 
     def reset(self) -> None:
-        """It was reached."""
+        """Start over after the server was reached."""
         self._tries = 0
 
 
@@ -74,7 +74,7 @@ Asker = Callable[[str, str, bytes, str, int], Reply]
 
 
 class HttpsAsker:
-    """Asks one server; it is who its certificate says, or nothing is sent."""
+    """Sends requests to one server; nothing is sent unless its certificate is valid."""
 
     def __init__(self, address: str, authority: Path | None) -> None:
         """UserError for an address that is none, or a file that holds no certificate.
@@ -92,7 +92,7 @@ class HttpsAsker:
         self._signer: tuple[str, int, bytes] | None = None
 
     def sign_as(self, run: str, client: int, secret: bytes) -> None:
-        """From now on requests are this client's."""
+        """Sign all further requests as this client."""
         self._signer = run, client, secret
 
     def allow(self, hold_s: float) -> None:

@@ -1,4 +1,4 @@
-"""A device from its folder to the end of the run."""
+"""Runs a device from its folder to the end of the run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _Made = TypeVar("_Made")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JoiningDevice:
-    """What `manyhands federated join` is asked for."""
+    """The arguments of `manyhands federated join`."""
 
     address: str
     data: Path

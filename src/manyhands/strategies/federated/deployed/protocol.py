@@ -59,7 +59,7 @@ _LENGTH: Final = struct.Struct("<Q")
 
 
 class MessageRejected(ManyhandsError):
-    """What came is not what was agreed on; `status` is that of HTTP, and nothing of it was used."""
+    """A message violates the protocol; `status` is the HTTP status, and nothing of the message was used."""
 
     def __init__(self, status: int, sentence: str) -> None:
         super().__init__(sentence)
@@ -67,7 +67,7 @@ class MessageRejected(ManyhandsError):
 
 
 def body_hash(body: bytes) -> str:
-    """What `x-body` has."""
+    """The value of the `x-body` header."""
     return hashlib.sha256(body).hexdigest()
 
 
@@ -96,7 +96,7 @@ def read_object(body: bytes, what: str) -> dict[str, Any]:
 
 
 def whole_in(values: Mapping[str, Any], name: str, least: int = 0) -> int:
-    """A whole number out of what somebody sent, or MessageRejected; as text, too, since headers have no numbers."""
+    """Read an integer from a received value, or raise MessageRejected; text is allowed, since headers are text."""
     value = values.get(name)
     if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 20:
         value = int(value)
@@ -108,16 +108,16 @@ def whole_in(values: Mapping[str, Any], name: str, least: int = 0) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TensorForm:
-    """Names, types and shapes of the tensors that travel: the model's parameters, then its floating-point buffers.
+    """Names, types and shapes of the tensors that are sent: the model's parameters, then its floating-point buffers.
 
-    Both ends know them beforehand, so that the header of a body is compared and never believed.
+    Both ends know them beforehand, so the header of a body is compared with them and never trusted.
     """
 
     rows: tuple[tuple[str, str, tuple[int, ...]], ...]
 
     @classmethod
     def of(cls, model: nn.Module) -> TensorForm:
-        """That of a model."""
+        """The form of a model."""
         found = zip(held_names(model), held(model), strict=True)
         return cls(
             tuple((name, str(one.dtype).removeprefix("torch."), tuple(one.shape)) for name, one in found)
@@ -125,7 +125,7 @@ class TensorForm:
 
     @property
     def as_json(self) -> list[Any]:
-        """For the plan."""
+        """The form as JSON, for the plan."""
         return [[name, dtype, list(shape)] for name, dtype, shape in self.rows]
 
     @property
@@ -135,18 +135,18 @@ class TensorForm:
 
     @property
     def num_bytes(self) -> int:
-        """Of the tensors alone."""
+        """Bytes of the tensors alone."""
         return sum(
             _items(shape) * torch.empty(0, dtype=NAMED[dtype]).element_size() for _, dtype, shape in self.rows
         )
 
     @property
     def most_bytes(self) -> int:
-        """That a body may have."""
+        """The most bytes that a body may have."""
         return self.num_bytes + len(self._header()) + _ABOUT_BYTES
 
     def encode(self, tensors: Sequence[Tensor], about: Mapping[str, str]) -> bytes:
-        """A body."""
+        """Encode tensors as a body."""
         named = {row[0]: one.detach() for row, one in zip(self.rows, tensors, strict=True)}
         return b"".join(encode_tensors(named, about))
 

@@ -1,4 +1,4 @@
-"""The server of devices without its sockets: requests in, answers out; it tells the core, and does what that decides.
+"""The device server without its sockets: handles requests, feeds events to the round core and executes its decisions.
 
 Everything here is called by one thread at a time. `at_s` is the time of the driver's clock.
 """
@@ -77,7 +77,7 @@ def initial_model(job: FederatedJob) -> torch.nn.Module:
 
 
 class RoundServer:
-    """One run."""
+    """The server's side of one run."""
 
     def __init__(
         self, job: FederatedJob, files: ServerFiles, at_s: float, tell: Callable[[str], None] = lambda _: None
@@ -125,7 +125,7 @@ class RoundServer:
 
     @property
     def secure_stage(self) -> int:
-        """Of the secure sum under way; -1 where there is none."""
+        """Stage of the current secure sum; -1 where there is none."""
         secure = self._secure  # another thread may look
         return secure.stage if secure is not None else -1
 
@@ -143,7 +143,7 @@ class RoundServer:
         return client
 
     def enrol(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """A device's number."""
+        """Enrol a device and return its number."""
         grown, number = self.enrolment.enrol(asked)
         if grown != self.enrolment:
             self._files.save_enrolment(grown)
@@ -248,7 +248,7 @@ class RoundServer:
         return self._secure
 
     def tick(self, at_s: float) -> None:
-        """Time has passed."""
+        """Tell the core that time has passed, so that deadlines take effect."""
         self._advance(at_s)
         self._do(TimePassed(at_s=at_s))
 

@@ -44,7 +44,7 @@ class ServerFiles:
 
     @classmethod
     def begin(cls, path: Path, config: Mapping[str, Any], *, resume: bool) -> ServerFiles:
-        """Start a run there, or go on with the one that is; UserError where that is another one."""
+        """Start a run in this directory, or resume the one in it; UserError where that is a different run."""
         if not resume:
             return cls(RunDirectory.create(path, config, ("certificates",), ON_COMMAND_LINE))
         directory = RunDirectory.open(path)
@@ -64,20 +64,20 @@ class ServerFiles:
         return str(self.directory.config["run"])
 
     def enrolment(self, places: int) -> tuple[Enrolment, Path | None]:
-        """Who may take part, with at least so many places, and the file of new tokens, if there are any."""
+        """The enrolment with at least so many places, and the file of new tokens, if there are any."""
         found = Enrolment.of(self._read(_CLIENTS).get("places", []))
         grown, tokens = found.grown(places)
         if not tokens:
             return found, None
         path = self.directory.path / TOKENS
         before = [token for token in _lines(path) if found.has(token)]  # others open nothing
-        # first, or a crash would leave places whose tokens nobody has
+        # Tokens first: otherwise a crash in between would leave places whose tokens were never written.
         write_atomically(path, (f"{token}\n".encode() for token in [*before, *tokens]), mode=0o600)
         self.save_enrolment(grown)
         return grown, path
 
     def save_enrolment(self, enrolment: Enrolment) -> None:
-        """Before anybody is told a number."""
+        """Store the enrolment; called before a client is told its number."""
         write_json(self._folder / _CLIENTS, {"places": enrolment.as_json})
 
     def save_state(self, state: RoundState) -> None:
@@ -95,7 +95,7 @@ class ServerFiles:
         self.save_state(state)
 
     def load(self) -> tuple[RoundState, Loaded] | None:
-        """Where to go on; None where nothing was kept yet. The history is brought to where the checkpoint is."""
+        """The state to resume from; None where nothing was stored yet. The history is cut back to the checkpoint."""
         try:
             loaded = self._checkpoints.load()
         except NoCheckpoint:
@@ -129,7 +129,7 @@ class ServerFiles:
 
 
 def _lines(path: Path) -> list[str]:
-    """Of a file that its owner may have removed."""
+    """The lines of a file that its owner may have removed."""
     try:
         return path.read_text("ascii").split()
     except FileNotFoundError:

@@ -1,7 +1,7 @@
-"""A secure sum over requests that come when they come: the server's state machine, with a deadline for every stage.
+"""A secure sum over HTTP requests: the server's state machine, with a deadline for every stage.
 
-A device trains before it sends its first message, so that the first stage lasts as long as a round does, and each of
-the others only as long as messages take. What a device sends again, since it did not get the answer, is answered again.
+A device trains before it sends its first message, so the first stage lasts as long as a round does, and each of the
+others only as long as messages take. A message that a device repeats because it missed the answer is answered again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LEAST_BYTES = 4096
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StagedSum:
-    """What the server learns of a round."""
+    """The result of a secure round, as the server learns it."""
 
     flat: Tensor
     weight: float
@@ -98,7 +98,7 @@ class SecureAttempt:
 
     @property
     def most_bytes(self) -> int:
-        """Of any message."""
+        """The most bytes that any message may have."""
         words = self._terms.length * self._terms.fixed.dtype.itemsize
         return max(_LEAST_BYTES, words, 16 + self._terms.clients * (4 + SEALED_BYTES))
 
@@ -136,13 +136,13 @@ class SecureAttempt:
         return None
 
     def silent(self, at_s: float) -> frozenset[int]:
-        """Who has not answered though the time of the stage is up."""
+        """Clients that have not answered although the stage's deadline has passed."""
         return self._server.waits_for if at_s >= self._due_s else frozenset()
 
     def advance(self, at_s: float) -> StagedSum | None:
-        """Go to the next stage if everybody has answered or the time is up; the sum, once there is one.
+        """Advance to the next stage if all clients have answered or the deadline has passed; return the sum, if any.
 
-        RoundAbandoned where too few are left; nothing is revealed then.
+        RoundAbandoned where too few clients are left; nothing is revealed then.
         """
         if self._server.waits_for and at_s < self._due_s:
             return None

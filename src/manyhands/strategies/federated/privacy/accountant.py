@@ -1,7 +1,7 @@
-"""What rounds cost in privacy: Google's `dp-accounting`, asked about kinds of rounds and how many there were.
+"""The privacy cost of rounds, by Google's `dp-accounting`: given the kinds of rounds and how many there were.
 
 A round is the Gaussian mechanism: noise of `noise` times the most that one client can change. Where a client is in a
-round with a probability, and nobody is told in which, that lowers the cost (Poisson sampling). Costs are Rényi
+round with a probability, and it stays secret in which, the cost is lower (Poisson sampling). Costs are Rényi
 divergences, which add up over rounds; epsilon follows from their sum.
 """
 
@@ -23,12 +23,12 @@ _ENDLESS: Final = 1 << 40
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoundKind:
-    """All that the cost of a round depends on."""
+    """The properties of a round that determine its privacy cost."""
 
     noise: float
     """The deviation of the noise, by the most that one client can change."""
     probability: float
-    """With which a client is in it, where nobody is told; 1 where that is known."""
+    """The probability with which a client is in the round, where that stays secret; 1 where it is known."""
 
 
 def need_accountant() -> None:

@@ -30,7 +30,7 @@ _AT_ONCE: Final = 1 << 18
 
 
 class UniformDraws(Protocol):
-    """Independent random numbers."""
+    """A source of independent uniform random numbers."""
 
     def uniform(self, count: int) -> NDArray[np.float64]:
         """So many, evenly from the multiples of 2⁻⁵³ above 0 and up to 1."""
@@ -41,7 +41,7 @@ class SystemDraws:
     """The operating system's generator, a cryptographic one."""
 
     def uniform(self, count: int) -> NDArray[np.float64]:
-        """Nobody can foresee or repeat them."""
+        """Draw numbers that cannot be predicted or repeated."""
         words = np.frombuffer(os.urandom(8 * count), dtype=np.uint64)
         return ((words >> np.uint64(11)).astype(np.float64) + 1.0) * 2.0**-53
 
@@ -53,7 +53,7 @@ class SeededDraws:
         self._random = np.random.default_rng(mix(seed, *numbers))
 
     def uniform(self, count: int) -> NDArray[np.float64]:
-        """The next ones."""
+        """Draw the next numbers."""
         return 1.0 - self._random.random(count)
 
 

@@ -34,7 +34,7 @@ __all__ = ["LEAST_STEPS", "TAIL", "NoiseShare", "RoundNoise"]
 LEAST_STEPS: Final = 8.0
 """The least deviation of a client's noise, in steps of the fixed point."""
 TAIL: Final = 12.0
-"""How many deviations of its own noise a client has room for; beyond is a chance of 10⁻³²."""
+"""Capacity for a client's noise, in deviations; the chance of exceeding it is 10⁻³²."""
 _BIT_SHARE: Final = 20
 """s is the cohort by this, as in the paper."""
 
@@ -50,7 +50,7 @@ class NoiseShare:
 
     @classmethod
     def of(cls, noise: float, cohort: float, *, adapts: bool) -> NoiseShare:
-        """For rounds of `cohort` clients, on average."""
+        """The shares for rounds of `cohort` clients, on average."""
         if not adapts:
             return cls(update=noise, bit=0.0)
         if noise == 0:
@@ -69,7 +69,7 @@ class RoundNoise:
 
     @property
     def deviation(self) -> float:
-        """Of each item of the sum."""
+        """Standard deviation of each item of the sum."""
         return self.share.update * self.bound
 
     @property
@@ -102,7 +102,7 @@ class RoundNoise:
             add_gaussian(sums.numpy(), self.deviation, draws)
 
     def share_within(self, item: float, cohort: float) -> float:
-        """Of the updates, from the sum of what clients said of theirs."""
+        """The share of updates within the bound, from the noisy sum of the clients' indicators."""
         return item / self.bit_scale / cohort + 0.5
 
     def bounds_for(self, step: float, limit: float, clients: int) -> tuple[float, float]:

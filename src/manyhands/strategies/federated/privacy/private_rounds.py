@@ -59,12 +59,12 @@ class PrivateRounds:
 
     @property
     def noise(self) -> RoundNoise:
-        """Of the next round."""
+        """The noise of the next round."""
         return self._terms.round_noise(self.cohort, self._bound)
 
     @property
     def step(self) -> float:
-        """Of the fixed point; 0 where there is none."""
+        """Step of the fixed-point encoding; 0 where there is none."""
         return self._fixed.step if self._fixed is not None else 0.0
 
     @property
@@ -94,7 +94,7 @@ class PrivateRounds:
         return SeededDraws(self._seed, *numbers) if self._terms.randomness == SEED else SystemDraws()
 
     def take(self, clients: Sequence[int]) -> None:
-        """A round of these is played, and what it costs is spent."""
+        """Record a round of these clients and spend its cost."""
         if self.spending is not None:
             self.spending.take(clients)
 
@@ -107,7 +107,7 @@ class PrivateRounds:
         return min(max(bound, self._least), self._most)
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """The state for a checkpoint."""
         spent = self.spending.state() if self.spending is not None else {}
         return {"bound": self._bound, **spent}
 

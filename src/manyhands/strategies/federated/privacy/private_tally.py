@@ -29,7 +29,7 @@ __all__ = ["PrivateTally"]
 
 
 class PrivateTally:
-    """One round of a private run."""
+    """The tally of one round of a private run."""
 
     def __init__(
         self,

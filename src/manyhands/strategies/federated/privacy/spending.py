@@ -1,9 +1,9 @@
-"""What a run has given away of each client, and how many more rounds its budget allows.
+"""The privacy that a run has spent for each client, and how many more rounds its budget allows.
 
-With a server that is trusted, nobody else knows who was in which round: all clients are counted alike, by rounds, at
-the price of a round that one may have been in. With secure aggregation the server is not trusted, and it knows whom it
-asked: each client is counted by the rounds that it was in, at the full price, and the one with most of them is the
-worst off.
+With a trusted server, only the server knows which clients were in which round: all clients are counted alike, by
+rounds, at the price of a round that one may have been in. With secure aggregation the server is not trusted, and it
+knows which clients it asked: each client is counted by the rounds that it was in, at the full price, and the client
+with most of them is the worst off.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["PrivacyBudget", "Spending"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrivacyBudget:
-    """What is promised: the most epsilon, 0 for any, at this delta."""
+    """The privacy promise: the largest epsilon (0: unlimited) at this delta."""
 
     epsilon: float
     delta: float
@@ -59,11 +59,11 @@ class Spending:
 
     @property
     def epsilon(self) -> float:
-        """Given away so far of the worst off."""
+        """Epsilon spent so far for the client that is worst off."""
         return self.epsilon_after(0)
 
     def take(self, chosen: Sequence[int]) -> None:
-        """A round of these clients is played."""
+        """Record a round of these clients."""
         if self._apart:
             self._rounds[list(chosen)] += 1
         else:
@@ -86,7 +86,7 @@ class Spending:
         )
 
     def summary(self) -> str:
-        """What was given away so far, in words."""
+        """What was spent so far, in words."""
         count = f"{self.rounds} round" + ("" if self.rounds == 1 else "s")
         whose = " of the client that was in most" if self._apart else ""
         return f"epsilon is {self.epsilon:.4g} after {count}{whose}"

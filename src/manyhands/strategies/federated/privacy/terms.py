@@ -111,7 +111,7 @@ class PrivacyTerms:
 
     @property
     def budget(self) -> PrivacyBudget:
-        """The most epsilon."""
+        """The largest epsilon and its delta."""
         return PrivacyBudget(epsilon=self.epsilon, delta=self.delta)
 
     def cohort(self, clients: int, per_round: int) -> float:
@@ -119,7 +119,7 @@ class PrivacyTerms:
         return self.fraction * clients if self.sampling == POISSON else float(per_round)
 
     def round_noise(self, cohort: float, bound: float) -> RoundNoise:
-        """Of a round with this bound."""
+        """The noise of a round with this bound."""
         adapts = self.rule is not None and self.rule.quantile is not None
         return RoundNoise(share=NoiseShare.of(self.noise, cohort, adapts=adapts), bound=bound, adapts=adapts)
 
@@ -133,7 +133,7 @@ class PrivacyTerms:
         return noise.bounds_for(fixed.step, fixed.clip, fewest_clients(per_round))
 
     def check_clients(self, clients: int, per_round: int, fixed: FixedPoint | None) -> None:
-        """UserError where the promise is void for so many clients, or the fixed point has no room for the noise."""
+        """UserError where the promise is void for so many clients, or the fixed point cannot hold the noise."""
         if self.noise and self.delta * clients >= 1:
             raise UserError(
                 f"delta={self.delta:g}: at one by the clients ({clients}) or more, giving one client's data away whole "

@@ -24,7 +24,7 @@ from manyhands.errors import UserError
 __all__ = ["FIRST_BOUND", "ClipRule", "clipped", "next_bound"]
 
 FIRST_BOUND: Final = 0.1
-"""Of a clip that adapts."""
+"""The first bound of an adaptive clip."""
 _RATE: Final = 0.2
 _ADAPTIVE: Final = "adaptive"
 _NONE: Final = "no"

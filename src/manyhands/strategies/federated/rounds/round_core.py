@@ -47,7 +47,7 @@ _Outcome = tuple["RoundState", tuple[RoundDecision, ...]]
 
 
 class RoundPhase(StrEnum):
-    """What the server waits for."""
+    """What the server is waiting for."""
 
     SELECTING = "selecting"
     """Enough clients to be there."""
@@ -64,7 +64,7 @@ class RoundTerms:
     """How rounds are held; UserError where the numbers cannot all be meant."""
 
     rounds: int
-    """How many are to count."""
+    """How many rounds must count."""
     clients: int
     """How many there are at most."""
     goal: int
@@ -78,7 +78,7 @@ class RoundTerms:
     select_s: float = 30.0
     """How long it waits for all the clients it would ask, before it begins with those who are there, if enough."""
     present_s: float = 60.0
-    """For how long a client counts as there after it was heard of."""
+    """How long a client counts as present after its last request."""
     patience_s: float = math.inf
     """After how long without a round that counts the server gives up."""
     norm_ratio: float = 0.0
@@ -111,17 +111,17 @@ class RoundTerms:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoundState:
-    """All that is known between two events."""
+    """Everything the core knows between two events."""
 
     phase: RoundPhase = RoundPhase.SELECTING
     done: int = 0
-    """Rounds that count."""
+    """Number of rounds that count."""
     attempt: int = 0
     """Rounds that were begun; the number of the newest, from 1."""
     abandoned: int = 0
     """How many of them were given up."""
     now_s: float = 0.0
-    """The newest time that was told."""
+    """The latest time of any event since the server's last start."""
     since_s: float = 0.0
     """When the phase began; while clients are selected, when enough for a round were there."""
     counted_s: float = 0.0
@@ -129,13 +129,13 @@ class RoundState:
     present: Mapping[int, float] = field(default_factory=dict)
     """When each client was heard of last."""
     asked: tuple[int, ...] = ()
-    """Of the attempt under way, in ascending order."""
+    """The clients asked in the current attempt, ascending."""
     gone: tuple[int, ...] = ()
     """Those of them who will not report."""
     reported: Mapping[int, str] = field(default_factory=dict)
     """Those who have, and the digest of their report."""
     norms: Mapping[int, float] = field(default_factory=dict)
-    """Of their updates, where each is seen."""
+    """Norms of the reported updates, where single updates are seen."""
     rejected: int = 0
     """Updates of all rounds so far that did not count because of their norms."""
 
@@ -146,13 +146,13 @@ class RoundState:
 
     @property
     def waits_for(self) -> tuple[int, ...]:
-        """Who is asked and may still report."""
+        """Clients that were asked and may still report."""
         out = frozenset(self.gone)
         return tuple(one for one in self.asked if one not in self.reported and one not in out)
 
 
 def handle(terms: RoundTerms, state: RoundState, event: RoundEvent) -> _Outcome:
-    """What becomes of the state, and what is to be done, in order."""
+    """Return the state after an event, and the decisions to execute, in order."""
     state = replace(
         state, now_s=event.at_s if isinstance(event, ServerResumed) else max(state.now_s, event.at_s)
     )
@@ -182,8 +182,9 @@ def handle(terms: RoundTerms, state: RoundState, event: RoundEvent) -> _Outcome:
 
 
 def _resume(terms: RoundTerms, state: RoundState) -> _Outcome:
-    """The clock is another one, nobody is known to be there, what was summed is gone; more rounds may be wanted."""
+    """Restart: the clock is new, no client is known to be present, open sums are lost; more rounds may follow."""
     fresh = replace(state, present={}, since_s=state.now_s, counted_s=state.now_s)
+    # An ended run continues only after a restart: it had given up, or more rounds are wanted now.
     if state.is_over and state.done < terms.rounds:
         return replace(fresh, phase=RoundPhase.SELECTING), ()
     if state.phase is RoundPhase.REPORTING:
@@ -212,6 +213,7 @@ def _take(terms: RoundTerms, state: RoundState, event: ReportCame) -> _Outcome:
 
 def _refusal(terms: RoundTerms, state: RoundState, event: ReportCame) -> RefuseReport | None:
     why, repeated = "", False
+    # The attempt number never repeats, so a report of an earlier attempt cannot count in a later one.
     if event.attempt != state.attempt or state.phase is not RoundPhase.REPORTING:
         why = f"the report is of attempt {event.attempt}, which has ended"
         if event.attempt > state.attempt:
@@ -238,13 +240,13 @@ def _take_sum(terms: RoundTerms, state: RoundState, event: SumCame) -> _Outcome:
 
 
 def _look(terms: RoundTerms, state: RoundState) -> _Outcome:
-    """Whether something is due."""
+    """Make the transition that is due, if any: close, abandon, give up or begin an attempt."""
     if state.phase is RoundPhase.REPORTING:
         count = len(state.reported)
         if count >= terms.goal:
             return _close(terms, state)
         if not state.waits_for or _is_late(terms, state):
-            # who was silent is asked again only after it was heard of
+            # A client that was asked and did not report is asked again only after it was seen again.
             silent = state.waits_for
             present = {one: at_s for one, at_s in state.present.items() if one not in silent}
             state = replace(state, present=present)
@@ -269,6 +271,7 @@ def _select(terms: RoundTerms, state: RoundState) -> _Outcome:
         return state, ()
     drawn = selected(terms.seed, state.attempt, len(there), min(terms.asks, len(there)))
     asked = tuple(there[place] for place in drawn)
+    # A new attempt number, also when the round is the same: reports of the abandoned attempt stay invalid.
     begun = replace(
         state,
         phase=RoundPhase.REPORTING,
@@ -285,7 +288,7 @@ def _select(terms: RoundTerms, state: RoundState) -> _Outcome:
 def _is_late(terms: RoundTerms, state: RoundState) -> bool:
     return (
         state.now_s >= state.since_s + terms.deadline_s
-    )  # as whoever waits for it computes it, to the last bit
+    )  # as a driver that waits for the deadline computes it, to the last bit
 
 
 def _close(terms: RoundTerms, state: RoundState) -> _Outcome:
@@ -299,6 +302,7 @@ def _close(terms: RoundTerms, state: RoundState) -> _Outcome:
             f"{len(counted)} updates count, and it takes {terms.minimum}; rejected, since larger than "
             f"norm_ratio={terms.norm_ratio:g} times the median of the round, is what came from {whose}",
         )
+    # `done` grows here alone, together with the decision that saves the model: no round counts twice.
     closed = CloseRound(attempt=state.attempt, number=state.done, counted=counted, rejected=rejected)
     after = replace(_between(state), done=state.done + 1, counted_s=state.now_s)
     if after.done < terms.rounds:

@@ -1,6 +1,6 @@
-"""What happens in federated rounds, and what is decided of it: plain values, the only things that the core knows.
+"""Events of federated rounds and the decisions that follow: plain values, the only things that the core knows.
 
-Times are seconds of one clock, the driver's; a driver that was started again has another and says so (`ServerResumed`).
+Times are seconds of one clock, the driver's; a restarted driver has another clock and says so (`ServerResumed`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ClientSeen:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClientsSeen:
-    """Several clients did at once, as those of a simulation do."""
+    """Several clients asked for work at once, as in a simulation."""
 
     clients: tuple[int, ...]
     at_s: float
@@ -46,7 +46,7 @@ class ClientsSeen:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClientGone:
-    """A client will not report in this round: it said so, or what it sent was refused."""
+    """A client will not report in this round: it said so, or its message was rejected."""
 
     client: int
     at_s: float
@@ -54,21 +54,21 @@ class ClientGone:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReportCame:
-    """A client's report, whose content the driver has looked at."""
+    """A client's report has arrived, and the driver has validated its content."""
 
     client: int
     attempt: int
-    """For which it was made."""
+    """The attempt for which it was made."""
     digest: str
-    """Of its content, by which a report that is sent again is known."""
+    """Digest of its content, by which a repeated report is recognised."""
     at_s: float
     norm: float = 0.0
-    """Of its update; 0 where nobody has looked."""
+    """Norm of its update; 0 where it was not computed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SumCame:
-    """The sum of several clients' updates, of a round in which no single one is seen."""
+    """The sum of several clients' updates has arrived, in a round in which no single update is seen."""
 
     attempt: int
     clients: tuple[int, ...]
@@ -77,7 +77,7 @@ class SumCame:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoundFailed:
-    """The round under way cannot give a sum any more."""
+    """The current round can no longer produce a sum."""
 
     attempt: int
     why: str
@@ -86,14 +86,14 @@ class RoundFailed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimePassed:
-    """Nothing happened, but it is this late."""
+    """Nothing happened, but the clock has advanced to this time."""
 
     at_s: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerResumed:
-    """The server was started again: sums of an open round, and who was there, are lost with its memory."""
+    """The server was restarted: sums of an open round, and which clients were present, are lost."""
 
     at_s: float
 
@@ -109,7 +109,7 @@ class BeginRound:
 
     attempt: int
     number: int
-    """Of the round, from 0; several attempts may be made at one."""
+    """Number of the round, from 0; there may be several attempts at one."""
     asked: tuple[int, ...]
 
 
@@ -123,7 +123,7 @@ class TakeReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RefuseReport:
-    """Do not add it."""
+    """Do not add this client's report; it is rejected."""
 
     client: int
     attempt: int
@@ -155,7 +155,7 @@ class AbandonRound:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EndRounds:
-    """There is nothing more to do: all rounds count, or nobody has come for too long."""
+    """The rounds are over: all of them count, or no client has come for too long."""
 
     complete: bool
     why: str

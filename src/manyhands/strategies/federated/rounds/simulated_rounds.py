@@ -49,13 +49,13 @@ _USUAL_S: Final = 10.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimulatedCourse:
-    """Who takes part in an attempt that counts, unless updates are refused."""
+    """The clients that take part in an attempt that counts, unless updates are rejected."""
 
     attempt: int
-    """Its number, from 1."""
+    """The attempt's number, from 1."""
     asked: tuple[int, ...]
     counted: tuple[int, ...]
-    """Whose reports come first, and in time; nobody else need be trained."""
+    """Clients whose reports come first, and in time; no other client needs to be trained."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -64,7 +64,7 @@ class SimulatedTurnout:
 
     asked: int = 0
     dropped: int = 0
-    """Who said nothing more."""
+    """Clients that stopped responding."""
     late: int = 0
     """Whose report came after the round had ended."""
     simulated_s: float = 0.0
@@ -73,28 +73,28 @@ class SimulatedTurnout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Attempt:
-    """What is going to happen in one."""
+    """The planned outcome of one attempt."""
 
     begun: RoundState
     asked: tuple[int, ...]
     events: Sequence[RoundEvent]
     dropped: int
     counted: tuple[int, ...] = ()
-    """Whose reports count, unless they are refused."""
+    """Clients whose reports count, unless they are rejected."""
 
 
 class SimulatedRounds:
     """The rounds of a simulation, the same on every worker."""
 
     def __init__(self, terms: RoundTerms, dropout: float = 0.0, *, as_one_sum: bool = False) -> None:
-        """`as_one_sum`: no single report is seen, and whoever stays is in the sum, as with secure aggregation."""
+        """With `as_one_sum` no single report is seen, and all clients that stay are in the sum (secure sums)."""
         self._terms, self._dropout, self._as_one_sum = terms, dropout, as_one_sum
         self._has_deadline = terms.deadline_s < _LONG_S
         self._everybody = tuple(range(terms.clients))
         self.all_report: Final = not dropout and not self._has_deadline and terms.asks == terms.goal
-        """Whether nothing but an update that is refused can keep an attempt from counting in full."""
+        """Whether only a rejected update can keep an attempt from counting in full."""
         self.state = RoundState()
-        """Between rounds."""
+        """The core's state between rounds."""
         self.participation = SimulatedTurnout()
         self._open: _Attempt | None = None
 
@@ -105,7 +105,8 @@ class SimulatedRounds:
         """
         if self.state.done != number:  # of a checkpoint that had nothing to say of it
             self.state = RoundState(done=number, attempt=number)
-        # as if started again for each round: so it goes on the same from a checkpoint, with a clock of its own
+        # Each round starts as after a restart, with its own clock: so a run resumed from a checkpoint continues the
+        # same.
         state, _ = handle(self._terms, self.state, ServerResumed(at_s=0.0))
         while True:
             everybody = ClientsSeen(clients=self._everybody, at_s=state.now_s)
@@ -121,7 +122,7 @@ class SimulatedRounds:
             state = after
 
     def close(self, refused: Collection[int] = ()) -> bool:
-        """The round's clients were trained; whether it counts without those whose updates were refused."""
+        """Close the round after its clients were trained; return whether it counts without the rejected updates."""
         assert self._open is not None, "begin comes before close"
         opened, self._open = self._open, None
         events = opened.events
@@ -133,7 +134,7 @@ class SimulatedRounds:
         return isinstance(ended, CloseRound)
 
     def memory(self) -> dict[str, Any]:
-        """For a checkpoint; nothing where all attempts have counted, and in full."""
+        """The state for a checkpoint; empty where all attempts have counted in full."""
         if self.all_report and self.state.attempt == self.state.done:
             return {}
         return {"state": as_json(self.state), "participation": asdict(self.participation)}
@@ -149,7 +150,7 @@ class SimulatedRounds:
             raise DataError(f"the participation of clients is damaged: {error!r}") from error
 
     def summary(self) -> dict[str, Any]:
-        """For the run's summary."""
+        """The outcome of the rounds, for the run's summary."""
         attempts = {"attempts": self.state.attempt, "abandoned": self.state.abandoned}
         return {**attempts, **asdict(self.participation)}
 
@@ -220,7 +221,7 @@ def _reports(event: RoundEvent) -> int:
 
 
 def _without(event: RoundEvent, out: Collection[int]) -> RoundEvent:
-    """The same, where the updates of some are refused or were never made."""
+    """The same attempt, without the clients whose updates were rejected or never made."""
     match event:
         case ReportCame() if event.client in out:
             return ClientGone(client=event.client, at_s=event.at_s)
@@ -250,7 +251,7 @@ def simulated_rounds(strategy: Federated, clients: int, seed: int) -> SimulatedR
         patience_s=_ATTEMPTS * min(deadline_s, _USUAL_S),
         seed=seed,
     )
-    if strategy.secure:  # nobody can be left out of a sum, and enough must be in it
+    if strategy.secure:  # no client can be left out of a sum, and enough must be in it
         strategy.fixed_point.check_capacity(terms.asks)
         least = max(strategy.min_reports, fewest_clients(terms.asks))
         terms = replace(terms, goal=terms.asks, over=1.0, minimum=least)

@@ -41,7 +41,7 @@ class FixedPoint:
     clip: float = 8.0
     """The largest absolute value of an item; what is larger is clipped to it."""
     bits: int = 24
-    """Of an item, its sign included."""
+    """Bits of an item, including its sign."""
     max_weight: int = MOST_WEIGHT
     """What a client weighs at most; who says more counts for so much."""
     ring: int = 64
@@ -59,7 +59,7 @@ class FixedPoint:
 
     @property
     def most(self) -> int:
-        """The largest whole number of an item, before it is weighted."""
+        """The largest integer of an item, before it is weighted."""
         return int(2 ** (self.bits - 1)) - 1
 
     @property
@@ -69,12 +69,12 @@ class FixedPoint:
 
     @property
     def dtype(self) -> np.dtype[np.unsignedinteger]:
-        """Of the words."""
+        """The integer type of the words."""
         return RINGS[self.ring]
 
     @property
     def most_clients(self) -> int:
-        """How many clients there is room for: the largest n with n · max_weight · most < 2ᵏ⁻¹."""
+        """How many clients the words can hold: the largest n with n · max_weight · most < 2ᵏ⁻¹."""
         return int(2 ** (self.ring - 1) - 1) // (self.max_weight * self.most)
 
     def check_capacity(self, clients: int) -> None:

@@ -1,4 +1,4 @@
-"""What both ends of a secure round derive from keys, said once: a client masks with it, the server takes it away."""
+"""Key derivation for both ends of a secure round: a client masks with these keys, the server removes the masks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def point_of(client: int) -> int:
 
 
 class RoundKeys:
-    """Keys of one round: of its id, its terms and the model that was downloaded."""
+    """Derives the keys of one round, bound to its id, its terms and the model that was downloaded."""
 
     def __init__(self, terms: SecureTerms, model: bytes) -> None:
         self._terms = terms

@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 KEY_BYTES: Final = 32
-"""Of a public key, a secret key, a seed and a digest."""
+"""Bytes of a public key, a secret key, a seed and a digest."""
 SIGNATURE_BYTES: Final = 64
 NONCE_BYTES: Final = 12
 SEAL_BYTES: Final = NONCE_BYTES + 16
@@ -56,7 +56,7 @@ Draw = Callable[[int], bytes]
 
 
 class ProtocolRefused(ManyhandsError):
-    """A party of a secure round was sent what it must not answer; the sentence says what was wrong with it."""
+    """A party of a secure round received a message that it must not answer; the text says what was wrong."""
 
 
 def need_cryptography() -> None:
@@ -102,7 +102,7 @@ def agree(secret: bytes, theirs: bytes) -> bytes:
 
 
 def derive(secret: bytes, salt: bytes, info: bytes, num_bytes: int = KEY_BYTES) -> bytes:
-    """HKDF-SHA256."""
+    """Derive a key with HKDF-SHA256."""
     need_cryptography()
     from cryptography.hazmat.primitives.hashes import SHA256
     from cryptography.hazmat.primitives.kdf.hkdf import HKDF
@@ -142,7 +142,7 @@ def public_identity(secret: bytes) -> bytes:
 
 
 def sign(secret: bytes, text: bytes) -> bytes:
-    """Ed25519."""
+    """Sign with Ed25519."""
     need_cryptography()
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -163,7 +163,7 @@ def verify(public: bytes, signature: bytes, text: bytes) -> bool:
 
 
 def mask_words(key: bytes, length: int, dtype: np.dtype[np.unsignedinteger]) -> NDArray[np.unsignedinteger]:
-    """`length` words that look random to whoever lacks the key: AES-256 in counter mode from zero.
+    """`length` words that look random without the key: AES-256 in counter mode from zero.
 
     Every key is used for one mask only.
     """

@@ -1,4 +1,4 @@
-"""A whole secure round in memory, by bytes: the driver of the simulation, and of tests that let clients leave."""
+"""A whole secure round in memory, on encoded bytes: used by the simulation, and by tests in which clients leave."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["SecureSum", "play_round"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SecureSum:
-    """What a round gave, and what it cost."""
+    """The result of a secure round, and its cost."""
 
     words: Words
     """The sum of the survivors' words."""

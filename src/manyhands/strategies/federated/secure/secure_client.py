@@ -49,26 +49,26 @@ __all__ = ["SecureClient", "SecureStage", "require_signed"]
 
 
 class SecureStage(IntEnum):
-    """What a party of a round waits for."""
+    """The message that a party of a round waits for."""
 
     ADVERTISE = 0
     """Keys are drawn and signed."""
     SHARE = 1
     """Secrets are shared among the clients."""
     MASK = 2
-    """Inputs come under their masks."""
+    """Masked inputs arrive."""
     CONFIRM = 3
-    """Clients sign whose input counts."""
+    """Clients sign the list of clients whose input counts."""
     UNMASK = 4
     """Clients give the shares that take the masks off the sum."""
     DONE = 5
     """Nothing more is answered."""
     ABANDONED = 6
-    """Nothing more is answered, and there is no sum."""
+    """The round was abandoned: there is no sum, and no further message is answered."""
 
 
 class SecureClient:
-    """One client in one round; keys are drawn for it and never used again."""
+    """One client in one round; its keys are generated for the round and never reused."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class SecureClient:
         self._keys_digest = b""
         self._agreed: dict[int, bytes] = {}
         self._held: dict[int, bytes] = {}
-        """Of each client whose masks count, its share of the mask key and then of the seed."""
+        """For each client whose masks count: its share of the mask key, followed by its share of the seed."""
         self._lists: SurvivorList | None = None
 
     def advertise(self) -> bytes:
@@ -116,7 +116,7 @@ class SecureClient:
             return replace(mine, signature=sign(self._identity, mine.signed)).encode()
 
     def share(self, message: bytes) -> bytes:
-        """Given everybody's keys: a share of both secrets for each other client, sealed."""
+        """Given the keys of all clients: return a sealed share of both secrets for each other client."""
         with self._taking(SecureStage.SHARE):
             listed = KeyList.decode(message)
             self._check_keys(listed)
@@ -158,14 +158,14 @@ class SecureClient:
             return MaskedInput(words=masked).encode()
 
     def confirm(self, message: bytes) -> bytes:
-        """Given whose input has come: this client's signature that it was told so."""
+        """Given the list of clients whose input has arrived: return this client's signature of it."""
         with self._taking(SecureStage.CONFIRM):
             self._lists = self._checked_lists(SurvivorList.decode(message))
             text = self._lists.signed(self._terms.digest, self._keys_digest)
             return Confirmation(signature=sign(self._identity, text)).encode()
 
     def unmask(self, message: bytes) -> bytes:
-        """Given that enough others were told the same: the shares that take the masks off the sum."""
+        """Given proof that enough others saw the same list: return the shares that remove the masks from the sum."""
         with self._taking(SecureStage.UNMASK):
             request = UnmaskRequest.decode(message)
             lists = self._checked_lists(request.lists)

@@ -61,7 +61,7 @@ def fewest_clients(clients: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SecureTerms:
-    """What everybody in a round knows and must agree on; UserError where it would not be safe, or could overflow."""
+    """The terms that all parties of a round must agree on; UserError where they are unsafe or could overflow."""
 
     round_id: bytes
     """32 bytes that no other round has."""
@@ -89,7 +89,7 @@ class SecureTerms:
 
     @property
     def digest(self) -> bytes:
-        """Of all of it."""
+        """Digest of all terms."""
         fixed = self.fixed
         numbers = (self.clients, self.threshold, self.length, fixed.bits, fixed.max_weight, fixed.ring)
         return digest_of(LABEL, self.round_id, struct.pack(">6Qd", *numbers, fixed.clip))
@@ -97,7 +97,7 @@ class SecureTerms:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Advertisement:
-    """A client's keys for this round."""
+    """A client's public keys for this round."""
 
     client: int
     terms: bytes
@@ -109,7 +109,7 @@ class Advertisement:
     mask_key: bytes
     """With which others agree on masks."""
     commitment: bytes
-    """The digest of its own seed."""
+    """Digest of the client's own seed."""
     signature: bytes = bytes(SIGNATURE_BYTES)
     """Under all of the above."""
 
@@ -149,7 +149,7 @@ class Advertisement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeyList:
-    """Everybody's advertisements."""
+    """The advertisements of all clients."""
 
     advertisements: tuple[Advertisement, ...]
 
@@ -171,12 +171,12 @@ class KeyList:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SealedShares:
-    """A client's shares, by who can open them."""
+    """A client's shares, by the client that can open them."""
 
     shares: Mapping[int, bytes]
 
     def encode(self) -> bytes:
-        """A table."""
+        """Encode as a table."""
         return _table(self.shares)
 
     @classmethod
@@ -189,12 +189,12 @@ class SealedShares:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Delivery:
-    """The shares for one client, by whose they are."""
+    """The shares addressed to one client, by sender."""
 
     shares: Mapping[int, bytes]
 
     def encode(self) -> bytes:
-        """A table."""
+        """Encode as a table."""
         return _table(self.shares)
 
     @classmethod
@@ -207,12 +207,12 @@ class Delivery:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MaskedInput:
-    """A client's words under its masks."""
+    """A client's masked words."""
 
     words: Words
 
     def encode(self) -> bytes:
-        """The words alone."""
+        """Encode the words alone."""
         return self.words.astype(self.words.dtype.newbyteorder("<"), copy=False).tobytes()
 
     @classmethod
@@ -228,7 +228,7 @@ class MaskedInput:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SurvivorList:
-    """Whose masked input has come, and whose has not though others have its masks."""
+    """Clients whose masked input has arrived, and those whose input is missing although others masked with them."""
 
     survivors: tuple[int, ...]
     dropped: tuple[int, ...]
@@ -252,12 +252,12 @@ class SurvivorList:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Confirmation:
-    """A client's signature under the list of survivors."""
+    """A client's signature of the list of survivors."""
 
     signature: bytes
 
     def encode(self) -> bytes:
-        """The signature alone."""
+        """Encode the signature alone."""
         return self.signature
 
     @classmethod
@@ -270,13 +270,13 @@ class Confirmation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnmaskRequest:
-    """The list of survivors again, and who signed it."""
+    """The list of survivors again, with the signatures of the clients that confirmed it."""
 
     lists: SurvivorList
     signatures: Mapping[int, bytes]
 
     def encode(self) -> bytes:
-        """Three tables."""
+        """Encode as three tables."""
         return self.lists.encode() + _table(self.signatures)
 
     @classmethod
@@ -298,7 +298,7 @@ class UnmaskReply:
     keys: Mapping[int, bytes]
 
     def encode(self) -> bytes:
-        """Two tables."""
+        """Encode as two tables."""
         return _table(self.seeds) + _table(self.keys)
 
     @classmethod
@@ -317,7 +317,7 @@ def _table(rows: Mapping[int, bytes]) -> bytes:
 
 
 def _read_table(data: bytes, num_bytes: int) -> tuple[dict[int, bytes], bytes]:
-    """The rows, and what comes after them."""
+    """Read a table: return its rows, and the bytes after them."""
     size = _COUNT.size
     if len(data) < size:
         raise ProtocolRefused("a message ends before its table")

@@ -43,11 +43,11 @@ __all__ = ["RoundAbandoned", "SecureServer"]
 
 
 class RoundAbandoned(ProtocolRefused):
-    """Too few clients are left, or their shares do not fit; there is no sum, and nobody's input was revealed."""
+    """Too few clients are left, or their shares do not match; there is no sum, and no input was revealed."""
 
 
 class SecureServer:
-    """The server in one round."""
+    """The server's side of one round."""
 
     def __init__(self, terms: SecureTerms, roster: Mapping[int, bytes], model: bytes) -> None:
         """`roster` is the public identity of every client asked, `model` the hash of the model they were given."""
@@ -58,9 +58,9 @@ class SecureServer:
         self.stage = SecureStage.ADVERTISE
         self._terms, self._roster, self._model = terms, roster, model
         self._asked = frozenset(roster)
-        """Who may answer at this stage."""
+        """Clients that may answer at this stage."""
         self._came: set[int] = set()
-        """Who has."""
+        """Clients whose message of this stage has arrived."""
         self._advertised: dict[int, Advertisement] = {}
         self._keys_digest = b""
         self._mail: dict[int, dict[int, bytes]] = {}
@@ -73,7 +73,7 @@ class SecureServer:
 
     @property
     def waits_for(self) -> frozenset[int]:
-        """Who has not answered yet at this stage."""
+        """Clients that have not answered yet at this stage."""
         return self._asked - self._came
 
     @property
@@ -192,7 +192,7 @@ class SecureServer:
                 into.setdefault(client, []).append((point_of(sender), share))
 
     def _take_masks_off(self) -> None:
-        """Of a survivor its own mask; of one that dropped out, those that survivors share with it."""
+        """Remove each survivor's own mask, and the masks that survivors share with each client that dropped out."""
         keys = RoundKeys(self._terms, self._model)
         found = self._sum
         for client in self._lists.survivors:

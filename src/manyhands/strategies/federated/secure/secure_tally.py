@@ -1,4 +1,4 @@
-"""The clients of a simulated round, summed by the protocol: what each would mask, and what the server makes of it."""
+"""The tally of a simulated round by the secure protocol: what each client would mask, and the server's result."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def hash_of(weights: Sequence[Tensor]) -> bytes:
 
 
 def terms_for(fixed: FixedPoint, clients: int, items: int) -> SecureTerms:
-    """Of a round of so many clients with updates of so many items; UserError where that is not safe."""
+    """Terms of a round of so many clients with updates of so many items; UserError where that is not safe."""
     return SecureTerms(
         round_id=os.urandom(32),
         clients=clients,
@@ -42,7 +42,7 @@ def terms_for(fixed: FixedPoint, clients: int, items: int) -> SecureTerms:
 
 
 class SecureTally:
-    """One round's inputs."""
+    """The tally of one round: keeps the inputs that clients would mask, and sums them by the protocol."""
 
     def __init__(
         self,
