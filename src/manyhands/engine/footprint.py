@@ -85,7 +85,7 @@ def cost_of(strategy: Strategy, sizes: Sizes, *, threads: int, compiled: bool = 
     if strategy.truth is Truth.SHARES:
         own = max(own, model.weights)  # as it is built, before it is cut
     once = Amount(memory_bytes=kept)
-    others = sum(strategy.processes(1).values())  # all but one worker, and the template that all are forked from
+    others = sum(strategy.processes(1).values())  # but one worker; and the template of all forks
     cost = of_processes(memory_bytes=own + _RING_BYTES, threads=threads, others=others, once=once + data)
     return replace(cost, per_pair=PER_LINK) if strategy.uses_links else cost
 

@@ -121,9 +121,7 @@ class _Hands:
             threading.Thread(target=life, args=(rank,), name=f"hand-{rank}", daemon=True)
             for rank in range(self.files.world)
         ]
-        with (
-            counted_signals() as presses
-        ):  # a signal between taking a note and keeping it would lose rows
+        with counted_signals() as presses:  # one between taking a note and keeping it would lose rows
             try:
                 self._run(threads, stage, rows, presses)
             except BaseException as error:
