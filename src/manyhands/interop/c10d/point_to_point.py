@@ -282,9 +282,7 @@ class PointToPoint:
             return None
         where = "; ".join(f"rank {self._label(peer)} {self._stage.last_seen(peer)}" for peer in peers)
         deed = "took it" if work.kind is CallKind.SEND else "sent it"
-        self._stage.abort(
-            peers[0], StageReason.LATE
-        )  # a cut message corrupts all that follow
+        self._stage.abort(peers[0], StageReason.LATE)  # a cut message corrupts all that follow
         return PeerTimeout(f"{what}: nobody {deed} in time: {where}", peers[0])
 
     def _fail_all(self, doom: Callable[[PointToPointWork], ManyhandsError | None]) -> Settled:
