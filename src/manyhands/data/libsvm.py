@@ -55,7 +55,7 @@ def most_entries(text: Any) -> int:
 
 @helper()
 def _index(text: int, at: int) -> Any:
-    """A whole number at `at` and where it ends."""
+    """The integer at `at` and where it ends."""
     value = np.int64(0)
     while has_digit(byte(text, at)):
         if value < _LONGEST:

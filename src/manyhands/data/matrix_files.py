@@ -1,9 +1,4 @@
-"""Files that hold a matrix, one class a kind; which kind a file is its first bytes say.
-
-file = open_matrix("table.parquet", label="price")
-for block in file.blocks(1 << 24):
-    learn(block.dense(file.columns), block.labels)
-"""
+"""Files that hold a matrix, one class per format; the first bytes of a file tell the format."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class Segment:
 
     @classmethod
     def create(cls, num_bytes: int, purpose: str) -> Segment:
-        """Reserve a fresh zeroed segment, or raise OutOfSharedMemory naming the need and the room."""
+        """Reserve a new zeroed segment, or raise OutOfSharedMemory naming the need and the capacity."""
         descriptor = os.memfd_create(f"manyhands:{purpose}", os.MFD_CLOEXEC)
         try:
             reserve(descriptor, num_bytes, purpose)

@@ -68,7 +68,7 @@ class ErrorFeedback(ParcelCodec):
         self.inner.from_worker(seed, worker)
 
     def owed(self, parcel: Parcel, values: Tensor) -> Tensor:
-        """These and what was kept of the parcel, where it is kept: what is taken off stays for the next time."""
+        """Add `values` to the parcel's residual, in place, and return it; the caller subtracts what it sends."""
         kept = self._kept.get(parcel.key)
         if kept is None:
             kept = self._kept[parcel.key] = torch.zeros_like(values)

@@ -1,4 +1,4 @@
-"""What a checkpoint directory must hold, hashed, and how a damaged one is told from a good one.
+"""What a checkpoint directory must hold, with hashes, and how a damaged one is detected.
 
 `manifest.json` is written last of a checkpoint's files: the byte length and SHA-256 of each of the others,
 the step, the score, the format's version, and a SHA-256 over all of that. It must read exactly as this
@@ -61,7 +61,7 @@ class Damage:
 
 
 class Damaged(Exception):
-    """A checkpoint cannot be trusted; `damages` names the files. Only the store itself meets this one."""
+    """A checkpoint cannot be trusted; `damages` names the files. Raised inside the store alone."""
 
     def __init__(self, *damages: Damage) -> None:
         super().__init__("; ".join(str(damage) for damage in damages))

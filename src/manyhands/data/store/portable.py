@@ -1,9 +1,4 @@
-"""Nested state with tensors as one stream of bytes, for another process: what `state_tree` takes apart, put together.
-
-    length of the JSON, 8 bytes · JSON · safetensors
-
-Nothing of it is executed when it is read.
-"""
+"""Nested state with tensors as one byte stream for another process, built on `state_tree`."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class PowerSgd(ParcelCodec):
             rest = rest[end - begin :]
 
     def take_off(self, parcel: Parcel, left: Tensor, right: Tensor, owed: Tensor) -> None:
-        """Take off `owed` what this worker has sent of it: the sum of P times its own Q, and what went as it is."""
+        """Subtract from the residual `owed` what this worker has sent: P summed times its Q, and raw items."""
         sent = torch.empty_like(owed)
         self.product(parcel, left, right, sent)
         for begin, end in self.whole(parcel):
