@@ -57,7 +57,7 @@ class StepBook:
             self._at_ns += duration_ns
 
     def exchange(self, until_ns: int, sent: Traffic, wire: int, hidden_ns: int = 0) -> None:
-        """Up to this moment, and `hidden_ns` before it behind computing, in which so much was sent."""
+        """Book the exchange up to `until_ns`, plus `hidden_ns` that computing overlapped, with the traffic `sent`."""
         self._record(
             EventKind.EXCHANGE,
             self._at_ns,

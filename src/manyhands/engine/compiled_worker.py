@@ -147,7 +147,7 @@ class KernelTrainer:
         return model.state_dict() if self.rank == 0 else None
 
     def memory(self) -> Mapping[str, Any]:
-        """The memory that training takes: the model alone."""
+        """Nothing: a resumed run needs no state besides the model."""
         return {}
 
     def _until_met(self, step: int) -> tuple[int, bool]:
@@ -235,7 +235,7 @@ class KernelTrainer:
         self._sent += Traffic(bytes_sent=taken.bytes_sent, messages_sent=taken.messages_sent)
 
     def _refuse(self, rank: int) -> None:
-        """Raise NonFinite for a loss that broke; all workers have stopped.
+        """On worker `rank`, raise NonFinite for its loss; all workers have stopped.
 
         If several broke, the last to report it is named.
         """

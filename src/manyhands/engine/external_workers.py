@@ -181,7 +181,7 @@ class ControlListener:
     def _settle(self, failure: Failure) -> None:
         with self._changed:
             if self.failure is not None:
-                return
+                return  # the first failure stands: later ones may follow from it
             self.failure = failure
             acts, self._on_failure = self._on_failure, []
             self._changed.notify_all()
@@ -351,7 +351,7 @@ class MemberWorker(ExternalWorker):
 def _tell_failure(
     error: BaseException, line: ControlConnection, silent: tuple[int, str] | None
 ) -> BaseException:
-    """Report to the leader what ended this process; returns what to raise, Aborted where this only follows.
+    """Report to the leader what ended this process; returns what to raise, the run's failure if this follows.
 
     A peer without heartbeat is named if the leader, which may be cut off as well, does not say what happened.
     """

@@ -190,7 +190,7 @@ class KernelTask(ABC):
 
     @property
     def passes(self) -> Passes:
-        """Whether a step's row says what it weighs."""
+        """The pass structure of a run: the number of steps in one pass; a step's row says what it weighs."""
         return Passes(steps=-(-self.samples // self.batch_size))
 
     def portion(self, step: int) -> Portion:

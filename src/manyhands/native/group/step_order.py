@@ -111,7 +111,7 @@ class Free(Order):
         self._stopped.set(1)
 
     def done(self) -> int:
-        """The number of batches given out, all of which are finished."""
+        """The first batch that was not claimed; all claimed ones are finished."""
         return min(self._claimed.get(), self._end.get())
 
 
@@ -182,7 +182,7 @@ class Turns(Order):
         self._end.set(min(self._end.get(), step + ahead))
 
     def done(self) -> int:
-        """All batches before the end, which `stop` may have moved."""
+        """The end, which `stop` may have moved: all batches before it are done."""
         return self._end.get()
 
 
@@ -209,7 +209,7 @@ class Together(Order):
         self._end.set(min(self._end.get(), step + 2))
 
     def done(self) -> int:
-        """All batches before the end."""
+        """The end: all batches before it are done."""
         return self._end.get()
 
 
