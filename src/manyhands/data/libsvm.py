@@ -2,7 +2,7 @@
 
     +1 3:1 11:0.5 14:1    # a comment
 
-Indices are whole numbers from 0 (files usually count from 1) in any order; none may come twice in a line.
+Indices are integers from 0 (files usually count from 1) in any order; none may come twice in a line.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Anonymous shared memory: a memfd that lives exactly as long as the processes that hold it.
 
 There is no name in any file system, so nothing is left behind after `kill -9`, and the small /dev/shm of containers
-does not matter. Room is reserved when the segment is sized, so a shortage is a sentence here and never a SIGBUS later.
+does not matter. Pages are reserved when the segment is sized, so a shortage is an error here, never a SIGBUS later.
 A segment travels by its descriptor: inherited by a child, or passed over a Unix socket.
 """
 

@@ -2,8 +2,8 @@
 
     | since_ns | role waited for + 1, or 0 for nobody |
 
-A wait of less than `LONG_WAIT_S` never touches the sign, so it costs the fast path nothing. A role of a launcher hangs
-its sign on the launcher's board, where the watchdog reads it; elsewhere nobody looks, and it hangs in plain memory.
+A wait of less than `LONG_WAIT_S` never touches the sign, so it costs the fast path nothing. A role of a launcher
+puts its marker in the launcher's status table, where the watchdog reads it; elsewhere it is in plain memory, unread.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class LineFile:
 class Backlog(Generic[_T]):
     """Records on their way to a disk that may be full: what it does not take waits here, and is tried again in order.
 
-    So a run goes on, and its file lacks nothing once there is room again. `write` takes all that it is given, or none
+    So a run continues, and its file is complete once there is space again. `write` takes all that it is given, or none
     of it and raises WriteFailed.
     """
 

@@ -5,7 +5,7 @@ the step, the score, the format's version, and a SHA-256 over all of that. It mu
 module would write it, so any changed byte shows. The set of file names is fixed here; a name in a manifest
 is compared with it and never opened.
 
-Hashes find damage, not malice: who can write the files can write the hashes. Nothing in a checkpoint is
+Hashes find damage, not malice: a writer of the files can write the hashes, too. Nothing in a checkpoint is
 code, and nothing in it makes a reader open another file or read more than the file's own length.
 """
 

@@ -1,4 +1,4 @@
-"""A run on disk: what was asked for, what happened, and what is needed to go on.
+"""A run on disk: what was asked for, what happened, and what is needed to resume.
 
 runs/digits/
   config.json     what was asked for, by which command, where and when; its presence makes the directory a run
@@ -60,9 +60,9 @@ _UNFINISHED = {_LOCK, f".{_CONFIG}.writing"}
 
 
 class RunDirectory:
-    """One run's directory; `create` starts it, `open` goes on with it or looks at it. A context manager.
+    """One run's directory; `create` starts it, `open` resumes or reads it. A context manager.
 
-    Whoever creates it, or opens it with its lock, is the only run that writes there until `close`.
+    A run that creates it, or opens it with its lock, is the only one that writes there until `close`.
     Processes of that run, and viewers, open it with `lock=False`.
     """
 

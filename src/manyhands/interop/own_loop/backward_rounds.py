@@ -1,9 +1,9 @@
 """The rounds of a group: what the workers exchange at each backward of the user's loop.
 
-    forward            writes buffers; a wish to stop counts from here on
-    first gradient     this worker's word is said, without waiting (`words`)
+    forward            writes buffers; a stop request counts from here on
+    first gradient     this worker's word is sent, without waiting (`words`)
     more gradients     weighted by this worker's share on their way into their buckets; full ones leave (`Exchange`)
-    end of backward    autograd's own callback: hear the words, finish the sums, make buffers alike
+    end of backward    autograd's callback: receive the words, finish the sums, synchronize buffers
 
 So when `loss.backward()` returns, `grad` holds the gradient of the mean over the global batch, and whatever the user
 does with it (clipping, GradScaler, looking at it) is the same on every worker. Where the strategy steps by itself

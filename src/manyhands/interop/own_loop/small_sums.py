@@ -1,7 +1,7 @@
 """What the workers of a group exchange besides gradients: a status word each, small sums, whole tensors.
 
-Whatever all workers do together begins with one word from each, which says what that worker is doing. So workers that
-went different ways are told apart by name, instead of exchanging the wrong things or waiting for each other for ever:
+Every collective begins with one word from each worker, which says what that worker is doing. So workers that diverge
+are reported by name, instead of exchanging the wrong data or waiting for each other for ever:
 
     word of a worker   | call | stop | last | mark of its batch | news of its buffers | a number |
 

@@ -1,6 +1,6 @@
 """Which worker takes which step, and when it may read and write the parameters; shared by all strategies.
 
-* `free`: each worker takes the next batch that nobody has, and steps whenever it is ready. Nobody waits.
+* `free`: each worker takes the next batch that nobody has, and steps whenever it is ready. No worker waits.
 * `locked`: the same batches, but from reading the parameters to writing them a worker is alone.
 * `turns`: batch k is worker k mod n's, and is read and written after batch k − 1 and before batch k + 1. So it is the
   plain loop, with the batches fetched by n workers.
@@ -9,8 +9,8 @@
 Compiled steps are many small ones in one call: there the batches are given out here, and the waiting is theirs, at the
 gate that `turn` describes.
 
-Training goes from one meeting of all workers to the next (an evaluation, a checkpoint, the end). Between two of them
-the batches from `first` to `end` are each taken once; whoever stops the run early leaves no gap in what was done.
+Training goes from one synchronization of all workers to the next (an evaluation, a checkpoint, the end). Between two
+of them the batches from `first` to `end` are each taken once; an early stop leaves no gap in what was done.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ __all__ = ["ORDERS", "Order", "Together"]
 class Order(ABC):
     """One worker's side of an order, whose memory begins at `offset` of `segment`.
 
-    begin(first, end)                  all workers, while all are met
+    begin(first, end)                  all workers, while synchronized
     while (step := claim()) is not None:
         enter(step); read, compute, write; applied(); leave(step)
-    done()                             when all are met again
+    done()                             when all are synchronized again
 
     Where steps are compiled, `numbering` gives the number that the first of a batch's small steps has at the gate, and
     they go through it by themselves.
