@@ -45,7 +45,12 @@ class Loading:
 
 
 class Upcoming:
-    """Predicts the shares that a worker will request next from those it requested; none beyond `steps`."""
+    """Predicts the shares that a worker will request next from those it requested; none beyond `steps`.
+
+    Steps come as far apart as they mostly came lately: 1 where all workers share each batch, n where n workers take
+    batches in turn. Where batches are given out in the order of asking nobody can know, and a guess may be wrong: then
+    the right batch is loaded, and the time of the wrong one was wasted.
+    """
 
     def __init__(self, steps: int) -> None:
         self._steps = steps

@@ -1,4 +1,9 @@
-"""Files that hold a matrix, one class per format; the first bytes of a file tell the format."""
+"""Files that hold a matrix, one class per format; the first bytes of a file tell the format.
+
+file = open_matrix("table.parquet", label="price")
+for block in file.blocks(1 << 24):
+    learn(block.dense(file.columns), block.labels)
+"""
 
 from __future__ import annotations
 

@@ -42,7 +42,10 @@ class WorkerData(ABC):
 
 @dataclass(frozen=True, slots=True)
 class PerWorker(WorkerData):
-    """A stream per worker: `make(rank, world)` gives what worker `rank` of `world` iterates."""
+    """A stream per worker: `make(rank, world)` gives what worker `rank` of `world` iterates.
+
+    An `IterableDataset`, say. It is called in the worker, and what it gives must begin anew each time it is iterated.
+    """
 
     make: Callable[[int, int], Iterable[Any]]
     """(rank, world) -> an iterable of samples."""

@@ -1,4 +1,8 @@
-"""What a worker reads of a task's data, in a form that also runs in a loader process."""
+"""What a worker reads of a task's data, in a form that also runs in a loader process.
+
+What is drawn by chance while a batch is made (an augmentation in `__getitem__`, say) follows from (seed, step, part,
+piece), whatever the model draws between. So a loader process draws what the worker itself would have drawn.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +78,11 @@ class BatchReading:
 
 
 class _DrawnApart(BatchShares):
-    """Shares whose pieces are made with separate random numbers."""
+    """Shares whose pieces are made with separate random numbers.
+
+    Who fetches the first piece sets the generators afterwards; a later one leaves them as they were, which takes longer
+    than to set them.
+    """
 
     def __init__(self, shares: BatchShares, seed: int) -> None:
         self._shares, self._seed = shares, seed

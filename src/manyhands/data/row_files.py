@@ -139,7 +139,11 @@ class RowFile:
         return self.path != STDIN
 
     def blocks(self, on_bytes: Callable[[int], None] | None = None) -> Iterator[Rows]:
-        """Rows in the order of the file; `on_bytes` is called with the bytes of text read, a block at a time."""
+        """Rows in the order of the file; `on_bytes` is called with the bytes of text read, a block at a time.
+
+        DataError names file, line and column of a line that is wrong, unless those are skipped, and a file without
+        any row.
+        """
         self.lines = self.bad_lines = 0
         found, numbered_in = False, None
         for block in self._parsed():

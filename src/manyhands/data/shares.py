@@ -175,7 +175,11 @@ class StreamShares(BatchShares):
 
 
 class OwnShares(BatchShares):
-    """Shares drawn from a stream per part: batch k is the next share of every worker."""
+    """Shares drawn from a stream per part: batch k is the next share of every worker.
+
+    A share has as many samples as that of a common batch of `batch_size` has, also where a pass over the stream ends
+    within it. Before a share is drawn `seeded(step, part)` is called.
+    """
 
     def __init__(
         self,

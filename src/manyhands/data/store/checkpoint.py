@@ -71,7 +71,14 @@ class NonFiniteSnapshot(NonFinite):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Snapshot:
-    """All that a training needs to continue from `step`."""
+    """All that a training needs to continue from `step`.
+
+    `model` and `optimizer` are their `state_dict()`s; the tensors are read during `save` and not kept.
+    `extra` is any tree of None, bool, int, float, str, list, tuple, dict and tensors: data position,
+    scheduler, random states. Of several checkpoints the one with the lowest `score` is the best; None takes
+    no part in that. Names of `model` in `may_hold_infinity` (buffers such as a causal mask) may hold
+    infinities; NaN is refused everywhere.
+    """
 
     step: int
     model: Mapping[str, Tensor]

@@ -176,7 +176,11 @@ class RunDirectory:
         return RunLock.is_held(self.path / _LOCK)
 
     def tell_end(self, error: ManyhandsError, at_s: float) -> None:
-        """Record what ended the run: in members.jsonl, and a hang in hang.txt."""
+        """Record what ended the run: in members.jsonl, and a hang in hang.txt.
+
+        `at_s` is on the time base of the other rows there: seconds since training began. Raises nothing: a disk that
+        does not take it must not hide the error itself.
+        """
         name = error.blamed
         if not name and isinstance(error, WorkerFailed) and error.worker_rank >= 0:
             name = f"worker {error.worker_rank}"
