@@ -1,1 +1,1 @@
-"""What goes into a run and what stays of it: data sets, batch plans, randomness, the run directory."""
+"""The inputs of a run and what it stores: data sets, batch plans, randomness, the run directory."""

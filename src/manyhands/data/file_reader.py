@@ -77,7 +77,7 @@ class DataFile:
         return self._up_to(num_bytes)
 
     def expect_end(self, after: str) -> None:
-        """Refuse a file that goes on where it should end; for gzip this also checks its checksum."""
+        """Reject a file that continues where it should end; for gzip this also checks its checksum."""
         end = self.offset
         if self._up_to(1):
             raise DataError(f"{self._place(end)}: the file goes on after {after}; it should end there")

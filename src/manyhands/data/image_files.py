@@ -32,14 +32,14 @@ _PICTURES = ("PNG", "JPEG", "BMP", "GIF", "TIFF", "WEBP", "PPM")  # Pillow has o
 
 @dataclass(frozen=True, slots=True)
 class ImageShape:
-    """What a model was trained on."""
+    """The image size that a model was trained on."""
 
     side: int
     white: float
 
     @property
     def told(self) -> str:
-        """In words."""
+        """The size in words."""
         return f"{self.side}×{self.side} numbers from 0 to {self.white:g}"
 
     def images(self, values: Any) -> NDArray[np.float32]:

@@ -2,7 +2,7 @@
 
     +1 3:1 11:0.5 14:1    # a comment
 
-Indices are whole numbers from 0 (files usually count from 1) in any order; none may come twice in a line.
+Indices are integers from 0 (files usually count from 1) in any order; none may come twice in a line.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def most_entries(text: Any) -> int:
 
 @helper()
 def _index(text: int, at: int) -> Any:
-    """A whole number at `at` and where it ends."""
+    """The integer at `at` and where it ends."""
     value = np.int64(0)
     while has_digit(byte(text, at)):
         if value < _LONGEST:

@@ -1,4 +1,4 @@
-"""How a worker gets its batches ready: by itself between the steps, or by loader processes while it computes."""
+"""How a worker gets its batches: it reads them between the steps, or loader processes read them meanwhile."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Loading:
 
 
 class Upcoming:
-    """Which shares a worker will ask for next, guessed from those it asked for; no guess is beyond `steps`.
+    """Predicts the shares that a worker will request next from those it requested; none beyond `steps`.
 
     Steps come as far apart as they mostly came lately: 1 where all workers share each batch, n where n workers take
     batches in turn. Where batches are given out in the order of asking nobody can know, and a guess may be wrong: then

@@ -54,7 +54,7 @@ class MatrixBlock:
 
 
 class MatrixFile(ABC):
-    """A file of rows. Missing values, where a format has them, are NaN; who cannot use them says so."""
+    """A file of rows. Missing values, where a format has them, are NaN; the caller checks for them."""
 
     path: Path
     rows: int | None

@@ -1,4 +1,4 @@
-"""Files that hold a matrix, one class a kind; which kind a file is its first bytes say.
+"""Files that hold a matrix, one class per format; the first bytes of a file tell the format.
 
 file = open_matrix("table.parquet", label="price")
 for block in file.blocks(1 << 24):

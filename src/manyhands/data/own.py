@@ -42,7 +42,7 @@ class WorkerData(ABC):
 
 @dataclass(frozen=True, slots=True)
 class PerWorker(WorkerData):
-    """A stream of each worker's own: `make(rank, world)` gives what worker `rank` of `world` iterates.
+    """A stream per worker: `make(rank, world)` gives what worker `rank` of `world` iterates.
 
     An `IterableDataset`, say. It is called in the worker, and what it gives must begin anew each time it is iterated.
     """
@@ -190,7 +190,7 @@ class RayShards(WorkerData):
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """The rows of a shard, from its first one each time."""
+    """The rows of a shard, from the first one at each iteration."""
 
     shard: Any
 

@@ -1,4 +1,4 @@
-"""Data that several parties hold: each its own, and together one data set that other strategies can train on."""
+"""Data that several parties hold, each its part; together one data set that other strategies can train on."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Parties:
 
 
 class _Chosen:
-    """Some samples of a data set."""
+    """A subset of the samples of a data set."""
 
     def __init__(self, samples: Any, indices: NDArray[np.int64]) -> None:
         self.samples = samples

@@ -50,7 +50,7 @@ def seed_all(seed: int) -> None:
 
 
 def seed_host(seed: int) -> None:
-    """The same without the generators of GPUs."""
+    """Seed the generators of this process, without those of GPUs."""
     torch.default_generator.manual_seed(seed & (_MASK >> 1))
     np.random.seed(seed & 0xFFFFFFFF)
     random.seed(seed)

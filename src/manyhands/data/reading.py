@@ -1,4 +1,4 @@
-"""What a worker reads of a task's data, in a form that a loader process can be given: the same code reads in both.
+"""What a worker reads of a task's data, in a form that also runs in a loader process.
 
 What is drawn by chance while a batch is made (an augmentation in `__getitem__`, say) follows from (seed, step, part,
 piece), whatever the model draws between. So a loader process draws what the worker itself would have drawn.
@@ -48,7 +48,7 @@ class BatchReading:
     seed: int
 
     def shares(self) -> BatchShares:
-        """Of every global batch."""
+        """The shares of every global batch."""
         shares = self._shares()
         return shares if shares.gathers else _DrawnApart(shares, self.seed)
 
@@ -78,7 +78,7 @@ class BatchReading:
 
 
 class _DrawnApart(BatchShares):
-    """Shares whose pieces are made with random numbers of their own.
+    """Shares whose pieces are made with separate random numbers.
 
     Who fetches the first piece sets the generators afterwards; a later one leaves them as they were, which takes longer
     than to set them.
@@ -88,15 +88,15 @@ class _DrawnApart(BatchShares):
         self._shares, self._seed = shares, seed
 
     def batch_samples(self, step: int) -> int:
-        """The same."""
+        """The number of samples in global batch `step`, as the wrapped shares give it."""
         return self._shares.batch_samples(step)
 
     def keep_from(self, step: int) -> None:
-        """Of what is drawn below."""
+        """Forward to the wrapped shares."""
         self._shares.keep_from(step)
 
     def share(self, step: int, part: int, parts: int) -> Share:
-        """The same, made apart."""
+        """The same share, with pieces made under separate random numbers."""
         share = self._shares.share(step, part, parts)
         pieces = tuple(
             replace(
@@ -122,7 +122,7 @@ def _apart(seed: int, fetch: Callable[[], Any]) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ReadShare:
-    """One worker's share of a global batch, as a loader process hands it over."""
+    """One worker's share of a global batch, as a loader process delivers it."""
 
     batch_samples: int
     """In the global batch."""

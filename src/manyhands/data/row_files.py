@@ -94,7 +94,7 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class _Problem:
-    """A line that is wrong: which of its block (from 0), which column (from 1), and a sentence about it."""
+    """A malformed line: its number in the block (from 0), the column (from 1), and a sentence about it."""
 
     line: int
     column: int
@@ -103,7 +103,7 @@ class _Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Block:
-    """What one block of text held."""
+    """The contents of one block of text."""
 
     rows: Rows
     lines: int
@@ -139,7 +139,7 @@ class RowFile:
         return self.path != STDIN
 
     def blocks(self, on_bytes: Callable[[int], None] | None = None) -> Iterator[Rows]:
-        """Rows in the order of the file; `on_bytes` is told of the text that has been read, a block at a time.
+        """Rows in the order of the file; `on_bytes` is called with the bytes of text read, a block at a time.
 
         DataError names file, line and column of a line that is wrong, unless those are skipped, and a file without
         any row.
@@ -236,7 +236,7 @@ class RowFile:
 
 
 class RowText(RowFile):
-    """The same of text in memory."""
+    """Examples in text in memory, read like a `RowFile`."""
 
     def __init__(self, text: bytes, reading: Reading | None = None) -> None:
         super().__init__("the input", reading)

@@ -51,7 +51,7 @@ class Microbatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Share:
-    """What one worker computes of one global batch."""
+    """One worker's part of one global batch."""
 
     samples: int
     weight: float
@@ -62,7 +62,7 @@ class Share:
 
 
 class BatchShares(ABC):
-    """The shares of every global batch; `batch_samples` is asked about the batch that was shared out last."""
+    """The shares of every global batch; `batch_samples` refers to the batch that was shared out last."""
 
     @property
     def gathers(self) -> bool:
@@ -102,11 +102,11 @@ class IndexedShares(BatchShares):
 
     @property
     def gathers(self) -> bool:
-        """As the source does."""
+        """Whether the source gathers."""
         return self._source.gathers
 
     def batch_samples(self, step: int) -> int:
-        """As the plan has it."""
+        """The size of global batch `step`, from the batch plan."""
         return self._plan.size(step)
 
     def share(self, step: int, part: int, parts: int) -> Share:
@@ -164,7 +164,7 @@ class StreamShares(BatchShares):
         self._drawing.kept_from = step
 
     def batch_samples(self, step: int) -> int:
-        """Of the batch at hand."""
+        """The size of the current batch."""
         return len(self._drawing.batch(step))
 
     def share(self, step: int, part: int, parts: int) -> Share:
@@ -175,7 +175,7 @@ class StreamShares(BatchShares):
 
 
 class OwnShares(BatchShares):
-    """Shares of batches of which every part is drawn from a stream of its own: batch k is everyone's next share.
+    """Shares drawn from a stream per part: batch k is the next share of every worker.
 
     A share has as many samples as that of a common batch of `batch_size` has, also where a pass over the stream ends
     within it. Before a share is drawn `seeded(step, part)` is called.
@@ -202,7 +202,7 @@ class OwnShares(BatchShares):
         self._kept_from = step
 
     def batch_samples(self, step: int) -> int:
-        """The same for all batches."""
+        """The number of samples, the same for all batches."""
         del step
         return self._batch_size
 
@@ -291,7 +291,7 @@ class _Drawing:
 
 
 def _share(mine: Any, count: int, microbatches: int, fetch: Callable[[Any], Any]) -> Share:
-    """Of a batch of `count` samples; `fetch` makes a batch of some of them."""
+    """This worker's share of a batch of `count` samples; `fetch` makes a batch of some of them."""
     pieces = [
         Microbatch(
             samples=len(piece),

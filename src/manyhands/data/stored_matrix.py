@@ -1,4 +1,4 @@
-"""A matrix whose rows are needed pass after pass by several processes: files that are mapped, in any order, by anyone.
+"""A matrix whose rows several processes read pass after pass, in any order: memory-mapped files.
 
     with MatrixStore() as store:
         stored = store.keep(open_matrix("rows.txt.gz"))   # a plain value, good while the store is open
@@ -36,7 +36,7 @@ _CSR: Final[dict[str, Any]] = {"starts": np.int64, "indices": np.int32, "values"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredMatrix(ABC):
-    """Where a matrix lies: a plain value, which is sent to other processes."""
+    """The location of a matrix: a plain value, which is sent to other processes."""
 
     path: str
     """The file, or the folder of several."""
@@ -73,7 +73,7 @@ class OpenedMatrix(ABC):
 
 
 class MatrixStore:
-    """A context manager that makes matrices mappable; what it wrote goes when it is left."""
+    """A context manager that makes matrices mappable; the files it wrote are removed on exit."""
 
     def __init__(self) -> None:
         self._stack = ExitStack()

@@ -75,7 +75,7 @@ def most_entries(text: Any) -> int:
 
 @helper()
 def _name(text: int, at: int, state: int) -> Any:
-    """The hash of a name, which goes on from `state`, and where the name ends."""
+    """The hash of a name, continued from `state`, and where the name ends."""
     state = uint64(state)
     while not ends_token(byte(text, at)) and byte(text, at) != _COLON and byte(text, at) != _BAR:
         state = (state ^ uint64(byte(text, at))) * uint64(_PRIME)

@@ -1,1 +1,1 @@
-"""The spine of a run: `fit`, the session, one worker's loop, reports, checkpoints, callbacks."""
+"""The core of a run: `fit`, the session, the worker's training loop, reports, checkpoints, callbacks."""

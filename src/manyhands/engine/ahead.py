@@ -1,4 +1,4 @@
-"""Shares of batches that loader processes read ahead, in the place of those that a worker reads itself."""
+"""Prefetching: loader processes read a worker's share of the next batches, so that the worker does not."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["loaded_ahead"]
 def loaded_ahead(
     reading: BatchReading, task: Task, shares: BatchShares, *, steps: int, owner: str, device: torch.device
 ) -> Iterator[BatchShares]:
-    """`shares`, those of `reading`, read by the task's loader processes, which end with this; of so many steps."""
+    """Yield `shares` of `reading` as the task's loader processes read them; the processes end on exit."""
     loading = task.loading
     prepare = _pinned if loading.pinned and device.type == "cuda" else None
     with Loaders[Key](partial(ShareReader, reading), loading, task.loaders, owner, prepare) as loaders:
@@ -32,7 +32,7 @@ def loaded_ahead(
 
 
 class _Ahead(BatchShares):
-    """Asks for shares, and holds the one that was asked for last."""
+    """Requests shares from a loader process and keeps the one that was requested last."""
 
     def __init__(self, shares: BatchShares, loaders: Loaders[Key], upcoming: Upcoming) -> None:
         self._shares = shares
@@ -43,7 +43,7 @@ class _Ahead(BatchShares):
 
     def _read(self, key: Key) -> ReadShare:
         if self._held is None or key != self._key:
-            self._held = None  # room for the next
+            self._held = None  # capacity for the next
             upcoming = self._upcoming.after(key, self._loaders.window)
             self._held, self._key = self._loaders.get(key, upcoming, kept_from=key[0]), key
         return self._held
@@ -53,14 +53,14 @@ class _Ahead(BatchShares):
 
 
 class _IndexedAhead(_Ahead):
-    """Samples that are looked up: who has how many is known here, and only what is fetched is loaded."""
+    """Prefetch of indexed samples: share sizes are known here, and only what is fetched is loaded."""
 
     def batch_samples(self, step: int) -> int:
-        """As the plan has it."""
+        """The size of global batch `step`, from the batch plan."""
         return self._shares.batch_samples(step)
 
     def share(self, step: int, part: int, parts: int) -> Share:
-        """The same, to be fetched from a loader process."""
+        """The same share, with samples that come from a loader process."""
         share = self._shares.share(step, part, parts)
         pieces = tuple(
             replace(piece, fetch=partial(self._batch, (step, part, parts), number))
@@ -70,17 +70,17 @@ class _IndexedAhead(_Ahead):
 
 
 class _StreamAhead(_Ahead):
-    """A stream: the loader process alone draws it."""
+    """Prefetch of a stream: only the loader process draws from it."""
 
     def batch_samples(self, step: int) -> int:
-        """Of the batch at hand."""
+        """The size of the current batch, as the loader process reports it."""
         held = self._held
         assert held is not None, "the share of a batch comes first"
         assert self._key is not None and self._key[0] == step, "the last batch is the one at hand"  # noqa: PT018
         return held.batch_samples
 
     def share(self, step: int, part: int, parts: int) -> Share:
-        """As the loader process drew it."""
+        """The share that the loader process drew from the stream."""
         key = step, part, parts
         share = self._read(key).share
         pieces = tuple(
@@ -91,7 +91,7 @@ class _StreamAhead(_Ahead):
 
 
 def _pinned(found: ReadShare) -> ReadShare:
-    """With its batches in memory that a GPU may read by itself."""
+    """The same share with its batches in pinned memory."""
     from torch.utils.data._utils.pin_memory import pin_memory
 
     return replace(found, batches=pin_memory(found.batches))  # type: ignore[no-untyped-call]

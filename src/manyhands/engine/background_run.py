@@ -1,4 +1,4 @@
-"""`start`: a run in the background, whose workers may be added and removed while it goes on."""
+"""`start`: a run in the background, whose workers may be added and removed while it trains."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Running:
         workers = arguments.get("workers", 1)
         self._next_slot = (
             workers if isinstance(workers, int) else 0
-        )  # what makes no sense, `fit` refuses by name
+        )  # `fit` names the options that make no sense
         self._most = MORE_WORKERS + self._next_slot
         self._slots = tuple(range(self._next_slot))
         self._changing = threading.Lock()
@@ -52,7 +52,7 @@ class Running:
         def work() -> None:
             try:
                 self._run.set_result(fit(task, strategy, options=chosen, **arguments))
-            except BaseException as error:  # whatever it was, it is the caller's to see
+            except BaseException as error:  # any error reaches the caller, through result()
                 self._run.set_exception(error)
 
         if strategy.forks_workers(compiled=task.compiled):
@@ -129,7 +129,7 @@ class Running:
 
     @property
     def _ended(self) -> str | None:
-        """What came out, in words; None while it goes on."""
+        """The outcome in words; None while the run is under way."""
         if not self._run.done():
             return None
         error = self._run.exception()

@@ -65,7 +65,7 @@ def _forward(
 
 @torch.no_grad()
 def _track(module: _BatchNorm, mean: Tensor, variance: Tensor) -> None:
-    """As torch's batch norm keeps its running statistics."""
+    """Update the running statistics as torch's batch norm does."""
     if not module.track_running_stats or module.running_mean is None or module.running_var is None:
         return
     rate = module.momentum
@@ -77,14 +77,14 @@ def _track(module: _BatchNorm, mean: Tensor, variance: Tensor) -> None:
 
 
 def _gathered(mine: Tensor, total: Callable[[Tensor], Tensor], part: int, parts: int) -> Tensor:
-    """Collective: what each part tells, one row for each; a gradient goes back to whose row it is."""
+    """Collective: the statistics of each part, one row per part; a gradient returns to the part whose row it is."""
     rows = [mine if number == part else torch.zeros_like(mine) for number in range(parts)]
     summed: Tensor = _Summed.apply(torch.cat(rows), total)  # type: ignore[no-untyped-call]
     return summed.view(parts, -1)
 
 
 class _Summed(torch.autograd.Function):
-    """Collective, in forward and in backward: the sum over workers."""
+    """Collective, in forward and in backward: the sum over workers as an autograd function."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, total: Callable[[Tensor], Tensor]) -> Tensor:

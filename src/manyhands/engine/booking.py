@@ -1,4 +1,4 @@
-"""Where the time of a step went, as events: written once for the loops of all strategies."""
+"""Books where the time of a step went, as events; shared by the loops of all strategies."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ __all__ = ["StepBook"]
 
 
 class StepBook:
-    """Books the parts of one step in the order in which they came: each begins where the one before it ended.
+    """Books the parts of one step in order: each part begins where the one before it ended.
 
-    `step` is the global batch, from 0, and `record` that of `WorkerContext`. What no part was booked for is nobody's.
+    `step` is the global batch, from 0, and `record` is that of `WorkerContext`. Time that no call books is left
+    unaccounted.
     """
 
     def __init__(self, record: Callable[..., bool], step: int, begin_ns: int) -> None:
@@ -22,26 +23,26 @@ class StepBook:
 
     @property
     def at_ns(self) -> int:
-        """Where the last part ended."""
+        """The moment at which the last part ended, in nanoseconds."""
         return self._at_ns
 
     def go_on_at(self, moment_ns: int) -> None:
-        """The next part begins here, and not where the last one ended."""
+        """Let the next part begin at `moment_ns` instead of where the last one ended."""
         self._at_ns = moment_ns
 
     def input(self, duration_ns: int, samples: int) -> None:
-        """Reading the samples."""
+        """Book reading `samples` samples."""
         self._record(EventKind.INPUT, self._at_ns, duration_ns, step=self._step, count=samples)
         self._at_ns += duration_ns
 
     def compute(self, until_ns: int, less_ns: int = 0) -> None:
-        """Up to this moment, less what was something else meanwhile."""
+        """Book computing up to `until_ns`, less the time `less_ns` that is booked as something else."""
         duration_ns = max(0, until_ns - self._at_ns - less_ns)
         self._record(EventKind.COMPUTE, self._at_ns, duration_ns, step=self._step)
         self._at_ns = until_ns
 
     def turns(self, turns: Sequence[MicrobatchTime]) -> None:
-        """What computing was made of, where workers take turns at micro-batches: each at its own time."""
+        """Book the work items that computing was made of, each at its time, where workers share micro-batches."""
         for turn in turns:
             kind = EventKind.COMPUTE if turn.waited_for is None else EventKind.WAIT
             who = {} if turn.waited_for is None else {"peer": turn.waited_for}
@@ -50,13 +51,13 @@ class StepBook:
             self._at_ns = turn.end_ns + turn.exchange_ns
 
     def waits(self, waited_ns: Mapping[int, int]) -> None:
-        """For each worker that was late, one after the other."""
+        """Book the waits for late workers, one after another."""
         for peer, duration_ns in waited_ns.items():
             self._record(EventKind.WAIT, self._at_ns, duration_ns, step=self._step, peer=peer)
             self._at_ns += duration_ns
 
     def exchange(self, until_ns: int, sent: Traffic, wire: int, hidden_ns: int = 0) -> None:
-        """Up to this moment, and `hidden_ns` before it behind computing, in which so much was sent."""
+        """Book the exchange up to `until_ns`, plus `hidden_ns` that computing overlapped, with the traffic `sent`."""
         self._record(
             EventKind.EXCHANGE,
             self._at_ns,
@@ -69,9 +70,9 @@ class StepBook:
         self._at_ns = until_ns
 
     def posts(self, posts: Mapping[int, PeerTraffic], wire: int) -> None:
-        """What went to and came from each other worker: all of a step in one direction counts as one message.
+        """Book the traffic with each other worker: all of a step in one direction counts as one message.
 
-        It has the same number at both ends.
+        The message has the same number at both ends.
         """
         message = (self._step + 1) & 0xFFFFFFFF
         for peer, post in posts.items():
@@ -97,7 +98,7 @@ class StepBook:
                 )
 
     def end(self, end_ns: int, samples: int, loss: float = 0.0) -> None:
-        """The whole step, from its begin."""
+        """Book the whole step, from its beginning to `end_ns`."""
         self._record(
             EventKind.STEP,
             self._begin_ns,

@@ -1,4 +1,4 @@
-"""Buffers of a model, such as the running statistics of batch norm: the same on all workers before they are used.
+"""Synchronizes a model's buffers, such as the running statistics of batch norm, before they are used.
 
 Gradients are summed, so parameters stay the same by themselves. Buffers are written by each worker's own forward, and
 differ from worker to worker. `Options.buffers` says how they become the same before an evaluation, before a checkpoint
@@ -33,27 +33,28 @@ Total = Callable[[Tensor], Tensor]
 
 
 def room_for(model: nn.Module, world: int) -> int:
-    """How many items of float64 a `total` should carry at once, so that the buffers of `model` take few exchanges.
+    """How many float64 items `total` should sum at once, so that the buffers of `model` take few exchanges.
 
-    What `world` workers tell each other of the batch norms of one forward fits, too; 0 for a model without buffers.
+    This is also enough for the batch norm statistics that `world` workers exchange in one forward. A model without
+    buffers gives 0.
     """
     items = sum(one.numel() if one.is_floating_point() else one.nbytes for one in model.buffers())
     return min(items * world, _MOST_ITEMS)
 
 
 class WorkerBuffers:
-    """One worker's side: counts what was computed since the buffers were alike, and makes them alike again."""
+    """One worker's side: weighs what was computed since the last synchronization, and synchronizes the buffers."""
 
     def __init__(self, mode: str) -> None:
         self._averages = mode == MEAN
         self._weight = 0.0
 
     def computed(self, share: float) -> None:
-        """This worker has computed such a share of a global batch."""
+        """Count a share of a global batch that this worker has computed."""
         self._weight += share
 
     def make_alike(self, buffers: Sequence[Tensor], total: Total, *, first: bool) -> None:
-        """Collective: as the mode says; changes nothing before the last exchange is over."""
+        """Collective: synchronize as the mode says; changes nothing before the last exchange is over."""
         make_alike(buffers, total, first=first, weight=self._weight if self._averages else None)
         self._weight = 0.0
 
@@ -87,7 +88,7 @@ def make_alike(buffers: Sequence[Tensor], total: Total, *, first: bool, weight: 
 
 
 def _unlike(buffers: Sequence[Tensor], total: Total, *, first: bool) -> list[Tensor]:
-    """Collective: the buffers that are not the same on all workers, the same ones on each."""
+    """Collective: the buffers that differ between workers; every worker gets the same list."""
     hashes = parameter_hashes(("", buffer) for buffer in buffers)
     halves = np.concatenate([hashes >> np.uint64(32), hashes & np.uint64(0xFFFFFFFF)]).astype(np.float64)
     mine = torch.from_numpy(halves)  # which a float64 holds exactly
@@ -98,7 +99,7 @@ def _unlike(buffers: Sequence[Tensor], total: Total, *, first: bool) -> list[Ten
 
 
 def _values(buffer: Tensor) -> Tensor:
-    """What a buffer holds as float64, exactly: its numbers, or the bytes of those that are not floating-point."""
+    """A buffer's contents as float64, exactly: the numbers, or the bytes where it is not floating-point."""
     flat = buffer.detach().cpu().contiguous().view(-1)
     return (flat if flat.is_floating_point() else flat.view(torch.uint8)).double()
 

@@ -26,7 +26,7 @@ State: TypeAlias = Any
 
 @runtime_checkable
 class SaysChain(Protocol):
-    """A model that is no `nn.Sequential`, and is a chain nevertheless."""
+    """A model that is not an `nn.Sequential` but declares its chain."""
 
     def chain(self) -> Sequence[nn.Module]:
         """The modules that make the model, in the order in which they are applied."""
@@ -54,14 +54,14 @@ class ChainFunction(nn.Module):
             self.add_module(name, module)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The function of `x`."""
+        """Apply the function to `x` with its modules."""
         return self.function(x, **self._modules)
 
 
 def chain_of(model: nn.Module) -> tuple[nn.Module, ...]:
-    """The modules that give, applied one after another, what the model gives; nested `nn.Sequential`s are flat.
+    """The modules whose composition is the model; nested `nn.Sequential`s are flattened.
 
-    UserError says how to say it where the model is no chain.
+    UserError, with advice on how to declare a chain, where the model is not one.
     """
     if isinstance(model, SaysChain):
         said = model.chain()
@@ -84,9 +84,10 @@ def chain_of(model: nn.Module) -> tuple[nn.Module, ...]:
 
 
 def named_chain(model: nn.Module) -> tuple[tuple[str, nn.Module], ...]:
-    """The same, each with its name in the model.
+    """The modules of `chain_of`, each with its name in the model.
 
-    A `ChainFunction` is named after its modules: `tokens+positions`; what is no module of the model, after its class.
+    A `ChainFunction` is named after its modules: `tokens+positions`. A module that the model does not hold is named
+    after its class.
     """
     names = {id(module): name for name, module in model.named_modules(remove_duplicate=False)}
 
@@ -99,7 +100,7 @@ def named_chain(model: nn.Module) -> tuple[tuple[str, nn.Module], ...]:
 
 def _flat(module: nn.Module) -> Iterator[nn.Module]:
     if _is_plain(module):
-        for child in module._modules.values():  # children() leaves out whoever comes a second time
+        for child in module._modules.values():  # children() leaves out a module that comes a second time
             if child is not None:
                 yield from _flat(child)
     else:
@@ -107,7 +108,7 @@ def _flat(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether it applies its children one after another, and does nothing else."""
+    """Whether `module` applies its children one after another and does nothing else."""
     return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
 
 

@@ -1,4 +1,4 @@
-"""Clipping the gradient of a step, as a task asks for it: what torch's functions do in one process."""
+"""Gradient clipping as a task requests it, with the results of torch's functions in one process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def check_clipping(task: AnyTask, strategy: Strategy) -> None:
 
 
 def clip(task: Task, exchange: Exchange, model: nn.Module) -> None:
-    """Collective, between `agree` and `apply`: the gradient of the whole batch, wherever its parts are."""
+    """Collective, between `agree` and `apply`: clip the gradient of the whole batch, wherever its parts are held."""
     if task.clip_norm is not None:
         exchange.clip(task.clip_norm)
     elif task.clip_value is not None and exchange.steps_itself:
@@ -48,7 +48,7 @@ def clip(task: Task, exchange: Exchange, model: nn.Module) -> None:
 
 
 def squares_of(gradients: Sequence[Tensor]) -> float:
-    """The sum of their squares, not rounded to 16 bits where they are."""
+    """The sum of the squares of `gradients`, accumulated in more than 16 bits."""
     total = 0.0
     for gradient in gradients:
         wide = torch.float64 if gradient.dtype == torch.float64 else torch.float32
@@ -57,7 +57,7 @@ def squares_of(gradients: Sequence[Tensor]) -> float:
 
 
 def scale_down(gradients: Sequence[Tensor], norm: float, max_norm: float) -> None:
-    """Scale parts of a gradient whose norm is known, as torch does: one that is not a number is passed on."""
+    """Scale parts of a gradient whose norm is known, as torch does; a norm of NaN propagates."""
     scale = max_norm / (norm + _EPSILON)
     if not scale >= 1:
         for gradient in gradients:
@@ -65,7 +65,7 @@ def scale_down(gradients: Sequence[Tensor], norm: float, max_norm: float) -> Non
 
 
 def clip_own(task: Task, model: nn.Module) -> None:
-    """The gradient that this worker's model has."""
+    """Clip the gradient that this worker's model holds, without communication."""
     if task.clip_norm is not None:
         nn.utils.clip_grad_norm_(clippable(model.parameters()), task.clip_norm)
     elif task.clip_value is not None:

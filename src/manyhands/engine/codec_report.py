@@ -1,4 +1,4 @@
-"""Strategies whose workers may choose a codec themselves (`codec=auto`): what they chose is told at the end."""
+"""Reporting for strategies whose workers may choose a codec (`codec=auto`): the choice stands in the summary."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ __all__ = ["ChoosingTraining"]
 
 
 class ChoosingTraining(ExchangeTraining):
-    """One exchange, whose `told` says what was chosen."""
+    """Training with one exchange, whose summary says which codec was chosen."""
 
     @property
     @abstractmethod
     def codec(self) -> str:
-        """The strategy's setting."""
+        """The codec that the strategy sets."""
 
     def gather(self, finished: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, Any]]:
-        """With what workers chose."""
+        """The gathered results, with the codec that the workers chose."""
         samples, besides = super().gather(finished)
         return samples, {**besides, CHOSEN: finished[0].get(CHOSEN)} if self._chooses else besides
 
     def said(self, finished: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-        """Which codec was chosen, and why."""
+        """A sentence on which codec was chosen, and why."""
         return (codec_sentence(finished[0].get(CHOSEN)),) if self._chooses else ()
 
     @property

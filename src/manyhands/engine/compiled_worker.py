@@ -1,9 +1,9 @@
-"""One worker's training of a task whose step is compiled: the loop that every strategy runs, in a thread or a process.
+"""One worker's training of a task with a compiled step, in a thread or a process, for every strategy.
 
-A step of the run is a portion of the records, large enough that what Python does around it costs nothing. Who takes
-which is the `Order` of the strategy. Workers meet after each pass over the records and where the run saves; there
-everything is quiet, so that a pass sees all that the one before it did, and a checkpoint after step s has seen exactly
-the first s portions.
+A step of the run is a portion of the records, large enough that Python's overhead around it is negligible. The
+strategy's `Order` assigns portions to workers. Workers synchronize after each pass over the records and where the run
+saves. At these points no update is in flight: a pass sees all updates of the one before it, and a checkpoint after
+step s holds exactly the first s portions.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _TALLY_ITEMS = CACHE_LINE // 8
 
 
 class Control:
-    """What workers agree on, in the first bytes that they share: who takes which step, whose loss broke, sums.
+    """The workers' control block, at the start of their shared memory: step assignment, failed rank, sums.
 
-    Constructed on every worker, on memory that is zero.
+    Constructed on every worker, on zeroed memory.
     """
 
     def __init__(self, segment: Segment, group: SharedGroup, order: str, task: KernelTask) -> None:
@@ -55,7 +55,7 @@ class Control:
 
     @staticmethod
     def num_bytes(world: int) -> int:
-        """The memory of all of it; what comes after is a step's own."""
+        """The bytes that the block takes; the memory behind it is for the step."""
         return Order.NUM_BYTES + Counter.NUM_BYTES + world * CACHE_LINE
 
     def sums(self, *values: float) -> list[float]:
@@ -65,12 +65,15 @@ class Control:
         self._tally[self.group.rank, : len(values)] = values
         self.group.barrier()
         found: list[float] = self._tally[:, : len(values)].sum(axis=0).tolist()
-        self.group.barrier()  # nobody writes the next before all have read this
+        self.group.barrier()  # nobody writes the next values before all have read these
         return found
 
 
 class KernelTrainer:
-    """Trains by `step`; `run` is called once, on every worker. `close` of the step and the group is the caller's."""
+    """Trains by a compiled `step`; `run` is called once, on every worker.
+
+    The caller closes the step and the group.
+    """
 
     def __init__(
         self,
@@ -99,7 +102,7 @@ class KernelTrainer:
         """Where nobody waits: how many steps of this worker had so many of others come between begin and end."""
 
     def traffic(self) -> Traffic:
-        """What others have read of this worker, and in how many pieces: all of it in steps."""
+        """What other workers have read from this one, and in how many pieces; all of it counts as step traffic."""
         return self._sent
 
     def run(self, start: Loaded | None = None) -> Trained:
@@ -113,7 +116,7 @@ class KernelTrainer:
         self._group.barrier()
         if start is not None:
             start.model.clear()  # or every worker would hold the whole checkpoint for the length of the run
-        self._group.take_stats()  # who was late to start is no part of the training
+        self._group.take_stats()  # the wait for late starters is not part of the training
         self._reporter.begin(first)
         step, stopped, model = first, False, self._kernel.model
         while step < self._plan.steps and not stopped and not self._kernel.is_done:
@@ -131,27 +134,27 @@ class KernelTrainer:
         return self._trained(step, stopped)
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
-        """Collective: the sum over workers."""
+        """Collective: the sum over workers of `values`."""
         return torch.tensor(self._control.sums(*values.tolist()), dtype=torch.float64)
 
     def optimizer_state(self) -> dict[str, Any] | None:
-        """Collective: what a rule keeps is part of the memory, which is made whole on worker 0."""
+        """Collective: the optimizer state, which is part of the shared memory and is gathered on worker 0."""
         self._kernel.gather()
         return {} if self.rank == 0 else None
 
     def model_state(self, model: nn.Module) -> Mapping[str, torch.Tensor] | None:
-        """Whole on worker 0 since `optimizer_state`."""
+        """The model's state, complete on worker 0 once `optimizer_state` has run."""
         return model.state_dict() if self.rank == 0 else None
 
     def memory(self) -> Mapping[str, Any]:
-        """Nothing but the model."""
+        """Nothing: a resumed run needs no state besides the model."""
         return {}
 
     def _until_met(self, step: int) -> tuple[int, bool]:
         """Train from `step` on until all meet; where they are then, and whether somebody wants to stop there."""
         order, per_pass = self._control.order, self._steps_per_pass
         end = min(self._reporter.next_due(step), step - step % per_pass + per_pass)
-        self._meet(step)  # whoever reads what the last round ended with has done so
+        self._meet(step)  # the readers of the last round's end have read it by now
         order.begin(step, end)
         self._meet(step)
         while (mine := order.claim()) is not None:
@@ -167,7 +170,7 @@ class KernelTrainer:
 
     def _meet(self, step: int) -> None:
         if self.world == 1:
-            return  # a short pass is over before a barrier is: who is alone goes on
+            return  # a short pass is over before a barrier is: a lone worker continues without one
         book = StepBook(self._worker_context.record, max(0, step - 1), time.monotonic_ns())
         self._group.barrier()
         book.waits(self._waits())
@@ -177,7 +180,7 @@ class KernelTrainer:
         return {peer: waited for peer, waited in enumerate(waits) if waited}
 
     def _step(self, step: int) -> None:
-        """Take step `step`, from 0: this worker's part of it, or all."""
+        """Take step `step`, from 0: all of it, or this worker's part."""
         self._worker_context.mark(step + 1, State.COMPUTING)
         begin, order = time.monotonic_ns(), self._control.order
         order.note_reading()
@@ -232,7 +235,10 @@ class KernelTrainer:
         self._sent += Traffic(bytes_sent=taken.bytes_sent, messages_sent=taken.messages_sent)
 
     def _refuse(self, rank: int) -> None:
-        """All have stopped; if several broke at once, the last to say so is the one that tells."""
+        """On worker `rank`, raise NonFinite for its loss; all workers have stopped.
+
+        If several broke, the last to report it is named.
+        """
         self._reporter.send(now=True)
         if rank == self.rank:
             raise NonFinite(f"{self._broken}; {self._task.advice}")
@@ -248,13 +254,13 @@ class KernelTrainer:
 
 
 def kernel_task(plan: TrainingPlan) -> KernelTask:
-    """What a run of compiled steps trains."""
+    """The task of a run with compiled steps."""
     assert isinstance(plan.task, KernelTask), "the registry leads here with compiled tasks alone"
     return plan.task
 
 
 def require_same_options(directory: RunDirectory, config: Mapping[str, Any]) -> None:
-    """UserError where a run would go on with other options than it was begun with."""
+    """UserError where a run would continue with other options than it was begun with."""
     before, now = directory.config.get("task_options") or {}, config["task_options"]
     for name, value in now.items():
         if before.get(name) != value:

@@ -1,4 +1,4 @@
-"""One worker's own work, whatever the strategy: its part of a global batch, forward, backward, and evaluation.
+"""One worker's computation, for every strategy: its part of a global batch, forward, backward, evaluation.
 
 What is computed depends on (plan, batch, part, parts) and the weights alone, so that another process, a later run or a
 replay computes the same bits.
@@ -66,7 +66,7 @@ class TrainingPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Built:
-    """What a task builds, seeded."""
+    """The model, optimizer and schedule that a task builds under its seed."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -79,7 +79,7 @@ class Built:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Computed:
-    """What became of one part of a batch: its mean loss (0 where it is empty), and what it weighs in the whole."""
+    """The result of one part of a batch: its mean loss (0 where the part is empty) and its weight in the batch."""
 
     loss: float
     share: float
@@ -89,7 +89,7 @@ class Computed:
 
 
 class Computer:
-    """Computes for one worker; `worker_rank` chooses its GPU, and is whom a slowdown may mean."""
+    """Computes for one worker; `worker_rank` chooses its GPU and selects the slowdown that applies to it."""
 
     def __init__(self, plan: TrainingPlan, worker_rank: int) -> None:
         self.plan = plan
@@ -102,9 +102,9 @@ class Computer:
         self.reader = NumberReader(self.device)
 
     def build(self, first_step: int = 0, *, on_host: bool = False) -> Built:
-        """The model, its optimizer and its schedule, as they are before `first_step` but for what was trained.
+        """Build model, optimizer and schedule as they are before `first_step`, without trained weights.
 
-        On the worker's device, or in the host's memory.
+        They are on the worker's device, or in host memory with `on_host`.
         """
         seed_all(self.plan.seed)
         model = self._task.model()
@@ -120,7 +120,7 @@ class Computer:
         return built
 
     def _schedulers(self, optimizer: Optimizer) -> dict[str, LRScheduler]:
-        """The schedule under the name of what advances it, if the task has one."""
+        """The task's schedule, under what advances it; empty without one."""
         if self._task.scheduler is None:
             return {}
         scheduler = self._task.scheduler(optimizer)
@@ -135,12 +135,12 @@ class Computer:
 
     @property
     def task(self) -> Task:
-        """What is trained."""
+        """The task that is trained."""
         return self._task
 
     @contextmanager
     def loading_ahead(self) -> Iterator[None]:
-        """Within, loader processes get the next batches ready, where the task has use for them."""
+        """Context in which loader processes prefetch batches, where the task asks for them."""
         task, shares = self._task, self._shares
         if not task.loaders:
             yield
@@ -207,7 +207,7 @@ class Computer:
         return batch if self.device.type == "cpu" else moved(batch, self.device)
 
     def slow_down(self, step: int, spent_s: float) -> None:
-        """Sleep where this worker is to be slower than it is."""
+        """Sleep where the options slow this worker down."""
         slow = self.plan.slow
         if slow is not None:
             time.sleep(
@@ -240,7 +240,7 @@ class Computer:
         return self.means(total(totals) if total is not None else totals)
 
     def measures(self) -> dict[str, Metric]:
-        """What is measured on evaluation data, by name."""
+        """The evaluation measures, by name."""
         return {"evaluation_loss": self._mean_loss, **self._task.metrics}
 
     def evaluation_batches(self, part: int = 0, parts: int = 1) -> Iterator[Microbatch]:
@@ -258,9 +258,9 @@ class Computer:
         return dict(zip(self.measures(), means, strict=True)), int(totals[-1])
 
     def loss(self, model: nn.Module, batch: Any, piece: Microbatch, share: Share) -> Tensor:
-        """The mean over the samples of a piece of a share, by their weights.
+        """The weighted mean loss over the samples of a piece of a share.
 
-        Of a loss that is a sum, the mean times the size of the batch: by their weights, pieces add up to its sum.
+        Of a loss that is a sum, the mean times the size of the batch, so that the weighted pieces add up to the sum.
         """
         with self.precision():
             loss = self._task.loss(model, batch)
@@ -273,19 +273,19 @@ class Computer:
         return (loss.reshape(-1) * weights).sum()
 
     def _mean_loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """Of evaluation data, whose samples all weigh the same."""
+        """The mean loss on evaluation data, whose samples all weigh the same."""
         loss = self._task.loss(model, batch)
         return loss if self._task.weights is None else loss.mean()
 
     def precision(self) -> AbstractContextManager[object]:
-        """In which the model computes."""
+        """Autocast context for the precision that the model computes in."""
         if not self.plan.autocast:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=torch.bfloat16)
 
 
 def worker_environment(plan: TrainingPlan, threads: int, *, loads: bool = True) -> dict[str, str]:
-    """Of a worker's process, or of one that `loads` nothing: its threads, and the loader processes it will need."""
+    """The environment of a worker's process: its threads, and loader processes unless it `loads` nothing."""
     loaders = plan.task.loaders if loads and isinstance(plan.task, Task) else 0
     return {"OMP_NUM_THREADS": str(threads), **({LOADERS_VARIABLE: str(loaders)} if loaders else {})}
 
@@ -303,7 +303,7 @@ def _reading_of(task: Task, seed: int) -> BatchReading:
 
 
 def require_loss(loss: object) -> None:
-    """UserError where this is not one number that depends on the model."""
+    """UserError where `loss` is not one number that depends on the model."""
     if not isinstance(loss, Tensor):
         raise UserError(
             f"task.loss returned a {type(loss).__name__}; return a tensor of one number that was computed from model(…)"
@@ -316,7 +316,7 @@ def require_loss(loss: object) -> None:
 
 
 def require_losses(losses: object, samples: int) -> None:
-    """UserError where this is not one number for each sample, that depends on the model."""
+    """UserError where `losses` is not one number per sample that depends on the model."""
     if not isinstance(losses, Tensor) or losses.numel() != samples or not losses.dim():
         what = (
             f"tensor of shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
@@ -337,10 +337,10 @@ def _require_graph(loss: Tensor) -> None:
 
 
 def _require_plain_step(optimizer: Optimizer) -> None:
-    """UserError for an optimizer whose step computes the loss by itself: here that was done before the step."""
+    """UserError for an optimizer whose step needs a closure: here the loss is computed before the step."""
     _, *asked = inspect.signature(
         type(optimizer).step
-    ).parameters.values()  # a scheduler hides the optimizer's own
+    ).parameters.values()  # a scheduler wraps the optimizer's own step
     if any(one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD for one in asked):
         raise UserError(
             f"optimizer {type(optimizer).__name__} asks for the loss again and again within one step, and a run "

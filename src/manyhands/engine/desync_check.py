@@ -1,4 +1,4 @@
-"""Do all workers still hold the same parameters? Hashes are compared every so often, and the first difference is named.
+"""Desync check: parameter hashes are compared at intervals, and the first difference is named.
 
 Where every worker holds the model (`mirrored`, `allreduce`) all take the same step from the same sum, so parameters are
 the same to the last bit on every worker, for ever; if they are not, some worker went its own way: a step left out, a
@@ -32,7 +32,7 @@ _HALF = np.uint64(32)
 
 
 class Agreement:
-    """One worker's side of the checks; `total` is the sum over workers of a float64 vector, in which all take part."""
+    """One worker's side of the checks; `total` is the collective sum over workers of a float64 vector."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Agreement:
         )
 
     def _first_unlike(self, hashes: Hashes) -> list[int] | None:
-        """The first group of copies that are no copies."""
+        """The first group of copies whose parameters differ."""
         return next((group for group in self._copies if (hashes[group] != hashes[group[0]]).any()), None)
 
     def _exchanged(self, mine: Hashes) -> Hashes:
@@ -94,9 +94,9 @@ def parameter_hashes(named: NamedParameters) -> Hashes:
 
 
 def describe_difference(names: Sequence[str], hashes: Hashes, ranks: Sequence[int] | None = None) -> str:
-    """Which parameter is the first that differs, and on whom: `hashes` has a row per worker, a column per name.
+    """Names the first parameter that differs, and the workers on which it does.
 
-    The rows are of the workers `ranks`, or of all.
+    `hashes` has a row per worker and a column per name. The rows belong to the workers `ranks`, or to all.
     """
     ranks = range(len(hashes)) if ranks is None else ranks
     differs = (hashes != hashes[0]).any(axis=0)
@@ -107,7 +107,7 @@ def describe_difference(names: Sequence[str], hashes: Hashes, ranks: Sequence[in
 
 
 def _who(values: Sequence[int], ranks: Sequence[int]) -> str:
-    """Who differs from whom."""
+    """A phrase on which ranks differ from which."""
     (common, count), (_, next_count) = Counter(values).most_common(2)
     if count == next_count:
         groups = [

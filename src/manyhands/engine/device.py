@@ -34,14 +34,14 @@ def check_device(name: str) -> str:
 
 
 def device_of(name: str, local_rank: int) -> torch.device:
-    """The device of one worker; plain `cuda` deals the GPUs out in turn."""
+    """The device of one worker; plain `cuda` assigns the GPUs round-robin by local rank."""
     if name == "cuda":
         return torch.device("cuda", local_rank % torch.cuda.device_count())
     return torch.device(name)
 
 
 def sharing_sentence(name: str, workers: int) -> str | None:
-    """A sentence when several workers share a GPU, which works but should be known."""
+    """A notice when several workers share a GPU, which works but should be known; else empty."""
     if name == "cpu":
         return None
     gpus = torch.cuda.device_count() if name == "cuda" else 1
@@ -49,14 +49,14 @@ def sharing_sentence(name: str, workers: int) -> str | None:
 
 
 class NumberReader:
-    """Reads one number off a device without waiting for the work that was queued after it."""
+    """Reads one number from a device without waiting for work that was queued after it."""
 
     def __init__(self, device: torch.device) -> None:
         self._copied = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._host: dict[torch.dtype, torch.Tensor] = {}
 
     def ask(self, value: torch.Tensor) -> Callable[[], float]:
-        """Begin to read; the function that is returned waits for the number."""
+        """Begin to read `value`; the returned function waits for the number."""
         value = value.detach()
         copied = self._copied
         if copied is None or value.device.type == "cpu":
@@ -74,11 +74,11 @@ class NumberReader:
 
 
 def moved(batch: Any, device: torch.device) -> Any:
-    """`batch` with every tensor in it on `device`; tuples, lists and dicts are gone through."""
+    """`batch` with every tensor in it on `device`; descends into tuples, lists and dicts."""
     if isinstance(batch, torch.Tensor):
         return batch.to(
             device, non_blocking=device.type != "cpu"
-        )  # the host would read before it has arrived
+        )  # not asynchronous: the host would read before the copy has arrived
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(moved(part, device) for part in batch))
     if isinstance(batch, tuple | list):

@@ -1,4 +1,4 @@
-"""What a loss or gradient that is not finite came from, and what to try: pure, from the weights and the losses before.
+"""Diagnoses a loss or gradient that is not finite, from the weights and the earlier losses; pure.
 
 No step is taken with a loss that is not finite, so the weights are those of the step before:
 
@@ -24,20 +24,20 @@ _GROWN_WEIGHT = 1e3  # trained weights are some orders smaller
 
 @dataclass(slots=True)
 class Course:
-    """How the loss of a run went so far."""
+    """The course of a run's loss so far."""
 
     first: float | None = None
     last: float | None = None
 
     def add(self, loss: float) -> None:
-        """The next one."""
+        """Add the next loss."""
         if self.first is None:
             self.first = loss
         self.last = loss
 
     @property
     def has_grown(self) -> bool:
-        """Whether it is much worse than it was."""
+        """Whether the loss has grown far beyond where it began."""
         if self.first is None or self.last is None:
             return False
         return self.last > _GROWN_LOSS * max(abs(self.first), 1e-3)

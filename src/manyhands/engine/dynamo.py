@@ -35,13 +35,13 @@ _NAME: Final = "torch._dynamo"
 _IDLE: Final[Mapping[str, Mapping[str, Callable[[], Any]]]] = {
     "compiled_autograd": {"_disable": nullcontext},  # around every gradient of torch.func
     "trace_rules": {"clear_lru_cache": lambda: None},  # of a process group that is made
-    "utils": {"get_optimize_ddp_mode": lambda: "ddp_optimizer"},  # as it is unless somebody sets it
+    "utils": {"get_optimize_ddp_mode": lambda: "ddp_optimizer"},  # its value unless something sets it
 }
-_DISABLED: Final = "__dynamo_disable"  # what torch keeps a function under that its compiler is to leave alone
+_DISABLED: Final = "__dynamo_disable"  # where torch keeps a function that its compiler must skip
 
 
 def defer() -> None:
-    """Put the stand-in in the place of `torch._dynamo`, unless that is imported already."""
+    """Install the stand-in for `torch._dynamo`, unless the real module is imported already."""
     if _NAME in sys.modules:
         return
     spec = importlib.util.find_spec(_NAME)
@@ -54,7 +54,7 @@ def defer() -> None:
 
 
 def optimizer_of(task: Task, model: nn.Module) -> Optimizer:
-    """The task's optimizer for a model, which imports nothing that only stepping it would need."""
+    """The task's optimizer for a model, made without the imports that only stepping it needs."""
     plain = getattr(Optimizer.add_param_group, "__wrapped__", None)
     if plain is None or _NAME in sys.modules or hasattr(plain, _DISABLED):
         return task.optimizer(model.parameters())
@@ -62,16 +62,16 @@ def optimizer_of(task: Task, model: nn.Module) -> Optimizer:
     try:
         return task.optimizer(model.parameters())
     finally:
-        vars(plain).pop(_DISABLED, None)  # another thread may have been first
+        vars(plain).pop(_DISABLED, None)  # another thread may have imported it first
 
 
 def is_deferred() -> bool:
-    """Whether the stand-in is still there."""
+    """Whether the stand-in is still installed."""
     return isinstance(sys.modules.get(_NAME), _StandIn)
 
 
 class _StandIn(ModuleType):
-    """A module with what eager training asks of `torch._dynamo`; asked for anything else, it is replaced by it."""
+    """Has what eager training uses of `torch._dynamo`; any other attribute imports the real module in its place."""
 
     def __init__(self, spec: importlib.machinery.ModuleSpec) -> None:
         super().__init__(_NAME, "torch._dynamo, not imported yet: see manyhands.engine.dynamo.")
@@ -97,8 +97,8 @@ class _StandIn(ModuleType):
         return dir(self.real())
 
     def real(self) -> ModuleType:
-        """The module itself, imported now if it was not."""
-        with vars(self)["_replacing"]:  # not held while importing, which has locks of its own
+        """The real module, imported on the first call."""
+        with vars(self)["_replacing"]:  # not held during the import, which takes locks of its own
             if sys.modules.get(_NAME) is self:
                 del sys.modules[_NAME]
                 vars(torch).pop("_dynamo", None)
@@ -110,7 +110,7 @@ class _StandIn(ModuleType):
     def _disable(
         self, fn: Callable[..., Any] | None = None, recursive: bool = True, **options: Any
     ) -> Callable[..., Any]:
-        """As torch's own methods are decorated (`torch._compile`); others get the real decorator."""
+        """Decorates torch's methods as `torch._compile` does; other uses get the real decorator."""
         if fn is None or options.get("wrapping", True):
             disabled: Callable[..., Any] = self.real().disable(fn, recursive, **options)
             return disabled
@@ -128,7 +128,7 @@ class _StandIn(ModuleType):
 
 
 class _Part:
-    """In the place of a submodule: what is `idle` while nothing is compiled; all else is the real one's."""
+    """Stand-in for a submodule: `idle` attributes work while nothing is compiled; others come from the real one."""
 
     def __init__(self, stand_in: _StandIn, name: str, idle: Mapping[str, Callable[[], Any]]) -> None:
         vars(self).update(_stand_in=stand_in, _name=name, _idle=idle)
@@ -146,7 +146,7 @@ class _Part:
 
 
 class _SubmoduleFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Has the real package imported before any submodule of it."""
+    """Import finder that imports the real package before any submodule of it."""
 
     def __init__(self, stand_in: _StandIn) -> None:
         self._stand_in = stand_in
@@ -168,13 +168,13 @@ class _SubmoduleFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return module.__spec__
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        """The submodule that is there, not a second one."""
+        """The submodule that is already imported, not a second one."""
         return sys.modules[spec.name]
 
     def exec_module(self, module: ModuleType) -> None:
-        """It has run; it gets back the specification that it was made from."""
+        """Restore the specification that the module was made from; it has run already."""
         vars(module)["__spec__"] = self._own.pop(module.__name__)
 
 
 def _graph_break(msg: str = "") -> None:
-    """Outside of compiled code the real one does nothing, too."""
+    """Does nothing, as the real function does outside of compiled code."""

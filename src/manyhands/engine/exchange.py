@@ -58,7 +58,7 @@ class LocalStep:
 
     @property
     def is_finite(self) -> bool:
-        """A worker without samples brings nothing, which is fine."""
+        """Whether the loss is finite; a worker without samples brings none, which is fine."""
         return self.share == 0 or math.isfinite(self.loss)
 
 
@@ -95,7 +95,7 @@ class PeerTraffic:
     received_ns: int = 0
 
     def add(self, more: PeerTraffic) -> None:
-        """What went over the same two workers by another way."""
+        """Add the traffic between the same two workers over another channel."""
         self.messages_sent += more.messages_sent
         self.bytes_sent += more.bytes_sent
         self.sent_ns = min((moment for moment in (self.sent_ns, more.sent_ns) if moment), default=0)
@@ -104,7 +104,7 @@ class PeerTraffic:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicrobatchTime:
-    """What one turn of a step took, of a worker that computes a batch in micro-batches with others; or a wait in it."""
+    """The time of one work item of a step computed in micro-batches with other workers, or of a wait in it."""
 
     begin_ns: int
     end_ns: int
@@ -120,7 +120,7 @@ class MicrobatchTime:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Times:
-    """Where the time of an exchange went, in nanoseconds, since the last look."""
+    """Where the time of an exchange went, in nanoseconds, since the last call."""
 
     exchange_ns: int = 0
     """Reducing and moving data."""
@@ -157,7 +157,7 @@ class Traffic:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SentFor:
-    """What was sent, by what it was for."""
+    """The bytes sent, by purpose."""
 
     gradients: Traffic = Traffic()
     """In steps: gradients or parameters, and with them a few words on the loss and who wants to stop."""
@@ -170,7 +170,7 @@ class SentFor:
 
     @property
     def total(self) -> Traffic:
-        """All of it."""
+        """The bytes sent for all purposes."""
         return self.gradients + self.control + self.checkpoints
 
     def __add__(self, more: SentFor) -> SentFor:
@@ -181,7 +181,7 @@ class SentFor:
         )
 
     def to_dict(self) -> dict[str, dict[str, int]]:
-        """As a worker tells it, and as it stands in a summary."""
+        """The form in which a worker reports it and a summary holds it."""
         return {
             one.name: {"bytes_sent": sent.bytes_sent, "messages_sent": sent.messages_sent}
             for one in fields(self)
@@ -190,7 +190,7 @@ class SentFor:
 
     @classmethod
     def from_dict(cls, told: Mapping[str, Mapping[str, int]]) -> SentFor:
-        """Back from what a worker told."""
+        """Read what `to_dict` wrote."""
         return cls(**{name: Traffic(**sent) for name, sent in told.items()})
 
 
@@ -217,7 +217,7 @@ class Exchange(ABC):
 
     @property
     def worker(self) -> int:
-        """Which worker this is, whoever else is there; its rank, where nobody comes or goes."""
+        """The identity of this worker; its rank, where the set of workers is fixed."""
         return self.rank
 
     @property
@@ -232,19 +232,19 @@ class Exchange(ABC):
 
     @property
     def copies(self) -> Sequence[Sequence[int]]:
-        """Workers, in groups, whose parameters must be the same after every step; none: nobody holds copies."""
+        """Groups of workers whose parameters must be equal after every step; empty where none holds copies."""
         return ()
 
     def held_parameters(self, model: nn.Module) -> Iterable[tuple[str, torch.Tensor | None]]:
-        """After `attach`: every parameter by name, in one order on all workers; None where another holds it."""
+        """After `attach`: every parameter by name, in one order on all workers; None for one that is remote."""
         return model.named_parameters()
 
     def held_buffers(self, model: nn.Module) -> Iterable[torch.Tensor]:
-        """After `attach`: the buffers that this worker computes with, in one order on all who compute with them."""
+        """After `attach`: the buffers that this worker computes with, in one order on all workers that use them."""
         return model.buffers()
 
     def total_of_copies(self, values: torch.Tensor) -> torch.Tensor:
-        """Collective: the sum over the workers who hold the same part of the model, one for each part of a batch."""
+        """Collective: the sum over the workers that hold the same part of the model, one for each part of a batch."""
         return self.total(values)
 
     @abstractmethod
@@ -252,11 +252,11 @@ class Exchange(ABC):
         """Collective: take over the model's gradients and give every worker worker 0's weights."""
 
     def whole(self, work: Callable[[], _T], *, steps_done: int, at_border: bool) -> _T:
-        """Collective: do `work`, all of it on every worker or nothing of it on any.
+        """Collective: do `work` completely on every worker, or on none.
 
-        Where workers come and go it is done again, by those who are there, if it was cut; so it changes nothing of this
-        worker before the last exchange in it is over. `steps_done` says what was trained before it, `at_border` whether
-        it is a step, before which new workers may join.
+        Where workers join and leave, interrupted work is repeated by the remaining ones. So `work` must change
+        nothing of this worker before the last exchange in it is over. `steps_done` says what was trained before it.
+        `at_border` says whether it is a step, before which new workers may join.
         """
         del steps_done, at_border
         return work()
@@ -269,7 +269,7 @@ class Exchange(ABC):
         compute = partial(computer.compute, model, step, self.part, self.parts, self.backward)
         if computer.plan.buffers != SYNCHRONIZE or self.parts == 1:
             return compute(accumulate=self.accumulate)
-        with self.accumulate():  # nothing else is summed while layers sum their statistics
+        with self.accumulate():  # no other sum is under way while layers sum their statistics
             found = compute()
         if not found.samples:
             raise UserError(
@@ -283,27 +283,27 @@ class Exchange(ABC):
         return self.total(values)
 
     def cannot_go_on(self, computer: Computer, step: int) -> str:
-        """Between steps, with `step` of them done: a sentence on why none may follow, the same on every worker.
+        """Between steps, with `step` of them done: why no step may follow, the same sentence on every worker.
 
-        Empty, as nearly always: the run goes on.
+        Usually empty: the run continues.
         """
         del computer, step
         return ""
 
     def step_samples(self, computer: Computer, step: int) -> int:
-        """How many samples all workers together have computed on in step `step`, which they have agreed on."""
+        """How many samples all workers together computed in step `step`, which they have agreed on."""
         return computer.batch_samples(step)
 
     def evaluate(self, computer: Computer, model: nn.Module) -> tuple[dict[str, float], int] | None:
-        """Collective: means over the evaluation data and the number of samples; each goes over its part."""
+        """Collective: means over the evaluation data and the number of samples; each worker evaluates its part."""
         return computer.evaluate(model, self.rank, self.world, self.total)
 
     def splits(self, task: Task) -> bool:
-        """Whether a loss or a gradient is put together from those of parts of a batch."""
+        """Whether a loss or a gradient is combined from those of parts of a batch."""
         return self.parts > 1 or task.microbatches > 1
 
     def evaluate_alike(self, computer: Computer, model: nn.Module) -> tuple[dict[str, float], int] | None:
-        """After `attach`, on every worker: means over all of the evaluation data, which are few."""
+        """After `attach`, on every worker: means over all of the evaluation data, which must be small."""
         return computer.evaluate(model)
 
     def begin(self, step: int) -> None:  # noqa: B027 - not everybody sends before `agree`
@@ -314,10 +314,10 @@ class Exchange(ABC):
         """Run backward for this worker's part of the batch, which weighs `share` of the whole."""
 
     def weigh(self, share: float) -> None:  # noqa: B027 - the whole has no shares
-        """Count backwards that are not run by `backward` as `share` of the whole, from the next one on."""
+        """Weigh backwards that are not run by `backward` as `share` of the whole, from the next one on."""
 
     def on_next_gradient(self, listener: Callable[[], None]) -> None:  # noqa: B027 - a single worker needs none
-        """Call `listener` once, at the first gradient that comes: so a backward that is not run here is noticed."""
+        """Call `listener` once, at the next gradient: this detects a backward that is not run here."""
 
     def accumulate(self) -> AbstractContextManager[None]:
         """While this is open, gradients of several backwards only add up; nothing is sent before the one after it."""
@@ -343,13 +343,13 @@ class Exchange(ABC):
 
     @abstractmethod
     def apply(self) -> None:
-        """Collective: take the agreed step; left out when a worker's loss was not finite."""
+        """Collective: take the agreed step; skipped when a worker's loss was not finite."""
 
     def settle(self, *, end: bool = False) -> bool:
-        """Collective where it is due: after the optimizer's step, make the workers' parameters the same; if it was due.
+        """Collective when due: after the optimizer's step, synchronize the parameters; says whether it was due.
 
-        At the `end` of a loop of one's own it is due if any step was taken since the last time. Whoever takes every
-        step together has nothing to do.
+        At the `end` of a caller's training loop it is due if any step was taken since the last synchronization.
+        Strategies that take every step together have nothing to do.
         """
         del end
         return False
@@ -358,8 +358,8 @@ class Exchange(ABC):
     def optimizer_state(self) -> dict[str, Any] | None:
         """Collective, between steps: the optimizer's whole `state_dict()` on worker 0, None on the others.
 
-        It is the same under every strategy, so a run may go on under another one. On the way back each worker loads
-        it into its optimizer as usual, before `attach` or between steps.
+        The format is the same under every strategy, so a run may continue under another one. On resume each worker
+        loads it into its optimizer as usual, before `attach` or between steps.
         """
 
     def model_state(self, model: nn.Module) -> Mapping[str, torch.Tensor] | None:
@@ -367,14 +367,15 @@ class Exchange(ABC):
         return model.state_dict() if self.rank == 0 else None
 
     def memory(self) -> Mapping[str, Any]:
-        """Collective, between steps: what a resumed run needs besides model and optimizer, on worker 0; else nothing.
+        """Collective, between steps: what a resumed run needs besides model and optimizer, on worker 0.
 
-        A tree of plain values and tensors, kept with the checkpoint; other strategies pass over it.
+        A tree of plain values and tensors, kept with the checkpoint; other strategies ignore it. Other workers get
+        nothing.
         """
         return {}
 
     def load_state(self, memory: Mapping[str, Any]) -> None:  # noqa: B027 - most remember nothing
-        """After `attach`, where the run goes on from a checkpoint: take over what `memory` gave, on every worker."""
+        """After `attach`, on every worker of a resumed run: load the state that `memory` gave."""
 
     @abstractmethod
     def total(self, values: torch.Tensor) -> torch.Tensor:
@@ -385,27 +386,27 @@ class Exchange(ABC):
         return Times()
 
     def traffic(self) -> Traffic:
-        """What was sent so far."""
+        """The traffic that this worker has sent so far."""
         return Traffic()
 
     def row_facts(self) -> Mapping[str, Any]:
-        """What the history's row of the step just taken says besides, the same on every worker: plain values."""
+        """Extra fields for the history's row of the last step, the same on every worker: plain values."""
         return {}
 
     def evaluation_facts(self) -> Mapping[str, Any]:
-        """What the history's row of the evaluation just made says besides, the same on every worker: plain values."""
+        """Extra fields for the history's row of the last evaluation, the same on every worker: plain values."""
         return {}
 
     def summary(self) -> Mapping[str, Any]:
-        """What this worker tells at the end of a run, besides its traffic: plain values."""
+        """What this worker reports at the end of a run besides its traffic: plain values."""
         return {}
 
     def close(self) -> None:  # noqa: B027 - most have something to let go of, the plain loop has not
-        """Let go of everything."""
+        """Release all resources; idempotent."""
 
 
 class SingleExchange(Exchange):
-    """The plain loop: nobody to exchange with."""
+    """The exchange of a single worker: the plain training loop, without communication."""
 
     rank = 0
     world = 1
@@ -415,7 +416,7 @@ class SingleExchange(Exchange):
         self._optimizer: Optimizer | None = None
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Remember both."""
+        """Keep the model and the optimizer for the steps."""
         self._model, self._optimizer = model, optimizer
 
     def backward(self, loss: torch.Tensor, share: float) -> None:
@@ -424,25 +425,25 @@ class SingleExchange(Exchange):
         weighted.backward()  # type: ignore[no-untyped-call]
 
     def agree(self, local: LocalStep) -> SharedStep:
-        """This worker's word is everyone's."""
+        """The agreed step of one worker: what it brought."""
         return SharedStep(loss=local.loss, bad_workers=() if local.is_finite else (0,), stop=local.stop)
 
     def clip(self, max_norm: float) -> float:
-        """What torch does."""
+        """Clip by torch's function."""
         assert self._model is not None, "attach comes before clip"
         return float(nn.utils.clip_grad_norm_(clippable(self._model.parameters()), max_norm))
 
     def apply(self) -> None:
-        """One optimizer step."""
+        """Take one optimizer step."""
         assert self._optimizer is not None, "attach comes before apply"
         self._optimizer.step()
         self._optimizer.zero_grad()
 
     def optimizer_state(self) -> dict[str, Any] | None:
-        """The optimizer's own."""
+        """The optimizer's `state_dict()`."""
         assert self._optimizer is not None, "attach comes before optimizer_state"
         return self._optimizer.state_dict()
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
-        """A sum of one."""
+        """The sum over one worker: `values`."""
         return values

@@ -1,4 +1,4 @@
-"""Strategies that are one `Exchange` in the common loop: in processes of one host, or in a loop of one's own."""
+"""Training by strategies that are one `Exchange` in the common loop: local processes or a caller's loop."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ExchangeTraining(ProcessTraining):
     @classmethod
     @abstractmethod
     def exchange(cls, strategy: Any, resources: Resources) -> Exchange:
-        """One worker's end of `strategy`, which is of the training's own kind."""
+        """One worker's exchange of `strategy`, which is of this training's kind."""
 
     @classmethod
     def exchange_across_hosts(cls, strategy: Any, resources: Resources) -> tuple[Exchange, Any]:
@@ -39,7 +39,7 @@ class ExchangeTraining(ProcessTraining):
 
     @classmethod
     def end(cls, strategy: Any, resources: Resources) -> Exchange:
-        """One worker's end, wherever the others are."""
+        """One worker's exchange, on one host or across hosts."""
         if not resources.several_hosts:
             return cls.exchange(strategy, resources)
         exchange, _ = cls.exchange_across_hosts(strategy.across_hosts(resources.hosts), resources)
@@ -54,7 +54,7 @@ class ExchangeTraining(ProcessTraining):
         worker_context: WorkerContext,
         checkpoints: CheckpointStore | None,
     ) -> Iterator[Train]:
-        """The common loop."""
+        """Run the common training loop in this worker."""
         with closing(cls.end(job.strategy, resources)) as exchange:
 
             def train(start: Loaded | None) -> tuple[Trained, Mapping[str, Any]]:
@@ -66,7 +66,7 @@ class ExchangeTraining(ProcessTraining):
 
 
 def exchanging(strategy: Strategy) -> type[ExchangeTraining]:
-    """The training of a strategy that is one exchange; UserError says what to use instead of another."""
+    """The training of a strategy that is one exchange; UserError, naming alternatives, for any other."""
     kind = training_class(strategy)
     if not issubclass(kind, ExchangeTraining) or strategy.instead_of_own_loop:
         raise UserError(
@@ -77,5 +77,5 @@ def exchanging(strategy: Strategy) -> type[ExchangeTraining]:
 
 
 def exchange_for(strategy: Strategy, resources: Resources) -> Exchange:
-    """One worker's end of `strategy` among the workers of one host."""
+    """One worker's exchange of `strategy` among the workers of one host."""
     return exchanging(strategy).exchange(strategy, resources)

@@ -1,4 +1,4 @@
-"""One run by processes that somebody else started: what the one that leads does, and what every other one does.
+"""One run by processes that were started externally: what the leader does, and what every other process does.
 
 rank 0     lead_company ── gather ── run_session ── gives out the run ──►
 rank r     join_company ── Training.take_part ─────────────────────────►  the same Run, but for its directory
@@ -57,7 +57,7 @@ def on_processes(strategy: Strategy, place: Place, workers: int | None) -> tuple
 
 @contextmanager
 def spoken_by(place: Place) -> Iterator[None]:
-    """Let the leader alone warn."""
+    """Context in which only the leader issues warnings."""
     with warnings.catch_warnings():
         if not place.leads:
             warnings.simplefilter("ignore")
@@ -67,9 +67,9 @@ def spoken_by(place: Place) -> Iterator[None]:
 def run_externally(
     request: Request, place: Place, out: str | Path | None, resume: bool, name: str | None = None
 ) -> Run:
-    """Take this process's part in a run of all; what came out, the same on each but for the directory.
+    """Take this process's part in a run; returns the same on each process but for the directory.
 
-    `name` is the run's, the same on each; None: by how often this process has called `fit`.
+    `name` is the run's, the same on each; None derives it from how often this process has called `fit`.
     """
     if place.world == 1:
         return run_session(request, out, resume)
@@ -132,7 +132,7 @@ def _follow(member: GroupMember, training: Training, model: nn.Module) -> Run:
 
 
 def _terms(request: Request, model: nn.Module) -> tuple[Term, ...]:
-    """What must be the same on every process, the most telling first."""
+    """What must be the same on every process, the most informative difference first."""
     config: dict[str, Any] = request.config(model)
     versions, plan = config.pop("versions"), request.plan
     first = {name: config.pop(name) for name in ("task", "strategy", "steps", "seed")}

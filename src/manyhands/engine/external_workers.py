@@ -1,8 +1,8 @@
-"""Workers that are processes somebody else started: how each is tied to the others, and what its leader hears.
+"""Workers that were started externally: how each connects to the others, and what reaches the leader.
 
-Every process runs the common loop itself, in its own main thread. What ties it to the others is shared memory on its
-host and links to other hosts (`worker_links`). The leader is worker 0, with a thread that hears the others
-(`ControlListener`): the first failure ends everybody's waits, and is what everybody tells.
+Every process runs the common loop in its main thread. It is connected to the others by shared memory on its host and
+by links to other hosts (`worker_links`). The leader is worker 0, with a thread that listens to the others
+(`ControlListener`): the first failure ends every worker's waits, and is the one that every worker reports.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _TOLD_S: Final = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeginTraining:
-    """What the leader tells the others before the first step."""
+    """The leader's message to the other workers before the first step."""
 
     resumes: bool
     """The state to go on from comes behind this."""
@@ -64,7 +64,7 @@ ORDERS: Final = TypedNotes(BeginTraining)
 
 
 def wait_for_orders(member: GroupMember) -> BeginTraining:
-    """What to begin with; PeerTimeout naming the leader if it says nothing, Aborted if the run is over."""
+    """Wait for the leader's first message; PeerTimeout if it does not come, Aborted if the run is over."""
     line = member.line
     deadline = time.monotonic() + member.timeout_s
     while True:
@@ -81,7 +81,7 @@ def wait_for_orders(member: GroupMember) -> BeginTraining:
 
 
 class ControlListener:
-    """The leader's thread that hears the others, from entering to leaving; the first failure ends all waits.
+    """The leader's thread that listens to the other workers, a context manager; the first failure ends all waits.
 
     `on_failure` is called in that thread, once.
     """
@@ -104,7 +104,7 @@ class ControlListener:
         self._thread = threading.Thread(target=self._run, name="manyhands hearing", daemon=True)
 
     def on_failure(self, act: Callable[[int, str], None]) -> None:
-        """Call `act(rank, sentence)` at the first failure; at once if there was one."""
+        """Call `act(rank, sentence)` at the first failure; at once if it has happened."""
         with self._changed:
             failure = self.failure
             if failure is None:
@@ -113,7 +113,7 @@ class ControlListener:
             act(failure.rank, failure.sentence)
 
     def wait_for_failure(self, timeout_s: float) -> Failure | None:
-        """The failure that ended the run, waiting so long for it."""
+        """The failure that ended the run; waits up to `timeout_s` for it."""
         with self._changed:
             self._changed.wait_for(lambda: self.failure is not None, timeout_s)
             return self.failure
@@ -141,7 +141,7 @@ class ControlListener:
         self._thread.join()
 
     def _run(self) -> None:
-        """Nobody else would hear of what is raised in this thread: it is the leader's failure."""
+        """Run the thread: an exception in it counts as the leader's failure, as nothing else would report it."""
         try:
             self._go()
         except Exception as error:
@@ -172,7 +172,7 @@ class ControlListener:
                 self._suspected(failure)
 
     def _suspected(self, failure: Failure) -> None:
-        """One that failed only because another did is believed if no cause follows."""
+        """Hold back a failure that may follow from another's; it is reported if no cause arrives."""
         if failure.is_consequence and self._suspect is None:
             self._suspect = failure, time.monotonic() + _CAUSE_S
         elif not failure.is_consequence:
@@ -181,7 +181,7 @@ class ControlListener:
     def _settle(self, failure: Failure) -> None:
         with self._changed:
             if self.failure is not None:
-                return
+                return  # the first failure stands: later ones may follow from it
             self.failure = failure
             acts, self._on_failure = self._on_failure, []
             self._changed.notify_all()
@@ -191,9 +191,9 @@ class ControlListener:
 
 
 class ExternalWorker(ABC):
-    """The surroundings of a worker that is a process of somebody else's; a context manager around its part.
+    """The worker context of an externally started process; a context manager around its part of the run.
 
-    Signals are looked at between steps and not raised anywhere: the others must hear of it.
+    Signals are polled between steps and not raised elsewhere, because the other workers must be told first.
     """
 
     def __init__(self, ring: EventRing) -> None:
@@ -203,7 +203,7 @@ class ExternalWorker(ABC):
         self._worker_links: WorkerLinks | None = None
 
     def linked_by(self, worker_links: WorkerLinks) -> None:
-        """What ties this worker to the others: whoever fails, or is missed, ends its waits."""
+        """Connect this worker's waits to its links: a worker that fails or misses heartbeats ends them."""
         self._worker_links = worker_links
         self.on_failure(worker_links.abort)
 
@@ -221,7 +221,7 @@ class ExternalWorker(ABC):
 
     @abstractmethod
     def on_failure(self, act: Callable[[int, str], None]) -> None:
-        """Have `act(rank, sentence)` end this worker's waits when another has failed."""
+        """Register `act(rank, sentence)`, which ends this worker's waits when another has failed."""
 
     @abstractmethod
     def stop_requested(self) -> bool:
@@ -229,7 +229,7 @@ class ExternalWorker(ABC):
 
     @abstractmethod
     def _end(self, error: BaseException) -> BaseException:
-        """What to raise instead of what ended this worker's part."""
+        """The exception to raise in place of the one that ended this worker's part."""
 
     def _raise_signals(self) -> None:
         if self._signals:
@@ -252,7 +252,7 @@ class ExternalWorker(ABC):
 
 
 class LeadingWorker(ExternalWorker):
-    """Worker 0, in the process that leads: what it tells goes straight to `fit`."""
+    """Worker 0, in the leading process: it reports directly to `fit`."""
 
     def __init__(
         self,
@@ -271,20 +271,20 @@ class LeadingWorker(ExternalWorker):
         self._asked_to_stop = False
 
     def on_failure(self, act: Callable[[int, str], None]) -> None:
-        """From the thread that hears the others."""
+        """Register `act` with the thread that listens to the others."""
         self._listener.on_failure(act)
 
     def mark(self, step: int, state: State, *, place: tuple[int, int] | None = None) -> None:
-        """Nobody waits for it to be told: it is here."""
+        """Record the status in this process; no message is needed."""
         del state, place
         self._step = step
 
     def note(self, note: WorkerNote) -> None:
-        """In the thread of `fit`, as everything that its callbacks hear."""
+        """Deliver a note in the thread of `fit`, as everything that callbacks receive."""
         self._stage.hear(note, self._rows)
 
     def hear_others(self) -> None:
-        """What others told meanwhile, in this thread."""
+        """Deliver what other workers reported meanwhile, in this thread."""
         said = self._listener.said
         while not said.empty():
             told = said.get()
@@ -294,7 +294,7 @@ class LeadingWorker(ExternalWorker):
                 self._stage.hear(NOTES.read(told), self._rows)
 
     def stop_requested(self) -> bool:
-        """Whether `fit` wants to stop; then the others are asked, too."""
+        """Whether `fit` requests a stop; if so, the other workers are asked, too."""
         self._raise_signals()
         self.hear_others()
         wanted = self._stage.stop_wanted()
@@ -321,26 +321,26 @@ class LeadingWorker(ExternalWorker):
 
 
 class MemberWorker(ExternalWorker):
-    """Another worker: what it tells goes over its line."""
+    """A worker other than the leader: it reports over its control connection."""
 
     def __init__(self, line: ControlConnection) -> None:
         super().__init__(line.ring)
         self._line = line
 
     def mark(self, step: int, state: State, *, place: tuple[int, int] | None = None) -> None:
-        """Over the line, a few times a second."""
+        """Send the status over the control connection, a few times a second at most."""
         self._line.mark(step, state, place=place)
 
     def note(self, note: WorkerNote) -> None:
-        """Over the line, in order."""
+        """Send a note over the control connection, in order."""
         self._line.send(NOTES.write(note))
 
     def on_failure(self, act: Callable[[int, str], None]) -> None:
-        """From the line's thread."""
+        """Register `act` with the thread of the control connection."""
         self._line.on_over(lambda broken: act(broken.rank, broken.sentence))
 
     def stop_requested(self) -> bool:
-        """Whether the leader asked for it."""
+        """Whether the leader requested a stop."""
         self._raise_signals()
         return self._line.stop_requested()
 
@@ -351,9 +351,9 @@ class MemberWorker(ExternalWorker):
 def _tell_failure(
     error: BaseException, line: ControlConnection, silent: tuple[int, str] | None
 ) -> BaseException:
-    """Tell the leader what ended a process that it leads; what to raise: the run's end, where this only follows.
+    """Report to the leader what ended this process; returns what to raise, the run's failure if this follows.
 
-    One that fell silent is named if the leader, who may be cut off as well, does not say what happened.
+    A peer without heartbeat is named if the leader, which may be cut off as well, does not say what happened.
     """
     over, follows = line.over, isinstance(error, Aborted | PeerTimeout | WorkerFailed)
     missed = silent if follows else None
@@ -374,7 +374,7 @@ def _is_signal(error: BaseException) -> bool:
 
 
 def _as_failure(error: BaseException, name: str, step: int) -> BaseException:
-    """What the leader raises of an error of its own: as that of any worker, with its traceback."""
+    """An error of the leader as WorkerFailed, like any worker's, with its traceback."""
     if not isinstance(error, Exception) or isinstance(error, WorkerFailed):
         return error
     reported = report(error, step)

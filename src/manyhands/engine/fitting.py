@@ -73,7 +73,7 @@ def fit(
     from manyhands.places.ray.cluster import RayCluster
 
     options = options or Options()
-    options.security()  # a bad certificate is told before anything is trained
+    options.security()  # a bad certificate is reported before anything is trained
     ray_cluster = RayCluster.parse(cluster) if cluster is not None else None
     place = place_among_others()
     if place is not None and ray_cluster is not None:
@@ -102,7 +102,7 @@ def fit(
 
 
 def _require_fixed_size(strategy: Strategy, options: Options) -> None:
-    """UserError where a run that has no cluster is to follow the size of one."""
+    """UserError where a run without a cluster is asked to follow the size of one."""
     follows = options.max_workers is not None or (
         options.min_workers is not None and not strategy.goes_on_with_fewer
     )
@@ -142,10 +142,10 @@ def fit_or_kept(
 
 
 def await_workers(strategy: Strategy, modules: Sequence[str] = (), *, compiled: bool = False) -> None:
-    """Have what workers need imported, and `modules` too, in the process that they will be forked from.
+    """Import what workers need, and `modules`, in the template process that they will be forked from.
 
-    Returns at once; nothing happens where the strategy starts no processes. `fit` does it first of all; whoever reads
-    data before it calls `fit` does it before that.
+    Returns at once; does nothing where the strategy starts no processes. `fit` calls it first. A caller that reads
+    data before `fit` calls it before reading.
     """
     if strategy.forks_workers(compiled=compiled) and place_among_others() is None:
         expect((*STRATEGIES[strategy.word].modules, *modules))
@@ -153,7 +153,7 @@ def await_workers(strategy: Strategy, modules: Sequence[str] = (), *, compiled: 
 
 
 def place_among_others() -> Place | None:
-    """Where this process stands among several that somebody else started; None where it is not one of them."""
+    """This process's place among several that were started externally; None where it is not one of them."""
     if not may_be_started_externally():
         return None
     from manyhands.places.external.process_place import current

@@ -1,8 +1,8 @@
-"""What a `fit` takes of its host before it starts: the size of a task, and who holds how many copies of what.
+"""Estimates what a `fit` takes of its host before it starts: the size of a task, and the copies of each part.
 
-Who holds what of a model is the strategy's to say (`Strategy.needs`); to that come processes, events, data, and two
-rings for each pair of workers that talk over links. Everything is a lower bound: activations, and data that are no
-arrays, are not counted.
+The strategy says which parts of a model each process holds (`Strategy.needs`). Processes, events, data, and two rings
+for each pair of linked workers are added. Everything is a lower bound: activations, and data that are not arrays, are
+not counted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["PER_LINK", "Sizes", "cost_of", "sizes_of"]
 PER_LINK = Amount(memory_bytes=2 * DEFAULT_CAPACITY_BYTES, descriptors=3)
 """Of a link between two workers: a ring in each direction; the descriptors are its memory and two lifelines."""
 
-_RING_BYTES = 1 << 20  # events of one worker, and what else is small
+_RING_BYTES = 1 << 20  # events of one worker, and other small parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,9 +47,9 @@ class Sizes:
 
 
 def sizes_of(task: Task | KernelTask, model: nn.Module, *, on_host: bool = True) -> Sizes:
-    """What is known of a task without computing anything; `model` is one that it has built.
+    """The sizes of a task, without computing anything; `model` is one that it has built.
 
-    What a device of its own holds takes nothing of the host. What is compiled keeps all its state in the model.
+    What is held on a separate device takes nothing of the host. A compiled task keeps all its state in the model.
     """
     if isinstance(task, KernelTask):
         return Sizes(parameters=_bytes_of(model.parameters()), gradients=0)
@@ -85,13 +85,13 @@ def cost_of(strategy: Strategy, sizes: Sizes, *, threads: int, compiled: bool = 
     if strategy.truth is Truth.SHARES:
         own = max(own, model.weights)  # as it is built, before it is cut
     once = Amount(memory_bytes=kept)
-    others = sum(strategy.processes(1).values())  # but one worker; and the template that all are forked from
+    others = sum(strategy.processes(1).values())  # but one worker; and the template of all forks
     cost = of_processes(memory_bytes=own + _RING_BYTES, threads=threads, others=others, once=once + data)
     return replace(cost, per_pair=PER_LINK) if strategy.uses_links else cost
 
 
 def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
-    """Of all tensors, a storage that several share once."""
+    """The bytes of all tensors, a storage that several share counted once."""
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
         for tensor in tensors
@@ -101,10 +101,10 @@ def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _state_copies(task: Task, model: nn.Module) -> int:
-    """How many numbers the optimizer keeps for each parameter, as far as that is known by its settings."""
+    """How many numbers the optimizer keeps per parameter, as far as its settings tell."""
     try:
         optimizer = optimizer_of(task, model)
-    except Exception:  # the worker that builds it says what is wrong, with the user's own stack
+    except Exception:  # the worker that builds it reports the error, with the user's stack
         return 0
     return max((_copies(optimizer, group) for group in optimizer.param_groups), default=0)
 
@@ -118,7 +118,7 @@ def _copies(optimizer: Optimizer, group: Mapping[str, Any]) -> int:
 
 
 def _data_bytes(data: Any) -> int:
-    """Of arrays, and of datasets and containers that hold nothing else."""
+    """The bytes of arrays, and of datasets and containers that hold nothing else."""
     match data:
         case torch.Tensor() | np.ndarray():
             return int(data.nbytes)

@@ -1,4 +1,4 @@
-"""Rows of a run's history in the order of their steps, whoever tells them first. Pure."""
+"""Orders the rows of a run's history by step, whichever worker reports them first. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["RowsInOrder"]
 
 
 class RowsInOrder:
-    """Gives rows of the history on in the order of their steps; an evaluation comes after the steps it has seen."""
+    """Releases rows of the history in step order; an evaluation comes after the steps that it has seen."""
 
     def __init__(self, steps_done: int = 0) -> None:
         self._given = steps_done
@@ -18,7 +18,7 @@ class RowsInOrder:
         self._count = 0
 
     def add(self, rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Take rows of any worker; those that are complete up to their step."""
+        """Add rows of any worker; returns those that are complete up to their step."""
         for row in rows:
             self._count += 1
             heapq.heappush(self._waiting, (row["step"], "metrics" in row, self._count, row))
@@ -32,5 +32,5 @@ class RowsInOrder:
         return ready
 
     def rest(self) -> list[dict[str, Any]]:
-        """What still waits for steps that never came, as after a failure."""
+        """The rows that still wait for steps that never came, as after a failure."""
         return [heapq.heappop(self._waiting)[-1] for _ in range(len(self._waiting))]

@@ -20,7 +20,7 @@ __all__ = ["Keeping", "Kept", "last_kept"]
 
 @dataclass(frozen=True, kw_only=True)
 class Keeping:
-    """Where a workload's run is kept: its directory, and whether to go on with what is there."""
+    """Where a workload's run is kept: its directory, and whether to resume from it."""
 
     out: Path
     resume: bool = False

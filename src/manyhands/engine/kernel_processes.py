@@ -1,4 +1,4 @@
-"""Compiled steps in worker processes: a strategy says on which memory."""
+"""Compiled steps in worker processes, on the memory that the strategy chooses."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ class KernelProcesses(ProcessTraining):
     @classmethod
     @abstractmethod
     def assemble(cls, task: KernelTask, strategy: Strategy, group: SharedGroup) -> tuple[KernelStep, Control]:
-        """Collective, in a worker's process: its step, and what the workers agree on in memory that they share."""
+        """Collective, in a worker's process: its compiled step, and the control block that the workers share."""
 
     def resume(self, directory: RunDirectory, config: Mapping[str, Any]) -> int | None:
-        """From the newest checkpoint, with the same options."""
+        """Resume from the newest checkpoint, with the same options."""
         require_same_options(directory, config)
         return super().resume(directory, config)
 
     def run(self, stage: Stage) -> Result:
-        """Compile once here, so that workers do not each compile."""
+        """Compile once in the launcher, so that workers do not each compile, then run."""
         kernel_task(self._request.plan).warm()
         return super().run(stage)
 
     def gather(self, finished: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, Any]]:
-        """Each worker has samples of its own."""
+        """Gather the results of workers that each count their samples."""
         told = overlap_told([one["overlap"] for one in finished])
         return sum(one["samples"] for one in finished), told
 
@@ -56,7 +56,7 @@ class KernelProcesses(ProcessTraining):
         worker_context: WorkerContext,
         checkpoints: CheckpointStore | None,
     ) -> Iterator[Train]:
-        """One worker, from joining the group to the last step."""
+        """Run one worker, from joining the group to the last step."""
         with closing(resources.group()) as group:
             step, control = cls.assemble(kernel_task(job.plan), job.strategy, group)
             with closing(step):

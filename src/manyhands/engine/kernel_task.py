@@ -42,7 +42,7 @@ class Portion:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Taken:
-    """What came of a portion on one worker."""
+    """What one worker did with a portion."""
 
     loss: float
     """The sum of the losses that count here, each before its own update."""
@@ -62,9 +62,9 @@ class Taken:
 
 
 class KernelStep(ABC):
-    """One worker's way to take a portion, on memory of its own or of all; `close` is idempotent.
+    """One worker's compiled step, on private or shared memory; `close` is idempotent.
 
-    The `state_dict()` of `model` is all that a run needs to go on; it is whole and up to date after `gather`.
+    The `state_dict()` of `model` is all that a run needs to continue; it is complete and current after `gather`.
     """
 
     shares_memory: ClassVar[bool] = True
@@ -78,29 +78,29 @@ class KernelStep(ABC):
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing is left to do, so that the run ends before its last step: the same on all workers.
+        """Whether training has converged, so that the run ends before its last step: the same on all workers.
 
-        It may become so with the last step of a pass, and is asked where the workers meet after it.
+        It may become true with the last step of a pass, and is asked at the synchronization after it.
         """
         return False
 
     @abstractmethod
     def take(self, portion: Portion) -> Taken:
-        """Move the memory by the records of `portion`."""
+        """Update the memory by the records of `portion`."""
 
     @abstractmethod
     def fill(self) -> None:
-        """Give the memory the values that a run begins with; where all share it, worker 0 does."""
+        """Initialize the memory for a new run; worker 0 does so where all share it."""
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """The same with what a checkpoint holds."""
+        """Fill the memory from a checkpoint's `state`."""
         self.model.load_state_dict(state)
 
     def gather(self) -> None:  # noqa: B027 - where one memory is all there is
-        """Collective: make `model` on worker 0 the whole, where workers hold parts of it."""
+        """Collective: complete `model` on worker 0, where workers hold parts of it."""
 
     def close(self) -> None:
-        """Let go of files and of memory that others share."""
+        """Release files and shared memory."""
         if self.segment is not None:
             self.segment.close()
 
@@ -118,49 +118,49 @@ class KernelTask(ABC):
     @property
     @abstractmethod
     def samples(self) -> int:
-        """Records of one pass."""
+        """The number of records in one pass."""
 
     @property
     @abstractmethod
     def batch_size(self) -> int:
-        """Records of one step; the last of a pass may have fewer."""
+        """The number of records in one step; the last step of a pass may have fewer."""
 
     @property
     @abstractmethod
     def epochs(self) -> int:
-        """How often `fit` goes through them unless told."""
+        """The number of passes that `fit` makes by default."""
 
     @property
     @abstractmethod
     def options(self) -> Mapping[str, Any]:
-        """What it was made of, as JSON; a run is resumed with the same."""
+        """The options it was made from, as JSON; a run is resumed with the same."""
 
     @property
     @abstractmethod
     def record_bytes(self) -> float:
-        """What reading one record reads, about."""
+        """About how many bytes reading one record reads."""
 
     @property
     @abstractmethod
     def advice(self) -> str:
-        """What to change where the loss is not finite."""
+        """Advice for a loss that is not finite."""
 
     @abstractmethod
     def model(self) -> nn.Module:
-        """Fresh memory, as `nn.Module` whose parameters are the whole state; not filled yet."""
+        """New memory as an `nn.Module` whose parameters are the whole state; not filled yet."""
 
     @abstractmethod
     def shared_model(self, segment: Segment, offset: int) -> nn.Module:
-        """The same on memory that all share, as it is there."""
+        """The same module on shared memory, with the contents that are there."""
 
     @property
     @abstractmethod
     def num_bytes(self) -> int:
-        """What `shared_model` takes."""
+        """The bytes that `shared_model` takes."""
 
     @abstractmethod
     def step(self, model: nn.Module, turn: Turn) -> KernelStep:
-        """The step on this memory, which others may be changing: one goes through the gate that `turn` describes."""
+        """The step on this memory, which others may be changing; `turn` describes the gate that orders steps."""
 
     @abstractmethod
     def warm(self) -> None:
@@ -171,11 +171,11 @@ class KernelTask(ABC):
         return step
 
     def step_on_copies(self, group: SharedGroup, control_bytes: int) -> KernelStep:
-        """The step where every worker has a copy and a part of each batch; `compiled_for` says whether there is one."""
+        """The step where every worker has a copy and a part of each batch; `compiled_for` says whether it exists."""
         raise self._refusal(group, control_bytes)
 
     def step_on_slices(self, group: SharedGroup, control_bytes: int) -> KernelStep:
-        """The step where every worker has some dimensions; `compiled_for` says whether there is one."""
+        """The step where every worker has some dimensions; `compiled_for` says whether it exists."""
         raise self._refusal(group, control_bytes)
 
     def _refusal(self, _group: SharedGroup, _control_bytes: int) -> UserError:
@@ -183,14 +183,14 @@ class KernelTask(ABC):
 
     @abstractmethod
     def for_strategy(self, strategy: Strategy, workers: int) -> AnyTask:
-        """The task as it is trained by `strategy`: itself, or a `Task` where that moves gradients.
+        """The task as `strategy` trains it: itself, or a `Task` where the strategy exchanges gradients.
 
         UserError where strategy, workers and options do not go together.
         """
 
     @property
     def passes(self) -> Passes:
-        """A step's row says what it weighs."""
+        """The pass structure of a run: the number of steps in one pass; a step's row says what it weighs."""
         return Passes(steps=-(-self.samples // self.batch_size))
 
     def portion(self, step: int) -> Portion:
@@ -200,7 +200,7 @@ class KernelTask(ABC):
         return Portion(begin, min(begin + self.batch_size, self.samples), passed)
 
     def checkpoint_every(self, steps: int) -> int:
-        """Ten times a run, or more seldom where they would cost much time: a large memory, or a run of moments."""
+        """The checkpoint interval: ten per run, or fewer where the memory is large or the run is very short."""
         written = self.num_bytes + _CHECKPOINT_BYTES
         seldom = CHECKPOINT_SHARE * written / (self.record_bytes * self.batch_size)
         return max(1, math.ceil(max(steps / 10, seldom)))

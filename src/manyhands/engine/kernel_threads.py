@@ -1,7 +1,7 @@
-"""Compiled steps in threads of the caller's process, on one memory: they run without the interpreter's lock.
+"""Compiled steps in threads of the caller's process, on one memory; they run without the GIL.
 
-The caller's own thread listens, so that a signal is heard at once: the others finish the step that they are in, save,
-and then it is raised.
+The caller's thread waits for notes, so that it sees a signal at once: the worker threads finish their step and save,
+and then the signal is raised.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from manyhands.places.local.status import State
 
 __all__ = ["KernelThreads"]
 
-_LOOK_S = 0.2  # how soon a signal is seen
+_LOOK_S = 0.2  # the interval at which signals are polled
 
 
 class KernelThreads(Training):
-    """Trains a kernel task in threads; the order is that of the strategy."""
+    """Trains a kernel task in threads, in the strategy's order."""
 
     def resume(self, directory: RunDirectory, config: Mapping[str, Any]) -> int | None:
-        """From the newest checkpoint, with the same options."""
+        """Resume from the newest checkpoint, with the same options."""
         require_same_options(directory, config)
         return super().resume(directory, config)
 
     def run(self, stage: Stage) -> Result:
-        """Compile, start the threads, listen to them, and give the memory that they trained on."""
-        kernel_task(self._request.plan).warm()  # not in the time that is measured
+        """Compile, start the threads, process their notes, and return the memory that they trained on."""
+        kernel_task(self._request.plan).warm()  # compiling is not part of the measured time
         workers = self._request.workers
         rows = RowsInOrder(self._start.step if self._start is not None else 0)
         with ExitStack() as stack:
@@ -68,7 +68,7 @@ class KernelThreads(Training):
             )
 
     def _work(self, rank: int, hands: _Hands, stage: Stage) -> Trained:
-        """One thread, from joining the group to the last step."""
+        """Run one thread, from joining the group to the last step."""
         request, worker_context = self._request, _Thread(hands, rank)
         task, order = kernel_task(request.plan), request.strategy.record_order
         assert order is not None, "threads share one memory"
@@ -94,7 +94,7 @@ class KernelThreads(Training):
 
 
 class _Hands:
-    """The threads of one run, and what they tell the thread that started them."""
+    """The threads of one run, and their notes to the thread that started them."""
 
     def __init__(self, files: SharedGroupFiles, rings: list[EventRing]) -> None:
         self.files = files
@@ -106,12 +106,12 @@ class _Hands:
         self._errors: list[BaseException] = []
 
     def run(self, work: Any, stage: Stage, rows: RowsInOrder) -> list[Trained]:
-        """Run `work(rank)` in a thread each; what is raised here is raised when none of them is left."""
+        """Run `work(rank)` in a thread each; an exception is raised once no thread is left."""
 
         def life(rank: int) -> None:
             try:
                 self._ended[rank] = work(rank)
-            except BaseException as error:  # whatever it was, it is the caller's to see
+            except BaseException as error:  # any error reaches the caller
                 self._errors.append(error)
                 self.files.abort(rank)
             finally:
@@ -121,9 +121,7 @@ class _Hands:
             threading.Thread(target=life, args=(rank,), name=f"hand-{rank}", daemon=True)
             for rank in range(self.files.world)
         ]
-        with (
-            counted_signals() as presses
-        ):  # one that came between taking a note and keeping it would lose rows
+        with counted_signals() as presses:  # one between taking a note and keeping it would lose rows
             try:
                 self._run(threads, stage, rows, presses)
             except BaseException as error:
@@ -133,7 +131,7 @@ class _Hands:
                 raise
         for thread in threads:
             thread.join()
-        if self._errors:  # those that were ended by the first say no more than that
+        if self._errors:  # errors that follow from the first one add nothing
             raise next((one for one in self._errors if not isinstance(one, Aborted)), self._errors[0])
         return [self._ended[rank] for rank in range(self.files.world)]
 
@@ -149,7 +147,7 @@ class _Hands:
                 raise as_exception(presses[0])
 
     def _hear(self, stage: Stage, rows: RowsInOrder) -> int:
-        """Take the next note, if there is one soon; 1 where it was a thread's last."""
+        """Process the next note, if one comes soon; 1 where it was a thread's last."""
         try:
             note = self.notes.get(timeout=_LOOK_S)
         except queue.Empty:
@@ -162,7 +160,7 @@ class _Hands:
         return 0
 
     def _end(self, threads: list[threading.Thread], presses: list[int]) -> None:
-        """All finish their step and save; whoever presses again does not wait for that."""
+        """Have all threads finish their step and save; a second interrupt does not wait for that."""
         started = [thread for thread in threads if thread.ident is not None]
         known = len(presses)
         try:
@@ -178,7 +176,7 @@ class _Hands:
             raise
 
     def _hear_the_rest(self, stage: Stage, rows: RowsInOrder, error: BaseException) -> None:
-        """Take what was told before the end: the history up to the checkpoint is whole, whoever objects again."""
+        """Process the notes from before the end, so that the history up to the checkpoint is complete."""
         while not self.notes.empty():
             try:
                 self._hear(stage, rows)
@@ -187,7 +185,7 @@ class _Hands:
 
 
 class _Thread:
-    """The surroundings of a worker that is a thread."""
+    """The worker context of a worker that is a thread."""
 
     def __init__(self, hands: _Hands, rank: int) -> None:
         self.record = hands.rings[rank].record
@@ -195,4 +193,4 @@ class _Thread:
         self.stop_requested = hands.stop.is_set
 
     def mark(self, step: int, state: State, *, place: tuple[int, int] | None = None) -> None:
-        """Nobody waits for a thread by looking at a board."""
+        """Does nothing: no status table is kept for threads."""

@@ -1,4 +1,4 @@
-"""Imported by a process that others are forked from: kernels that workers of every strategy run, loaded once for all.
+"""Imported by the template process that workers are forked from: loads the kernels that all strategies use.
 
 They are loaded by being compiled for their types or called for no bytes; nothing here computes. Where they are not
 compiled yet, workers do that themselves.

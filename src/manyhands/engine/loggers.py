@@ -29,7 +29,7 @@ _MLFLOW_VALUE_LENGTH = 250  # of a parameter, in the oldest servers
 
 
 class _RowLogger(Callback):
-    """Takes the rows of a run: steps every so many, evaluations always."""
+    """Base of the loggers: receives a run's rows, every so many steps and every evaluation."""
 
     def __init__(self, every: int = 1) -> None:
         if not isinstance(every, int) or every < 1:
@@ -38,18 +38,18 @@ class _RowLogger(Callback):
         self._every = every
 
     def on_step(self, row: Mapping[str, Any]) -> bool | None:
-        """Loss and seconds."""
+        """Log loss and seconds of a step."""
         if row["step"] % self._every == 0:
             self._take(_flat(row))
         return None
 
     def on_evaluate(self, row: Mapping[str, Any]) -> bool | None:
-        """Every metric."""
+        """Log every metric of an evaluation."""
         self._take(_flat(row))
         return None
 
     def _take(self, row: dict[str, Any]) -> None:
-        """The next row, its metrics beside the rest."""
+        """Log the next row, with its metrics as columns."""
         raise NotImplementedError
 
 
@@ -90,7 +90,7 @@ class CsvLogger(_RowLogger):
             self._file = None
 
     def _take(self, row: dict[str, Any]) -> None:
-        """A line; a full disk costs the file and not the run."""
+        """Write a line; a full disk costs the file and not the run."""
         if self._file is None:
             return
         new = [name for name in _names([row]) if name not in self._columns]
@@ -113,7 +113,7 @@ class CsvLogger(_RowLogger):
             return list(csv.DictReader(file))
 
     def _write_anew(self, columns: list[str], rows: Iterable[Mapping[str, Any]]) -> None:
-        """The whole file, in the place of what is there: whoever reads it meanwhile sees one or the other."""
+        """Replace the whole file atomically: a reader sees the old file or the new one."""
         lines = _lines(columns, [dict(zip(columns, columns, strict=True)), *rows])
         write_atomically(self._path, [lines.encode()])
         if self._file is not None:
@@ -192,7 +192,7 @@ class MlflowLogger(_RowLogger):
         self._run_id: str | None = None
 
     def on_begin(self, beginning: Beginning) -> None:
-        """Make the run."""
+        """Start the MLflow run."""
         if self._uri is not None:
             self._mlflow.set_tracking_uri(self._uri)
         if self._experiment is not None:
@@ -202,7 +202,7 @@ class MlflowLogger(_RowLogger):
             self._mlflow.log_params(_parameters(beginning.config))
 
     def on_end(self, run: Run | None, error: BaseException | None) -> None:
-        """End the run, by a word of MLflow's."""
+        """End the run with MLflow's status word."""
         del run
         if self._run_id is None:
             return
@@ -215,7 +215,7 @@ class MlflowLogger(_RowLogger):
 
 
 def _why(error: OSError | WriteFailed) -> str:
-    """What the system says, without the path, which is named already."""
+    """The system's message without the path, which is named already."""
     cause = error.__cause__ if isinstance(error, WriteFailed) else error
     return reason(cause) if isinstance(cause, OSError) else str(error)
 
@@ -230,7 +230,7 @@ def _import(logger: str, name: str) -> Any:
 
 
 def _values(row: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a flat row by name, but for its step; a loss that is not told is none."""
+    """The numbers of a flat row by name, without its step; a loss that is not reported is left out."""
     return {
         name: value
         for name, value in row.items()
@@ -239,13 +239,13 @@ def _values(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of the history with its metrics beside the rest; lists and tables, as of who took part, are left out."""
+    """A row of the history with its metrics as columns; lists and tables are left out."""
     plain = {name: value for name, value in row.items() if not isinstance(value, list | Mapping)}
     return {**plain, **row.get("metrics", {})}
 
 
 def _names(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Of all columns besides the first ones, in the order in which they came."""
+    """The names of all columns besides the fixed ones, in order of appearance."""
     return list(dict.fromkeys(name for row in rows for name in row if name not in _FIRST_COLUMNS))
 
 
@@ -257,7 +257,7 @@ def _lines(columns: list[str], rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _cell(value: Any) -> Any:
-    """Not a number is an empty cell, as readers of tables have it."""
+    """A CSV cell; NaN is an empty cell, as readers of tables expect."""
     return "" if isinstance(value, float) and math.isnan(value) else value
 
 

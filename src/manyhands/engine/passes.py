@@ -14,9 +14,9 @@ PASS_LOSS = "pass_loss"
 
 
 class PassLosses:
-    """Puts a row with the mean loss of a pass after the row of the step that was its last to come.
+    """Adds a row with the mean loss of a pass after the row of the last step of the pass to arrive.
 
-    `known` are rows of the same run from before, which have theirs.
+    `known` are earlier rows of the same run, which have theirs.
     """
 
     def __init__(self, passes: Passes, known: Iterable[dict[str, Any]] = ()) -> None:
@@ -25,7 +25,7 @@ class PassLosses:
         self.add(known)
 
     def add(self, rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Rows as they come, of any step, and those that they complete."""
+        """Take rows of any steps; returns them with the rows of the passes that they complete."""
         out = []
         for row in rows:
             out.append(row)

@@ -1,6 +1,6 @@
-"""Imported by the process that workers are forked from: what workers of every strategy import.
+"""Imported by the template process that workers are forked from: what workers of every strategy import.
 
-What those of one strategy need besides, the registry says.
+The registry names what one strategy needs besides.
 
 Nothing here may compute; see `places.local.forking`.
 """
@@ -18,5 +18,5 @@ MODULES: Final = ("manyhands.places.local.role_process", "manyhands.engine.loade
 
 defer()
 import_module("numpy.ma")  # numba asks of the first array that a kernel gets whether it is one of these
-for _module in MODULES:  # after the compiler was put off
+for _module in MODULES:  # after the compiler's import was deferred
     import_module(_module)

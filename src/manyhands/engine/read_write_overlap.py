@@ -1,4 +1,4 @@
-"""How many steps of others came between a worker's reading of one memory and its writing, over all workers. Pure."""
+"""How many steps of other workers fell between a worker's read of shared memory and its write. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["overlap_summary", "overlap_told"]
 
 
 def overlap_summary(workers: Sequence[Mapping[Any, int]]) -> dict[str, Any]:
-    """Steps of others between reading and writing: their number, by how many steps had so many, over all workers."""
+    """A histogram over all workers: steps of others between read and write, and how many steps had so many."""
     overlap: collections.Counter[int] = collections.Counter()
     for counts in workers:
         overlap.update({int(number): count for number, count in counts.items()})
@@ -23,5 +23,5 @@ def overlap_summary(workers: Sequence[Mapping[Any, int]]) -> dict[str, Any]:
 
 
 def overlap_told(workers: Sequence[Mapping[Any, int]]) -> dict[str, Any]:
-    """What a summary says of it: nothing of one worker, or where it was not counted."""
+    """The summary's entry; empty for one worker, or where nothing was counted."""
     return {"overlap": overlap_summary(workers)} if len(workers) > 1 and any(workers) else {}

@@ -1,9 +1,9 @@
-"""Whether a task's loss is the mean over its batch, as `Task.reduction` says: found by comparing parts with the whole.
+"""Checks that a task's loss is the mean or sum that `Task.reduction` declares, by comparing parts with the whole.
 
-A batch that is split is put together from the losses of its parts, by their sizes. That is right for a mean. A sum
-would train another model, and nothing would look wrong. So, before the first step, the loss of a few samples is
-compared with the mean loss of their halves and thirds: a mean is the same, a sum is a half and a third of it. A loss
-that is neither, such as a contrastive one, is left alone.
+A split batch is combined from the losses of its parts, weighted by size. That is right for a mean. A sum would train
+another model without any visible error. So, before the first step, the loss of a few samples is compared with the
+mean loss of their halves and thirds: a mean is the same, a sum is a half and a third of it. A loss that is neither,
+such as a contrastive one, is accepted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["require_reduction"]
 _TRIALS: Final = ((12, (2, 3)), (6, (2, 3)), (4, (2, 4)), (2, (2,)))
 """How many samples are tried, where there are so many, and in how many parts: a loss of another kind may look like a
 sum in one of them (that of two pairs is, for one that is the logarithm of the size)."""
-_CLOSE: Final = 0.05  # samples that are drawn anew may differ
+_CLOSE: Final = 0.05  # samples that are drawn again may differ
 
 Evaluate = Callable[[Computer], tuple[dict[str, float], int] | None]
 """Means over the evaluation data of this computer's task, with the model at hand."""
@@ -71,7 +71,7 @@ def require_reduction(computer: Computer, worker: int, model: nn.Module, evaluat
 
 
 def _judge(task: Task, samples: int, losses: Sequence[float], counts: Sequence[int]) -> None:
-    """`losses` has that of all samples, and then the mean loss of so many parts of them, for each of `counts`."""
+    """Judge the loss of all samples against the mean loss of `counts` parts of them; raises UserError."""
     whole, *parts = losses
     if not (math.isfinite(whole) and whole):
         return
@@ -91,7 +91,7 @@ def _judge(task: Task, samples: int, losses: Sequence[float], counts: Sequence[i
 
 
 def _few_samples(task: Task) -> tuple[Subset[Any], tuple[int, ...]] | None:
-    """Some samples of the data, and in how many equal parts they are compared; None where there are too few."""
+    """Some samples of the data, and the numbers of equal parts to compare; None where there are too few."""
     most, smallest = _TRIALS[0][0], _TRIALS[-1][0]
     if task.own is not None:
         return None
@@ -114,7 +114,7 @@ def _few_samples(task: Task) -> tuple[Subset[Any], tuple[int, ...]] | None:
 
 
 def _without_errors(loss: Callable[[nn.Module, Any], Tensor]) -> Callable[[nn.Module, Any], Tensor]:
-    """A loss that need not work outside of training is not a number there, and nothing is said about it."""
+    """The loss, or NaN without an error where it does not work outside of training."""
 
     def tried(model: nn.Module, batch: Any) -> Tensor:
         try:

@@ -1,4 +1,4 @@
-"""What a worker does besides its steps, whatever the strategy: evaluate, save, and tell the launcher the history."""
+"""What a worker does besides its steps, for every strategy: evaluate, save, and report the history."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from manyhands.task import Task
 __all__ = ["NOTES", "Peers", "Reporter", "Saved", "WorkerContext", "WorkerNote", "is_due"]
 
 _ROWS_EVERY_S = 0.1
-_ROWS_KEPT = 4096  # of one that may have to tell them in another's place: more than comes in that time
+_ROWS_KEPT = 4096  # kept by a worker that may have to report them for another: more than arrive in that time
 
 Evaluate = Callable[[nn.Module], tuple[dict[str, float], int] | None]
 """Collective: (model) -> means over the evaluation data and the number of samples."""
@@ -41,7 +41,7 @@ class Saved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerNote:
-    """What a worker tells the launcher: rows of the run's history, a checkpoint, and a remark for its user."""
+    """A worker's message to the launcher: rows of the history, a checkpoint, and a notice for the user."""
 
     rows: tuple[Mapping[str, Any], ...] = ()
     saved: Saved | None = None
@@ -52,7 +52,7 @@ NOTES = TypedNotes(WorkerNote)
 
 
 class WorkerContext(Protocol):
-    """What a worker tells the world and asks of it; `fit` provides it."""
+    """A worker's interface to the process that started it, for reports and stop requests; `fit` provides it."""
 
     def record(
         self,
@@ -71,25 +71,25 @@ class WorkerContext(Protocol):
         """Write one event; its step is the global batch, from 0."""
 
     def mark(self, step: int, state: State, *, place: tuple[int, int] | None = None) -> None:
-        """Say where this worker is, for those who wait for it; in a pipeline at which (stage, micro-batch), too."""
+        """Set this worker's status, which waiting peers show; in a pipeline with its (stage, micro-batch)."""
 
     def note(self, note: WorkerNote) -> None:
         """Send something to the launcher."""
 
     def stop_requested(self) -> bool:
-        """Whether the launcher asked to stop early."""
+        """Whether the launcher requested an early stop."""
 
 
 class Peers(Protocol):
-    """What an evaluation and a checkpoint ask of all workers together; a strategy provides it."""
+    """The collective operations that evaluations and checkpoints need; a strategy provides them."""
 
     @property
     def rank(self) -> int:
-        """This worker's."""
+        """This worker's rank."""
 
     @property
     def world(self) -> int:
-        """How many there are."""
+        """The number of workers."""
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
         """Collective: the sum over all workers of a small float64 vector."""
@@ -104,14 +104,14 @@ class Peers(Protocol):
         """What this worker has sent so far."""
 
     def memory(self) -> Mapping[str, Any]:
-        """Collective: what the exchange itself remembers from step to step, on worker 0."""
+        """Collective: the state that the exchange keeps from step to step, on worker 0."""
 
 
 class Reporter:
     """One worker's reports; the launcher gets rows in portions, ten times a second at most.
 
-    All workers are given `checkpoints` or none is: saving is collective, though worker 0 alone writes. `evaluate` goes
-    over the task's evaluation data, where it has some.
+    All workers are given `checkpoints` or none is: saving is collective, though worker 0 alone writes. `evaluate`
+    runs on the task's evaluation data, where it has some.
     """
 
     def __init__(
@@ -125,14 +125,14 @@ class Reporter:
         keeps_rows: bool = False,
         facts: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
-        """With `keeps_rows`, every worker is given all rows; worker 0 tells them, and who follows it the newest.
+        """With `keeps_rows`, every worker gets all rows; worker 0 reports them, and its successor the newest.
 
-        `facts` says what the row of an evaluation has besides its metrics.
+        `facts` gives the extra fields of an evaluation's row.
         """
         self._facts = facts
         self._evaluate = evaluate
         self._keeps_rows = keeps_rows
-        self._owed: int | None = None  # the step of a checkpoint that worker 0 writes just now
+        self._owed: int | None = None  # the step of the checkpoint that worker 0 is writing
         self._plan = plan
         self._peers = peers
         self._worker_context = worker_context
@@ -142,7 +142,7 @@ class Reporter:
         self._began_ns = time.monotonic_ns()
         self._reached = 0
         self._evaluated: dict[str, float] = {}
-        self._failed_to_save = False  # and said so
+        self._failed_to_save = False  # and reported it
         self._patience = StoppingCount(plan.stopping) if plan.stopping is not None else None
         self._scheduler: LRScheduler | None = None
         self.saving = Traffic()
@@ -157,9 +157,9 @@ class Reporter:
         extra: Mapping[str, Any] | None = None,
         scheduler: LRScheduler | None = None,
     ) -> None:
-        """Training begins now, with `step` steps done and what the checkpoint says besides.
+        """Start the clock of training, with `step` steps done and the checkpoint's `extra`.
 
-        `scheduler` advances with the evaluations, on every worker alike.
+        `scheduler` advances with the evaluations, identically on every worker.
         """
         self._reached = step
         self._scheduler = scheduler
@@ -168,23 +168,23 @@ class Reporter:
         if scheduler is not None and extra and "scheduler" in extra:
             scheduler.load_state_dict(extra["scheduler"])
         self._began_ns = time.monotonic_ns()
-        if extra and "began_ns" in extra:  # from a worker of this host, who has trained before this one came
+        if extra and "began_ns" in extra:  # sent by a worker of this host that trained before this one joined
             self._began_ns, self._evaluated = extra["began_ns"], dict(extra["evaluated"])
 
     @property
     def seconds(self) -> float:
-        """Since training began."""
+        """Seconds since training began."""
         return (time.monotonic_ns() - self._began_ns) / 1e9
 
     def next_due(self, step: int) -> int:
-        """The number of steps after which all workers have something to do together next, at the end at the latest."""
+        """The number of steps after which the next collective action is due, at the latest the end of the run."""
         plan = self._plan
         evaluates = plan.evaluate_every if plan.task.evaluation is not None else 0
         saves = plan.checkpoint_every if self._checkpoints is not None else 0
         return min([plan.steps, *(step - step % every + every for every in (evaluates, saves) if every)])
 
     def uses_model(self, step: int, *, last: bool) -> bool:
-        """Whether `after` is going to evaluate or save the model after `step` steps, or the run ends with them."""
+        """Whether `after` will evaluate or save the model after `step` steps, or the run ends with them."""
         plan, before = self._plan, self._reached
         evaluates = plan.task.evaluation is not None and is_due(before, step, plan.evaluate_every)
         saves = self._checkpoints is not None and is_due(before, step, plan.checkpoint_every)
@@ -193,14 +193,14 @@ class Reporter:
     def after(self, step: int, model: nn.Module, called: nn.Module, *, last: bool) -> bool:
         """Collective: do what is due after `step` steps; `called` is `model` as it is computed with.
 
-        What became due in steps since the last call, after which the workers were not alike, is done now. Returns
-        whether the run ends here because an evaluation says so, on every worker the same.
+        Actions that became due since the last call, while the workers were not synchronized, are done now. Returns
+        whether an evaluation ends the run here, the same on every worker.
         """
         plan, before = self._plan, self._reached
         ends, due = False, is_due(before, step, plan.evaluate_every)
         if last or due:
             ends = self.evaluate(step, called, decides=due)
-        self._reached = step  # not before: an evaluation that was cut is made again
+        self._reached = step  # only now: an interrupted evaluation is repeated
         last = last or ends
         if self._checkpoints and (last or is_due(before, step, plan.checkpoint_every)):
             self._save(step, model, self._checkpoints)
@@ -208,11 +208,11 @@ class Reporter:
         return ends
 
     def evaluate(self, step: int, called: nn.Module, *, decides: bool = False) -> bool:
-        """Collective: every worker evaluates its share of the evaluation batches; all learn the means.
+        """Collective: every worker evaluates its share of the evaluation batches; all get the means.
 
-        Where it `decides`, a schedule that goes by evaluations advances, and those that were not better are counted:
-        returns whether there were so many that the run is to end. One that a longer run would not have made there, as
-        at the end of a run, decides nothing, or a run that is resumed would be another.
+        With `decides`, a schedule that depends on evaluations advances, and evaluations without improvement are
+        counted: returns whether they end the run. An evaluation that a longer run would not have made at this step,
+        as at the end of a run, must not decide; a resumed run would otherwise differ.
         """
         peers = self._peers
         if self._plan.task.evaluation is None or self._evaluate is None:
@@ -246,7 +246,7 @@ class Reporter:
             self._scheduler.step(self._evaluated[task.scheduler_metric])  # type: ignore[arg-type]
 
     def _save(self, step: int, model: nn.Module, checkpoints: CheckpointStore) -> None:
-        """Collective: worker 0 writes what the others may have a part of."""
+        """Collective: worker 0 writes the checkpoint, of whose state the others may hold parts."""
         self._worker_context.mark(step, State.SAVING)
         begin, before = time.monotonic_ns(), self._peers.traffic()
         optimizer_state, model_state = self._peers.optimizer_state(), self._peers.model_state(model)
@@ -277,7 +277,7 @@ class Reporter:
         self._worker_context.record(EventKind.CHECKPOINT, begin, time.monotonic_ns() - begin, step=step - 1)
 
     def _kept(self) -> dict[str, Any]:
-        """What goes on from evaluation to evaluation."""
+        """The state that evaluations carry into a checkpoint."""
         kept: dict[str, Any] = {}
         if self._patience is not None:
             kept["early_stopping"] = self._patience.state()
@@ -286,21 +286,21 @@ class Reporter:
         return kept
 
     def for_newcomers(self) -> dict[str, Any]:
-        """What a worker has to know that joins now: as a checkpoint's `extra`, and on this host's clock.
+        """What a worker that joins now needs: as a checkpoint's `extra`, on this host's clock.
 
-        Rows up to now are told here, for the newcomer has none of them and may be worker 0 from now on.
+        Sends the rows up to now first, because the new worker has none of them and may become worker 0.
         """
         self._send()
         return {**self._kept(), "began_ns": self._began_ns, "evaluated": dict(self._evaluated)}
 
     def save_owed(self, step: int, model: nn.Module) -> None:
-        """Write the checkpoint of `step` that was worker 0's to write, if it is this worker's now."""
+        """Write the checkpoint of `step` that the old worker 0 did not finish, if this is worker 0 now."""
         if self._owed == step and self._checkpoints is not None and self._peers.rank == 0:
             self._owed = None
             self._save(step, model, self._checkpoints)
 
     def add(self, **row: Any) -> None:
-        """A row of the run's history."""
+        """Add a row to the run's history."""
         self._rows.append(row)
 
     def send(self, *, now: bool = False) -> None:
@@ -319,5 +319,5 @@ class Reporter:
 
 
 def is_due(before: int, step: int, every: int) -> bool:
-    """Whether what happens after `every` steps, 0 for never, is due in the steps after `before` up to `step`."""
+    """Whether an action of interval `every` (0: never) is due in the steps after `before` up to `step`."""
     return every > 0 and step // every > before // every

@@ -1,4 +1,4 @@
-"""What a run is asked to be: the request that is complete and makes sense."""
+"""The request for a run: checked and complete."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _USUAL_ROUNDS = 10
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Length:
-    """How long a run is to be, said in one of three units; in none: as long as its task says."""
+    """The length of a run in one of three units; in none, the task's default."""
 
     steps: int | None = None
     """Global batches."""
@@ -41,7 +41,7 @@ class Length:
     """Of a strategy that counts them."""
 
     def require_one(self) -> None:
-        """UserError where it is said twice, or is no number of at least 1."""
+        """UserError where two units are given, or the number is not an integer of at least 1."""
         said = {name: getattr(self, name) for name in ("steps", "epochs", "rounds")}
         said = {name: value for name, value in said.items() if value is not None}
         for name, value in said.items():
@@ -53,7 +53,7 @@ class Length:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What was asked for, checked and complete."""
+    """A request for a run, checked and complete."""
 
     plan: TrainingPlan
     strategy: Strategy
@@ -72,7 +72,7 @@ class Request:
         options: Options,
         device: str,
     ) -> Request:
-        """Check what was asked for and fill in the rest."""
+        """Check the arguments and fill in the defaults."""
         check_count("workers", workers)
         task = task.for_strategy(strategy, workers)
         strategy.check(workers, device, compiled=task.compiled)
@@ -130,7 +130,7 @@ class Request:
         return cls(plan=plan, strategy=strategy, workers=workers, samples=samples, options=options)
 
     def config(self, model: nn.Module) -> dict[str, Any]:
-        """What config.json holds."""
+        """The contents of config.json."""
         return {
             "task": self.plan.task.name,
             "task_options": self.plan.task.options,
@@ -239,7 +239,7 @@ def _steps_of_stream(task: Task, length: Length, strategy: Strategy) -> int:
 
 
 def _dealt(task: Task, strategy: Strategy, workers: int) -> Task:
-    """The task with its data shared out, where every worker reads its own."""
+    """The task with its data distributed, where every worker reads its own."""
     own, parts = task.own, strategy.shares(workers)
     if own is None:
         return task

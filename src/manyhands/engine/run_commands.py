@@ -1,4 +1,4 @@
-"""What somebody may ask of a run while it goes on."""
+"""Commands to a run under way."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ MORE_WORKERS = 16
 
 @dataclass(frozen=True, slots=True)
 class AddWorker:
-    """One worker more, in a slot of its own: the next number, from the number of workers at the start on."""
+    """Add one worker, in a new slot: the next number, counted from the initial number of workers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoveWorker:
-    """The worker in this slot finishes what it owes, and leaves."""
+    """Remove the worker in this slot, once it has finished its pending work."""
 
     slot: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Command:
-    """A change of the workers; `done` gets the slot that it is about."""
+    """A change of the workers; `done` receives the slot that it concerns."""
 
     change: AddWorker | RemoveWorker | None
     """None: end the run."""

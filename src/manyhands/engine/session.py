@@ -1,4 +1,4 @@
-"""One run from what was asked for to what came out. Knows strategies through `Training` alone."""
+"""One run, from the request to the result. Knows strategies through `Training` alone."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def run_session(
     process_group: ProcessGroup | None = None,
     train: Callable[[Request, nn.Module], Training] | None = None,
 ) -> Run:
-    """Train what is asked for; in the directory `out`, if there is one, by the `process_group` that is here. See `fit`.
+    """Train as requested, in the directory `out` if given, with the `process_group` of this process. See `fit`.
 
     `train` makes the training, where that is not the strategy's own.
     """
     with preserved(), ExitStack() as stack:
         seed_all(request.plan.seed)
         model = request.plan.task.model()
-        if process_group is None:  # else the processes are there already
+        if process_group is None:  # else the processes exist already
             check_capacity_for(request, model)
         _advise(request, model)
         train = train or training_class(request.strategy, compiled=request.plan.task.compiled)
@@ -79,12 +79,12 @@ def run_session(
             return session.run(training, beginning)
         except UserError:
             if directory is not None and not resume and not session.history:
-                directory.discard()  # what was refused can be asked for again, put right, in the same place
+                directory.discard()  # a rejected request can be corrected and repeated in the same directory
             raise
 
 
 def _close(directory: RunDirectory) -> None:
-    """Let go of the directory; that the last rows may not be synced is no reason to give up what was trained."""
+    """Close the directory; a failed sync of the last rows must not discard what was trained."""
     try:
         directory.close()
     except WriteFailed as error:
@@ -92,7 +92,7 @@ def _close(directory: RunDirectory) -> None:
 
 
 def check_capacity_for(request: Request, model: nn.Module) -> None:
-    """Overload where the workers do not fit on this host, before anything is made for them; `model` is the task's."""
+    """Overload where the workers do not fit on this host, before resources are made; `model` is the task's."""
     if request.options.allow_overload or request.strategy.most_workers == 1:
         return
     task, on_host = request.plan.task, request.plan.device == "cpu"
@@ -102,9 +102,9 @@ def check_capacity_for(request: Request, model: nn.Module) -> None:
 
 
 def _advise(request: Request, model: nn.Module) -> None:
-    """Say it where a strategy is used for what it is not made for."""
+    """Warn where a strategy is used for what it does not suit."""
     task = request.plan.task
-    sparse = bool(task.sparse) or task.compiled  # what is compiled moves a record's rows alone
+    sparse = bool(task.sparse) or task.compiled  # a compiled step moves only a record's rows
     sparse = sparse or any(getattr(m, "sparse", False) is True for m in model.modules())
     advice = request.strategy.advice(request.workers, sparse=sparse)
     if advice:
@@ -114,7 +114,7 @@ def _advise(request: Request, model: nn.Module) -> None:
 def _open_directory(
     training: Training, request: Request, model: nn.Module, out: str | Path | None, resume: bool
 ) -> tuple[RunDirectory | None, int | None]:
-    """The run's directory, where it has one, and the number of steps that it goes on from."""
+    """The run's directory, where it has one, and the number of steps to resume from."""
     if out is None:
         return None, None
     config = request.config(model)
@@ -138,7 +138,7 @@ def _open_directory(
 
 
 def _hand_over(directory: RunDirectory, request: Request, config: Mapping[str, Any]) -> None:
-    """Where the strategy or the number of workers changes: have what the run kept in a form that fits any."""
+    """Convert a kept run to a portable checkpoint, where the strategy or the number of workers changes."""
     if all(directory.config.get(name) == config[name] for name in ("strategy", "workers")):
         return
     before = Strategy.parse(str(directory.config.get("strategy")))
@@ -148,7 +148,7 @@ def _hand_over(directory: RunDirectory, request: Request, config: Mapping[str, A
 
 
 class _Session:
-    """One run under way: collects what a training tells, and makes a `Run` of it."""
+    """One run under way: collects what a training reports, and makes a `Run` of it."""
 
     def __init__(
         self,
@@ -175,7 +175,7 @@ class _Session:
             )
 
     def run(self, training: Training, beginning: Beginning) -> Run:
-        """Train, and tell the callbacks how it begins and ends."""
+        """Train, and call the callbacks at the beginning and the end."""
         try:
             self._listeners.begin(beginning)
             run = self._train(training)
@@ -186,7 +186,7 @@ class _Session:
         return run
 
     def _train(self, training: Training) -> Run:
-        """Run the training and put everything in its place."""
+        """Run the training and store its results."""
         began = time.monotonic()
         sharing = sharing_sentence(self._request.plan.device, self._request.workers)
         self._notes += [*training.notes, *([sharing] if sharing is not None else [])]
@@ -230,12 +230,12 @@ class _Session:
             try:
                 self._directory.write_summary(summary)
             except WriteFailed as error:
-                self._say(str(error))  # the notes of the summary at hand have it
+                self._say(str(error))  # the notes of this summary have it
         path = self._directory.path if self._directory is not None else None
         return Run(model=result.model, history=self.history, summary=summary, path=path)
 
     def _say(self, sentence: str) -> None:
-        """Tell the user now, and again in the summary."""
+        """Show a notice now, and again in the summary."""
         self._notes.append(sentence)
         _log.warning("%s", sentence)
 
@@ -256,20 +256,20 @@ class _Session:
         self._require_stoppable()
 
     def _stop_wanted(self) -> bool:
-        """Whether a callback wants the run to end, or whoever started it in the background."""
+        """Whether a callback, or the owner of a background run, requests a stop."""
         stop_request, commands = self._listeners.stop_request, self._request.options.commands
         if stop_request is not None:
             self._who_stops = self._who_stops or stop_request.name
         if (
             commands is not None and not self._request.strategy.can_change_workers
-        ):  # else the training obeys them
+        ):  # else the training handles them
             while not commands.empty():
                 commands.get().done.set_result(-1)
                 self._who_stops = self._who_stops or "Running.stop"
         return bool(self._who_stops)
 
     def _require_stoppable(self) -> None:
-        """Where a strategy cannot end all workers after one step, a callback that asks for a stop ends the run."""
+        """A stop request ends the run where the strategy cannot end all workers after one step."""
         stop_request, reason = self._listeners.stop_request, self._request.strategy.cannot_stop
         if reason and stop_request is not None and stop_request.step < self._request.plan.steps:
             how = (
@@ -287,7 +287,7 @@ class _Session:
             self._say(sentence)
 
     def _take_event(self, event: Mapping[str, Any]) -> None:
-        """Something happened to a member: keep it, and say it where it is more than a start."""
+        """Keep an event of a worker, and show it where it is more than a start."""
         self._clock.heard([event])
         if self._directory is not None:
             self._keep(self._members, {"unix_s": time.time(), **event})
@@ -295,12 +295,12 @@ class _Session:
             _log.warning(event["sentence"])
 
     def _add_how_to_go_on(self, error: ManyhandsError, training: Training) -> None:
-        """Let what ended the run end with the command that goes on, where a checkpoint is there to go on from."""
+        """Append the resume command to the error that ended the run, where a checkpoint exists."""
         if self._directory is None or self._request.options.resume_command == "":
             return
         try:
             step = training.kept_step(self._directory)
-        except CorruptCheckpoint:  # resuming will name the damage; this error says why the run ended
+        except CorruptCheckpoint:  # resuming will report the damage; this error says why the run ended
             return
         if step:
             way = f"{self._kept(step, self._directory)}; go on with: {self._command(self._directory)}"
@@ -315,7 +315,7 @@ class _Session:
         return f"fit(…, out={str(directory.path)!r}, resume=True)" if asked is None else asked
 
     def _tell_interruption(self, number: Signals, training: Training) -> None:
-        """One line: what ended the run, what is kept of it, and how to go on."""
+        """Print one line: what ended the run, what is kept, and how to resume."""
         directory = self._directory
         if directory is None:
             kept, how = "nothing was kept, because the run has no directory (out=)", ""
@@ -372,13 +372,13 @@ class _Session:
 
 
 class _TrainingClock:
-    """Seconds since training began, on the time base of the rows that tell of it."""
+    """Seconds since training began, on the time base of the reported rows."""
 
     def __init__(self) -> None:
         self._began_s: float | None = None
 
     def heard(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Take the newest of rows that were told just now: the one that took the shortest way is the nearest."""
+        """Update from rows that have just arrived: the one with the least delay is the most accurate."""
         told = [row["at_s"] for row in rows if row.get("at_s")]
         if told:
             began_s = time.monotonic() - max(told)
@@ -386,5 +386,5 @@ class _TrainingClock:
 
     @property
     def seconds(self) -> float:
-        """0 before training began."""
+        """The seconds; 0 before training began."""
         return 0.0 if self._began_s is None else time.monotonic() - self._began_s

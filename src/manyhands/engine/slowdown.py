@@ -1,4 +1,4 @@
-"""Stragglers on purpose: `worker=1,factor=5` slows a worker always.
+"""Simulated stragglers: `worker=1,factor=5` slows a worker always.
 
 `probability=0.1` slows it at random steps only, `from=400` from that global batch on.
 

@@ -1,4 +1,4 @@
-"""What a strategy fills to be trained by: one class, made for one run in the process that called `fit`.
+"""The interface that a strategy implements to be trained by: one object per run, in the process of `fit`.
 
     fit ── makes ──►  Training(request, model)
         ── resume ─►  where the kept run can go on
@@ -41,7 +41,7 @@ __all__ = ["Result", "Stage", "Training", "training_class"]
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What came of a training."""
+    """The result of a training."""
 
     model: nn.Module
     """The final weights, on the CPU."""
@@ -63,7 +63,7 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """What `fit` gives a training: where its rows and events go, who looks on, and the run's directory."""
+    """What `fit` gives a training: sinks for rows and events, views, and the run's directory."""
 
     request: Request
     directory: RunDirectory | None
@@ -89,7 +89,7 @@ class Stage:
     """The processes of the run, where somebody else started them; this one leads."""
 
     def hear(self, note: WorkerNote, order: RowsInOrder | None = None) -> None:
-        """Take what a worker tells: rows of the history, put into `order`, and what to tell the user."""
+        """Process a worker's note: its rows of the history, through `order`, and its notices for the user."""
         rows = [dict(row) for row in note.rows]
         self.take_rows(order.add(rows) if order is not None else rows)
         if note.saved is not None:
@@ -99,7 +99,7 @@ class Stage:
 
     @property
     def run_path(self) -> Path | None:
-        """Where the run is kept."""
+        """The path of the run's directory."""
         return self.directory.path.absolute() if self.directory is not None else None
 
     def collector(
@@ -108,7 +108,7 @@ class Stage:
         workers: int | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> Collector:
-        """Gathers what these rings record by `clock`; the first `workers` of them are workers (None: all)."""
+        """A collector of the events in these rings by `clock`; the first `workers` rings are workers' (None: all)."""
         from manyhands.observe.analyse.collect import Collector
 
         directory = self.directory.events_path if self.directory is not None else None
@@ -116,7 +116,7 @@ class Stage:
 
     @contextmanager
     def view(self, collector: Collector) -> Iterator[None]:
-        """Shows the run while this is open, if somebody wants to see it."""
+        """Context in which the run is shown, if a view was requested."""
         from manyhands.observe.draw.showing import showing
 
         options, steps = self.request.options, self.request.plan.steps
@@ -129,16 +129,16 @@ class Stage:
             collector.flush()  # the last picture is of the end
 
     def checkpoints(self) -> CheckpointStore | None:
-        """Where checkpoints go, where the run is kept."""
+        """Where checkpoints go; None where the run is not kept."""
         if self.directory is None:
             return None
         return self.directory.checkpoints(self.request.options.keep_checkpoints)
 
 
 class Training(ABC):
-    """One strategy's way through a run; `resume` at most once, then `run` once.
+    """One strategy's training of a run; `resume` is called at most once, then `run` once.
 
-    In a process that another one leads, `take_part` once instead.
+    In a process that another one leads, `take_part` is called once instead.
     """
 
     can_take_part: ClassVar[bool] = False
@@ -159,9 +159,9 @@ class Training(ABC):
         return cls
 
     def resume(self, directory: RunDirectory, config: Mapping[str, Any]) -> int | None:
-        """Find what to go on from: the number of global batches that it has seen; None if nothing was kept.
+        """Find what to resume from: the number of global batches that it has seen; None if nothing was kept.
 
-        What the directory holds beyond that is removed. `config` is this run's; UserError where it does not fit what is
+        Removes what the directory holds beyond that. `config` is this run's; UserError where it does not fit what is
         kept.
         """
         del config
@@ -176,15 +176,15 @@ class Training(ABC):
 
     @classmethod
     def hand_over(cls, directory: RunDirectory, plan: TrainingPlan, strategy: Any) -> None:
-        """Before a run of this strategy goes on under another one, or with another number of workers.
+        """Prepare a kept run of this strategy to continue under another one, or with another number of workers.
 
-        The newest of what is kept becomes a checkpoint that any strategy can go on from, where it is none yet. `plan`
-        is of the run to come, `strategy` of the one before; UserError where what is kept fits no other.
+        The newest kept state becomes a checkpoint that any strategy can load, unless it is one. `plan` is of the run
+        to come, `strategy` of the one before; UserError where the state fits no other.
         """
         del directory, plan, strategy
 
     def _require_steps_left(self, directory: RunDirectory, done: int) -> None:
-        """UserError where fewer steps are asked for than are done: what is kept stays as it is."""
+        """UserError where fewer steps are requested than are done; what is kept stays unchanged."""
         steps = self._request.plan.steps
         if done > steps and steps < directory.config["steps"]:  # a shard may have done some twice
             raise UserError(
@@ -211,20 +211,20 @@ class Training(ABC):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What resuming found worth telling."""
+        """Notices from resuming."""
         return tuple(f"{damage}" for damage in self._start.skipped) if self._start is not None else ()
 
     def take_part(self, member: GroupMember) -> None:
-        """Be one role of a run that another process leads, to its end; only where it `can_take_part`."""
+        """Run one role of a run that another process leads, to its end; only where it `can_take_part`."""
         raise UserError(f"strategy={self._request.strategy} has no part for {member.line.name}")
 
     @abstractmethod
     def run(self, stage: Stage) -> Result:
-        """Train to the end; when it returns or raises, no process, memory or file of it is left."""
+        """Train to the end; after it returns or raises, no process, memory or file of it is left."""
 
 
 def training_class(strategy: Strategy, *, compiled: bool = False) -> type[Training]:
-    """The class that trains by `strategy`; of tasks whose step is compiled, UserError where there is none."""
+    """The class that trains by `strategy`; for a compiled task, UserError where there is none."""
     found = STRATEGIES[strategy.word].load_training(compiled=compiled)
     if found is None:
         raise UserError(f"strategy {strategy} moves gradients, and this task's step is compiled")

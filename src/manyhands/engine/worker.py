@@ -1,7 +1,7 @@
-"""One worker's training: the loop that every strategy runs, in a process of its own or in the caller's.
+"""One worker's training loop, for every strategy, in a worker process or in the caller's.
 
 It fetches this worker's share of each global batch, computes, and leaves the rest to the strategy's `Exchange`. Times
-are taken before the exchange, so that a straggler shows as itself and not as everyone.
+are taken before the exchange, so that a straggler's delay is booked to the straggler and not to all.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = ["Trained", "Trainer"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trained:
-    """What one worker ended with."""
+    """The final state of one worker."""
 
     model: nn.Module
     steps_done: int
@@ -121,7 +121,7 @@ class Trainer:
             self._worker_context.mark(first, State.EVALUATING)
             alike = partial(self._exchange.evaluate_alike, model=called)
             require_reduction(self._computer, self._exchange.worker, model, alike)
-            self._exchange.take_times()  # no part of the first step
+            self._exchange.take_times()  # not part of the first step
         step, settled, stopped = first, first, self._is_over(first)
         while step < self._plan.steps and not stopped:
             shared = self._exchange.whole(
@@ -132,7 +132,7 @@ class Trainer:
                 self._refuse(shared, step, first, model)
                 return self._trained(model, step - 1, stopped=True)
             if not shared.settled:
-                continue  # what is done together waits until the workers are alike
+                continue  # collective work waits until the workers are synchronized
             stopped = (shared.stop and step < self._plan.steps) or self._is_over(step)
             last = stopped or step == self._plan.steps
             checks = last or is_due(settled, step, self._plan.check_every)
@@ -143,7 +143,7 @@ class Trainer:
             together = partial(self._together, step, model, called, checks=checks, last=last)
             ends = self._exchange.whole(together, steps_done=step, at_border=False)
             stopped = stopped or (ends and not last)
-            self._exchange.take_times()  # what was done together is no part of the next step
+            self._exchange.take_times()  # collective work is not part of the next step
         if step == first:
             evaluate = partial(self._reporter.evaluate, step, called)
             self._exchange.whole(evaluate, steps_done=step, at_border=False)
@@ -155,20 +155,20 @@ class Trainer:
         return self._trained(model, step, stopped, weights)
 
     def sent(self) -> SentFor:
-        """What this worker has sent so far, by what it was for."""
+        """The bytes that this worker has sent so far, by purpose."""
         steps, saving = self._in_steps, self._reporter.saving
         between = self._exchange.traffic() - steps - saving
         return SentFor(gradients=steps, control=between, checkpoints=saving)
 
     def _is_over(self, step: int) -> bool:
-        """Whether the exchange takes no step after `step` of them, though there are more; worker 0 says why."""
+        """Whether the exchange ends the run after `step` steps, before the last; worker 0 reports why."""
         why = self._exchange.cannot_go_on(self._computer, step) if step < self._plan.steps else ""
         if why and self._exchange.rank == 0:
             self._worker_context.note(WorkerNote(notice=why))
         return bool(why)
 
     def leave_owed(self, step: int, model: nn.Module) -> None:
-        """Write the checkpoint of `step` that worker 0 was to write, if it was lost and this one is worker 0 now."""
+        """Write the checkpoint of `step` that the old worker 0 lost, if this is worker 0 now."""
         self._reporter.save_owed(step, model)
 
     def _attempt(
@@ -178,13 +178,13 @@ class Trainer:
         return self._step(step, called, scheduler)
 
     def _together(self, step: int, model: nn.Module, called: nn.Module, *, checks: bool, last: bool) -> bool:
-        """Collective: what is due between two steps; whether the run ends here."""
+        """Collective: what is due between two steps; returns whether the run ends here."""
         if checks:
             self._check(model, step)
         return self._reporter.after(step, model, called, last=last)
 
     def _make_buffers_alike(self, model: nn.Module) -> None:
-        """Collective: before the model is evaluated, saved or handed over, all workers have the same buffers."""
+        """Collective: synchronize the buffers before the model is evaluated, saved or handed over."""
         exchange = self._exchange
         if exchange.parts > 1:
             self._buffers.make_alike(
@@ -247,7 +247,7 @@ class Trainer:
         return shared
 
     def _book_settling(self, book: StepBook) -> int:
-        """Making the workers alike after a step is exchange, and waiting for who came late to it; when it ended."""
+        """Book the synchronization after a step as exchange and waits for late workers; returns when it ended."""
         exchange, end = self._exchange, time.monotonic_ns()
         times = exchange.take_times()
         book.waits(times.wait_ns)
@@ -258,7 +258,7 @@ class Trainer:
         return end
 
     def _add_row(self, step: int, seconds: float, shared: SharedStep) -> None:
-        """The step's row of the history, once all have agreed on its loss."""
+        """Add the step's row to the history, once all have agreed on its loss."""
         facts = self._exchange.row_facts()
         self._unsettled.append(
             {"step": step + 1, "seconds": seconds, "at_s": self._reporter.seconds, **facts}
@@ -273,7 +273,7 @@ class Trainer:
                 self._reporter.add(**{**row, "loss": None if math.isnan(loss) else loss})
 
     def _check(self, model: nn.Module, step: int) -> None:
-        """Compare the workers' parameters, where there are several copies and somebody wants to know."""
+        """Compare the workers' parameters, where there are several copies and the check is enabled."""
         exchange = self._exchange
         if not (self._plan.check_every and any(len(group) > 1 for group in exchange.copies)):
             return
@@ -288,7 +288,7 @@ class Trainer:
         self._agreed_step = step
 
     def _refuse(self, shared: SharedStep, step: int, first: int, model: nn.Module) -> None:
-        """Stop every worker at this step; the first whose loss broke is the one that tells."""
+        """Stop every worker at this step; the first whose loss broke raises NonFinite."""
         self._reporter.send(now=True)
         if shared.bad_workers[0] != self._exchange.worker:
             return

@@ -1,4 +1,4 @@
-"""What ties a worker to the others of a run whose processes somebody else started: memory of its host, links, beats."""
+"""Connects an externally started worker to the others of its run: shared memory, links, heartbeats."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _THIS_HOST: Final = "127.0.0.1"
 
 
 class WorkerLinks:
-    """What ties one worker to the others; made by `tied`."""
+    """One worker's connections to the others; made by `connect_worker`."""
 
     def __init__(
         self, resources: Resources, rendezvous: Rendezvous, files: SharedGroupFiles | None, alarm: Alarm
@@ -51,7 +51,7 @@ class WorkerLinks:
         """The rank that fell silent, and the sentence on it; None while everybody is heard."""
 
     def abort(self, rank: int, sentence: str) -> None:
-        """From any thread: end this host's waits, for `rank` has failed; idempotent."""
+        """From any thread: end this host's waits because `rank` has failed; idempotent."""
         with self._lock:
             if self._closed:
                 return
@@ -63,7 +63,7 @@ class WorkerLinks:
                 link.interrupt()
 
     def missed(self, rank: int, sentence: str) -> None:
-        """From the thread that listens for beats: `rank` fell silent. Told at once; this host's waits end."""
+        """From the heartbeat thread: `rank` missed its heartbeats. Reported at once; this host's waits end."""
         self.silent = rank, sentence
         _log.warning("%s", sentence)
         self.abort(rank, sentence)
@@ -73,7 +73,7 @@ class WorkerLinks:
         self._far.append(link)
 
     def close(self) -> None:
-        """Nobody waits here any more; idempotent."""
+        """Close the connections; no wait may be under way. Idempotent."""
         with self._lock:
             self._closed = True
 
@@ -88,9 +88,9 @@ def connect_worker(
     seed: int,
     timeout_s: float,
 ) -> Iterator[WorkerLinks]:
-    """Collective: meet the others, and share memory on this host, links with all others as `strategy` needs them.
+    """Collective: rendezvous, then open shared memory on this host and links to the others, as `strategy` needs.
 
-    UserError on all alike where the strategy cannot be on so many hosts.
+    UserError on every worker where the strategy cannot span so many hosts.
     """
     place = party.place
     with ExitStack() as stack:
@@ -105,7 +105,7 @@ def connect_worker(
         group: Callable[[], SharedGroup] = no_group
         if several:
             _require_hosts(strategy, rendezvous, store)
-        if not helpers:  # who would be in the group
+        if not helpers:  # the members of the group
             files = stack.enter_context(share_group_files(rendezvous, "gradients", timeout_s))
             group = partial(attach_group, files, rendezvous, timeout_s)
         if several:
@@ -149,17 +149,17 @@ def connect_worker(
 
 
 def _heed(alarm: Alarm) -> None:
-    """While something is waited for in the run's store: raise if somebody was lost, who would have said it."""
+    """Called while waiting on the run's key-value store: raises if a peer that had to answer was lost."""
     lost = alarm.lost()
     if lost is not None:
         raise WorkerFailed(lost[1], lost[0])
 
 
 def _require_hosts(strategy: Strategy, rendezvous: Rendezvous, store: RendezvousStore) -> None:
-    """Collective: UserError where the strategy cannot be on these hosts, before anything is opened.
+    """Collective: UserError where the strategy cannot span these hosts, before anything is opened.
 
-    Nobody raises it before all have met: the run is then over for those who are still at it, and whoever has begun to
-    let others in would wait for them in vain.
+    No worker raises it before all have reached this point. An earlier error would end the run for workers that are
+    still connecting, and those that already accept connections would wait in vain.
     """
     try:
         strategy.across_hosts(rendezvous.hosts)
@@ -184,7 +184,7 @@ def _open_far(
 
 
 def _let_go(links: Mapping[int, Link], kind: type[BaseException] | None, *_: object) -> None:
-    """Close what an exchange has not; without a goodbye where this worker failed, so that nobody waits for more."""
+    """Close links that an exchange left open; without a goodbye where this worker failed, so that no peer waits."""
     for link in links.values():
         if kind is not None and isinstance(link, TcpLink):
             link.abandon()

@@ -1,8 +1,8 @@
-"""Workers as processes of the local cluster: what the launcher gives them, and what each child does with that.
+"""Workers as processes of the local cluster: what the launcher gives them, and what each child does.
 
-The parent makes the shared memory, links and rings of a run (`WorkerFiles`); each child attaches its own ends, trains,
-and leaves the final weights in a memory file that only worker 0 writes. What the parent alone needs, or a run over
-hosts, is imported there: the process that children are forked from imports this module while the first run waits.
+The parent makes the shared memory, links and rings of a run (`WorkerFiles`). Each child attaches its ends, trains,
+and leaves the final weights in a memory file that only worker 0 writes. Imports that only the parent needs, or a run
+across hosts, are made where they are used: the template process imports this module while the first run waits.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ Train = Callable[[Loaded | None], tuple[Trained, Mapping[str, Any]]]
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerJob:
-    """What every worker process is told; the same for all of them."""
+    """The job of every worker process; the same for all of them."""
 
     plan: TrainingPlan
     strategy: Strategy
@@ -75,9 +75,9 @@ class WorkerJob:
 
 
 class ProcessTraining(Training):
-    """Trains in worker processes; a strategy says what one worker does.
+    """Trains in worker processes; a strategy defines what one worker does.
 
-    They are started on this host, or somebody else started them: then each process of the run is one.
+    The processes are started on this host, or were started externally: then each process of the run is one worker.
     """
 
     can_take_part = True
@@ -91,26 +91,26 @@ class ProcessTraining(Training):
         worker_context: WorkerContext,
         checkpoints: CheckpointStore | None,
     ) -> AbstractContextManager[Train]:
-        """In a worker's process: what trains there; leaving it lets go of everything."""
+        """In a worker's process: the context of its trainer; leaving it releases everything."""
 
     @classmethod
     def helper(
         cls, strategy: Strategy, resources: Resources, worker_context: WorkerContext
     ) -> Mapping[str, Any]:
-        """In the process of a helper, where the strategy has some: its whole part; what it tells at its end."""
+        """In a helper's process, where the strategy has helpers: its whole part; returns its report."""
         raise NotImplementedError(f"{strategy} has no helpers")
 
     def gather(self, finished: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, Any]]:
-        """From what each worker told at the end: the samples of the run, and what its summary says besides."""
+        """From the workers' final reports: the samples of the run, and extra entries of its summary."""
         return finished[0]["samples"], {}
 
     def said(self, finished: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-        """From what each worker told at the end: sentences for whoever reads the summary."""
+        """From the workers' final reports: sentences for the summary."""
         del finished
         return ()
 
     def run(self, stage: Stage) -> Result:
-        """Start the workers, listen to them, and read what worker 0 left."""
+        """Start the workers, process their notes, and read the weights that worker 0 left."""
         if stage.process_group is not None:
             return self._lead(stage, stage.process_group)
         from manyhands.places.local.local import LocalCluster
@@ -139,12 +139,12 @@ class ProcessTraining(Training):
         return self._result(finished, observed)
 
     def _file_name(self, rank: int) -> str:
-        """Of the events of a process: `worker-0`, or `helper-0`."""
+        """The event file's name of a process: `worker-0`, or `helper-0`."""
         kind, number = self._request.strategy.role_of(rank, self._request.workers)
         return f"{kind}-{number}"
 
     def _result(self, finished: Sequence[Mapping[str, Any]], observed: Mapping[str, Any]) -> Result:
-        """From what each worker told at the end, worker 0 first."""
+        """The result from the workers' final reports, worker 0 first."""
         samples, besides = self.gather(finished)
         return Result(
             model=self._model,
@@ -158,7 +158,7 @@ class ProcessTraining(Training):
         )
 
     def _lead(self, stage: Stage, process_group: ProcessGroup) -> Result:
-        """Train as worker 0 in this process, and hear the others, who run the same."""
+        """Train as worker 0 in this process, and listen to the others, which run the same loop."""
         from manyhands.engine.external_workers import ORDERS, ControlListener, LeadingWorker
 
         rows = RowsInOrder(self._start.step if self._start is not None else 0)
@@ -198,7 +198,7 @@ class ProcessTraining(Training):
         return BeginTraining(resumes=self._start is not None, keeps=stage.directory is not None)
 
     def take_part(self, member: GroupMember) -> None:
-        """Train as one worker of a run that another process leads, from its first word to the last step."""
+        """Train as one worker of a run that another process leads, from its first message to the last step."""
         from manyhands.engine.external_workers import MemberWorker, wait_for_orders
 
         line = member.line
@@ -207,7 +207,7 @@ class ProcessTraining(Training):
             start = None
             if orders.resumes:
                 start = Loaded.of(unpack_tree(line.take("start", member.timeout_s)))
-            # All take part in saving where one does, though worker 0 alone writes.
+            # Saving is collective, though worker 0 alone writes.
             checkpoints = CheckpointStore(Path(os.devnull)) if orders.keeps else None
             line.end(self._part(member, line.store, worker_context, checkpoints, start))
 
@@ -219,7 +219,7 @@ class ProcessTraining(Training):
         checkpoints: CheckpointStore | None,
         start: Loaded | None,
     ) -> dict[str, Any]:
-        """One worker's part, in this process; what it tells at its end. Worker 0's weights become the model's."""
+        """One worker's part, in this process; returns its report. Worker 0's weights become the model's."""
         from manyhands.engine.worker_links import connect_worker
 
         joined = time.monotonic_ns()
@@ -275,7 +275,7 @@ class ProcessTraining(Training):
 
 
 def watched(deadline_s: float, rings: Sequence[EventRing]) -> Watched:
-    """What the watchdog of a run looks at."""
+    """What the watchdog of a run observes."""
     from manyhands.places.local.watchdog import Watched
 
     boxes = BlackBoxes(dict(enumerate(rings)))
@@ -283,7 +283,7 @@ def watched(deadline_s: float, rings: Sequence[EventRing]) -> Watched:
 
 
 class WorkerFiles:
-    """Everything that the workers of a run share, in the process that starts them; a context manager."""
+    """The resources that the workers of a run share, in the process that starts them; a context manager."""
 
     def __init__(self, workers: int, strategy: Strategy) -> None:
         self._stack = ExitStack()
@@ -302,7 +302,7 @@ class WorkerFiles:
             self._stack = stack.pop_all()
 
     def descriptors(self, rank: int) -> dict[str, int]:
-        """What the process of `rank` inherits, by name."""
+        """The descriptors that the process of `rank` inherits, by name."""
         links = {}
         if self._mesh is not None:
             links = {
@@ -320,17 +320,17 @@ class WorkerFiles:
         }
 
     def abort(self, rank: int) -> None:
-        """The process of `rank` has failed: end every wait of the others, for memory and for what comes over links."""
+        """End every wait of the others, on memory and on links, because the process of `rank` has failed."""
         self.group.abort(rank if rank < self._workers else None)
         if self._mesh is not None:
-            self._mesh.close()  # a lifeline that is kept here would hide the death
+            self._mesh.close()  # a lifeline kept open here would hide the death
 
     def read_weights(self) -> dict[str, torch.Tensor]:
         """The final weights that worker 0 left."""
         return read_tensors(Path(f"/proc/self/fd/{self._weights}"))
 
     def close(self) -> None:
-        """Let go of everything; idempotent."""
+        """Release all resources; idempotent."""
         self._stack.close()
 
     def __enter__(self) -> Self:
@@ -343,7 +343,7 @@ class WorkerFiles:
 
 
 def _work(context: RoleContext, job: WorkerJob, training: type[ProcessTraining]) -> Mapping[str, Any]:
-    """The whole life of a worker process, from joining to its report."""
+    """Run a worker process, from joining to its report."""
     joined = time.monotonic_ns()
     use_threads(job.threads)
     with ExitStack() as stack:
@@ -368,7 +368,7 @@ def _work(context: RoleContext, job: WorkerJob, training: type[ProcessTraining])
 
 
 def _help(context: RoleContext, job: WorkerJob, training: type[ProcessTraining]) -> Mapping[str, Any]:
-    """The whole life of a helper's process."""
+    """Run a helper's process."""
     joined = time.monotonic_ns()
     use_threads(job.threads)
     with EventRing.attach(context.descriptor("events")) as ring:
@@ -380,7 +380,7 @@ def _help(context: RoleContext, job: WorkerJob, training: type[ProcessTraining])
 
 
 def _report(trained: Trained, told: Mapping[str, Any]) -> dict[str, Any]:
-    """What a worker tells at its end."""
+    """A worker's final report."""
     return {
         "steps_done": trained.steps_done,
         "samples": trained.samples,
@@ -391,7 +391,7 @@ def _report(trained: Trained, told: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Process:
-    """The surroundings of a worker that is a process: its ring, its line on the board, its channel."""
+    """The worker context of a local process: its event ring, its row of the status table, its channel."""
 
     def __init__(self, context: RoleContext, ring: EventRing) -> None:
         self.record = ring.record

@@ -1,4 +1,4 @@
-"""What a worker may ask for to exchange with the others, whoever started it: by name, when it is needed."""
+"""What a worker uses to exchange with the others, however it was started; each is made when it is needed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _apart() -> SharedGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """One worker's among those of one host or several; whoever asks for the group closes it."""
+    """One worker's resources, on one host or several; the caller that requests the group closes it."""
 
     rank: int
     world: int
@@ -64,5 +64,5 @@ class Resources:
 
     @property
     def several_hosts(self) -> bool:
-        """Whether some of the others are elsewhere, so that there is no memory that all share."""
+        """Whether some workers are on other hosts, so that no memory is shared by all."""
         return len(self.hosts) > 1

@@ -1,1 +1,1 @@
-"""Other people's programs: the user's own loop, the torch.distributed backend, DDP's communication hooks."""
+"""Integration with user programs: custom training loops, the torch.distributed backend, DDP's comm hooks."""

@@ -60,7 +60,7 @@ def compressed(codec: str, *, feedback: bool = True, seed: int = 0, start: int =
 
 
 class _Buckets:
-    """One worker's end."""
+    """One worker's end of the hook: the codec state of its buckets."""
 
     def __init__(self, codec: ParcelCodec, seed: int, start: int) -> None:
         self._codec = codec

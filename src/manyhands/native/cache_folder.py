@@ -1,4 +1,4 @@
-"""Where compiled code is kept: in a folder of this user's, and of nobody else's, as reading it is running it."""
+"""Where compiled code is cached: in a folder that only this user can write, as loading code is running it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from manyhands.native.sources import digest_of
 
 __all__ = ["cache_folder", "folder_of", "own_folder"]
 
-_OLD_S = 60 * 24 * 3600.0  # code of sources that nobody has run for so long
+_OLD_S = 60 * 24 * 3600.0  # how long the code of sources that nobody runs is kept
 
 
 @cache
@@ -67,7 +67,7 @@ def _places() -> Iterator[Path]:
 
 
 def _remove_old(root: Path) -> None:
-    """Forget what was made of sources that have been replaced long ago; whoever still runs them compiles again."""
+    """Delete code of sources that were replaced long ago; a process that still runs them compiles again."""
     before = time.time() - _OLD_S
     for one in root.iterdir():
         try:
@@ -77,5 +77,5 @@ def _remove_old(root: Path) -> None:
                 shutil.rmtree(one)
             else:
                 one.unlink()
-        except OSError:  # somebody else was first
+        except OSError:  # another process was first
             continue

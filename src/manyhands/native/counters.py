@@ -23,19 +23,19 @@ class Counter:
 
     @classmethod
     def within(cls, segment: Segment, offset: int) -> Counter:
-        """The one at `offset` of a segment."""
+        """The counter at `offset` of a segment."""
         return cls(segment.address + offset, segment)
 
     def get(self) -> int:
-        """The number, and with it all that was written before it was set."""
+        """Load the number with acquire order: all that was written before it was set is visible."""
         return int(_load(self.address))
 
     def set(self, value: int) -> None:
-        """Replace it."""
+        """Set the number."""
         _store(self.address, value)
 
     def add(self, value: int = 1) -> int:
-        """Add to it; what it was before."""
+        """Add to the number; returns what it was before."""
         return int(_add(self.address, value))
 
 

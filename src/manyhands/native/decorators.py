@@ -98,7 +98,7 @@ def _folder(file: str) -> Path | None:
 
 
 class _Place:
-    """What numba calls a locator: where the code of one function is."""
+    """Numba's cache locator: where the code of one function is kept."""
 
     def __init__(self, function: Function, file: str) -> None:
         self._py_file = file
@@ -116,7 +116,7 @@ class _Place:
         return str(self._folder)
 
     def get_source_stamp(self) -> str:
-        """The name of the folder says all."""
+        """The folder's name, which identifies the sources."""
         return os.path.basename(self.get_cache_path())
 
     def get_disambiguator(self) -> str:
@@ -128,7 +128,7 @@ class _KernelCacheImpl(CompileResultCacheImpl):  # type: ignore[misc]
 
 
 class _KernelCache(FunctionCache):  # type: ignore[misc]
-    """Numba's, which survives a disk that is full and a file that was cut short."""
+    """Numba's cache, made robust to a full disk and truncated files."""
 
     _impl_class = _KernelCacheImpl
 

@@ -1,7 +1,7 @@
 """Anonymous shared memory: a memfd that lives exactly as long as the processes that hold it.
 
 There is no name in any file system, so nothing is left behind after `kill -9`, and the small /dev/shm of containers
-does not matter. Room is reserved when the segment is sized, so a shortage is a sentence here and never a SIGBUS later.
+does not matter. Pages are reserved when the segment is sized, so a shortage is an error here, never a SIGBUS later.
 A segment travels by its descriptor: inherited by a child, or passed over a Unix socket.
 """
 
@@ -74,7 +74,7 @@ class Segment:
 
     @classmethod
     def create(cls, num_bytes: int, purpose: str) -> Segment:
-        """Reserve a fresh zeroed segment, or raise OutOfSharedMemory naming the need and the room."""
+        """Reserve a new zeroed segment, or raise OutOfSharedMemory naming the need and the capacity."""
         descriptor = os.memfd_create(f"manyhands:{purpose}", os.MFD_CLOEXEC)
         try:
             reserve(descriptor, num_bytes, purpose)

@@ -1,9 +1,9 @@
-"""The sign of a process: two words of memory where it shows whom it waits for, once a wait has lasted a while.
+"""The wait marker of a process: two words that show which role it waits for, once a wait is long.
 
     | since_ns | role waited for + 1, or 0 for nobody |
 
-A wait of less than `LONG_WAIT_S` never touches the sign, so it costs the fast path nothing. A role of a launcher hangs
-its sign on the launcher's board, where the watchdog reads it; elsewhere nobody looks, and it hangs in plain memory.
+A wait of less than `LONG_WAIT_S` never touches the sign, so it costs the fast path nothing. A role of a launcher
+puts its marker in the launcher's status table, where the watchdog reads it; elsewhere it is in plain memory, unread.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ _hangs_at = _unseen.ctypes.data
 
 
 def hang_at(address: int) -> None:
-    """Show from now on whom this process waits for in the two words at `address`, which must stay mapped."""
+    """Publish from now on whom this process waits for in the words at `address`, which must stay mapped."""
     global _hangs_at
     _hangs_at = address
 
 
 def sign_address() -> int:
-    """Where the sign hangs, for compiled code."""
+    """The marker's address, for compiled code."""
     return _hangs_at
 
 
 class LongWait:
-    """A wait that looks up now and then, in Python: it shows itself once it is long. A context manager."""
+    """A wait in Python that polls; it is published once it is long. A context manager."""
 
     def __init__(self) -> None:
         self._sign = _hangs_at
@@ -47,17 +47,17 @@ class LongWait:
 
     @property
     def is_long(self) -> bool:
-        """Whether it is time to show it."""
+        """Whether the wait is long enough to be published."""
         return time.monotonic_ns() - self._began_ns >= LONG_WAIT_NS
 
     def goes_on(self, peer: int) -> None:
-        """Nothing yet of role `peer`; called at least every `LONG_WAIT_S`."""
+        """Report that nothing has come from role `peer` yet; called at least every `LONG_WAIT_S`."""
         if self.is_long:
             put_up(self._sign, peer, self._began_ns)
             self._is_shown = True
 
     def begin_again(self) -> None:
-        """What was waited for is here; from now on it is the next wait."""
+        """Begin the next wait: what was waited for is here."""
         self._began_ns = time.monotonic_ns()
         self._hide()
 
@@ -75,12 +75,12 @@ class LongWait:
 
 @njit("void(int64, int64, int64)", nogil=True, cache=True)
 def put_up(sign: int, peer: int, since_ns: int) -> None:
-    """Show that role `peer` is waited for since `since_ns`."""
+    """Publish that role `peer` is waited for since `since_ns`."""
     store_i64(sign, since_ns)
     store_i64(sign + _PEER, peer + 1)
 
 
 @njit("void(int64)", nogil=True, cache=True)
 def take_down(sign: int) -> None:
-    """Nobody is waited for any longer."""
+    """Clear the marker."""
     store_i64(sign + _PEER, 0)

@@ -91,7 +91,7 @@ def announce(word: int, sequence: int) -> None:
 
 @njit("void(int64)", nogil=True, cache=True)
 def nudge(word: int) -> None:
-    """Add one to a sequence that many write, a bell, and wake whoever sleeps on it."""
+    """Add one to a sequence with many writers, a wake-up counter, and wake the sleepers on it."""
     core = uint32(_sched_getcpu())
     if load_u32(word + _CORE) != core:
         store_u32(word + _CORE, core)

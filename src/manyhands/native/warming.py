@@ -143,7 +143,7 @@ def prepare(*families: str) -> float:
 
 
 def spent_s() -> float:
-    """The seconds that `prepare` has taken in this process: no part of a training's time."""
+    """The seconds that `prepare` has taken in this process: not part of a training's time."""
     return sum(_SPENT_S)
 
 
@@ -155,7 +155,7 @@ def missing_jobs(*families: str) -> list[str]:
 
 @cache
 def _mark(job: str) -> Path:
-    """The file that says that a job was done."""
+    """The file that marks a job as done."""
     root = cache_folder()
     assert root is not None, "the callers have asked"
     files = [module_file(call.partition(":")[0]) for call in JOBS[job].calls]
@@ -179,7 +179,7 @@ def _machine() -> bytes:
 
 @contextmanager
 def _alone(root: Path) -> Iterator[None]:
-    """While no other process of this user compiles; goes on without that after a long wait."""
+    """Context in which no other process of this user compiles; entered anyway after a long wait."""
     descriptor = os.open(root / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     deadline = time.monotonic() + _PATIENCE_S
     try:
@@ -200,7 +200,7 @@ def _alone(root: Path) -> Iterator[None]:
 
 
 def _compile_elsewhere(names: Sequence[str]) -> None:
-    """Do jobs in a process of their own, and say what went wrong."""
+    """Run jobs in a separate process, and report what went wrong."""
     command = [sys.executable, "-m", "manyhands.native.warming", *names]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     process = subprocess.Popen(

@@ -1,1 +1,1 @@
-"""What travels: gradients taken from autograd, laid out flat, cut into parcels, made smaller by a codec."""
+"""What is sent: gradients taken from autograd, laid out flat, cut into parcels, compressed by a codec."""

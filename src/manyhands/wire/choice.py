@@ -56,18 +56,18 @@ class CodecCost:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkCost:
-    """What an all-reduce takes that sends so many bytes from each worker."""
+    """The time of an all-reduce as a function of the bytes that each worker sends."""
 
     latency_s: float
     seconds_per_byte: float
 
     @classmethod
     def of(cls, *, small_s: float, large_s: float, large_bytes: float) -> LinkCost:
-        """From what next to nothing took, and what a sample did."""
+        """From the time of an almost empty all-reduce, and that of a sample."""
         return cls(latency_s=small_s, seconds_per_byte=max(0.0, large_s - small_s) / large_bytes)
 
     def seconds(self, num_bytes: float) -> float:
-        """For so many."""
+        """The seconds for `num_bytes`."""
         return self.latency_s + self.seconds_per_byte * num_bytes
 
 
@@ -89,7 +89,7 @@ def looks_at(step: int, last: int) -> bool:
 
 
 def candidates(error: float, *, double: bool) -> tuple[str, ...]:
-    """What is worth measuring where so large an error is allowed, and gradients are in double precision or are not."""
+    """The codecs worth measuring for an allowed error, with gradients in double precision or not."""
     return (*(("fp32",) if double else ()), *(LOSSY if error > 0 else ()))
 
 
@@ -152,7 +152,7 @@ def codec_sentence(choices: Sequence[Mapping[str, Any]] | None) -> str:
 
 
 def _allowed(codec: str, error: float) -> float:
-    """Double precision may always travel as single."""
+    """Whether the codec's error is allowed; double precision may always be sent as single."""
     return math.inf if codec == "fp32" else error
 
 

@@ -1,11 +1,12 @@
-"""How parcels are made smaller on their way: a codec is one file with three methods, and a setting of a strategy.
+"""Parcel codecs: a codec is one file with three methods, and a setting of a strategy.
 
-Where parcels travel, `codec=bf16` rounds them to half the bytes. What is sent is replaced at the sender by what the
-receivers read, so that all go on with the same numbers; sums are taken in the parcel's own type. A codec whose sums are
-rounded at every hop must give the same bytes when it encodes again what it has decoded: so what is passed on arrives
-everywhere the same. The others are encoded by whoever made the numbers, and decoded by whoever adds them up.
+Where parcels are sent, `codec=bf16` rounds them to half the bytes. The sender replaces its values by what the
+receivers decode, so that all continue with the same numbers; sums are taken in the parcel's type. A codec whose sums
+are rounded at every hop must be idempotent: encoding what it has decoded gives the same bytes, so that forwarded
+values are the same everywhere. The others are encoded by the worker that computed the values, and decoded by the
+worker that adds them up.
 
-What comes from a socket is never trusted: bytes that the same codec cannot have made raise BadBytes.
+Bytes from a socket are never trusted: bytes that the same codec cannot have made raise BadBytes.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ class BadBytes(ManyhandsError):
 
 
 class ParcelCodec(ABC):
-    """One worker's end: what it keeps for a parcel, if anything, is its own.
+    """One worker's codec; any state that it keeps per parcel is local.
 
-    What is drawn at random depends on the seed, the step, the worker and the parcel, and on nothing else.
+    Random draws depend on the seed, the step, the worker and the parcel, and on nothing else.
     """
 
     carries_values: bool = True
@@ -60,10 +61,10 @@ class ParcelCodec(ABC):
 
     @abstractmethod
     def size(self, parcel: Parcel) -> int:
-        """The most bytes that `parcel` takes encoded, whatever its values; receivers keep that much room."""
+        """The most bytes that `parcel` takes encoded, whatever its values; receivers reserve that much."""
 
     def usual_size(self, parcel: Parcel) -> int:
-        """By which the form of an exchange is chosen: `size`, but for a codec that sends less and less at first."""
+        """The typical size, by which the form of an exchange is chosen: `size`, except during a warm-up."""
         return self.size(parcel)
 
     @abstractmethod
@@ -84,26 +85,26 @@ class ParcelCodec(ABC):
         into.add_(read, alpha=alpha)
 
     def settle(self, parcel: Parcel, total: Tensor) -> None:  # noqa: B027 - sums are what they are, but for votes
-        """What the sum of all workers' parts becomes, in place."""
+        """Finalize the sum of all workers' parts, in place."""
 
     def at(self, step: int) -> None:
-        """What is encoded from here on belongs to this step."""
+        """Set the step that the following encodings belong to."""
         self.step = step
 
     def from_worker(self, seed: int, worker: int) -> None:
-        """Whose end it is, in a run of that seed."""
+        """Set the seed and the worker that this codec encodes for."""
         self.seed, self.worker = seed, worker
 
     def drawn(self, parcel: Parcel) -> int:
-        """64 bits for what is drawn at random in a parcel."""
+        """64 random bits for the draws in a parcel."""
         return mix(_DRAWN, self.seed, self.step, self.worker, parcel.number, parcel.begin)
 
     def memory(self) -> dict[str, Tensor]:
-        """What it keeps from one step to the next, by name: for checkpoints, never written to."""
+        """The state from one step to the next, by name: for checkpoints, never written to."""
         return {}
 
     def remember(self, memory: Mapping[str, Tensor]) -> None:
-        """Go on with what another one of the same kind had in `memory`."""
+        """Load the state that another codec of the same kind gave as `memory`."""
         if memory:
             raise ValueError(f"{type(self).__name__} keeps nothing, and was given {', '.join(memory)}")
 
@@ -111,10 +112,10 @@ class ParcelCodec(ABC):
 def codec_named(
     text: str, *, feedback: bool = True, seed: int = 0, worker: int = 0, sums: bool = False
 ) -> ParcelCodec | None:
-    """A new codec of that setting, for one worker; None for parcels that travel as they are.
+    """A new codec of that setting, for one worker; None for parcels that are sent uncompressed.
 
-    With `feedback`, what a biased one leaves out is kept. `sums` asks for the one in which sums travel: momentum, where
-    a codec has it, is in them already.
+    With `feedback`, the residual of a biased codec is kept. `sums` asks for the variant for sums, whose values
+    include momentum already, where a codec has one.
     """
     stages = parse_codec(text)
     if not stages:
@@ -141,12 +142,12 @@ def _make(home: str, options: Mapping[str, Any]) -> ParcelCodec:
 
 
 def encodes(codec: ParcelCodec | None, parcel: Parcel) -> bool:
-    """Whether a parcel travels encoded: if it need not be exact, and is smaller then."""
+    """Whether a parcel is sent encoded: if it need not be exact, and is smaller then."""
     return codec is not None and not parcel.exact and codec.size(parcel) < parcel.num_bytes
 
 
 def round_trip(codec: ParcelCodec, parcel: Parcel, values: Tensor, room: Tensor) -> Tensor:
-    """Encode `values` into `room`, and make them what receivers will read; the bytes to send."""
+    """Encode `values` into `room`, and replace them by what receivers will decode; the bytes to send."""
     encoded = room[: codec.encode(parcel, values, room)]
     codec.decode(parcel, encoded, values)
     return encoded
@@ -163,6 +164,6 @@ def check_optimizer(text: str, optimizer: Optimizer) -> None:
 
 
 def expect_bytes(encoded: Tensor, num_bytes: int) -> None:
-    """Raise BadBytes unless there are so many."""
+    """Raise BadBytes unless there are exactly `num_bytes`."""
     if encoded.numel() != num_bytes:
         raise BadBytes(f"{encoded.numel()} bytes came, and {num_bytes} were due")

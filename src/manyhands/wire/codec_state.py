@@ -1,4 +1,4 @@
-"""What codecs keep, as bytes: so that one worker can write that of all into a checkpoint.
+"""Serializes codec state, so that one worker can write that of all into a checkpoint.
 
 bytes of the names (u64) · names, types and counts as JSON, filled up to 8 · the tensors, one after the other
 """
@@ -20,7 +20,7 @@ _WORD = 8
 
 
 def as_one(memory: Mapping[str, Tensor]) -> Tensor:
-    """Flat tensors by name as bytes."""
+    """Flat tensors by name, as bytes."""
     rows = [[name, str(one.dtype).removeprefix("torch."), one.numel()] for name, one in memory.items()]
     head = json.dumps(rows).encode()
     head += b" " * (-len(head) % _WORD)
@@ -35,7 +35,7 @@ def as_one(memory: Mapping[str, Tensor]) -> Tensor:
 
 
 def as_memory(given: Tensor) -> dict[str, Tensor]:
-    """And back; BadBytes for what makes no sense."""
+    """The tensors from the bytes of `as_one`; BadBytes for malformed ones."""
     try:
         end = _WORD + int(given[:_WORD].view(torch.int64).item())
         memory: dict[str, Tensor] = {}

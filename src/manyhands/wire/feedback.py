@@ -18,9 +18,9 @@ __all__ = ["ErrorFeedback"]
 
 
 class ErrorFeedback(ParcelCodec):
-    """Any codec, and what it has left out so far of each parcel, in the parcel's own type.
+    """Wraps any codec and keeps its residual of each parcel, in the parcel's type.
 
-    What is not finite is sent and not kept.
+    Values that are not finite are sent and not kept.
     """
 
     def __init__(self, codec: ParcelCodec) -> None:
@@ -30,15 +30,15 @@ class ErrorFeedback(ParcelCodec):
         self._kept: dict[str, Tensor] = {}
 
     def size(self, parcel: Parcel) -> int:
-        """The codec's."""
+        """The size that the codec gives."""
         return self.inner.size(parcel)
 
     def usual_size(self, parcel: Parcel) -> int:
-        """The codec's."""
+        """The typical size that the codec gives."""
         return self.inner.usual_size(parcel)
 
     def encode(self, parcel: Parcel, values: Tensor, into: Tensor) -> int:
-        """Encode these and what was kept; keep what is left out now."""
+        """Encode `values` plus the residual; keep what is left out as the new residual."""
         owed = self.owed(parcel, values)
         num_bytes = self.inner.encode(parcel, owed, into)
         self.inner.add(parcel, into[:num_bytes], owed, -1.0)
@@ -46,45 +46,45 @@ class ErrorFeedback(ParcelCodec):
         return num_bytes
 
     def decode(self, parcel: Parcel, encoded: Tensor, into: Tensor) -> None:
-        """The codec's."""
+        """Decode by the codec."""
         self.inner.decode(parcel, encoded, into)
 
     def add(self, parcel: Parcel, encoded: Tensor, into: Tensor, alpha: float = 1.0) -> None:
-        """The codec's."""
+        """Decode by the codec and add to `into`."""
         self.inner.add(parcel, encoded, into, alpha)
 
     def settle(self, parcel: Parcel, total: Tensor) -> None:
-        """The codec's."""
+        """Finalize the sum by the codec."""
         self.inner.settle(parcel, total)
 
     def at(self, step: int) -> None:
-        """Of the codec, too."""
+        """Set the step, here and in the codec."""
         super().at(step)
         self.inner.at(step)
 
     def from_worker(self, seed: int, worker: int) -> None:
-        """Of the codec, too."""
+        """Set seed and worker, here and in the codec."""
         super().from_worker(seed, worker)
         self.inner.from_worker(seed, worker)
 
     def owed(self, parcel: Parcel, values: Tensor) -> Tensor:
-        """These and what was kept of the parcel, where it is kept: what is taken off stays for the next time."""
+        """Add `values` to the parcel's residual, in place, and return it; the caller subtracts what it sends."""
         kept = self._kept.get(parcel.key)
         if kept is None:
             kept = self._kept[parcel.key] = torch.zeros_like(values)
         return kept.add_(values)
 
     def keep(self, owed: Tensor) -> None:
-        """What was sent has been taken off: forget what is not finite, or it would be there forever."""
+        """Clear what is not finite from a residual, or it would stay there forever."""
         if not owed.sum().isfinite():
             owed.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     def memory(self) -> dict[str, Tensor]:
-        """What was left out of each parcel, and what the codec keeps besides."""
+        """The residual of each parcel, and the codec's state."""
         return {f"left/{key}": kept for key, kept in self._kept.items()} | self.inner.memory()
 
     def remember(self, memory: Mapping[str, Tensor]) -> None:
-        """Both."""
+        """Load the residuals and the codec's state."""
         mine = {name: kept for name, kept in memory.items() if name.startswith("left/")}
         self._kept = {name.removeprefix("left/"): kept.clone() for name, kept in mine.items()}
         self.inner.remember({name: kept for name, kept in memory.items() if name not in mine})

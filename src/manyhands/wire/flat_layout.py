@@ -1,4 +1,4 @@
-"""Which tensor lies where: the one way in which tensors are laid out flat, whoever carries them.
+"""The flat layout of tensors in buckets, for every transport.
 
 A bucket holds tensors of one type, one after the other, each from a line of its own on; what is filled first travels
 first. Gradients go into buckets as in DistributedDataParallel (Li et al., VLDB 2020): reverse registration order, a
@@ -51,7 +51,7 @@ class BucketLayout:
     slots: tuple[LayoutSlot, ...]
 
     def parcel(self, number: int, *, exact: bool = False, shapes: Sequence[torch.Size] = ()) -> Parcel:
-        """All of it, as what travels at once; `shapes` are those of the tensors, by their numbers.
+        """The whole bucket as one parcel; `shapes` are those of the tensors, by their numbers.
 
         A tensor of more dimensions is a matrix with a row for each item of the first.
         """
@@ -114,7 +114,7 @@ def side_by_side(sizes: Iterable[int], line_bytes: int = LINE_BYTES, begin: int 
 
 
 def least_loaded(sizes: Sequence[int], owners: int, order: Sequence[int] | None = None) -> list[int]:
-    """An owner for each: the largest first, to whoever has least (LPT, Graham 1969); equals in `order`, or as given."""
+    """An owner for each: the largest first, to the least loaded (LPT, Graham 1969); ties in `order`, or as given."""
     loads, owner_of = [0] * owners, [0] * len(sizes)
     ranks = order if order is not None else range(len(sizes))
     for number in sorted(range(len(sizes)), key=lambda number: (-sizes[number], ranks[number])):

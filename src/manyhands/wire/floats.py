@@ -34,18 +34,18 @@ class FloatCodec(ParcelCodec):
 
     @abstractmethod
     def pack(self, parcel: Parcel, values: Floats, into: Bytes) -> int:
-        """Encode; how many bytes that took."""
+        """Encode `values` into `into`; returns the number of bytes."""
 
     @abstractmethod
     def unpack(self, parcel: Parcel, encoded: Bytes, into: Floats) -> None:
         """Decode, or raise BadBytes."""
 
     def encode(self, parcel: Parcel, values: Tensor, into: Tensor) -> int:
-        """As `pack` does."""
+        """Convert to float32 and `pack`."""
         return self.pack(parcel, values.to(torch.float32).numpy(), into.numpy())
 
     def decode(self, parcel: Parcel, encoded: Tensor, into: Tensor) -> None:
-        """As `unpack` does, if there are as many bytes as there must be."""
+        """Check the number of bytes, then `unpack` and convert."""
         if self.is_fixed:
             expect_bytes(encoded, self.size(parcel))
         if into.dtype == torch.float32:
@@ -57,7 +57,7 @@ class FloatCodec(ParcelCodec):
 
 
 def blocks_of(count: int, block: int) -> int:
-    """How many blocks so many items make, the last one perhaps shorter."""
+    """The number of blocks that `count` items make; the last one may be shorter."""
     return -(-count // block)
 
 

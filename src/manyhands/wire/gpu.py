@@ -52,7 +52,7 @@ class GpuCopies:
         return view.to(self._device, non_blocking=True)
 
     def close(self) -> None:
-        """Finish, and let the host have its pages back."""
+        """Finish the copies, and unpin the host's pages."""
         self._stream.synchronize()
         for address in self._pinned:
             torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""What a run leaves on disk, and how it goes on from there: run directory, metrics, checkpoints."""
+"""What a run leaves on disk, and how it is resumed from there: run directory, metrics, checkpoints."""
 
 from manyhands.data.store.atomic import WriteFailed, write_json
 from manyhands.data.store.checkpoint import CheckpointStore, Loaded, NoCheckpoint, NonFiniteSnapshot, Snapshot

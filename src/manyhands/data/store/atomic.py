@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all.
+"""Atomic file writes: a file exists completely or not at all.
 
 A crash may come between any two instructions, so a file is written under a temporary name, synced to the
 disk, renamed to its own name, and the directory that holds the name is synced too. A reader then sees the
@@ -40,7 +40,7 @@ _AS_THEY_ARE = frozenset({int, str, bool, type(None)})
 
 
 class WriteFailed(ManyhandsError):
-    """The disk did not take a file; the message names it, and what stood there before still stands."""
+    """The disk did not take a file; the message names it, and its previous content is unchanged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

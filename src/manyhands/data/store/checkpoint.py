@@ -1,4 +1,4 @@
-"""Checkpoints that survive what happens to disks: one directory each, whole or not there.
+"""Checkpoints that survive crashes and disk damage: one directory each, complete or absent.
 
     checkpoints/
       step-00000040/  model.safetensors  optimizer.safetensors  state.json  manifest.json
@@ -71,7 +71,7 @@ class NonFiniteSnapshot(NonFinite):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Snapshot:
-    """All that a training needs to go on from `step`.
+    """All that a training needs to continue from `step`.
 
     `model` and `optimizer` are their `state_dict()`s; the tensors are read during `save` and not kept.
     `extra` is any tree of None, bool, int, float, str, list, tuple, dict and tensors: data position,
@@ -99,7 +99,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Loaded:
-    """A snapshot read back and verified; `skipped` names the damaged files that were passed over."""
+    """A snapshot read back and verified; `skipped` names the damaged files that were skipped."""
 
     step: int
     model: dict[str, Tensor]
@@ -111,7 +111,7 @@ class Loaded:
 
     @property
     def tree(self) -> dict[str, Any]:
-        """What another process goes on from, for `of` there."""
+        """The state that another process continues from, for `of` there."""
         return {"step": self.step, "model": self.model, "optimizer": self.optimizer, "extra": self.extra}
 
     @classmethod

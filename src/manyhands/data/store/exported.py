@@ -37,7 +37,7 @@ _LARGEST: Final = 127.0
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Exported:
-    """What an exported file holds: weights in single precision again, and what was said of them."""
+    """The contents of an exported file: weights in single precision again, and their metadata."""
 
     weights: dict[str, Tensor]
     about: dict[str, str]

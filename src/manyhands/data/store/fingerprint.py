@@ -1,8 +1,8 @@
-"""What of a configuration must stay the same for a run to be resumed.
+"""The part of a configuration that must stay the same for a run to be resumed.
 
 A checkpoint says which sample comes next only together with the seed, the batch size and the number of
 samples, and its tensors fit only the model they came from. How the work is split (strategy, workers) and
-how long it goes on (steps) may change.
+how long it trains (steps) may change.
 """
 
 from __future__ import annotations

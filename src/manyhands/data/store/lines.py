@@ -1,4 +1,4 @@
-"""A file of lines that several lives of a run append to, whatever the disk does.
+"""An append-only file of lines that survives resumes and full disks.
 
 A line is there whole or not at all. A disk that takes only a part of one gets that part taken back; what a crash or a
 power failure left without its end (the rest of a line, or blocks that read as zeros) is removed by the next writer, so
@@ -34,7 +34,7 @@ class LineFile:
 
     @property
     def num_lines(self) -> int:
-        """Of the whole file, those of earlier lives included, whether or not this one has added any."""
+        """The lines of the whole file, including those from before a resume."""
         if self._num_lines is None:
             try:
                 descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -73,7 +73,7 @@ class LineFile:
                 raise WriteFailed(f"{self.path} could not be synced: {reason(error)}") from error
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         if self._descriptor is not None:
             descriptor, self._descriptor = self._descriptor, None
             os.close(descriptor)
@@ -82,7 +82,7 @@ class LineFile:
 class Backlog(Generic[_T]):
     """Records on their way to a disk that may be full: what it does not take waits here, and is tried again in order.
 
-    So a run goes on, and its file lacks nothing once there is room again. `write` takes all that it is given, or none
+    So a run continues, and its file is complete once there is space again. `write` takes all that it is given, or none
     of it and raises WriteFailed.
     """
 
@@ -104,7 +104,7 @@ class Backlog(Generic[_T]):
         return None
 
     def retry(self) -> None:
-        """Write all that waits, or as many as there is room for; WriteFailed keeps the others."""
+        """Write all pending records, or as many as the disk has space for; WriteFailed keeps the others."""
         at_once = len(self._waiting)
         while self._waiting:
             try:

@@ -1,4 +1,4 @@
-"""One live run per directory: an flock on a file in it, which the system lets go however the holder dies."""
+"""One live run per directory: an flock on a file in it, which the system releases however the holder dies."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class RunLock:
         return False
 
     def close(self) -> None:
-        """Let go; the file stays, for a removed one could be locked by two."""
+        """Release the lock; the file stays, because a removed one could be locked by two."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1

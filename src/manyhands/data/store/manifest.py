@@ -1,11 +1,11 @@
-"""What a checkpoint directory must hold, hashed, and how a damaged one is told from a good one.
+"""What a checkpoint directory must hold, with hashes, and how a damaged one is detected.
 
 `manifest.json` is written last of a checkpoint's files: the byte length and SHA-256 of each of the others,
 the step, the score, the format's version, and a SHA-256 over all of that. It must read exactly as this
 module would write it, so any changed byte shows. The set of file names is fixed here; a name in a manifest
 is compared with it and never opened.
 
-Hashes find damage, not malice: who can write the files can write the hashes. Nothing in a checkpoint is
+Hashes find damage, not malice: a writer of the files can write the hashes, too. Nothing in a checkpoint is
 code, and nothing in it makes a reader open another file or read more than the file's own length.
 """
 
@@ -61,7 +61,7 @@ class Damage:
 
 
 class Damaged(Exception):
-    """A checkpoint cannot be trusted; `damages` names the files. Only the store itself meets this one."""
+    """A checkpoint cannot be trusted; `damages` names the files. Raised inside the store alone."""
 
     def __init__(self, *damages: Damage) -> None:
         super().__init__("; ".join(str(damage) for damage in damages))

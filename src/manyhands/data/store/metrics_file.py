@@ -57,7 +57,7 @@ class MetricsLog:
         return len(records) - len(kept)
 
     def close(self) -> None:
-        """Sync the file to the disk and let go of it; a later `append` opens it again."""
+        """Sync the file to the disk and close it; a later `append` opens it again."""
         try:
             self._file.sync()
         finally:

@@ -1,4 +1,4 @@
-"""Putting a saved state back into a torch optimizer, to the last bit.
+"""Loads a saved state into a torch optimizer, to the last bit.
 
 `Optimizer.load_state_dict` casts every floating-point state to its parameter's dtype. That is wrong for
 states that never had it: NAdam's running product and ASGD's rates are float32 whatever the parameter is, and

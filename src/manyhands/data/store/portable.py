@@ -1,4 +1,4 @@
-"""Nested state with tensors as one stream of bytes, for another process: what `state_tree` takes apart, put together.
+"""Nested state with tensors as one byte stream for another process, built on `state_tree`.
 
     length of the JSON, 8 bytes · JSON · safetensors
 

@@ -1,4 +1,4 @@
-"""Which checkpoints go when a new one has come: a pure decision over their steps and scores."""
+"""Which checkpoints to delete after a new one: a pure decision over their steps and scores."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["SavedStep", "best", "rotated_out"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedStep:
-    """One checkpoint as far as rotation cares; the lower the score the better."""
+    """One checkpoint as rotation sees it; the lower the score the better."""
 
     step: int
     score: float | None = None

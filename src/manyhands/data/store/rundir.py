@@ -1,4 +1,4 @@
-"""A run on disk: what was asked for, what happened, and what is needed to go on.
+"""A run on disk: what was asked for, what happened, and what is needed to resume.
 
 runs/digits/
   config.json     what was asked for, by which command, where and when; its presence makes the directory a run
@@ -60,9 +60,9 @@ _UNFINISHED = {_LOCK, f".{_CONFIG}.writing"}
 
 
 class RunDirectory:
-    """One run's directory; `create` starts it, `open` goes on with it or looks at it. A context manager.
+    """One run's directory; `create` starts it, `open` resumes or reads it. A context manager.
 
-    Whoever creates it, or opens it with its lock, is the only run that writes there until `close`.
+    A run that creates it, or opens it with its lock, is the only one that writes there until `close`.
     Processes of that run, and viewers, open it with `lock=False`.
     """
 
@@ -176,7 +176,7 @@ class RunDirectory:
         return RunLock.is_held(self.path / _LOCK)
 
     def tell_end(self, error: ManyhandsError, at_s: float) -> None:
-        """Keep what ended the run, for those who look at it: in members.jsonl, and a hang in hang.txt.
+        """Record what ended the run: in members.jsonl, and a hang in hang.txt.
 
         `at_s` is on the time base of the other rows there: seconds since training began. Raises nothing: a disk that
         does not take it must not hide the error itself.
@@ -213,7 +213,7 @@ class RunDirectory:
             return None
 
     def remove_summary(self) -> None:
-        """The run goes on: what came out of it before does not count any more. WriteFailed if the file stays."""
+        """Remove the summary of a run that is resumed, because it is outdated. WriteFailed if the file stays."""
         try:
             self.summary_path.unlink(missing_ok=True)
         except OSError as error:
@@ -299,7 +299,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _no_run(path: Path) -> str:
-    """That there is no run at `path`, and what would help: the runs below it, where there are some."""
+    """The error that there is no run at `path`, with the runs below it, where there are some."""
     if not path.exists():
         return f"{path} holds no run: there is no such directory"
     if not path.is_dir():

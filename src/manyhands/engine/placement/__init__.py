@@ -1,1 +1,1 @@
-"""Where the modules of a model compute: placed on devices by name, and seen as a graph with its cuts."""
+"""Module placement: modules on devices by name, and the model as a graph with its cuts."""

@@ -42,7 +42,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edge:
-    """What one node needs of another: the value that `source` gave, by the numbers of nodes."""
+    """A dependency: the value of node `source` that another node needs, by node number."""
 
     source: int
     target: int
@@ -50,7 +50,7 @@ class Edge:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TiedParameters:
-    """Parameters that several nodes have, as tied weights; in several places, their gradients have to be added."""
+    """Parameters that several nodes share, as tied weights; across places, their gradients must be summed."""
 
     nodes: tuple[int, ...]
     """The numbers of the nodes that have them."""
@@ -61,7 +61,7 @@ class TiedParameters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Graph:
-    """The modules of a model and what they pass on, for one batch."""
+    """The modules of a model and the values between them, for one batch."""
 
     nodes: tuple[Node, ...]
     """In the order in which they ran."""
@@ -87,7 +87,7 @@ class Graph:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crossing:
-    """A value that travels from one place to another; its gradient, of as many bytes, travels back."""
+    """A value that is sent from one place to another; its gradient, of the same size, is sent back."""
 
     source: int
     """The node that gives it."""
@@ -102,7 +102,7 @@ class Crossing:
 
 
 def cut_of(graph: Graph, places: Sequence[str]) -> tuple[Crossing, ...]:
-    """What travels between places, in the order of its source; `places` has one for each node."""
+    """The values sent between places, ordered by source; `places` has one entry per node."""
     if len(places) != len(graph.nodes):
         raise ValueError(f"{len(places)} places for {len(graph.nodes)} nodes")
     targets: dict[tuple[int, str], list[int]] = {}

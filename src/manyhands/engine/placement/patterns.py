@@ -1,4 +1,4 @@
-"""From names of modules and patterns to devices: pure, without looking at any device."""
+"""Assigns devices to module names by patterns; pure, without querying any device."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def assigned(names: Sequence[str], where: Mapping[str, str]) -> dict[str, str]:
 
 
 def _reaches(pattern: str, name: str) -> bool:
-    """Whether a pattern matches the module or one that it is in."""
+    """Whether a pattern matches the module or one that contains it."""
     parts = name.split(".")
     return any(fnmatchcase(".".join(parts[:depth]), pattern) for depth in range(1, len(parts) + 1))
 

@@ -1,4 +1,4 @@
-"""`place`: the modules of a model on devices of their own, with copies at the borders and a log of what ran where."""
+"""`place`: modules of a model on several devices, with copies between them and a log of what ran where."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Placed(nn.Module):
         return self._placement.log
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model; what it gives comes to where its first tensor came from."""
+        """Run the model; the output is moved to the device of the first input tensor."""
         course = self._placement
         course.begin()
         given = tensors_in((args, kwargs))
@@ -87,7 +87,7 @@ class Placed(nn.Module):
             return brought(output, given[0].device) if given else output
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Placed:
-        """What `to`, `cuda`, `double` and their like do: all but moving."""
+        """Apply `to`, `cuda`, `double` and the like, without moving anything between devices."""
 
         def in_its_place(tensor: Tensor) -> Tensor:
             changed = fn(tensor)
@@ -103,7 +103,7 @@ class Placed(nn.Module):
         return _blank, (_own_class(self),), self.__dict__
 
     def _release(self) -> None:
-        """Make it again what it was before it was placed, with every module where it is now."""
+        """Undo the placement: restore the class, and leave every module where it is now."""
         for handle in self._placement.handles:
             handle.remove()
         del self._placement
@@ -117,13 +117,13 @@ def _placed_class(kind: type[nn.Module]) -> type[Placed]:
 
 
 def _own_class(model: Placed) -> type[nn.Module]:
-    """The class that it had before."""
+    """The class that the model had before it was placed."""
     found: type[nn.Module] = type(model).__bases__[1]
     return found
 
 
 def _blank(kind: type[nn.Module]) -> Placed:
-    """An object to be filled by `pickle` or `copy`: the classes are made as they are needed, and have no home."""
+    """An empty object for `pickle` or `copy` to fill: placed classes are made on demand, in no module."""
     placed = _placed_class(kind)
     return placed.__new__(placed)
 
@@ -131,7 +131,7 @@ def _blank(kind: type[nn.Module]) -> Placed:
 def _asked(
     named: Mapping[str, nn.Module], where: Mapping[str, str | None] | str | None, course: ForwardPass
 ) -> dict[str, torch.device]:
-    """By the name of a module, where it is to be; those that nobody speaks of are left out."""
+    """The requested device by module name; modules that no pattern reaches are left out."""
     if not isinstance(where, Mapping):
         device = _found(where, "the model", course)
         return dict.fromkeys(named, device)
@@ -168,9 +168,9 @@ def known_device(name: str | torch.device, what: str) -> torch.device:
 
 
 def _there(device: torch.device) -> torch.device | None:
-    """The device as tensors on it call it, `cuda:0` for `cuda`; None where this machine has it not."""
+    """The device as tensors on it report it, `cuda:0` for `cuda`; None where this machine does not have it."""
     if device.type == "cuda" and not torch.cuda.is_available():
-        return None  # torch would say so in a warning
+        return None  # torch would warn about it
     try:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError, ImportError):  # as many as there are kinds of devices
@@ -180,9 +180,10 @@ def _there(device: torch.device) -> torch.device | None:
 def _agreed(
     named: Mapping[str, nn.Module], asked: Mapping[str, torch.device], course: ForwardPass
 ) -> dict[str, torch.device | None]:
-    """Where each module is: as asked for, but for parameters that several modules share, which are in one place.
+    """The device of each module: as requested, but parameters that several modules share are in one place.
 
-    A module that nobody speaks of is where its parameters are; None where it has none and runs where its tensors are.
+    A module that no pattern reaches is where its parameters are; None where it has none and runs where its tensors
+    are.
     """
     homes: dict[int, tuple[str, torch.device]] = {}
     agreed: dict[str, torch.device | None] = {}
@@ -206,7 +207,7 @@ def _agreed(
 
 
 def _move(named: Mapping[str, nn.Module], devices: Mapping[str, torch.device | None]) -> None:
-    """Bring the parameters and buffers of each module, not of those in it, to its device; what is shared stays so."""
+    """Move the parameters and buffers of each module, without its children, to its device; sharing is kept."""
     new: dict[int, nn.Parameter] = {}
     for name, module in named.items():
         device = devices[name]

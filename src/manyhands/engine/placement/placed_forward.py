@@ -31,7 +31,7 @@ _PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.device}  # what 
 
 @dataclass(slots=True)
 class ForwardPass:
-    """Where a forward pass is: the modules that are running, innermost last, and the log of what they did."""
+    """The state of a forward pass: the running modules, innermost last, and the log of what they did."""
 
     soft: bool
     log: PlacementLog = field(default_factory=PlacementLog)
@@ -40,24 +40,24 @@ class ForwardPass:
     """Of the hooks that follow it."""
 
     def begin(self) -> None:
-        """A forward pass begins."""
+        """Begin a forward pass."""
         self.log.rows.clear()
         self.running.clear()
 
     @property
     def module(self) -> str:
-        """The module that is running."""
+        """The innermost running module."""
         return self.running[-1][0] if self.running else ""
 
     @property
     def device(self) -> torch.device | None:
-        """Where the module that is running is placed; None where its tensors say."""
+        """The device of the running module; None where its tensors decide."""
         return self.running[-1][1] if self.running else None
 
 
 @dataclass(frozen=True, slots=True)
 class Entering:
-    """A forward pre-hook: the module runs now, and its tensors come to where it is placed."""
+    """A forward pre-hook: pushes the module, and moves its inputs to its device."""
 
     course: ForwardPass
     name: str
@@ -66,7 +66,7 @@ class Entering:
     def __call__(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What the module gets instead."""
+        """The inputs that the module gets instead."""
         self.course.running.append((self.name, self.device))
         if self.device is None:
             return args, kwargs
@@ -75,18 +75,18 @@ class Entering:
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """A forward hook: the module has ended."""
+    """A forward hook: pops the module."""
 
     course: ForwardPass
 
     def __call__(self, _module: nn.Module, _args: Any, _output: Any) -> None:
-        """Called after errors, too."""
+        """Pop the module; torch also calls this after errors."""
         if self.course.running:
             self.course.running.pop()
 
 
 class Placing(TorchFunctionMode):
-    """Active while a placed model runs: each operation has all its tensors on one device, and is logged."""
+    """Active while a placed model runs: brings the operands of each operation to one device, and logs it."""
 
     def __init__(self, course: ForwardPass) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class Placing(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Called by torch in place of every function of its own."""
+        """Called by torch in place of each of its functions."""
         del types
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", str(func))
@@ -121,7 +121,7 @@ class Placing(TorchFunctionMode):
 
     def _run(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
         given = tensors_in((args, kwargs))
-        devices = {one.device for one in given if one.dim()}  # a number on the CPU goes with anything
+        devices = {one.device for one in given if one.dim()}  # a scalar on the CPU combines with any device
         target, copied = next(iter(devices), _CPU), 0
         if len(devices) > 1:
             target = self._rendezvous(name, given)
@@ -139,7 +139,7 @@ class Placing(TorchFunctionMode):
         return result
 
     def _rendezvous(self, name: str, given: list[Tensor]) -> torch.device:
-        """Where tensors of several devices come together: what is written in place stays where it is."""
+        """The device for operands of several devices: a tensor that is written in place stays where it is."""
         own = self._course.device
         return given[0].device if own is None or _writes(name) else own
 
@@ -181,7 +181,7 @@ class Placing(TorchFunctionMode):
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors of tuples, lists and dicts, nested as they may be."""
+    """The tensors in nested tuples, lists and dicts."""
     found: list[Tensor] = []
     _collect(value, found)
     return found
@@ -199,7 +199,7 @@ def _collect(value: Any, found: list[Tensor]) -> None:
 
 
 def brought(value: Any, device: torch.device) -> Any:
-    """`value` with all its tensors on `device`; itself where they are there already. Mappings keep their class."""
+    """`value` with all its tensors on `device`; unchanged where they are there. Mappings keep their class."""
     if all(tensor.device == device for tensor in tensors_in(value)):
         return value
     if isinstance(value, MutableMapping) and type(value) is not dict:  # as the outputs of some libraries are

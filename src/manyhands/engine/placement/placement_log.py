@@ -35,9 +35,9 @@ class PlacedOperation:
 
 @dataclass(slots=True)
 class PlacementLog:
-    """The operations of the last forward pass, in order; `print` it, or go through its rows.
+    """The operations of the last forward pass, in order; `print` it, or iterate over its rows.
 
-    Operations of backward run where those of forward did, and gradients take the way of every copy back.
+    Operations of backward run where those of forward did, and gradients pass every copy in reverse.
     """
 
     rows: list[PlacedOperation] = field(default_factory=list)
@@ -54,11 +54,11 @@ class PlacementLog:
 
     @property
     def copied_bytes(self) -> int:
-        """What the last forward pass copied from one device to another."""
+        """The bytes that the last forward pass copied between devices."""
         return sum(row.copied_bytes for row in self.rows)
 
     def note(self, sentence: str) -> None:
-        """Keep a sentence, once."""
+        """Add a notice, once."""
         if sentence not in self.notes:
             self.notes.append(sentence)
 

@@ -26,7 +26,7 @@ _TRIES = 3
 
 
 def trace(model: nn.Module, run: Callable[[nn.Module], Any], samples: int) -> Graph:
-    """The graph of `model`, where `run` calls it on a batch of so many samples, as a task's loss does."""
+    """The graph of `model`; `run` calls it on a batch of `samples` samples, as a task's loss does."""
     with torch.no_grad():
         args, kwargs = _called_with(model, run)
         if _says_chain(model) and len(args) == 1 and not kwargs:
@@ -51,7 +51,7 @@ def trace(model: nn.Module, run: Callable[[nn.Module], Any], samples: int) -> Gr
 
 
 def _called_with(model: nn.Module, run: Callable[[nn.Module], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What `run` calls the model with, the first time."""
+    """The arguments of the first call that `run` makes to the model."""
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -87,7 +87,7 @@ def _chain_nodes(model: nn.Module, x: Any) -> tuple[list[Node], list[nn.Module]]
 
 
 def _shared(modules: Sequence[nn.Module]) -> Iterator[TiedParameters]:
-    """Parameters that several nodes have, by the nodes; a module that ran twice shares all with itself."""
+    """Parameters that several nodes share, by node; a module that ran twice shares all with itself."""
     holders: dict[int, list[int]] = {}
     parameters = {}
     for number, module in enumerate(modules):
@@ -123,7 +123,7 @@ def _node(name: str, module: nn.Module, names: Mapping[int, str], output: Any, s
 
 
 class _Following(TorchFunctionMode):
-    """Follows one run of a model: which of its innermost modules ran, and whose outputs each of them got."""
+    """Traces one run of a model: which innermost modules ran, and whose outputs each of them received."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class _Following(TorchFunctionMode):
         self._names = _names(model)
         self._leaves = [module for module in model.modules() if not any(module.children())]
         self._sources: dict[int, frozenset[int]] = {}
-        self._kept: list[Tensor] = []  # so that no number of a tensor is given to another
+        self._kept: list[Tensor] = []  # keep tensors alive, so that no id is reused
         self._within = 0
         self._began = 0.0
         self._handles: list[Any] = []
@@ -157,7 +157,7 @@ class _Following(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Called by torch in place of every function of its own: what it gives comes from what it got."""
+        """Called by torch in place of each of its functions: outputs derive from the sources of the inputs."""
         del types
         kwargs = dict(kwargs or {})
         result = func(*args, **kwargs)

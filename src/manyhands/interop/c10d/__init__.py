@@ -1,7 +1,7 @@
 """A drop-in backend for torch.distributed: `import manyhands.c10d` and `init_process_group("manyhands")`.
 
-Collectives on CPU tensors of one host go through shared memory; CUDA tensors go to NCCL, and groups that span hosts to
-Gloo, underneath. See docs/drop-in.md.
+Collectives on CPU tensors of one host go through shared memory. CUDA tensors fall back to NCCL, and groups that span
+hosts to Gloo. See docs/drop-in.md.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["BACKEND", "ManyhandsGroup", "Options", "new_group"]
 def new_group(
     ranks: Sequence[int] | None = None, *, algorithm: str = SHARED, timeout: timedelta | None = None
 ) -> Any:
-    """As `torch.distributed.new_group`, for a group of this backend with an all-reduce algorithm of its own."""
+    """Like `torch.distributed.new_group`, for a group of this backend with its own all-reduce algorithm."""
     return dist.new_group(
         None if ranks is None else list(ranks),
         timeout=timeout,

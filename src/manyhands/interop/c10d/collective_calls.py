@@ -1,8 +1,8 @@
-"""What a collective call is, as numbers that all ranks can compare, and as words that name who differs.
+"""Collective calls as records that all ranks compare, and as sentences that name the ranks that differ.
 
-Before any data is read, every rank lays a record of its call into shared memory. All ranks compare all records, so a
-call that does not fit is refused by all of them with the same sentence and nothing is summed; and whoever waits too
-long can say which call each rank is in. This module is pure: records in, sentences out.
+Before any data is read, every rank writes a record of its call into shared memory. All ranks compare all records, so
+a mismatched call is rejected by all of them with the same sentence and nothing is summed. A wait that times out can
+say which call each rank is in. This module is pure: records in, sentences out.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class CollectiveCall(NamedTuple):
 
     @property
     def load(self) -> str:
-        """What the rank brings, as in `float32[4, 3]`, or nothing."""
+        """What the rank contributes, as in `float32[4, 3]`, or nothing."""
         if not self.dtype:
             return "nothing"
         sizes = ", ".join(map(str, self.shape)) + (", …" if self.dims > _SHOWN_DIMS else "")
@@ -155,7 +155,7 @@ def call_of(
 
 
 def dtype_code(dtype: torch.dtype) -> int:
-    """The number of a dtype in records; a UserError for one that cannot travel."""
+    """The number of a dtype in records; a UserError for one that cannot be sent."""
     code = CODES.get(dtype)
     if code is None:
         raise UserError(f"dtype={dtype}: allowed: {', '.join(map(str, CODES))}")
@@ -180,7 +180,7 @@ def describe_mismatch(calls: Sequence[CollectiveCall], label: Label = str) -> st
 def describe_uneven(
     name: str, sends: Sequence[Sequence[int]], expects: Sequence[Sequence[int]], label: Label = str
 ) -> str:
-    """Who brings another number of bytes than expected; `sends[i][j]` and `expects[j][i]` should be equal."""
+    """Names ranks that send another number of bytes than expected; `sends[i][j]` should equal `expects[j][i]`."""
     world = range(len(sends))
     wrong = [
         f"rank {label(i)} brings {sends[i][j]} bytes for rank {label(j)}, which expects {expects[j][i]}"
@@ -195,7 +195,7 @@ def describe_uneven(
 def describe_lateness(
     call: CollectiveCall, waited_s: float, last_seen: Sequence[tuple[int, str]], label: Label = str
 ) -> str:
-    """Who was waited for in vain, and where each of them was last seen."""
+    """Names the ranks that a wait timed out on, and where each of them was last seen."""
     late = ranks_text([rank for rank, _ in last_seen], label)
     seen = "; ".join(f"rank {label(rank)} {where}" for rank, where in last_seen)
     return f"{call} #{call.number}: waited {waited_s:.1f} s for {late}: {seen}"

@@ -33,7 +33,7 @@ _Tensors = Sequence[torch.Tensor]
 
 
 class Collectives:
-    """The calls of one rank on its stage; with an executor, all-reduces it can do go by its algorithm."""
+    """One rank's collective calls on its stage; with an executor, supported all-reduces use its algorithm."""
 
     def __init__(self, stage: CollectiveStage, executor: ScheduleExecutor | None = None) -> None:
         self._stage = stage
@@ -45,7 +45,7 @@ class Collectives:
         self._plans: dict[tuple[object, ...], ReductionPlan] = {}
 
     def barrier(self, timeout_s: float) -> None:
-        """Every rank is here."""
+        """Collective: wait until every rank is here."""
         self._number += 1
         self._stage.exchange(CollectiveCall(self._number, CallKind.BARRIER), (), (), timeout_s)
 
@@ -264,7 +264,7 @@ class Collectives:
         reduction: Reduction,
         timeout_s: float,
     ) -> None:
-        """All are here with tensors that fit; then by the group's algorithm."""
+        """Check the call on all ranks, then reduce by the group's algorithm."""
         self._stage.exchange(call, (), (), timeout_s)
         try:
             executor.all_reduce(flat.view(-1), _BY_SCHEDULE[reduction])
@@ -302,7 +302,7 @@ class Collectives:
         return parts
 
     def _lanes_for_others(self, pieces: _Tensors) -> list[Lane]:
-        """A lane for each rank; what this rank keeps for itself is not laid out."""
+        """A lane for each rank; this rank's own part is not laid out."""
         return [_lane(piece) if rank != self._rank else (0, 0) for rank, piece in enumerate(pieces)]
 
     def _reads_from(self, ranks: Iterable[int], lane: int, target: torch.Tensor) -> list[Read]:

@@ -1,4 +1,4 @@
-"""The backends underneath: NCCL for CUDA tensors, Gloo for what has no shared memory. They are torch's own.
+"""The fallback backends of torch: NCCL for CUDA tensors, Gloo for what shared memory cannot take.
 
 NCCL is made when the first CUDA tensor comes, and connects ranks as they need it. Gloo connects all ranks when it is
 made, so it is made with the group where it will be needed (ranks on several hosts, or GPUs without NCCL), and else when
@@ -24,7 +24,7 @@ _Type = dist.ProcessGroup.BackendType
 
 
 class FallbackGroup:
-    """A plain process group of torch, with a backend for each device that asks for one."""
+    """A plain process group of torch, with a backend for each device that needs one."""
 
     def __init__(self, store: c10d.Store, rank: int, world: int, timeout: timedelta) -> None:
         self._store = store
@@ -36,7 +36,7 @@ class FallbackGroup:
         self.has_cuda = torch.cuda.is_available()
 
     def open(self, *, several_hosts: bool) -> None:
-        """Collective: make what must be there before it is used."""
+        """Collective: create the backends that must exist before they are used."""
         if several_hosts:
             self.for_device(_CPU)
         if self.has_cuda and not dist.is_nccl_available():
@@ -59,7 +59,7 @@ class FallbackGroup:
             return self._group
 
     def close(self) -> None:
-        """Shut down what was made; idempotent."""
+        """Shut down the backends that were created; idempotent."""
         with self._lock:
             group, self._group = self._group, None
             self._made.clear()

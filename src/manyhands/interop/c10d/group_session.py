@@ -1,4 +1,4 @@
-"""Everything that one rank holds open for one process group, from joining it to leaving it."""
+"""The resources that one rank holds for one process group, from joining it to leaving it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from manyhands.transport.link.mesh import SharedMesh
 
 __all__ = ["LocalSession", "Session", "SessionPlace", "open_session"]
 
-_PATIENCE_S: Final = 5.0  # what is under way when a group is closed may take this long to end
+_PATIENCE_S: Final = 5.0  # calls under way when a group is closed may take this long to end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,14 +39,14 @@ class SessionPlace:
     global_ranks: tuple[int, ...]
 
     def label(self, rank: int) -> str:
-        """How a rank of the group is called in a sentence."""
+        """The name of a rank of the group in a sentence."""
         known = rank < len(self.global_ranks) and self.global_ranks[rank] != rank
         return f"{rank} (global {self.global_ranks[rank]})" if known else str(rank)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalSession:
-    """What the ranks of one host have: shared memory, the calls on it, and the post."""
+    """What the ranks of one host share: memory, the collectives on it, and point-to-point messages."""
 
     stage: CollectiveStage
     collectives: Collectives
@@ -72,13 +72,13 @@ class Session:
             self.local.stage.abort(self.place.rank, StageReason.ENDED)
 
     def close(self) -> None:
-        """Let the calls under way end, leave, and free everything."""
+        """Let the calls under way end, leave the group, and release everything."""
         if self.local is not None:
             self.conductor.close(self.local.stage.interrupt, _PATIENCE_S)
         self._resources.close()
 
     def disown(self) -> None:
-        """In a forked child: the group is its parent's, and must not be left or used in its name."""
+        """In a forked child: the group belongs to the parent, and must not be left or used here."""
         self.conductor = Conductor(f"process group {self.place.name} of the parent process")
         self.conductor.close(lambda: None, 0)
         if self.local is not None:
@@ -98,7 +98,7 @@ os.register_at_fork(after_in_child=_disown_all)
 
 
 def open_session(store: c10d.Store, place: SessionPlace, options: Options, timeout: timedelta) -> Session:
-    """Collective over the group: meet, and share memory or connect."""
+    """Collective over the group: rendezvous, then share memory or connect."""
     timeout_s = timeout.total_seconds()
     fallback = FallbackGroup(store, place.rank, place.world, timeout)
     with ExitStack() as resources:
@@ -126,7 +126,7 @@ def open_session(store: c10d.Store, place: SessionPlace, options: Options, timeo
 def _open_local(
     rendezvous: Rendezvous, place: SessionPlace, options: Options, timeout_s: float, resources: ExitStack
 ) -> LocalSession:
-    """Share memory with the others, and watch over each other."""
+    """Share memory with the other ranks, and monitor their liveness."""
     memory, letters, *ends = _share(rendezvous, options, timeout_s)
     peers = [rank for rank in range(place.world) if rank != place.rank]
     stage = CollectiveStage(memory, place.rank, place.world, place.label)
@@ -150,7 +150,7 @@ def _open_local(
 
 
 def _share(rendezvous: Rendezvous, options: Options, timeout_s: float) -> tuple[int, ...]:
-    """This rank's descriptors: the stage's memory, the post's, and two for the link to each other rank, if any."""
+    """This rank's descriptors: memory for the stage and for messages, and two for each link, if any."""
     with ExitStack() as made:
 
         def make() -> Sequence[Sequence[int]]:

@@ -1,4 +1,4 @@
-"""Rounds in which ranks lay data out, meet, and read from each other: what the compiled calls are made of.
+"""Rounds in which ranks lay data out, synchronize, and read from each other: the basis of compiled calls.
 
 A call (`exchange` or `direct`) is one block of int64 words in this process's memory: its record (see `calls`), where it
 stands, and what its kind needs. Every wait ends at `deadline_ns` at the latest with TIMED_OUT, and the same call may be
@@ -87,7 +87,7 @@ MISMATCH: Final = 20  # beside REACHED, ABORTED and TIMED_OUT: the records diffe
     _SPINS,
     _SCRATCH,  # address of SCRATCH_ROOM bytes of this rank's own
     _ROUND,  # the last round this rank has arrived at
-    _PART_NS,  # when this rank may next look for a core of its own
+    _PART_NS,  # when this rank may next try to change its core
 ) = range(10)
 STAGE_WORDS: Final = 10
 SCRATCH_ROOM: Final = max(SCRATCH_BYTES, LEAVE_BYTES)
@@ -157,7 +157,7 @@ def record(stage: Any, rank: int, number: int) -> Any:
 
 @njit(nogil=True)
 def _part_from(stage: Any, word: int) -> None:
-    """Leave this core if the rank that writes `word` runs here too, unless that was tried just now."""
+    """Move to another core if the rank that writes `word` runs on this one, unless that was tried just now."""
     now_ns = clock_ns()
     if now_ns >= stage[_PART_NS] and on_my_core(word):
         leave_cores(region(stage, 0) + ARRIVED, stage[WORLD], stage[_REGION_BYTES], stage[_SCRATCH])
@@ -187,14 +187,14 @@ def next_round(stage: Any) -> int:
 
 @njit(nogil=True)
 def arrive(stage: Any, number: int) -> None:
-    """Say that this rank's data of round `number` is laid out."""
+    """Announce that this rank's data of round `number` is laid out."""
     stage[_ROUND] = number
     announce(region(stage, stage[RANK]) + ARRIVED, number)
 
 
 @njit(nogil=True)
 def leave(stage: Any, number: int) -> None:
-    """Say that this rank is done with round `number`."""
+    """Announce that this rank is done with round `number`."""
     announce(region(stage, stage[RANK]) + DONE, number)
 
 
@@ -228,7 +228,7 @@ def reduce(stage: Any, call: Any, parts: int, count: int, target: int) -> None:
 
 @njit("void(int64)", nogil=True, cache=True)
 def leave_round(stage_address: int) -> None:
-    """Say that this rank is done with the round it has arrived at, having read nothing."""
+    """Announce that this rank is done with the round it has arrived at, having read nothing."""
     stage = array_at(stage_address, STAGE_WORDS, int64)
     leave(stage, stage[_ROUND])
 

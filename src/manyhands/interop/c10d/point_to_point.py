@@ -1,12 +1,12 @@
-"""Point-to-point messages between the ranks of one process group: send, receive, receive from anyone.
+"""Point-to-point messages between the ranks of one process group: send, receive, receive from any source.
 
 Between each two ranks there is a ring of bytes for each direction (see `transport.link.byte_ring`), in memory that is
-reserved when the first message is sent. Whoever writes into a ring or takes from it rings the other rank's bell, one
-word on which a rank can wait for all others at once.
+reserved when the first message is sent. A rank that writes into a ring or reads from it wakes the other rank through
+its wake-up word, on which a rank can wait for all others at once.
 
-What fits into the ring is sent when `send` is called. The rest moves whenever somebody of this process waits for a
-message of his own, or else in a thread of the post. Messages of one sender and one tag arrive in order; one that nobody
-has asked for yet is laid aside only when it stands before another that somebody waits for.
+What fits into the ring is sent when `send` is called. The rest is sent whenever a thread of this process waits for a
+message, or else by a background thread. Messages of one sender and one tag arrive in order. A message that no receive
+matches yet is set aside only when it stands before another that a receive waits for.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from manyhands.transport.link import byte_ring
 
 __all__ = ["PointToPoint", "capacity_bytes", "ring_index"]
 
-_SLICE_NS: Final = 250_000_000  # who waits for the bell looks around this often
-_GRACE_S: Final = 0.001  # most callers wait for their message at once; only then does the thread step in
+_SLICE_NS: Final = 250_000_000  # a waiter polls for failures this often
+_GRACE_S: Final = 0.001  # most callers wait for their message at once; only then does the thread take over
 _MOST_BYTES: Final = 16 << 20  # for all rings of a group, as long as each has its least
 _LEAST_RING: Final = 16 << 10
 _MOST_RING: Final = 1 << 20
@@ -54,7 +54,7 @@ def ring_index(sender: int, receiver: int, world: int) -> int:
 
 
 class PointToPoint:
-    """One rank's end; owns the descriptor, which nobody has sized before the first message. Any thread may use it."""
+    """One rank's end, for any thread; owns the descriptor, which has no size before the first message."""
 
     def __init__(
         self, descriptor: int, stage: CollectiveStage, name: str, label: Callable[[int], str] = str
@@ -65,14 +65,14 @@ class PointToPoint:
         self._label = label
         self._rank, self._world = stage.rank, stage.world
         lock = threading.Lock()
-        self._changed = threading.Condition(lock)  # something ended, or nobody drives any more
-        self._needed = threading.Condition(lock)  # the thread has something to look after, or is to end
-        self._asleep = False  # the thread will not look again by itself
+        self._changed = threading.Condition(lock)  # a message ended, or no thread drives any more
+        self._needed = threading.Condition(lock)  # the thread has work, or is to end
+        self._asleep = False  # the thread will not poll again by itself
         self._segment: Segment | None = None
         self._letters: dict[int, deque[OutgoingMessage]] = {}
         self._requests: list[PendingReceive] = []
         self._inboxes: dict[int, Inbox] = {}
-        self._driven = False  # somebody waits for the bell
+        self._driven = False  # a thread waits for the wake-up
         self._thread: threading.Thread | None = None
         self._closed = False
 
@@ -88,7 +88,7 @@ class PointToPoint:
     def receive(
         self, tensor: torch.Tensor, source: int | None, tag: int, timeout_s: float
     ) -> PointToPointWork:
-        """Fill a contiguous tensor with the next message of `tag`, from `source` or from anyone."""
+        """Fill a contiguous tensor with the next message of `tag`, from `source` or from any rank."""
         work = PointToPointWork(CallKind.RECV, tensor, source, tag, self._drive)
         request = PendingReceive(work, tensor)
         with self._changed:
@@ -101,7 +101,7 @@ class PointToPoint:
         return self._posted(work, settled)
 
     def close(self) -> None:
-        """Fail what is under way and let go of the memory; idempotent."""
+        """Fail the messages under way and release the memory; idempotent."""
         with self._changed:
             if self._closed:
                 return
@@ -124,7 +124,7 @@ class PointToPoint:
                 os.close(self._descriptor)
 
     def disown(self) -> None:
-        """In a forked child: the post is its parent's, and whatever threads the parent has are not here."""
+        """In a forked child: the messages belong to the parent, and the parent's threads do not exist here."""
         self._closed = True
         self._name += " of the parent process"
         self._changed = threading.Condition()
@@ -181,7 +181,7 @@ class PointToPoint:
         return bool(self._requests) or any(self._letters.values())
 
     def _advance(self) -> tuple[bool, Settled]:
-        """Move what can be moved now, with the lock held: whether anything did, and what has ended."""
+        """Move what can be moved now, with the lock held: whether anything did, and which messages ended."""
         moved, settled = False, Settled()
         for peer, letters in self._letters.items():
             gone = True
@@ -201,7 +201,7 @@ class PointToPoint:
         return moved, settled
 
     def _carry_on(self) -> None:
-        """The thread of the post: waits for the bell while nobody else does."""
+        """Run the background thread: it waits for the wake-up while no other thread does."""
         while True:
             with self._changed:
                 if not self._pending():
@@ -217,7 +217,7 @@ class PointToPoint:
             self._wait_for_wakeup(lambda: not self._pending(), time.monotonic_ns() + _SLICE_NS)
 
     def _drive(self, work: PointToPointWork, timeout_s: float | None) -> None:
-        """Help all messages along until `work` is complete, or `timeout_s` have passed."""
+        """Advance all messages until `work` is complete, or `timeout_s` have passed."""
         until_ns = (
             work.deadline_ns + _SLICE_NS if timeout_s is None else time.monotonic_ns() + int(timeout_s * 1e9)
         )
@@ -237,7 +237,7 @@ class PointToPoint:
             self._stage.waiting_in(None)
 
     def _wait_for_wakeup(self, over: Callable[[], bool], until_ns: int) -> None:
-        """Move messages and sleep, in turns, until `over` or `until_ns`; the caller has set `_driven`."""
+        """Move messages and sleep alternately until `over` or `until_ns`; the caller has set `_driven`."""
         wakeup, stop = self._stage.wakeup_address(self._rank), self._stage.abort_address
         try:
             while not over():
@@ -261,7 +261,7 @@ class PointToPoint:
                 self._changed.notify_all()
 
     def _look_around(self) -> None:
-        """Fail what cannot come about any more: the group has stopped, a peer has left, the time is over."""
+        """Fail messages that can no longer complete: the group has stopped, a peer has left, the time is over."""
         with self._changed:
             if self._closed:
                 return
@@ -270,7 +270,7 @@ class PointToPoint:
         _complete(settled)
 
     def _doom(self, work: PointToPointWork) -> ManyhandsError | None:
-        """Why `work` will not come about, or None."""
+        """Why `work` can no longer complete, or None."""
         what = work.describe(self._label)
         if self._stage.has_stopped:
             return self._stage.stopped(what)
@@ -282,13 +282,11 @@ class PointToPoint:
             return None
         where = "; ".join(f"rank {self._label(peer)} {self._stage.last_seen(peer)}" for peer in peers)
         deed = "took it" if work.kind is CallKind.SEND else "sent it"
-        self._stage.abort(
-            peers[0], StageReason.LATE
-        )  # a message that is cut in the middle spoils all that follow
+        self._stage.abort(peers[0], StageReason.LATE)  # a cut message corrupts all that follow
         return PeerTimeout(f"{what}: nobody {deed} in time: {where}", peers[0])
 
     def _fail_all(self, doom: Callable[[PointToPointWork], ManyhandsError | None]) -> Settled:
-        """Take back, with the lock held, every message that is doomed."""
+        """Withdraw, with the lock held, every message that can no longer complete."""
         settled: Settled = []
         for letters in self._letters.values():
             for letter in list(letters):

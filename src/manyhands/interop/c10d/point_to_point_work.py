@@ -1,6 +1,6 @@
-"""What is on its way between two ranks: messages to send, requests to receive, and what has come in so far.
+"""Messages under way between two ranks: sends, pending receives, and what has come in so far.
 
-The state of the post without its waiting: nothing here blocks, and everything is called with the post's lock held.
+The state without its waiting: nothing here blocks, and everything is called with the lock of `PointToPoint` held.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SHOWN_DIMS: Final = 4
 
 
 class PointToPointWork(PendingWork):
-    """A message under way; who waits for it helps all messages along."""
+    """A message under way; a thread that waits for it advances all messages."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ Settled = list[tuple[PointToPointWork, BaseException | None]]
 
 
 class OutgoingMessage:
-    """A message that leaves through one ring; `tensor` is contiguous and must not change meanwhile."""
+    """A message sent through one ring; `tensor` is contiguous and must not change meanwhile."""
 
     def __init__(self, work: PointToPointWork, tensor: torch.Tensor) -> None:
         self.work = work
@@ -96,15 +96,15 @@ class PendingReceive:
         self.begun = False  # its message is being read
 
     def takes(self, source: int, tag: int) -> bool:
-        """Whether a message is for this request."""
+        """Whether a message matches this receive."""
         return self.work.tag == tag and self.may_come_from(source)
 
     def may_come_from(self, source: int) -> bool:
-        """Whether this request still waits for a message that may be one of `source`."""
+        """Whether this receive may still match a message of `source`."""
         return not self.begun and self.work.peer in (None, source)
 
     def refusal(self, header: Sequence[int], source: str) -> UserError | None:
-        """Why the announced message does not fit."""
+        """Why the announced message does not fit, or nothing."""
         tag, num_bytes, dtype = header[:3]
         if num_bytes == self.tensor.nbytes and dtype == dtype_code(self.tensor.dtype):
             return None
@@ -119,7 +119,7 @@ class PendingReceive:
 
 
 class _Aside:
-    """A message that came before anyone asked for it."""
+    """A message that came before a receive for it."""
 
     def __init__(self, header: Sequence[int]) -> None:
         self.header = list(header)
@@ -127,7 +127,7 @@ class _Aside:
 
 
 class Inbox:
-    """What comes in from one rank: the message being read, and those laid aside."""
+    """What comes in from one rank: the message being read, and those set aside."""
 
     def __init__(self, source: int, address: int, label: Callable[[int], str]) -> None:
         self.source = source
@@ -140,7 +140,7 @@ class Inbox:
         self._aside: deque[_Aside] = deque()
 
     def take_aside(self, request: PendingReceive, settled: Settled) -> bool:
-        """Serve a new request from what was laid aside, if the first message of its tag is there."""
+        """Serve a new receive from what was set aside, if the first message of its tag is there."""
         for message in self._aside:
             if request.takes(self.source, message.header[0]):
                 self._aside.remove(message)
@@ -153,9 +153,9 @@ class Inbox:
         return False
 
     def advance(self, requests: list[PendingReceive], settled: Settled) -> bool:
-        """Read what is there, as long as some request may be served by it; whether anything moved.
+        """Read what is there, as long as it may serve a receive; whether anything moved.
 
-        A request that is served is taken from `requests`.
+        A receive that is served is removed from `requests`.
         """
         moved = False
         while self._target is not None or any(request.may_come_from(self.source) for request in requests):
@@ -185,7 +185,7 @@ class Inbox:
         return int(byte_ring.read(self._ring, address, num_bytes, self._read, 0, 0)) if num_bytes else 0
 
     def _receiver(self, requests: list[PendingReceive], settled: Settled) -> PendingReceive | _Aside:
-        """Who gets the message whose header is here."""
+        """The receive that gets the message whose header is here."""
         header = self._header.tolist()
         request = next((one for one in requests if one.takes(self.source, header[0])), None)
         if request is not None:
@@ -196,7 +196,7 @@ class Inbox:
                 return request
             requests.remove(request)
             settled.append((request.work, refusal))
-            header[0] = -1  # read to its end, and forgotten
+            header[0] = -1  # read to its end, and dropped
         return _Aside(header)
 
 

@@ -72,7 +72,7 @@ def _refusal(dtype: torch.dtype, reduction: Reduction) -> str:
 
 
 def combine(parts: Sequence[torch.Tensor], reduction: Reduction) -> torch.Tensor:
-    """The parts of all ranks, combined in their order; a mean of whole numbers is cut towards zero."""
+    """The parts of all ranks, combined in rank order; a mean of integers is truncated towards zero."""
     dtype = parts[0].dtype
     wide = torch.float32 if dtype in HALVES else dtype
     total = parts[0].to(wide, copy=True)

@@ -8,13 +8,14 @@
 
     region   0  arrived (word)     the last round whose data this rank has laid out
            128  done (word)        the last round of which this rank has read all it needs
-           256  bell (word)        rung by others who have sent this rank something, or made room for it
+           256  wake-up (word)     raised by ranks that have sent this rank something, or freed space for it
            384  state              left (u32) · what it waits for outside collectives: kind, peer, tag (i64)
            512  two records        the call that round n belongs to, by n % 2
            768  two tables         bytes brought for each rank and expected from each rank, by n % 2
 
-A rank is done with round n - 1 before it arrives at round n, and every round waits until all have arrived. So who lays
-out round n knows that all are done with round n - 2, which lay in the same half: that is the whole of flow control.
+A rank is done with round n - 1 before it arrives at round n, and every round waits until all have arrived. So a
+rank that lays out round n knows that all are done with round n - 2, which lay in the same half: this is all the flow
+control there is.
 """
 
 from __future__ import annotations

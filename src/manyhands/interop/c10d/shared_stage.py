@@ -1,8 +1,8 @@
-"""One rank's end of the memory that the ranks of a process group share: runs calls, and says why one cannot go on.
+"""One rank's end of a process group's shared memory: runs calls, and says why one cannot continue.
 
-A stage runs one call at a time. A call whose records differ between ranks is refused on all of them and leaves the
-group usable. Whatever else goes wrong (a rank that died, left, failed, or did not come in time) stops the group for
-good, on all ranks, and every later call says the same.
+A stage runs one call at a time. A call whose records differ between ranks is rejected on all of them and leaves the
+group usable. Any other failure (a rank that died, left, failed, or did not come in time) stops the group permanently,
+on all ranks, and every later call raises the same error.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from manyhands.native.waiting import REACHED, TIMED_OUT, spins_for
 
 __all__ = ["CollectiveStage", "ReductionPlan", "StageReason", "create_segment"]
 
-_SLICE_NS: Final = 250_000_000  # a waiting call looks around this often, and Python at its signals
+_SLICE_NS: Final = 250_000_000  # a waiting call polls for failures, and Python for signals, this often
 _PATIENCE: Final = 8  # times the usual spinning: a peer that runs Python needs 20 µs between two calls
 _REASON_SHIFT: Final = 16  # of the abort word: below it the rank + 1, above it the reason
 
@@ -54,7 +54,7 @@ class StageReason(IntEnum):
 
 
 class ReductionPlan:
-    """An all-reduce that has been thought through, to be run again and again on tensors of the same kind."""
+    """A prepared all-reduce, to be run repeatedly on tensors of the same kind."""
 
     def __init__(self, call: CollectiveCall, reducer: RoundReducer, world: int) -> None:
         self.call = call
@@ -123,11 +123,11 @@ class CollectiveStage:
         self._call_address = self._call.ctypes.data
 
     def wakeup_address(self, rank: int) -> int:
-        """The word that is rung when `rank` has post."""
+        """The wake-up word of `rank` for messages."""
         return self._segment.address + self._region(rank) + shared_layout.WAKEUP
 
     def wakeup_count(self) -> int:
-        """How often this rank's bell was rung, modulo 2^32."""
+        """How often this rank was woken, modulo 2^32."""
         return self._u32(self._region(self.rank) + shared_layout.WAKEUP, 1)[0]
 
     @property
@@ -236,7 +236,7 @@ class CollectiveStage:
         self._closing = True
 
     def close(self) -> None:
-        """Leave the group and let go of the memory; idempotent. No call may be under way."""
+        """Leave the group and release the memory; idempotent. No call may be under way."""
         with self._lock:
             if self._closed:
                 return
@@ -267,7 +267,7 @@ class CollectiveStage:
                 over_s = timeout_s if now_ns >= deadline_ns else None
                 self._look_around(words, call, began_ns, over_s)
         except BaseException:
-            self.abort(self.rank, StageReason.FAILED)  # a reason that was given before stands
+            self.abort(self.rank, StageReason.FAILED)  # an earlier reason stands
             raise
         call = call._replace(number=int(words[0]))
         if status == layout_rounds.MISMATCH:
@@ -306,7 +306,7 @@ class CollectiveStage:
         return describe_lateness(call, (time.monotonic_ns() - began_ns) / 1e9, where, self._label)
 
     def _stopped_in(self, words: np.ndarray, call: CollectiveCall, began_ns: int) -> ManyhandsError:
-        """Why a call could not go on; if someone was late for another rank, who is late for this one."""
+        """Why a call could not continue; if a rank was late for another one, the rank that is late for this one."""
         error = self.stopped(f"{call} #{call.number}")
         late = self._late(words)
         if isinstance(error, PeerTimeout) and late:
@@ -314,7 +314,7 @@ class CollectiveStage:
         return error
 
     def _refuse(self, call: CollectiveCall, slot: int) -> NoReturn:
-        """All ranks see that the records differ: say how, and be done with the round."""
+        """Report how the records differ, as all ranks do, and leave the round."""
         calls, tables = [], []
         for rank in range(self.world):
             region, size = self._region(rank), 2 * self.world

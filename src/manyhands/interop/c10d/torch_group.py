@@ -1,8 +1,8 @@
-"""The process group that torch.distributed talks to: each of its methods becomes calls on shared memory.
+"""The process group that torch.distributed calls: each of its methods becomes calls on shared memory.
 
 torch calls some of the methods from Python and some from C++ (the reducer of DDP, functional collectives), and has
-renamed several between the releases we support: each goes by all its names. What shared memory does not take (CUDA and
-sparse tensors, ranks on several hosts) goes to the backends underneath, as it came.
+renamed several between the releases we support: each is available by all its names. What shared memory does not take
+(CUDA and sparse tensors, ranks on several hosts) goes to the fallback backends unchanged.
 """
 
 # ruff: noqa: N802 - names that torch's C++ looks up
@@ -35,9 +35,9 @@ _Base: Any = dist.ProcessGroup  # its stubs demand overloads that torch.distribu
 
 
 class ManyhandsGroup(_Base):  # type: ignore[misc]
-    """One rank's end of a group; torch makes it, uses it and shuts it down.
+    """One rank's end of a group; torch creates it, uses it and shuts it down.
 
-    `opts` are torch's options of each call: reduction, root, timeout, and whether the caller goes on meanwhile.
+    `opts` are torch's options of each call: reduction, root, timeout, and whether the call is asynchronous.
     """
 
     def __init__(self, session: Session, timeout: timedelta) -> None:
@@ -266,7 +266,7 @@ class ManyhandsGroup(_Base):  # type: ignore[misc]
         )
 
     def barrier(self, opts: Any = None) -> c10d.Work:
-        """Every rank is here; where this process uses GPUs, what those of `device_ids` have been given is done, too."""
+        """Wait until every rank is here, and on GPUs also until the queued work of `device_ids` is done."""
         uses_gpus: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         devices = opts.device_ids if opts is not None and uses_gpus else []
         if self._local is None:
@@ -304,7 +304,7 @@ class ManyhandsGroup(_Base):  # type: ignore[misc]
         return work
 
     def recv_anysource(self, tensors: _Tensors, tag: int) -> c10d.Work:
-        """Receive a tensor from whoever sends one first."""
+        """Receive a tensor from the first rank that sends one."""
         (tensor,) = tensors
         if (post := self._post_for(tensor)) is not None:
             return post.receive(_contiguous(tensor), None, tag, self._timeout_s)
@@ -334,7 +334,7 @@ class ManyhandsGroup(_Base):  # type: ignore[misc]
         method: Callable[..., None],
         *args: Any,
     ) -> c10d.Work:
-        """Do `method` in shared memory if that takes the tensor, else call torch's method `name` underneath."""
+        """Do `method` in shared memory if that takes the tensor, else call torch's method `name` on the fallback."""
         if self._takes(tensor):
             return self._perform(opts, result, method, *args)
         under = getattr(self._fallback(tensor), name)
@@ -351,7 +351,7 @@ class ManyhandsGroup(_Base):  # type: ignore[misc]
         return self._session.conductor.perform(job, result, background=background)
 
     def _takes(self, tensor: torch.Tensor) -> bool:
-        """Whether shared memory can do it."""
+        """Whether shared memory can take the tensor."""
         return self._local is not None and tensor.is_cpu and tensor.layout is torch.strided
 
     def _post_for(self, tensor: torch.Tensor) -> PointToPoint | None:

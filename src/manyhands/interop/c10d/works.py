@@ -1,10 +1,11 @@
-"""Calls of one process group, one after the other: at once in the caller's thread, or in a thread of the group's own.
+"""Calls of one process group, in order: at once in the caller's thread, or in a thread of the group.
 
-A call that its caller waits for runs in the caller's own thread when nothing else is under way, which spares two thread
+A call that its caller waits for runs in the caller's thread when nothing else is under way, which saves two thread
 switches. Any other call is queued for a thread of the group, so that a gradient hook returns at once.
 
 A thread that completes a work runs the callbacks of its future, and a callback may make calls of the same group and
-wait for them, as PowerSGD's hook does. So the turn is given up before, and where no thread is idle another is started.
+wait for them, as PowerSGD's hook does. So the lock is released before the callbacks, and where no thread is idle
+another is started.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class FinishedWork(c10d.Work):
         self._result = result
 
     def wait(self, timeout: timedelta = _AT_ONCE) -> bool:  # noqa: ARG002
-        """Nothing to wait for."""
+        """True at once: there is nothing to wait for."""
         return True
 
     def is_completed(self) -> bool:
@@ -54,7 +55,7 @@ class FinishedWork(c10d.Work):
         return list(self._result)
 
     def synchronize(self) -> None:
-        """Nothing to do on the CPU."""
+        """Return at once: there is nothing to do on the CPU."""
 
     def get_future(self) -> Future[Any]:
         """A future that is complete."""
@@ -64,7 +65,7 @@ class FinishedWork(c10d.Work):
 
 
 class PendingWork(c10d.Work):
-    """A call under way; completed once, by whoever runs it."""
+    """A call under way; completed once, by the thread that runs it."""
 
     def __init__(self, result: Sequence[torch.Tensor]) -> None:
         super().__init__()
@@ -74,7 +75,7 @@ class PendingWork(c10d.Work):
         self._future: Future[Any] = Future()
 
     def complete(self, error: BaseException | None) -> None:
-        """Let those who wait go on, and run the callbacks of the future."""
+        """Release the waiters, and run the callbacks of the future."""
         self._error = error
         self._complete.set()
         if error is None:
@@ -118,21 +119,21 @@ class PendingWork(c10d.Work):
 
 
 class Conductor:
-    """Runs jobs in the order in which they come, one at a time."""
+    """Runs jobs in order, one at a time."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._turn = threading.Lock()  # held by whoever runs a job
+        self._turn = threading.Lock()  # held by the thread that runs a job
         self._changed = threading.Condition()
         self._queue: deque[tuple[Callable[[], None], PendingWork]] = deque()
-        self._idle = 0  # threads that will look at the queue again before they do anything else
+        self._idle = 0  # threads that will poll the queue again before anything else
         self._threads: set[threading.Thread] = set()
         self._closed = False
 
     def perform(
         self, job: Callable[[], None], result: Sequence[torch.Tensor], *, background: bool
     ) -> c10d.Work:
-        """Run `job`, which fills `result`: behind the caller's back, or now; it then raises what the job raises."""
+        """Run `job`, which fills `result`: in the background, or now; it then raises what the job raises."""
         if not background and not self._queue and self._turn.acquire(blocking=False):
             try:
                 self._check_open()
@@ -153,7 +154,7 @@ class Conductor:
         return work
 
     def close(self, interrupt: Callable[[], None], patience_s: float) -> None:
-        """Let what is under way end, or `interrupt` it after `patience_s`; idempotent."""
+        """Let the jobs under way end, or `interrupt` them after `patience_s`; idempotent."""
         deadline = time.monotonic() + patience_s
         with self._changed:
             drained = self._changed.wait_for(lambda: not self._queue, patience_s)
@@ -193,7 +194,7 @@ class Conductor:
             self._run_next()
 
     def _run_next(self) -> None:
-        """Take the next job, if another thread has not been faster, and complete its work."""
+        """Run the next job, unless another thread took it, and complete its work."""
         error: BaseException | None = None
         with self._turn:
             with self._changed:

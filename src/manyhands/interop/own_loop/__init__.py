@@ -1,1 +1,1 @@
-"""Your own training loop on many workers: `mh.join()`, and what stands behind a group."""
+"""A custom training loop on several workers: `mh.join()`, and the group behind it."""

@@ -1,9 +1,9 @@
-"""The rounds of a group: what happens between the workers at each backward of the user's loop.
+"""The rounds of a group: what the workers exchange at each backward of the user's loop.
 
-    forward            writes buffers; a wish to stop counts from here on
-    first gradient     this worker's word is said, without waiting (`words`)
+    forward            writes buffers; a stop request counts from here on
+    first gradient     this worker's word is sent, without waiting (`words`)
     more gradients     weighted by this worker's share on their way into their buckets; full ones leave (`Exchange`)
-    end of backward    autograd's own callback: hear the words, finish the sums, make buffers alike
+    end of backward    autograd's callback: receive the words, finish the sums, synchronize buffers
 
 So when `loss.backward()` returns, `grad` holds the gradient of the mean over the global batch, and whatever the user
 does with it (clipping, GradScaler, looking at it) is the same on every worker. Where the strategy steps by itself
@@ -78,11 +78,11 @@ class Rounds:
 
     @property
     def is_attached(self) -> bool:
-        """Whether there is a model."""
+        """Whether a model is attached."""
         return self._model is not None
 
     def attach(self, models: Sequence[nn.Module], optimizer: Optimizer, buffers: str) -> None:
-        """Collective: take the models' gradients over, and give everyone worker 0's weights."""
+        """Collective: take over the models' gradients, and give every worker worker 0's weights."""
         self.words.meet(Call.PREPARE)
         model = models[0] if len(models) == 1 else nn.ModuleList(models)
         self.exchange.attach(model, optimizer)
@@ -106,7 +106,7 @@ class Rounds:
 
     @contextmanager
     def holding(self) -> Iterator[None]:
-        """Backwards inside bring nothing to the others; their gradients add up here."""
+        """Context in which backwards exchange nothing; their gradients accumulate on this worker."""
         self.require_model()
         with self.exchange.accumulate():
             self._holding += 1
@@ -177,9 +177,9 @@ class Rounds:
         _require_one_batch(dict(enumerate(marks)))
 
     def leave(self) -> None:
-        """Collective: leave together. Who comes early brings nothing to the rounds of the others until they come.
+        """Collective: leave together. A worker that leaves early contributes nothing to the rounds of the others.
 
-        At the end everyone has the weights of the worker that came furthest.
+        At the end every worker has the weights of the worker that took the most rounds.
         """
         while True:
             self.words.say(Word(call=Call.LEAVE, value=self.clock.rounds))
@@ -197,7 +197,7 @@ class Rounds:
             self._take_weights(root=rounds.index(max(rounds)))
 
     def close(self) -> None:
-        """Take the hooks off and let go of everything; idempotent."""
+        """Remove the hooks and release everything; idempotent."""
         self._hooks.close()
         self.exchange.close()
         self.words.close()
@@ -284,7 +284,7 @@ class Rounds:
             self._watch.remember()
 
     def _bring_nothing(self, words: Sequence[Word]) -> None:
-        """Take part in a round of others that are still at work."""
+        """Take part, without a contribution, in a round of others that are still training."""
         for parameter in self.require_model().parameters():
             parameter.grad = None
         self._exchange(words, share=0.0)
@@ -304,7 +304,7 @@ class Rounds:
         self.readings.stop()
 
     def _require_alike(self, words: Sequence[Word]) -> None:
-        """All are in backward, or have left where the strategy can do without them."""
+        """UserError unless all are in backward, or have left where the strategy can continue without them."""
         allowed = {Call.BACKWARD} if self.exchange.steps_itself else {Call.BACKWARD, Call.LEAVE}
         if any(word.call not in allowed for word in words):
             require_same(words)

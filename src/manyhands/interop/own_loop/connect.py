@@ -58,7 +58,7 @@ Hosts = Sequence[Sequence[int]]
 
 @dataclass(frozen=True, kw_only=True)
 class GroupConnection:
-    """What one worker of a group exchanges through."""
+    """The channels of one worker of a group."""
 
     strategy: Strategy
     words: Words
@@ -79,7 +79,7 @@ _BY_DEFAULT = "mirrored"
 
 
 def choose(asked: Strategy | None, hosts: Hosts) -> Strategy:
-    """The strategy for workers on these hosts: what was asked for if that can be, else what suits them."""
+    """The strategy for workers on these hosts: the requested one if possible, else a suitable default."""
     world = sum(map(len, hosts))
     if asked is not None and asked.instead_of_own_loop:
         raise UserError(
@@ -93,7 +93,7 @@ def choose(asked: Strategy | None, hosts: Hosts) -> Strategy:
 
 
 def connect(place: Place, name: str, asked: Strategy | None, timeout_s: float) -> GroupConnection:
-    """Collective: meet the other workers of the group `name`; every wait lasts at most `timeout_s`."""
+    """Collective: connect to the other workers of the group `name`; every wait lasts at most `timeout_s`."""
     if place.world == 1:
         return GroupConnection(
             strategy=Strategy.parse(_ALONE), words=Words(AloneCollective()), exchange=SingleExchange()
@@ -152,7 +152,7 @@ def _on_one_host(
         abort=abort,
     )
     rendezvous.watch(lambda rank, in_peace: None if in_peace else abort(rank))
-    stack.callback(rendezvous.close)  # before the groups: who watches must not find them closed
+    stack.callback(rendezvous.close)  # before the groups: the liveness monitor must not find them closed
     return connection
 
 
@@ -204,7 +204,7 @@ def _on_several_hosts(
     def lose(rank: int, sentence: str) -> None:
         alarm.ring(rank, sentence)
         abort(rank)
-        for link in far.values():  # the group is of no further use, and leaving it must not wait
+        for link in far.values():  # the group is not used any more, and leaving it must not wait
             if isinstance(link, TorchLink):
                 link.give_up(sentence)
             else:
@@ -236,12 +236,12 @@ def _on_several_hosts(
         strategy=strategy, words=Words(collective), exchange=exchange, on_one_host=False, abort=abort
     )
     rendezvous.watch(lambda rank, in_peace: None if in_peace else abort(rank))
-    stack.callback(rendezvous.close)  # before the group: who watches must not find it closed
+    stack.callback(rendezvous.close)  # before the group: the liveness monitor must not find it closed
     return connection
 
 
 def _require_alike(store: Store, rank: int, ranks: Sequence[int], *, tls: bool) -> None:
-    """Collective: UserError where some have certificates and others have not, who would wait for each other."""
+    """Collective: UserError where only some workers have certificates, as they would wait for each other."""
     store.set(f"tls/{rank}", str(tls))
     for other in ranks:
         if store.get(f"tls/{other}") != str(tls).encode():

@@ -132,7 +132,7 @@ def open_group(
 
 
 def _caller() -> str:
-    """The line that joins."""
+    """The source line that calls `join`."""
     frame = sys._getframe(2)
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
@@ -154,7 +154,7 @@ _T = TypeVar("_T")
 
 
 def _said_once(what: str, here: _T | None, launcher: _T | None) -> _T | None:
-    """What the script asks for, or the launcher; not both differently."""
+    """The value of the script or of the launcher; UserError where both are given and differ."""
     if here is not None and launcher is not None and here != launcher:
         raise UserError(
             f"the script asks for {what}={here} and the launcher for {launcher}; say it in one place"
@@ -173,7 +173,7 @@ def _worker_context(launched: Launched | None, stack: ExitStack) -> WorkerContex
 
 
 class _Watched:
-    """The surroundings of a launched worker: its ring, its line on the board, its channel."""
+    """The worker context of a launched worker: its event ring, its row of the status table, its channel."""
 
     def __init__(self, context: RoleContext, ring: EventRing) -> None:
         self.record = ring.record

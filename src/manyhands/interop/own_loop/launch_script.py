@@ -104,7 +104,7 @@ def launch(
 def _run(
     job: Script, workers: int, watchdog_s: float, directory: RunDirectory | None
 ) -> tuple[list[Finished], dict[str, Any]]:
-    """Run the workers to their end: what each said of it, and where their time went; events are on disk then."""
+    """Run the workers to their end: their reports, and where their time went; events are on disk then."""
     with ExitStack() as stack:
         store = os.memfd_create("manyhands:store", os.MFD_CLOEXEC)
         stack.callback(os.close, store)

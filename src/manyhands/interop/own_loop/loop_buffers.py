@@ -1,4 +1,4 @@
-"""Buffers of a model, such as the running statistics of batch norm: the same on all workers after every exchange.
+"""Synchronizes a model's buffers, such as running statistics of batch norm, after every exchange.
 
 Gradients are averaged, so parameters stay alike by themselves. Buffers are written by each worker's own forward and
 drift apart. What to do about that is the user's choice:
@@ -43,7 +43,7 @@ def check_mode(mode: str) -> str:
 
 
 class BufferKeeper:
-    """Keeps the buffers of `model` alike, by `mode`."""
+    """Synchronizes the buffers of `model`, by `mode`."""
 
     def __init__(self, model: nn.Module, mode: str, words: Words) -> None:
         self._mode = mode
@@ -55,14 +55,14 @@ class BufferKeeper:
         """Modules whose buffers have been seen to change, on some worker: those travel."""
 
     def news(self) -> int:
-        """What this worker's word says of its buffers since the last exchange."""
+        """What this worker's word says about its buffers since the last exchange."""
         changed = self._changed()
         if any(new and not known for new, known in zip(changed, self._moving, strict=True)):
             return _UNKNOWN
         return _KNOWN if any(changed) else _NOTHING
 
     def exchange(self, words: Sequence[Word], share: float) -> None:
-        """Collective, after an exchange of gradients that began with `words`: make the buffers alike again."""
+        """Collective, after an exchange of gradients that began with `words`: synchronize the buffers."""
         news = max(word.news for word in words)
         if news == _UNKNOWN:
             flags = self._words.total(torch.tensor(self._changed(), dtype=torch.float64)).tolist()

@@ -44,7 +44,7 @@ class RoundClock:
         self._input_ns = 0
 
     def start(self) -> None:
-        """From now on this worker computes; what was before is nobody's."""
+        """Start the clock: this worker computes from now on; earlier time is not booked."""
         self._worker_context.mark(self.rounds + 1, State.COMPUTING)
         self._take()
         self._take_input_ns()
@@ -52,7 +52,7 @@ class RoundClock:
         self._started_ns = time.monotonic_ns()
 
     def computed(self) -> None:
-        """Backward has ended, and the exchange begins."""
+        """Mark that backward has ended, and the exchange begins."""
         self._worker_context.mark(self.rounds + 1, State.EXCHANGING)
         self._computed_ns = time.monotonic_ns()
         self._overlapped_ns, self._waited_before, _ = self._take()
@@ -60,7 +60,7 @@ class RoundClock:
         self._input_ns = max(0, self._take_input_ns() - self._waited_before.total())
 
     def exchanged(self, samples: int) -> None:
-        """The exchange is complete; `samples` were this worker's share."""
+        """Mark that the exchange is complete; `samples` were this worker's share."""
         now_ns, started_ns, computed_ns = time.monotonic_ns(), self._started_ns, self._computed_ns
         _, waited, posts = self._take()
         book = StepBook(self._worker_context.record, self.rounds, started_ns)

@@ -1,4 +1,4 @@
-"""The events of workers that no launcher of ours looks at: each keeps its own, in a directory of the user's choice.
+"""Events of workers without a manyhands launcher: each keeps its own, in a directory that the user chooses.
 
 Where the hosts share a file system that is one run directory; where they do not, each host has the files of its own
 workers, which can be put together in one `events` folder afterwards. Every file says how far its clock is from the
@@ -41,25 +41,25 @@ def own_loop_config(script: str, strategy: str, workers: int) -> dict[str, Any]:
 
 
 class Unwatched:
-    """The surroundings of a worker that no launcher of ours looks at."""
+    """The worker context of a worker without a manyhands launcher: it discards everything."""
 
     def record(self, *_: Any, **__: Any) -> bool:
-        """Nobody reads it."""
+        """Discard the event."""
         return False
 
     def mark(self, step: int, state: State, *, place: tuple[int, int] | None = None) -> None:
-        """Nobody looks."""
+        """Discard the status."""
 
     def note(self, note: WorkerNote) -> None:
-        """Nobody listens."""
+        """Discard the note."""
 
     def stop_requested(self) -> bool:
-        """Nobody asks."""
+        """False: there is no launcher that could request a stop."""
         return False
 
 
 class Recorded(Unwatched):
-    """The same, with events."""
+    """The same context, with events recorded in a ring."""
 
     def __init__(self, ring: EventRing) -> None:
         self.record = ring.record  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""What a worker of a group reads at the moment: which part of which global batch, of which loader."""
+"""What a worker of a group is reading: which part of which global batch, of which loader."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def remade(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
 
 
 class Loader(Protocol):
-    """What can be stopped for good."""
+    """A loader that can be stopped permanently."""
 
     is_stopped: bool
     """It gives no batch any more: a worker asked to stop while it was being read."""
@@ -122,13 +122,13 @@ class Readings:
             reading.is_over = True
 
     def stop(self) -> None:
-        """All loaders being read end here, for good."""
+        """Stop all loaders being read, permanently."""
         for reading in self._open:
             reading.is_over = reading.loader.is_stopped = True
 
 
 class Reader(Protocol):
-    """The group, as a loader sees it."""
+    """The group as a loader sees it."""
 
     rank: int
     world: int

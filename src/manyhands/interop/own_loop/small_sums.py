@@ -1,7 +1,7 @@
-"""What the workers of a group tell each other besides gradients: a word each, small sums, whole tensors.
+"""What the workers of a group exchange besides gradients: a status word each, small sums, whole tensors.
 
-Whatever all workers do together begins with one word from each, which says what that worker is doing. So workers that
-went different ways are told apart by name, instead of exchanging the wrong things or waiting for each other for ever:
+Every collective begins with one word from each worker, which says what that worker is doing. So workers that diverge
+are reported by name, instead of exchanging the wrong data or waiting for each other for ever:
 
     word of a worker   | call | stop | last | mark of its batch | news of its buffers | a number |
 
@@ -34,7 +34,7 @@ _DTYPES: Final = tuple(dtype for dtype in CODES if dtype in LINKED or dtype.is_c
 
 @unique
 class Call(IntEnum):
-    """What a worker is doing when it meets the others."""
+    """What a worker is doing when it synchronizes with the others."""
 
     BACKWARD = 1
     STEP = 2
@@ -74,7 +74,7 @@ class Call(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Word:
-    """What one worker says of itself."""
+    """One worker's status word."""
 
     call: Call
     stop: bool = False
@@ -94,7 +94,7 @@ class Word:
 
 
 def require_same(words: Sequence[Word]) -> None:
-    """Raise UserError naming who does what, unless all workers are in the same call."""
+    """Raise UserError naming what each worker does, unless all workers are in the same call."""
     if len({word.call for word in words}) > 1:
         found = ", ".join(f"worker {rank} {word.call.sentence}" for rank, word in enumerate(words))
         raise UserError(
@@ -118,7 +118,7 @@ class Words:
         self._table, *self._carriers = collective.allocate(parcels)
 
     def say(self, word: Word) -> None:
-        """Say this worker's word; returns at once."""
+        """Send this worker's word; returns at once."""
         row = [word.call, word.stop, word.last, word.mark, word.news, word.value]
         self._table.zero_()
         begin = self.rank * _FIELDS
@@ -128,7 +128,7 @@ class Words:
         self._collective.launch(0)
 
     def hear(self) -> tuple[Word, ...]:
-        """Wait for the words of all, by rank."""
+        """Wait for the words of all workers, by rank."""
         self._collective.finish()
         rows = self._table[: self.world * _FIELDS].view(self.world, _FIELDS).tolist()
         return tuple(
@@ -144,7 +144,7 @@ class Words:
         )
 
     def meet(self, call: Call, value: float = 0.0) -> tuple[Word, ...]:
-        """All workers come here for the same call, or UserError says who went another way."""
+        """Synchronize all workers in the same call; UserError names those that are in another."""
         self.say(Word(call=call, value=value))
         words = self.hear()
         require_same(words)
@@ -190,11 +190,11 @@ class Words:
         return self._collective.traffic()
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Release all resources."""
         self._collective.close()
 
     def _carrier(self, piece: torch.Tensor) -> tuple[int, torch.Tensor]:
-        """The bucket that a piece travels in, and its number."""
+        """The bucket that a piece is sent in, and its number."""
         numbered = enumerate(self._carriers, start=1)
         return next((index, carrier) for index, carrier in numbered if carrier.nbytes >= piece.nbytes)
 
@@ -223,31 +223,31 @@ class Words:
 
 
 class AloneCollective(Collective):
-    """A world of one: what this worker lays down is the sum."""
+    """The collective of a single worker: its values are the sum."""
 
     rank = 0
     world = 1
 
     def allocate(self, parcels: Sequence[Parcel]) -> list[torch.Tensor]:
-        """Plain memory."""
+        """Allocate plain memory."""
         return [torch.zeros(parcel.count, dtype=parcel.dtype) for parcel in parcels]
 
     def launch(self, index: int) -> None:
-        """Nothing to do."""
+        """Nothing to do: the values are the sum already."""
 
     def finish(self) -> None:
-        """Nobody to wait for."""
+        """Return at once: there are no other workers."""
 
     def broadcast(self, index: int, root: int = 0) -> None:
-        """Nobody to tell."""
+        """Nothing to do: there are no other workers."""
 
     def take_times(self) -> Times:
-        """None was spent."""
+        """Zero times."""
         return Times()
 
     def traffic(self) -> Traffic:
-        """None was sent."""
+        """No traffic."""
         return Traffic()
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Nothing to release."""

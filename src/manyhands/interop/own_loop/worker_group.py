@@ -163,7 +163,7 @@ class WorkerGroup:
         return (total[:-1] / total[-1]).reshape(given.shape).to(given.device, kind)
 
     def barrier(self) -> None:
-        """Collective: wait for all."""
+        """Collective: wait for all workers."""
         self._words.meet(Call.BARRIER)
 
     def save(

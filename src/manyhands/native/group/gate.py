@@ -1,8 +1,8 @@
-"""A gate that lets one worker through at a time, by number: a lock that is fair, and a round of turns as well.
+"""A gate that admits one worker at a time, by number: a fair lock, or a fixed order of workers.
 
-Whoever draws a number and waits for it holds a ticket lock, first come first served (Mellor-Crummey and Scott, 1991).
-Whoever waits for a number that was agreed on beforehand takes turns. `Gate` is for steps of Python; `enter` and `leave`
-are the same gate for compiled ones, which go through it too often for Python.
+A worker that draws a number and waits for it holds a ticket lock, first come first served (Mellor-Crummey and Scott,
+1991). Workers that wait for numbers agreed on beforehand pass in that order. `Gate` is for steps of Python; `enter`
+and `leave` are the same gate for compiled steps, which pass it too often for Python.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["FREE", "LOCKED", "TURNS", "Gate", "Turn", "enter", "leave", "require
 FREE, LOCKED, TURNS = 0, 1, 2
 """Who may go through: everybody at any time; one at a time, first come first served; one at a time, by number."""
 
-_SLICE_NS = 100_000_000  # how often a waiter looks whether the run is being taken down
+_SLICE_NS = 100_000_000  # how often a waiter polls for an abort
 
 
 class Gate:
@@ -50,17 +50,17 @@ class Gate:
         self._waits: dict[int, int] = {}
 
     def draw(self) -> int:
-        """A number of one's own: wait for it."""
+        """Draw the next ticket number, to wait for."""
         return self._tickets.add()
 
     def reset(self, number: int, rank: int) -> None:
-        """While nobody waits: let `number` through next, which is `rank`'s."""
+        """While nobody waits: admit `number` next, which belongs to `rank`."""
         self._tickets.set(number)
         self._inside.set(rank)
         announce(self._served, number)
 
     def enter(self, number: int) -> None:
-        """Wait until it is this number's turn; PeerTimeout names the worker that is inside."""
+        """Wait until this number is admitted; PeerTimeout names the worker that is inside."""
         begin = time.monotonic_ns()
         deadline = begin + int(self._group.timeout_s * 1e9)
         peer = self._inside.get()
@@ -84,13 +84,13 @@ class Gate:
             self._waits[peer] = self._waits.get(peer, 0) + time.monotonic_ns() - begin
 
     def leave(self, number: int, next_rank: int | None = None) -> None:
-        """Let the next number through; `next_rank` is whose it is, where that is known."""
+        """Admit the next number; `next_rank` is its worker, where that is known."""
         if next_rank is not None:
             self._inside.set(next_rank)
         announce(self._served, number + 1)
 
     def turn(self, order: int) -> Turn:
-        """What compiled steps need to go through this gate."""
+        """The gate's description for compiled steps."""
         tickets = self._tickets.address if order == LOCKED else 0
         patience_ns = int(self._group.timeout_s * 1e9)
         return Turn(order, self._served, tickets, self._group.abort_address, patience_ns, self._spins)
@@ -102,7 +102,7 @@ class Gate:
 
 
 class Turn(NamedTuple):
-    """A gate as compiled code takes it: addresses and numbers."""
+    """A gate for compiled code: addresses and numbers."""
 
     order: int = FREE
     served: int = 0
@@ -113,7 +113,7 @@ class Turn(NamedTuple):
 
 
 def require_turn(status: int, turn: Turn) -> None:
-    """Raise what the end of a compiled step's wait means, unless it was REACHED."""
+    """Raise the error for how a compiled step's wait ended, unless it was REACHED."""
     if status == ABORTED:
         raise Aborted(
             "a worker stops waiting for its turn: another failed first, or the run is being taken down"
@@ -128,12 +128,12 @@ def require_turn(status: int, turn: Turn) -> None:
 
 @helper()
 def enter(turn: Any, number: int) -> Any:
-    """Wait for one's turn: its number, which is `number` where turns are agreed on, and how the wait ended."""
+    """Wait to be admitted: returns the number, `number` itself in a fixed order, and how the wait ended."""
     mine = np.int64(add_u32(turn[2], np.uint32(1))) if turn[0] == LOCKED else np.int64(number)
     return mine, wait_until(turn[1], mine, turn[3], clock_ns() + turn[4], turn[5])
 
 
 @helper()
 def leave(turn: Any, number: int) -> None:
-    """Let the next number through."""
+    """Admit the next number."""
     announce(turn[1], number + 1)

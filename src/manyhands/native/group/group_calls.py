@@ -93,7 +93,7 @@ SCATTER = 1 << 32  # added to an operation: the result of a rank's slice goes to
     GROUP_OLDEST,  # first and last bucket launched and not yet reduced, or 0
     GROUP_NEWEST,
     GROUP_REDUCING_NS,
-    GROUP_LATE,  # who a failed wait was for, in which phase, of which operation, for how long
+    GROUP_LATE,  # whom a failed wait was for, in which phase, of which operation, for how long
     GROUP_LATE_PHASE,
     GROUP_LATE_OPERATION,
     GROUP_LATE_NS,
@@ -206,7 +206,7 @@ def _reduce_ready(group: Any) -> None:
 
 @helper()
 def _part_from(group: Any, word: int, now_ns: int) -> None:
-    """Leave this core if the rank that writes `word` runs here too, unless that was tried just now."""
+    """Move to another core if the rank that writes `word` runs on this one, unless that was tried just now."""
     if now_ns >= group[GROUP_PART_NS] and on_my_core(word):
         words = group[GROUP_CONTROL] + _word_offset(0, ARRIVED)
         leave_cores(words, group[GROUP_WORLD], 2 * CACHE_LINE, group[GROUP_SCRATCH])
@@ -258,7 +258,7 @@ def _finish(group: Any, group_address: int) -> int:
 
 @njit("int64(int64, int64, int64, int64)", nogil=True, cache=True)
 def advance(group_address: int, bucket_address: int, operation: int, until: int) -> int:
-    """Launch a bucket (unless its address is 0), then go on until LAUNCH, POLL or FINISH says enough.
+    """Launch a bucket (unless its address is 0), then continue as far as LAUNCH, POLL or FINISH says.
 
     LAUNCH only announces the bucket; POLL reduces whatever can be reduced without waiting; FINISH waits until
     every operation launched is complete on all ranks. A wait that fails leaves all as it is, to be tried again.

@@ -1,6 +1,6 @@
-"""Who takes which step, and when it may read and write the parameters: written once for all strategies.
+"""Which worker takes which step, and when it may read and write the parameters; shared by all strategies.
 
-* `free`: each worker takes the next batch that nobody has, and steps whenever it is ready. Nobody waits.
+* `free`: each worker takes the next batch that nobody has, and steps whenever it is ready. No worker waits.
 * `locked`: the same batches, but from reading the parameters to writing them a worker is alone.
 * `turns`: batch k is worker k mod n's, and is read and written after batch k − 1 and before batch k + 1. So it is the
   plain loop, with the batches fetched by n workers.
@@ -9,8 +9,8 @@
 Compiled steps are many small ones in one call: there the batches are given out here, and the waiting is theirs, at the
 gate that `turn` describes.
 
-Training goes from one meeting of all workers to the next (an evaluation, a checkpoint, the end). Between two of them
-the batches from `first` to `end` are each taken once; whoever stops the run early leaves no gap in what was done.
+Training goes from one synchronization of all workers to the next (an evaluation, a checkpoint, the end). Between two
+of them the batches from `first` to `end` are each taken once; an early stop leaves no gap in what was done.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ __all__ = ["ORDERS", "Order", "Together"]
 class Order(ABC):
     """One worker's side of an order, whose memory begins at `offset` of `segment`.
 
-    begin(first, end)                  all workers, while all are met
+    begin(first, end)                  all workers, while synchronized
     while (step := claim()) is not None:
         enter(step); read, compute, write; applied(); leave(step)
-    done()                             when all are met again
+    done()                             when all are synchronized again
 
     Where steps are compiled, `numbering` gives the number that the first of a batch's small steps has at the gate, and
     they go through it by themselves.
@@ -53,7 +53,7 @@ class Order(ABC):
         self._seen = 0
 
     def begin(self, first: int, end: int) -> None:
-        """Every worker, between two barriers: give out the batches from `first` to `end`."""
+        """Every worker, between two barriers: distribute the batches from `first` to `end`."""
         if self._rank == 0:
             self._claimed.set(first)
             self._end.set(end)
@@ -61,35 +61,35 @@ class Order(ABC):
 
     @abstractmethod
     def claim(self) -> int | None:
-        """The next batch that is this worker's; None if it is to meet the others."""
+        """This worker's next batch; None if it is to synchronize with the others."""
 
     def enter(self, step: int) -> None:  # noqa: ARG002 - others wait for their turn here
-        """The parameters may be read from here on."""
+        """Wait until this worker may read the parameters."""
         self.note_reading()
 
     def note_reading(self) -> None:
-        """This worker reads the parameters now: what others write from here on is counted by `applied`."""
+        """Mark the read of the parameters: what others write from here on is counted by `applied`."""
         self._seen = self._applied.get()
 
     def applied(self) -> int:
-        """This worker's step is written: how many steps others wrote since it entered."""
+        """Mark this worker's step as written; returns how many steps others wrote since the read."""
         return self._applied.add() - self._seen
 
     def leave(self, step: int) -> None:  # noqa: B027 - the free have nobody to let in
-        """The parameters are written, or are not to be."""
+        """End the access to the parameters, written or not."""
 
     @property
     def turn(self) -> Turn:
-        """The gate of compiled steps."""
+        """The gate for compiled steps."""
         return self._gate.turn(FREE)
 
     @abstractmethod
     def stop(self, step: int) -> None:
-        """Between `enter` and `leave`, or after a compiled step: let nobody begin another batch."""
+        """Between `enter` and `leave`, or after a compiled step: prevent any worker from beginning another batch."""
 
     @abstractmethod
     def done(self) -> int:
-        """Every worker, when all are met: the first batch that was not taken."""
+        """Every worker, after synchronizing: the first batch that was not taken."""
 
     def take_waits(self) -> dict[int, int]:
         """Nanoseconds waited for each worker since the last call."""
@@ -97,42 +97,42 @@ class Order(ABC):
 
 
 class Free(Order):
-    """Nobody waits for anybody."""
+    """No worker waits for another."""
 
     def claim(self) -> int | None:
-        """The next that nobody has."""
+        """Claim the next batch that no worker has."""
         if self._stopped.get():
             return None
         step = self._claimed.add()
         return step if step < self._end.get() else None
 
     def stop(self, step: int) -> None:  # noqa: ARG002 - whatever was taken is finished
-        """What is taken is finished."""
+        """Stop giving out batches; those already taken are finished."""
         self._stopped.set(1)
 
     def done(self) -> int:
-        """All that was taken."""
+        """The first batch that was not claimed; all claimed ones are finished."""
         return min(self._claimed.get(), self._end.get())
 
 
 class Locked(Free):
-    """One step at a time, whoever is ready first."""
+    """One step at a time, in order of arrival."""
 
     _ticket = 0
 
     @property
     def turn(self) -> Turn:
-        """First come first served."""
+        """The gate, first come first served."""
         return self._gate.turn(LOCKED)
 
     def enter(self, step: int) -> None:
-        """Wait until those who came before are done."""
+        """Wait until the workers that came before have left."""
         self._ticket = self._gate.draw()
         self._gate.enter(self._ticket)
         super().enter(step)
 
     def leave(self, step: int) -> None:
-        """Let in who waits longest."""
+        """Admit the worker that has waited longest."""
         super().leave(step)
         self._gate.leave(self._ticket)
 
@@ -144,11 +144,11 @@ class Turns(Order):
 
     @property
     def turn(self) -> Turn:
-        """By number."""
+        """The gate, by batch number."""
         return self._gate.turn(TURNS)
 
     def begin(self, first: int, end: int) -> None:
-        """The first turn is that of batch `first`."""
+        """Begin with batch `first`."""
         super().begin(first, end)
         self._next = first + (self._rank - first) % self._world
         if self._rank == 0:
@@ -156,7 +156,7 @@ class Turns(Order):
             self._gate.reset(number, first % self._world)
 
     def claim(self) -> int | None:
-        """Every n-th batch."""
+        """Claim every n-th batch."""
         step = self._next
         if step >= self._end.get():
             return None
@@ -169,7 +169,7 @@ class Turns(Order):
         super().enter(step)
 
     def leave(self, step: int) -> None:
-        """The next batch may be read."""
+        """Admit the next batch."""
         super().leave(step)
         self._gate.leave(step, (step + 1) % self._world)
 
@@ -182,7 +182,7 @@ class Turns(Order):
         self._end.set(min(self._end.get(), step + ahead))
 
     def done(self) -> int:
-        """All before the end, wherever that has been moved."""
+        """The end, which `stop` may have moved: all batches before it are done."""
         return self._end.get()
 
 
@@ -192,12 +192,12 @@ class Together(Order):
     _next = 0
 
     def begin(self, first: int, end: int) -> None:
-        """All begin with `first`."""
+        """All workers begin with `first`."""
         super().begin(first, end)
         self._next = first
 
     def claim(self) -> int | None:
-        """The next."""
+        """Claim the next batch, as every worker does."""
         step = self._next
         if step >= self._end.get():
             return None
@@ -205,11 +205,11 @@ class Together(Order):
         return step
 
     def stop(self, step: int) -> None:
-        """Others may have begun the next step, which needs all; nobody can have begun the one after it."""
+        """End after the next step: others may have begun it, and it needs all; none can have begun the one after."""
         self._end.set(min(self._end.get(), step + 2))
 
     def done(self) -> int:
-        """All before the end."""
+        """The end: all batches before it are done."""
         return self._end.get()
 
 

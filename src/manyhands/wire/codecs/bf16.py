@@ -12,19 +12,19 @@ __all__ = ["Bf16"]
 
 
 class Bf16(ParcelCodec):
-    """Two bytes an item, of the range of float32; nothing is kept."""
+    """Two bytes per item, with the range of float32; stateless."""
 
     def size(self, parcel: Parcel) -> int:
-        """Always exactly so many."""
+        """The exact size: two bytes per item."""
         return 2 * parcel.count
 
     def encode(self, parcel: Parcel, values: Tensor, into: Tensor) -> int:
-        """Round."""
+        """Round to bfloat16."""
         num_bytes = self.size(parcel)
         into[:num_bytes].view(torch.bfloat16).copy_(values)
         return num_bytes
 
     def decode(self, parcel: Parcel, encoded: Tensor, into: Tensor) -> None:
-        """Every bfloat16 is a number of the wider type."""
+        """Widen; every bfloat16 is exact in the wider type."""
         expect_bytes(encoded, self.size(parcel))
         into.copy_(encoded.view(torch.bfloat16))

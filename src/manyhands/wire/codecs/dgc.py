@@ -29,7 +29,7 @@ _QUARTERS = 4
 
 
 class _Warming(SparseCodec):
-    """A fraction of the items, the largest, and more of them in the first steps."""
+    """Top-k of a fraction of the items, with more of them in the first steps."""
 
     def __init__(self, fraction: float = 0.001, warmup: int = 0, values: ParcelCodec | None = None) -> None:
         super().__init__(values)
@@ -43,7 +43,7 @@ class _Warming(SparseCodec):
         return max(self._fraction, _FIRST ** (1 + _QUARTERS * step // self._warmup))
 
     def most(self, parcel: Parcel) -> int:
-        """As many as in the first step."""
+        """The number of items sent in the first step, the most of any."""
         return few(self.density(0), parcel)
 
     def usual_size(self, parcel: Parcel) -> int:
@@ -54,16 +54,16 @@ class _Warming(SparseCodec):
         return sum(self._size_of(parcel, few(share, parcel)) for share in shares) // _QUARTERS
 
     def choose(self, parcel: Parcel, values: Floats) -> tuple[Indices, Floats]:
-        """The largest."""
+        """The largest items at this step's density."""
         return largest_of(values, few(self.density(self.step), parcel))
 
 
 class DgcSums(_Warming):
-    """Of sums, which have their momentum already."""
+    """The variant for sums, which include their momentum already."""
 
 
 class Dgc(_Warming):
-    """Of a momentum; that and what is not sent yet are kept, in the parcel's own type."""
+    """The variant that keeps momentum and residual, in the parcel's type."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Dgc(_Warming):
         self._owed: dict[str, Tensor] = {}
 
     def encode(self, parcel: Parcel, values: Tensor, into: Tensor) -> int:
-        """Add to the momentum, and send the largest of what is owed."""
+        """Update momentum and residual, and send the largest items of the residual."""
         empty_gaps(parcel, values)
         velocity = self._velocity.setdefault(parcel.key, torch.zeros_like(values))
         owed = self._owed.setdefault(parcel.key, torch.zeros_like(values))
@@ -97,17 +97,17 @@ class Dgc(_Warming):
         return num_bytes
 
     def memory(self) -> dict[str, Tensor]:
-        """Both, by parcel."""
+        """Momentum and residual, by parcel."""
         kept = {f"velocity/{key}": one for key, one in self._velocity.items()}
         return kept | {f"owed/{key}": one for key, one in self._owed.items()}
 
     def remember(self, memory: Mapping[str, Tensor]) -> None:
-        """Both."""
+        """Load momentum and residual."""
         for name, one in memory.items():
             kind, _, key = name.partition("/")
             {"velocity": self._velocity, "owed": self._owed}[kind][key] = one.clone()
 
     def _share(self, values: Tensor) -> float:
-        """How much of a gradient is left by clipping."""
+        """The factor by which clipping scales a gradient."""
         norm = float(values.norm()) if self._clip else 0.0
         return self._clip / norm if norm > self._clip else 1.0

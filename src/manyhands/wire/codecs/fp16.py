@@ -12,19 +12,19 @@ __all__ = ["Fp16"]
 
 
 class Fp16(ParcelCodec):
-    """Two bytes an item, finer than bfloat16 and of a smaller range; nothing is kept."""
+    """Two bytes per item, finer than bfloat16 and of a smaller range; stateless."""
 
     def size(self, parcel: Parcel) -> int:
-        """Always exactly so many."""
+        """The exact size: two bytes per item."""
         return 2 * parcel.count
 
     def encode(self, parcel: Parcel, values: Tensor, into: Tensor) -> int:
-        """Round."""
+        """Round to float16."""
         num_bytes = self.size(parcel)
         into[:num_bytes].view(torch.float16).copy_(values)
         return num_bytes
 
     def decode(self, parcel: Parcel, encoded: Tensor, into: Tensor) -> None:
-        """Every float16 is a number of the wider type."""
+        """Widen; every float16 is exact in the wider type."""
         expect_bytes(encoded, self.size(parcel))
         into.copy_(encoded.view(torch.float16))

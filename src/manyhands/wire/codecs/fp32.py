@@ -12,19 +12,19 @@ __all__ = ["Fp32"]
 
 
 class Fp32(ParcelCodec):
-    """Four bytes an item: half of a float64; what is beyond 3.4e38 becomes infinite. Nothing is kept."""
+    """Four bytes per item, half of a float64; values beyond 3.4e38 become infinite. Stateless."""
 
     def size(self, parcel: Parcel) -> int:
-        """Always exactly so many."""
+        """The exact size: four bytes per item."""
         return 4 * parcel.count
 
     def encode(self, parcel: Parcel, values: Tensor, into: Tensor) -> int:
-        """Round."""
+        """Round to float32."""
         num_bytes = self.size(parcel)
         into[:num_bytes].view(torch.float32).copy_(values)
         return num_bytes
 
     def decode(self, parcel: Parcel, encoded: Tensor, into: Tensor) -> None:
-        """Every float32 is a number of the wider type."""
+        """Widen; every float32 is exact in the wider type."""
         expect_bytes(encoded, self.size(parcel))
         into.copy_(encoded.view(torch.float32))

@@ -29,13 +29,13 @@ _KINDS: Final = {"e4m3": _Kind(3, 7, 0x7E), "e5m2": _Kind(2, 15, 0x7B)}
 
 
 class Fp8(FloatCodec):
-    """A byte for each block, then a byte for each item."""
+    """One byte per block, then one byte per item."""
 
     def __init__(self, kind: str = "e4m3") -> None:
         self._kind = _KINDS[kind]
 
     def size(self, parcel: Parcel) -> int:
-        """Always exactly so many."""
+        """The exact size: one byte per block and one per item."""
         return blocks_of(parcel.count, BLOCK) + parcel.count
 
     def pack(self, parcel: Parcel, values: Floats, into: Bytes) -> int:
@@ -45,7 +45,7 @@ class Fp8(FloatCodec):
         return end
 
     def unpack(self, parcel: Parcel, encoded: Bytes, into: Floats) -> None:
-        """Every one is a float32 times a power of two."""
+        """Decode; every value is a float32 times a power of two."""
         head = blocks_of(parcel.count, BLOCK)
         powers, codes = encoded[:head], encoded[head:]
         if len(powers) and ((powers > 247) & (powers < MARK)).any():

@@ -12,10 +12,10 @@ __all__ = ["Int8"]
 
 
 class Int8(FloatCodec):
-    """A float32 for each block, then a byte for each item."""
+    """A float32 per block, then one byte per item."""
 
     def size(self, parcel: Parcel) -> int:
-        """Always exactly so many."""
+        """The exact size: a scale per block and one byte per item."""
         return 4 * blocks_of(parcel.count, BLOCK) + parcel.count
 
     def pack(self, parcel: Parcel, values: Floats, into: Bytes) -> int:
@@ -25,7 +25,7 @@ class Int8(FloatCodec):
         return end
 
     def unpack(self, parcel: Parcel, encoded: Bytes, into: Floats) -> None:
-        """Multiply."""
+        """Multiply the codes by their block's scale."""
         head = 4 * blocks_of(parcel.count, BLOCK)
         scales = encoded[:head].view(np.uint32)
         check_scales(scales)

@@ -31,7 +31,7 @@ class PowerSgd(ParcelCodec):
         self._right: dict[str, Tensor] = {}
 
     def size(self, parcel: Parcel) -> int:
-        """Always exactly so many."""
+        """The exact size of both factors and the items that are sent uncompressed."""
         items = sum(self._rank * (one.rows + one.columns) for one in self._factored(parcel))
         items += sum(end - begin for begin, end in self.whole(parcel))
         return items * _type_of(parcel).itemsize
@@ -55,7 +55,7 @@ class PowerSgd(ParcelCodec):
         return _joined(parts, parcel)
 
     def product(self, parcel: Parcel, left: Tensor, right: Tensor, into: Tensor) -> None:
-        """What the factors stand for."""
+        """Write the product of the factors into `into`."""
         at = 0
         for one, factor in self._lefts(parcel, left):
             other = right[at : at + self._rank * one.columns].view(one.columns, self._rank)
@@ -70,7 +70,7 @@ class PowerSgd(ParcelCodec):
             rest = rest[end - begin :]
 
     def take_off(self, parcel: Parcel, left: Tensor, right: Tensor, owed: Tensor) -> None:
-        """Take off `owed` what this worker has sent of it: the sum of P times its own Q, and what went as it is."""
+        """Subtract from the residual `owed` what this worker has sent: P summed times its Q, and raw items."""
         sent = torch.empty_like(owed)
         self.product(parcel, left, right, sent)
         for begin, end in self.whole(parcel):
@@ -78,7 +78,7 @@ class PowerSgd(ParcelCodec):
         owed.sub_(sent)
 
     def start_with(self, parcel: Parcel, right: Tensor) -> None:
-        """The next step begins with these sums of Q; what is not finite is not kept."""
+        """Start the next step with these sums of Q; non-finite values are not kept."""
         if right.sum().isfinite():
             self._right[parcel.key] = right.clone()
 
@@ -92,28 +92,28 @@ class PowerSgd(ParcelCodec):
         return both.nbytes
 
     def decode(self, parcel: Parcel, encoded: Tensor, into: Tensor) -> None:
-        """Multiply."""
+        """Multiply the factors."""
         expect_bytes(encoded, self.size(parcel))
         both = encoded.view(_type_of(parcel))
         count = len(both) - sum(self._rank * one.columns for one in self._factored(parcel))
         self.product(parcel, both[:count], both[count:], into)
 
     def memory(self) -> dict[str, Tensor]:
-        """The factors to begin with."""
+        """The factors that start the next step."""
         return {f"right/{key}": kept for key, kept in self._right.items()}
 
     def remember(self, memory: Mapping[str, Tensor]) -> None:
-        """Those."""
+        """Load the factors that start the next step."""
         self._right = {name.removeprefix("right/"): kept.clone() for name, kept in memory.items()}
 
     def _factored(self, parcel: Parcel) -> list[Matrix]:
-        """The matrices that get smaller."""
+        """The matrices that factoring makes smaller."""
         return [
             one for one in parcel.matrices if self._rank * (one.rows + one.columns) < one.rows * one.columns
         ]
 
     def whole(self, parcel: Parcel) -> list[tuple[int, int]]:
-        """Which items travel as they are: those between the matrices."""
+        """The items that are sent uncompressed: those between the matrices."""
         gaps, at = [], 0
         for one in sorted(self._factored(parcel)):
             gaps.append((at, one.begin))
@@ -128,7 +128,7 @@ class PowerSgd(ParcelCodec):
             at += self._rank * one.rows
 
     def _start(self, parcel: Parcel, number: int, one: Matrix) -> Tensor:
-        """The Q of the step before; columns that are nothing, as all are at first, are drawn: alike by all workers."""
+        """The Q of the step before; zero columns, as all are at first, are drawn, identically on all workers."""
         kept, factor, there = self._right.get(parcel.key), None, None
         if kept is not None:
             at = sum(self._rank * before.columns for before in self._factored(parcel)[:number])
@@ -177,7 +177,7 @@ def _joined(parts: list[Tensor], parcel: Parcel) -> Tensor:
 
 
 def _make_orthogonal(factor: Tensor) -> None:
-    """Gram and Schmidt, column by column, in place; a column that depends on those before becomes nothing."""
+    """Gram-Schmidt, column by column, in place; a linearly dependent column becomes zero."""
     for number in range(factor.shape[1]):
         column = factor[:, number]
         before = float(column.norm())

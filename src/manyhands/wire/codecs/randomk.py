@@ -27,28 +27,28 @@ class RandomK(SparseCodec):
         self._fraction = fraction
 
     def most(self, parcel: Parcel) -> int:
-        """Always exactly so many."""
+        """The exact number of items that are sent."""
         return few(self._fraction, parcel)
 
     def choose(self, parcel: Parcel, values: Floats) -> tuple[Indices, Floats]:
-        """One of each stretch, times its length."""
+        """One item of each stretch, times the stretch's length."""
         indices = self._drawn(parcel, self.drawn(parcel))
         kept = np.empty(len(indices), np.float32)
         enlarge(values, parcel.tensor_items, indices, kept)
         return indices, kept
 
     def place_bytes(self, parcel: Parcel, count: int) -> int:
-        """What they were drawn by."""
+        """The bytes of the key that the places are drawn by."""
         del parcel, count
         return _KEY
 
     def write_places(self, parcel: Parcel, indices: Indices, into: Bytes) -> None:
-        """Write that."""
+        """Write the key."""
         del indices
         into[:] = np.frombuffer(self.drawn(parcel).to_bytes(_KEY, "little"), np.uint8)
 
     def read_places(self, parcel: Parcel, encoded: Bytes, count: int) -> Indices:
-        """Draw again."""
+        """Draw the same places from the key."""
         return self._drawn(parcel, int.from_bytes(encoded.tobytes(), "little"))[:count]
 
     def _drawn(self, parcel: Parcel, drawn: int) -> Indices:

@@ -26,17 +26,17 @@ _ONE: Final = 0x3F800000
 
 
 class Sign(FloatCodec):
-    """A float32 for each block, then a bit for each item, in words of 32: 1 for what is below 0."""
+    """A float32 per block, then one bit per item, in words of 32: 1 for a negative item."""
 
     def __init__(self, kind: str = "scaled") -> None:
         self.sums_vote = kind == "vote"
 
     def size(self, parcel: Parcel) -> int:
-        """Always exactly so many."""
+        """The exact size: a scale per block and one bit per item."""
         return 4 * blocks_of(parcel.count, BLOCK) + 4 * blocks_of(parcel.count, 32)
 
     def pack(self, parcel: Parcel, values: Floats, into: Bytes) -> int:
-        """Take the signs."""
+        """Encode the scales and the signs."""
         head, end = 4 * blocks_of(parcel.count, BLOCK), self.size(parcel)
         scales = into[:head].view(np.uint32)
         pack_sign(values, scales, into[head:end].view(np.uint32))
@@ -45,7 +45,7 @@ class Sign(FloatCodec):
         return end
 
     def unpack(self, parcel: Parcel, encoded: Bytes, into: Floats) -> None:
-        """The scale, or minus the scale."""
+        """Decode to plus or minus the block's scale."""
         head = 4 * blocks_of(parcel.count, BLOCK)
         scales = encoded[:head].view(np.uint32)
         check_scales(scales)
@@ -54,7 +54,7 @@ class Sign(FloatCodec):
         unpack_sign(scales, encoded[head:].view(np.uint32), into)
 
     def settle(self, parcel: Parcel, total: Tensor) -> None:
-        """The majority, where there is a vote."""
+        """Replace the sum by the majority's sign, where there is a vote."""
         del parcel
         if self.sums_vote:
             total.sign_()

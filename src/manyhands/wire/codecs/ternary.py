@@ -16,20 +16,20 @@ __all__ = ["Ternary"]
 
 
 class Ternary(FloatCodec):
-    """A float32 for each block, then a byte for each five items."""
+    """A float32 per block, then one byte per five items."""
 
     def size(self, parcel: Parcel) -> int:
-        """Always exactly so many."""
+        """The exact size: a scale per block and one byte per five items."""
         return 4 * blocks_of(parcel.count, BLOCK) + blocks_of(parcel.count, 5)
 
     def pack(self, parcel: Parcel, values: Floats, into: Bytes) -> int:
-        """Draw which items stay."""
+        """Draw which items are kept."""
         head, end = 4 * blocks_of(parcel.count, BLOCK), self.size(parcel)
         pack_ternary(values, into[:head].view(np.uint32), into[head:end], *key_of(self.drawn(parcel)))
         return end
 
     def unpack(self, parcel: Parcel, encoded: Bytes, into: Floats) -> None:
-        """Look up."""
+        """Decode through a lookup table."""
         head = 4 * blocks_of(parcel.count, BLOCK)
         scales, codes = encoded[:head].view(np.uint32), encoded[head:]
         check_scales(scales)

@@ -35,7 +35,7 @@ class TopK(SparseCodec):
         self._sampled = sampled
 
     def most(self, parcel: Parcel) -> int:
-        """Exactly so many, unless sampled."""
+        """The number of items that are sent: exact, unless sampled."""
         return few(self._fraction, parcel)
 
     def choose(self, parcel: Parcel, values: Floats) -> tuple[Indices, Floats]:
@@ -77,7 +77,7 @@ def _by_sample(values: Floats, count: int, drawn: int) -> tuple[Indices, Floats]
 
 
 def _border(values: Floats, count: int, drawn: int) -> np.float32:
-    """The size from which on about `count` items are, by every so-manieth of them."""
+    """The magnitude that about `count` items reach, estimated from a regular sample."""
     stride = max(1, len(values) // max(_LEAST_SAMPLES, len(values) // _SHARE))
     sample = np.abs(values[drawn % stride :: stride])
     place = max(0, len(sample) - math.ceil(count * len(sample) / len(values)))
@@ -85,7 +85,7 @@ def _border(values: Floats, count: int, drawn: int) -> np.float32:
 
 
 def _not_below(values: Floats, border: np.float32, room: int) -> tuple[Indices, Floats]:
-    """All items from a size on; none where there are more than `room`."""
+    """All items of at least a magnitude; none where there are more than `room`."""
     indices, kept = np.empty(room, np.uint32), np.empty(room, np.float32)
     found = max(0, not_below(values, border, indices, kept))
     return indices[:found], kept[:found]

@@ -1,1 +1,1 @@
-"""Compiled code that several codecs share."""
+"""Compiled kernels of the codecs."""

@@ -18,7 +18,7 @@ MARK: Final = 255
 
 @njit("void(float32[::1], uint8[::1], uint8[::1], int64, int64, int64)", cache=True, nogil=True)
 def pack_fp8(values, powers, codes, fraction, bias, most):  # type: ignore[no-untyped-def]
-    """Scale and round."""
+    """Scale each block by a power of two and round to fp8."""
     cut = uint32(23 - fraction)
     half, shifted = uint32((1 << (22 - fraction)) - 1), uint32((127 - bias) << fraction)
     smallest = float_of(uint32((127 + 1 - bias) << 23))
@@ -54,7 +54,7 @@ def pack_fp8(values, powers, codes, fraction, bias, most):  # type: ignore[no-un
 
 @njit("boolean(uint8[::1], uint8[::1], float32[::1], int64, int64, int64)", cache=True, nogil=True)
 def unpack_fp8(powers, codes, into, fraction, bias, most):  # type: ignore[no-untyped-def]
-    """Multiply; whether some code stands for no number."""
+    """Decode; returns whether some code is not a number of the format."""
     cut = uint32(23 - fraction)
     rise = float_of(uint32((254 - bias) << 23))
     wrong = uint32(0)
