@@ -165,7 +165,7 @@ class ElasticMembership:
         """The number of the next slot to be added."""
         return max(self._slots, default=-1) + 1
 
-    # ── joining ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── joining ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _new_slot(self) -> _Slot:
         number = self.next_slot
@@ -187,7 +187,7 @@ class ElasticMembership:
         return self._publish([self._members[slot.member] for slot in wanted if slot.member is not None], 0)
 
     def _ask(self) -> list[ElasticAction]:
-        """Ask all members to gather if one waits to join or leave; members already told to leave are not asked."""
+        """Ask all members to gather if one waits to join or leave; in other phases all leave anyway."""
         waiting = any(member.state is _State.READY for member in self._members.values())
         going = any(self._slots[member.slot].retiring for member in self._in_view())
         if self._phase is not _Phase.AT_WORK or not (waiting or going):
@@ -195,7 +195,7 @@ class ElasticMembership:
         self._phase = _Phase.GATHERING
         return [Ask(epoch=self.view.epoch, members=self._numbers())]
 
-    # ── leaving ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── leaving ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _remove(self, number: int) -> list[ElasticAction]:
         slot = self._slots.get(number)
@@ -323,7 +323,7 @@ class ElasticMembership:
     # ── the end ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _end(self) -> list[ElasticAction]:
-        """Dismiss every member; one that is still starting would delay the end."""
+        """Dismiss members of the view and ready ones; kill those still starting, which would delay the end."""
         self._phase = _Phase.ENDED
         waiting = [member.number for member in self._members.values() if member.state is _State.READY]
         coming = [member.number for member in self._members.values() if member.state is _State.STARTING]
@@ -337,7 +337,7 @@ class ElasticMembership:
         self._phase = _Phase.ENDED
         return [GiveUp(sentence=sentence)]
 
-    # ── queries ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── queries ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _in_view(self) -> list[_Member]:
         """The live members of the epoch, whether or not they have left it."""

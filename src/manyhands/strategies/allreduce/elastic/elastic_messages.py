@@ -199,7 +199,7 @@ class StartMember:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KillWorker:
-    """Kill a silent member, so that it cannot resume."""
+    """Kill a member, so that a paused process cannot resume."""
 
     member: int
 

@@ -70,7 +70,7 @@ class ElasticExchange(Exchange):
         """Every worker of the epoch holds the model."""
         return [range(self.world)]
 
-    # ── joining ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── joining ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def receive(self) -> Loaded | None:
         """Wait for an epoch; return the donor's state, or None if this member begins together with all others."""
