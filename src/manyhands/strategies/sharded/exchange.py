@@ -5,7 +5,7 @@ Of every layer's parameters, gradients and optimizer state a worker keeps 1/N. A
 
     forward     the layer is gathered from all workers, the next one meanwhile; it is dropped when it has computed
     backward    gathered again; its gradient goes to the owners of its pieces, who sum; gradient and values are dropped
-    agree       everybody has come this far: loss, who reached which parameter, who wants to stop
+    agree       all workers have arrived: loss, which parameters were reached, whether any worker wants to stop
     apply       each worker steps its pieces, with its pieces of the optimizer's state
 
 All exchanges are done by one thread, in the order in which the worker asks for them, while it computes.

@@ -1,4 +1,4 @@
-"""An elastic run among processes that somebody else started, on any hosts: the leader's members, and one such process.
+"""An elastic run among externally started processes, on any hosts: the leader's members, and one such process.
 
     leader                                             process of rank 2
       Started(rank 2)      start(member=5, slot=2) ──►   TakeSlot(member=5, slot=2)

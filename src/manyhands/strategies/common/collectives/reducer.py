@@ -39,7 +39,7 @@ from manyhands.wire.tap import GradientTap, put
 __all__ = ["Reducer", "gradient_layouts"]
 
 _LOSS, _STOP, _PAUSE, _FLAGS = 0, 1, 2, 3
-_SMALLEST_STATUS = 64  # room for evaluation totals, which ride the same bucket
+_SMALLEST_STATUS = 64  # capacity for evaluation totals, which piggyback on the same bucket
 
 
 class Reducer:

@@ -99,7 +99,7 @@ class Grid:
 
 
 def require_multiple(workers: int, each: int, words: str) -> None:
-    """UserError with the nearest numbers where `workers` is no multiple of `each`, which `words` call."""
+    """Raise UserError with the nearest numbers if `workers` is not a multiple of `each`, which `words` call."""
     if workers % each:
         below, above = workers // each * each, -(-workers // each) * each
         nearest = f"workers={above}" if not below else f"workers={below} or workers={above}"

@@ -73,7 +73,7 @@ class Outline:
 
     @staticmethod
     def of(model: nn.Module) -> Outline:
-        """Of a model that is whole; UserError where its state has something that is no tensor."""
+        """Return the outline of a whole model; UserError if its state has something that is not a tensor."""
         state = model.state_dict()
         for key, value in state.items():
             if not isinstance(value, Tensor):
