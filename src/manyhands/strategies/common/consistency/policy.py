@@ -91,7 +91,7 @@ class Policy(ABC):
 
     @property
     def lockstep(self) -> bool:
-        """Whether no step is taken before every worker has pushed, so that no worker reads values while they change."""
+        """Whether no step is taken before every worker has pushed, so that no worker reads changing values."""
         return False
 
     @property
