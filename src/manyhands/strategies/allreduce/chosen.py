@@ -1,4 +1,4 @@
-"""From a strategy's settings to the collective that sums by them, among the workers of one host or of several."""
+"""Choose the collective that a strategy's settings ask for, on one host or across several."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["algorithm_of", "collective_across_hosts", "collective_for"]
 
 
 def collective_for(strategy: Mirrored | AllReduce, resources: Resources) -> Collective:
-    """One worker's end of it."""
+    """Return this worker's collective, for workers that all run on one host."""
     if isinstance(strategy, Mirrored) or not strategy.uses_links:
         return SharedCollective(resources.group())
     if strategy.helpers:
@@ -29,7 +29,7 @@ def collective_for(strategy: Mirrored | AllReduce, resources: Resources) -> Coll
 
 
 def algorithm_of(strategy: AllReduce, world: int) -> Algorithm:
-    """By which it sums over links among the workers of one host."""
+    """Return the algorithm that sums over links between the workers of one host."""
     if strategy.algorithm == "hierarchical":
         return grouped(strategy.group or world)  # one host is one group
     return ALGORITHMS[strategy.algorithm]
@@ -38,7 +38,7 @@ def algorithm_of(strategy: AllReduce, world: int) -> Algorithm:
 def collective_across_hosts(
     strategy: AllReduce, resources: Resources
 ) -> tuple[ScheduleCollective, ScheduleCollective]:
-    """One worker's end over links, as `across_hosts` chose the algorithm: for gradients, and for small exact words."""
+    """Return this worker's collectives over links between hosts: one for gradients, one for small exact values."""
     if strategy.helpers:
         both = helped_collective(resources, strategy.codec)
         return both, both

@@ -1,7 +1,7 @@
-"""`allreduce` and `mirrored`: every worker holds the model, and all take the same step from the summed gradient.
+"""`allreduce` and `mirrored`: every worker holds the model, and all apply the same step from the summed gradient.
 
-Each worker's loss is weighted by its share of the global batch before backward, so the sum over workers is the gradient
-of the mean over the batch, whatever the split.
+Each worker weights its loss by its share of the global batch before backward. The sum over workers is therefore the
+gradient of the mean over the batch, however the batch is split.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ class AllReduceExchange(Exchange):
         self._optimizer: Optimizer | None = None
         self._reducer: Reducer | None = None
         self.besides: Mapping[str, Any] = {}
-        """What it tells at the end of a run, besides what the collective does."""
+        """Extra entries for the summary at the end of a run, added to those of the collective."""
 
     @property
     def wire(self) -> int:  # type: ignore[override]
-        """As the collective has it, which may change."""
+        """The wire of the collective, which may change during a run."""
         return self._collective.wire
 
     @property
     def copies(self) -> Sequence[Sequence[int]]:
-        """Everybody holds the model."""
+        """Every worker holds the whole model."""
         return (range(self.world),)
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -56,7 +56,7 @@ class AllReduceExchange(Exchange):
         self.spread()
 
     def lay_out(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Collective: lay the gradients into buckets."""
+        """Collective: lay the gradients out in buckets, without exchanging weights."""
         check_optimizer(self._collective.codec, optimizer)
         self._model, self._optimizer = model, optimizer
         layouts = gradient_layouts(model, self._bucket_bytes, rows=self._collective.sums_rows)
@@ -70,69 +70,72 @@ class AllReduceExchange(Exchange):
         self._reducer.broadcast([*self._model.parameters(), *self._model.buffers()])
 
     def compute(self, computer: Computer, model: nn.Module, step: int) -> Computed:
-        """Full buckets leave while it runs."""
+        """Forward and backward of this worker's part; full buckets are sent while backward runs."""
         self.begin(step)
         return super().compute(computer, model, step)
 
     def begin(self, step: int) -> None:
-        """Buckets may leave as they are full."""
+        """Begin a step: from here on buckets may be sent as soon as they are full."""
         self._collective.begin(step)
 
     def backward(self, loss: torch.Tensor, share: float) -> None:
-        """Backward of this worker's weighted loss; full buckets leave while it runs."""
+        """Backward of this worker's weighted loss; full buckets are sent while it runs."""
         (loss * share).backward()  # type: ignore[no-untyped-call]
 
     def weigh(self, share: float) -> None:
-        """Gradients are weighted as they enter their buckets."""
+        """Set the factor by which gradients are multiplied as they are copied into their buckets."""
         assert self._reducer is not None, "attach comes before weigh"
         self._reducer.weight = share
 
     def on_next_gradient(self, listener: Callable[[], None]) -> None:
-        """From the hook that sees it."""
+        """Call `listener` once, from the hook that sees the next gradient."""
         assert self._reducer is not None, "attach comes before on_next_gradient"
         self._reducer.on_next_gradient = listener
 
     def accumulate(self) -> AbstractContextManager[None]:
-        """Gradients add up in their buckets, which stay here."""
+        """Return a context in which gradients add up in their buckets and nothing is sent."""
         assert self._reducer is not None, "attach comes before accumulate"
         return self._reducer.holding()
 
     def agree(self, local: LocalStep) -> SharedStep:
-        """Collective: finish the sums; every worker's gradients are now the same."""
+        """Collective: finish the sums. Afterwards every worker has the same gradients."""
         assert self._reducer is not None, "attach comes before agree"
         return self._reducer.finish(local)
 
     def clip(self, max_norm: float) -> float:
-        """The same bits on every worker, because the gradients are."""
+        """Clip by the global norm; gradients are equal on all workers, so the result is bit-identical."""
         assert self._model is not None, "attach comes before clip"
         return float(nn.utils.clip_grad_norm_(clippable(self._model.parameters()), max_norm))
 
     def apply(self) -> None:
-        """The same optimizer step on every worker."""
+        """Take the optimizer step, which is the same on every worker."""
         assert self._optimizer is not None, "attach comes before apply"
         self._optimizer.step()
         self._optimizer.zero_grad()
 
     def optimizer_state(self) -> dict[str, Any] | None:
-        """Every worker has all of it; worker 0 tells."""
+        """Return the optimizer state on worker 0 and None elsewhere; every worker holds all of it."""
         assert self._optimizer is not None, "attach comes before optimizer_state"
         self._collective.settle()
         return self._optimizer.state_dict() if self.rank == 0 else None
 
     def model_state(self, model: nn.Module) -> Mapping[str, torch.Tensor] | None:
-        """Every worker has all of it; and after this nobody needs another to end what was begun."""
+        """Collective: return the model state on worker 0.
+
+        Afterwards no worker needs another to finish a pending sum.
+        """
         if self._collective.settle():
             self.total(torch.zeros(1, dtype=torch.float64))
         return super().model_state(model)
 
     def memory(self) -> Mapping[str, Any]:
-        """What the codec has left out so far, of every worker."""
+        """Collective: return the codec residuals of all workers, for a checkpoint."""
         assert self._reducer is not None, "attach comes before memory"
         owed = self._reducer.owed()
         return {"codec": owed} if owed else {}
 
     def load_state(self, memory: Mapping[str, Any]) -> None:
-        """Each its own."""
+        """Restore this worker's codec residuals from a checkpoint."""
         remember_kept(self._collective, memory.get("codec"))
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
@@ -141,15 +144,15 @@ class AllReduceExchange(Exchange):
         return self._reducer.total(values)
 
     def take_times(self) -> Times:
-        """What the collective measured."""
+        """Return the times that the collective measured since the last call."""
         return self._collective.take_times()
 
     def traffic(self) -> Traffic:
-        """What the collective sent."""
+        """Return what the collective has sent so far."""
         return self._collective.traffic()
 
     def summary(self) -> Mapping[str, Any]:
-        """What the collective tells, and what it was chosen for."""
+        """Return the summary of the collective and the extra entries of `besides`."""
         return {**self._collective.summary(), **self.besides}
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
-"""Whether NCCL sums the gradients of a run, on the GPUs where they are: a decision from what all workers told, and why.
+"""Decide whether NCCL sums the gradients of a run on the GPUs, from what all workers announced, and give the reason.
 
-NCCL takes one rank for each GPU, sums whole buckets as they are, and encrypts nothing. So it is chosen where every
-worker has a GPU of its own, nothing in the strategy asks for another way, and nothing leaves a host that should not be
-read there. All workers decide by the same facts, so all choose the same. Pure, but for `seat_of`, which looks.
+NCCL takes one rank per GPU, sums whole buckets without encoding, and does not encrypt. It is chosen only if every
+worker has its own GPU, the strategy asks for nothing else, and no data leaves a host that must not be readable on the
+network. All workers decide from the same facts, so all decide alike. Pure, except `seat_of`, which inspects the host.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ from manyhands.transport.link.torch_groups import nccl_version
 __all__ = ["SUMS", "GpuSeat", "SumsChoice", "choose_sums", "seat_of", "sums_sentence"]
 
 SUMS: Final = "sums"
-"""By which a summary tells who sums: `by` nccl or links, and `why`."""
+"""The summary key under which a run reports how gradients are summed: `by` nccl or links, and `why`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSeat:
-    """Where one worker computes, as it tells the others."""
+    """Where one worker computes, as it announces this to the others."""
 
     host: str
-    """The identity of its host."""
+    """The identity of the worker's host."""
 
     gpu: str
-    """Its GPU's UUID, which no other GPU has, on any host; empty: it computes on the CPU."""
+    """The UUID of the worker's GPU, unique across hosts; empty if the worker computes on the CPU."""
 
     nccl: str
-    """The version of its NCCL; empty: its torch has none."""
+    """The worker's NCCL version; empty if its torch has none."""
 
     nccl_host: str = ""
-    """What NCCL takes for its host, where NCCL_HOSTID says it."""
+    """The host identity that NCCL uses, if NCCL_HOSTID sets one."""
 
     def to_text(self) -> str:
-        """One line of JSON."""
+        """Return the seat as one line of JSON."""
         return json.dumps([self.host, self.gpu, self.nccl, self.nccl_host])
 
     @classmethod
     def from_text(cls, text: str) -> Self:
-        """What `to_text` wrote; ManyhandsError if somebody else wrote it."""
+        """Parse the output of `to_text`; raises ManyhandsError for any other text."""
         try:
             found = json.loads(text)
         except ValueError:
@@ -62,7 +62,7 @@ class GpuSeat:
 
 
 def seat_of(device: torch.device) -> GpuSeat:
-    """Where a worker of this process computes."""
+    """Return where a worker of this process computes."""
     host = host_identity()
     if device.type != "cuda":
         return GpuSeat(host=host, gpu="", nccl="")
@@ -72,20 +72,20 @@ def seat_of(device: torch.device) -> GpuSeat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SumsChoice:
-    """Whether NCCL sums, and why, as the end of a sentence."""
+    """Whether NCCL sums, and the reason as the end of a sentence."""
 
     nccl: bool
     why: str
 
     def summary(self) -> dict[str, Any]:
-        """For the summary."""
+        """Return the choice as an entry of the run's summary."""
         return {SUMS: {"by": "nccl" if self.nccl else "links", "why": self.why}}
 
 
 def choose_sums(
     strategy: Mirrored | AllReduce, seats: Sequence[GpuSeat], *, in_the_clear: bool
 ) -> SumsChoice:
-    """By NCCL, or by links and memory of the host; UserError where `link=nccl` asks for what cannot be.
+    """Choose between NCCL and links or host memory; raises UserError if `link=nccl` asks for the impossible.
 
     `in_the_clear` says that the user trusts the network between hosts.
     """
@@ -101,14 +101,14 @@ def choose_sums(
 
 
 def sums_sentence(told: dict[str, Any]) -> str:
-    """What to say of a choice, as `SumsChoice.told` gave it."""
+    """Return the sentence that reports a choice, from what `SumsChoice.summary` returned."""
     if told["by"] == "nccl":
         return f"gradients are summed on the GPUs by NCCL: {told['why']}"
     return f"gradients are summed in the host's memory or over links, not by NCCL: {told['why']}"
 
 
 def _hindrance(seats: Sequence[GpuSeat], *, forced: bool, in_the_clear: bool) -> tuple[str, str] | None:
-    """The first thing that is in NCCL's way, and what to do about it; None where nothing is."""
+    """Return the first thing that rules NCCL out, with what to do about it; None if nothing does."""
     for worker, seat in enumerate(seats):
         if not seat.gpu:
             return f"worker {worker} computes on the CPU", "use device=cuda, or leave link=nccl out"
@@ -124,7 +124,7 @@ def _hindrance(seats: Sequence[GpuSeat], *, forced: bool, in_the_clear: bool) ->
             )
     owners: dict[tuple[str, str], int] = {}
     for worker, seat in enumerate(seats):
-        told = seat.nccl_host if forced else ""  # for tests on one GPU: NCCL believes in several hosts
+        told = seat.nccl_host if forced else ""  # for tests on one GPU: NCCL assumes several hosts
         first = owners.setdefault((told, seat.gpu), worker)
         if first != worker:
             return (

@@ -1,4 +1,4 @@
-"""From what workers tell of their GPUs to the collective that sums there, where NCCL is chosen."""
+"""Exchange what workers know of their GPUs, and build the collective that sums there if NCCL is chosen."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["announced", "chosen_sums", "sums_on_gpus"]
 
 
 def chosen_sums(strategy: Mirrored | AllReduce, resources: Resources) -> SumsChoice | None:
-    """Collective: whether NCCL sums for these workers; None where they compute on the CPU, and nobody asks."""
+    """Collective: decide whether NCCL sums; None if the workers compute on the CPU and nobody asked for it."""
     mine = seat_of(resources.device)
     if not mine.gpu or resources.torch_store is None:
         return None
@@ -36,7 +36,7 @@ def chosen_sums(strategy: Mirrored | AllReduce, resources: Resources) -> SumsCho
 def announced(
     store: RendezvousStore, mine: GpuSeat, rank: int, world: int, timeout_s: float
 ) -> list[GpuSeat]:
-    """Collective: what every worker says of where it computes; PeerTimeout names one that says nothing."""
+    """Collective: return every worker's seat; PeerTimeout names a worker that announced none."""
     store.set(f"gpu/{rank}", mine.to_text())
     deadline = time.monotonic() + timeout_s
     seats = []
@@ -50,7 +50,10 @@ def announced(
 
 
 def sums_on_gpus(strategy: Mirrored | AllReduce, resources: Resources) -> Collective:
-    """Collective, where NCCL was chosen: one worker's end, connected; words go as they would without it."""
+    """Collective, if NCCL was chosen: return this worker's connected end.
+
+    Small exact values travel as without NCCL.
+    """
     assert resources.torch_store is not None, "who was chosen for NCCL has a store"
     store, device, timeout_s = resources.torch_store(), resources.device, resources.timeout_s
 
@@ -80,7 +83,7 @@ def sums_on_gpus(strategy: Mirrored | AllReduce, resources: Resources) -> Collec
 
 
 def _words(strategy: Mirrored | AllReduce, resources: Resources) -> Collective:
-    """For what workers agree by, in the host's memory."""
+    """Return the collective for small exact values, which lie in host memory."""
     if not resources.several_hosts:
         return collective_for(
             replace(strategy, link="shared") if isinstance(strategy, AllReduce) else strategy, resources

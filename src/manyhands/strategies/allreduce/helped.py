@@ -1,11 +1,11 @@
-"""All-reduce with helpers at work: the workers' end, and what a helper does all its life.
+"""All-reduce with helpers: the workers' collective, and the loop of a helper process.
 
-Gradients go by way of those who sum them (`helpers`); losses, flags and weights, which are small or travel once, from
-worker to worker. What a helper has to do it is told by worker 0, in messages of int64 numbers:
+Gradients travel through the processes that sum them (`helpers`). Losses, flags and weights are small or sent once,
+and travel from worker to worker. Worker 0 sends orders to the helpers, as messages of int64 numbers:
 
-    first           how many buckets there are; of each, how many items it has, and of which type
-    in every step   the step, and buckets to be summed, in their order: all of them at once, or one after the other
-    in the end      worker 0 closes its link
+    first           the number of buckets; for each, its number of items and its type
+    in every step   the step, and the buckets to sum, in order: all at once, or one after the other
+    at the end      worker 0 closes its link
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ _CAUSE_S: Final = 0.75
 
 
 class HelpedCollective(ScheduleCollective):
-    """Buckets that need not be exact are summed by workers and helpers, all others by the workers alone.
+    """Sums inexact buckets with the helpers, and all others among the workers alone.
 
-    `words` is over the workers, `sums` over workers and helpers; both over the same links.
+    `words` is over the workers, `sums` over workers and helpers; both use the same links.
     """
 
     def __init__(
@@ -65,18 +65,18 @@ class HelpedCollective(ScheduleCollective):
         self._ordered = 0
 
     def allocate(self, parcels: Sequence[Parcel]) -> list[torch.Tensor]:
-        """Plain memory of this worker; worker 0 tells the helpers of it."""
+        """Allocate this worker's plain memory; worker 0 announces the buckets to the helpers."""
         buckets = super().allocate(parcels)
         summed = self._summed(parcels)
         self._order([len(summed), *(n for one in summed for n in (one.count, CODES[one.dtype]))])
         return buckets
 
     def rounds(self, parcel: Parcel) -> bool:
-        """Where it is encoded on its way to those who sum it."""
+        """Whether the parcel is encoded on its way to the processes that sum it."""
         return self._sums.encodes(parcel)
 
     def _sum(self, launched: Sequence[int]) -> None:
-        """Those that helpers have a part in are announced to them."""
+        """Sum the launched buckets; worker 0 first announces those that helpers take part in."""
         announced = [index for index in launched if not self._parcels[index].exact]
         if announced:
             self._order([self.step, *announced])
@@ -88,7 +88,7 @@ class HelpedCollective(ScheduleCollective):
                 self._sums.all_reduce(bucket, parcel=parcel, algorithm=_way(self._sums, parcel))
 
     def _take_traffic(self) -> Mapping[int, PeerTraffic]:
-        """What went to and came from workers and helpers."""
+        """Return what went to and came from workers and helpers since the last call."""
         posts = dict(super()._take_traffic())
         for more in (self._sums.take_traffic(), self._orders.take_traffic()):
             for peer, post in more.items():
@@ -99,7 +99,7 @@ class HelpedCollective(ScheduleCollective):
         return posts
 
     def traffic(self) -> Traffic:
-        """What went by both, and the announcements."""
+        """Return the traffic of both collectives, announcements included."""
         ways = (self._sums, self._orders)
         return super().traffic() + Traffic(
             messages_sent=sum(way.messages_sent for way in ways),
@@ -108,13 +108,13 @@ class HelpedCollective(ScheduleCollective):
 
     @staticmethod
     def _summed(parcels: Sequence[Parcel]) -> list[Parcel]:
-        """Those of helpers, whose numbers are their places: exact ones come last."""
+        """The buckets that helpers sum. Exact buckets come last, so these are numbered by their index."""
         found = [one for one in parcels if not one.exact]
         assert found == list(parcels[: len(found)]), "helpers know buckets by their places"
         return found
 
     def _order(self, numbers: Sequence[int]) -> None:
-        """From worker 0 to every helper."""
+        """Send an order from worker 0 to every helper."""
         if self.rank != 0:
             return
         helpers = range(self.world, self._sums.world)
@@ -125,13 +125,13 @@ class HelpedCollective(ScheduleCollective):
 
 
 def _way(executor: ScheduleExecutor, parcel: Parcel) -> Algorithm:
-    """By which a parcel is summed: in more segments where it is longer."""
+    """Return the algorithm for a parcel: longer ones are cut into more segments."""
     helpers = executor.algorithm.helpers
     return helped(executor.world - helpers, helpers, segments_for(parcel.num_bytes))
 
 
 def _summing(resources: Resources, codec: str) -> ScheduleExecutor:
-    """One process's end of the sums of gradients, a worker's or a helper's."""
+    """Return one process's end, worker or helper, of the gradient sums."""
     world = resources.world + resources.helpers
     carries = carrier(codec, feedback=False, seed=resources.seed, rank=resources.rank, world=world)
     return ScheduleExecutor(
@@ -146,7 +146,7 @@ def _summing(resources: Resources, codec: str) -> ScheduleExecutor:
 
 
 def helped_collective(resources: Resources, codec: str) -> HelpedCollective:
-    """A worker's end; where memory is shared, a barrier in it tells who was late."""
+    """Return a worker's end; if memory is shared, a barrier in it tells which worker was late."""
     rank, world, links = resources.rank, resources.world, resources.links()
     arrive = barrier_in(resources.group()) if resources.shares_memory else None
     words = ScheduleExecutor(ALGORITHMS["direct"], rank, world, links, resources.timeout_s, resources.alarm)
@@ -155,10 +155,10 @@ def helped_collective(resources: Resources, codec: str) -> HelpedCollective:
 
 
 def help_workers(resources: Resources, codec: str, worker_context: WorkerContext) -> Traffic:
-    """A helper's whole part: sum what workers send until worker 0 leaves; what was sent.
+    """Run a helper: sum what workers send until worker 0 closes its link, and return what was sent.
 
-    Raises WorkerFailed naming the worker that was lost. How long workers take between two steps is theirs to limit: a
-    helper waits for its next orders as long as worker 0 is there.
+    Raises WorkerFailed naming the worker that was lost. The time between two steps is for the workers to limit: a
+    helper waits for its next order as long as worker 0 is alive.
     """
     links = resources.links()
     try:
@@ -172,7 +172,7 @@ def help_workers(resources: Resources, codec: str, worker_context: WorkerContext
 
 
 class _Helper:
-    """Sums as worker 0 announces it."""
+    """The helper's state: sums the buckets that worker 0 announces."""
 
     def __init__(
         self,
@@ -199,7 +199,7 @@ class _Helper:
         return Traffic(messages_sent=self._executor.messages_sent, bytes_sent=self._executor.bytes_sent)
 
     def step(self) -> bool:
-        """Do what worker 0 says next; whether there was anything."""
+        """Carry out worker 0's next order; return whether there was one."""
         order = self._next_order()
         if order is None:
             self._book()
@@ -246,7 +246,7 @@ class _Helper:
         self._busy_ns += self._end_ns - begin
 
     def _book(self) -> None:
-        """Record the step that is over as one exchange; between its buckets this helper did nothing."""
+        """Record the finished step as one exchange; between its buckets this helper was idle."""
         if self._step < 0:
             return
         book = StepBook(self._worker_context.record, self._step, self._end_ns - self._busy_ns)
@@ -254,7 +254,7 @@ class _Helper:
         book.posts(self._executor.take_traffic(), self._wire)
 
     def _next_order(self) -> list[int] | None:
-        """The next of worker 0's numbers; None when it has closed its link."""
+        """Return worker 0's next numbers; None once it has closed its link."""
         with LongWait() as wait:
             while True:
                 try:
@@ -269,7 +269,7 @@ class _Helper:
                 wait.goes_on(0)
 
     def _heed(self, outcome: PeerDied | TimedOut) -> None:
-        """WorkerFailed where worker 0 is gone, or somebody else of whom the alarm tells."""
+        """Raise WorkerFailed if worker 0 is gone, or if the alarm names another lost worker."""
         died = isinstance(outcome, PeerDied)
         lost = self._alarm.lost(_CAUSE_S if died else 0.0) if self._alarm is not None else None
         if lost is None and isinstance(outcome, PeerDied):

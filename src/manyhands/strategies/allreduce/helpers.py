@@ -38,33 +38,33 @@ SEGMENT_BYTES = 128 << 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HelperSplit:
-    """Who sums how much of a vector, in whole pieces of equal size."""
+    """How many pieces of a vector each process sums; all pieces have equal size."""
 
     workers: int
     helpers: int
     worker_pieces: int
-    """That each worker sums."""
+    """The number of pieces that each worker sums."""
     helper_pieces: int
-    """That each helper sums."""
+    """The number of pieces that each helper sums."""
 
     @property
     def pieces(self) -> int:
-        """Of the whole vector."""
+        """The number of pieces of the whole vector."""
         return self.workers * self.worker_pieces + self.helpers * self.helper_pieces
 
     @property
     def worker_share(self) -> Fraction:
-        """Of the vector, that each worker sums."""
+        """The fraction of the vector that each worker sums."""
         return Fraction(self.worker_pieces, self.pieces)
 
     @property
     def helper_share(self) -> Fraction:
-        """Of the vector, that each helper sums; 0 without helpers."""
+        """The fraction of the vector that each helper sums; 0 without helpers."""
         return Fraction(self.helper_pieces, self.pieces)
 
     @property
     def busiest(self) -> Fraction:
-        """What the busiest process sends, and as much gets, as a multiple of the vector."""
+        """What the busiest process sends, and also receives, as a multiple of the vector."""
         worker = 1 + (self.workers - 2) * self.worker_share
         return max(worker, self.workers * self.helper_share)
 
@@ -77,7 +77,7 @@ class HelperSplit:
 
 
 def split_load(workers: int, helpers: int) -> HelperSplit:
-    """The split by which the busiest link carries the least."""
+    """Return the split that minimizes the load of the busiest link."""
     if workers < 2 or helpers < 0:
         raise UserError(f"workers={workers}, helpers={helpers}: two workers or more have something to sum")
     if helpers >= workers:
@@ -90,7 +90,7 @@ def split_load(workers: int, helpers: int) -> HelperSplit:
 
 
 def segments_for(num_bytes: int) -> int:
-    """Into how many segments a vector is cut: so that each round is worth its messages."""
+    """Return the number of segments for a vector, so that each round outweighs the cost of its messages."""
     return max(1, min(MOST_SEGMENTS, num_bytes // SEGMENT_BYTES))
 
 
@@ -109,7 +109,7 @@ def helped(workers: int, helpers: int, segments: int = 1) -> Algorithm:
 
 
 def _table(split: HelperSplit, segments: int, rank: int, world: int) -> Table:
-    """In round q segment q is pushed to those who sum it, and the sums of segment q - 1 come back."""
+    """In round q, push segment q to the processes that sum it and return the sums of segment q - 1."""
     if world != split.workers + split.helpers:
         raise UserError(f"world={world}: it is {split.workers} workers and {split.helpers} helpers")
     return tuple(_round(split, segments, rank, number) for number in range(segments + 1))
@@ -136,7 +136,7 @@ def _round(split: HelperSplit, segments: int, rank: int, number: int) -> Step:
 
 
 class _Message(NamedTuple):
-    """One of a round: a worker's part on its way to who sums it, or a sum on its way back."""
+    """One message of a round: a worker's part for the process that sums it, or a sum on its way back."""
 
     source: int
     to: int
@@ -149,10 +149,10 @@ class _Message(NamedTuple):
 
 @cache
 def _order(split: HelperSplit) -> tuple[_Message, ...]:
-    """The messages of a round, so ordered that ports of both ends stay busy.
+    """Return the messages of a round, ordered so that the ports at both ends stay busy.
 
-    Each port carries one message after the other. Whoever is free sends to the one who is free, and of these to the one
-    who has most to get, the longest message (list scheduling of an open shop: Gonzalez and Sahni, JACM 1976).
+    Each port carries one message at a time. A free sender picks, among the free receivers, the one with the most left
+    to receive, and the longest message for it (list scheduling of an open shop: Gonzalez and Sahni, JACM 1976).
     """
     waiting = _messages(split)
     to_get: Counter[int] = Counter()
@@ -186,7 +186,7 @@ def _of_rank(split: HelperSplit, rank: int) -> tuple[_Message, ...]:
 
 
 def _messages(split: HelperSplit) -> dict[int, list[_Message]]:
-    """What each rank sends in a round, from the next rank on."""
+    """Return what each rank sends in a round, starting with the next rank."""
     world = split.workers + split.helpers
     found: dict[int, list[_Message]] = {rank: [] for rank in range(world)}
     for rank in range(world):

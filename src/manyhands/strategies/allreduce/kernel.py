@@ -1,4 +1,4 @@
-"""`mirrored` and `allreduce` for compiled steps: a copy for every worker, and a part of each batch."""
+"""`mirrored` and `allreduce` for compiled steps: a copy of the model per worker, and a part of each batch."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["AllReduceKernels"]
 
 
 class AllReduceKernels(KernelProcesses):
-    """All take every step together."""
+    """Worker processes that take every step together."""
 
     @classmethod
     def assemble(cls, task: KernelTask, strategy: Strategy, group: SharedGroup) -> tuple[KernelStep, Control]:
-        """What travels goes through memory that the step lays out."""
+        """Build the step; workers exchange through shared memory that the step lays out."""
         del strategy
         step = task.step_on_copies(group, Control.num_bytes(group.world))
         assert step.segment is not None, "the workers share memory"

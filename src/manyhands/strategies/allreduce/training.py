@@ -25,11 +25,11 @@ __all__ = ["AllReduceTraining"]
 
 
 class AllReduceTraining(ChoosingTraining):
-    """Every worker holds the model."""
+    """Training in which every worker holds the model."""
 
     @classmethod
     def end(cls, strategy: Mirrored | AllReduce, resources: Resources) -> Exchange:
-        """One worker's end: NCCL sums where every worker has a GPU of its own."""
+        """Return this worker's exchange; NCCL sums if every worker has its own GPU."""
         choice = chosen_sums(strategy, resources) if resources.world > 1 else None
         if choice is not None and choice.nccl:
             exchange: Exchange = AllReduceExchange(sums_on_gpus(strategy, resources), strategy.buckets)
@@ -41,7 +41,7 @@ class AllReduceTraining(ChoosingTraining):
 
     @classmethod
     def exchange(cls, strategy: Mirrored | AllReduce, resources: Resources) -> Exchange:
-        """One worker's end, on one host."""
+        """Return this worker's exchange, on one host."""
         if resources.world == 1:
             return SingleExchange()  # nobody to exchange with
         if isinstance(strategy, AllReduce) and strategy.order == "priority":
@@ -54,13 +54,13 @@ class AllReduceTraining(ChoosingTraining):
     def helper(
         cls, strategy: Strategy, resources: Resources, worker_context: WorkerContext
     ) -> Mapping[str, Any]:
-        """Sum until the workers are done."""
+        """Run a helper process: sum until the workers are done."""
         assert isinstance(strategy, AllReduce), "mirrored has no helpers"
         return {"sent": SentFor(gradients=help_workers(resources, strategy.codec, worker_context)).to_dict()}
 
     @classmethod
     def chosen_for(cls, strategy: Strategy) -> type[Training]:
-        """Among a fixed number of workers, or by those who are there."""
+        """Return elastic training if the strategy asks for it, otherwise training with a fixed number of workers."""
         if not (isinstance(strategy, AllReduce) and strategy.elastic):
             return cls
         from manyhands.strategies.allreduce.elastic.elastic_training import (
@@ -73,24 +73,24 @@ class AllReduceTraining(ChoosingTraining):
     def exchange_across_hosts(
         cls, strategy: AllReduce, resources: Resources
     ) -> tuple[Exchange, Collective | None]:
-        """Every algorithm runs over links there."""
+        """Return this worker's exchange across hosts, where every algorithm runs over links."""
         gradients, words = collective_across_hosts(strategy, resources)
         if strategy.order == "priority":
             return PriorityExchange(gradients, strategy.buckets, strategy.credit), None
         return AllReduceExchange(gradients, strategy.buckets), words
 
     def gather(self, finished: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, Any]]:
-        """With who sums, on GPUs."""
+        """Gather the workers' results and, on GPUs, how gradients were summed."""
         samples, besides = super().gather(finished)
         return samples, {**besides, SUMS: finished[0][SUMS]} if SUMS in finished[0] else besides
 
     def said(self, finished: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-        """Who sums, on GPUs, and why."""
+        """Return the notices of the run; on GPUs these say how gradients were summed, and why."""
         told = finished[0].get(SUMS)
         return (*super().said(finished), *((sums_sentence(told),) if told is not None else ()))
 
     @property
     def codec(self) -> str:
-        """Of `allreduce`; `mirrored` has none."""
+        """The codec of `allreduce`; `mirrored` has none."""
         strategy = self._request.strategy
         return strategy.codec if isinstance(strategy, AllReduce) else RAW

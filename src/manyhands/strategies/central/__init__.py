@@ -1,1 +1,1 @@
-"""`central`: one copy of the parameters per host, and an optimizer that is spread over the workers."""
+"""`central`: one copy of the parameters per host, with the optimizer sharded over the workers."""

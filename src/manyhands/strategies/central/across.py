@@ -1,4 +1,4 @@
-"""`central` on several hosts: each has a copy, its workers reduce in its memory, and the hosts' leaders sum between.
+"""`central` on several hosts: a copy on each, whose workers reduce in memory and whose leader sums with the others.
 
     host 0     worker 0 (leads) ─┐                         ┌─ worker 3 (leads)     host 1
                worker 1          ├── one reduced bucket ◄═►┤  worker 4
@@ -6,14 +6,14 @@
 
 A bucket, on a host of P workers:
 
-    reduce     as on one host: each worker sums its range of all P parts into its own part
-    gather     once all have, the leader copies their ranges into its part: the bucket as this host has it
-    between    the leaders make it the sum over hosts, by `direct` over links, with the same bits on each
-    hand out   each worker copies its range of the leader's part into its own, and steps by it
+    reduce     as on one host: each worker sums its range of all P parts into its part
+    gather     once all have, the leader copies their ranges into its part: the bucket summed over this host
+    between    the leaders sum it over hosts, by `direct` over links, with the same bits on each
+    hand out   each worker copies its range of the leader's part into its part, and steps by it
 
-Over a network the middle two are done by a thread of the leader while backward goes on, bucket after bucket in the
-order in which they were launched. A host sends 2 (H - 1) / H of a bucket to the H - 1 others, however many workers it
-has; hosts may have different numbers of them.
+Over a network a thread of the leader does the middle two while backward continues, bucket after bucket in launch
+order. A host sends 2 (H - 1) / H of a bucket to the H - 1 others, however many workers it has; hosts may have
+different numbers of workers.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ __all__ = ["BetweenHosts", "HostsCollective"]
 
 
 class BetweenHosts:
-    """One worker's side of what goes between hosts: their leaders, the lowest rank of each, have links to each other.
+    """One worker's side of the exchange between hosts: the leaders, the lowest rank of each host, have links.
 
-    `leads` says whether this worker is one; only then may `give`, `sum` and `broadcast` be called. Work is done in the
-    order given, which is the same on all leaders. `close` is idempotent and closes the links.
+    `leads` says whether this worker is a leader; only leaders may call `give`, `sum` and `broadcast`. Work is done in
+    the order given, which is the same on all leaders. `close` is idempotent and closes the links.
     """
 
     def __init__(self, resources: Resources) -> None:
@@ -53,7 +53,7 @@ class BetweenHosts:
         self.world = resources.world
         self.hosts = [tuple(host) for host in resources.hosts]
         self.number = next(number for number, host in enumerate(self.hosts) if self.rank in host)
-        """Of this host."""
+        """The number of this host."""
 
         self.here = self.hosts[self.number]
         """The workers of this host."""
@@ -82,28 +82,28 @@ class BetweenHosts:
 
     @property
     def most_workers(self) -> int:
-        """How many the largest host has."""
+        """The number of workers on the largest host."""
         return max(map(len, self.hosts))
 
     @property
     def wire(self) -> int:
-        """What carries this worker's buckets to others."""
+        """The wire that carries this worker's buckets to others."""
         if self._executor is None:
             return Wire.MEMORY
         return wire_of(next(link.wire for link in self._far()))
 
     @property
     def overlaps(self) -> bool:
-        """Whether a thread sums while this worker computes: bytes on a network need no core of it."""
+        """Whether a thread sums while this worker computes; data on a network needs no core of this host."""
         return self.leads and any(link.wire in (Wire.TCP, Wire.TORCH) for link in self._far())
 
     @property
     def is_idle(self) -> bool:
-        """Whether all that was given is done."""
+        """Whether all given work is done."""
         return self._background.is_idle
 
     def words(self) -> ScheduleCollective:
-        """For small exact words among all workers, over the same links and in one order with the sums."""
+        """Return a collective for small exact values among all workers, ordered with the sums on the same links."""
         resources = self._resources
         executor = ScheduleExecutor(
             ALGORITHMS["direct"], self.rank, self.world, self._links, resources.timeout_s, resources.alarm
@@ -111,36 +111,36 @@ class BetweenHosts:
         return ScheduleCollective(executor, self._links, background=self._background)
 
     def give(self, work: Callable[[], None]) -> int:
-        """Have this done after what was given before it, by the thread where that `overlaps`; its number."""
+        """Queue work after what was given before, on the thread if it `overlaps`; return its number."""
         if self.overlaps:
             return self._background.give(work)
         work()
         return 0
 
     def wait(self, number: int) -> None:
-        """Until work `number` is done, or raise what went wrong in it."""
+        """Wait until work `number` is done, or raise its error."""
         self._background.wait(number)
 
     def sum(self, buffer: torch.Tensor) -> None:
-        """Collective among leaders: theirs become the sum over hosts."""
+        """Collective among leaders: `buffer` becomes the sum over hosts."""
         self._need().all_reduce(buffer)
 
     def broadcast(self, buffer: torch.Tensor, root: int) -> None:
-        """Collective among leaders: that of host number `root` becomes theirs."""
+        """Collective among leaders: `buffer` becomes that of host number `root`."""
         self._need().broadcast(buffer, root)
 
     def take_traffic(self) -> Mapping[int, PeerTraffic]:
-        """What went to and came from each other leader since the last call."""
+        """Return what went to and came from each other leader since the last call."""
         return self._executor.take_traffic() if self._executor is not None else {}
 
     def traffic(self) -> Traffic:
-        """What this worker has sent to other hosts so far."""
+        """Return what this worker has sent to other hosts so far."""
         if self._executor is None:
             return Traffic()
         return Traffic(messages_sent=self._executor.messages_sent, bytes_sent=self._executor.bytes_sent)
 
     def close(self) -> None:
-        """Close the links, and end what waits for them."""
+        """Close the links, which ends pending work."""
         self._background.close(self._close_links)
 
     def _close_links(self) -> None:
@@ -158,8 +158,8 @@ class BetweenHosts:
 class HostsCollective(Collective):
     """Buckets in the memory of each host, summed over all workers of all hosts.
 
-    As in `SharedCollective`, of the first buckets each worker gets the sum of the items that `owned` says, by bucket
-    and place in the host; the others become the sum as a whole. Does not own `group` and `between`.
+    As in `SharedCollective`, each worker gets only the items in `owned` of the first buckets, by bucket and place in
+    the host; the other buckets become the whole sum. Does not own `group` and `between`.
     """
 
     def __init__(self, group: SharedGroup, owned: Sequence[Sequence[range]], between: BetweenHosts) -> None:
@@ -179,20 +179,20 @@ class HostsCollective(Collective):
 
     @property
     def wire(self) -> int:  # type: ignore[override]
-        """Of a leader the network."""
+        """The network on a leader, memory elsewhere."""
         return self._between.wire
 
     def allocate(self, parcels: Sequence[Parcel]) -> list[torch.Tensor]:
-        """Collective, once: in the memory of each host."""
+        """Collective, once: allocate the buckets in the memory of each host."""
         return self.inside.allocate(parcels)
 
     def launch(self, index: int) -> None:
-        """Say to the workers of this host that this one's part is there."""
+        """Mark this worker's part as filled, for the workers of this host."""
         self.inside.launch(index)
         self._launched.append(index)
 
     def poll(self) -> bool:
-        """Reduce what everyone here has filled; a leader lets buckets leave that all have reduced."""
+        """Reduce what all workers of this host have filled; a leader sends buckets that all have reduced."""
         waiting = self.inside.poll()
         if not self._between.overlaps:
             return waiting
@@ -212,7 +212,7 @@ class HostsCollective(Collective):
         self._launched, self._given = [], 0
 
     def broadcast(self, index: int, root: int = 0) -> None:
-        """Worker `root`'s bytes to all: on its host, between the leaders, and on each host."""
+        """Broadcast worker `root`'s bytes: on its host, between the leaders, then on each other host."""
         between = self._between
         at = next(number for number, host in enumerate(between.hosts) if root in host)
         if at == between.number:
@@ -223,21 +223,21 @@ class HostsCollective(Collective):
             self.inside.broadcast(index)
 
     def take_times(self) -> Times:
-        """Waiting for the workers of this host; what goes between hosts is timed by the caller."""
+        """Return the waits for workers of this host; the caller times the exchange between hosts."""
         self._note_times()
         exchange_ns, self._exchange_ns = self._exchange_ns, 0
         waits, self._waits = self._waits, {}
-        over = not self._launched and self._between.is_idle  # a step's posts stay together
+        over = not self._launched and self._between.is_idle  # a step's traffic is reported together
         return Times(
             exchange_ns=exchange_ns, wait_ns=waits, posts=self._between.take_traffic() if over else {}
         )
 
     def traffic(self) -> Traffic:
-        """What was read of others on this host, and what a leader sent to other hosts."""
+        """Return what was read from others on this host, and what a leader sent to other hosts."""
         return self.inside.traffic() + self._between.traffic()
 
     def close(self) -> None:
-        """Nothing here is its own."""
+        """Nothing to release: `group` and `between` belong to the caller."""
 
     def _give(self) -> None:
         index = self._launched[self._given]
@@ -245,7 +245,7 @@ class HostsCollective(Collective):
         self._last_given = self._between.give(partial(self._sum_between, index))
 
     def _sum_between(self, index: int) -> None:
-        """On a leader, maybe in its thread: all workers here have reduced their items, so nobody reads its part."""
+        """On a leader, maybe in its thread. All workers here have reduced their items, so none reads its part."""
         whole, *others = self.inside.parts(index)
         for place, part in enumerate(others, start=1):
             items = self._of(index, place)
@@ -254,7 +254,7 @@ class HostsCollective(Collective):
         self._between.sum(whole)
 
     def _hand_out(self) -> None:
-        """Collective on this host: everyone's items of what the leader has."""
+        """Collective on this host: each worker copies its items from the leader's part."""
         if self._group.world == 1:
             return
         self._group.barrier()
@@ -270,7 +270,7 @@ class HostsCollective(Collective):
         self._exchange_ns += self.inside.take_times().exchange_ns  # the leader is not late: it exchanges
 
     def _of(self, index: int, place: int) -> slice | None:
-        """Which items of a bucket a worker of this host owns; None: it gets all of them."""
+        """The items of a bucket that a worker of this host owns; None: it gets all of them."""
         if index >= len(self._owned):
             return None
         mine = self._owned[index][place]

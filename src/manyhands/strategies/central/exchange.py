@@ -2,16 +2,16 @@
 
 A step, for P workers and S bytes of parameters:
 
-    backward    fills this worker's gradient buckets; slices that everyone has filled are reduced on the way
+    backward    fills this worker's gradient buckets; slices that all workers have filled are reduced meanwhile
     agree       the last slices are reduced: P·S bytes read, and only S written, where an all-reduce writes P·S
-    (barrier)   agreeing needs every worker, so every backward has ended: from here on nobody reads the parameters
+    (barrier)   agreeing needs every worker, so every backward has ended: from here on no worker reads the parameters
     apply       each worker updates its slice of the shared copy, with its slice of the optimizer's state
     (barrier)   all slices are written: the next forward may begin
 
-So there is one copy of the parameters and one of the optimizer's state on the host, whatever the number of workers, and
-each optimizer does 1/P of the work. Gradients are still one copy per worker. On several hosts (`across.py`) each has
-such copies, and between reducing and applying what they reduced is summed over hosts: all copies take the same step, to
-the bit.
+So a host has one copy of the parameters and one of the optimizer's state, whatever the number of workers, and each
+optimizer does 1/P of the work. Gradients are still one copy per worker. With several hosts (`across.py`) each has
+such copies, and the reduced gradients are summed over hosts before they are applied: all copies take the same step,
+bit for bit.
 """
 
 from __future__ import annotations
@@ -49,22 +49,22 @@ __all__ = ["CentralExchange"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Attached:
-    """What a worker works with once the model is known."""
+    """A worker's working objects, once the model is attached."""
 
     optimizer: Optimizer
     home: CentralParameters
     collective: SharedCollective | HostsCollective
     inside: SharedCollective
-    """Among the workers of this host."""
+    """The collective among the workers of this host."""
 
     reducer: Reducer
     slices: SlicedOptimizer
 
 
 class CentralExchange(Exchange):
-    """One worker's end: the gradients are its own, the parameters its host's. Takes over `group` and `between`.
+    """One worker's end: gradients per worker, parameters per host. Takes ownership of `group` and `between`.
 
-    `group` is of the workers of this host; `between` is there where some are on others.
+    `group` has the workers of this host; `between` is given if there are several hosts.
     """
 
     steps_itself = True
@@ -79,23 +79,24 @@ class CentralExchange(Exchange):
 
     @property
     def wire(self) -> int:  # type: ignore[override]
-        """A host's leader sends to others; all else is memory."""
+        """A host's leader sends over the network; all other exchange is memory."""
         return Wire.MEMORY if self._between is None else self._between.wire
 
     @property
     def copies(self) -> Sequence[Sequence[int]]:
-        """One on each host, of which its leader tells."""
+        """One copy on each host, represented by its leader."""
         return () if self._between is None else (self._between.leaders,)
 
     def held_parameters(self, model: nn.Module) -> Iterable[tuple[str, torch.Tensor | None]]:
-        """Of a host's copy only its leader needs to tell."""
+        """Yield every parameter by name; with several hosts, None in its place except on a host's leader."""
         tells = self._between is None or self._between.leads
         return ((name, one if tells else None) for name, one in model.named_parameters())
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Collective: move worker 0's parameters into shared memory and share out who updates what.
+        """Collective: move worker 0's parameters into shared memory and partition their ownership.
 
-        A UserError names an optimizer that cannot be shared out. Buffers stay each worker's own, from worker 0's.
+        A UserError names an optimizer that cannot be partitioned. Each worker keeps its buffers, initialized from
+        worker 0's.
         """
         owned = self._share_out(gradient_layouts(model, self._bucket_bytes), optimizer)
         # The model's own memory goes before that of the gradients comes: the two never need room at the same time.
@@ -122,11 +123,11 @@ class CentralExchange(Exchange):
             reducer=reducer,
             slices=slices,
         )
-        collective.take_times()  # what it took to begin is no part of the first step
+        collective.take_times()  # setup time is not part of the first step
         keep_freed_memory()  # every step frees what the next one takes
 
     def _share_out(self, layouts: Sequence[BucketLayout], optimizer: Optimizer) -> Ownership:
-        """Who of this host updates what."""
+        """Return which worker of this host updates which parameters."""
         alone = self._group.world == 1 and self._between is None
         ways = Central().stepping
         if alone or stepping_for(optimizer, ways, Central.word) is Stepping.IN_PIECES:
@@ -135,7 +136,7 @@ class CentralExchange(Exchange):
         return keep_whole(layouts, self._group.world, most)
 
     def _spread(self, home: CentralParameters, reducer: Reducer, between: BetweenHosts) -> None:
-        """Collective: worker 0's values in every host's copy, written by its leader; the others lay them aside."""
+        """Collective: write worker 0's values to every host's copy; only host leaders write."""
         reducer.broadcast(home.shared if between.leads else map(torch.empty_like, home.shared))
         self._group.barrier()
         home.refresh()
@@ -145,15 +146,15 @@ class CentralExchange(Exchange):
         (loss * share).backward()  # type: ignore[no-untyped-call]
 
     def weigh(self, share: float) -> None:
-        """Gradients are weighted as they enter their buckets."""
+        """Set the factor by which gradients are multiplied as they are copied into their buckets."""
         self._need().reducer.weight = share
 
     def on_next_gradient(self, listener: Callable[[], None]) -> None:
-        """From the hook that sees it."""
+        """Call `listener` once, from the hook that sees the next gradient."""
         self._need().reducer.on_next_gradient = listener
 
     def accumulate(self) -> AbstractContextManager[None]:
-        """Gradients add up in their buckets, which stay here."""
+        """Return a context in which gradients add up in their buckets and nothing is reduced."""
         return self._need().reducer.holding()
 
     def agree(self, local: LocalStep) -> SharedStep:
@@ -161,7 +162,7 @@ class CentralExchange(Exchange):
         return self._need().reducer.finish(local)
 
     def clip(self, max_norm: float) -> float:
-        """Collective: the norm from every worker's slices; each scales its own.
+        """Collective: compute the norm from every worker's slices; each worker scales its slices.
 
         Every host has the whole gradient: the mean of their squares is the same number on all, however each cuts it.
         """
@@ -175,7 +176,7 @@ class CentralExchange(Exchange):
         return norm
 
     def held_gradients(self) -> Sequence[torch.Tensor]:
-        """The summed gradient of this worker's slices."""
+        """Return the summed gradient of this worker's slices."""
         return self._need().slices.reached()
 
     def apply(self) -> None:
@@ -187,7 +188,7 @@ class CentralExchange(Exchange):
         attached.home.refresh()
 
     def optimizer_state(self) -> dict[str, Any] | None:
-        """Collective: gathered at worker 0 through the memory of a gradient bucket of its host."""
+        """Collective: gather the state on worker 0, through the memory of a gradient bucket of its host."""
         attached = self._need()
         if not attached.reducer.is_idle:
             raise UserError(
@@ -212,11 +213,11 @@ class CentralExchange(Exchange):
         return self._need().reducer.total(values)
 
     def take_times(self) -> Times:
-        """Measured inside the compiled code."""
+        """Return the times measured inside the compiled code."""
         return self._attached.collective.take_times() if self._attached is not None else Times()
 
     def traffic(self) -> Traffic:
-        """The bytes of others' gradients that this worker read, and what the leader of a host sent to others."""
+        """Return the bytes of gradients read from other workers, and what a host's leader sent to others."""
         return self._attached.collective.traffic() if self._attached is not None else Traffic()
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
 """The optimizer's state, gathered from all workers into one `state_dict()` at worker 0.
 
-What the workers keep comes in two steps, both through the memory of a gradient bucket, of which every worker fills its
-own part and worker 0 reads them all: first what there is, as JSON, then the bytes of the tensors. Worker 0 lays these
-straight into tensors of the parameters' shapes, so at no time is there a second copy of them. Nothing is pickled.
+State is gathered in two steps, both through the memory of a gradient bucket, of which every worker fills its part and
+worker 0 reads all: first a description as JSON, then the bytes of the tensors. Worker 0 copies these straight into
+tensors of the parameters' shapes, so there is never a second copy of them. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _NUMBER_BYTES: Final = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Carrier:
-    """Memory that every worker of a host sees: one part each, read by the others between two barriers."""
+    """Memory that every worker of a host maps: one part each, read by the others between two barriers."""
 
     rank: int
     parts: Sequence[Tensor]
-    """Bytes, equally many for each worker, and at least 8."""
+    """The parts as bytes, equally many for each worker, and at least 8."""
 
     barrier: Callable[[], None]
 
     def sizes(self, num_bytes: int) -> list[int]:
-        """Collective: how many bytes each worker has to give."""
+        """Collective: return how many bytes each worker has to send."""
         numbers = [part[:_NUMBER_BYTES].view(torch.int64) for part in self.parts]
         numbers[self.rank][0] = num_bytes
         self.barrier()
@@ -46,9 +46,9 @@ class Carrier:
     def gather(
         self, sizes: Sequence[int], given: Sequence[Tensor], wanted: Sequence[Sequence[Tensor]]
     ) -> None:
-        """Collective: the bytes of `given` on worker r become those of `wanted[r]` on worker 0.
+        """Collective: copy the bytes of `given` on worker r into `wanted[r]` on worker 0.
 
-        `sizes` are those of all workers; on the others `wanted` is empty.
+        `sizes` are those of all workers; `wanted` is empty on all workers but 0.
         """
         room = self.parts[0].numel()
         mine, theirs = rounds(given, room), [rounds(tensors, room) for tensors in wanted]
@@ -98,7 +98,7 @@ def gather_state(
 
 
 class _Assembly:
-    """At worker 0: where the bytes of every worker go, and the state that they make."""
+    """On worker 0: where the bytes of every worker go, and the state that they form."""
 
     def __init__(self, descriptions: Sequence[dict[str, Any]], shapes: Sequence[torch.Size]) -> None:
         self._shapes = shapes
@@ -106,7 +106,7 @@ class _Assembly:
         self._trees: list[Json] = [one["tree"] for one in descriptions]
         self._tensors: list[dict[str, Tensor]] = []
         self.wanted: list[list[Tensor]] = []
-        """By worker: flat tensors for its bytes, in the order in which it gives them."""
+        """By worker: flat tensors for its bytes, in the order in which it sends them."""
         for one in descriptions:
             by_name, places = {}, []
             for tensor in one["tensors"]:
@@ -116,7 +116,7 @@ class _Assembly:
             self.wanted.append(places)
 
     def state(self) -> dict[int, Any]:
-        """The state by parameter, once all bytes are in their places."""
+        """Return the state by parameter, once all bytes are in place."""
         merged = MergedState()
         for tensors, tree in zip(self._tensors, self._trees, strict=True):
             for position, state in unflatten(tensors, tree).items():
@@ -124,7 +124,7 @@ class _Assembly:
         return merged.to_dict()
 
     def _place(self, name: str, dtype: str, shape: list[int], cut: list[int] | None) -> tuple[Tensor, Tensor]:
-        """The tensor that the state will hold under `name`, and the part of it that these bytes are."""
+        """Return the tensor that the state will hold under `name`, and the part of it that these bytes are."""
         kind = getattr(torch, dtype)
         if cut is None:
             whole = torch.empty(shape, dtype=kind)
@@ -138,7 +138,7 @@ class _Assembly:
 
 
 def _describe(owned: Sequence[OwnedState]) -> tuple[list[Tensor], dict[str, Any]]:
-    """This worker's tensors as flat bytes, and what they are and belong to."""
+    """Return this worker's tensors as flat bytes, and their description."""
     named, tree = flatten({one.position: one.state for one in owned})
     by_position = {one.position: one for one in owned}
     rows, flat = [], []

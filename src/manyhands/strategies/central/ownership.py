@@ -1,16 +1,17 @@
-"""Who owns which part of the parameters: the worker that reduces their gradient and applies the optimizer to them.
+"""Which worker owns which part of the parameters: it reduces their gradient and applies the optimizer to them.
 
-The partition of ZeRO (Rajbhandari et al., SC 2020), laid over the gradient buckets. An optimizer that treats every item
-by itself is cut anywhere: each bucket is divided evenly over all workers, so nobody waits for a bucket's one owner.
-Any other one keeps its tensors whole: the largest goes first, to whoever has least (LPT, Graham 1969), and the slots of
-each bucket are put in the order of their owners, so that a worker's share of a bucket is still one range.
+The partition of ZeRO (Rajbhandari et al., SC 2020), laid over the gradient buckets. For an optimizer that treats
+every item by itself the cut may fall anywhere: each bucket is divided evenly over all workers, so no worker waits for
+the only owner of a bucket. Any other optimizer keeps its tensors whole: the largest goes first, to the worker with
+the least (LPT, Graham 1969), and the slots of each bucket are sorted by owner, so that a worker's share of a bucket
+is still one range.
 
     cut      a a a a b · b c c c d      both workers own a part of b
     whole    a a a a d · b b c c c      d has moved
 
-Pure: the same layouts give the same ownership on every worker. Where hosts have copies of their own, the order of the
-slots is the same on all of them, so that their buckets can be summed: where tensors stay whole, it is that of the host
-with the most workers, and on one with fewer a worker owns what several neighbours own there.
+Pure: the same layouts give the same ownership on every worker. With several hosts, the order of the slots is the same
+on all of them, so that their buckets can be summed. Where tensors stay whole it is the order of the host with the
+most workers; on a smaller host a worker owns what several neighbours own there.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ __all__ = ["Ownership", "cut", "keep_whole"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ownership:
-    """A partition of all parameters; every item of every one belongs to exactly one worker."""
+    """A partition of all parameters; every item belongs to exactly one worker."""
 
     layouts: tuple[BucketLayout, ...]
-    """The buckets, whose slots may have changed places."""
+    """The buckets, with slots possibly reordered."""
 
     ranges: tuple[tuple[range, ...], ...]
     """By bucket and worker: the items of the bucket that the worker owns."""
@@ -49,10 +50,10 @@ def cut(layouts: Sequence[BucketLayout], world: int) -> Ownership:
 
 
 def keep_whole(layouts: Sequence[BucketLayout], world: int, most: int | None = None) -> Ownership:
-    """Give every parameter to one worker, as even in bytes as the sizes allow.
+    """Give every parameter to one worker, as evenly in bytes as the sizes allow.
 
-    The slots are in the order of `most` owners (None: `world`, which is at most that), and of these each worker is one
-    or several neighbours.
+    The slots are in the order of `most` owners (None: `world`, which is at most that); each worker stands for one or
+    several neighbouring owners.
     """
     places = _owners(layouts, most or world)
     sorted_layouts = tuple(_sorted(layout, places) for layout in layouts)

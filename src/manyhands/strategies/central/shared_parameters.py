@@ -1,10 +1,10 @@
 """The one copy of a model's parameters on this host: memory that every worker's model reads in place.
 
-Trainable parameters lie exactly as their gradients do in the buckets, so that a worker's range of a bucket is also a
-range of the parameters, and only that worker ever writes it. Frozen ones follow, and nobody writes them again.
+Trainable parameters have the layout of their gradient buckets, so that a worker's range of a bucket is also a range
+of the parameters, and only that worker writes it. Frozen ones follow, and are not written again.
 
-The shared copy is the truth, `values` are its views. A model on the CPU has no parameters of its own besides: each
-`parameter.data` is such a view. One on a GPU has a copy there, fetched anew after every step.
+The shared copy is authoritative; `values` are views of it. A model on the CPU has no other parameters: each
+`parameter.data` is such a view. A model on a GPU has a copy there, refreshed after every step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["CentralParameters"]
 class CentralParameters:
     """Moves the parameters of `model` into shared memory; constructed on every worker (collective).
 
-    The values of the host's first worker win. `close` is idempotent; the model keeps its memory as long as it lives.
+    The values of the host's first worker are used. `close` is idempotent; the model keeps its memory while it lives.
     """
 
     def __init__(self, group: SharedGroup, model: nn.Module, layouts: Sequence[BucketLayout]) -> None:
@@ -57,7 +57,7 @@ class CentralParameters:
         """The shared copy of each trainable parameter, in registration order."""
 
     def refresh(self) -> None:
-        """All owners have written: fetch it to the GPU, or let autograd know, which cannot see others' writes."""
+        """After all owners have written: copy to the GPU, or tell autograd, which cannot see others' writes."""
         if not self._on_gpu:
             torch.autograd.graph.increment_version(self._parameters)
             return
@@ -66,7 +66,7 @@ class CentralParameters:
                 parameter.copy_(view, non_blocking=True)
 
     def close(self) -> None:
-        """Let go of the descriptor and of what this object sees of the memory."""
+        """Close the descriptor and drop this object's views of the memory."""
         self.values, self.shared = [], []
         if self._segment is not None:
             self._segment.close()
@@ -74,7 +74,7 @@ class CentralParameters:
 
 @dataclass(frozen=True, slots=True)
 class _Extent:
-    """The memory that a parameter takes in this process."""
+    """The memory range of a parameter in this process."""
 
     begin: int
     end: int
@@ -82,7 +82,7 @@ class _Extent:
 
 
 def _lay_out(parameters: Sequence[nn.Parameter], layouts: Sequence[BucketLayout]) -> tuple[list[int], int]:
-    """Where each parameter begins, in bytes, and how many there are in all."""
+    """Return where each parameter begins, in bytes, and the total size."""
     begins, end = side_by_side((layout.count * layout.dtype.itemsize for layout in layouts), CACHE_LINE)
     by_slot = {
         slot.parameter: begin + slot.offset * layout.dtype.itemsize
@@ -95,7 +95,7 @@ def _lay_out(parameters: Sequence[nn.Parameter], layouts: Sequence[BucketLayout]
 
 
 def _require_movable(named: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """Refuse what one shared copy could not stand for."""
+    """Raise UserError for parameters that one shared copy cannot represent."""
     for name, parameter in named:
         if parameter.device.type not in ("cpu", "cuda"):
             raise UserError(f"parameter {name!r} is on {parameter.device}; central trains on cpu and cuda")

@@ -1,4 +1,4 @@
-"""`central`: the common loop, on one copy of the parameters for each host."""
+"""`central`: the common training loop, on one copy of the parameters per host."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["CentralTraining"]
 
 
 class CentralTraining(ExchangeTraining):
-    """Each worker updates its slice of the one copy; a single worker all of it."""
+    """Each worker updates its slice of the shared copy; a single worker updates all of it."""
 
     @classmethod
     def exchange(cls, strategy: Central, resources: Resources) -> Exchange:
-        """One worker's end."""
+        """Return this worker's exchange, on one host."""
         return CentralExchange(resources.group(), strategy.buckets)
 
     @classmethod
     def exchange_across_hosts(cls, strategy: Central, resources: Resources) -> tuple[Exchange, Collective]:
-        """One worker's end of one copy for each host."""
+        """Return this worker's exchange with one copy per host, and the collective for small exact values."""
         between = BetweenHosts(resources)
         return CentralExchange(resources.host_group(), strategy.buckets, between), between.words()

@@ -21,11 +21,11 @@ __all__ = ["HogwildKernels"]
 
 
 class _Processes(KernelProcesses):
-    """One memory that all processes map."""
+    """Worker processes that map the same memory."""
 
     @classmethod
     def assemble(cls, task: KernelTask, strategy: Strategy, group: SharedGroup) -> tuple[KernelStep, Control]:
-        """The memory comes after what the workers agree on."""
+        """Build the step; the model's memory follows the control words in the segment."""
         control_bytes = Control.num_bytes(group.world)
         segment = group.share(control_bytes + task.num_bytes, f"the memory of {task.name}")
         control = Control(segment, group, strategy.record_order or "free", task)
@@ -35,7 +35,7 @@ class _Processes(KernelProcesses):
 
 
 class HogwildKernels(Training):
-    """Threads or processes, as the strategy's `hands` says."""
+    """Runs threads or processes, as the strategy's `hands` says."""
 
     def __init__(self, request: Request, model: nn.Module) -> None:
         super().__init__(request, model)
@@ -43,16 +43,16 @@ class HogwildKernels(Training):
         self._training: Training = kind(request, model)
 
     def resume(self, directory: RunDirectory, config: Mapping[str, Any]) -> int | None:
-        """From the newest checkpoint, whoever wrote it."""
+        """Resume from the newest checkpoint, whether threads or processes wrote it."""
         return self._training.resume(directory, config)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What resuming found worth telling."""
+        """The notices that resuming produced."""
         return self._training.notes
 
     def run(self, stage: Stage) -> Result:
-        """Train to the end, and say it where the data did not keep all workers busy."""
+        """Train to the end, with a notice if the data did not keep all workers busy."""
         result = self._training.run(stage)
         idle = self._idle(result)
         if idle:
@@ -60,7 +60,7 @@ class HogwildKernels(Training):
         return result
 
     def _idle(self, result: Result) -> str:
-        """A sentence where fewer worked at a time than were asked for: short data has few steps a pass to give out."""
+        """Return a sentence if fewer workers were busy than requested: short data has few steps per pass."""
         task, workers = kernel_task(self._request.plan), self._request.workers
         took_steps = sum(worker["steps"] > 0 for worker in result.observed["per_worker"])
         busy, steps = min(took_steps, task.passes.steps), task.passes.steps

@@ -1,8 +1,8 @@
 """The one copy of a model and of its optimizer's state: shared memory that every worker computes on in place.
 
-Parameters and buffers of each worker's model are views of it from the start. The state of a parameter gets there with
-the first step that reaches the parameter: whoever takes that step makes the state, alone, and leaves it for the others.
-So it begins as the optimizer itself begins it, and nobody waits afterwards.
+Parameters and buffers of each worker's model are views of it from the start. The state of a parameter is created by
+the first step that reaches the parameter: one worker takes that step alone and publishes the state for the others. So
+the state begins as the optimizer itself initializes it, and no worker waits afterwards.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class SharedStateSlot:
     views: dict[str, Tensor | None]
     ready: Counter
     adopted: bool = False
-    """Whether this worker's optimizer works on the views."""
+    """Whether this worker's optimizer uses the views."""
 
 
 class SharedModel:
     """Moves `model` and the state of `optimizer` into shared memory; constructed on every worker (collective).
 
-    Worker 0's values win. `control_bytes` more, zero at first, come before them at the start of `segment`. Use a
-    `group` that has shared nothing yet.
+    Worker 0's values are used. `control_bytes` bytes, initially zero, precede them at the start of `segment`. `group`
+    must not have shared anything yet.
     """
 
     def __init__(
@@ -70,11 +70,11 @@ class SharedModel:
         group.barrier()
 
     def slot(self, parameter: nn.Parameter) -> SharedStateSlot:
-        """Where the state of `parameter` is; KeyError if the optimizer does not have it."""
+        """Return the slot of `parameter`; KeyError if the optimizer does not have it."""
         return self._slots[parameter]
 
     def adopt(self, slot: SharedStateSlot) -> bool:
-        """Work on the shared state from now on, if it is there; whether this worker does."""
+        """Use the shared state from now on, if it was published; return whether this worker does."""
         if not slot.adopted and (not slot.views or slot.ready.get()):
             if slot.views:
                 self._optimizer.state[slot.parameter] = dict(slot.views)
@@ -82,18 +82,18 @@ class SharedModel:
         return slot.adopted
 
     def adopt_all(self) -> None:
-        """Work on all that is there; the optimizer's `state_dict()` is then the whole."""
+        """Use all published state; the optimizer's `state_dict()` is then complete."""
         for slot in self._slots.values():
             self.adopt(slot)
 
     def publish(self, slot: SharedStateSlot, state: Mapping[str, Any]) -> None:
-        """Leave the state of a parameter for all workers; only one of them may, once."""
+        """Publish the state of a parameter to all workers; called once, by one worker."""
         self._copy(slot, state)
         slot.ready.set(1)
         self.adopt(slot)
 
     def keep(self, slot: SharedStateSlot) -> None:
-        """After a step: what the optimizer replaced instead of changing goes to where the others see it."""
+        """After a step: copy state that the optimizer replaced instead of updating in place to shared memory."""
         state = self._optimizer.state.get(slot.parameter, {})
         if all(state.get(name) is view for name, view in slot.views.items()) and len(state) == len(
             slot.views
@@ -103,7 +103,7 @@ class SharedModel:
         self._optimizer.state[slot.parameter] = dict(slot.views)
 
     def close(self) -> None:
-        """Let go of the descriptor; the model keeps the memory as long as it lives."""
+        """Close the descriptor; the model keeps the memory while it lives."""
         self._slots = {}
         self.segment.close()
 
@@ -158,7 +158,7 @@ def _require_known(parameters: Iterable[nn.Parameter], model: nn.Module) -> None
 
 
 def _tensors(model: nn.Module) -> list[Tensor]:
-    """The parameters and buffers that are shared; a UserError names parameters that one copy cannot stand for."""
+    """Return the parameters and buffers to share; a UserError names parameters that one copy cannot represent."""
     named = list(model.named_parameters())
     extents = []
     for name, parameter in named:

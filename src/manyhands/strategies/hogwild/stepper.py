@@ -1,9 +1,8 @@
-"""The user's optimizer on parameters and state that all workers share: steps in place, without locks.
+"""The user's optimizer on shared parameters and state: steps in place, without locks.
 
-Dense parameters are stepped by the optimizer itself. The tables of `Task.sparse` are stepped by its lazy form for rows
-(`strategies/common/tables/row_tables.py`), which touches the rows that the batch names and nothing else: where two
-workers seldom meet in one row, they seldom disturb each other, and that is what the theory of HOGWILD! (Niu et al.,
-NeurIPS 2011) rests on.
+Dense parameters are stepped by the optimizer itself. The tables of `Task.sparse` are stepped by its lazy form for
+rows (`strategies/common/tables/row_tables.py`), which touches only the rows that the batch names. If two workers
+rarely update the same row, they rarely conflict, and the theory of HOGWILD! (Niu et al., NeurIPS 2011) rests on that.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ __all__ = ["SharedStepper"]
 
 
 class SharedStepper:
-    """One worker's steps on the memory that all share; constructed on every worker (collective).
+    """One worker's steps on the shared memory; constructed on every worker (collective).
 
-    `control_bytes` of `home.segment` are the caller's, from its start. `close` is idempotent.
+    The first `control_bytes` of `home.segment` belong to the caller. `close` is idempotent.
     """
 
     def __init__(
@@ -59,13 +58,13 @@ class SharedStepper:
             _look_up_by_row(model, [table.parameter for table in self._rows.values()])
 
     def read(self, batch: Any) -> None:
-        """Before a batch is computed: learn which rows it reads."""
+        """Before a batch is computed: find out which rows it reads."""
         if self._tables is not None:
             self._tables.begin()
             self._tables.choose(batch)
 
     def step(self) -> None:
-        """After its backward: take the step, in place, and forget the gradients."""
+        """After backward: take the step in place, and clear the gradients."""
         rows = self._row_gradients()
         slots = [self.home.slot(p) for p in self._parameters if p.grad is not None]
         slots += [self.home.slot(self._rows[name].parameter) for name in rows]
@@ -76,16 +75,16 @@ class SharedStepper:
         self._optimizer.zero_grad()
 
     def optimizer_state(self) -> dict[str, Any]:
-        """The optimizer's `state_dict()`, of all that any worker made; while nobody steps."""
+        """Return the optimizer's `state_dict()`, with the state of all workers; only while none steps."""
         self.home.adopt_all()
         return self._optimizer.state_dict()
 
     def take_waits(self) -> dict[int, int]:
-        """Nanoseconds waited for each worker since the last call: only while state is being made."""
+        """Return nanoseconds waited for each worker since the last call; waits occur only while state is created."""
         return self._first.take_waits()
 
     def close(self) -> None:
-        """Let go of the memory; the model keeps its own."""
+        """Release the shared memory; the model keeps its mapping."""
         self._rows = {}
         self.home.close()
 
@@ -96,7 +95,7 @@ class SharedStepper:
         return self._tables.gradients(0)
 
     def _make_state(self, rows: Mapping[str, RowGradient], slots: list[SharedStateSlot]) -> None:
-        """A step that reaches parameters for the first time: alone, unless another worker was first after all."""
+        """Take a step that reaches new parameters; one worker at a time, which publishes the missing state."""
         number = self._first.draw()
         self._first.enter(number)
         try:
@@ -120,7 +119,7 @@ class SharedStepper:
 
 
 class _Table:
-    """A table's rows as the lazy optimizers want them: two dimensions, and state of the same shape."""
+    """A table's rows in the form of the lazy optimizers: two dimensions, and state of the same shape."""
 
     def __init__(self, table: Table, parameter: nn.Parameter, optimizer: Optimizer) -> None:
         self.parameter = parameter
@@ -132,7 +131,7 @@ class _Table:
         self._is_shared = False
 
     def share(self, slot: SharedStateSlot) -> None:
-        """Go on with the state that all share, once it is there."""
+        """Use the shared state, once it is published."""
         if self._is_shared or not slot.adopted:
             return
         self.rows.state = {
@@ -144,7 +143,7 @@ class _Table:
 
 
 def _look_up_by_row(model: nn.Module, tables: list[nn.Parameter]) -> None:
-    """Have embeddings of these tables give gradients of the rows they looked up, not of the whole table."""
+    """Make embeddings of these tables return gradients of the rows they looked up, not of the whole table."""
     for module in model.modules():
         if not isinstance(module, nn.Embedding) or module.max_norm is not None or module.scale_grad_by_freq:
             continue

@@ -1,8 +1,8 @@
-"""One worker's training under `hogwild`: whole batches, one after another, each a step on the memory that all share.
+"""One worker's training under `hogwild`: whole batches, one after another, each a step on the shared memory.
 
-The batches of a run are those of the plain loop, each taken once by one worker. All workers meet where the run
-evaluates or saves, and at the end; there everything is quiet, so that an evaluation measures one state of the model and
-a checkpoint after step s has seen exactly the first s batches.
+The batches of a run are those of the plain loop, and each is taken by exactly one worker. All workers synchronize
+where the run evaluates or saves, and at the end. No worker steps then, so an evaluation measures one state of the
+model, and a checkpoint after step s has seen exactly the first s batches.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ _SMALLEST_TOTALS = 64
 
 
 class HogwildTrainer:
-    """Trains on the parameters of all; `run` is called once, on every worker. Takes over `group`.
+    """Trains on the shared parameters; `run` is called once, on every worker. Takes ownership of `group`.
 
-    `order` is that of the strategy. `close` is idempotent; the model keeps its memory as long as it lives.
+    `order` is that of the strategy. `close` is idempotent; the model keeps its memory while it lives.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class HogwildTrainer:
     ) -> None:
         self.rank, self.world = group.rank, group.world
         self.overlap: collections.Counter[int] = collections.Counter()
-        """How many steps of this worker had so many of others come between their reading and their writing."""
+        """By number of other workers' steps between its read and its write: how many steps of this worker."""
         self._plan = plan
         self._kind = ORDERS[order]
         self._group = group
@@ -76,9 +76,9 @@ class HogwildTrainer:
         self._buffers = WorkerBuffers(plan.buffers)
 
     def run(self, start: Loaded | None = None) -> Trained:
-        """Train from `start` (or from nothing) to the last step; raises NonFinite on the worker whose loss broke.
+        """Train from `start`, or from scratch, to the last step; raises NonFinite on the worker whose loss broke.
 
-        Takes the tensors out of `start`.
+        Removes the tensors from `start`.
         """
         with self._computer.loading_ahead():
             return self._run(start)
@@ -90,11 +90,11 @@ class HogwildTrainer:
         if start is not None:
             model.load_state_dict(start.model)
             restore_optimizer(built.optimizer, start.optimizer)
-            start.model.clear()  # or every worker would hold the whole checkpoint for the length of the run
+            start.model.clear()  # otherwise every worker would hold the whole checkpoint during the run
             start.optimizer.clear()
         loop = self._attach(built, first)
         model.train()
-        self._group.take_stats()  # who was late to start is no part of the training
+        self._group.take_stats()  # waits before training do not count
         extra = start.extra if start is not None else None
         self._reporter.begin(first, extra, built.metric_scheduler)
         if start is None and self._computer.task.microbatches > 1:
@@ -107,7 +107,7 @@ class HogwildTrainer:
                 return self._trained(model, step, stopped=True)
             stopped = stopped and step < self._plan.steps
             last = stopped or step == self._plan.steps
-            # buffers are in the memory of all, but for one that a module has replaced
+            # buffers are in shared memory, except one that a module has replaced
             self._buffers.make_alike(list(model.buffers()), self.total, first=self.rank == 0)
             ends = self._reporter.after(step, model, loop.called, last=last)
             stopped = stopped or (ends and not last)
@@ -118,7 +118,7 @@ class HogwildTrainer:
         return self._trained(model, step, stopped)
 
     def traffic(self) -> Traffic:
-        """Memory is shared: nothing is sent."""
+        """Return no traffic: memory is shared."""
         return Traffic()
 
     def total(self, values: Tensor) -> Tensor:
@@ -132,26 +132,26 @@ class HogwildTrainer:
         return torch.cat(sums)
 
     def optimizer_state(self) -> dict[str, Any] | None:
-        """Collective, while all are met: worker 0 sees all of it."""
+        """Collective, while all are synchronized: return the state on worker 0, None elsewhere."""
         assert self._stepper is not None, "run comes first"
         return self._stepper.optimizer_state() if self.rank == 0 else None
 
     def model_state(self, model: nn.Module) -> Mapping[str, torch.Tensor] | None:
-        """Everyone's memory is the whole; worker 0 gives it."""
+        """Return the model state on worker 0, None elsewhere; all workers share it."""
         return model.state_dict() if self.rank == 0 else None
 
     def memory(self) -> Mapping[str, Any]:
-        """Nothing but the model."""
+        """Return nothing: there is no state besides the model and the optimizer."""
         return {}
 
     def close(self) -> None:
-        """Let go of what is shared."""
+        """Release the shared memory and the group."""
         if self._stepper is not None:
             self._stepper.close()
         self._group.close()
 
     def _attach(self, built: Built, first: int) -> _Loop:
-        """Collective: into the memory of all."""
+        """Collective: move the model into shared memory."""
         group, task = self._group, self._computer.task
         stepper = SharedStepper(group, built.model, built.optimizer, task.sparse, _CONTROL_BYTES)
         self._stepper = stepper
@@ -171,9 +171,9 @@ class HogwildTrainer:
         )
 
     def _until_met(self, loop: _Loop, step: int) -> tuple[int, bool]:
-        """Train from `step` on until all meet; where they are then, and whether somebody wants to stop there."""
+        """Train from `step` to the next synchronization; return the step reached and whether any worker stops."""
         end = self._reporter.next_due(step)
-        self._meet(step)  # whoever reads what the last round ended with has done so
+        self._meet(step)  # every worker has read the end of the last round
         loop.order.begin(step, end)
         self._meet(step)
         while (mine := loop.order.claim()) is not None:
@@ -185,7 +185,7 @@ class HogwildTrainer:
         return loop.order.done(), self._agree()
 
     def _agree(self) -> bool:
-        """Collective: the mean loss over the batches that all took since they last met, and whether anyone stops."""
+        """Collective: the mean loss over all batches since the last synchronization, and whether any worker stops."""
         mine = (*self._since_met, float(self._worker_context.stop_requested()))
         self._since_met = (0.0, 0)
         loss, samples, stops = self.total(torch.tensor(mine, dtype=torch.float64)).tolist()
@@ -241,7 +241,7 @@ class HogwildTrainer:
             self._reporter.add(step=step + 1, loss=mine.loss, seconds=seconds, at_s=self._reporter.seconds)
 
     def _break(self, loop: _Loop, step: int) -> None:
-        """The loss is not finite: take no step, and say so to the others."""
+        """The loss is not finite: take no step, and set the flag for the others."""
         since = f"an update before step {step + 1}" if self._course.last is not None else ""
         clip = not self._computer.task.clips
         self._cause = diagnose(loop.built.model, self._course, since=since, clip=clip)
@@ -249,7 +249,7 @@ class HogwildTrainer:
         loop.bad.set(self.rank + 1)
 
     def _refuse(self, rank: int) -> None:
-        """All have stopped; if several broke at once, the last to say so is the one that tells."""
+        """After all have stopped: raise on the worker whose flag is set, the last one if several broke."""
         self._reporter.send(now=True)
         if rank == self.rank:
             raise NonFinite(
@@ -269,20 +269,20 @@ class HogwildTrainer:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Loop:
-    """What a worker works with once it is attached."""
+    """A worker's working objects, once it is attached."""
 
     built: Built
     called: nn.Module
     order: Order
     bad: Counter
-    """The rank of a worker whose loss broke, plus one."""
+    """The rank of a worker whose loss was not finite, plus one; 0: none."""
 
     stepper: SharedStepper
     scheduled: int
-    """Steps that the learning rate's schedule has taken."""
+    """The number of steps that the learning-rate schedule has taken."""
 
     def schedule(self, step: int) -> None:
-        """Have the learning rates of batch `step`; the batches of one worker only go forward."""
+        """Advance the learning rates to batch `step`; the batches of one worker only go forward."""
         if self.built.scheduler is not None:
             for _ in range(self.scheduled, step):
                 self.built.scheduler.step()
@@ -290,5 +290,5 @@ class _Loop:
 
 
 def _backward(loss: Tensor, _share: float) -> None:
-    """All of the batch is this worker's."""
+    """Backward of the unweighted loss: the whole batch is this worker's."""
     loss.backward()  # type: ignore[no-untyped-call]

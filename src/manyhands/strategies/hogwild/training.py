@@ -1,4 +1,4 @@
-"""`hogwild`: worker processes whose steps all go to one memory."""
+"""`hogwild`: worker processes that all step on one shared memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["HogwildTraining"]
 
 
 class HogwildTraining(ProcessTraining):
-    """A loop of its own: whole batches, without meeting at each step."""
+    """Uses a separate loop: each worker takes whole batches, without synchronizing at each step."""
 
     @classmethod
     @contextmanager
@@ -31,7 +31,7 @@ class HogwildTraining(ProcessTraining):
         worker_context: WorkerContext,
         checkpoints: CheckpointStore | None,
     ) -> Iterator[Train]:
-        """Steps on the memory of all."""
+        """Yield the training function of a worker, which steps on the shared memory."""
         assert isinstance(job.strategy, Hogwild), "the registry leads here from hogwild alone"
         trainer = HogwildTrainer(job.plan, job.strategy.order, resources.group(), worker_context, checkpoints)
         with closing(trainer):
@@ -43,6 +43,6 @@ class HogwildTraining(ProcessTraining):
             yield train
 
     def gather(self, finished: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, Any]]:
-        """Each worker has samples of its own there."""
+        """Sum the workers' samples, as each worker has different ones, and summarize the overlap."""
         overlap = overlap_summary([one["overlap"] for one in finished])
         return sum(one["samples"] for one in finished), {"overlap": overlap}

@@ -1,1 +1,1 @@
-"""Local SGD: each worker takes steps of its own, and parameters are averaged now and then."""
+"""Local SGD: each worker takes independent steps, and parameters are averaged periodically."""

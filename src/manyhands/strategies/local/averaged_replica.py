@@ -1,13 +1,13 @@
-"""What the workers of local SGD average: parameters and the optimizer's state, in one bucket for each type.
+"""What the workers of local SGD average: parameters and optimizer state, in one bucket per type.
 
-Only parameters that some worker's backward has reached since the last average take part: any other is the same on all,
-and an average would change its last bits. State of no dimension, such as Adam's count of steps, is averaged in double
-precision and travels as it is, so that equal counts stay what they are.
+Only parameters that some worker's backward has reached since the last average take part: any other is equal on all
+workers, and an average would change its last bits. State without dimensions, such as Adam's count of steps, is
+averaged in double precision and sent unencoded, so that equal counts stay exact.
 
-Where a codec rounds what travels, or may be chosen that does, that is how far each worker has come since the last
-average: a change is small, and so is what is lost of it, while parameters themselves would never leave the codec's
-coarse grid. A codec that sends parts of a change and owes the rest carries parameters only: the optimizer's state then
-travels as it is, for a second moment that is owed could come out negative.
+If a codec rounds, or one that rounds may be chosen, each worker sends its change since the last average: a change is
+small, and so is what is lost of it, while parameters themselves would never leave the codec's coarse grid. A codec
+that sends parts of a change and keeps the rest as a residual encodes parameters only. The optimizer's state is then
+sent unencoded, because a second moment with a residual could become negative.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ _SMALLEST_STATUS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Held:
-    """One tensor: a parameter, or, with a name, a state that the optimizer keeps for it."""
+    """One tensor: a parameter, or, if `state` is set, a tensor that the optimizer keeps for it."""
 
     number: int
-    """Of the parameter, among the trainable ones."""
+    """The parameter's number among the trainable ones."""
 
     state: str | None
     shape: torch.Size
@@ -53,13 +53,13 @@ class _Held:
 
     @property
     def exact(self) -> bool:
-        """Whether it travels as it is, in double precision."""
+        """Whether it is sent unencoded, in double precision."""
         return self.state is not None and not self.shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Place:
-    """Where one tensor lies, flat; and what all had at the last average, where its changes travel."""
+    """Where one tensor lies in a bucket, flat; and its value at the last average, if changes are sent."""
 
     held: _Held
     room: Tensor
@@ -67,7 +67,7 @@ class _Place:
 
 
 class Replica:
-    """One worker's, from construction (collective) to `close`; `on_gradient` is called at every gradient."""
+    """One worker's replica, from construction (collective) to `close`; `on_gradient` is called at every gradient."""
 
     def __init__(
         self, collective: Collective, model: nn.Module, optimizer: Optimizer, outer: OuterStep | None = None
@@ -100,18 +100,18 @@ class Replica:
         self._tap = GradientTap(self._parameters, self._note)
 
     def broadcast(self) -> None:
-        """Collective: worker 0's parameters and buffers to all."""
+        """Collective: give every worker worker 0's parameters and buffers."""
         tensors = [*self._model.parameters(), *self._model.buffers()]
         broadcast(self._collective, len(self._buckets), self._status, tensors)
 
     @property
     def parameters(self) -> Sequence[Tensor]:
-        """Those that are trained."""
+        """The trainable parameters."""
         return self._parameters
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Before the first step since the last average: keep what all have, where changes travel."""
+        """Before the first step since the last average: save the common values, if changes are sent."""
         self._outer.begin(self._parameters)
         for place in self._places:
             tensor = self._tensor(place.held)
@@ -120,9 +120,9 @@ class Replica:
 
     @torch.no_grad()
     def average(self, weight: float, *, plainly: bool = False) -> None:
-        """Collective: the sum of `weight` times each worker's replica is what the outer step takes for their mean.
+        """Collective: sum `weight` times each worker's replica, and give that mean to the outer step.
 
-        `plainly`: it becomes everyone's, whatever the outer step is.
+        With `plainly`, every replica becomes the mean, whatever the outer step.
         """
         take = self._outer.plainly if plainly else self._outer.take
         reached, kept = self._agree_on_parts()
@@ -155,15 +155,15 @@ class Replica:
         return total(self._collective, len(self._buckets), self._status, values)
 
     def owed(self) -> Mapping[str, Any] | None:
-        """Collective: what the collective's codecs keep, of all workers, on worker 0."""
+        """Collective: return the codec residuals of all workers, on worker 0."""
         return kept_by_codecs(self._collective, len(self._buckets), self._status)
 
     def close(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         self._tap.close()
 
     def _held(self) -> list[_Held]:
-        """Everything that is averaged; UserError for what cannot be."""
+        """Return everything that is averaged; UserError for state that cannot be."""
         numbers = {parameter: number for number, parameter in enumerate(self._parameters)}
         held = [
             _Held(number=number, state=None, shape=parameter.shape, dtype=parameter.dtype)
@@ -203,7 +203,7 @@ class Replica:
         return value if isinstance(value, Tensor) else None
 
     def _keep(self, held: _Held, mean: Tensor) -> None:
-        """Take the mean of a state; who has none yet, because its parts were empty, begins with it."""
+        """Store the mean of a state; a worker that has no such state yet starts with it."""
         tensor = self._tensor(held)
         if tensor is not None:
             tensor.copy_(mean)
@@ -215,7 +215,7 @@ class Replica:
 
 
 def _lay_out(held: Sequence[_Held], *, state_as_is: bool) -> list[tuple[BucketLayout, bool]]:
-    """A bucket for each type, and whether it travels as it is; slots number `held`."""
+    """Return a bucket for each type, and whether it is sent unencoded; slots are indices into `held`."""
     kinds: dict[tuple[torch.dtype, bool], list[tuple[int, int]]] = {}
     for index, one in enumerate(held):
         as_is = one.exact or (state_as_is and one.state is not None)

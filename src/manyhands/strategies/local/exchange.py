@@ -1,11 +1,11 @@
 """One worker's end of local SGD (Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019).
 
-Between averages nothing is sent: every worker steps with the gradient of its own part of each batch. At an average the
-parameters and the optimizer's state of all workers become their mean, each weighted with the samples it has seen since
-the last one; so all replicas are the same afterwards, and a checkpoint taken there is whole. The losses of the steps in
-between, a wish to stop and losses that are not finite travel with it.
+Between averages nothing is sent: every worker steps with the gradient of its part of each batch. At an average the
+parameters and the optimizer's state of all workers become their mean, each weighted by the samples it has seen since
+the last one. All replicas are equal afterwards, so a checkpoint taken there is consistent. One vector travels with
+it:
 
-    stop · one flag per worker whose loss broke · the loss of each step since the last average
+    stop · one flag per worker whose loss is not finite · the loss of each step since the last average
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _STOP, _FLAGS = 0, 1
 class LocalExchange(Exchange):
     """Averages replicas over the given collective after every `steps` steps, and at the end of the run.
 
-    The `first` steps end with an average each. `outer` is what becomes of a mean, `gossip` what is done between two.
+    Each of the `first` steps ends with an average. `outer` is applied to a mean; `gossip` runs between two averages.
     """
 
     when_broken = "the others went on to the next average, and no replica was averaged with its"
@@ -72,16 +72,16 @@ class LocalExchange(Exchange):
 
     @property
     def wire(self) -> int:  # type: ignore[override]
-        """As the collective has it, which may change."""
+        """The wire of the collective, which may change during a run."""
         return self._collective.wire
 
     @property
     def copies(self) -> Sequence[Sequence[int]]:
-        """Everybody holds the model; they are alike after each average."""
+        """Every worker holds the whole model; copies are equal after each average."""
         return (range(self.world),)
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Collective: give every worker worker 0's weights, and room for one replica."""
+        """Collective: give every worker worker 0's weights, and allocate buckets for one replica."""
         self._model, self._optimizer = model, optimizer
         self._replica = Replica(self._collective, model, optimizer, self._outer)
         self._replica.broadcast()
@@ -89,20 +89,23 @@ class LocalExchange(Exchange):
         keep_freed_memory()  # every step frees what the next one takes
 
     def backward(self, loss: Tensor, share: float) -> None:
-        """Of the mean over this worker's part, whatever its share."""
+        """Backward of the mean loss over this worker's part, whatever its share."""
         del share
         loss.backward()  # type: ignore[no-untyped-call]
 
     def on_next_gradient(self, listener: Callable[[], None]) -> None:
-        """From the hook that sees it."""
+        """Call `listener` once, from the hook that sees the next gradient."""
         self._listener = listener
 
     def accumulate(self) -> AbstractContextManager[None]:
-        """Gradients add up where they are."""
+        """Return an empty context: gradients accumulate in place."""
         return nullcontext()
 
     def agree(self, local: LocalStep) -> SharedStep:
-        """Collective where an average is due: what all brought since the last one. Parameters follow in `settle`."""
+        """Collective if an average is due: combine the reports since the last one.
+
+        `settle` averages the parameters.
+        """
         assert self._replica is not None, "attach comes before agree"
         if not self._losses:
             self._replica.begin()
@@ -117,19 +120,19 @@ class LocalExchange(Exchange):
         return self._agree_on_all(local.stop)
 
     def clip(self, max_norm: float) -> float:
-        """This worker's own gradient."""
+        """Clip this worker's gradient."""
         assert self._model is not None, "attach comes before clip"
         return float(nn.utils.clip_grad_norm_(clippable(self._model.parameters()), max_norm))
 
     def apply(self) -> None:
-        """This worker's own step, unless its loss has broken."""
+        """Take this worker's step, unless its loss was not finite."""
         assert self._optimizer is not None, "attach comes before apply"
         if not self._broken:
             self._optimizer.step()
         self._optimizer.zero_grad()
 
     def settle(self, *, end: bool = False) -> bool:
-        """Collective where it is due: every replica becomes the weighted mean."""
+        """Collective if an average is due: every replica becomes the weighted mean."""
         assert self._replica is not None, "attach comes before settle"
         if not self._due and not (end and self._losses):
             if self._gossip is None or not self._meets:
@@ -143,19 +146,19 @@ class LocalExchange(Exchange):
         return True
 
     def optimizer_state(self) -> dict[str, Any] | None:
-        """After an average every worker has the same; worker 0 tells."""
+        """Return the state on worker 0, None elsewhere; it is equal on all workers after an average."""
         assert self._optimizer is not None, "attach comes before optimizer_state"
         return self._optimizer.state_dict() if self.rank == 0 else None
 
     def memory(self) -> Mapping[str, Any]:
-        """What the outer step remembers, the same on all workers; and what the codec owes, of every worker."""
+        """Collective: return the outer step's state, equal on all workers, and all workers' codec residuals."""
         assert self._replica is not None, "attach comes before memory"
         remembered = self._outer.memory() if self.rank == 0 else {}
         owed = self._replica.owed()
         return {**({"outer": remembered} if remembered else {}), **({"codec": owed} if owed else {})}
 
     def load_state(self, memory: Mapping[str, Any]) -> None:
-        """Go on with both."""
+        """Restore the outer step's state and this worker's codec residuals."""
         self._outer.load_state(memory.get("outer", {}))
         remember_kept(self._collective, memory.get("codec"))
 
@@ -165,7 +168,7 @@ class LocalExchange(Exchange):
         return self._replica.total(values)
 
     def take_times(self) -> Times:
-        """What the collective measured, and the meetings between averages."""
+        """Return the times of the collective and of gossip."""
         times = self._collective.take_times()
         if self._gossip is None:
             return times
@@ -178,16 +181,16 @@ class LocalExchange(Exchange):
         return replace(times, wait_ns=waits, posts=posts)
 
     def traffic(self) -> Traffic:
-        """What the collective sent, and what was sent between averages."""
+        """Return the traffic of the collective and of gossip."""
         sent = self._collective.traffic()
         return sent if self._gossip is None else sent + self._gossip.traffic()
 
     def summary(self) -> Mapping[str, Any]:
-        """What the collective tells."""
+        """Return the summary of the collective."""
         return self._collective.summary()
 
     def close(self) -> None:
-        """Take the hooks off, and let go of the memory."""
+        """Remove the hooks, and release memory and links."""
         if self._replica is not None:
             self._replica.close()
         if self._gossip is not None:
@@ -211,21 +214,21 @@ class LocalExchange(Exchange):
 
 
 class ApartExchange(LocalExchange):
-    """Where replicas stay apart after an average: what the run has to show is their centre."""
+    """Local SGD whose replicas differ after an average; the result of the run is their centre."""
 
     @property
     def copies(self) -> Sequence[Sequence[int]]:
-        """Nobody: each goes its own way."""
+        """No two workers hold equal copies."""
         return ()
 
     def evaluate(self, computer: Computer, model: nn.Module) -> tuple[dict[str, float], int] | None:
-        """Of the centre."""
+        """Evaluate the centre."""
         assert self._replica is not None, "attach comes before evaluate"
         with self._outer.shown(self._replica.parameters):
             return super().evaluate(computer, model)
 
     def model_state(self, model: nn.Module) -> Mapping[str, Tensor] | None:
-        """The centre's."""
+        """Return the state of the centre."""
         assert self._replica is not None, "attach comes before model_state"
         with self._outer.shown(self._replica.parameters):
             state = super().model_state(model)

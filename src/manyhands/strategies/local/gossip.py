@@ -1,7 +1,7 @@
-"""Gossip between averages: after a step each worker and one other become the mean of the two.
+"""Gossip between averages: after a step each worker and one partner take the mean of the two.
 
-Who meets whom is a table of a tournament in which everybody meets everybody once: in each round all are in pairs, but
-for one who rests where their number is odd.
+Partners follow a round-robin tournament in which every two workers are paired once: in each round all are in pairs,
+except one worker that rests if their number is odd.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _KIND = 61  # of messages; the averages over the same links have other ones
 
 
 def partner(rank: int, world: int, rendezvous: int) -> int | None:
-    """Whom worker `rank` of `world` meets in round `rendezvous`, counted from 0; None: it rests."""
+    """Return the partner of worker `rank` of `world` in round `rendezvous`, counted from 0; None: it rests."""
     places = world + world % 2
     if places < 2:
         return None
@@ -36,7 +36,7 @@ def partner(rank: int, world: int, rendezvous: int) -> int | None:
 
 
 class Gossip:
-    """One worker's end, over links to all the others; `close` closes them, and is idempotent."""
+    """One worker's end, over links to all others; `close` closes them and is idempotent."""
 
     def __init__(self, rank: int, world: int, links: Mapping[int, Link], timeout_s: float) -> None:
         self._rank, self._world = rank, world
@@ -45,7 +45,7 @@ class Gossip:
 
     @torch.no_grad()
     def meet(self, step: int, parameters: Sequence[Tensor]) -> None:
-        """Everybody calls it after `step`: parameters become the mean of this worker's and its partner's."""
+        """Called on every worker after `step`: parameters become the mean of this worker's and its partner's."""
         other = partner(self._rank, self._world, step)
         by_type: dict[torch.dtype, list[Tensor]] = {}
         for parameter in parameters:
@@ -63,15 +63,15 @@ class Gossip:
                 tensor.copy_(mean.view(tensor.shape))
 
     def traffic(self) -> Traffic:
-        """What was sent so far."""
+        """Return what was sent so far."""
         return self._group.traffic()
 
     def take_waits(self) -> Mapping[int, int]:
-        """How long this worker waited for each other one since the last call, in nanoseconds."""
+        """Return how long this worker waited for each other one since the last call, in nanoseconds."""
         return self._group.take_waits()
 
     def take_traffic(self) -> Mapping[int, PeerTraffic]:
-        """What went to and came from each worker since the last call."""
+        """Return what went to and came from each worker since the last call."""
         return self._group.take_traffic()
 
     def close(self) -> None:

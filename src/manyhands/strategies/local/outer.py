@@ -24,33 +24,33 @@ MEAN: Final = "mean"
 
 
 class OuterStep(ABC):
-    """One worker's, for all its parameters by their numbers; all calls are made on every worker alike."""
+    """One worker's outer step, for all parameters by number; every call is made on all workers."""
 
     keeps_apart: ClassVar[bool] = False
-    """Whether replicas differ after it, and with them the state of the optimizers."""
+    """Whether replicas, and with them the optimizer states, differ after the step."""
 
     def begin(self, parameters: Sequence[Tensor]) -> None:  # noqa: B027 - the mean needs nothing
-        """Before the first step since the last average."""
+        """Called before the first step since the last average."""
 
     @abstractmethod
     def take(self, number: int, parameter: Tensor, mean: Tensor) -> None:
-        """Move parameter `number`, in place, now that the mean over all replicas is known."""
+        """Update parameter `number` in place, given the mean over all replicas."""
 
     def plainly(self, number: int, parameter: Tensor, mean: Tensor) -> None:
-        """The mean becomes everyone's parameter `number`, in place: in steps that end with a plain average."""
+        """Set parameter `number` to the mean, in place: for steps that end with a plain average."""
         del number
         parameter.copy_(mean)
 
     def memory(self) -> dict[str, Tensor]:
-        """What a resumed run needs of it."""
+        """Return the state that a resumed run needs."""
         return {}
 
     def load_state(self, memory: Mapping[str, Tensor]) -> None:  # noqa: B027 - the mean remembers nothing
-        """Go on from that."""
+        """Restore what `memory` returned."""
 
     @contextmanager
     def shown(self, parameters: Sequence[Tensor]) -> Iterator[None]:
-        """While this is open, parameters are what the run has to show."""
+        """While the context is open, parameters hold the result of the run."""
         del parameters
         yield
 
@@ -59,12 +59,12 @@ class Mean(OuterStep):
     """Every replica becomes the mean."""
 
     def take(self, number: int, parameter: Tensor, mean: Tensor) -> None:
-        """The mean itself."""
+        """Set the parameter to the mean."""
         self.plainly(number, parameter, mean)
 
 
 class Nesterov(OuterStep):
-    """How far the mean has come since the last average is a gradient, for SGD with Nesterov's momentum."""
+    """Treats the change of the mean since the last average as a gradient, for SGD with Nesterov momentum."""
 
     def __init__(self, rate: float, momentum: float) -> None:
         self._rate, self._momentum = rate, momentum
@@ -72,14 +72,14 @@ class Nesterov(OuterStep):
         self._velocity: dict[int, Tensor] = {}
 
     def begin(self, parameters: Sequence[Tensor]) -> None:
-        """Keep what all have."""
+        """Save the common parameters."""
         if not self._before:
             self._before = [parameter.detach().clone() for parameter in parameters]
         for before, parameter in zip(self._before, parameters, strict=True):
             before.copy_(parameter)
 
     def take(self, number: int, parameter: Tensor, mean: Tensor) -> None:
-        """As `torch.optim.SGD(nesterov=True)` does with the gradient `before - mean`."""
+        """Step as `torch.optim.SGD(nesterov=True)` does with the gradient `before - mean`."""
         gradient = self._before[number] - mean
         velocity = self._velocity.get(number)
         if velocity is None:
@@ -91,18 +91,18 @@ class Nesterov(OuterStep):
         )
 
     def memory(self) -> dict[str, Tensor]:
-        """The momentum of each parameter that has some."""
+        """Return the momentum of each parameter that has some."""
         return {str(number): velocity for number, velocity in self._velocity.items()}
 
     def load_state(self, memory: Mapping[str, Tensor]) -> None:
-        """Go on with it."""
+        """Restore the momentum."""
         self._velocity = {int(number): velocity.clone() for number, velocity in memory.items()}
 
 
 class Elastic(OuterStep):
-    """Worker and centre draw each other: the worker by `pull` / workers of the way, the centre by `pull` to the mean.
+    """Worker and centre attract each other: the worker moves by `pull` / workers, the centre by `pull` to the mean.
 
-    Each worker keeps the centre, which is the same on all; it is what the run has to show.
+    Each worker keeps the centre, which is equal on all; it is the result of the run.
     """
 
     keeps_apart = True
@@ -112,24 +112,24 @@ class Elastic(OuterStep):
         self._centre: list[Tensor] = []
 
     def begin(self, parameters: Sequence[Tensor]) -> None:
-        """The first time all are alike: that is the centre."""
+        """The first time, when all replicas are equal, take them as the centre."""
         if not self._centre:
             self._centre = [parameter.detach().clone() for parameter in parameters]
 
     def take(self, number: int, parameter: Tensor, mean: Tensor) -> None:
-        """Both move, each by what they were before."""
+        """Move worker and centre, each from the values before the step."""
         centre = self._centre[number]
         parameter.sub_((parameter - centre).mul_(self._own_pull))
         centre.add_((mean - centre).mul_(self._pull))
 
     def plainly(self, number: int, parameter: Tensor, mean: Tensor) -> None:
-        """All are at the mean, and so is their centre."""
+        """Set the parameter and the centre to the mean."""
         super().plainly(number, parameter, mean)
         self._centre[number].copy_(mean)
 
     @contextmanager
     def shown(self, parameters: Sequence[Tensor]) -> Iterator[None]:
-        """The centre."""
+        """While the context is open, parameters hold the centre."""
         if not self._centre:
             yield
             return
@@ -150,16 +150,16 @@ OUTER: Final[dict[str, tuple[tuple[tuple[str, float], ...], Maker]]] = {
     "nesterov": ((("rate", 0.7), ("momentum", 0.9)), lambda numbers, _world: Nesterov(*numbers)),
     "elastic": ((("pull", 0.9),), lambda numbers, world: Elastic(numbers[0], world)),
 }
-"""By word: its numbers with the usual values, and what makes the step of one of so many workers."""
+"""By name: its numbers with their defaults, and the factory for one of so many workers."""
 
 
 def check_outer(text: str) -> None:
-    """Raise the UserError that says what `outer` may be, unless it is that."""
+    """Raise a UserError unless `text` is a valid value of `outer`."""
     _read(text)
 
 
 def outer_step(text: str, world: int) -> OuterStep:
-    """The step that `outer=TEXT` stands for."""
+    """Return the step that `outer=TEXT` stands for."""
     word, numbers = _read(text)
     return OUTER[word][1](numbers, world)
 

@@ -1,4 +1,4 @@
-"""`local`: the common loop, with an exchange of parameters instead of gradients."""
+"""`local`: the common training loop, with an exchange of parameters instead of gradients."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ __all__ = ["LocalTraining"]
 
 
 class LocalTraining(ChoosingTraining):
-    """Every worker holds the model, and its own state of the optimizer until the next average."""
+    """Every worker holds the model, and a separate optimizer state until the next average."""
 
     @classmethod
     def exchange(cls, strategy: Local, resources: Resources) -> Exchange:
-        """One worker's end: in the shared memory of one host, or in a ring of links."""
+        """Return this worker's exchange: in the shared memory of one host, or in a ring of links."""
         world = resources.world
         if world == 1:
             return SingleExchange()  # an average of one
@@ -45,7 +45,7 @@ class LocalTraining(ChoosingTraining):
 
     @classmethod
     def exchange_across_hosts(cls, strategy: Local, resources: Resources) -> tuple[Exchange, Collective]:
-        """Averages in a ring of links."""
+        """Return this worker's exchange across hosts, which averages in a ring of links."""
         links = resources.links()
         resources = replace(resources, links=lambda: links)
         replicas, words = across_hosts(
@@ -55,7 +55,7 @@ class LocalTraining(ChoosingTraining):
 
     @property
     def codec(self) -> str:
-        """Of averages."""
+        """The codec of averages."""
         strategy = self._request.strategy
         assert isinstance(strategy, Local), "the registry leads here from local alone"
         return strategy.codec
@@ -64,7 +64,7 @@ class LocalTraining(ChoosingTraining):
 def _end(
     strategy: Local, collective: Collective, links: Mapping[int, Link], timeout_s: float
 ) -> LocalExchange:
-    """One worker's end of averages over a collective, and of gossip over links."""
+    """Return this worker's exchange, which averages over a collective and gossips over links."""
     rank, world = collective.rank, collective.world
     gossip = Gossip(rank, world, links, timeout_s) if strategy.gossip else None
     outer = outer_step(strategy.outer, world)

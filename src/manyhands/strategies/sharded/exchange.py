@@ -5,7 +5,7 @@ Of every layer's parameters, gradients and optimizer state a worker keeps 1/N. A
 
     forward     the layer is gathered from all workers, the next one meanwhile; it is dropped when it has computed
     backward    gathered again; its gradient goes to the owners of its pieces, who sum; gradient and values are dropped
-    agree       everybody has come this far: loss, who reached which parameter, who wants to stop
+    agree       all workers have arrived: loss, which parameters were reached, whether any worker wants to stop
     apply       each worker steps its pieces, with its pieces of the optimizer's state
 
 All exchanges are done by one thread, in the order in which the worker asks for them, while it computes.
@@ -52,7 +52,7 @@ Result = TypeVar("Result")
 
 
 class ShardedExchange(FlowListener, Exchange):
-    """Takes over the links and the group of `resources`; values and gradients are on its device."""
+    """One worker's end; takes ownership of the links of `resources`. Values and gradients are on its device."""
 
     steps_itself = True
     builds_on_host = True
@@ -82,9 +82,9 @@ class ShardedExchange(FlowListener, Exchange):
         self._waited_ns = 0
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Collective: every worker keeps its pieces of worker 0's parameters, and their memory is given back.
+        """Collective: every worker keeps its pieces of worker 0's parameters, and frees the rest.
 
-        A UserError names an optimizer that cannot be shared out.
+        A UserError names an optimizer that cannot be sharded.
         """
         whole = stepping_for(optimizer, Sharded().stepping, Sharded.word) is Stepping.APART
         outline = Outline.of(model)
@@ -110,31 +110,31 @@ class ShardedExchange(FlowListener, Exchange):
         keep_freed_memory()  # every step frees what the next one takes
 
     def _take_buffers(self, model: nn.Module) -> None:
-        """Worker 0's, where they are computed with."""
+        """Collective: move buffers to the compute device, with worker 0's values."""
         move_buffers(model, self._device)
         for buffer in model.buffers():
             self._run(partial(self._group.broadcast, buffer))
 
     def compute(self, computer: Computer, model: nn.Module, step: int) -> Computed:
-        """Forward and backward of this worker's part, with the layers that it needs."""
+        """Forward and backward of this worker's part; layers are gathered as they are needed."""
         self._flow.begin("training")
         with self._need_visits().watching():
             return super().compute(computer, model, step)
 
     def evaluate(self, computer: Computer, model: nn.Module) -> tuple[dict[str, float], int] | None:
-        """Collective: each goes over its part of the batches."""
+        """Collective: each worker evaluates its part of the batches."""
         self._flow.begin("evaluation")
         with self._need_visits().watching():
             return computer.evaluate(model, self.rank, self.world, self.total)
 
     def evaluate_alike(self, computer: Computer, model: nn.Module) -> tuple[dict[str, float], int] | None:
-        """With the layers that it needs, which all gather."""
+        """Collective: every worker evaluates all batches, gathering layers as they are needed."""
         self._flow.begin("evaluation")
         with self._need_visits().watching():
             return computer.evaluate(model)
 
     def backward(self, loss: Tensor, share: float) -> None:
-        """Of this worker's weighted loss; the gradients of a layer leave as soon as they are there."""
+        """Backward of this worker's weighted loss; a layer's gradients are sent as soon as they are complete."""
         self._flow.backward()
         (loss * share).backward()  # type: ignore[no-untyped-call]
         for pieces in self._pieces:
@@ -144,7 +144,7 @@ class ShardedExchange(FlowListener, Exchange):
         self._flow.begin("training")
 
     def agree(self, local: LocalStep) -> SharedStep:
-        """Collective: everybody's gradients are summed now; what all workers brought."""
+        """Collective: wait until all gradients are summed, and combine what all workers report."""
         self._meet()
         status = torch.zeros(_FLAGS + self.world + len(self._places), dtype=torch.float64)
         status[_LOSS] = local.loss * local.share if local.is_finite and local.share else 0.0
@@ -161,7 +161,7 @@ class ShardedExchange(FlowListener, Exchange):
         return SharedStep(loss=loss, bad_workers=bad, stop=told[_STOP] > 0)
 
     def clip(self, max_norm: float) -> float:
-        """Collective: the norm from every worker's pieces; each scales its own."""
+        """Collective: compute the norm from every worker's pieces; each worker scales its pieces."""
         gradients = self.held_gradients()
         squares = squares_of(gradients)
         norm = math.sqrt(self.total(torch.tensor([squares], dtype=torch.float64)).item())
@@ -169,11 +169,11 @@ class ShardedExchange(FlowListener, Exchange):
         return norm
 
     def held_gradients(self) -> Sequence[Tensor]:
-        """The summed gradient of this worker's pieces."""
+        """Return the summed gradient of this worker's pieces."""
         return [gradient for gradient in self._summed() if gradient is not None]
 
     def apply(self) -> None:
-        """Step this worker's pieces; nobody reads them before it asks for their units again."""
+        """Step this worker's pieces; no worker reads them before it requests their units again."""
         assert self._optimizer is not None, "attach comes first"
         for (_, held), gradient in zip(self._held, self._summed(), strict=True):
             held.local.grad = None if gradient is None else gradient.view(held.local.shape)
@@ -183,38 +183,38 @@ class ShardedExchange(FlowListener, Exchange):
             pieces.forget_gradients()
 
     def optimizer_state(self) -> dict[str, Any] | None:
-        """Collective: put together in the host's memory on worker 0."""
+        """Collective: assemble the optimizer state in host memory on worker 0."""
         whole = self._need_whole()
         return self._run(lambda: whole.optimizer_state(self._group))
 
     def model_state(self, model: nn.Module) -> Mapping[str, Tensor] | None:
-        """Collective: put together in the host's memory on worker 0, which needs room for the whole model there."""
+        """Collective: assemble the model in host memory on worker 0, which must have the capacity for all of it."""
         whole = self._need_whole()
         return self._run(lambda: whole.model_state(self._group, model))
 
     def total(self, values: Tensor) -> Tensor:
-        """Collective: the sum over workers, once all of them have come here."""
+        """Collective: return the sum over workers, once all of them have arrived."""
         self._carry_out(self._flow.end())
         self._meet()
         return self._run(lambda: self._group.all_reduce(values))
 
     def total_in_step(self, values: Tensor) -> Tensor:
-        """Collective: the sum over workers; the layers that are here stay."""
+        """Collective: return the sum over workers; gathered layers stay."""
         self._meet()
         return self._run(lambda: self._group.all_reduce(values))
 
     def take_times(self) -> Times:
-        """What this worker stood still for exchanges while it computed, and whom it waited for at their end."""
+        """Return how long exchanges blocked this worker, and for whom it waited at their end."""
         waited, self._waited_ns = self._waited_ns, 0
         waits, self._rounds.waits = self._rounds.waits, {}
         return Times(exchange_ns=waited, wait_ns=waits, posts=self._group.take_traffic())
 
     def traffic(self) -> Traffic:
-        """What went over the links."""
+        """Return what was sent over the links."""
         return self._group.traffic()
 
     def close(self) -> None:
-        """Close the links, which ends whatever is still under way, and let go of the model."""
+        """Close the links, which ends pending exchanges, and release the model."""
         for link in self._links.values():
             link.close()
         self._thread.shutdown(wait=True, cancel_futures=True)
@@ -234,7 +234,7 @@ class ShardedExchange(FlowListener, Exchange):
                     if unit in self._pending:
                         self._wait_for(self._pending.pop(unit))
                 case Hand(unit):
-                    self._await_sums()  # one may be on its way while the next layer computes
+                    self._await_sums()  # one sum may be in flight while the next layer computes
                     self._pieces[unit].hand_on()
                     self._handed[unit] = self._ask(UnitRequest(Want.SUM, unit))
                 case Release(unit):
@@ -266,11 +266,11 @@ class ShardedExchange(FlowListener, Exchange):
             self._waited_ns += time.monotonic_ns() - begin
 
     def _run(self, work: Callable[[], Result]) -> Result:
-        """Collective work over the links, after all that was asked for before."""
+        """Run collective work over the links, after all earlier requests."""
         return self._wait_for(self._thread.submit(work))
 
     def _meet(self) -> None:
-        """Collective: until everybody has come here, take part in what the others still want."""
+        """Collective: take part in the others' requests until every worker has arrived here."""
         self._await_sums()
         self._wait_for(self._ask(UnitRequest(Want.RENDEZVOUS)))
 
@@ -279,7 +279,7 @@ class ShardedExchange(FlowListener, Exchange):
             self._wait_for(self._handed.pop(next(iter(self._handed))))
 
     def _summed(self) -> list[Tensor | None]:
-        """By piece, in the order of what is held: the sum, where any worker reached the parameter."""
+        """By piece, in the order of `held`: the sum if any worker reached the parameter, else None."""
         reached = {
             (id(pieces), number)
             for (pieces, number), flag in zip(self._places, self._reached, strict=True)
@@ -292,7 +292,7 @@ class ShardedExchange(FlowListener, Exchange):
         ]
 
     def _show_pieces(self) -> None:
-        """Have the model's parameters be what is here of them: whoever looks at them now finds memory."""
+        """Point the model's parameters to this worker's pieces, so that a reader finds valid memory."""
         of_whole: dict[nn.Parameter, Tensor] = {held.whole: held.local.detach() for _, held in self._held}
         for pieces in self._pieces:
             for parameter in pieces.unit.parameters:

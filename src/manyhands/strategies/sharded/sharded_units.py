@@ -1,4 +1,4 @@
-"""What one worker keeps of each unit, and the exchanges in which units become whole and gradients are summed."""
+"""One worker's pieces of each unit, and the exchanges that gather units and sum their gradients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["KeptPieces"]
 class KeptPieces:
     """A worker's pieces of one unit: items of each row of its values, and of its gradient between backward and step.
 
-    Where the `whole` of every parameter has one owner, as an optimizer may need it, pieces are whole tensors.
+    With `whole`, as some optimizers need it, every parameter has one owner, and pieces are whole tensors.
     """
 
     def __init__(self, memory: UnitMemory, group: LinkGroup, *, whole: bool) -> None:
@@ -40,7 +40,7 @@ class KeptPieces:
         self._missing = set(self.unit.trained)
 
     def deal_out(self) -> None:
-        """Collective, once: every worker gets its pieces of what member 0 has in its parameters."""
+        """Collective, once: member 0 sends every worker its pieces of the parameters."""
         for row, (layout, ranges) in enumerate(zip(self.unit.layouts, self._ranges, strict=True)):
             if self._group.index:
                 room = self.values[row].cpu()
@@ -55,7 +55,7 @@ class KeptPieces:
             self._group.exchange({index: piece for index, piece in pieces.items() if piece.numel()}, {})
 
     def held(self) -> Iterator[Held]:
-        """This worker's pieces as parameters of their own, in the memory of `values`."""
+        """Yield this worker's pieces as separate parameters, in the memory of `values`."""
         for layout, ranges, values in zip(self.unit.layouts, self._ranges, self.values, strict=True):
             for piece, begin in pieces_in(layout, ranges[self._group.index]):
                 parameter = self.unit.parameters[piece.parameter]
@@ -68,14 +68,14 @@ class KeptPieces:
                 yield Held(whole=parameter, local=local, shape=parameter.shape, cut=None if is_whole else cut)
 
     def gradients(self) -> Iterator[tuple[int, Tensor | None]]:
-        """By piece, in the order of `held`: the parameter's number and the summed gradient, or None."""
+        """Yield, by piece in the order of `held`, the parameter's number and the summed gradient or None."""
         for row, (layout, ranges) in enumerate(zip(self.unit.layouts, self._ranges, strict=True)):
             for piece, begin in pieces_in(layout, ranges[self._group.index]):
                 end = begin + piece.end - piece.begin
                 yield piece.parameter, self._sums[row][begin:end] if self._sums else None
 
     def add_gradient(self, number: int, gradient: Tensor) -> bool:
-        """Take in the gradient of a parameter; whether the unit's is whole now."""
+        """Add the gradient of a parameter; return whether the unit's gradient is complete."""
         if not self._gradients:
             self._gradients = [torch.zeros_like(flat_like) for flat_like in self._rows()]
             for layout, flat in zip(self.unit.layouts, self._gradients, strict=True):
@@ -87,24 +87,24 @@ class KeptPieces:
 
     @property
     def is_pending(self) -> bool:
-        """Whether gradients came that were not handed on."""
+        """Whether gradients have come that were not handed on."""
         return bool(self._gradients)
 
     def hand_on(self) -> None:
-        """What has come is to be summed next; gradients that come later are others."""
+        """Queue the gradients that have come for the next sum; later gradients belong to another sum."""
         assert not self._outgoing, "the last sum comes first"
         self._outgoing, self._gradients, self._views = self._gradients, [], {}
         self._missing = set(self.unit.trained)
 
     def act(self, granted: Grant) -> None:
-        """Collective: what all members do for those who wanted it."""
+        """Collective: all members carry out the granted request."""
         if granted.stop_request.want is Want.VALUES:
             self._give_values(granted.members)
         else:
             self._add_sums(granted.members)
 
     def forget_gradients(self) -> None:
-        """After a step."""
+        """Drop the summed gradients, after a step."""
         self._sums = []
         self.reached.clear()
 
@@ -115,7 +115,7 @@ class KeptPieces:
         ]
 
     def _give_values(self, members: Sequence[int]) -> None:
-        """The pieces of all to those who want the whole."""
+        """All members send their pieces to the members that requested the unit."""
         me = self._group.index
         for flat, ranges, mine in zip(self.memory.flats, self._ranges, self.values, strict=True):
             on_host = mine.cpu()
@@ -138,7 +138,7 @@ class KeptPieces:
                     flat[ranges[index].start : ranges[index].stop].copy_(room)
 
     def _add_sums(self, members: Sequence[int]) -> None:
-        """The gradients of those who have one, summed in their order, to the owner of each piece."""
+        """Sum the members' gradients in their order, each piece on its owner."""
         me = self._group.index
         gives = me in members
         if not self._sums:

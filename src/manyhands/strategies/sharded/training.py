@@ -1,4 +1,4 @@
-"""`sharded`: the common loop, on parameters that are gathered layer by layer."""
+"""`sharded`: the common training loop, on parameters that are gathered layer by layer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class ShardedTraining(ExchangeTraining):
 
     @classmethod
     def exchange(cls, strategy: Sharded, resources: Resources) -> Exchange:
-        """One worker's end; a single worker has everything and nobody to ask."""
+        """Return this worker's exchange; a single worker holds everything and exchanges nothing."""
         del strategy
         if resources.world == 1:
             return SingleExchange()

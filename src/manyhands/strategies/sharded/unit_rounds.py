@@ -1,10 +1,10 @@
-"""Who takes part in what next, agreed on before each exchange: workers need not go through a model in the same order.
+"""Rounds in which workers agree on the next exchange, so that they need not visit a model's units in the same order.
 
-Before each exchange every worker says what it wants next: the values of a unit, to hand on the gradient of one, or
-nothing any more until all meet. The wish of the first worker that has one is granted, everybody takes part, and whoever
-had the same wish goes on; the others say theirs again. So a worker may leave a layer out, or have no samples, or fewer
-batches than the others, and nobody waits for something that does not come. What is granted follows from the wishes
-alone: a run repeats itself to the last bit.
+Before each exchange every worker states its request: the values of a unit, the sum of a unit's gradient, or the
+rendezvous of all. The request of the first worker that has one is granted, every worker takes part, and the workers
+with the same request continue; the others state theirs again. So a worker may skip a layer, have no samples, or have
+fewer batches than the others, and no worker waits for an exchange that never comes. What is granted depends on the
+requests alone, so a run is reproducible bit for bit.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ class Want(IntEnum):
     """What a worker waits for."""
 
     RENDEZVOUS = 0
-    """That everybody has come this far."""
+    """All workers have arrived."""
     VALUES = 1
-    """Of a unit."""
+    """The values of a unit."""
     SUM = 2
-    """That its gradient of a unit is added to those of others."""
+    """The sum of a unit's gradient, with this worker's added."""
 
 
 class UnitRequest(NamedTuple):
-    """What one worker wants next."""
+    """One worker's next request."""
 
     want: Want
     unit: int = 0
 
 
 class Grant(NamedTuple):
-    """What is done in this round, and for whom."""
+    """The exchange of this round, and the members it is for."""
 
     stop_request: UnitRequest
     members: tuple[int, ...]
-    """Those who wanted it, by their place in the group."""
+    """The members that requested it, by their index in the group."""
 
 
 def grant(stop_requests: Sequence[UnitRequest]) -> Grant:
-    """The wish of the first who has one; a meeting only when nobody has another."""
+    """Grant the first request that is not a rendezvous; a rendezvous only if no worker requests anything else."""
     chosen = next(
         (stop_request for stop_request in stop_requests if stop_request.want is not Want.RENDEZVOUS),
         stop_requests[0],
@@ -59,16 +59,16 @@ def grant(stop_requests: Sequence[UnitRequest]) -> Grant:
 
 
 class UnitRounds:
-    """One worker's side; `act` carries out what was granted and is called on every member, in the same order."""
+    """One worker's side; `act` carries out a grant and is called on every member, in the same order."""
 
     def __init__(self, group: LinkGroup, act: Callable[[Grant], None]) -> None:
         self._group = group
         self._act = act
         self.waits: dict[int, int] = {}
-        """Nanoseconds in which this worker had nothing to do but wait for others, by whom it waited for."""
+        """Nanoseconds in which this worker was idle waiting for others, by the worker waited for."""
 
     def take(self, stop_request: UnitRequest) -> None:
-        """Collective: take part in rounds until this wish was granted."""
+        """Collective: take part in rounds until this request is granted."""
         while True:
             self._group.take_waits()
             told = self._group.all_gather(torch.tensor([stop_request.want, stop_request.unit]))

@@ -1,4 +1,4 @@
-"""How a limit on a device's memory is spent: pure, from the sizes of the units."""
+"""How a limit on device memory is spent: pure, from the sizes of the units."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ from manyhands.strategy import enough, show_size
 __all__ = ["Budget", "UnitBytes", "plan_budget"]
 
 _KEPT: Final = 0.85
-"""What is planned with; the rest is for what a layer computes in between, and what the device's allocator rounds."""
+"""The fraction of the limit to plan with; the rest is for a layer's temporaries and allocator rounding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitBytes:
-    """What a unit takes on the device."""
+    """The memory that a unit takes on the device."""
 
     name: str
     values: int
     gradients: int
     state: int
     lasts: bool = False
-    """Whether its values stay from their first use to the end of a step."""
+    """Whether its values stay on the device from their first use to the end of a step."""
 
     @property
     def to_step(self) -> int:
-        """All of it, as it is needed when the unit is stepped."""
+        """The bytes needed when the unit is stepped."""
         return self.values + self.gradients + self.state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """What is done with the memory."""
+    """The plan for the device memory."""
 
     ahead: bool
-    """Whether the next unit is fetched while one is computed with."""
+    """Whether the next unit is prefetched while one is computed with."""
 
     activations: int
-    """Bytes of what autograd saves that may stay on the device; the rest waits in the host's memory."""
+    """Bytes of tensors saved by autograd that may stay on the device; the rest is offloaded to host memory."""
 
 
 def plan_budget(limit: int, units: Sequence[UnitBytes], buffers: int = 0) -> Budget:
-    """How to keep within `limit` bytes; a UserError says the need where not even one layer at a time fits."""
+    """Plan how to stay within `limit` bytes; a UserError states the need if not even one layer at a time fits."""
     lasting = sum(unit.values for unit in units if unit.lasts) + buffers
     largest = max(
         units, key=lambda unit: unit.to_step, default=UnitBytes(name="", values=0, gradients=0, state=0)

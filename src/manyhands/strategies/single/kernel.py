@@ -8,4 +8,4 @@ __all__ = ["SingleKernels"]
 
 
 class SingleKernels(KernelThreads):
-    """One thread, so that the caller's own hears signals."""
+    """Runs one thread beside the caller's, so that the caller's thread receives signals."""

@@ -1,15 +1,14 @@
 """`single device_memory=…`: training on a device that holds a few layers at a time (Cui et al., "GeePS: Scalable deep
 learning on distributed GPUs with a GPU-specialized parameter server", EuroSys 2016).
 
-Parameters and optimizer state live in the host's memory, or in a file that is mapped there. A layer is brought to the
-device when it is used, the next one meanwhile; in backward, the moment that all of a layer's gradients are there, the
-user's optimizer steps that layer on the device, and the layer goes back. So neither all gradients nor all of the
-optimizer's state are ever on the device. What autograd saves for backward stays there as far as the limit allows; the
-rest waits in the host's memory.
+Parameters and optimizer state are kept in host memory, or in a file that is mapped there. A layer is copied to the
+device when it is used, while the next one is prefetched. In backward, as soon as all of a layer's gradients are
+present, the user's optimizer steps that layer on the device, and the layer is copied back. So the device never holds
+all gradients or all optimizer state. Tensors that autograd saves for backward stay on the device as far as the limit
+allows; the rest is offloaded to host memory.
 
-A step is the same as if all layers were stepped at the end, to the last bit, as long as no gradient is needed twice:
-where gradients are clipped, or add up over several backwards, they wait in the host's memory and layers are stepped in
-a second pass.
+A step gives the same bits as stepping all layers at the end, as long as no gradient is needed twice. If gradients are
+clipped, or accumulate over several backwards, they are kept in host memory and layers are stepped in a second pass.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ _SMALLEST_AWAY = 1 << 12  # bytes of a saved tensor that is worth moving
 
 
 class OffloadExchange(FlowListener, Exchange):
-    """One process whose layers come and go; at most `limit` bytes of `device`, the rest on the host or below `home`."""
+    """One process that swaps layers; uses at most `limit` bytes of `device`, and the host or a file below `home`."""
 
     rank = 0
     world = 1
@@ -73,7 +72,7 @@ class OffloadExchange(FlowListener, Exchange):
         self._left: deque[_Layer] = deque()
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Move the parameters to where they live; a UserError says the need where a layer does not fit."""
+        """Move the parameters to host memory or file; a UserError states the need if a layer does not fit."""
         strategy = Single(device_memory=self._limit)
         stepping_for(optimizer, strategy.stepping, str(strategy))
         self._optimizer = optimizer
@@ -98,14 +97,14 @@ class OffloadExchange(FlowListener, Exchange):
         self._saved = OffloadedTensors(self._mover, budget.activations)
 
     def compute(self, computer: Computer, model: nn.Module, step: int) -> Computed:
-        """Forward and backward, with the layers that they need; layers may be stepped in backward already."""
+        """Forward and backward; layers are fetched as they are needed, and may be stepped during backward."""
         self._defers = computer.task.clips or computer.task.microbatches > 1
         self._flow.begin("training")
         with self._watching():
             return super().compute(computer, model, step)
 
     def evaluate(self, computer: Computer, model: nn.Module) -> tuple[dict[str, float], int] | None:
-        """With the layers that it needs."""
+        """Evaluate; layers are fetched as they are needed."""
         self._flow.begin("evaluation")
         with self._watching():
             found = computer.evaluate(model)
@@ -113,11 +112,11 @@ class OffloadExchange(FlowListener, Exchange):
         return found
 
     def evaluate_alike(self, computer: Computer, model: nn.Module) -> tuple[dict[str, float], int] | None:
-        """With the layers that it needs."""
+        """Evaluate; layers are fetched as they are needed."""
         return self.evaluate(computer, model)
 
     def backward(self, loss: Tensor, share: float) -> None:
-        """Layers are stepped as their gradients become whole, unless the loss is not finite."""
+        """Backward; each layer is stepped once its gradients are complete, unless the loss is not finite."""
         self._steps = not self._defers and bool(torch.isfinite(loss).all())
         self._flow.backward()
         self._backward = True
@@ -134,37 +133,37 @@ class OffloadExchange(FlowListener, Exchange):
         self._flow.begin("training")
 
     def agree(self, local: LocalStep) -> SharedStep:
-        """This worker's word is everyone's."""
+        """Return this worker's report as the result, as there is only one worker."""
         if not local.is_finite:
             self._show_home()
         return SharedStep(loss=local.loss, bad_workers=() if local.is_finite else (0,), stop=local.stop)
 
     def clip(self, max_norm: float) -> float:
-        """What torch does, on the gradients that wait in the host's memory."""
+        """Clip as torch does, on the gradients in host memory."""
         gradients = self.held_gradients()
         norm = math.sqrt(squares_of(gradients))
         scale_down(gradients, norm, max_norm)
         return norm
 
     def held_gradients(self) -> Sequence[Tensor]:
-        """Those that wait for their step."""
+        """Return the gradients that are kept in host memory for their step."""
         self._mover.finish()
         return [gradient for layer in self._layers for gradient in layer.waiting.values()]
 
     def apply(self) -> None:
-        """Step the layers whose gradients were kept for it, one after the other."""
+        """Step the layers whose gradients were kept, one after the other."""
         for layer in self._layers:
             if layer.waiting:
                 layer.take_back_gradients()
                 self._step(layer)
 
     def optimizer_state(self) -> dict[str, Any] | None:
-        """It is in the host's memory."""
+        """Return the optimizer state, which is in host memory."""
         self._mover.finish()
         return self._need_optimizer().state_dict()
 
     def model_state(self, model: nn.Module) -> Mapping[str, Tensor] | None:
-        """So are the parameters."""
+        """Return the model state, with parameters in host memory."""
         self._mover.finish()
         homes = {
             id(parameter): home
@@ -178,11 +177,11 @@ class OffloadExchange(FlowListener, Exchange):
         }
 
     def total(self, values: Tensor) -> Tensor:
-        """A sum of one."""
+        """Return the values unchanged: there is one worker."""
         return values
 
     def close(self) -> None:
-        """The parameters are again what they were: tensors of the host."""
+        """Remove the hooks and make the parameters ordinary host tensors again."""
         if self._visits is not None and self._tap is not None:
             self._visits.close()
             self._tap.close()
@@ -207,7 +206,7 @@ class OffloadExchange(FlowListener, Exchange):
                     self._layers[unit].let_go()
 
     def _step(self, layer: _Layer) -> None:
-        """Step a layer; one whose values backward did not need comes for that alone."""
+        """Step a layer; if its values are not on the device, fetch it for the step alone."""
         is_here = layer.memory.is_here
         if not is_here:
             self._keep_pace()
@@ -218,7 +217,7 @@ class OffloadExchange(FlowListener, Exchange):
             layer.let_go()
 
     def _keep_pace(self) -> None:
-        """Ask for no more memory before what the layer before the last held is free: the host runs ahead of a GPU."""
+        """Wait until the memory of the layer before the last is free: the host runs ahead of a GPU."""
         while len(self._left) > 1:
             move = self._left.popleft().leaving
             assert move is not None, "it was stepped"
@@ -247,7 +246,7 @@ class OffloadExchange(FlowListener, Exchange):
 
 
 class _Layer:
-    """One unit: where it lives, what of it is on the device, and its step."""
+    """One unit: its host copy, what of it is on the device, and its step."""
 
     def __init__(self, memory: UnitMemory, mover: Mover, home: str) -> None:
         self.memory = memory
@@ -259,14 +258,14 @@ class _Layer:
         self._here: dict[tuple[nn.Parameter, str], Tensor] = {}
         self._coming: list[Move] = []
         self.leaving: Move | None = None
-        """What was last taken to the host."""
+        """The last copy to the host."""
         self._missing = set(self.unit.trained)
         self._has_gradient = False
         self.waiting: dict[int, Tensor] = {}
-        """Gradients in the host's memory, by the number of their parameter."""
+        """Gradients kept in host memory, by parameter number."""
 
     def settle(self, optimizer: Optimizer) -> None:
-        """Move the values, and what the optimizer has for them, to where they live."""
+        """Copy the values and the optimizer's state for them to host memory or file."""
         for layout, row in zip(self.unit.layouts, self._rows, strict=True):
             for number, items in layout.views(row):
                 items.copy_(self.unit.parameters[number].detach().reshape(-1))
@@ -276,7 +275,7 @@ class _Layer:
             self._offload(parameter, optimizer.state.get(parameter, {}), copy_now=True)
 
     def homes(self) -> list[Tensor]:
-        """The values of each parameter where they live."""
+        """Return the host copy of each parameter."""
         found: dict[int, Tensor] = {}
         for layout, row in zip(self.unit.layouts, self._rows, strict=True):
             for number, items in layout.views(row):
@@ -284,7 +283,7 @@ class _Layer:
         return [found[number] for number in range(len(found))]
 
     def fetch(self, *, with_state: bool) -> None:
-        """Begin to bring the values, and what the optimizer keeps, to the device."""
+        """Begin to copy the values, and optionally the optimizer's state, to the device."""
         self.memory.make_room()
         pairs = list(zip(self._rows, self.memory.flats, strict=True))
         if with_state:
@@ -292,13 +291,13 @@ class _Layer:
         self._coming.append(self._mover.bring(pairs, self.leaving))
 
     def arrive(self) -> None:
-        """What is computed next finds them there."""
+        """Order whatever is computed next after the copies to the device."""
         for move in self._coming:
             move.before_next()
         self._coming.clear()
 
     def let_go(self) -> None:
-        """Give the memory back, once what left it has arrived."""
+        """Free the device memory, once copies from it are done."""
         self.arrive()
         if self.leaving is not None and not self._mover.frees_late:
             self.leaving.finish()
@@ -307,17 +306,17 @@ class _Layer:
 
     @property
     def is_pending(self) -> bool:
-        """Whether gradients came that were not made use of."""
+        """Whether gradients have come that were not used."""
         return self._has_gradient
 
     def add_gradient(self, number: int) -> bool:
-        """One is there; whether all are."""
+        """Note that a gradient is present; return whether all are."""
         self._has_gradient = True
         self._missing.discard(number)
         return not self._missing
 
     def keep_gradients(self) -> None:
-        """Move the gradients to the host, to what waits there already."""
+        """Move the gradients to the host, and add them to those already there."""
         for number in self.unit.trained:
             parameter = self.unit.parameters[number]
             gradient, parameter.grad = parameter.grad, None
@@ -331,14 +330,14 @@ class _Layer:
         self._begin_gradient()
 
     def take_back_gradients(self) -> None:
-        """To the device, for the step."""
+        """Copy the kept gradients to the device, for the step."""
         for number, gradient in self.waiting.items():
             parameter = self.unit.parameters[number]
             parameter.grad = gradient.to(parameter.device)
         self.waiting.clear()
 
     def step(self, optimizer: Optimizer) -> None:
-        """Have the optimizer step this layer alone, on the device; begin to take everything back."""
+        """Step this layer alone with the optimizer, on the device, and begin to copy everything back."""
         if self._away and not self._here:
             self._coming.append(self._mover.bring(self._room_for_state(), self.leaving))
         self.arrive()
@@ -363,7 +362,7 @@ class _Layer:
     def _offload(
         self, parameter: nn.Parameter, state: dict[str, Any], *, copy_now: bool
     ) -> list[tuple[Tensor, Tensor]]:
-        """Show the optimizer tensors of the host in place of those of the device; what is to be copied into them."""
+        """Replace the optimizer's device tensors by host tensors; return the copies that are to be made."""
         pairs = []
         for name, value in state.items():
             if not isinstance(value, Tensor) or not value.dim():
@@ -389,10 +388,10 @@ class _Layer:
 
 
 class OffloadedTensors:
-    """Tensors that autograd saves: the first of a forward wait in the host's memory where not all fit on the device.
+    """Tensors that autograd saves: if not all fit on the device, the first of a forward go to host memory.
 
-    Those that are saved first are needed last. How many bytes are too many is known from the step before; in a first
-    step, whatever comes when `room` is full goes.
+    Those that are saved first are needed last. How many bytes do not fit is known from the previous step; in a first
+    step, tensors are moved once `room` is full.
     """
 
     def __init__(self, mover: Mover, room: int) -> None:
@@ -402,10 +401,10 @@ class OffloadedTensors:
         self._bytes = 0
         self._kept = 0
         self.moved = 0
-        """Bytes that went to the host in this step."""
+        """Bytes moved to the host in this step."""
 
     def pack(self, tensor: Tensor) -> Any:
-        """What is saved in its place."""
+        """Return what autograd saves in place of a tensor."""
         size = tensor.nbytes
         if size < _SMALLEST_AWAY or tensor.layout is not torch.strided:
             return tensor
@@ -418,21 +417,21 @@ class OffloadedTensors:
         host = self._mover.room(source)
         move = self._mover.take([(source, host)])
         if not self._mover.frees_late:
-            move.finish()  # it may be written to from now on
+            move.finish()  # the caller may write to the tensor from now on
         return _Offloaded(host, move, tensor.device)
 
     def unpack(self, packed: Any) -> Any:
-        """The tensor again, on its device."""
+        """Return the saved tensor, on its device."""
         return packed.back() if isinstance(packed, _Offloaded) else packed
 
     def end_step(self) -> None:
-        """What was saved has been used."""
+        """End the step, after all saved tensors were used."""
         self._too_many = max(0, self._bytes - self._room)
         self._bytes = self._kept = self.moved = 0
 
 
 class _Offloaded:
-    """A tensor that waits in the host's memory."""
+    """A saved tensor that was moved to host memory."""
 
     def __init__(self, host: Tensor, move: Move, device: torch.device) -> None:
         self._host, self._move, self._device = host, move, device
@@ -443,7 +442,7 @@ class _Offloaded:
 
 
 def _room(like: Tensor, mover: Mover, home: str) -> Tensor:
-    """Memory of the host, or of a file below `home` that nobody else sees."""
+    """Allocate host memory, or an unlinked file below `home`."""
     if home == HOST:
         return mover.room(like)
     if not like.numel():
@@ -455,12 +454,12 @@ def _room(like: Tensor, mover: Mover, home: str) -> Tensor:
     finally:
         os.close(descriptor)
         with suppress(OSError):
-            Path(path).unlink()  # the memory stays as long as somebody holds it
+            Path(path).unlink()  # the mapping keeps the memory
     return flat.view(like.shape)
 
 
 def _state_sizes(optimizer: Optimizer) -> Mapping[nn.Parameter, int]:
-    """By parameter: the bytes that the optimizer will keep for it."""
+    """By parameter: the bytes of state that the optimizer will keep for it."""
     try:
         return {one: sum(kept.nbytes for kept in all_kept) for one, all_kept in kept_by(optimizer).items()}
     except UserError:  # not item by item: at most two numbers for each, as far as is known

@@ -1,4 +1,4 @@
-"""How tensors go between a device and the host's memory in the background: by streams of a GPU, or by a thread."""
+"""Background copies between a device and host memory: on streams of a GPU, or in a thread."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 __all__ = ["Move", "Mover", "StreamMover", "ThreadMover", "mover_for"]
 
 Pair: TypeAlias = tuple[Tensor, Tensor]
-"""From where, and to where."""
+"""Source and target of a copy."""
 
 
 class Move(ABC):
@@ -21,42 +21,42 @@ class Move(ABC):
 
     @abstractmethod
     def before_next(self) -> None:
-        """Have whatever is computed from now on come after them."""
+        """Order whatever is computed from now on after these copies."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Wait until they are done: the host may read, and write, what they touched."""
+        """Wait until the copies are done: the host may then read and write the tensors."""
 
 
 class Mover(ABC):
-    """Copies between the host and a device, in each direction in the order in which it is asked to."""
+    """Copies between the host and a device; copies in one direction are done in order."""
 
     frees_late: ClassVar[bool]
-    """Whether memory that is being taken from may be given back at once: it is not used again before it may be."""
+    """Whether a source may be freed during its copy, because its memory is not reused before that is done."""
 
     @abstractmethod
     def bring(self, pairs: Sequence[Pair], after: Move | None = None) -> Move:
-        """Begin to copy from the host to the device, after another move, and after what was computed in that memory."""
+        """Begin to copy from host to device, after another move, and after what was computed in that memory."""
 
     @abstractmethod
     def take(self, pairs: Sequence[Pair]) -> Move:
-        """Begin to copy from the device, as it is after all that was computed so far, to the host."""
+        """Begin to copy from device to host, after everything computed so far."""
 
     @abstractmethod
     def room(self, like: Tensor) -> Tensor:
-        """Memory of the host for what a tensor of the device holds, from which copies are fast."""
+        """Allocate host memory for the contents of a device tensor, from which copies are fast."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Wait until everything is where it belongs: the host may read it."""
+        """Wait until all copies are done: the host may then read the tensors."""
 
     @abstractmethod
     def close(self) -> None:
-        """Wait, and let go of what it works with."""
+        """Wait for all copies, and release resources."""
 
 
 class _Submitted(Move):
-    """In a thread: who computes waits for it."""
+    """A copy in a thread; the computing thread waits for it."""
 
     def __init__(self, done: Future[None]) -> None:
         self._done = done
@@ -69,7 +69,7 @@ class _Submitted(Move):
 
 
 class ThreadMover(Mover):
-    """Where the device is the host itself: a thread copies."""
+    """Copies in a thread, if the device is the host itself."""
 
     frees_late = False
 
@@ -78,31 +78,31 @@ class ThreadMover(Mover):
         self._last: Move | None = None
 
     def bring(self, pairs: Sequence[Pair], after: Move | None = None) -> Move:
-        """In the thread, which does one after the other."""
+        """Copy in the thread, which does one copy after the other."""
         del after
         return self.take(pairs)
 
     def take(self, pairs: Sequence[Pair]) -> Move:
-        """In the thread."""
+        """Copy in the thread."""
         self._last = _Submitted(self._thread.submit(_copy, pairs))
         return self._last
 
     def room(self, like: Tensor) -> Tensor:
-        """Plain memory."""
+        """Allocate pageable memory."""
         return torch.empty(like.shape, dtype=like.dtype)
 
     def finish(self) -> None:
-        """The last one is the last one."""
+        """Wait for the last copy; the thread does them in order."""
         if self._last is not None:
             self._last.finish()
 
     def close(self) -> None:
-        """End the thread."""
+        """Stop the thread."""
         self._thread.shutdown()
 
 
 class _Queued(Move):
-    """On a stream of a GPU: the stream that computes waits for it, and not the host."""
+    """A copy on a GPU stream; the computing stream waits for it, not the host."""
 
     def __init__(self, done: torch.cuda.Event, device: torch.device) -> None:
         self.done = done
@@ -116,7 +116,7 @@ class _Queued(Move):
 
 
 class StreamMover(Mover):
-    """A stream of the GPU in each direction, and pinned memory of the host."""
+    """Copies on one GPU stream per direction, to and from pinned host memory."""
 
     frees_late = True
 
@@ -126,21 +126,21 @@ class StreamMover(Mover):
         self._out = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def bring(self, pairs: Sequence[Pair], after: Move | None = None) -> Move:
-        """After what was computed in that memory."""
+        """Copy on the inbound stream, after what was computed in that memory."""
         self._in.wait_stream(torch.cuda.current_stream(self._device))
         if isinstance(after, _Queued):
             self._in.wait_event(after.done)
         return self._begin(self._in, pairs)
 
     def take(self, pairs: Sequence[Pair]) -> Move:
-        """After what was computed; memory that is freed meanwhile is not used again before the copy has ended."""
+        """Copy after what was computed; memory freed meanwhile is not reused before the copy has ended."""
         self._out.wait_stream(torch.cuda.current_stream(self._device))
         for source, _ in pairs:
             source.record_stream(self._out)
         return self._begin(self._out, pairs)
 
     def room(self, like: Tensor) -> Tensor:
-        """Pinned, so that copies need not wait."""
+        """Allocate pinned memory, so that copies are asynchronous."""
         return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
 
     def finish(self) -> None:
@@ -149,7 +149,7 @@ class StreamMover(Mover):
         self._out.synchronize()
 
     def close(self) -> None:
-        """Nothing is under way any more."""
+        """Wait for both streams; there is nothing to release."""
         self.finish()
 
     def _begin(self, stream: torch.cuda.Stream, pairs: Sequence[Pair]) -> Move:
@@ -159,7 +159,7 @@ class StreamMover(Mover):
 
 
 def mover_for(device: torch.device) -> Mover:
-    """What copies to and from `device`."""
+    """Return the mover for `device`."""
     return StreamMover(device) if device.type == "cuda" else ThreadMover()
 
 

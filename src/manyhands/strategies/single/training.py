@@ -1,4 +1,4 @@
-"""`single`: the plain loop in the caller's own process."""
+"""`single`: the plain loop in the caller's process."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = ["SingleTraining"]
 
 
 class SingleTraining(Training):
-    """No process is started, nothing is shared."""
+    """Trains in the caller's process; starts no process and shares nothing."""
 
     def run(self, stage: Stage) -> Result:
-        """Train right here."""
+        """Train in this process."""
         with EventRing.create(role=0) as ring, stage.collector({"worker-0": ring}) as collector:
             with stage.view(collector):
                 worker_context = _Here(ring, stage)
@@ -47,7 +47,7 @@ class SingleTraining(Training):
 
 
 class _Here:
-    """The surroundings of the plain loop, in the caller's own process."""
+    """The worker context of the plain loop, in the caller's process."""
 
     def __init__(self, ring: EventRing, stage: Stage) -> None:
         self.record = ring.record
@@ -55,4 +55,4 @@ class _Here:
         self.stop_requested = stage.stop_wanted  # Ctrl-C reaches the loop itself
 
     def mark(self, step: int, state: State, *, place: tuple[int, int] | None = None) -> None:
-        """Nobody waits for a single worker."""
+        """Ignored: no liveness monitor watches a single worker."""

@@ -1,1 +1,1 @@
-"""Elastic all-reduce: workers that are lost cost at most one step, and new ones join at the border of a step."""
+"""Elastic all-reduce: a lost worker costs at most one step, and new workers join at a step boundary."""

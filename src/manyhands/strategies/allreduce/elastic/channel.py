@@ -1,8 +1,8 @@
-"""One member's way through an epoch: how many exchanges it knows to be complete, and what becomes of one that was cut.
+"""One member's progress through an epoch: how many exchanges are complete, and whether an interrupted one counts.
 
-An exchange is complete for one member only when every member has its result in memory; so members are never more than
-one exchange apart, and after a loss one number settles all: the highest count among the survivors. Whoever is one
-behind has the result in its memory and goes on with it; nobody has taken what comes after. Pure.
+An exchange is complete for one member only when every member has its result in memory. Members are therefore never
+more than one exchange apart, and after a loss one number decides: the highest count among the survivors. A member
+that is one behind has the result in its memory and continues with it; no member has taken anything later. Pure.
 """
 
 from __future__ import annotations
@@ -13,32 +13,32 @@ __all__ = ["StepChannel"]
 
 
 class StepChannel:
-    """One member's count; `begin` is called for every view that it is in."""
+    """One member's count of complete exchanges; `begin` is called for every view that the member is in."""
 
     def __init__(self, member: int) -> None:
         self.member = member
         self.view: EpochView | None = None
         self.passed = 0
-        """Exchanges of the epoch that it knows to be complete."""
+        """The number of exchanges of the epoch that this member knows to be complete."""
 
         self.next: EpochView | None = None
-        """The view after this one, once the launcher has told it and until the member is in it."""
+        """The next view, from when the launcher announces it until the member has entered it."""
 
     @property
     def epoch(self) -> int:
-        """0 before the first."""
+        """The number of the current epoch; 0 before the first."""
         return self.view.epoch if self.view is not None else 0
 
     def begin(self, view: EpochView) -> None:
-        """Be in this epoch from now on."""
+        """Enter the epoch of this view."""
         self.view, self.passed, self.next = view, 0, None
 
     def passes(self) -> None:
-        """One more exchange is complete."""
+        """Count one more complete exchange."""
         self.passed += 1
 
     def learn(self, view: EpochView) -> bool:
-        """The epoch is over, and this one follows: whether the exchange that this member was in is complete."""
+        """The epoch is over and this view follows: return whether the interrupted exchange is complete."""
         if self.view is not None and not self.passed <= view.passed <= self.passed + 1:
             raise AssertionError(
                 f"member {self.member} has passed {self.passed} exchanges of epoch {self.epoch}, and the survivors "

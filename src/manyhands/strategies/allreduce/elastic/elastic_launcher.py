@@ -1,4 +1,4 @@
-"""The launcher of an elastic run: the driver around `ElasticMembership`, and the one who hears everything."""
+"""The launcher of an elastic run: drives `ElasticMembership` and receives every message of the members."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ _LOOK_S = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElasticOutcome:
-    """What the members reported."""
+    """What the members reported at the end of the run."""
 
     done: Done
-    """Of the one that left the weights."""
+    """The report of the member that left the weights."""
 
     sent: SentFor
     membership: Mapping[str, Any]
@@ -64,8 +64,8 @@ class ElasticOutcome:
 class ElasticLauncher:
     """Runs one job to its end; `run` is called once.
 
-    `rings` has one ring for each slot there may ever be, `assemble` makes the members. `on_note` gets what a worker
-    tells, `on_event` what happens to members. Commands (from any thread) change the slots meanwhile.
+    `rings` has one ring for each possible slot; `assemble` creates the members. `on_note` receives what workers
+    report, `on_event` what happens to members. Commands, from any thread, change the slots during the run.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class ElasticLauncher:
         self._ending = self._over = False
 
     def run(self) -> ElasticOutcome:
-        """Start everybody, see the run through, and return what came out of it."""
+        """Start all members, drive the run to its end, and return its outcome."""
         with self._assemble(self._watched()) as members:
             self._members = members
             self._do(self._membership.begin())
@@ -161,7 +161,7 @@ class ElasticLauncher:
             for member in self._members.members:
                 self._say(member, EndSoon())
 
-    # ── what members say ──────────────────────────────────────────────────────────────────────────────────────────────
+    # ── messages of members ─────────────────────────────────────────────────────────────────────────────────────────
 
     def _hear(self, said: Mapping[str, Any]) -> None:
         report = REPORTS.read(said)
@@ -182,13 +182,13 @@ class ElasticLauncher:
             return
         assert ended.failure is not None, "who returned nothing has failed"
         if ended.failure.reported is not None:
-            # A task that fails in one worker fails in its successor.
+            # A task that fails in one worker would fail in its replacement.
             raise replace(ended.failure, rank=self._slots[member]).error()
         self._last_lost = self._slots[member]
         self._story.died(member, ended.failure.sentence)
         self._tell_membership(WorkerLost(member=member, sentence=ended.failure.sentence))
 
-    # ── what to do ────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── actions ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _tell_membership(self, event: ElasticEvent) -> None:
         self._do(self._membership.handle(event))
@@ -217,7 +217,7 @@ class ElasticLauncher:
                     self._over = True
 
     def _publish(self, view: EpochView) -> None:
-        """Each member gets what the epoch needs before it is told of it."""
+        """Give each member the resources of the epoch before announcing its view."""
         self._members.begin(view)
         for seat in view.seats:
             self._say(seat.member, view)
@@ -231,7 +231,10 @@ class ElasticLauncher:
             self._say(member, EndSoon())
 
     def _say(self, member: int, order: Any) -> None:
-        """Say something; who has left megabytes unread is dead to the run, and must not stop the others."""
+        """Send a message.
+
+        A member that leaves megabytes unread counts as dead, so that it cannot block the others.
+        """
         try:
             self._members.tell(member, ORDERS.write(order))
         except Unread:
@@ -240,7 +243,7 @@ class ElasticLauncher:
     # ── the end ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _finish(self) -> None:
-        """Hear everyone's last word; the weights are where they are wanted, so nothing that goes wrong does harm."""
+        """Wait for the last reports. The weights are already in place, so failures here are harmless."""
         deadline = time.monotonic() + self._timeout_s
         while self._members.members:
             if time.monotonic() > deadline:

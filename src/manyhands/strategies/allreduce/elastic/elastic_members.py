@@ -1,4 +1,4 @@
-"""The processes of an elastic run, as its launcher sees them: it asks for one and hears of it, wherever that is."""
+"""The processes of an elastic run as its launcher sees them: it requests members and polls for their events."""
 
 from __future__ import annotations
 
@@ -22,39 +22,42 @@ __all__ = ["AssembleElastic", "ElasticMembers", "LocalElasticMembers"]
 
 
 class ElasticMembers(Protocol):
-    """Who works; numbers are the membership's, and none is used twice."""
+    """The members of a run, wherever they run; numbers come from the membership and are never reused."""
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Who was asked for, is there and is not told to have ended."""
+        """The members that were requested, have started, and are not reported to have ended."""
 
     def start(self, member: int, slot: int) -> str:
-        """Ask for a process for this slot; what to call it. Nothing is waited for: `poll` tells when it is there."""
+        """Request a process for this slot and return its name. Does not wait: `poll` reports when it has started."""
 
     def begin(self, view: EpochView) -> None:
-        """Give the members of an epoch what it needs, before they are told of it."""
+        """Give the members of an epoch its resources, before its view is announced to them."""
 
     def abort(self) -> None:
-        """End every wait in the newest epoch; its members are told besides."""
+        """End every wait in the newest epoch; its members are notified separately."""
 
     def poll(self, timeout_s: float) -> Sequence[Event | Hung]:
-        """What happened, waiting up to so long until something has."""
+        """Return what happened; waits up to the given time for the first event."""
 
     def tell(self, member: int, payload: Mapping[str, Any]) -> None:
-        """Send JSON, in order and without waiting; Unread if it leaves too much unread. Nothing if it has ended."""
+        """Send JSON in order, without waiting.
+
+        Raises Unread if too much is unread; does nothing for an ended member.
+        """
 
     def kill(self, member: int) -> None:
-        """Be rid of it now; `poll` tells that it has ended."""
+        """Kill the member now; `poll` reports that it has ended."""
 
 
 AssembleElastic = Callable[[Watched], AbstractContextManager[ElasticMembers]]
-"""Makes the members of one run; leaving the context leaves none of them."""
+"""Creates the members of one run; on exit from the context none of them remains."""
 
 
 class LocalElasticMembers:
     """Children of this process, which share memory; a context manager.
 
-    `rings` has one ring for each slot there may ever be, `weights` is where the last weights are left.
+    `rings` has one ring for each possible slot; `weights` is where the final weights are left.
     """
 
     def __init__(
@@ -80,11 +83,11 @@ class LocalElasticMembers:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Who was started and is not told to have ended."""
+        """The children that were started and are not reported to have ended."""
         return self._supervisor.members
 
     def start(self, member: int, slot: int) -> str:
-        """As a child."""
+        """Start a child process for this slot."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             role = Role(
@@ -103,7 +106,7 @@ class LocalElasticMembers:
         return role.name
 
     def begin(self, view: EpochView) -> None:
-        """Each member gets the memory of the epoch."""
+        """Send each member the shared memory of the epoch."""
         if self._files is not None:
             self._files.close()
         self._files = EpochFiles(len(view.seats), self._job.strategy, with_state=view.has_fresh)
@@ -112,17 +115,17 @@ class LocalElasticMembers:
             try:
                 if connection is not None:
                     send_files(connection, view.epoch, self._files.of(rank))
-            except OSError:  # it is gone, or reads nothing: either way it is not in this epoch
+            except OSError:  # it is dead or not reading: either way it does not enter this epoch
                 self._supervisor.kill(seat.member)
         self._files.let_go()
 
     def abort(self) -> None:
-        """In its memory."""
+        """Set the abort flag in the shared memory of the epoch."""
         assert self._files is not None, "an epoch that is ended was begun"
         self._files.abort(None)
 
     def poll(self, timeout_s: float) -> Sequence[Event | Hung]:
-        """What happened."""
+        """Return what happened to the children."""
         events = self._supervisor.poll(timeout_s)
         for event in events:
             if isinstance(event, Ended):
@@ -130,11 +133,11 @@ class LocalElasticMembers:
         return events
 
     def tell(self, member: int, payload: Mapping[str, Any]) -> None:
-        """Over its inherited channel."""
+        """Send over the channel that the child inherited."""
         self._supervisor.tell(member, payload)
 
     def kill(self, member: int) -> None:
-        """With its children."""
+        """Kill the child and its descendants."""
         self._supervisor.kill(member)
 
     def _close(self) -> None:

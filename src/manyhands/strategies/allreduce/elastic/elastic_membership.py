@@ -1,19 +1,20 @@
 """Who takes part in an elastic all-reduce: the launcher's decisions, as a pure state machine.
 
-`handle(event)` returns what to do. The rules:
+`handle(event)` returns the actions to take. The rules:
 
-- The first epoch begins when every worker that was asked for is there; all begin with the state of rank 0.
-- A member of the epoch **dies**: every wait in it is ended, and every other member tells how far it has come. The
-  highest count of exchanges among them is what has happened: a step that one survivor has taken is taken by all, for
-  its result is in the memory of all; a step that none has taken is computed again by those who are left.
-- A **silent** member is killed first, so that nobody who was paused writes into memory that others use.
-- A member that is **new** gets its state from a donor, the lowest slot of those who have it, and comes in where all are
-  at the border of a step: at once where a death has brought them there, else they are asked to gather before the next
-  step, which costs nobody anything that was computed.
-- A lost worker is followed by another in its slot; so it goes on until the run is over, or the slot's workers have died
-  five times in a row without a step.
-- Fewer than `min_workers` members with the state of the run end it, with a sentence that names who was lost.
-- When all have done everything, the lowest slot leaves the weights. If it dies before, the next one does.
+- The first epoch begins when every requested worker is ready; all begin with the state of rank 0.
+- A member of the epoch **dies**: every wait in the epoch is ended, and every other member reports its progress. The
+  highest count of exchanges among them decides. A step that one survivor has taken is taken by all, because its
+  result is in the memory of all; a step that no survivor has taken is computed again by the survivors.
+- A **silent** member is killed first, so that a paused process never writes into memory that others use.
+- A **new** member gets its state from a donor, the lowest slot that has it, and joins at a step boundary: at once if
+  a death has brought all members there, otherwise members are asked to gather before the next step, which loses no
+  work.
+- A lost worker is replaced in its slot, until the run is over or the slot's workers have died five times in a row
+  without a step.
+- If fewer than `min_workers` members have the state of the run, the run fails with a message that names the lost
+  ones.
+- When all steps are done, the lowest slot leaves the weights. If it dies first, the next one does.
 """
 
 from __future__ import annotations
@@ -47,12 +48,12 @@ from manyhands.strategies.allreduce.elastic.elastic_messages import (
 __all__ = ["MAX_DEATHS", "ElasticMembership", "ElasticPlan"]
 
 MAX_DEATHS = 5
-"""That many deaths in a row of one slot's workers, without a step between, end the run."""
+"""The run fails after this many deaths in a row in one slot without a step between them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElasticPlan:
-    """What was asked for."""
+    """The settings of an elastic run that membership depends on."""
 
     workers: int
     min_workers: int = 1
@@ -67,11 +68,11 @@ class ElasticPlan:
 
 
 class _Phase(Enum):
-    OPENING = auto()  # not everybody has been there yet
-    AT_WORK = auto()  # the members of the view exchange
-    GATHERING = auto()  # they were asked to leave before the next step
-    CHANGING = auto()  # they were told to leave now
-    ENDED = auto()  # it has failed, or is over
+    OPENING = auto()  # some requested worker is not ready yet
+    AT_WORK = auto()  # the members of the view train
+    GATHERING = auto()  # members were asked to leave before the next step
+    CHANGING = auto()  # members were told to leave now
+    ENDED = auto()  # the run has failed or is over
 
 
 class _State(Enum):
@@ -97,13 +98,13 @@ class _Slot:
     number: int
     member: int | None = None
     retiring: bool = False
-    step: int = -1  # the furthest that any of its workers has been seen
-    deaths: int = 0  # since then
-    lost: str = ""  # how its last worker was lost, while nobody has followed it
+    step: int = -1  # the highest step that any worker of the slot has reported
+    deaths: int = 0  # deaths since that step
+    lost: str = ""  # how its last worker was lost, until a replacement starts
 
 
 class ElasticMembership:
-    """The launcher's knowledge of who is there, and its decisions about who takes part."""
+    """The launcher's knowledge of the members, and its decisions about who takes part."""
 
     def __init__(self, plan: ElasticPlan) -> None:
         self._plan = plan
@@ -111,22 +112,22 @@ class ElasticMembership:
         self._members: dict[int, _Member] = {}
         self._slots: dict[int, _Slot] = {}
         self._next_member = 0
-        self._has_state = False  # somebody has ever had the state of the run
+        self._has_state = False  # whether any member has ever had the state of the run
         self.view = EpochView(epoch=0, seats=())
-        """The newest epoch."""
+        """The view of the newest epoch."""
 
         self.changes = 0
-        """Members that were lost from an epoch, came into one or left it."""
+        """The number of members that were lost from an epoch, joined one or left it."""
 
         self.redone = 0
-        """Steps that had been begun and were computed again."""
+        """The number of steps that were begun and then computed again."""
 
     def begin(self) -> list[ElasticAction]:
-        """Start everybody."""
+        """Return the actions that start all members."""
         return [self._start(self._new_slot()) for _ in range(self._plan.workers)]
 
     def handle(self, event: ElasticEvent) -> list[ElasticAction]:
-        """What to do about `event`; nothing more once the run has failed or is over."""
+        """Return the actions for `event`; none once the run has failed or is over."""
         if self._phase is _Phase.ENDED:
             return []
         match event:
@@ -136,7 +137,7 @@ class ElasticMembership:
                 return self._remove(number)
         member = self._members.get(event.member)
         if member is None:
-            return []  # it is dead already
+            return []  # it is already dead
         match event:
             case MemberReady(host=host, address=address):
                 member.state, member.host, member.address = _State.READY, host, address
@@ -156,15 +157,15 @@ class ElasticMembership:
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """The places that workers have or will have."""
+        """The slots that have or will have a worker."""
         return tuple(slot.number for slot in self._slots.values() if not slot.retiring)
 
     @property
     def next_slot(self) -> int:
-        """The number of the slot that is added next."""
+        """The number of the next slot to be added."""
         return max(self._slots, default=-1) + 1
 
-    # ── who comes ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── joining ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _new_slot(self) -> _Slot:
         number = self.next_slot
@@ -179,14 +180,14 @@ class ElasticMembership:
         return StartMember(member=member.number, slot=slot.number)
 
     def _open(self) -> list[ElasticAction]:
-        """The first epoch, once everybody is there."""
+        """Begin the first epoch once every requested worker is ready."""
         wanted = [slot for slot in self._slots.values() if not slot.retiring]
         if any(slot.member is None or not self._is(slot.member, _State.READY) for slot in wanted):
             return []
         return self._publish([self._members[slot.member] for slot in wanted if slot.member is not None], 0)
 
     def _ask(self) -> list[ElasticAction]:
-        """Have all gather where somebody waits to join or to go; who is about to leave anyway need not be asked."""
+        """Ask all members to gather if one waits to join or leave; in other phases all leave anyway."""
         waiting = any(member.state is _State.READY for member in self._members.values())
         going = any(self._slots[member.slot].retiring for member in self._in_view())
         if self._phase is not _Phase.AT_WORK or not (waiting or going):
@@ -194,7 +195,7 @@ class ElasticMembership:
         self._phase = _Phase.GATHERING
         return [Ask(epoch=self.view.epoch, members=self._numbers())]
 
-    # ── who goes ──────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── leaving ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _remove(self, number: int) -> list[ElasticAction]:
         slot = self._slots.get(number)
@@ -214,7 +215,7 @@ class ElasticMembership:
         return [*dismissed, *(self._open() if self._phase is _Phase.OPENING else [])]
 
     def _bury(self, member: _Member, sentence: str) -> list[ElasticAction]:
-        """Follow it in its slot, and have those who were with it in the epoch begin another."""
+        """Replace a dead member in its slot, and move the survivors of its epoch to a new one."""
         del self._members[member.number]
         slot = self._slots[member.slot]
         followed = self._follow(slot, sentence)
@@ -258,7 +259,7 @@ class ElasticMembership:
         return self._change()
 
     def _change(self) -> list[ElasticAction]:
-        """Begin the next epoch, once every member of this one has left it."""
+        """Begin the next epoch once every member of this one has left it."""
         there = self._in_view()
         if any(member.left is None for member in there):
             return []
@@ -273,7 +274,7 @@ class ElasticMembership:
         if all(left.at_border for left in ahead):
             staying += [member for member in self._members.values() if member.state is _State.READY]
         else:
-            going, staying = [], there  # in the middle of something: whoever is to go is asked again
+            going, staying = [], there  # not at a step boundary: members that are to leave are asked again
         dismissed: list[ElasticAction] = [Dismiss(member=member.number) for member in going]
         for member in going:
             member.state = _State.GOING
@@ -281,7 +282,7 @@ class ElasticMembership:
         return [*dismissed, *self._publish(staying, passed, self._settled(there, ahead))]
 
     def _settled(self, there: list[_Member], ahead: list[LeftEpoch]) -> set[int]:
-        """Who has the state of the run: where all began together, all of them once one has passed the beginning."""
+        """The members with the state of the run; in a first epoch, all of them once one has passed its beginning."""
         if self.view.donor is None:
             return {member.number for member in there} if any(left.settled for left in ahead) else set()
         return {member.number for member in there if member.left is not None and member.left.settled}
@@ -322,7 +323,7 @@ class ElasticMembership:
     # ── the end ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _end(self) -> list[ElasticAction]:
-        """Let go of everybody; who is only on its way would hold up the end."""
+        """Dismiss members of the view and ready ones; kill those still starting, which would delay the end."""
         self._phase = _Phase.ENDED
         waiting = [member.number for member in self._members.values() if member.state is _State.READY]
         coming = [member.number for member in self._members.values() if member.state is _State.STARTING]
@@ -336,10 +337,10 @@ class ElasticMembership:
         self._phase = _Phase.ENDED
         return [GiveUp(sentence=sentence)]
 
-    # ── looking ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── queries ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _in_view(self) -> list[_Member]:
-        """Members of the epoch that are not dead, whether they have left it or not."""
+        """The live members of the epoch, whether or not they have left it."""
         return [member for member in self._members.values() if member.state in (_State.IN, _State.LEFT)]
 
     def _numbers(self) -> tuple[int, ...]:

@@ -1,7 +1,8 @@
-"""What the workers of an elastic run tell its launcher, what it tells them, and what it decides: frozen values.
+"""Messages between the workers of an elastic run and its launcher, and the launcher's decisions: frozen values.
 
-A **member** is one process; its number is never used again. A **slot** is the place of a worker, `worker 2`, whoever
-holds it. An **epoch** is a set of members who exchange among themselves alone, in memory of its own.
+A **member** is one process; its number is never reused. A **slot** is the place of a worker, such as `worker 2`,
+independent of the process that fills it. An **epoch** is a set of members that exchange only with each other, in
+memory or over links that belong to the epoch.
 """
 
 from __future__ import annotations
@@ -38,32 +39,34 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochSeat:
-    """One worker of an epoch; its rank is its place among the seats."""
+    """One worker of an epoch; its rank is its index among the seats."""
 
     slot: int
     member: int
     fresh: bool = False
-    """Whether it has no state yet and takes that of the donor."""
+    """Whether the member has no state yet and takes that of the donor."""
 
     host: str = ""
-    """The identity of the host it is on; empty where all are on one."""
+    """The identity of the member's host; empty if all are on one host."""
 
     address: str = ""
-    """The `host:port` at which it lets in those of higher rank; empty where all share memory."""
+    """The `host:port` at which it accepts members of higher rank; empty if all share memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochView:
-    """An epoch: who is in it, in the order of slots, and what became of the epoch before."""
+    """An epoch: its members in the order of slots, and how the epoch before it ended."""
 
     epoch: int
     seats: tuple[EpochSeat, ...]
     donor: int | None = None
-    """The member whose state the fresh ones take; None where nobody has any: all begin with that of rank 0."""
+    """The member whose state the fresh members take; None if no member has any and all begin with that of rank 0."""
 
     passed: int = 0
-    """How many exchanges of the epoch before were taken. Whoever has passed one less has the result of the last one in
-    its memory, and takes it, too."""
+    """How many exchanges of the previous epoch count.
+
+    A member that has passed one fewer has the result of the last one in its memory, and takes it as well.
+    """
 
     def rank_of(self, member: int) -> int:
         """The rank of a member that has a seat."""
@@ -71,7 +74,7 @@ class EpochView:
 
     @property
     def has_fresh(self) -> bool:
-        """Whether somebody takes a state."""
+        """Whether any member of the epoch takes the donor's state."""
         return any(seat.fresh for seat in self.seats)
 
 
@@ -80,7 +83,7 @@ class EpochView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberReady:
-    """A new member is there, and waits for an epoch that it is in."""
+    """A new member has started and waits for an epoch with a seat for it."""
 
     member: int
     host: str = ""
@@ -91,7 +94,7 @@ class MemberReady:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArrivedInEpoch:
-    """A member has everything that the epoch needs and exchanges in it from now on."""
+    """A member has all resources of the epoch and takes part in its exchanges from now on."""
 
     member: int
     epoch: int
@@ -100,18 +103,18 @@ class ArrivedInEpoch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftEpoch:
-    """A member exchanges nothing more in this epoch, and waits for the next."""
+    """A member exchanges nothing more in this epoch and waits for the next view."""
 
     member: int
     epoch: int
     passed: int
-    """How many exchanges of the epoch it knows to be complete."""
+    """How many exchanges of the epoch the member knows to be complete."""
 
     step: int
-    """Steps that it has taken."""
+    """The number of steps that the member has taken."""
 
     at_border: bool
-    """Whether what it does next is a step; otherwise something that all do together between two, or nothing more."""
+    """Whether its next action is a step; otherwise a collective action between two steps, or nothing more."""
 
     began: bool = False
     """Whether it had begun to compute a step that it has not taken."""
@@ -122,14 +125,14 @@ class LeftEpoch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Done:
-    """The run is over, and this member has left the weights where the launcher finds them."""
+    """The run is over, and this member has left the weights for the launcher."""
 
     member: int
     epoch: int
     steps_done: int = 0
     samples: int = 0
     seconds: float = 0.0
-    """Of training."""
+    """The duration of training."""
 
     stopped_early: bool = False
 
@@ -139,7 +142,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLost:
-    """The member's process is gone."""
+    """The member's process has ended."""
 
     member: int
     sentence: str = ""
@@ -147,7 +150,7 @@ class WorkerLost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSilent:
-    """The member gives no sign of life."""
+    """The member's heartbeat has stopped."""
 
     member: int
 
@@ -161,26 +164,26 @@ ElasticEvent = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatherEpoch:
-    """Somebody waits to join or to go: leave the epoch together before the next step."""
+    """A member waits to join or leave: all leave the epoch together before the next step."""
 
     epoch: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaveEpoch:
-    """Somebody of the epoch is lost: leave it now."""
+    """A member of the epoch is lost: leave it now."""
 
     epoch: int
 
 
 @dataclass(frozen=True, slots=True)
 class Depart:
-    """Nothing more is wanted of this member: it ends."""
+    """The member is no longer needed: it ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class EndSoon:
-    """The run is to end after the next step."""
+    """The run ends after the next step."""
 
 
 # ── the launcher's decisions ──────────────────────────────────────────────────────────────────────────────────────────
@@ -196,14 +199,14 @@ class StartMember:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KillWorker:
-    """It must not wake up again."""
+    """Kill a member, so that a paused process cannot resume."""
 
     member: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """Tell the members of the epoch to `GatherEpoch`."""
+    """Send `GatherEpoch` to the members of the epoch."""
 
     epoch: int
     members: tuple[int, ...]
@@ -211,7 +214,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abort:
-    """End every wait in the epoch, and tell its members to `LeaveEpoch`."""
+    """End every wait in the epoch, and send `LeaveEpoch` to its members."""
 
     epoch: int
     members: tuple[int, ...]
@@ -219,28 +222,28 @@ class Abort:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeginEpoch:
-    """Give the members of this view what its epoch needs, and tell them."""
+    """Give the members of this view the resources of its epoch, then send them the view."""
 
     view: EpochView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dismiss:
-    """Tell this member to `Depart`."""
+    """Send `Depart` to this member."""
 
     member: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GiveUp:
-    """The run cannot go on."""
+    """The run cannot continue."""
 
     sentence: str
 
 
 @dataclass(frozen=True, slots=True)
 class RunOver:
-    """The weights are where they are wanted."""
+    """The weights are in place, and the run is over."""
 
 
 ElasticAction = StartMember | KillWorker | Ask | Abort | BeginEpoch | Dismiss | GiveUp | RunOver

@@ -1,4 +1,4 @@
-"""A whole elastic training, as `fit` asks for it: memory and processes before, the model after."""
+"""Elastic training as `fit` requests it: sets up memory and processes, runs the launcher, returns the model."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ __all__ = ["ElasticTraining", "FirstRows"]
 
 
 class FirstRows:
-    """Lets every row of the history through once: whoever follows worker 0 tells the newest again. Pure."""
+    """Passes every row of the history once: a worker that replaces worker 0 reports the newest rows again. Pure."""
 
     def __init__(self, steps_done: int = 0) -> None:
-        self._told = steps_done  # every step up to this one
-        self._ahead: set[int] = set()  # steps after a gap that another is about to fill
+        self._told = steps_done  # every step up to this one was reported
+        self._ahead: set[int] = set()  # reported steps after a gap that another worker is about to fill
         self._evaluated: set[int] = set()
 
     def of(self, rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Those that nobody has told before."""
+        """Return the rows that no worker has reported before."""
         return [row for row in rows if self._is_first(row["step"], "metrics" in row)]
 
     def _is_first(self, step: int, is_evaluation: bool) -> bool:
@@ -70,7 +70,7 @@ class FirstRows:
 
 
 class ElasticTraining(Training):
-    """`allreduce elastic=yes`: workers as processes that come and go, led by the launcher."""
+    """`allreduce elastic=yes`: worker processes that join and leave, led by the launcher."""
 
     can_take_part: ClassVar[bool] = True
     comes_again: ClassVar[bool] = True
@@ -81,12 +81,12 @@ class ElasticTraining(Training):
         self._strategy = request.strategy
 
     def run(self, stage: Stage) -> Result:
-        """Train to the end, whoever comes and goes."""
+        """Train to the end while workers join and leave."""
         request, options, process_group = self._request, self._request.options, stage.process_group
         warm({torch.float64, *(parameter.dtype for parameter in self._model.parameters())})
         most = request.workers + (MORE_WORKERS if options.commands is not None else 0)
         if process_group is not None:
-            most = process_group.place.world  # who comes later has a rank already
+            most = process_group.place.world  # a later worker already has a rank
         begun = self._start.step if self._start is not None else 0
         order, first = RowsInOrder(begun), FirstRows(begun)
 
@@ -114,7 +114,7 @@ class ElasticTraining(Training):
                 on_event=stage.take_event,
                 stop_wanted=stage.stop_wanted,
                 commands=options.commands,
-                # A child that waits for workers of others' looks as if it hung.
+                # A child that waits for externally started workers would otherwise look hung.
                 watchdog_s=options.watchdog_s if process_group is None else 0.0,
             )
             try:

@@ -1,10 +1,10 @@
-"""A collective of one epoch, which tells a loss from an exchange that is complete.
+"""A collective of one epoch, which distinguishes a lost member from a complete exchange.
 
     finish    every member has the sum in its memory   →   it counts
-              somebody is lost                          →   wait for the launcher's word: it counts, or MembersChanged
+              a member is lost                          →   wait for the launcher: it counts, or MembersChanged
 
-What counts is decided by `StepChannel`; that a member which passes an exchange proves that all have its result is the
-collective's own property in shared memory, and is made so by a barrier where links carry it.
+`StepChannel` decides what counts. That a member which passes an exchange proves that all have its result is a
+property of the collective in shared memory; over links, a barrier ensures it.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ from manyhands.wire.parcels import Parcel
 __all__ = ["LOST", "ElasticCollective", "MembersChanged"]
 
 LOST = (Aborted, WorkerFailed)
-"""What an exchange raises when one of its members is gone."""
+"""What an exchange raises when one of its members is lost."""
 
 
 class MembersChanged(Aborted):
-    """What was begun in an epoch that is over does not count."""
+    """The epoch is over, and the exchange begun in it does not count."""
 
 
 class ElasticCollective(Collective):
-    """Sums as `inner` does.
+    """Wraps `inner`, and counts its exchanges.
 
-    `confirm` waits until all have the result, where `inner` alone does not prove it. `complete` is called when an
-    exchange was cut: whether it counts nevertheless. `passes` is called for each that counts.
+    `confirm` waits until all members have the result, if `inner` alone does not prove it. `complete` is called after
+    an interrupted exchange and returns whether it counts nevertheless. `passes` is called for each exchange that
+    counts.
     """
 
     instead_of_rows = (
@@ -53,37 +54,37 @@ class ElasticCollective(Collective):
         self._passes = passes
 
     def allocate(self, parcels: Sequence[Parcel]) -> list[torch.Tensor]:
-        """As the inner one."""
+        """Delegates to the inner collective."""
         return self._inner.allocate(parcels)
 
     def rounds(self, parcel: Parcel) -> bool:
-        """As the inner one."""
+        """Delegates to the inner collective."""
         return self._inner.rounds(parcel)
 
     def begin(self, step: int) -> None:
-        """As the inner one."""
+        """Delegates to the inner collective."""
         self._inner.begin(step)
 
     def launch(self, index: int) -> None:
-        """As the inner one; nobody can have passed what this member has not launched."""
+        """Delegates to the inner collective; no member can have passed what this member has not launched."""
         try:
             self._inner.launch(index)
         except LOST as error:
             raise MembersChanged(str(error)) from error
 
     def poll(self) -> bool:
-        """As the inner one."""
+        """Delegates to the inner collective."""
         try:
             return self._inner.poll()
         except LOST as error:
             raise MembersChanged(str(error)) from error
 
     def finish(self) -> None:
-        """One exchange."""
+        """Finish the launched buckets as one exchange; raises MembersChanged if it does not count."""
         self._exchange(self._inner.finish)
 
     def broadcast(self, index: int, root: int = 0) -> None:
-        """One exchange."""
+        """Broadcast as one exchange; raises MembersChanged if it does not count."""
         self._exchange(lambda: self._inner.broadcast(index, root))
 
     def _exchange(self, work: Callable[[], None]) -> None:
@@ -93,19 +94,19 @@ class ElasticCollective(Collective):
                 self._confirm()
         except LOST as error:
             if self._confirm is not None:
-                self._inner.close()  # or others would wait for what comes over links from this member
+                self._inner.close()  # otherwise the others would keep waiting for this member's messages
             if not self._complete():
                 raise MembersChanged(str(error)) from error
         self._passes()
 
     def take_times(self) -> Times:
-        """As the inner one."""
+        """Delegates to the inner collective."""
         return self._inner.take_times()
 
     def traffic(self) -> Traffic:
-        """As the inner one."""
+        """Delegates to the inner collective."""
         return self._inner.traffic()
 
     def close(self) -> None:
-        """As the inner one."""
+        """Close the inner collective."""
         self._inner.close()

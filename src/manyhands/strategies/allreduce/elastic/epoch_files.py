@@ -1,8 +1,8 @@
-"""The memory and links of one epoch: made by the launcher, passed to its members over a Unix socket.
+"""The memory and links of one epoch: created by the launcher, passed to its members over a Unix socket.
 
-Members are there before the epochs that they will be in, so nothing of an epoch can be inherited. What is sent is a
-packet of a `SOCK_SEQPACKET` pair: a few names as JSON, and a descriptor for each (SCM_RIGHTS). Nothing has a name in a
-file system, and what nobody holds any more is gone.
+Members start before the epochs that they will be in, so they cannot inherit an epoch's descriptors. What is sent is a
+packet of a `SOCK_SEQPACKET` pair: a few names as JSON, and a descriptor for each (SCM_RIGHTS). Nothing has a name in
+a file system, and what no process holds any more is freed.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from manyhands.transport.link.mesh import Mesh, mesh_kind
 __all__ = ["STATE_FILES", "EpochFiles", "close_all", "receive_files", "send_files"]
 
 STATE_FILES = ("state tensors", "state tree")
-"""Where a donor leaves its state."""
+"""The names of the memory files in which a donor leaves its state."""
 
-_MOST_IN_A_PACKET = 128  # the kernel takes 253
+_MOST_IN_A_PACKET = 128  # the kernel's limit is 253
 _PACKET_BYTES = 64 * 2**10
 
 
 class EpochFiles:
-    """What the members of one epoch share, in the launcher; `close` is idempotent.
+    """What the members of one epoch share, as held by the launcher; `close` is idempotent.
 
-    `of` says what each member gets; `let_go` when all have theirs: a link's end that is kept here would hide a death.
-    The control word stays, to `abort`.
+    `of` returns what each member gets. `let_go` is called when all have theirs: a link's end that stayed open here
+    would hide a death. The control word stays open, for `abort`.
     """
 
     def __init__(self, world: int, strategy: Strategy, *, with_state: bool) -> None:
@@ -55,7 +55,7 @@ class EpochFiles:
             stack.pop_all()
 
     def of(self, rank: int) -> dict[str, int]:
-        """What the member of `rank` gets, by name; the descriptors stay this object's."""
+        """Return the descriptors for the member of `rank`, by name; they remain owned by this object."""
         files = {"control": self._group.control, "arena": self._group.arena, **self._state}
         if self._mesh is not None:
             for peer, ends in self._mesh.descriptors(rank).items():
@@ -64,21 +64,21 @@ class EpochFiles:
         return files
 
     def let_go(self) -> None:
-        """Everybody has what it needs."""
+        """Close what members have received; called once all have theirs."""
         self._passed.close()
 
     def abort(self, rank: int | None) -> None:
-        """End every wait in it."""
+        """End every wait in the epoch."""
         self._group.abort(rank)
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Close every descriptor."""
         self._passed.close()
         self._group.close()
 
 
 def send_files(connection: socket.socket, epoch: int, files: Mapping[str, int]) -> None:
-    """Pass descriptors on without waiting; BlockingIOError where the other end reads nothing, OSError if it is gone."""
+    """Send descriptors without waiting; BlockingIOError if the receiver reads nothing, OSError if it is gone."""
     names = list(files)
     for first in range(0, len(names), _MOST_IN_A_PACKET):
         some = names[first : first + _MOST_IN_A_PACKET]
@@ -93,9 +93,9 @@ def send_files(connection: socket.socket, epoch: int, files: Mapping[str, int]) 
 
 
 def receive_files(connection: socket.socket, epoch: int, timeout_s: float) -> dict[str, int]:
-    """The descriptors of this epoch, which are the caller's to close; those of earlier ones are closed unseen.
+    """Return the descriptors of this epoch, for the caller to close; those of earlier epochs are closed unread.
 
-    PeerTimeout if the launcher has not sent them after `timeout_s`.
+    Raises PeerTimeout if the launcher has not sent them after `timeout_s`.
     """
     deadline = time.monotonic() + timeout_s
     found: dict[str, int] = {}
@@ -129,6 +129,6 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 
 def close_all(descriptors: Iterable[int]) -> None:
-    """Close descriptors that are not wanted."""
+    """Close descriptors that are not needed."""
     for descriptor in descriptors:
         os.close(descriptor)

@@ -27,63 +27,63 @@ from manyhands.transport.link.mesh import mesh_kind
 __all__ = ["Epoch", "Epochs", "SharedEpochs"]
 
 State = Callable[[], Mapping[str, Any]]
-"""Makes a `state.state_tree`."""
+"""Returns a `state.state_tree`."""
 
 
 class Epoch(ABC):
-    """One member's end of one epoch; what waits for a member that is lost raises `collective.LOST`."""
+    """One member's end of one epoch; a wait for a lost member raises `epoch_collective.LOST`."""
 
     @abstractmethod
     def hand_over(self, state: State | None) -> None:
-        """Collective, among those who are not new, where some are: the donor gives its `state`, others None."""
+        """Collective among members that are not fresh, if some are: the donor passes its `state`, the others None."""
 
     @abstractmethod
     def take(self) -> Loaded:
-        """For one that is new: wait for the donor's state."""
+        """On a fresh member: wait for the donor's state."""
 
     @abstractmethod
     def collective(self, strategy: AllReduce) -> tuple[Collective, Callable[[], None] | None]:
-        """Collective, once: what sums by the strategy, and what `ElasticCollective` confirms by."""
+        """Collective, once: return the strategy's collective, and what `ElasticCollective` confirms by."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of everything; idempotent."""
+        """Release all resources; idempotent."""
 
 
 class Epochs(ABC):
-    """One member's way into one epoch after the other; a context manager."""
+    """Opens one member's epochs one after the other; a context manager."""
 
     @abstractmethod
     def ready(self, member: int) -> MemberReady:
-        """What this member says of itself to be given a seat."""
+        """Return the message that asks for a seat."""
 
     @abstractmethod
     def open(self, view: EpochView, line: MemberLine) -> Epoch:
-        """Collective: be in this epoch; `collective.LOST` where one of it is lost before all are."""
+        """Collective: enter this epoch; raises `epoch_collective.LOST` if a member is lost before all are in."""
 
     @abstractmethod
     def close(self) -> None:
-        """No epoch will be opened any more."""
+        """Release what opening epochs needs; no epoch is opened afterwards."""
 
 
 class SharedEpochs(Epochs):
-    """Epochs of one host, whose memory the launcher sends over a Unix socket, which this owns."""
+    """Epochs on one host, whose memory the launcher sends over a Unix socket; owns the socket."""
 
     def __init__(self, files: socket.socket, timeout_s: float) -> None:
         self._files, self._timeout_s = files, timeout_s
 
     def ready(self, member: int) -> MemberReady:
-        """All are on one host."""
+        """Return the message that asks for a seat; all members are on one host."""
         return MemberReady(member=member)
 
     def open(self, view: EpochView, line: MemberLine) -> Epoch:
-        """Take the memory that came before the view."""
+        """Receive the memory, which the launcher sent before the view."""
         return _SharedEpoch(
             receive_files(self._files, view.epoch, self._timeout_s), view, line.member, self._timeout_s
         )
 
     def close(self) -> None:
-        """Let go of the socket."""
+        """Close the socket."""
         self._files.close()
 
 

@@ -37,7 +37,7 @@ _T = TypeVar("_T")
 
 
 class ElasticExchange(Exchange):
-    """One worker's end; `receive` comes first, then the calls of any exchange, in which epochs come and go."""
+    """One worker's end across epochs; `receive` is called first, then the calls of any exchange."""
 
     may_lose_workers = True
 
@@ -62,18 +62,18 @@ class ElasticExchange(Exchange):
 
     @property
     def worker(self) -> int:
-        """Its slot."""
+        """The worker's slot."""
         return self._slot
 
     @property
     def copies(self) -> Sequence[Sequence[int]]:
-        """Everyone who is there holds the model."""
+        """Every worker of the epoch holds the model."""
         return [range(self.world)]
 
-    # ── coming in ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── joining ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def receive(self) -> Loaded | None:
-        """Wait for an epoch; the state that a donor gave, None where this member begins with all others."""
+        """Wait for an epoch; return the donor's state, or None if this member begins together with all others."""
         self._line.tell(self._epochs.ready(self._line.member))
         self._channel.next = self._line.next_view(0)
         while True:
@@ -87,12 +87,12 @@ class ElasticExchange(Exchange):
                 self._leave()
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Collective: begin with the state of rank 0, or with the donor's, which `model` has been given."""
+        """Collective: begin with the state of rank 0, or with the donor's, which `model` already holds."""
         self._model, self._optimizer = model, optimizer
         if self._loaded is not None:
             restore_buffers(model, self._loaded)
             extra = dict(self._loaded.extra)
-            self._tell = lambda: extra  # until the loop has begun, who comes next hears what this one heard
+            self._tell = lambda: extra  # until the loop has begun, the next member gets what this one got
             self._steps_done, self._loaded = self._loaded.step, None
         self._buffers = [torch.empty_like(buffer) for buffer in model.buffers()]
         while True:
@@ -108,13 +108,13 @@ class ElasticExchange(Exchange):
                 self._leave()
 
     def on_join(self, tell: Callable[[], Mapping[str, Any]]) -> None:
-        """Asked when this worker is a donor."""
+        """Set the callback that returns this worker's state when it is a donor."""
         self._tell = tell
 
     # ── from epoch to epoch ───────────────────────────────────────────────────────────────────────────────────────────
 
     def whole(self, work: Callable[[], _T], *, steps_done: int, at_border: bool) -> _T:
-        """Do `work` among those who are there, again if one of them was lost before it was complete."""
+        """Run `work` with the current members, and repeat it if one is lost before it is complete."""
         self._steps_done, self._at_border = steps_done, at_border
         while True:
             if at_border and self._paused and self._channel.next is None:
@@ -129,28 +129,28 @@ class ElasticExchange(Exchange):
                 self._began = False
 
     def follow(self, view: EpochView) -> None:
-        """After the last step: be in an epoch in which nothing is exchanged any more."""
+        """After the last step: enter an epoch in which nothing more is exchanged."""
         self._channel.begin(view)
         self.rank, self.world = view.rank_of(self._line.member), len(view.seats)
 
     def end(self) -> EpochView | None:
-        """After the last step: the view that was told when the last exchange was cut, if it was."""
-        self._at_border = False  # nobody needs to join any more
+        """After the last step: return the view that was announced when the last exchange was cut, if any."""
+        self._at_border = False  # no member needs to join any more
         return self._channel.next
 
     def leave(self) -> EpochView:
-        """After the last step: another is lost; the next view."""
+        """After the last step: a member is lost; report progress and return the next view."""
         self._leave()
         assert self._channel.next is not None, "to leave is to have learnt of the next"
         return self._channel.next
 
     @property
     def epoch(self) -> int:
-        """The one that this worker is in."""
+        """The epoch that this worker is in."""
         return self._channel.epoch
 
     def _leave(self) -> bool:
-        """Tell how far this worker is, and wait for the next view; whether the exchange that was cut is complete."""
+        """Report progress and wait for the next view; return whether the interrupted exchange is complete."""
         if self._channel.next is not None:
             return False  # it has been told already
         self._line.tell(
@@ -167,7 +167,7 @@ class ElasticExchange(Exchange):
         return self._channel.learn(self._line.next_view(self._channel.epoch))
 
     def _regroup(self) -> None:
-        """Be in the newest epoch."""
+        """Enter the newest epoch."""
         while self._channel.next is not None:
             try:
                 self._open()
@@ -176,7 +176,7 @@ class ElasticExchange(Exchange):
                 self._leave()
 
     def _open(self) -> None:
-        """Collective: let go of the epoch before, and be in the next; a donor gives its state."""
+        """Collective: close the previous epoch and enter the next; a donor passes its state on."""
         view = self._channel.next
         assert view is not None, "somebody has told of it"
         self._close_epoch()
@@ -188,13 +188,13 @@ class ElasticExchange(Exchange):
             self._opened.hand_over(self._state if view.donor == self._line.member else None)
 
     def _take(self) -> Loaded:
-        """Collective with `_open` of the others: the donor's state."""
+        """Collective with the others' `_open`: return the donor's state."""
         taken = self._entered.take()
         self._settled = True
         return taken
 
     def _lay_out(self) -> None:
-        """Collective: the buckets of this epoch."""
+        """Collective: lay out the buckets of this epoch."""
         summed, confirm = self._entered.collective(self._strategy)
         collective = ElasticCollective(summed, confirm, self._leave, self._channel.passes)
         self._inner = AllReduceExchange(collective, self._strategy.buckets)
@@ -246,7 +246,7 @@ class ElasticExchange(Exchange):
 
     @torch.no_grad()
     def _put_back(self) -> None:
-        """A step was cut: as all was before it."""
+        """A step was interrupted: restore the state before it."""
         if self._began and self._model is not None:
             for kept, buffer in zip(self._buffers, self._model.buffers(), strict=True):
                 buffer.copy_(kept)
@@ -254,22 +254,22 @@ class ElasticExchange(Exchange):
             self._optimizer.zero_grad()
 
     def compute(self, computer: Computer, model: nn.Module, step: int) -> Computed:
-        """Forward and backward, from which there is a way back."""
+        """Forward and backward; buffers are copied first, so that an interrupted step can be undone."""
         self._keep()
         self._began = True
         self._current.begin(step)
         return super().compute(computer, model, step)
 
     def backward(self, loss: torch.Tensor, share: float) -> None:
-        """As all-reduce does it."""
+        """Backward as in a plain all-reduce."""
         self._current.backward(loss, share)
 
     def accumulate(self) -> AbstractContextManager[None]:
-        """As all-reduce does it."""
+        """Accumulate as in a plain all-reduce."""
         return self._current.accumulate()
 
     def agree(self, local: LocalStep) -> SharedStep:
-        """Collective: after it, the step is taken by all who are there."""
+        """Collective: after it, every member of the epoch takes the step."""
         view = self._channel.view
         assert view is not None, "a step is taken in an epoch"
         pause = self._line.is_asked(view.epoch)
@@ -279,24 +279,24 @@ class ElasticExchange(Exchange):
         return replace(shared, bad_workers=tuple(view.seats[rank].slot for rank in shared.bad_workers))
 
     def clip(self, max_norm: float) -> float:
-        """As all-reduce does it."""
+        """Clip as in a plain all-reduce."""
         return self._current.clip(max_norm)
 
     def apply(self) -> None:
-        """The same step on every worker."""
+        """Take the optimizer step, which is the same on every worker."""
         self._current.apply()
 
     def optimizer_state(self) -> dict[str, Any] | None:
-        """The lowest worker that is there tells."""
+        """Return the optimizer state on the lowest rank of the epoch, None elsewhere."""
         assert self._optimizer is not None, "attach comes before optimizer_state"
         return self._optimizer.state_dict() if self.rank == 0 else None
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
-        """Collective: the sum over those who are there."""
+        """Collective: the sum over the members of the epoch."""
         return self._current.total(values)
 
     def take_times(self) -> Times:
-        """Of this epoch, by worker."""
+        """Return the times of this epoch, by worker."""
         if self._inner is None or self._channel.view is None:
             return Times()
         times, seats = self._inner.take_times(), self._channel.view.seats
@@ -307,9 +307,9 @@ class ElasticExchange(Exchange):
         )
 
     def traffic(self) -> Traffic:
-        """Of all epochs."""
+        """Return the traffic of all epochs."""
         return self._sent if self._inner is None else self._sent + self._inner.traffic()
 
     def close(self) -> None:
-        """Release everything."""
+        """Release the epoch, its collective and the gradients."""
         self._close_epoch()

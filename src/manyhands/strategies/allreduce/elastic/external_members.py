@@ -1,4 +1,4 @@
-"""An elastic run among processes that somebody else started, on any hosts: the leader's members, and one such process.
+"""An elastic run among externally started processes, on any hosts: the leader's members, and one such process.
 
     leader                                             process of rank 2
       Started(rank 2)      start(member=5, slot=2) ──►   TakeSlot(member=5, slot=2)
@@ -49,23 +49,23 @@ _START, _WEIGHTS, _CHECKPOINT = "start", "weights", "checkpoint"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakeSlot:
-    """The leader tells a process which member it is, and what of the run it alone knows."""
+    """The leader tells a process which member it is, with the settings that only the leader knows."""
 
     member: int
     slot: int
     threads: int
     resumes: bool
-    """Whether the checkpoint follows that the run begins with."""
+    """Whether the checkpoint that the run begins with follows."""
 
     checkpoints: str | None
-    """The leader's folder of checkpoints, where the run is kept; only it can write there."""
+    """The leader's checkpoint folder, if the run keeps one; only the leader can write there."""
 
 
 PARTS: Final = TypedNotes(TakeSlot)
 
 
 def wiring_of(party: ProcessGroup | GroupMember) -> Wiring:
-    """How a process of this run is reached by others."""
+    """Return how other members reach a process of this run."""
     return Wiring(address=party.address or _THIS_HOST, token=party.token, security=party.security)
 
 
@@ -73,14 +73,14 @@ def wiring_of(party: ProcessGroup | GroupMember) -> Wiring:
 
 
 class ElasticKeeper:
-    """What the leader keeps of what members send: where its own child would leave it."""
+    """Stores what remote members send to the leader, where its own child would leave it."""
 
     def __init__(self, weights: int, checkpoints: CheckpointStore | None, say: Callable[[str], None]) -> None:
         self.checkpoints = checkpoints
         self._weights, self._say = weights, say
 
     def take(self, name: str, data: bytearray) -> None:
-        """Put it where it belongs; a disk that is full costs what was sent, and not the run."""
+        """Store what was sent; a full disk loses it, but does not fail the run."""
         if name == _WEIGHTS:
             write_file(self._weights, [bytes(data)])
         elif name == _CHECKPOINT and self.checkpoints is not None:
@@ -96,7 +96,7 @@ class ElasticKeeper:
 
 
 class ExternalElasticMembers:
-    """Everybody at a line, and the leader's own child; a context manager, see `members.ElasticMembers`."""
+    """Externally started members over control connections, and the leader's child; see `ElasticMembers`."""
 
     def __init__(
         self,
@@ -120,8 +120,8 @@ class ExternalElasticMembers:
                 "optimizer": start.optimizer,
                 "extra": start.extra,
             }
-        self._wanted: dict[int, int] = {}  # by rank, the member that it is to be
-        self._at: dict[int, int] = {}  # by member, the rank that it is
+        self._wanted: dict[int, int] = {}  # by rank: the member assigned to it
+        self._at: dict[int, int] = {}  # by member: its rank
         self._untold: list[Event | Hung] = []
 
     def __enter__(self) -> Self:
@@ -129,16 +129,16 @@ class ExternalElasticMembers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """The child is taken down; those at lines are told by whoever leads them."""
+        """Stop the child; the control server notifies the connected processes."""
         self._child.__exit__()
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Who is there; who is still waited for is not."""
+        """The members that are connected; one that is still awaited is not among them."""
         return (*self._at, *self._child.members)
 
     def start(self, member: int, slot: int) -> str:
-        """The process of that rank gets its part when it is there."""
+        """Request a member; the process of that rank gets its slot once it is connected."""
         if slot == 0:
             return self._child.start(member, slot)
         self._wanted[slot] = member
@@ -147,15 +147,15 @@ class ExternalElasticMembers:
         return f"worker {slot}"
 
     def begin(self, view: EpochView) -> None:
-        """The view itself tells everything; from here on newcomers have their state from another."""
+        """Nothing is sent besides the view; from here on new members get their state from a donor."""
         del view
         self._start = None
 
     def abort(self) -> None:
-        """Each ends its waits when it is told."""
+        """Nothing to do here: each member ends its waits when it is told to leave."""
 
     def poll(self, timeout_s: float) -> Sequence[Event | Hung]:
-        """What happened."""
+        """Return what happened to the members."""
         deadline = time.monotonic() + timeout_s
         while True:
             self._untold += self._child.poll(0.0)
@@ -166,14 +166,14 @@ class ExternalElasticMembers:
                 return untold
 
     def tell(self, member: int, payload: Mapping[str, Any]) -> None:
-        """Over its line, or the child's channel; nothing if it is not there."""
+        """Send over the control connection or the child's channel; does nothing if the member is not connected."""
         if member in self._at:
             self._control_server.tell(self._at[member], payload)
         elif member in self._child.members:
             self._child.tell(member, payload)
 
     def kill(self, member: int) -> None:
-        """It is heard no more, and told so; one that is not there is not waited for any more."""
+        """Stop listening to a member and tell it so; one that is not connected is no longer awaited."""
         if member in self._at:
             self._control_server.dismiss(self._at[member], "the run goes on without it, or is over")
         elif member in self._child.members:
@@ -199,7 +199,7 @@ class ExternalElasticMembers:
         self._untold.append(Started(member, self._control_server.line(rank).pid))
 
     def _workers_beside(self, rank: int) -> int:
-        """On its host, itself included."""
+        """Return the number of workers on its host, itself included."""
         host = self._control_server.host_of(rank)
         others = sum(self._control_server.host_of(other) == host for other in self._control_server.members)
         return others + (host == host_identity())
@@ -238,9 +238,9 @@ class ExternalElasticMembers:
 
 
 def take_slot(party: GroupMember, job: ElasticJob) -> Mapping[str, Any]:
-    """Be the worker that the leader says, to the end; what it tells then. Aborted where the run ended before.
+    """Be the worker that the leader assigns, to the end, and return its report. Aborted if the run ended before.
 
-    `job` is as this process was asked, without what the leader alone knows.
+    `job` has the settings of this process, without those that only the leader knows.
     """
     line = party.line
     part, early = _await_part(line)
@@ -265,7 +265,7 @@ def take_slot(party: GroupMember, job: ElasticJob) -> Mapping[str, Any]:
 
 
 def _await_part(line: ControlConnection) -> tuple[TakeSlot, Sequence[Mapping[str, Any]]]:
-    """Wait for it, as long as the leader lives; with what the leader has said since."""
+    """Wait for `TakeSlot` as long as the leader lives; return it with later messages of the leader."""
     while not line.stop_requested():
         if told := line.received():
             part: TakeSlot = PARTS.read(told[0])
@@ -276,14 +276,14 @@ def _await_part(line: ControlConnection) -> tuple[TakeSlot, Sequence[Mapping[str
 
 
 class _SentCheckpoints(CheckpointStore):
-    """Checkpoints that the leader keeps, in its folder."""
+    """Checkpoints that are sent to the leader, which stores them in its folder."""
 
     def __init__(self, line: ControlConnection, folder: Path) -> None:
         super().__init__(folder)
         self._line = line
 
     def save(self, snapshot: Snapshot, spare_from: int | None = None) -> Path:
-        """Send it; where it will be. What is wrong with it is found by who writes it."""
+        """Send a checkpoint and return the path it will have; the leader reports what goes wrong in writing it."""
         del spare_from
         tree = {
             "step": snapshot.step,
@@ -298,5 +298,5 @@ class _SentCheckpoints(CheckpointStore):
 
 
 def _copied(chunks: Iterator[Any]) -> list[bytes]:
-    """Chunks leave while the tensors behind them may change."""
+    """Yield copied chunks: they are sent while the tensors behind them may change."""
     return [bytes(chunk) for chunk in chunks]

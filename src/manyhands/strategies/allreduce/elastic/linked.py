@@ -1,8 +1,8 @@
-"""Epochs of members on any hosts: a link between every two, opened for each epoch anew.
+"""Epochs of members on any hosts: a link between every two members, opened anew for each epoch.
 
-A member listens at one address for as long as it lives, and says which when it is ready; the view of an epoch tells it
-to all. The proof that two of one epoch are asked for holds for that epoch alone, so nobody who comes late from an
-earlier one is taken for one of this. Links between hosts are protected as the run is; those of one host never leave it.
+A member listens at one address for its lifetime and announces it when it is ready; the view of an epoch passes it to
+all. The proof that two members exchange when they connect is valid for one epoch only, so a late connection from an
+earlier epoch is rejected. Links between hosts are protected as the run is; those within a host never leave it.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ _STATE: Final = 64  # the kind of message that a state comes in: none of a colle
 _PIECE_BYTES: Final = 16 << 20
 _MOST_STATE: Final = 1 << 40
 _BLAME_S: Final = 2 * SILENT_AFTER_S
-"""After a link could not be opened: how long to wait for word that its other end is lost."""
+"""After a link failed to open: how long to wait for the notice that its peer is lost."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wiring:
-    """How a member is reached by others."""
+    """How other members reach a member."""
 
     address: str
-    """Of this host, as the others know it."""
+    """The address of this host as the others know it."""
 
     token: bytes
     """The secret of the run."""
@@ -60,7 +60,7 @@ class Wiring:
 
 
 class LinkedEpochs(Epochs):
-    """One member's listener, and its links in each epoch; UserError where the address may not be listened at."""
+    """One member's listener, and its links in each epoch; UserError if it may not listen at the address."""
 
     def __init__(self, wiring: Wiring, timeout_s: float) -> None:
         wiring.security.check_address(wiring.address)
@@ -68,14 +68,14 @@ class LinkedEpochs(Epochs):
         self._listener = socket.create_server((wiring.address, 0), backlog=_BACKLOG)
 
     def ready(self, member: int) -> MemberReady:
-        """Here it is let in."""
+        """Return the message that asks for a seat, with the listening address."""
         port = self._listener.getsockname()[1]
         return MemberReady(member=member, host=host_identity(), address=f"{self._wiring.address}:{port}")
 
     def open(self, view: EpochView, line: MemberLine) -> Epoch:
-        """Collective: a link to every other member.
+        """Collective: open a link to every other member.
 
-        ManyhandsError where a link cannot be opened though nobody is lost: a firewall, say.
+        Raises ManyhandsError if a link cannot be opened although no member is lost, as behind a firewall.
         """
         rank = view.rank_of(line.member)
         here, wiring = view.seats[rank].host, self._wiring
@@ -110,7 +110,7 @@ class LinkedEpochs(Epochs):
         return _LinkedEpoch(view, line, links, self._timeout_s)
 
     def close(self) -> None:
-        """Nobody is let in any more."""
+        """Stop listening."""
         self._listener.close()
 
 
@@ -124,7 +124,7 @@ class _LinkedEpoch(Epoch):
         line.on_leave(view.epoch, lambda: self._alarm.ring(-1, f"epoch {view.epoch} is over"))
 
     def hand_over(self, state: State | None) -> None:
-        """Straight to each who is new."""
+        """The donor sends its state to each fresh member directly."""
         if state is None:
             return
         data = torch.frombuffer(bytearray(b"".join(pack_tree(state()))), dtype=torch.uint8)

@@ -1,6 +1,6 @@
-"""A member's line to the launcher: what it is told and what it tells, wherever the launcher is.
+"""A member's control connection to the launcher, local or remote.
 
-A thread of the line's own hears the launcher, so that word of a loss ends waits for what would never come.
+A listener thread reads the launcher's messages, so that the notice of a loss ends waits that could never complete.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ _LOOK_S = 1.0
 
 
 class Departed(Exception):
-    """Nothing more is wanted of this member."""
+    """Raised when the launcher has dismissed this member."""
 
 
 class ListeningContext(Context, Protocol):
-    """A context that a thread can wait for."""
+    """A worker context whose control connection a thread can wait for."""
 
     def control_fileno(self) -> int:
-        """Readable when the launcher said something."""
+        """The descriptor that is readable when the launcher has sent something."""
 
 
 class MemberLine:
-    """One member's end, which alone reads what its context is told; `close` is idempotent."""
+    """One member's end, the only reader of its context's messages; `close` is idempotent."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class MemberLine:
         timeout_s: float,
         early: Iterable[Mapping[str, Any]] = (),
     ) -> None:
-        """`early` is what the launcher has told before."""
+        """`early` holds messages that the launcher has sent before."""
         self.member = member
         self._context = context
         self._timeout_s = timeout_s
@@ -73,49 +73,49 @@ class MemberLine:
         self._thread.start()
 
     def tell(self, report: Any) -> None:
-        """Say something to the launcher."""
+        """Send a message to the launcher."""
         self._context.send(REPORTS.write(report))
 
     @property
     def departs(self) -> bool:
-        """Whether it was told to end."""
+        """Whether the launcher has dismissed this member."""
         self._require_whole()
         return self._departs
 
     def stop_requested(self) -> bool:
-        """Whether the run is to end after the next step."""
+        """Whether the run ends after the next step."""
         self._require_whole()
         return self._ends_soon or self._context.stopping
 
     def is_asked(self, epoch: int) -> bool:
-        """Whether the members of this epoch are to meet before the next step."""
+        """Whether the members of this epoch are to gather before the next step."""
         return self._gather == epoch
 
     def is_told_to_leave(self, epoch: int) -> bool:
-        """Whether somebody of this epoch is lost."""
+        """Whether a member of this epoch is lost."""
         self._require_whole()
         return self._leave >= epoch
 
     def is_over(self, epoch: int, wait_s: float = 0.0) -> bool:
-        """Whether this epoch is to be left, or the run is being taken down; waits so long for it."""
+        """Wait up to the given time; return whether to leave this epoch, or whether the run is being stopped."""
         with self._changed:
             return self._changed.wait_for(
                 lambda: self.is_told_to_leave(epoch) or self._context.stopping, wait_s
             )
 
     def on_leave(self, epoch: int, act: Callable[[], None]) -> None:
-        """Call `act`, from any thread, when this epoch is to be left, in the place of what was said before."""
+        """Call `act`, from any thread, when this epoch is to be left; replaces an earlier callback."""
         with self._changed:
             self._on_leave = epoch, act
             self._act()
 
     def wait(self, epoch: int) -> None:
-        """Until this member is to end, or to leave this epoch, or a second has passed."""
+        """Wait until this member is dismissed or told to leave the epoch, at most one second."""
         with self._changed:
             self._changed.wait_for(lambda: self.departs or self.is_over(epoch), _LOOK_S)
 
     def next_view(self, after: int) -> EpochView:
-        """Wait for the view of the next epoch; Departed where this member is to end instead."""
+        """Wait for the view of the next epoch; raises Departed if this member is dismissed instead."""
         deadline = time.monotonic() + self._timeout_s
         with self._changed:
             while True:
@@ -136,7 +136,7 @@ class MemberLine:
                 self._changed.wait(_LOOK_S)
 
     def close(self) -> None:
-        """Hear nothing more."""
+        """Stop the listener thread."""
         if not self._closed:
             self._closed = True
             self._wakeup.ring()

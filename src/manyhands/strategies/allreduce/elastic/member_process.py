@@ -1,4 +1,4 @@
-"""The whole life of one member's process: come in, train, and see that the weights are left by whoever is lowest."""
+"""The lifecycle of one member's process: join, train, and make sure that the lowest member leaves the weights."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ __all__ = ["ElasticJob", "ElasticPart", "train", "work"]
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticJob:
-    """What every member is told; the same for all of them."""
+    """The settings that all members share."""
 
     plan: TrainingPlan
     strategy: AllReduce
@@ -46,15 +46,15 @@ class ElasticJob:
     run_path: Path | None
     keep_checkpoints: int
     resume_step: int | None
-    """Begin with the checkpoint of this step; whoever joins later has its state from another."""
+    """The step of the checkpoint to begin with; a member that joins later gets its state from a donor."""
 
     wiring: Wiring | None = None
-    """How members reach each other over links; None: all share memory."""
+    """How members reach each other over links; None if all share memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticPart:
-    """One member's own: what ties its process to the run, wherever that is."""
+    """What connects one member's process to the run."""
 
     context: ListeningContext
     member: int
@@ -62,17 +62,17 @@ class ElasticPart:
     ring: EventRing
     checkpoints: CheckpointStore | None
     leave_weights: Callable[[Mapping[str, torch.Tensor]], None]
-    """Called by the lowest of those who are there at the end."""
+    """Called on the lowest member at the end of the run."""
 
     resume: Callable[[], Loaded | None]
-    """The checkpoint that a run begins with, for those who are there from its beginning."""
+    """Returns the checkpoint that the run begins with, for members of the first epoch."""
 
     early: Sequence[Mapping[str, Any]] = ()
-    """What the launcher has told it before."""
+    """Messages that the launcher has sent before."""
 
 
 def work(context: RoleContext, *, slot: int) -> Mapping[str, Any]:
-    """Be the worker of `slot` as a child of the launcher; what it tells at its end."""
+    """Be the worker of `slot` as a child of the launcher, and return its final report."""
     job: ElasticJob = load(context.descriptor("job"))
     use_threads(job.threads)
     files = socket.socket(fileno=context.descriptor("files"))
@@ -107,7 +107,7 @@ def work(context: RoleContext, *, slot: int) -> Mapping[str, Any]:
 
 
 def train(job: ElasticJob, part: ElasticPart, epochs: Epochs) -> Mapping[str, Any]:
-    """The whole life of one member, which owns `epochs`; what it tells at its end."""
+    """Run one member, which owns `epochs`, to its end, and return its final report."""
     joined = time.monotonic_ns()
     with ExitStack() as stack:
         stack.enter_context(closing(epochs))
@@ -121,7 +121,7 @@ def train(job: ElasticJob, part: ElasticPart, epochs: Epochs) -> Mapping[str, An
             trainer = Trainer(job.plan, exchange, worker_context, part.checkpoints)
             _end(part, line, exchange, trainer, trainer.run(start))
         except Departed:
-            pass  # removed, or not needed any more
+            pass  # dismissed
         part.ring.record(EventKind.LEAVE, time.monotonic_ns())
         sent = trainer.sent() if trainer is not None else SentFor(control=exchange.traffic())
     return {"sent": sent.to_dict()}
@@ -130,7 +130,7 @@ def train(job: ElasticJob, part: ElasticPart, epochs: Epochs) -> Mapping[str, An
 def _end(
     part: ElasticPart, line: MemberLine, exchange: ElasticExchange, trainer: Trainer, trained: Trained
 ) -> None:
-    """The lowest of those who are there leaves the weights; all stay until somebody has."""
+    """The lowest member of the epoch leaves the weights; all members stay until one has."""
     view = exchange.end()
     left = False
     while not line.departs and not part.context.stopping:
@@ -158,7 +158,7 @@ def _end(
 
 
 class _MemberContext:
-    """The surroundings of a member: its ring, its line on the board, its line to the launcher."""
+    """The worker context of a member: its ring, its row of the status table, its control connection."""
 
     def __init__(self, context: Context, ring: EventRing, line: MemberLine) -> None:
         self.record = ring.record
@@ -167,5 +167,5 @@ class _MemberContext:
         self._line = line
 
     def note(self, note: WorkerNote) -> None:
-        """Send something to the launcher."""
+        """Send a note to the launcher."""
         self._line.tell(note)

@@ -1,7 +1,7 @@
-"""The state of a run, from a worker that has it to one that has not: through memory or over a link, never a disk.
+"""Transfer of the run's state from a donor to a new member: through memory or over a link, never a disk.
 
-What travels is what a checkpoint holds, in its form: raw tensors (safetensors), and JSON for the rest. A newcomer goes
-on from it as a resumed run goes on from a checkpoint.
+It has the form of a checkpoint: raw tensors (safetensors), and JSON for the rest. A new member continues from it as a
+resumed run continues from a checkpoint.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BUFFERS = "buffers that no checkpoint has"
 
 
 def state_tree(model: nn.Module, optimizer: Optimizer, step: int, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """The state after `step` steps; its tensors are the model's and the optimizer's own."""
+    """Return the state after `step` steps; its tensors are those of the model and the optimizer, not copies."""
     state = model.state_dict()
     passing = {name: buffer for name, buffer in model.named_buffers() if name not in state}
     return {
@@ -39,14 +39,14 @@ def state_tree(model: nn.Module, optimizer: Optimizer, step: int, extra: Mapping
 
 
 def write_state(tensors: int, tree: int, state: Mapping[str, Any]) -> None:
-    """Leave a `state_tree` in two memory files."""
+    """Write a `state_tree` into two memory files."""
     flat, meta = flatten(dict(state))
     write_file(tensors, encode_tensors(flat))
     write_file(tree, [json.dumps(meta, allow_nan=False).encode()])
 
 
 def read_state(tensors: int, tree: int) -> Loaded:
-    """What `write_state` left, as a checkpoint would give it."""
+    """Read what `write_state` wrote, in the form that a checkpoint is loaded in."""
     try:
         meta = json.loads(_opened_again(tree).read_bytes())
         return Loaded.of(unflatten(read_tensors(_opened_again(tensors)), meta))
@@ -55,20 +55,20 @@ def read_state(tensors: int, tree: int) -> Loaded:
 
 
 def _opened_again(descriptor: int) -> Path:
-    """The same memory by a place of one's own in it: newcomers that read at once share the descriptor's."""
+    """Open the same memory with a separate file offset: members that read at once share the descriptor's."""
     return Path(f"/proc/self/fd/{descriptor}")
 
 
 @torch.no_grad()
 def restore_buffers(model: nn.Module, loaded: Loaded) -> None:
-    """Take over the buffers that a model keeps out of its `state_dict`."""
+    """Load the buffers that a model keeps out of its `state_dict`."""
     buffers = dict(model.named_buffers())
     for name, value in loaded.extra.get(_BUFFERS, {}).items():
         buffers[name].copy_(value)
 
 
 def write_file(descriptor: int, chunks: Iterable[bytes]) -> None:
-    """Fill a memory file from its beginning, whoever wrote to it before."""
+    """Overwrite a memory file from its beginning."""
     os.ftruncate(descriptor, 0)
     offset = 0
     for chunk in chunks:

@@ -1,4 +1,4 @@
-"""What happened to the members of an elastic run, told as it happens: the rows of members.jsonl, and the summary."""
+"""The event log of an elastic run's members: the rows of members.jsonl, and the summary."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["MemberStory"]
 
 
 class MemberStory:
-    """Told by the launcher; `on_event` gets each event, with a sentence where somebody should know."""
+    """Driven by the launcher; `on_event` receives each event, with a sentence if users should know of it."""
 
     def __init__(
         self, on_event: Callable[[dict[str, Any]], None], clock: Callable[[], float] = time.monotonic
@@ -23,35 +23,35 @@ class MemberStory:
         self._began_s: float | None = None
         self._view = EpochView(epoch=0, seats=())
         self._arrived: set[int] = set()
-        self._lost: dict[str, float] = {}  # who was lost since all were at work, and when that was noticed
-        self._redone = 0  # steps computed twice up to the epoch that was told of last
+        self._lost: dict[str, float] = {}  # lost since the run was last complete, and when
+        self._redone = 0  # steps computed twice up to the last reported epoch
         self.names: dict[int, str] = {}
-        """Of every member that was ever started."""
+        """The name of every member that was ever started."""
 
         self.recoveries: list[dict[str, Any]] = []
         self._num_lost = self._num_joined = 0
 
     def started(self, member: int, pid: int) -> None:
-        """Its process is in its job."""
+        """Record that a member's process has started."""
         self._tell("started", member, pid=pid)
 
     def silent(self, member: int, seen: str) -> None:
-        """It gives no sign of life."""
+        """Record that a member's heartbeat has stopped."""
         self._lost.setdefault(self.names[member], self._clock())
         self._tell("silent", member, sentence=f"{seen}; it is killed, and the others go on without it")
 
     def died(self, member: int, sentence: str) -> None:
-        """Its process is gone."""
+        """Record that a member's process has died."""
         self._num_lost += 1
         self._lost.setdefault(self.names[member], self._clock())
         self._tell("died", member, sentence=sentence)
 
     def left(self, member: int) -> None:
-        """It has ended as it was asked to."""
+        """Record that a member has ended as requested."""
         self._tell("left", member)
 
     def published(self, view: EpochView) -> None:
-        """A new epoch."""
+        """Record a new epoch."""
         if self._began_s is None:
             self._began_s = self._clock()
         self._view, self._arrived = view, set()
@@ -69,7 +69,7 @@ class MemberStory:
         )
 
     def arrived(self, report: ArrivedInEpoch, membership: ElasticMembership) -> None:
-        """A member takes part in an epoch; the last one of it makes the run whole again."""
+        """Record that a member takes part in an epoch; with the last one the run is complete again."""
         view = self._view
         if report.epoch != view.epoch or report.member in self._arrived:
             return
@@ -107,7 +107,7 @@ class MemberStory:
         )
 
     def summary(self, membership: ElasticMembership) -> Mapping[str, Any]:
-        """The counts, for the run's summary."""
+        """Return the counts for the run's summary."""
         return {
             "epochs": membership.view.epoch,
             "changes": membership.changes,

@@ -1,4 +1,4 @@
-"""Of the time in which a worker could only wait: what it waited for others, and what for bytes on their way. Pure."""
+"""Split the time in which a worker was blocked into waiting for late workers and waiting for data in flight. Pure."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ __all__ = ["Blocked", "exposed"]
 
 @dataclass(frozen=True, slots=True)
 class Blocked:
-    """From when to when a worker did nothing."""
+    """An interval in which a worker was blocked."""
 
     begin_ns: int
     end_ns: int
 
 
 def exposed(blocked: Sequence[Blocked], late: Sequence[Lateness]) -> tuple[int, dict[int, int]]:
-    """Exposed communication, and the waiting for each worker that was late, of a worker that was blocked, in ns.
+    """Return exposed communication, and the wait for each late worker, of a blocked worker, in nanoseconds.
 
-    What its courier waited while the worker computed was hidden, and is in neither.
+    What its sender thread waited while the worker computed was hidden, and counts as neither.
     """
     waits: dict[int, int] = {}
     for one in late:

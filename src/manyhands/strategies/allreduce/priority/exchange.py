@@ -1,11 +1,11 @@
-"""`allreduce order=priority`: a worker's end of an all-reduce that goes on while the next step is computed.
+"""`allreduce order=priority`: an all-reduce that continues while the next step is computed.
 
     backward k     slices leave as they are full, the most urgent of those that all workers have first
-    agree k        all know the loss; what has not left yet goes on leaving
-    forward k + 1  each layer waits until its own parameters are stepped, and steps whatever has arrived meanwhile
+    agree k        all know the loss; slices that are left continue to be sent
+    forward k + 1  each layer waits until its parameters are stepped, and steps whatever has arrived meanwhile
     backward k + 1 begins when all of step k has arrived
 
-Parameters are written by the worker's own thread, never while a backward runs. Whoever looks at the model or the
+Parameters are written by the worker's main thread, never while a backward runs. Code that reads the model or the
 optimizer between two steps (evaluation, checkpoint, comparison of workers) finds step k finished.
 """
 
@@ -42,7 +42,7 @@ _CARRIER_ITEMS = 1 << 17  # of float64: a megabyte at a time for weights, totals
 
 
 class PriorityExchange(Exchange):
-    """One worker's end; at most `credit_bytes` are on their way at once, in slices of at most so many."""
+    """One worker's end; at most `credit_bytes` are in flight at once, in slices of at most that size."""
 
     def __init__(self, collective: ScheduleCollective, bucket_bytes: int, credit_bytes: int) -> None:
         self.rank = collective.rank
@@ -64,7 +64,7 @@ class PriorityExchange(Exchange):
 
     @property
     def copies(self) -> Sequence[Sequence[int]]:
-        """Everybody holds the model."""
+        """Every worker holds the whole model."""
         return (range(self.world),)
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -92,7 +92,7 @@ class PriorityExchange(Exchange):
         keep_freed_memory()  # every step frees what the next one takes
 
     def compute(self, computer: Computer, model: nn.Module, step: int) -> Computed:
-        """Each layer waits for its own parameters; a compiled model, which cannot say what it reads, for all."""
+        """Each layer waits for its parameters; a compiled model cannot say what it reads, and waits for all."""
         self._step = step
         if model is not self._model:
             self.finish()
@@ -101,17 +101,17 @@ class PriorityExchange(Exchange):
             return super().compute(computer, model, step)
 
     def backward(self, loss: Tensor, share: float) -> None:
-        """Backward of this worker's weighted loss, once the last step has arrived; full slices leave meanwhile."""
+        """Backward of this worker's weighted loss, once the last step has arrived; full slices are sent meanwhile."""
         self.finish()
         self._begin()
         (loss * share).backward()  # type: ignore[no-untyped-call]
 
     def accumulate(self) -> AbstractContextManager[None]:
-        """Gradients add up in their buckets, which stay here."""
+        """Return a context in which gradients add up in their buckets and nothing is sent."""
         return self._gradients.holding()
 
     def agree(self, local: LocalStep) -> SharedStep:
-        """Collective: learn what all workers brought; sums go on arriving."""
+        """Collective: learn what all workers report; sums continue to arrive."""
         self.finish()
         self._begin()
         self._gradients.fill_rest()
@@ -128,7 +128,7 @@ class PriorityExchange(Exchange):
         )
 
     def apply(self) -> None:
-        """Step what has arrived; the rest when it arrives, as it would be stepped now."""
+        """Step what has arrived; the rest is stepped on arrival, with the settings of this step."""
         assert self._agreed is not None, "agree comes before apply"
         self._late.allow()
         self._unarrived = [len(numbers) for numbers in self._gradients.slices_of]
@@ -138,7 +138,7 @@ class PriorityExchange(Exchange):
         self._step_arrived(wait=False)
 
     def finish(self) -> None:
-        """Collective: wait until every parameter is stepped and nothing is on its way."""
+        """Collective: wait until every parameter is stepped and nothing is in flight."""
         if not self._is_applied:
             self._wait_for(self._guard.pending)
             while not self._the_sender.is_over:  # what no worker's backward reached is sent, and not stepped
@@ -147,34 +147,34 @@ class PriorityExchange(Exchange):
             self._is_applied = True
 
     def evaluate(self, computer: Computer, model: nn.Module) -> tuple[dict[str, float], int] | None:
-        """With finished parameters."""
+        """Evaluate after the last step is finished."""
         self.finish()
         return super().evaluate(computer, model)
 
     def held_parameters(self, model: nn.Module) -> Iterable[tuple[str, Tensor | None]]:
-        """Finished ones."""
+        """Return the parameters after the last step is finished."""
         self.finish()
         return super().held_parameters(model)
 
     def model_state(self, model: nn.Module) -> Mapping[str, Tensor] | None:
-        """That of the finished step."""
+        """Return the model state of the finished step."""
         self.finish()
         return super().model_state(model)
 
     def optimizer_state(self) -> dict[str, Any] | None:
-        """Every worker has all of it; worker 0 tells."""
+        """Return the optimizer state on worker 0 and None elsewhere; every worker holds all of it."""
         self.finish()
         assert self._optimizer is not None, "attach comes before optimizer_state"
         return self._optimizer.state_dict() if self.rank == 0 else None
 
     def memory(self) -> Mapping[str, Any]:
-        """What the codec has left out so far, of every worker."""
+        """Collective: return the codec residuals of all workers, for a checkpoint."""
         self.finish()
         owed = kept_by_codecs(self._collective, self._carrier_index, self._carrier)
         return {"codec": owed} if owed else {}
 
     def load_state(self, memory: Mapping[str, Any]) -> None:
-        """Each its own."""
+        """Restore this worker's codec residuals from a checkpoint."""
         remember_kept(self._collective, memory.get("codec"))
 
     def total(self, values: Tensor) -> Tensor:
@@ -183,7 +183,7 @@ class PriorityExchange(Exchange):
         return total(self._collective, self._carrier_index, self._carrier, values)
 
     def take_times(self) -> Times:
-        """How long this worker could do nothing: for others who were late, and for what was on its way."""
+        """Return how long this worker was blocked: by late workers, and by data in flight."""
         blocked, self._blocked = self._blocked, []
         late = self._sender.take_late() if self._sender is not None else []
         exchange_ns, wait_ns = exposed(blocked, late)
@@ -191,11 +191,11 @@ class PriorityExchange(Exchange):
         return Times(exchange_ns=exchange_ns, wait_ns=wait_ns, posts=posts)
 
     def traffic(self) -> Traffic:
-        """What the collective sent."""
+        """Return what the collective has sent so far."""
         return self._collective.traffic()
 
     def close(self) -> None:
-        """End the courier; release gradients and links."""
+        """Stop the sender thread; release gradients and links."""
         if self._sender is None:
             self._collective.close()
             return
@@ -209,7 +209,7 @@ class PriorityExchange(Exchange):
         return self._sender
 
     def _begin(self) -> None:
-        """Open the next step, unless it is open: at its first backward, or where it has none."""
+        """Open the next step unless it is open: at its first backward, or in `agree` if it has none."""
         if not self._is_open:
             self._is_open = True
             self._gradients.begin()
@@ -219,7 +219,7 @@ class PriorityExchange(Exchange):
         self._the_sender.fill(number)
 
     def _wait_for(self, numbers: Iterable[int]) -> None:
-        """Until these parameters are stepped."""
+        """Wait until these parameters are stepped."""
         awaited = frozenset(numbers)
         self._step_arrived(wait=False)
         while awaited & self._guard.pending:
@@ -227,7 +227,7 @@ class PriorityExchange(Exchange):
                 raise RuntimeError("every slice has arrived, and a parameter is still waited for")
 
     def _step_arrived(self, *, wait: bool) -> bool:
-        """Step the parameters all of whose slices have arrived; whether any has since the last time."""
+        """Step the parameters all of whose slices have arrived; return whether any slice has since the last call."""
         if wait:
             with self._waiting():
                 arrived = self._the_sender.arrivals(wait=True)
@@ -247,7 +247,7 @@ class PriorityExchange(Exchange):
         due = [number for number in numbers if number in pending]
         if due:
             gradients = self._gradients
-            self._guard.stepped(due)  # or the optimizer would wait for what it is about to write
+            self._guard.stepped(due)  # otherwise the optimizer would wait for what it is about to write
             self._late.step({gradients.parameters[number]: gradients.views[number] for number in due})
 
     @contextmanager

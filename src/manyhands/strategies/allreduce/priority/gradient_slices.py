@@ -1,4 +1,4 @@
-"""Gradients in slices: what is sent at once, and which parameters wait for it. Pure.
+"""Gradients in slices: the units that are sent, and the parameters that wait for each. Pure.
 
 A bucket is cut between its tensors, and a tensor that is larger than a slice is cut itself, so that nothing urgent
 waits for more than a slice (P3: Jayarajan et al., MLSys 2019). A slice is a `Parcel` whose priority is the number of
@@ -18,13 +18,13 @@ __all__ = ["GradientSlice", "cut"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientSlice:
-    """What is summed at once."""
+    """A part of a bucket that is summed as one unit."""
 
     parcel: Parcel
-    """Which bytes of which bucket; the lower its priority, the more urgent it is."""
+    """Which bytes of which bucket it is; a lower priority is more urgent."""
 
     parameters: tuple[int, ...]
-    """Those of which it has all items or some."""
+    """The parameters with items in this slice."""
 
     def __post_init__(self) -> None:
         if not self.parameters:
@@ -32,7 +32,7 @@ class GradientSlice:
 
 
 def cut(layouts: Sequence[BucketLayout], most_bytes: int) -> tuple[GradientSlice, ...]:
-    """Every item of every bucket in one slice of at most `most_bytes`, rounded up to a line; in launch order."""
+    """Cut every bucket into slices of at most `most_bytes`, rounded up to a cache line; in launch order."""
     return tuple(
         piece for number, layout in enumerate(layouts) for piece in _cut_bucket(number, layout, most_bytes)
     )

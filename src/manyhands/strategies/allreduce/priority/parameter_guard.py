@@ -1,8 +1,8 @@
-"""The guard: whoever reads a parameter that is still to be stepped waits for that parameter, and for no other.
+"""A guard that makes every read of a parameter that is still to be stepped wait for that parameter, and no other.
 
-A module's forward waits for its own parameters. Others are read by whom they do not belong to (tied weights, a penalty
-in the loss, an exponential average): every torch function that is given a tensor in a parameter's memory waits for it
-as well, while a step is computed. So nothing reads a value of the step before.
+A module's forward waits for its parameters. Parameters are also read elsewhere (tied weights, a penalty in the loss,
+an exponential average): while a step is computed, every torch function that is given a tensor in a parameter's memory
+waits for it as well. So nothing reads a value of the previous step.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ __all__ = ["ParameterGuard"]
 
 
 class ParameterGuard(TorchFunctionMode):
-    """While it is entered, calls `wait(numbers)` before the parameters of these numbers are read, if they are pending.
+    """While entered, calls `wait(numbers)` before pending parameters of these numbers are read.
 
-    `wait` comes back when they are stepped, and has told `stepped` of them, and of others perhaps. `close` takes the
-    hooks off the modules.
+    `wait` returns when they are stepped, and has called `stepped` for them and possibly for others. `close` removes
+    the hooks from the modules.
     """
 
     def __init__(
@@ -48,15 +48,15 @@ class ParameterGuard(TorchFunctionMode):
         return frozenset(self._pending)
 
     def expect(self, numbers: Iterable[int]) -> None:
-        """These are to be stepped before they are read."""
+        """Mark parameters as pending: they must be stepped before they are read."""
         self._pending.update(numbers)
 
     def stepped(self, numbers: Iterable[int]) -> None:
-        """These may be read again."""
+        """Mark parameters as stepped: they may be read again."""
         self._pending.difference_update(numbers)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Remove the hooks; idempotent."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -64,7 +64,7 @@ class ParameterGuard(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Look at what is given to a function of torch, and let it go on."""
+        """Wait for pending parameters among the arguments, then call the torch function."""
         del types
         if self._pending:
             self._look_at(args)
@@ -82,7 +82,7 @@ class ParameterGuard(TorchFunctionMode):
     def _before_reading(self, tensor: Tensor) -> None:
         try:
             memory = _memory_of(tensor)
-        except (RuntimeError, NotImplementedError):  # what wraps others does not say whose memory it reads
+        except (RuntimeError, NotImplementedError):  # a wrapper tensor does not say whose memory it reads
             self._wait(self.pending)
             return
         if awaited := self._pending.intersection(self._in_memory.get(memory, ())):

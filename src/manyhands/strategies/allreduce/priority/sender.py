@@ -1,8 +1,8 @@
-"""The courier: a thread that exchanges reports and sums slices while its worker computes.
+"""The sender: a thread that exchanges reports and sums slices while its worker computes.
 
-The worker fills slices and closes the step; the courier does what the `Desk` says, and says what has arrived. A report
-is what a worker tells all others: its loss and its flags, which count once all have closed the step, then a byte for
-each slice that it has and for each parameter that its backward reached.
+The worker fills slices and closes the step; the sender carries out what the `Desk` decides and reports arrivals. A
+report goes from each worker to all others: its loss and its flags, which count once all have closed the step, then a
+byte for each slice that it has and for each parameter that its backward reached.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _WORD_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class Lateness:
-    """From when to when the courier could only wait for a worker that had not come this far."""
+    """An interval in which the sender could only wait for a late worker."""
 
     begin_ns: int
     end_ns: int
@@ -37,7 +37,7 @@ class Lateness:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreed:
-    """What all know once all have closed a step."""
+    """What all workers know once all have closed a step."""
 
     shared: SharedStep
     reached: tuple[bool, ...]
@@ -46,7 +46,7 @@ class Agreed:
 
 @dataclass(slots=True)
 class _Step:
-    """What goes on in one step."""
+    """The state of one step."""
 
     number: int
     desk: Desk
@@ -56,9 +56,9 @@ class _Step:
 
 
 class SliceSender(SideThread):
-    """One worker's; it has the collective to itself from `begin` until the step `is_over`. `close` is idempotent.
+    """One worker's sender; uses the collective exclusively from `begin` until `is_over`. `close` is idempotent.
 
-    What goes wrong in the thread is raised in the worker's, at its next call.
+    An error in the thread is raised in the worker's thread, at its next call.
     """
 
     def __init__(
@@ -83,12 +83,12 @@ class SliceSender(SideThread):
 
     @property
     def is_over(self) -> bool:
-        """Whether the last step that was begun is over: every slice has arrived, or it was called off."""
+        """Whether the last step is over: every slice has arrived, or the step was called off."""
         with self._changed:
             return self._is_idle()
 
     def begin(self, step: int) -> None:
-        """The next step; the last one is over."""
+        """Begin the next step; the last one must be over."""
         sizes = [one.parcel.num_bytes for one in self._slices]
         order = SendOrder(sizes, [one.parcel.priority for one in self._slices], self._credit_bytes)
         with self._changed:
@@ -96,14 +96,14 @@ class SliceSender(SideThread):
             self._step = _Step(step, Desk(order, len(self._slices)))
 
     def fill(self, number: int) -> None:
-        """This worker's part of a slice is there."""
+        """Mark a slice as filled by this worker."""
         with self._changed:
             assert self._step is not None, "begin comes before fill"
             self._step.desk.filled(number)
             self._changed.notify_all()
 
     def agree(self, local: LocalStep, reached: Sequence[bool]) -> Agreed:
-        """Close the step, in which every slice is filled; wait until all have."""
+        """Close the step, in which every slice is filled, and wait until all workers have."""
         loss = local.loss * local.share if local.is_finite and local.share else 0.0
         with self._changed:
             step = self._step
@@ -117,7 +117,7 @@ class SliceSender(SideThread):
             return step.agreed
 
     def arrivals(self, *, wait: bool) -> list[int]:
-        """The slices that have arrived since the last call; with `wait`, at least one, or none if the step is over."""
+        """Return the slices that arrived since the last call; with `wait`, at least one unless the step is over."""
         with self._changed:
             while wait and not self._arrived and self._step is not None and not self._step.desk.is_over:
                 self._wait()
@@ -125,19 +125,19 @@ class SliceSender(SideThread):
             return arrived
 
     def take_late(self) -> list[Lateness]:
-        """For whom the courier has waited since the last call."""
+        """Return for whom the sender has waited since the last call."""
         with self._changed:
             late, self._late = self._late, []
             return late
 
     def take_traffic(self) -> Mapping[int, PeerTraffic]:
-        """What went to and came from each other worker since the last call."""
+        """Return what went to and came from each other worker since the last call."""
         with self._changed:
             posts, self._posts = self._posts, {}
             return posts
 
     def close(self) -> None:
-        """End the thread and let go of the collective: at once, also in the middle of a step that has failed here."""
+        """Stop the thread and release the collective at once, even in the middle of a failed step."""
         self._end(self._collective.close)
 
     def _is_idle(self) -> bool:
@@ -154,7 +154,7 @@ class SliceSender(SideThread):
                 self._deliver(step, number)
 
     def _next_report(self) -> _Step | None:
-        """Wait for the worker to have something to report; None where it is done."""
+        """Wait until the worker has something to report; None if it is done."""
         with self._changed:
             while not self._ends:
                 if self._step is not None and self._step.desk.wants_to_report:
@@ -209,7 +209,7 @@ class SliceSender(SideThread):
 
 
 def _shared(words: np.ndarray[tuple[int, int], np.dtype[np.float64]]) -> SharedStep:
-    """What all make of everybody's words: losses are added in the order of workers."""
+    """Combine all reports; losses are added in the order of workers, so that all get the same bits."""
     bad = tuple(np.flatnonzero(words[:, _BAD]).tolist())
     loss = 0.0
     for mine in words[:, _LOSS].tolist():

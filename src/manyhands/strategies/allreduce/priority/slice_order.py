@@ -1,12 +1,12 @@
-"""Which slices go next: the same on every worker, though gradients come at another time on each. Pure.
+"""Which slices are sent next: the same choice on every worker, although gradients are ready at different times. Pure.
 
-An all-reduce needs everybody, so workers must not choose by themselves. Before something is sent, each tells all others
-what it has; the rule goes by these reports and by nothing else, so all choose alike:
+An all-reduce needs every worker, so workers must not choose by themselves. Before anything is sent, each tells all
+others what it has. The rule depends on these reports alone, so all choose alike:
 
-    of what every worker has and nobody has sent, the most urgent, as long as what is on its way is within the credit
+    of what every worker has and nobody has sent, the most urgent, as long as what is in flight is within the credit
 
-What is on its way is not called back: something more urgent waits for the credit at most (ByteScheduler: Peng et al.,
-SOSP 2019). A slice that is larger than the credit goes alone.
+What is in flight is not called back: a more urgent slice waits for at most the credit (ByteScheduler: Peng et al.,
+SOSP 2019). A slice that is larger than the credit is sent alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["Desk", "SendOrder"]
 
 
 class SendOrder:
-    """The rule, over one step: slices by number, with the bytes and the priority of each, the lower the more urgent."""
+    """The rule, over one step: slices by number, with their bytes and priorities; a lower priority is more urgent."""
 
     def __init__(self, num_bytes: Sequence[int], priorities: Sequence[int], credit_bytes: int) -> None:
         if credit_bytes < 1:
@@ -29,7 +29,7 @@ class SendOrder:
 
     @property
     def in_flight_bytes(self) -> int:
-        """Of slices that were chosen and have not arrived."""
+        """The bytes of slices that were chosen and have not arrived."""
         return sum(self._num_bytes[number] for number in self._in_flight)
 
     @property
@@ -38,9 +38,9 @@ class SendOrder:
         return not self._unsent and not self._in_flight
 
     def next(self, ready: Collection[int]) -> tuple[int, ...]:
-        """Of the slices that are `ready` on every worker, those that go now, the most urgent first.
+        """Return the slices to send now, of those `ready` on every worker, the most urgent first.
 
-        One that does not fit into the credit is not overtaken by smaller ones that are less urgent.
+        A slice that does not fit into the credit is not overtaken by smaller, less urgent ones.
         """
         chosen: list[int] = []
         for number in self._unsent:
@@ -54,16 +54,16 @@ class SendOrder:
         return tuple(chosen)
 
     def arrived(self, number: int) -> None:
-        """GradientSlice `number` is summed, here and (so far as it matters to the others) everywhere."""
+        """Slice `number` is summed here and (so far as it matters to the others) on every worker."""
         self._in_flight.remove(number)
 
 
 class Desk:
-    """One worker's end, over one step: what it has, what it has told, and what all have agreed to send.
+    """One worker's end, over one step: what it has, what it has reported, and what all have agreed to send.
 
-    `filled` and `closed` come from the worker, `report` and `heard` from who exchanges the reports: all workers do so
-    together, each when it `wants_to_report`. A worker that has everything waits for `closed`, which comes at once: so
-    who reports the last slice reports that it is closed, too.
+    The worker calls `filled` and `closed`; the thread that exchanges reports calls `report` and `heard`. All workers
+    exchange reports together, each when it `wants_to_report`. A worker that has every slice waits for `closed`, which
+    follows at once: so the report of the last slice also says that the step is closed.
     """
 
     def __init__(self, order: SendOrder, slices: int) -> None:
@@ -77,12 +77,12 @@ class Desk:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is left to be agreed on or to arrive."""
+        """Whether nothing is left to agree on or to arrive."""
         return self._called_off or (self._all_closed and self._order.is_over)
 
     @property
     def wants_to_report(self) -> bool:
-        """Whether this worker has something to say that it has not said, or has said all and waits for others."""
+        """Whether this worker has something new to report, or has reported everything and waits for others."""
         if self.is_over or self._order.in_flight_bytes:
             return False
         if len(self._ready) == self._slices:
@@ -90,22 +90,22 @@ class Desk:
         return bool(self._ready) and self._told != self._ready
 
     def filled(self, number: int) -> None:
-        """This worker's part of a slice is there."""
+        """Mark a slice as filled by this worker."""
         self._ready.add(number)
 
     def closed(self) -> None:
-        """This worker is done with the step: it has every slice, and nothing to add."""
+        """Mark the step as closed: this worker has every slice and nothing to add."""
         if len(self._ready) != self._slices:
             raise ValueError(f"closed with {len(self._ready)} of {self._slices} slices")
         self._is_closed = True
 
     def report(self) -> frozenset[int]:
-        """What this worker has, to be told to all."""
+        """Return what this worker has, to be sent to all."""
         self._told = frozenset(self._ready)
         return self._told
 
     def heard(self, reports: Sequence[Collection[int]], *, called_off: bool = False) -> tuple[int, ...]:
-        """Everybody's report, this worker's among them: what goes now. Nothing more where the step is `called_off`."""
+        """Take all reports, this worker's included; return what to send now, nothing if the step is `called_off`."""
         if called_off:
             self._called_off = True
             return ()
@@ -116,5 +116,5 @@ class Desk:
         return self._order.next(everywhere)
 
     def arrived(self, number: int) -> None:
-        """A slice is summed."""
+        """Mark a slice as summed."""
         self._order.arrived(number)

@@ -1,4 +1,4 @@
-"""This worker's gradients in slices: taken from autograd into their buckets, and told as soon as a slice is full."""
+"""This worker's gradients in slices: moved from autograd into their buckets, and reported as each slice fills."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ __all__ = ["SlicedGradients"]
 
 
 class SlicedGradients:
-    """Owns the gradients of `model` from construction to `close`; calls `filled(number)` for each slice that is full.
+    """Owns the gradients of `model` from construction to `close`; calls `filled(number)` for each full slice.
 
-    Between two steps no parameter has a `grad`: sums are handed to the optimizer where they lie, by `views`.
+    Between two steps no parameter has a `grad`: the optimizer reads the sums in place, through `views`.
     """
 
     def __init__(
@@ -36,9 +36,9 @@ class SlicedGradients:
         self._slices = slices
         self._filled = filled
         self.views = self._make_views(layouts, buckets)
-        """Where each parameter's gradient lies, in its shape."""
+        """By parameter: its gradient in the bucket, in the parameter's shape."""
         self.slices_of: list[list[int]] = [[] for _ in named]
-        """By parameter: the slices that have parts of it."""
+        """By parameter: the slices that contain parts of it."""
         for number, one in enumerate(slices):
             for index in one.parameters:
                 self.slices_of[index].append(number)
@@ -50,13 +50,13 @@ class SlicedGradients:
         self._tap = GradientTap(self.parameters, self._on_gradient)
 
     def begin(self) -> None:
-        """The next step: nothing is here yet."""
+        """Begin the next step with no gradient present."""
         self.reached = [False] * len(self.parameters)
         self._missing = [set(one.parameters) for one in self._slices]
 
     @contextmanager
     def holding(self) -> Iterator[None]:
-        """Backwards inside only add to the gradients; the first one after it fills slices."""
+        """Return a context in which backwards only add to the gradients; the first one after it fills slices."""
         before, self._held = self._held, True
         try:
             yield
@@ -64,14 +64,14 @@ class SlicedGradients:
             self._held = before
 
     def fill_rest(self) -> None:
-        """Backward is over: what it did not reach is what was held, or zero."""
+        """After backward: fill what it did not reach with what was accumulated before, or zero."""
         for index, reached in enumerate(self.reached):
             if not reached:
                 self.views[index].zero_()
             self._fill(index)
 
     def close(self) -> None:
-        """Take the hooks off and let go of the buckets."""
+        """Remove the hooks and release the buckets."""
         self._tap.close()
         for parameter in self.parameters:
             parameter.grad = None

@@ -1,8 +1,8 @@
-"""The optimizer, parameter by parameter: each is stepped when its sum is there, with the settings of its own step.
+"""The optimizer, parameter by parameter: each is stepped when its sum arrives, with the settings of its step.
 
-A schedule may have moved on to the next step by then, so the settings of each group are kept from when the step was
-allowed. Parameters are handed to the optimizer a few at a time, which gives the same bits as all at once for every one
-that treats them one by one.
+A schedule may have advanced to the next step by then, so the settings of each group are saved when the step is
+allowed. The optimizer is given a few parameters at a time. For an optimizer that treats parameters one by one this
+gives the same bits as all at once.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class LateOptimizer:
         self._settings: list[dict[str, Any]] = []
 
     def allow(self) -> None:
-        """From now on a step is taken with the settings of this moment."""
+        """Allow a step, with the settings of this moment."""
         self._settings = [
             {name: _kept(value) for name, value in group.items() if name != "params"}
             for group in self._optimizer.param_groups
         ]
 
     def step(self, sums: Mapping[Tensor, Tensor]) -> None:
-        """Step these parameters by the gradients given; they have none afterwards."""
+        """Step these parameters by the given gradients; afterwards they have no `grad`."""
         groups = self._optimizer.param_groups
         now = [dict(group) for group in groups]
         try:
@@ -56,5 +56,5 @@ def _among(parameters: Collection[Tensor], sums: Mapping[Tensor, Tensor]) -> lis
 
 
 def _kept(value: Any) -> Any:
-    """A setting as it is now: a schedule writes into one that is a tensor."""
+    """Return a copy of a setting as it is now: a schedule writes in place if it is a tensor."""
     return value.detach().clone() if isinstance(value, Tensor) else value

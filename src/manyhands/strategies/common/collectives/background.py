@@ -11,9 +11,9 @@ __all__ = ["Background"]
 
 
 class Background(SideThread):
-    """One worker's; the thread begins with the first work. `close` is idempotent.
+    """One worker's background thread, started with the first work. `close` is idempotent.
 
-    What goes wrong in the thread is raised by `wait`; work that was given after it is not done.
+    An error in the thread is raised by `wait`; work that was given after it is not done.
     """
 
     def __init__(self, name: str) -> None:
@@ -24,12 +24,12 @@ class Background(SideThread):
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is being done, or still to be done."""
+        """Whether no work is running or queued."""
         with self._changed:
             return self._is_idle()
 
     def give(self, work: Callable[[], None]) -> int:
-        """Have this done after what was given before it; its number, for `wait`. Returns at once."""
+        """Queue work after what was given before; return its number, for `wait`, at once."""
         with self._changed:
             self._given += 1
             if self._error is None and not self._ends:
@@ -39,13 +39,13 @@ class Background(SideThread):
             return self._given
 
     def wait(self, number: int) -> None:
-        """Until work `number` is done, or raise what went wrong before it was; each has deadlines of its own."""
+        """Wait until work `number` is done, or raise an earlier error; each piece of work has its own deadlines."""
         with self._changed:
             while self._done < number:
                 self._wait()
 
     def close(self, release: Callable[[], None]) -> None:
-        """End the thread; `release` ends whatever its work waits for."""
+        """Stop the thread; `release` ends whatever its work waits for."""
         with self._changed:
             self._waiting.clear()
         self._end(release)

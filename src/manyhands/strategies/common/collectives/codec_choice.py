@@ -1,7 +1,7 @@
-"""`codec=auto` at work: workers measure at the same steps, tell each other the worst of it, and all change alike.
+"""`codec=auto`: workers measure at the same steps, share the worst measurement, and all switch alike.
 
-What is measured is the run's own: a sample of what is summed, encoded and decoded by every codec that may be chosen,
-and the time that summing the sample takes as it is. `wire.choice` decides.
+What is measured belongs to the run: a sample of what is summed, encoded and decoded by every candidate codec, and the
+time to sum the sample unencoded. `wire.choice` decides.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ Filled = Sequence[tuple[Parcel, torch.Tensor]]
 
 
 class CodecChooser:
-    """One worker's end: changes what its executor encodes by, at the same steps as all others.
+    """One worker's end: switches its executor's codec, at the same steps as all others.
 
-    `make` gives the carrier of a codec by its name, `clock_s` the time by which exchanges and codecs are measured.
+    `make` returns the encoder of a codec by name; `clock_s` is the clock for exchanges and codecs.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class CodecChooser:
         self._make = make
         self._clock_s = clock_s
         self.codec = RAW
-        """The one in use."""
+        """The codec in use."""
         self.decisions: list[CodecChoice] = []
 
     def is_due(self, step: int) -> bool:
@@ -69,7 +69,7 @@ class CodecChooser:
         return looks_at(step, self.decisions[-1].step if self.decisions else -1)
 
     def look(self, step: int, filled: Filled) -> None:
-        """Collective, before the exchange of a step: measure and choose, where that is due."""
+        """Collective, before the exchange of a step: measure and choose, if due."""
         free = [(parcel, part) for parcel, part in filled if not parcel.exact and parcel.count]
         if not free or not self.is_due(step):
             return
@@ -113,16 +113,16 @@ class CodecChooser:
         self._take(decision, filled)
 
     def summary(self) -> dict[str, Any]:
-        """What was chosen, for the summary."""
+        """Return what was chosen, for the run's summary."""
         return {CHOSEN: [{"step": one.step, "codec": one.codec, "why": one.why} for one in self.decisions]}
 
     def memory(self) -> dict[str, torch.Tensor]:
-        """Which codec is in use since when, beside what it keeps: a resumed run goes on with it."""
+        """Return the codec in use, since when, and its residuals, for a resumed run."""
         since = torch.tensor([self.decisions[-1].step if self.decisions else 0])
         return {f"{_IN_USE}{self.codec}": since, **self._executor.memory()}
 
     def remember(self, memory: Mapping[str, torch.Tensor]) -> None:
-        """Go on with both."""
+        """Restore what `memory` returned."""
         kept = dict(memory)
         for name, since in memory.items():
             if name.startswith(_IN_USE):
@@ -143,21 +143,21 @@ class CodecChooser:
         self._executor.carry_by(self._make(codec))
 
     def _link_times(self, values: torch.Tensor) -> tuple[float, float]:
-        """Collective: seconds to sum the sample as it is, and to sum next to nothing."""
+        """Collective: return the seconds to sum the sample unencoded, and to sum next to nothing."""
         large, small = values.clone(), torch.zeros(_FEW, dtype=values.dtype)
         return self._fastest(large), self._fastest(small)
 
     def _fastest(self, vector: torch.Tensor) -> float:
         took = []
         for _ in range(_TIMES):
-            vector.zero_()  # or sums of sums would overflow
+            vector.zero_()  # otherwise sums of sums would overflow
             begin = self._clock_s()
             self._executor.all_reduce(vector)
             took.append(self._clock_s() - begin)
         return min(took)
 
     def _cost(self, name: str, parcel: Parcel, values: torch.Tensor) -> tuple[float, float, float, float]:
-        """Seconds to encode and to decode, the share of the bytes that is left, and the error by the norm."""
+        """Return seconds to encode and to decode, the remaining share of the bytes, and the relative error."""
         codec = codec_named(name, feedback=False)
         assert codec is not None, "raw is not measured"
         if not encodes(codec, parcel):
@@ -178,10 +178,10 @@ class CodecChooser:
 
 
 def _give_back(memory: Mapping[str, torch.Tensor], filled: Filled) -> None:
-    """Add what is owed to what is sent next: whoever encodes that, or nobody, owes it from then on.
+    """Add the residual to what is sent next: the next codec, if any, keeps its own residual from then on.
 
-    Names are as `Compressor.memory` makes them of parcels' keys: what was left out of a part, or of a sum by who
-    sent it, which is in one worker's memory alone.
+    Names are as `Compressor.memory` makes them from parcel keys: what was left out of a part, or of a sum by the
+    worker that sent it, which only that worker holds.
     """
     parts = {parcel.number: part for parcel, part in filled}
     for name, kept in memory.items():

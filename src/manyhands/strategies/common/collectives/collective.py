@@ -50,59 +50,59 @@ class Collective(ABC):
     world: int
 
     wire: int = Wire.MEMORY
-    """What carries the buckets, and in which codec: made by `wire_of`."""
+    """What carries the buckets, and in which codec: the result of `wire_of`."""
 
     codec: str = RAW
-    """The setting by which they are encoded."""
+    """The codec setting."""
 
     step: int = 0
     """Which step the launched buckets belong to; set it before `finish`."""
 
     def begin(self, step: int) -> None:
-        """What is launched from here on belongs to this step, and may be summed before `finish`."""
+        """Begin a step: buckets launched from here on belong to it, and may be summed before `finish`."""
         self.step = step
 
     @abstractmethod
     def allocate(self, parcels: Sequence[Parcel]) -> list[torch.Tensor]:
-        """Collective, once: one flat tensor for each, zeroed, where this worker lays its part; in their order."""
+        """Collective, once: return a zeroed flat tensor for each parcel, in order, for this worker's part."""
 
     def rounds(self, parcel: Parcel) -> bool:
-        """Whether what is in it is rounded on its way."""
+        """Whether the contents of the parcel are rounded in transit."""
         del parcel
         return False
 
     sums_rows: bool = False
-    """Whether gradients of some rows are summed as such; else only dense ones are."""
+    """Whether row-sparse gradients are summed as such; otherwise only dense ones are."""
 
     instead_of_rows: str = (
         "its rows are summed over links, if it is that of an nn.Embedding: add link=tcp, or build it with "
         "sparse=False"
     )
-    """What to do where gradients of some rows are not summed."""
+    """What the user can do if row-sparse gradients are not supported."""
 
     def sum_rows(self, mine: GradientRows, below: int) -> GradientRows:
-        """Collective, where it `sums_rows`: the sum over workers of rows of a table that has `below` of them."""
+        """Collective, if it `sums_rows`: return the sum over workers of rows of a table that has `below` of them."""
         raise NotImplementedError(
             f"{type(self).__name__} sums dense gradients, not {len(mine.numbers)} of {below}"
         )
 
     def summary(self) -> dict[str, Any]:
-        """What is told of it at the end of a run: plain values."""
+        """Return what a run's summary says of it: plain values."""
         return {}
 
     def memory(self) -> dict[str, torch.Tensor]:
-        """What this worker keeps of what a codec has left out so far, by name."""
+        """Return this worker's codec residuals, by name."""
         return {}
 
     def remember(self, memory: Mapping[str, torch.Tensor]) -> None:  # noqa: B027 - only codecs keep something
-        """Go on with what a worker of this number kept."""
+        """Restore the residuals that a worker of this number kept."""
 
     @abstractmethod
     def launch(self, index: int) -> None:
-        """This worker's part of a bucket is filled; returns at once."""
+        """Mark this worker's part of a bucket as filled; returns at once."""
 
     def poll(self) -> bool:
-        """Do what can be done without waiting; whether anything launched is still to be reduced here."""
+        """Do what can be done without waiting; return whether a launched bucket is still to be reduced here."""
         return False
 
     @abstractmethod
@@ -110,9 +110,9 @@ class Collective(ABC):
         """Wait until every launched bucket holds its sum, or raise naming the worker waited for."""
 
     def settle(self) -> bool:
-        """Wait until what `finish` gave is certain, where that goes on ahead of a GPU; before anything of it is kept.
+        """Wait until the results of `finish` are certain, if the host runs ahead of a GPU; call before keeping any.
 
-        Whether others may still need this worker for theirs.
+        Returns whether other workers may still need this one for their results.
         """
         return False
 
@@ -121,24 +121,24 @@ class Collective(ABC):
         """Collective: worker `root`'s bucket becomes everyone's."""
 
     def spread(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Collective, where it can: give every worker worker 0's values straight away; whether it did.
+        """Collective, if supported: give every worker worker 0's values directly; return whether it did.
 
-        Elsewhere they ride in a bucket.
+        Otherwise the caller sends them through a bucket.
         """
         del tensors
         return False
 
     @abstractmethod
     def take_times(self) -> Times:
-        """Where time went since the last call."""
+        """Return where time went since the last call."""
 
     @abstractmethod
     def traffic(self) -> Traffic:
-        """What this worker has sent so far."""
+        """Return what this worker has sent so far."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of memory and links."""
+        """Release memory and links."""
 
 
 class SharedCollective(Collective):
@@ -168,7 +168,7 @@ class SharedCollective(Collective):
         return [bucket.tensor for bucket in self._buckets]
 
     def launch(self, index: int) -> None:
-        """Say that this worker's part is there."""
+        """Mark this worker's part as filled."""
         bucket = self._buckets[index]
         part, others = bucket.tensor, self.world - 1
         if index < len(self._owned):
@@ -182,15 +182,15 @@ class SharedCollective(Collective):
             self._bytes += 2 * others * len(mine) * part.element_size()
 
     def poll(self) -> bool:
-        """Reduce what everyone has filled."""
+        """Reduce this worker's slice of every bucket that all have filled."""
         return self._group.poll()
 
     def finish(self) -> None:
-        """Wait for the slices of the others."""
+        """Reduce what is left, and wait for the slices of the others."""
         self._group.finish()
 
     def broadcast(self, index: int, root: int = 0) -> None:
-        """Worker `root`'s bytes to all."""
+        """Copy worker `root`'s bytes to all."""
         self._group.broadcast(self._buckets[index], root)
 
     def is_done(self, index: int) -> bool:
@@ -202,13 +202,13 @@ class SharedCollective(Collective):
         return self._buckets[index].parts
 
     def take_times(self) -> Times:
-        """Measured inside the compiled code, waiting apart from reducing."""
+        """Return times measured inside the compiled code, with waiting apart from reducing."""
         stats = self._group.take_stats()
         waits = {peer: waited for peer, waited in enumerate(stats.waiting_ns) if waited}
         return Times(exchange_ns=stats.reducing_ns, wait_ns=waits)
 
     def traffic(self) -> Traffic:
-        """Bytes of others that this worker read, and of its own results that it wrote to others."""
+        """Return bytes read from other workers, and result bytes written to them."""
         return Traffic(messages_sent=self._messages, bytes_sent=self._bytes)
 
     def close(self) -> None:
@@ -218,15 +218,15 @@ class SharedCollective(Collective):
 
 
 class ScheduleCollective(Collective):
-    """Buckets summed one after the other by a schedule over links, in the order in which they are launched.
+    """Buckets summed one after the other by a schedule over links, in launch order.
 
-    Where links are a network, and the step has been told by `begin`, a thread sums each as soon as it is launched,
-    while the worker goes on with its backward; elsewhere `finish` does. Collectives over one executor share the
-    `background`, so that everything leaves in the order in which it is launched.
+    If links are a network and `begin` has announced the step, a thread sums each bucket as soon as it is launched,
+    while the worker continues its backward; otherwise `finish` does. Collectives over one executor share the
+    `background`, so that everything is sent in launch order.
 
-    `arrive`, where given, waits until every worker has come this far and returns the nanoseconds waited for each: with
-    it, lateness is told apart from the exchange itself. `codec` is the name of what the executor encodes by; a
-    `chooser` changes that as the run goes on. Owns the links.
+    `arrive`, if given, waits until every worker has arrived and returns the nanoseconds waited for each: it separates
+    lateness from the exchange itself. `codec` names what the executor encodes with; a `chooser` changes it during the
+    run. Owns the links.
     """
 
     sums_rows = True
@@ -257,54 +257,54 @@ class ScheduleCollective(Collective):
         self._last_given = 0
 
     def of_words(self) -> ScheduleCollective:
-        """Another one over the same links, for small exact words."""
+        """Return another collective over the same links, for small exact values."""
         return ScheduleCollective(self._executor, self._links, background=self._background)
 
     @property
     def wire(self) -> int:  # type: ignore[override]
-        """By the codec in use."""
+        """The wire, with the codec in use."""
         codec = self.codec if self._chooser is None else self._chooser.codec
         return wire_of(next((link.wire for link in self._links.values()), Wire.NONE), codec)
 
     def summary(self) -> dict[str, Any]:
-        """What was chosen, where something was."""
+        """Return which codec was chosen, if one was."""
         return {} if self._chooser is None else self._chooser.summary()
 
     def allocate(self, parcels: Sequence[Parcel]) -> list[torch.Tensor]:
-        """Plain memory of this worker."""
+        """Allocate plain memory of this worker."""
         self._parcels = parcels
         self._buckets = [torch.zeros(parcel.count, dtype=parcel.dtype) for parcel in parcels]
         return self._buckets
 
     def rounds(self, parcel: Parcel) -> bool:
-        """Where the executor encodes it, or a codec may yet be chosen that does."""
+        """Whether the executor encodes the parcel, or a codec that does may still be chosen."""
         return self._executor.encodes(parcel) or (self._chooser is not None and not parcel.exact)
 
     def sum_rows(self, mine: GradientRows, below: int) -> GradientRows:
-        """By a butterfly."""
+        """Sum the rows by a butterfly."""
         return self._executor.sum_rows(mine, below)
 
     def sum_part(self, part: Parcel) -> None:
-        """Collective, at once: make a part of a bucket, which it names, the sum over workers."""
+        """Collective, at once: sum the named part of a bucket over workers."""
         item = part.dtype.itemsize
         items = self._buckets[part.number][part.begin // item : part.end // item]
         self._executor.at(self.step)
         self._executor.all_reduce(items, parcel=part)
 
     def gather(self, mine: torch.Tensor) -> tuple[list[torch.Tensor], dict[int, tuple[int, int]]]:
-        """Collective, at once: every worker's few bytes, and from when to when each was waited for."""
+        """Collective, at once: return every worker's few bytes, and the interval in which each was waited for."""
         return self._executor.gather(mine)
 
     def memory(self) -> dict[str, torch.Tensor]:
-        """What the executor's codecs keep, and which is in use where that is chosen."""
+        """Return the residuals of the executor's codecs, and the codec in use if one is chosen."""
         return (self._chooser or self._executor).memory()
 
     def remember(self, memory: Mapping[str, torch.Tensor]) -> None:
-        """So that they go on with it."""
+        """Restore the residuals, and the chosen codec."""
         (self._chooser or self._executor).remember(memory)
 
     def begin(self, step: int) -> None:
-        """Buckets may leave from here on, unless codecs are weighed by all of them first."""
+        """Begin a step; buckets may be sent from here on, unless codecs are measured on all of them first."""
         super().begin(step)
         self._begun = True
         self._executor.at(step)
@@ -313,7 +313,7 @@ class ScheduleCollective(Collective):
 
     @property
     def overlaps(self) -> bool:
-        """Whether a thread may sum while the worker computes: bytes on a network need no core of it."""
+        """Whether a thread may sum while the worker computes; data on a network needs no core of this host."""
         return any(link.wire in (Wire.TCP, Wire.TORCH) for link in self._links.values())
 
     def launch(self, index: int) -> None:
@@ -324,7 +324,7 @@ class ScheduleCollective(Collective):
             self._launched.append(index)
 
     def finish(self) -> None:
-        """Wait for the sums of buckets that have left, or run the schedule on each launched one, in order."""
+        """Wait for the sums of buckets that were sent, or run the schedule on each launched one, in order."""
         self._begun = False
         if self._arrive is not None:
             for peer, waited in self._arrive().items():
@@ -346,28 +346,28 @@ class ScheduleCollective(Collective):
             self._executor.all_reduce(self._buckets[index], parcel=self._parcels[index])
 
     def barrier(self) -> None:
-        """Collective: return when everyone has come here."""
+        """Collective: return when every worker has arrived."""
         self._executor.barrier()
 
     def broadcast(self, index: int, root: int = 0) -> None:
-        """Worker `root`'s bucket to all, down a tree."""
+        """Send worker `root`'s bucket to all, down a tree."""
         self._executor.broadcast(self._buckets[index], root)
 
     def take_times(self) -> Times:
-        """The waiting for others; what backward does not hide of the exchange is timed by the caller."""
+        """Return the waits for others; the caller times the exchange that backward does not hide."""
         waits, self._waits = self._waits, {}
-        over = not self._begun and self._background.is_idle  # a step's posts stay together
+        over = not self._begun and self._background.is_idle  # a step's traffic is reported together
         return Times(wait_ns=waits, posts=self._take_traffic() if over else {})
 
     def _take_traffic(self) -> Mapping[int, PeerTraffic]:
         return self._executor.take_traffic()
 
     def traffic(self) -> Traffic:
-        """What the executor sent."""
+        """Return what the executor sent."""
         return Traffic(messages_sent=self._executor.messages_sent, bytes_sent=self._executor.bytes_sent)
 
     def close(self) -> None:
-        """Close the links, and end what waits for them."""
+        """Close the links, which ends pending waits."""
         self._background.close(self._close_links)
 
     def _close_links(self) -> None:
@@ -378,7 +378,7 @@ class ScheduleCollective(Collective):
 def carrier(
     codec: str, *, feedback: bool, seed: int, rank: int, world: int
 ) -> ParcelCodec | Compressor | None:
-    """What encodes for an executor: at every hop, or in forms of its own; None where nothing does, or does yet."""
+    """Return what encodes for an executor: at every hop, or as a `Compressor`; None if nothing does yet."""
     if auto_error(codec) is not None:
         return None
     if rounds_hops(codec):
@@ -389,7 +389,7 @@ def carrier(
 def over_links(
     algorithm: Algorithm, resources: Resources, codec: str = RAW, *, feedback: bool = True
 ) -> ScheduleCollective:
-    """A worker's end of schedules over the links of one host, with a barrier in shared memory to tell who was late."""
+    """Return a worker's end over the links of one host, with a barrier in shared memory that tells which was late."""
     group, links = resources.group(), resources.links()
     carries = carrier(codec, feedback=feedback, seed=resources.seed, rank=group.rank, world=group.world)
     executor = ScheduleExecutor(
@@ -400,7 +400,7 @@ def over_links(
 
 
 def barrier_in(group: SharedGroup) -> Callable[[], Mapping[int, int]]:
-    """A barrier of the group that says how long each worker that came later was waited for, in nanoseconds."""
+    """Return a barrier of the group that reports how long each later worker was waited for, in nanoseconds."""
 
     def arrive() -> Mapping[int, int]:
         group.barrier()
@@ -413,7 +413,7 @@ def barrier_in(group: SharedGroup) -> Callable[[], Mapping[int, int]]:
 def without_barrier(
     algorithm: Algorithm, resources: Resources, codec: str = RAW, *, feedback: bool = True
 ) -> ScheduleCollective:
-    """A worker's end of schedules over links, of one host or several, where nobody waits for the others to arrive."""
+    """Return a worker's end over links, on one host or several, that does not wait for arrivals."""
     links, rank, world = resources.links(), resources.rank, resources.world
     carries = carrier(codec, feedback=feedback, seed=resources.seed, rank=rank, world=world)
     executor = ScheduleExecutor(
@@ -426,7 +426,7 @@ def without_barrier(
 def across_hosts(
     algorithm: Algorithm, resources: Resources, codec: str = RAW, *, feedback: bool = True
 ) -> tuple[ScheduleCollective, ScheduleCollective]:
-    """A worker's end of schedules over links between hosts: for what may be encoded, and for small exact words."""
+    """Return a worker's ends over links between hosts: for what may be encoded, and for small exact values."""
     gradients = without_barrier(algorithm, resources, codec, feedback=feedback)
     return gradients, gradients.of_words()
 

@@ -28,16 +28,16 @@ from manyhands.wire.parcels import Parcel
 
 __all__ = ["Compressor", "gathers"]
 
-_SUMS = 1 << 20  # workers are numbered below this: sums draw by other numbers
+_SUMS = 1 << 20  # worker numbers are below this; sums seed their draws with higher ones
 
 
 def gathers(codec: ParcelCodec, parcel: Parcel, world: int) -> bool:
-    """Whether a parcel goes to all, and not by way of the owners of its chunks."""
+    """Whether a parcel is sent to all workers, and not through the owners of its chunks."""
     return codec.sums_vote or codec.usual_size(parcel) * world < 2 * parcel.num_bytes
 
 
 class Compressor:
-    """One rank's codecs, for what it gives and for the sums that it sends, and the forms in which they travel."""
+    """One rank's codecs, for its parts and for the sums that it sends, and the forms in which they travel."""
 
     def __init__(self, text: str, *, feedback: bool, seed: int, rank: int, world: int) -> None:
         given = codec_named(text, feedback=feedback, seed=seed, worker=rank)
@@ -51,7 +51,7 @@ class Compressor:
         self._rooms: dict[str, Tensor] = {}
 
     def at(self, step: int) -> None:
-        """What is exchanged from here on belongs to this step."""
+        """Begin a step: what is exchanged from here on belongs to it."""
         self._given.at(step)
         self._sums.at(step)
 
@@ -60,14 +60,14 @@ class Compressor:
         return encodes(self._given, parcel)
 
     def memory(self) -> dict[str, Tensor]:
-        """What both codecs keep."""
+        """Return the residuals of both codecs."""
         given, sums = self._given.memory(), self._sums.memory()
         return {f"given:{name}": kept for name, kept in given.items()} | {
             f"sums:{name}": kept for name, kept in sums.items()
         }
 
     def remember(self, memory: Mapping[str, Tensor]) -> None:
-        """Go on with that."""
+        """Restore the residuals of both codecs."""
         for prefix, codec in (("given:", self._given), ("sums:", self._sums)):
             codec.remember(
                 {name.removeprefix(prefix): kept for name, kept in memory.items() if name.startswith(prefix)}
@@ -144,11 +144,11 @@ class Compressor:
         mailbox.flush(refused, self._peers())
 
     def _peers(self) -> list[int]:
-        """The others, from the next one on: so that not all send to the same one at once."""
+        """The other ranks, starting with the next one, so that not all send to the same rank at once."""
         return [(self.rank + distance) % self.world for distance in range(1, self.world)]
 
     def _put(self, codec: ParcelCodec, parcel: Parcel, values: Tensor, name: str) -> Tensor:
-        """The bytes to send."""
+        """Return the bytes to send."""
         if not encodes(codec, parcel):
             return values.clone().view(torch.uint8)
         room = self._room(name, codec.size(parcel))

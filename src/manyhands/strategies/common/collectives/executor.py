@@ -108,7 +108,7 @@ class ScheduleExecutor:
         return self._mailbox.bytes_sent
 
     def carry_by(self, codec: ParcelCodec | Compressor | None) -> None:
-        """From the next call on parcels travel in this codec; all ranks change between the same two calls."""
+        """Switch the codec from the next call on; all ranks switch between the same two calls."""
         self._compressor = codec if isinstance(codec, Compressor) else None
         self._codec = codec if isinstance(codec, ParcelCodec) else None
 
@@ -119,21 +119,21 @@ class ScheduleExecutor:
         return encodes(self._codec, parcel)
 
     def at(self, step: int) -> None:
-        """What is summed from here on belongs to this step."""
+        """Begin a step: what is summed from here on belongs to it."""
         if self._compressor is not None:
             self._compressor.at(step)
 
     def memory(self) -> dict[str, torch.Tensor]:
-        """What is kept of what has been left out so far."""
+        """Return the codec residuals."""
         return {} if self._compressor is None else self._compressor.memory()
 
     def remember(self, memory: Mapping[str, torch.Tensor]) -> None:
-        """Go on with what a rank of this number kept."""
+        """Restore the residuals that a rank of this number kept."""
         if self._compressor is not None:
             self._compressor.remember(memory)
 
     def take_traffic(self) -> Mapping[int, PeerTraffic]:
-        """What went to and came from each peer since the last call."""
+        """Return what went to and came from each peer since the last call."""
         return self._mailbox.take_traffic()
 
     def all_reduce(
@@ -173,7 +173,7 @@ class ScheduleExecutor:
         return sum_rows(mine, below, self.rank, self.world, self._mailbox, enter)
 
     def gather(self, mine: torch.Tensor) -> tuple[list[torch.Tensor], dict[int, tuple[int, int]]]:
-        """Collective: every rank's few bytes, of one length, by rank; and from when to when each was waited for."""
+        """Collective: return every rank's few bytes, of one length, and the interval in which each was waited for."""
         self._mailbox.enter("exchange of reports", _Kind.WORDS, self._calls, 1)
         self._calls += 1
         peers = [(self.rank + distance) % self.world for distance in range(1, self.world)]
@@ -196,7 +196,7 @@ class ScheduleExecutor:
         return self._run(_Kind.BROADCAST, "tree", plan, vector)
 
     def barrier(self) -> Sent:
-        """Collective: return when every rank has come here; an all-reduce of nothing."""
+        """Collective: return when every rank has arrived; an all-reduce of nothing."""
         plan = _all_reduce_plan(self.algorithm, self.rank, self.world, 0)
         return self._run(_Kind.BARRIER, self.algorithm.name, plan, torch.empty(0))
 
@@ -266,7 +266,7 @@ class ScheduleExecutor:
 
 
 class _Arithmetic:
-    """What becomes of items that arrive: all reading and writing of the vector.
+    """The arithmetic on items that arrive: all reading and writing of the vector.
 
     `wide` is float32 space for the folds of halves, None for a vector that needs none.
     """
@@ -287,7 +287,7 @@ class _Arithmetic:
         self._operation = operation
 
     def items(self, begin: int, end: int) -> torch.Tensor:
-        """A part of the vector, which is often all of it: cutting takes longer than adding a few items."""
+        """Return a part of the vector; all of it comes unsliced, as a slice costs more than adding a few items."""
         return self.vector if not begin and end == self._count else self.vector[begin:end]
 
     def space(self, landing: Landing) -> torch.Tensor:
@@ -297,7 +297,7 @@ class _Arithmetic:
         return self._scratch[landing.scratch : landing.scratch + landing.end - landing.begin]
 
     def apply(self, landing: Landing, got: torch.Tensor) -> None:
-        """Let a message that landed in its space take effect; one that is kept has none yet."""
+        """Apply a message that landed in its space; one that is kept has no effect yet."""
         if landing.scratch is None or landing.how is How.KEEP:
             return
         mine = self.items(landing.begin, landing.end)

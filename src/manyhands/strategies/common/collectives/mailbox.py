@@ -1,7 +1,7 @@
-"""The links of one rank as the executor uses them: what is not success becomes an error with names.
+"""The links of one rank as the executor uses them: every failure becomes an error that names its peer.
 
-Posting never waits. What a full link refuses is handed back and tried again while receiving from others, so
-back-pressure cannot tie ranks into a knot: a message that is awaited always finds room in the end.
+Posting never waits. What a full link refuses is returned and tried again while receiving from others, so
+back-pressure cannot deadlock the ranks: a message that is awaited can always be delivered eventually.
 """
 
 from __future__ import annotations
@@ -41,10 +41,9 @@ _CAUSE_S: Final = 0.75
 class Mailbox:
     """Sends to and receives from the peers of `rank`, each wait at most `timeout_s`.
 
-    A message carries which collective (`kind`), which call of it (`call`) and which round it belongs to; a
-    message of another place than this rank's own is refused. `messages_sent` and `bytes_sent` only grow. Where an
-    `alarm` is given, it ends every wait, and the one that it names is the one to blame. `roles` says by which number
-    errors and posts name each rank, where that is not its rank.
+    A message carries its collective (`kind`), its call (`call`) and its round; a message with other values than this
+    rank's is rejected. `messages_sent` and `bytes_sent` only grow. An `alarm`, if given, ends every wait, and errors
+    blame the worker that it names. `roles` maps ranks to the numbers by which errors and traffic name them.
     """
 
     def __init__(
@@ -70,14 +69,14 @@ class Mailbox:
         self._place = (0, 0, 0)
 
     def enter(self, name: str, kind: int, call: int, round_number: int) -> None:
-        """From here on messages belong to this round; `name` says in errors what was being done."""
+        """Enter a round: messages belong to it from here on; `name` is used in errors."""
         self._name = name
         self._place = (kind, call, round_number)
         if self._alarm is not None:
             self._alarm.mark(call)
 
     def take_traffic(self) -> Mapping[int, PeerTraffic]:
-        """What went to and came from each peer since the last call."""
+        """Return what went to and came from each peer since the last call."""
         posts, self._posts = self._posts, {}
         return {self._role(peer): post for peer, post in posts.items()}
 
@@ -94,9 +93,9 @@ class Mailbox:
     def receive(
         self, source: int, space: torch.Tensor, refused: list[LinkMessage], *, or_less: bool = False
     ) -> tuple[list[LinkMessage], int]:
-        """Fill `space` with the next message of `source`, posting again meanwhile; it may be shorter where `or_less`.
+        """Fill `space` with the next message of `source`, posting meanwhile; it may be shorter with `or_less`.
 
-        What is left to post, and how many bytes came.
+        Returns what is left to post, and how many bytes came.
         """
         link = self._link(source)
         left_s = self._timeout_s
@@ -125,7 +124,7 @@ class Mailbox:
         return refused, came
 
     def flush(self, refused: Sequence[LinkMessage], peers: Iterable[int]) -> None:
-        """Post what is still refused, whichever link has room first, and wait until all has left."""
+        """Post what was refused, on whichever link has capacity first, and wait until everything is sent."""
         left_s = self._timeout_s
         while refused and (still := self.post(refused)):
             left_s = self._timeout_s if len(still) < len(refused) else left_s - _RETRY_S
@@ -138,11 +137,11 @@ class Mailbox:
                 self._late(peer, "took nothing")
 
     def refuse(self, source: int, why: str) -> NoReturn:
-        """Raise: what `source` sent makes no sense."""
+        """Raise an error: the message of `source` is invalid."""
         raise ManyhandsError(f"{self._where()}: from rank {self._role(source)}: {why}")
 
     def _flush(self, peer: int, timeout_s: float) -> bool:
-        """Whether all that was queued for `peer` has left."""
+        """Return whether everything queued for `peer` is sent."""
         with LongWait() as wait:
             while True:
                 slice_s = min(timeout_s, self._slice_s)
@@ -190,7 +189,7 @@ class Mailbox:
             ) from None
 
     def _check(self, source: int, message: Message, came: int, least: int, most: int) -> None:
-        """Refuse a message of another collective, call, round or length: some rank has gone its own way."""
+        """Reject a message of another collective, call, round or length: the ranks have diverged."""
         place = (message.kind, message.step, message.tag)
         if place != self._place or not least <= came <= most:
             raise ManyhandsError(
@@ -209,7 +208,7 @@ class Mailbox:
             raise WorkerFailed(f"{self._where()}: {lost[1]}", lost[0])
 
     def _lost(self, peer: int, outcome: Closed | PeerDied) -> NoReturn:
-        self._heed_alarm(_CAUSE_S)  # it may have left because of another, who will be named in a moment
+        self._heed_alarm(_CAUSE_S)  # it may have left because of another loss, which the alarm will name
         reason = outcome.reason if isinstance(outcome, PeerDied) else "the link was closed"
         role = self._role(peer)
         raise WorkerFailed(f"{self._where()}: lost rank {role}: {reason}", role)

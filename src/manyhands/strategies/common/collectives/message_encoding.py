@@ -1,8 +1,7 @@
-"""How the items of a schedule's messages travel encoded.
+"""How the items of a schedule's messages are encoded.
 
-What leaves is rounded at the sender, too, in place: so every rank that adds or passes on a number has the same one.
-What a rank computed last by itself, and nobody had from it, is rounded at the end. Sums are taken in the vector's own
-type.
+What is sent is also rounded in place at the sender, so every rank that adds or forwards a number has the same one.
+What a rank computed last and did not send is rounded at the end. Sums are computed in the vector's own type.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ __all__ = ["Encoded"]
 
 
 class Encoded:
-    """Items of one vector, encoded into a room of their own before they leave, and decoded to their places.
+    """Items of one vector, encoded into separate memory before they are sent, and decoded into place.
 
-    `room` gives memory by name.
+    `room` allocates memory by name.
     """
 
     def __init__(
@@ -39,7 +38,7 @@ class Encoded:
         self._room = room
 
     def letters(self, departures: Sequence[Departure]) -> list[LinkMessage]:
-        """What to post, each span encoded once, whoever it goes to; it must not change until all of it has left."""
+        """Return the messages to post, each span encoded once for all receivers; constant until all are sent."""
         spans = list(dict.fromkeys((one.begin, one.end) for one in departures))
         parcels = [self._parcel.part(*span) for span in spans]
         sizes = [round_up(self._codec.size(parcel), CACHE_LINE) for parcel in parcels]
@@ -53,7 +52,7 @@ class Encoded:
     def receive(
         self, mailbox: Mailbox, landing: Landing, space: torch.Tensor, refused: list[LinkMessage]
     ) -> list[LinkMessage]:
-        """Fill `space` with what comes, posting again meanwhile what was refused; return what is left of that."""
+        """Fill `space` with the next message, posting refused ones meanwhile; return what is left to post."""
         parcel = self._parcel.part(landing.begin, landing.end)
         size = self._codec.size(parcel)
         room = self._room("in", size)[:size]
@@ -62,7 +61,7 @@ class Encoded:
         return refused
 
     def settle(self, spans: Sequence[tuple[int, int]]) -> None:
-        """Round these items, computed here, as if they were sent: so have other ranks them."""
+        """Round these items, computed here, as if they were sent, so that all ranks hold the same values."""
         for begin, end in spans:
             parcel = self._parcel.part(begin, end)
             room = self._room("out", self._codec.size(parcel))

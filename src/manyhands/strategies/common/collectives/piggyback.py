@@ -1,4 +1,4 @@
-"""What rides in the buckets of a collective beside gradients: totals, weights, and what all workers' codecs keep."""
+"""What piggybacks on the buckets of a collective besides gradients: totals, weights, and codec residuals."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SPARE_BYTES = 1 << 20  # for names and chunks that are longer than this worker'
 
 
 def kept_by_codecs(collective: Collective, index: int, bucket: torch.Tensor) -> Mapping[str, Any] | None:
-    """Collective: what all workers' codecs keep, on worker 0, for `remember_kept`; by way of bucket `index`."""
+    """Collective: return all workers' codec residuals on worker 0, for `remember_kept`, through bucket `index`."""
     memory = collective.memory()
     if not memory:
         return None  # on all alike: they have sent the same buckets
@@ -30,14 +30,14 @@ def kept_by_codecs(collective: Collective, index: int, bucket: torch.Tensor) -> 
 
 
 def remember_kept(collective: Collective, kept: Mapping[str, Any] | None) -> None:
-    """Go on with what `kept_by_codecs` found; with another codec or other workers, nothing is kept to begin with."""
+    """Restore what `kept_by_codecs` returned; with another codec or other workers, start without residuals."""
     workers = kept["workers"] if kept is not None and kept["codec"] == collective.codec else ()
     if len(workers) == collective.world:
         collective.remember(as_memory(workers[collective.rank]))
 
 
 def room_for_buffers(model: nn.Module, status: Parcel, world: int) -> list[Parcel]:
-    """A parcel after `status` in which the buffers of `model` take few sums; none where they fit into `status`."""
+    """Return a parcel after `status` so that the buffers of `model` take few sums; none if they fit into `status`."""
     count = room_for(model, world)
     return [Parcel.whole(status.number + 1, count, torch.float64, exact=True)] if count > status.count else []
 
@@ -58,7 +58,7 @@ def total(collective: Collective, index: int, bucket: torch.Tensor, values: torc
 def broadcast(
     collective: Collective, index: int, bucket: torch.Tensor, tensors: Iterable[torch.Tensor]
 ) -> None:
-    """Collective: give every worker worker 0's values; they ride in the bytes of bucket `index`, zero afterwards."""
+    """Collective: give every worker worker 0's values, through the bytes of bucket `index`, zeroed afterwards."""
     carrier = bucket.view(torch.uint8)
     for tensor in tensors:
         flat = tensor.detach().contiguous().flatten().view(torch.uint8)
@@ -73,9 +73,9 @@ def broadcast(
 def _gathered(
     collective: Collective, index: int, bucket: torch.Tensor, mine: torch.Tensor
 ) -> list[torch.Tensor]:
-    """Collective: every worker's bytes, on worker 0; they ride in those of bucket `index`, zero afterwards.
+    """Collective: return every worker's bytes on worker 0, through bucket `index`, zeroed afterwards.
 
-    All keep about as much: who says that it keeps far more than this worker is not believed.
+    All workers keep about as much; a size far above this worker's is rejected.
     """
     carrier = bucket.view(torch.uint8)
     room = carrier[:_COUNT_BYTES].view(torch.int64)

@@ -39,7 +39,7 @@ from manyhands.wire.tap import GradientTap, put
 __all__ = ["Reducer", "gradient_layouts"]
 
 _LOSS, _STOP, _PAUSE, _FLAGS = 0, 1, 2, 3
-_SMALLEST_STATUS = 64  # room for evaluation totals, which ride the same bucket
+_SMALLEST_STATUS = 64  # capacity for evaluation totals, which piggyback on the same bucket
 
 
 class Reducer:
@@ -80,7 +80,7 @@ class Reducer:
             for slot in layout.slots
             if not slot.count and self._parameters[slot.parameter].numel()
         }
-        """By the number of a parameter without room in a bucket: this worker's part of its gradient, then the sum."""
+        """By number of a parameter without a bucket slot: this worker's part of its gradient, then the sum."""
         self.gradients = self._make_views()
         """This worker's part of every trainable parameter's gradient, in its bucket."""
         self._bucket_of = {
@@ -94,26 +94,26 @@ class Reducer:
         self._held = False
         self._earlier: dict[int, torch.Tensor] = {}
         self.weight = 1.0
-        """What every gradient is multiplied with on its way into its bucket; set it before a backward."""
+        """The factor for every gradient on its way into its bucket; set it before a backward."""
         self.on_next_gradient: Callable[[], None] | None = None
-        """Called at the next gradient to come, once: set it again to hear of the next backward."""
+        """Called once, at the next gradient; set it again for the next backward."""
         self._start_step()
         self._tap = GradientTap(self._parameters, self._on_gradient, self._make_room)
 
     @property
     def is_idle(self) -> bool:
-        """Whether the buckets hold nothing that is still needed: the last step was taken and no other has begun."""
+        """Whether the buckets are free for other use: the last step was taken and no other has begun."""
         return all(parameter.grad is None for parameter in self._parameters)
 
     @property
     def carrier(self) -> int:
-        """The number of the largest bucket, whose memory can carry other things while `is_idle`."""
+        """The number of the largest bucket, whose memory may be used for other data while `is_idle`."""
         sizes = [bucket.nbytes for bucket in (*self._buckets, self._status)]
         return sizes.index(max(sizes))
 
     @contextmanager
     def holding(self) -> Iterator[None]:
-        """Backwards inside only add to the gradients; the first one after it launches buckets as it fills them."""
+        """Return a context in which backwards only accumulate; the first one after it launches full buckets."""
         before, self._held = self._held, True
         try:
             yield
@@ -147,14 +147,14 @@ class Reducer:
         return total(self._collective, self._status_index, self._status, values)
 
     def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Collective: give every worker worker 0's values; they ride in the bytes of the largest bucket, if need be."""
+        """Collective: give every worker worker 0's values, through the largest bucket if necessary."""
         if self._collective.spread(tensors):
             return
         index = self.carrier
         broadcast(self._collective, index, [*self._buckets, self._status][index], tensors)
 
     def owed(self) -> Mapping[str, Any] | None:
-        """Collective, between steps: what the collective's codecs keep, of all workers, on worker 0."""
+        """Collective, between steps: return the codec residuals of all workers, on worker 0."""
         index = self.carrier if self.is_idle else self._status_index
         return kept_by_codecs(self._collective, index, [*self._buckets, self._status][index])
 
@@ -169,7 +169,7 @@ class Reducer:
         return parameter.grad if parameter.grad is not None else torch.empty_like(parameter)
 
     def close(self) -> None:
-        """Take the hooks off and let go of the buckets."""
+        """Remove the hooks and release the buckets."""
         if self._gpu is not None:
             self._gpu.close()
         self._tap.close()
@@ -192,7 +192,7 @@ class Reducer:
             self._lay_aside(index)
 
     def _lay_aside(self, index: int) -> None:
-        """Have autograd hand a gradient over by itself; what was exchanged earlier is added when the sum is there."""
+        """Make autograd hand over a gradient separately; earlier summed gradients are added once the sum is there."""
         parameter, view = self._parameters[index], self.gradients[index]
         earlier, parameter.grad = parameter.grad, None
         if earlier is not None and not self._reached[index]:
@@ -263,7 +263,7 @@ class Reducer:
             self._unfilled[index] = 0
 
     def _fill_unreached(self, index: int) -> None:
-        """The part of a parameter that the last backward did not reach: what was held, or zero."""
+        """Fill the part of a parameter that the last backward did not reach: what was accumulated, or zero."""
         if self._filled[index]:
             return
         if self._parameters[index].grad is None:
@@ -292,7 +292,7 @@ class Reducer:
 
 
 def gradient_layouts(model: nn.Module, cap_bytes: int, *, rows: bool = False) -> tuple[BucketLayout, ...]:
-    """Buckets for the gradients of `model`; a UserError names a parameter of a type that cannot be summed.
+    """Return buckets for the gradients of `model`; a UserError names a parameter of an unsupported type.
 
     With `rows`, embeddings with sparse gradients have slots of no items.
     """

@@ -1,4 +1,4 @@
-"""A thread beside its worker's: what goes wrong in it reaches who waits for it, and no wait outlasts it."""
+"""A thread beside its worker's: its errors are raised in the waiting thread, and no wait outlasts it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _END_S = 10.0  # a thread that has not ended by then ends with the process
 
 
 class SideThread(ABC):
-    """One worker's; what both threads look at is looked at and changed under `_changed`."""
+    """One worker's side thread; shared fields are read and changed under `_changed`."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -24,20 +24,20 @@ class SideThread(ABC):
 
     @abstractmethod
     def _run(self) -> None:
-        """The thread's whole work, until `_ends`; what it raises is raised in `_wait`."""
+        """The thread's main loop, until `_ends`; its error is raised in `_wait`."""
 
     @abstractmethod
     def _is_idle(self) -> bool:
-        """With the lock: whether the thread waits for its worker alone."""
+        """With the lock held: whether the thread waits for its worker only."""
 
     def _start(self) -> None:
-        """Begin, unless it has begun."""
+        """Start the thread unless it was started."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._guarded, name=self._name, daemon=True)
             self._thread.start()
 
     def _wait(self) -> None:
-        """In the worker's thread, with the lock: until something may have changed, or raise what went wrong."""
+        """In the worker's thread, with the lock held: wait for a possible change, or raise the thread's error."""
         if self._error is not None:
             raise self._error
         if self._thread is None or not self._thread.is_alive():
@@ -45,7 +45,7 @@ class SideThread(ABC):
         self._changed.wait(_LOOK_S)
 
     def _end(self, release: Callable[[], None]) -> None:
-        """End the thread; `release` ends whatever it waits for in the middle of its work. Idempotent if that is."""
+        """Stop the thread; `release` ends whatever it waits for. Idempotent if `release` is."""
         with self._changed:
             self._ends = True
             idle = self._is_idle()

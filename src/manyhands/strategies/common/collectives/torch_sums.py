@@ -1,9 +1,9 @@
-"""Buckets that a process group of torch sums: by NCCL on the GPUs where gradients are; none is copied to the host.
+"""Buckets that a torch process group sums: by NCCL on the GPUs where gradients are, without copies to the host.
 
-A bucket's sum is under way as soon as it is full, on a stream of NCCL's own beside the kernels of backward. What
-workers agree by (losses, flags, totals: float64, in the host's memory) goes by another collective, which also tells who
-is late: once its sum is there, everybody has launched everything. From then on the host goes on ahead of the GPU;
-whether the sums came is looked at before anything of them is kept, or the next step is agreed on.
+A bucket's sum begins as soon as it is full, on NCCL's stream beside the kernels of backward. What workers agree on
+(losses, flags, totals: float64, in host memory) goes through another collective, which also tells which worker is
+late: once its sum is there, all workers have launched everything. From then on the host runs ahead of the GPU;
+whether the sums succeeded is checked before any of them is kept, or the next step is agreed on.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _LONGEST_LOOK_S: Final = 1e-3
 
 
 class TorchCollective(Collective):
-    """Buckets in the memory of `device`, summed by `group`; those that are exact by `words`, whose ranks are the same.
+    """Buckets in the memory of `device`, summed by `group`; exact ones by `words`, whose ranks are the same.
 
-    Every wait lasts at most `timeout_s`; an `alarm` ends it, naming who was lost. Owns the group and `words`.
+    Every wait lasts at most `timeout_s`; an `alarm` ends it and names the lost worker. Owns the group and `words`.
     """
 
     wire = wire_of(Wire.TORCH)
@@ -70,7 +70,7 @@ class TorchCollective(Collective):
             alarm.on_ring(self._end)
 
     def allocate(self, parcels: Sequence[Parcel]) -> list[torch.Tensor]:
-        """Collective, once: memory of the device, and of the host for what is exact."""
+        """Collective, once: allocate device memory, and host memory for exact parcels."""
         exact = [number for number, parcel in enumerate(parcels) if parcel.exact]
         self._word_of = {number: place for place, number in enumerate(exact)}
         words = self._words.allocate([parcels[number] for number in exact])
@@ -83,11 +83,11 @@ class TorchCollective(Collective):
         return self._buckets
 
     def sum_rows(self, mine: GradientRows, below: int) -> GradientRows:
-        """As words go."""
+        """Sum the rows through the collective of exact values."""
         return self._words.sum_rows(mine, below)
 
     def begin(self, step: int) -> None:
-        """Of words, too."""
+        """Begin a step, here and in the collective of exact values."""
         super().begin(step)
         self._words.begin(step)
 
@@ -104,11 +104,11 @@ class TorchCollective(Collective):
         self._bytes += 2 * (self.world - 1) * bucket.nbytes // self.world
 
     def poll(self) -> bool:
-        """The group goes on by itself."""
+        """Nothing to do: the group proceeds by itself."""
         return False
 
     def finish(self) -> None:
-        """Wait for the words of all, and have what is queued from here on come after the sums."""
+        """Wait for the exact values of all, and order what is queued from here on after the sums."""
         self._await_unsure()
         self._words.step = self.step
         self._words.finish()
@@ -120,12 +120,12 @@ class TorchCollective(Collective):
             self._checked(work.wait)  # the stream waits, and the host does not
 
     def settle(self) -> bool:
-        """Wait until this worker's sums are there, or raise; others may still be taking theirs from it."""
+        """Wait until this worker's sums are there, or raise; others may still be reading from this worker."""
         self._await_unsure()
         return True
 
     def broadcast(self, index: int, root: int = 0) -> None:
-        """Worker `root`'s to all."""
+        """Send worker `root`'s bucket to all."""
         if index in self._word_of:
             self._words.broadcast(self._word_of[index], root)
             return
@@ -135,7 +135,7 @@ class TorchCollective(Collective):
 
     @torch.no_grad()
     def spread(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Each by itself, from GPU to GPU."""
+        """Broadcast each tensor separately, from GPU to GPU."""
         for tensor in tensors:
             if tensor.numel():
                 self._spread_one(tensor)
@@ -149,15 +149,15 @@ class TorchCollective(Collective):
             tensor.copy_(flat.view(tensor.shape))
 
     def take_times(self) -> Times:
-        """Those of the words: a GPU's own waits are no part of the host's time."""
+        """Return the times of the exact values; a GPU's waits are not part of the host's time."""
         return self._words.take_times()
 
     def traffic(self) -> Traffic:
-        """The buckets as in a ring, which NCCL may do otherwise; and the words."""
+        """Return the buckets' traffic as in a ring, which NCCL may do otherwise, and that of exact values."""
         return self._words.traffic() + Traffic(messages_sent=self._messages, bytes_sent=self._bytes)
 
     def close(self) -> None:
-        """Leave the group and let go of memory and links; nobody is waited for. Idempotent."""
+        """Leave the group and release memory and links, without waiting for peers. Idempotent."""
         self._end()
         if self._ending is not None:
             self._ending.join(_LEAVING_S)
@@ -165,7 +165,7 @@ class TorchCollective(Collective):
         self._words.close()
 
     def _end(self) -> None:
-        """From any thread: end everything that is under way, without waiting until it has ended."""
+        """From any thread: abort everything in progress, without waiting for it."""
         with self._lock:
             group, self._group = self._group, None
             if group is not None:
@@ -175,7 +175,7 @@ class TorchCollective(Collective):
                 self._ending.start()
 
     def _ask(self, begin: Callable[[SumGroup], _T]) -> _T:
-        """Begin something; raise who was lost, if that is why there is no group any more."""
+        """Begin an operation; raise the lost worker's error if that is why the group is gone."""
         group = self._group
         if group is None:
             self._heed_alarm()
@@ -183,7 +183,7 @@ class TorchCollective(Collective):
         return self._checked(lambda: begin(group))
 
     def _await_unsure(self) -> None:
-        """Until what was summed before is there; or raise, for what is there is no sum."""
+        """Wait until earlier sums are there, or raise: otherwise a bucket does not hold a sum."""
         for work in self._unsure:
             self._await(work, "its sums")
         self._unsure = []
@@ -229,9 +229,9 @@ class TorchCollective(Collective):
 def done_in_time(
     act: Callable[[], _T], what: str, *, timeout_s: float, alarm: Alarm | None = None, peer: int = 0
 ) -> _T:
-    """What `act` returns, which waits in foreign code; PeerTimeout where it takes longer, WorkerFailed if one is lost.
+    """Run `act`, which waits in foreign code; PeerTimeout if it takes too long, WorkerFailed if a worker is lost.
 
-    It is done in a thread that is left behind if it does not come back.
+    It runs in a thread that is abandoned if it does not return.
     """
     outcome: list[_T] = []
     trouble: list[BaseException] = []

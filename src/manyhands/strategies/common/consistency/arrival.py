@@ -1,4 +1,4 @@
-"""What policies have in common that make a step of every so many updates, in the order in which they arrive."""
+"""The common base of policies that make a step of every so many updates, in the order of arrival."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ class ByArrival(Policy):
 
     @abstractmethod
     def group_size(self, num_active: int) -> int:
-        """How many updates make a step, with so many workers."""
+        """Return how many updates make a step, given the number of workers."""
 
     @property
     def lag(self) -> None:
-        """A read waits for nobody else."""
+        """Reads wait for no other worker."""
         return None
 
     @property
     def chosen_by_lead(self) -> bool:
-        """Arrival at the lead decides."""
+        """True: arrival at the lead decides."""
         return True
 
     @property
     def outlives_read(self) -> bool:
-        """A worker reads on while its update waits for others."""
+        """True: a worker continues to read while its update waits for others."""
         return True
 
     def includes_own(self, num_active: int) -> bool:
-        """Where every update is a step of its own."""
+        """True if every update is a separate step."""
         return self.group_size(num_active) == 1
 
     def next_group(self, book: Book) -> Group | None:
-        """The first so many that wait; at the end of the run, the rest."""
+        """Return the first waiting updates, as many as make a step; at the end of the run, the rest."""
         size = self.group_size(book.num_active)
         if book.num_waiting < size:
             size = book.num_waiting if book.drained else 0

@@ -1,7 +1,7 @@
-"""Asynchronous steps: nobody waits for anybody.
+"""Asynchronous steps: no worker waits for another.
 
-Downpour SGD of Dean et al., "Large Scale Distributed Deep Networks" (NIPS 2012), without its replicas of data: batches
-are given out in order to whoever is free.
+Downpour SGD of Dean et al., "Large Scale Distributed Deep Networks" (NIPS 2012), without its replicas of data:
+batches are given out in order to the next free worker.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ __all__ = ["Async"]
 
 @dataclass(frozen=True, slots=True)
 class Async(Policy):
-    """A read includes the reader's own updates, and of the others whatever has arrived."""
+    """A read includes the reader's updates, and those of other workers that have arrived."""
 
     @property
     def lag(self) -> None:
-        """A read waits for nobody else."""
+        """Reads wait for no other worker."""
         return None
 
     @property
     def each_alone(self) -> bool:
-        """Each update by itself."""
+        """True: every update is a separate step."""
         return True
 
     def next_group(self, book: Book) -> Group | None:
-        """Each update by itself, as it comes."""
+        """Return each update as a separate step, in order of arrival."""
         return Group(0, book.first_waiting(1)) if book.num_waiting else None
 
     def __str__(self) -> str:

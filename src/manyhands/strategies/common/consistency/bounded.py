@@ -1,4 +1,4 @@
-"""Bounded staleness: nobody runs more than s clocks ahead of the slowest.
+"""Bounded staleness: no worker runs more than s clocks ahead of the slowest.
 
 The stale synchronous parallel model of Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel
 Parameter Server" (NIPS 2013). Each update is one optimizer step.
@@ -28,16 +28,16 @@ class Bounded(Policy):
 
     @property
     def lag(self) -> int:
-        """How many clocks a read may miss."""
+        """The number of clocks that a read may miss."""
         return self.bound
 
     @property
     def each_alone(self) -> bool:
-        """Each update by itself."""
+        """True: every update is a separate step."""
         return True
 
     def next_group(self, book: Book) -> Group | None:
-        """Each update by itself, as it comes."""
+        """Return each update as a separate step, in order of arrival."""
         return Group(0, book.first_waiting(1)) if book.num_waiting else None
 
     def __str__(self) -> str:

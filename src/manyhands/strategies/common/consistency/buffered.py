@@ -1,8 +1,8 @@
-"""A buffer: a step from every so many updates, whoever they are from, and however many workers there are.
+"""A buffer: a step from every so many updates, from any worker, independent of the number of workers.
 
 FedBuff's rule (Nguyen et al., "Federated Learning with Buffered Asynchronous Aggregation", AISTATS 2022), for clients
-of whom a few are under way at a time. It is no `consistency=` of parameter servers: n-softsync, which makes its groups
-a part of the workers, keeps the promise that one worker alone trains as the plain loop does, and a buffer would not.
+of which a few are active at a time. It is not a `consistency=` of parameter servers: n-softsync makes its groups a
+part of the workers and keeps the promise that one worker alone trains as the plain loop does; a buffer would not.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Buffered(ByArrival):
             raise UserError(f"buffered:{self.size}: how many updates make a step must be 1 or more")
 
     def group_size(self, num_active: int) -> int:
-        """As many as were asked for, however many workers there are."""
+        """Return the requested size, independent of the number of workers."""
         del num_active
         return self.size
 

@@ -77,7 +77,7 @@ class Policy(ABC):
     @property
     @abstractmethod
     def lag(self) -> int | None:
-        """A read at clock c waits for every slot's updates below c - lag; None: for nobody else's."""
+        """A read at clock c waits for every slot's updates below c - lag; None: it waits for no other slot."""
 
     @property
     def stepwise(self) -> bool:
@@ -91,7 +91,7 @@ class Policy(ABC):
 
     @property
     def lockstep(self) -> bool:
-        """Whether no step is taken before every worker has pushed, so that nobody reads what changes."""
+        """Whether no step is taken before every worker has pushed, so that no worker reads changing values."""
         return False
 
     @property

@@ -21,53 +21,53 @@ __all__ = ["StalenessAware", "StalenessDamped", "StalenessRate"]
 
 @dataclass(frozen=True, slots=True)
 class StalenessRate(Policy):
-    """The policy `inner` in everything but the rate."""
+    """Delegates to the policy `inner` in everything but the rate."""
 
     word: ClassVar[str]
-    """What stands before the policy that it wraps."""
+    """The word before the policy that it wraps."""
 
     inner: Policy
 
     @property
     def lag(self) -> int | None:
-        """As inside."""
+        """Delegates to the inner policy."""
         return self.inner.lag
 
     @property
     def stepwise(self) -> bool:
-        """As inside."""
+        """Delegates to the inner policy."""
         return self.inner.stepwise
 
     @property
     def each_alone(self) -> bool:
-        """As inside."""
+        """Delegates to the inner policy."""
         return self.inner.each_alone
 
     @property
     def fewest_workers(self) -> int:
-        """As inside."""
+        """Delegates to the inner policy."""
         return self.inner.fewest_workers
 
     @property
     def chosen_by_lead(self) -> bool:
-        """As inside."""
+        """Delegates to the inner policy."""
         return self.inner.chosen_by_lead
 
     @property
     def outlives_read(self) -> bool:
-        """As inside."""
+        """Delegates to the inner policy."""
         return self.inner.outlives_read
 
     def includes_own(self, num_active: int) -> bool:
-        """As inside."""
+        """Delegates to the inner policy."""
         return self.inner.includes_own(num_active)
 
     def next_group(self, book: Book) -> Group | None:
-        """As inside."""
+        """Delegates to the inner policy."""
         return self.inner.next_group(book)
 
     def place(self, rank: int, count: int, clock: int, first: tuple[int, int]) -> BatchPlace:
-        """As inside."""
+        """Delegates to the inner policy."""
         return self.inner.place(rank, count, clock, first)
 
     @abstractmethod
@@ -80,21 +80,21 @@ class StalenessRate(Policy):
 
 @dataclass(frozen=True, slots=True)
 class StalenessAware(StalenessRate):
-    """By the inverse of the staleness."""
+    """Scales the rate by the inverse of the staleness."""
 
     word: ClassVar[str] = "aware"
 
     def rate(self, staleness: int) -> float:
-        """One part in `staleness`."""
+        """Return the inner rate divided by `staleness`; unchanged for a fresh update."""
         return self.inner.rate(staleness) / max(staleness, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class StalenessDamped(StalenessRate):
-    """By the inverse of the square root of one more than the staleness."""
+    """Scales the rate by the inverse square root of one plus the staleness."""
 
     word: ClassVar[str] = "damped"
 
     def rate(self, staleness: int) -> float:
-        """Slower to fall than the inverse of the staleness, and from the first step on."""
+        """Return the inner rate divided by sqrt(1 + `staleness`), which falls more slowly than 1 / `staleness`."""
         return self.inner.rate(staleness) / math.sqrt(1 + staleness)

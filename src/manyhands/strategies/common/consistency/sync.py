@@ -36,17 +36,17 @@ class Sync(Policy):
 
     @property
     def lockstep(self) -> bool:
-        """Unless some may be late."""
+        """True unless there are backup workers."""
         return not self.backup
 
     @property
     def fewest_workers(self) -> int:
-        """One part at least makes a step, besides those that may be late."""
+        """At least one part makes a step, besides those that may be late."""
         return self.backup + 1
 
     @property
     def chosen_by_lead(self) -> bool:
-        """With backup workers, who was in time is known at the lead only."""
+        """With backup workers, only the lead knows which parts were in time."""
         return self.backup > 0
 
     def next_group(self, book: Book) -> Group | None:

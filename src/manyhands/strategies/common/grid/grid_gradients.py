@@ -1,6 +1,6 @@
 """What workers of a grid do with gradients between backward and step: sum them, clip them, agree on the loss.
 
-A parameter that nobody reached keeps no gradient, as in one process: weight decay and momentum would move it.
+A parameter that no worker reached keeps no gradient, as in one process: weight decay and momentum would move it.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def sum_gradients(group: LinkGroup, parameters: Sequence[nn.Parameter]) -> None:
 
 
 def agree_on(group: LinkGroup, local: LocalStep, *, counts: bool = True) -> SharedStep:
-    """Collective over all workers: the mean loss, whose was not finite, and whether somebody wants to stop.
+    """Collective over all workers: the mean loss, whose was not finite, and whether any worker wants to stop.
 
-    Where several workers work on the same samples, one of them `counts`.
+    Of several workers on the same samples, one `counts`.
     """
     told = torch.zeros(2 + group.world, dtype=torch.float64)
     told[1] = local.stop

@@ -1,7 +1,7 @@
-"""Some of the workers, who exchange tensors over the links that they have.
+"""A group of workers that exchange tensors over their links.
 
-All members make the same calls in the same order. Sums are taken in the order of the members, whatever the size, so
-every member has the same bits, and has them again in the next run; 16-bit types are added in float32 and rounded once.
+All members make the same calls in the same order. Sums are computed in the order of the members, whatever the size,
+so every member has the same bits, in every run; 16-bit types are added in float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from manyhands.transport.link.interface import Link
 __all__ = ["LinkGroup", "waits_of"]
 
 _AT_ONCE_BYTES: Final = 128 << 10
-"""Up to this many bytes everybody sends everything to all; above, each sums a part and hands it out."""
+"""Up to this many bytes every member sends everything to all; above, each sums a part and sends the result to all."""
 
 _QUICK_BYTES: Final = 64 << 10
-"""A message of at most so many bytes takes no time worth telling: who waits for one waits for its sender."""
+"""A message of at most this size takes negligible time: waiting for one is waiting for its sender."""
 
 
 class LinkGroup:
@@ -59,7 +59,7 @@ class LinkGroup:
 
     @property
     def world(self) -> int:
-        """How many members there are."""
+        """The number of members."""
         return len(self.members)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -129,11 +129,11 @@ class LinkGroup:
         self._mailbox.flush(refused, [peer for peer, _ in letters])
 
     def barrier(self) -> None:
-        """Collective: return when every member has come here."""
+        """Collective: return when every member has arrived."""
         self.all_reduce(torch.zeros(1))
 
     def traffic(self) -> Traffic:
-        """What this member has sent so far."""
+        """Return what this member has sent so far."""
         return Traffic(messages_sent=self._mailbox.messages_sent, bytes_sent=self._mailbox.bytes_sent)
 
     def take_traffic(self) -> Mapping[int, PeerTraffic]:
@@ -155,20 +155,20 @@ class LinkGroup:
         return [split(count, index, self.world) for index in range(self.world)]
 
     def _sum_at_once(self, flat: Tensor) -> None:
-        """Everything to everyone, and each adds up."""
+        """Send everything to all members; each adds up."""
         rooms = {index: torch.empty_like(flat) for index in self._others()}
         self.exchange(dict.fromkeys(self._others(), flat), rooms)
         flat.copy_(_sum([rooms.get(index, flat) for index in range(self.world)]))
 
     def _scatter_sum(self, pieces: Sequence[Tensor]) -> Tensor:
-        """This member's piece, summed."""
+        """Return this member's piece, summed."""
         mine = pieces[self.index]
         rooms = {index: torch.empty_like(mine) for index in self._others()}
         self.exchange({index: pieces[index] for index in self._others()}, rooms)
         return _sum([rooms.get(index, mine) for index in range(self.world)])
 
     def _hand_out(self, pieces: Sequence[Tensor]) -> None:
-        """This member's piece to all, and theirs here."""
+        """Send this member's piece to all, and receive theirs."""
         mine = pieces[self.index]
         self.exchange(dict.fromkeys(self._others(), mine), {index: pieces[index] for index in self._others()})
 
@@ -183,12 +183,12 @@ def waits_of(groups: Iterable[LinkGroup]) -> dict[int, int]:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Its items in one row on the host: in its own memory, where they lie so already."""
+    """Return the items as one row in host memory; without a copy if they already are."""
     return tensor.detach().cpu().contiguous().view(-1)
 
 
 def _back(tensor: Tensor, flat: Tensor) -> Tensor:
-    """The tensor with the items of `flat`."""
+    """Return the tensor with the items of `flat`."""
     if tensor.data_ptr() != flat.data_ptr():
         with torch.no_grad():
             tensor.copy_(flat.view(tensor.shape))
@@ -196,7 +196,7 @@ def _back(tensor: Tensor, flat: Tensor) -> Tensor:
 
 
 def _sum(addends: Sequence[Tensor]) -> Tensor:
-    """In their order."""
+    """Sum the tensors in their order."""
     first = addends[0]
     total = first.to(torch.float32) if first.dtype in HALVES else first.clone()
     for addend in addends[1:]:

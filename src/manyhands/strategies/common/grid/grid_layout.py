@@ -1,7 +1,7 @@
-"""Which worker has which place, where a model is split and not only its data.
+"""Which worker has which coordinates in a grid, if a model is split and not only its data.
 
-Workers are numbered so that those who talk most are neighbours: the slices of a layer first, then the stages of a
-pipeline, then the replicas that share out the data.
+Workers are numbered so that those that communicate most are neighbours: the slices of a layer first, then the stages
+of a pipeline, then the data replicas.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ __all__ = ["Coordinates", "Grid", "GridAxis", "require_multiple"]
 
 @unique
 class GridAxis(Enum):
-    """A direction of the grid."""
+    """An axis of the grid."""
 
     DATA = "data"
-    """Workers with the same part of the model, and other samples."""
+    """Workers with the same part of the model and different samples."""
     STAGE = "stage"
-    """Workers with other layers, and the same samples."""
+    """Workers with different layers and the same samples."""
     SLICE = "slice"
-    """Workers with other slices of the same layers, and the same samples."""
+    """Workers with different slices of the same layers and the same samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coordinates:
-    """One worker's."""
+    """The coordinates of one worker."""
 
     data: int = 0
     stage: int = 0
@@ -37,7 +37,7 @@ class Coordinates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """How many of each there are; at least one."""
+    """The size of the grid along each axis; at least one."""
 
     data: int = 1
     stages: int = 1
@@ -50,7 +50,7 @@ class Grid:
 
     @property
     def workers(self) -> int:
-        """How many processes that takes."""
+        """The number of processes in the grid."""
         return self.data * self.stages * self.slices
 
     @staticmethod
@@ -71,7 +71,7 @@ class Grid:
         return Grid(data=data if data is not None else workers // each, stages=stages, slices=slices)
 
     def place(self, rank: int) -> Coordinates:
-        """Of the worker with this number."""
+        """Return the coordinates of the worker with this number."""
         rest, place_slice = divmod(rank, self.slices)
         data, stage = divmod(rest, self.stages)
         return Coordinates(data=data, stage=stage, slice=place_slice)
@@ -81,7 +81,7 @@ class Grid:
         return (place.data * self.stages + place.stage) * self.slices + place.slice
 
     def along(self, axis: GridAxis, rank: int) -> tuple[int, ...]:
-        """The workers that differ from this one along an axis alone, itself among them, in order."""
+        """Return the workers that differ from this one along one axis only, itself included, in order."""
         at = self.place(rank)
         match axis:
             case GridAxis.DATA:
@@ -99,7 +99,7 @@ class Grid:
 
 
 def require_multiple(workers: int, each: int, words: str) -> None:
-    """UserError with the nearest numbers where `workers` is no multiple of `each`, which `words` call."""
+    """Raise UserError with the nearest numbers if `workers` is not a multiple of `each`, which `words` call."""
     if workers % each:
         below, above = workers // each * each, -(-workers // each) * each
         nearest = f"workers={above}" if not below else f"workers={below} or workers={above}"

@@ -1,8 +1,8 @@
-"""What a worker holds of a model that is split, and how the whole is put together again on one of them.
+"""What a worker holds of a split model, and how the whole is assembled on one worker.
 
-The user's optimizer was built with the whole model's parameters. From `HeldModel` on it lists those alone that this
-worker holds, or the parts of them that it holds; what it was given as state is cut alike. A checkpoint has no trace of
-that: model and optimizer are put together as one process would have them, so a run may go on under another strategy.
+The user's optimizer was built with the whole model's parameters. From `HeldModel` on it lists only those that this
+worker holds, or the parts that it holds; the optimizer's state is cut alike. A checkpoint shows no trace of that:
+model and optimizer are assembled as one process would have them, so a run may continue under another strategy.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class Cut:
     """How many such tensors; along a dimension only."""
 
     def of(self, whole: Tensor) -> Tensor:
-        """A copy of that part."""
+        """Return a copy of that part."""
         part = self._view(whole.contiguous()).clone(memory_format=torch.contiguous_format)
         return part if self.blocks == 1 else part.flatten(self.dim or 0, (self.dim or 0) + 1)
 
     def put(self, part: Tensor, whole: Tensor) -> None:
-        """The part into its place; `whole` is contiguous."""
+        """Copy the part into its place; `whole` is contiguous."""
         view = self._view(whole)
         view.copy_(part.view(view.shape))
 
@@ -57,7 +57,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outline:
-    """A model's names as they were before it was taken apart."""
+    """A model's names before it was split."""
 
     parameters: Mapping[str, nn.Parameter]
     """By every name: a tied one has several."""
@@ -73,7 +73,7 @@ class Outline:
 
     @staticmethod
     def of(model: nn.Module) -> Outline:
-        """Of a model that is whole; UserError where its state has something that is no tensor."""
+        """Return the outline of a whole model; UserError if its state has something that is not a tensor."""
         state = model.state_dict()
         for key, value in state.items():
             if not isinstance(value, Tensor):
@@ -98,26 +98,26 @@ class Outline:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Held:
-    """A parameter as this worker has it."""
+    """A parameter as this worker holds it."""
 
     whole: nn.Parameter
-    """The one that the user's optimizer was built with."""
+    """The parameter that the user's optimizer was built with."""
 
     local: nn.Parameter
-    """What is computed with and stepped here; it may be `whole`."""
+    """The parameter that is used and stepped here; it may be `whole`."""
 
     shape: torch.Size
-    """Of the whole."""
+    """The shape of the whole."""
 
     cut: Cut | None = None
-    """Which part `local` is; None: all of it, as of one without dimensions."""
+    """Which part `local` is; None: all of it, as for a parameter without dimensions."""
 
     tells: bool = True
-    """Whether this worker tells of it when the whole is put together: of each part one holder does."""
+    """Whether this worker sends it when the whole is assembled: one holder of each part does."""
 
 
 class HeldModel:
-    """What one worker holds; `buffers` are those that it tells of, by their names in the whole.
+    """What one worker holds; `buffers` are those that it sends, by their names in the whole.
 
     `buffer_cuts` has those of them of which it holds a part.
     """

@@ -19,28 +19,28 @@ __all__ = ["Action", "Await", "Fetch", "Hand", "Release", "UnitFlow"]
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Begin to bring the values of a unit here."""
+    """Begin to fetch the values of a unit."""
 
     unit: int
 
 
 @dataclass(frozen=True, slots=True)
 class Await:
-    """Wait until they are here."""
+    """Wait until the values of a unit are present."""
 
     unit: int
 
 
 @dataclass(frozen=True, slots=True)
 class Hand:
-    """Pass the gradient of a unit on."""
+    """Hand on the gradient of a unit."""
 
     unit: int
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Let go of the values of a unit."""
+    """Free the values of a unit."""
 
     unit: int
 
@@ -64,11 +64,11 @@ class UnitFlow:
         self._known: dict[str, list[int]] = {}
 
     def is_here(self, unit: int) -> bool:
-        """Whether its values are to be used now."""
+        """Whether the unit's values are present for use."""
         return unit in self._here
 
     def begin(self, course: str) -> None:
-        """A step begins, of a course whose order is remembered."""
+        """Begin a step of a course whose order is remembered."""
         self._course, self._order, self._backward = course, [], False
 
     def backward(self) -> None:
@@ -81,27 +81,27 @@ class UnitFlow:
         return self._need(unit)
 
     def leave(self, unit: int) -> list[Action]:
-        """It has ended."""
+        """A layer's forward has ended."""
         self._inside[unit] -= 1
         if self._backward or unit in self._held or unit in self._lasting:
             return []
         return self._drop(unit)
 
     def touch(self, unit: int) -> list[Action]:
-        """A parameter is used elsewhere, or what was saved of it in backward."""
+        """A parameter is used outside its layer's forward, or backward needs what was saved of it."""
         if self._inside[unit]:
             return []
         self._held.add(unit)
         return self._need(unit)
 
     def complete(self, unit: int) -> list[Action]:
-        """All gradients of a unit are there."""
+        """All gradients of a unit are present."""
         if not self._inside[unit]:
             self._held.discard(unit)
         return [Hand(unit), *self._drop(unit)]
 
     def end(self) -> list[Action]:
-        """The step has ended, whatever happened in it."""
+        """The step has ended, successfully or not."""
         self._known[self._course] = self._order
         self._inside = [0] * len(self._inside)
         self._held.clear()
@@ -126,7 +126,7 @@ class UnitFlow:
         return [*actions, Await(unit)]
 
     def _next(self) -> int | None:
-        """What came after this in the last step of the course."""
+        """The unit that came after this one in the last step of the course."""
         known, position = self._known.get(self._course, []), len(self._order)
         as_before = self._ahead and known[position - 1 : position] == self._order[-1:]
         return known[position] if as_before and position < len(known) else None

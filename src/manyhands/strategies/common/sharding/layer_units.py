@@ -1,8 +1,8 @@
-"""A model in units: parameters that come and go together, because one layer uses them.
+"""A model in units: groups of parameters that are fetched and freed together, because one layer uses them.
 
 A unit is a child of the model that holds parameters; lists and sequences of layers are taken apart, and so is a child
-that holds most of the model. What belongs to no layer alone makes the last unit, which stays from its first use to the
-end of a step: parameters of the model itself, and those that layers of several units share.
+that holds most of the model. What belongs to no single layer makes the last unit, which stays from its first use to
+the end of a step: parameters of the model itself, and those that layers of several units share.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Unit:
 
     @property
     def num_bytes(self) -> int:
-        """Of the values."""
+        """The size of the values."""
         return sum(layout.count * layout.dtype.itemsize for layout in self.layouts)
 
     @property
@@ -114,21 +114,21 @@ class UnitMemory:
         self.is_here = True
 
     def adopt(self) -> None:
-        """Make the parameters views of this memory, without their values."""
+        """Make the parameters views of this memory, without copying their values."""
         for layout, flat in zip(self.unit.layouts, self.flats, strict=True):
             for number, items in layout.views(flat):
                 parameter = self.unit.parameters[number]
                 parameter.data = items.view(parameter.shape)
 
     def make_room(self) -> None:
-        """Take the memory; what is in it is not the values yet."""
+        """Allocate the memory; it does not hold the values yet."""
         if not self.is_here:
             for flat in self.flats:
                 flat.untyped_storage().resize_(flat.numel() * flat.element_size())
             self.is_here = True
 
     def let_go(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         if self.is_here:
             for flat in self.flats:
                 flat.untyped_storage().resize_(0)
@@ -159,7 +159,7 @@ def pieces_in(layout: BucketLayout, owned: range) -> Iterator[tuple[Piece, int]]
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:
-    """All of them to where they are computed with; parameters stay."""
+    """Move all buffers to the compute device; parameters stay."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:

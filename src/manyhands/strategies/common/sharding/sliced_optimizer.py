@@ -158,7 +158,7 @@ class SlicedOptimizer:
             self._refusal = self._optimizer.register_state_dict_pre_hook(_refuse_state_dict)
 
     def restore(self, settings: Mapping[str, Any], states: Mapping[int, Mapping[str, Any]]) -> None:
-        """Go on from what `settings` and `state` gave: the state of the owner's own pieces, by position.
+        """Restore what `settings` and `state` returned: the state of the owner's pieces, by position.
 
         The tensors of `states` become the owner's.
         """

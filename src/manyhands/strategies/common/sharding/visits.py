@@ -22,33 +22,33 @@ __all__ = ["FlowListener", "SavedTensors", "UnitListener", "UnitVisits"]
 
 
 class UnitListener(Protocol):
-    """What hears of the uses of units, by their numbers, and has their values there when it returns."""
+    """Receives the uses of units, by number, and has their values present when it returns."""
 
     def enter(self, unit: int) -> None:
         """A layer's forward begins."""
 
     def leave(self, unit: int) -> None:
-        """It has ended."""
+        """A layer's forward has ended."""
 
     def touch(self, unit: int) -> None:
-        """A parameter is about to be read outside of that."""
+        """A parameter is about to be read outside its layer's forward."""
 
 
 class FlowListener(ABC):
-    """Hears of the uses of units, and does what their flow says then."""
+    """Receives the uses of units, and carries out the actions of their flow."""
 
     _flow: UnitFlow
 
     @abstractmethod
     def _carry_out(self, actions: Iterable[Action]) -> None:
-        """Do these, one after the other."""
+        """Carry out these actions in order."""
 
     def enter(self, unit: int) -> None:
         """A layer's forward begins."""
         self._carry_out(self._flow.enter(unit))
 
     def leave(self, unit: int) -> None:
-        """It has ended."""
+        """A layer's forward has ended."""
         self._carry_out(self._flow.leave(unit))
 
     def touch(self, unit: int) -> None:
@@ -57,13 +57,13 @@ class FlowListener(ABC):
 
 
 class SavedTensors(Protocol):
-    """Where what autograd saves is kept."""
+    """Storage for what autograd saves."""
 
     def pack(self, tensor: Tensor) -> Any:
         """What is kept in place of a tensor, or itself."""
 
     def unpack(self, packed: Any) -> Any:
-        """The tensor again."""
+        """Return the saved tensor."""
 
 
 class _OfUnit(NamedTuple):
@@ -111,7 +111,7 @@ class UnitVisits:
             self._watching, self._others = before, None
 
     def close(self) -> None:
-        """Take everything off again."""
+        """Remove all hooks."""
         for hook in self._hooks:
             hook.remove()
         for module, plain in self._plain:

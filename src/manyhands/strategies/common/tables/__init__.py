@@ -1,1 +1,1 @@
-"""Row-sparse tables: rows that are placed, named, packed and stepped one by one, whoever holds them."""
+"""Row-sparse tables: rows that are placed, named, packed and stepped one by one."""

@@ -50,7 +50,7 @@ class RowGradient:
     rows: Tensor
     values: Tensor
     is_vetted: bool = False
-    """Whether the rows are known to ascend, and to be all of the shard that this is for: nobody need look again."""
+    """Whether the rows are known to ascend and to belong to the receiving shard, so that checks can be skipped."""
 
     @staticmethod
     def total(terms: Sequence[tuple[RowGradient, float]]) -> RowGradient:

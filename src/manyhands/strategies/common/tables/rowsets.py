@@ -79,7 +79,7 @@ class RowSetNames:
         return self._give(unknown.name, rows)
 
     def forget(self) -> None:
-        """The server is another one now."""
+        """Forget all sets: the server was replaced."""
         self._given.clear()
 
     def _give(self, name: bytes, rows: Tensor) -> Given:
@@ -97,7 +97,7 @@ class RowSets:
         self._capacity_bytes = _checked(capacity_bytes, "bytes")
         self._rows: OrderedDict[bytes, Tensor] = OrderedDict()
         self.nbytes = 0
-        """What the sets take now; never more than the capacity."""
+        """The size of all sets; never more than the capacity."""
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -120,7 +120,7 @@ class RowSets:
         return given.rows
 
     def find(self, named: Named) -> Tensor | Unknown:
-        """The rows of a set, or that it is not known."""
+        """Return the rows of a set, or Unknown."""
         rows = self._rows.get(named.name)
         if rows is None:
             return Unknown(name=named.name)
