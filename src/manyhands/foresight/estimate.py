@@ -174,7 +174,7 @@ def _state_bytes(optimizer: Optimizer, mode: FakeTensorMode | None) -> int:
     try:
         if is_elementwise(optimizer):
             return sum(one.nbytes for kept in kept_by(optimizer).values() for one in kept)
-    except UserError:  # warns why its state cannot be shared, which is irrelevant here
+    except UserError:  # its state cannot be shared, which is irrelevant here
         pass
     with mode if mode is not None else nullcontext():
         for group in optimizer.param_groups:

@@ -82,7 +82,7 @@ class TextGenerator(ModulePredictor[list[Prompt]]):
         self.context = context
 
     def blocks(self, source: str, read_as: ReadAs) -> Iterator[list[Prompt]]:
-        """Not supported: this model generates text and does not classify."""
+        """Raise UserError: this model generates text and does not read inputs from a file."""
         del read_as
         raise UserError(
             f'this model writes text: manyhands generate RUN --prompt "{source[:40]}" goes on with it'

@@ -262,7 +262,7 @@ class _Simulation:
             self._agenda.at(at_s, self._has_left, server.member, shards)
 
     def _has_left(self, member: int, shards: tuple[int, ...]) -> None:
-        if member in self._processes:  # a superseded primary has left nothing
+        if member in self._processes:  # a report of a removed member does not count
             self._left.update(shards)
             self._tell(Left(member=member, shards=shards))
 

@@ -80,7 +80,7 @@ class SimulatedNews:
 
 
 class RunBook(Observer):
-    """Records a run of `model` on `workers` workers and `servers` servers with `num_shards` shards."""
+    """Records a run of `model` on `workers` workers and `servers` servers as events."""
 
     def __init__(
         self,

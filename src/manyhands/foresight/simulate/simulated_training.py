@@ -104,7 +104,7 @@ class SimulatedTraining(Training):
         self._strategy: ServedStrategy = request.strategy  # type: ignore[assignment]  # require_simulated has looked
 
     def resume(self, directory: RunDirectory, config: Mapping[str, Any]) -> int | None:
-        """Not supported: a simulated run keeps no intermediate checkpoints."""
+        """Raise UserError: a simulated run keeps no intermediate checkpoints."""
         del config
         raise UserError(f"{directory.path} cannot be resumed: a simulated run is made in one go")
 

@@ -134,7 +134,7 @@ class SimulatedTask(Model):
         return TaskStore(self._stage.store(shard), self.layout, shard)
 
     def gradient(self, slot: int, work: Work, read: Sequence[Any]) -> tuple[list[Gradient], float]:
-        """Compute the gradient as a worker process does; NonFinite where the loss is not finite."""
+        """Compute the gradient as a worker process does; NonFinite where the loss or gradient is not finite."""
         stage = self._stage
         self._show(read)
         self._buffers.switch(slot)
