@@ -1,1 +1,1 @@
-"""What would happen: simulated runs, memory estimates, a model's graph."""
+"""Predictions without a real run: simulated runs, memory estimates, and a model's graph."""

@@ -1,8 +1,8 @@
-"""What a task's model needs in training, found without taking that memory.
+"""Estimates the memory that a task's model needs in training, without allocating it.
 
-The model is built, and one batch goes through it, with tensors that have a shape and a type and no memory (torch's
-fake tensors): what autograd would keep for backward is counted as it is saved. Where the task looks at values, so that
-this does not work, a few samples are computed in earnest and scaled.
+The model is built, and one batch goes through it, with torch's fake tensors, which have a shape and a type and no
+memory; what autograd would save for backward is counted. Where the task depends on values, so that this fails, a few
+samples are computed with real tensors and scaled.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ __all__ = ["Estimate", "Tell", "estimate"]
 
 Tell: TypeAlias = Callable[[str], None]
 
-_FEW = 4  # samples that are computed in earnest, where shapes alone do not do
+_FEW = 4  # samples that are computed with real tensors, where shapes alone are not enough
 _DOES = {True: "tracing", False: "computing"}
 _HOW = {True: "traced without taking memory", False: f"measured on {_FEW} samples and scaled"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """What a model needs, and how that is known."""
+    """The memory that a model needs, and how it was determined."""
 
     footprint: ModelFootprint
     how: str
@@ -50,23 +50,21 @@ class Estimate:
 
 
 def estimate(task: Task, tell: Tell = lambda _: None) -> Estimate:
-    """The memory that `task` needs; a UserError says what is wrong with a task that cannot be computed.
+    """Estimate the memory that `task` needs; a UserError says why a task cannot be computed.
 
-    `tell` hears what is done next: a model of hundreds of layers takes a while.
+    `tell` is called with the next stage: a model of hundreds of layers takes a while.
     """
     try:
         tell("starting torch's tracer")
         return _estimate(task, FakeTensorMode(allow_non_fake_inputs=True), tell)
     except UserError:
         raise
-    except (
-        Exception
-    ):  # whatever a model may do that shapes alone cannot answer: it is computed in earnest next
+    except Exception:  # any failure that shapes alone may cause: real tensors are tried next
         return _estimate(task, None, tell)
 
 
 def _estimate(task: Task, mode: FakeTensorMode | None, tell: Tell) -> Estimate:
-    """With tensors of `mode`, or real ones."""
+    """Estimate with tensors of `mode`, or real ones."""
     seed_all(0)
     with mode if mode is not None else nullcontext():
         tell("building the model" + (", without its memory" if mode is not None else ""))
@@ -112,14 +110,14 @@ def _samples(task: Task) -> BatchSource:
 
 
 def _batch(source: BatchSource, count: int, mode: FakeTensorMode | None) -> Any:
-    """Some samples, as the loss gets them."""
+    """Return some samples, as the loss gets them."""
     with _outside(mode):
         batch = source.fetch(range(count))
     return batch if mode is None else tree_map_only(Tensor, mode.from_tensor, batch)
 
 
 def _outside(mode: FakeTensorMode | None) -> Any:
-    """Where tensors are real for a moment."""
+    """Suspend the fake mode, so that tensors are real."""
     return torch.utils._python_dispatch._disable_current_modes() if mode is not None else nullcontext()
 
 
@@ -127,7 +125,7 @@ def _saved(task: Task, model: nn.Module, units: Iterable[Unit], batch: Any) -> t
     """The bytes that autograd keeps of one forward, all and by unit; parameters, buffers and the batch are not new."""
     known = {_storage(one)._cdata for one in (*model.parameters(), *model.buffers())}
     tree_map_only(Tensor, lambda one: known.add(_storage(one)._cdata), batch)
-    kept: list[Tensor] = []  # or the memory of one might be given to another
+    kept: list[Tensor] = []  # otherwise a freed storage's address could be reused by another
     inside: list[int] = []
     by_unit: dict[int, int] = {}
     total = 0
@@ -172,11 +170,11 @@ def _leaving(inside: list[int]) -> Callable[..., None]:
 
 
 def _state_bytes(optimizer: Optimizer, mode: FakeTensorMode | None) -> int:
-    """What the optimizer keeps after its first step: as stand-ins of a few items tell, or a step itself."""
+    """Return the bytes of the optimizer's state after its first step, from small stand-ins or from a real step."""
     try:
         if is_elementwise(optimizer):
             return sum(one.nbytes for kept in kept_by(optimizer).values() for one in kept)
-    except UserError:  # it says why its state cannot be shared, which nobody asked for here
+    except UserError:  # its state cannot be shared, which is irrelevant here
         pass
     with mode if mode is not None else nullcontext():
         for group in optimizer.param_groups:
@@ -184,7 +182,7 @@ def _state_bytes(optimizer: Optimizer, mode: FakeTensorMode | None) -> int:
                 parameter.grad = torch.empty_like(parameter)
         try:
             optimizer.step()
-        except DataDependentOutputException:  # it looks at a value, after it has made its state
+        except DataDependentOutputException:  # it reads a value, after it has made its state
             pass
     return _bytes_of(
         value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)
@@ -192,7 +190,7 @@ def _state_bytes(optimizer: Optimizer, mode: FakeTensorMode | None) -> int:
 
 
 def _bytes_of(tensors: Iterable[Tensor]) -> int:
-    """A storage that several share once."""
+    """Return the bytes, counting a shared storage once."""
     return sum({_storage(one)._cdata: one.numel() * one.element_size() for one in tensors}.values())
 
 

@@ -1,4 +1,4 @@
-"""A model's graph with its places and its cut, as a table and as one self-contained SVG.
+"""Draws a model's graph with its placement and its cut, as a table and as a self-contained SVG.
 
 In the SVG every module is a box in the colour of its place, from the input at the top to the output at the bottom. An
 arrow is what one module passes on to another; one between two places is thick, and says how many bytes travel.
@@ -18,7 +18,7 @@ __all__ = ["graph_svg", "graph_text"]
 
 _HEAD: Final = ("module", "kind", "parameters", "output", "bytes", "place")
 _WIDTH, _LEFT, _BOX, _HIGH, _GAP = 900, 20, 460, 40, 34
-_TOP, _LINE, _LANE, _LANES = 64, 18, 16, 6  # lanes: how far to the right arrows over other boxes go
+_TOP, _LINE, _LANE, _LANES = 64, 18, 16, 6  # tracks: how far to the right an arrow around other boxes goes
 _COLOURS: Final = 8
 _STYLE: Final = """
 :root { color-scheme: light dark; }
@@ -38,7 +38,7 @@ svg { --paper: #ffffff; --ink: #1f2328; --faint: #59636e; --line: #8c959f; --cut
 
 
 def graph_text(graph: Graph, places: Sequence[str]) -> str:
-    """A row for each module, then what travels between places, in lines of plain text."""
+    """Return a row for each module, then the traffic between places, as plain text."""
     rows = [_HEAD, *(_row(node, place) for node, place in zip(graph.nodes, places, strict=True))]
     cut = cut_of(graph, places)
     lines = ["no edge is cut"]
@@ -51,7 +51,7 @@ def graph_text(graph: Graph, places: Sequence[str]) -> str:
 
 
 def graph_svg(graph: Graph, places: Sequence[str], title: str) -> str:
-    """The picture; `title` says what is drawn."""
+    """Return the SVG; `title` says what is drawn."""
     kinds = list(dict.fromkeys(places))
     height = _TOP + len(graph.nodes) * (_HIGH + _GAP) + _LINE
     body = [
@@ -102,7 +102,7 @@ def _sharing(graph: Graph, one: TiedParameters, places: Sequence[str]) -> str:
 
 
 def _middle(number: int) -> int:
-    """Where the middle of the box of a node is."""
+    """Return the vertical middle of a node's box."""
     return _TOP + number * (_HIGH + _GAP) + _HIGH // 2
 
 

@@ -1,4 +1,4 @@
-"""`fit_simulated`: one task under parameter servers in virtual time, for more workers than there are cores."""
+"""`fit_simulated`: trains one task under parameter servers in virtual time, with more workers than cores."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a run recorded, what that says, and how it is drawn."""
+"""Observability of a run: recording its events, analysing them, and drawing the results."""

@@ -1,1 +1,1 @@
-"""Trained models at work: opened, asked, served over HTTP; and the server of the live page."""
+"""Inference with trained models: opening, predicting and serving over HTTP; and the server of the live page."""

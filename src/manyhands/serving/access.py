@@ -1,11 +1,11 @@
-"""Who may read a page that is served on this machine.
+"""Access control for pages served on this machine.
 
-Other programs' pages run in the same browser and can reach loopback addresses, so being on 127.0.0.1 protects
-nothing by itself. Five things must hold: the request says its length in one way, its `Host` is a name and a port and
-one of ours (a name that was re-bound to this address is not), its `Origin`, where it has one, is that very host, its
-method is one that makes sense there, and it carries the run's token in a header of its own. No cookie holds it: a
-browser sends the cookies of 127.0.0.1 to every port of that address, and so to the servers of other users. What is the
-same for everybody, and says nothing of the run, needs no token.
+Web pages of other origins run in the same browser and can reach loopback addresses, so listening on 127.0.0.1 does
+not protect by itself. A request must meet five conditions: its length is given in one way only; its `Host` is a name
+and a port of this server (which excludes DNS rebinding); its `Origin`, if any, is that host; its method fits the
+path; and it has the run's token in a header. Cookies are not used: a browser sends the cookies of 127.0.0.1 to every
+port of that address, including servers of other users. Content that is the same for everyone and reveals nothing of
+the run needs no token.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
 @dataclass(frozen=True, slots=True)
 class GuardRefusal:
-    """Why a request gets nothing: an HTTP status, and one sentence."""
+    """Why a request is rejected: an HTTP status and one sentence."""
 
     status: int
     sentence: str
@@ -55,9 +55,9 @@ class Guard:
         needs_token: bool = True,
         methods: tuple[str, ...] = READING,
     ) -> GuardRefusal | None:
-        """Why not, or None; header names are in lower case. `methods` are those that make sense for what is asked."""
+        """Return why a request is rejected, or None; header names are in lower case, `methods` are those allowed."""
         if "content-length" in headers and "transfer-encoding" in headers:
-            # Servers on the way may take one, we the other, and then what follows the body is a request of its own.
+            # Request smuggling: a proxy may use one length and this server the other.
             return GuardRefusal(
                 400, "A request has Content-Length or Transfer-Encoding, not both; leave one of them out."
             )
@@ -86,13 +86,13 @@ class Guard:
         return name in _LOOPBACK_NAMES or name in self.names or (self.any_address and _is_address(name))
 
     def has_token(self, headers: Mapping[str, str]) -> bool:
-        """Whether the headers carry the run's token, as `Authorization: Bearer TOKEN`."""
+        """Return whether the headers have the run's token, as `Authorization: Bearer TOKEN`."""
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
         return scheme.lower() == "bearer" and hmac.compare_digest(bearer.encode(), self.token.encode())
 
 
 def _host_name(host: str) -> str | None:
-    """`[::1]:80` as `::1`, `LocalHost:80` as `localhost`; None where it is anything else than a name and a port."""
+    """Return `::1` for `[::1]:80`, `localhost` for `LocalHost:80`; None for anything but a name and a port."""
     found = _HOST.fullmatch(host.lower())
     return None if found is None else found[1] or found[2]
 

@@ -29,7 +29,7 @@ __all__ = ["BatchAction", "BatchLimits", "Dispatch", "KillReplica", "RefuseReque
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchLimits:
-    """How large batches are, and how long and how many may wait; checked when made."""
+    """Limits of batches and of the queue; validated on construction."""
 
     batch: int = 64
     """Inputs in a batch; a request that has more is a batch of its own."""
@@ -54,7 +54,7 @@ class BatchLimits:
 
 @dataclass(frozen=True, slots=True)
 class SendBatch:
-    """Have `worker` compute the answers of these."""
+    """Send these requests to `worker` as one batch."""
 
     worker: int
     requests: tuple[int, ...]
@@ -71,7 +71,7 @@ class RefuseRequest:
 
 @dataclass(frozen=True, slots=True)
 class KillReplica:
-    """End a worker that will not come back."""
+    """Kill a worker that has exceeded its deadline."""
 
     worker: int
 
@@ -99,7 +99,7 @@ class _Busy:
 
 @dataclass(slots=True)
 class _Held:
-    """What waits, the oldest first, and who works."""
+    """The queue, oldest first, and the busy workers."""
 
     queue: deque[_Request] = field(default_factory=deque)
     free: deque[int] = field(default_factory=deque)
@@ -107,7 +107,7 @@ class _Held:
 
 
 class Dispatch:
-    """The requests that are not answered yet, and the workers there are; times are seconds of any one clock."""
+    """The unanswered requests and the current workers; times are seconds of any one clock."""
 
     def __init__(self, limits: BatchLimits) -> None:
         self.limits = limits
@@ -116,21 +116,21 @@ class Dispatch:
 
     @property
     def waiting_inputs(self) -> int:
-        """Inputs that no worker has yet."""
+        """The number of inputs in the queue."""
         return self._waiting_inputs
 
     @property
     def busy(self) -> frozenset[int]:
-        """Workers that compute."""
+        """The workers that are computing."""
         return frozenset(self._held.busy)
 
     @property
     def free_workers(self) -> frozenset[int]:
-        """Workers that wait for requests."""
+        """The workers that wait for requests."""
         return frozenset(self._held.free)
 
     def asked(self, number: int, size: int, now: float) -> list[BatchAction]:
-        """A request of `size` inputs has come."""
+        """A request of `size` inputs has arrived."""
         if self._waiting_inputs and self._waiting_inputs + size > self.limits.waiting:
             sentence = f"{self._waiting_inputs} inputs wait already; try again in a moment."
             return [RefuseRequest(number, 503, sentence)]
@@ -139,13 +139,13 @@ class Dispatch:
         return self.look(now)
 
     def free(self, worker: int, now: float) -> list[BatchAction]:
-        """A worker is there, or has answered what it was sent."""
+        """A worker has started, or has answered its batch."""
         self._held.busy.pop(worker, None)
         self._held.free.append(worker)
         return self.look(now)
 
     def gone(self, worker: int, now: float) -> list[BatchAction]:
-        """A worker is dead: what it had goes to another, unless it is too late, or has lost too many."""
+        """A worker has died: requeue its requests, unless past the deadline or out of tries."""
         held = self._held
         if worker in held.free:
             held.free.remove(worker)
@@ -162,12 +162,12 @@ class Dispatch:
         return [*actions, *self.look(now)]
 
     def look(self, now: float) -> list[BatchAction]:
-        """What is due at `now`."""
+        """Return the actions that are due at `now`."""
         return [*self._too_late(now), *self._stuck(now), *self._batches(now)]
 
     @property
     def wakes_at(self) -> float | None:
-        """When something will be due though nothing happens; None: never."""
+        """Return when the next action is due without a further event; None: never."""
         held, limits = self._held, self.limits
         times = [one.until for one in held.busy.values() if not one.killed]
         times += [one.requests[0].asked_at + limits.deadline_s for one in held.busy.values() if one.requests]

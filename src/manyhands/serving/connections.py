@@ -1,11 +1,12 @@
-"""Which connections a page's server keeps: as many as it has room for, and none that a stranger only holds.
+"""Connection limits of a page server: bounded in number, and no idle unauthenticated peers.
 
-    connection opens ──► admission.come(it) ──► whoever has to make room: the stranger that is there the longest
-    a good token     ──► admission.know(it)     from here on nobody displaces it
+    connection opens ──► admission.come(it) ──► the connection to close: the oldest of an unknown peer
+    a good token     ──► admission.know(it)     from here on it is never displaced
     connection ends  ──► admission.gone(it)
 
-Whoever has not shown the run's token is a stranger. Strangers cannot keep newcomers out, as each of these frees a
-place, and they cannot stay: who has not asked for something within `REQUEST_S` is closed, however busily it sends.
+A peer is unknown until it has shown the run's token. Unknown peers cannot keep new ones out, as each new connection
+displaces the oldest of them, and they cannot stay: a connection without a complete request within `REQUEST_S` is
+closed, even if it keeps sending.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ REQUEST_S = 3.0
 Who = TypeVar("Who")
 
 _LEAST = 4
-_SHARE = 8  # a page takes one of so many descriptors that are free; the others are the run's
+_SHARE = 8  # a page takes one of so many free descriptors; the others are for the run
 
 
 class Admission(Generic[Who]):
-    """Who is connected, the longest there first; pure decisions."""
+    """The current connections, oldest first; pure decisions."""
 
     def __init__(self, room: int) -> None:
         self._room = room
@@ -47,7 +48,7 @@ class Admission(Generic[Who]):
         self._known: set[Who] = set()
 
     def come(self, who: Who) -> Who | None:
-        """Take in a newcomer; whom to close for it: the oldest stranger, which may be the newcomer itself."""
+        """Admit a connection; return the one to close for it: the oldest unknown peer, possibly the new one."""
         self._pending[who] = None
         if len(self._pending) + len(self._known) <= self._room:
             return None
@@ -56,21 +57,21 @@ class Admission(Generic[Who]):
         return oldest
 
     def know(self, who: Who) -> None:
-        """It has shown the token."""
+        """Mark a connection as authenticated."""
         if who in self._pending:
             del self._pending[who]
             self._known.add(who)
 
     def gone(self, who: Who) -> None:
-        """Its connection has ended."""
+        """Remove a connection that has ended."""
         self._pending.pop(who, None)
         self._known.discard(who)
 
 
 def room_here(most: int = MAX_CONNECTIONS, share: int = _SHARE) -> int:
-    """How many connections this process can keep without taking the descriptors that a run needs to recover.
+    """Return how many connections fit without taking the descriptors that a run needs to recover.
 
-    At most `most`, and one of `share` descriptors that are free.
+    At most `most`, and one of every `share` free descriptors.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
@@ -80,14 +81,14 @@ def room_here(most: int = MAX_CONNECTIONS, share: int = _SHARE) -> int:
 
 
 def connections_of(admission: Admission[Any]) -> Callable[..., asyncio.Protocol]:
-    """What uvicorn makes for each connection to a server that admits by these rules."""
+    """Return the uvicorn protocol factory for a server with these admission rules."""
     return partial(_Connection, admission)
 
 
 class _Connection(H11Protocol):
-    """One connection, which may be closed to make room, and which closes itself where no request comes in time.
+    """One connection, which may be closed to free capacity, and which closes itself if no request arrives in time.
 
-    The application finds `know` in its scope's state, and calls it where a request has a good token.
+    The application finds `know` in its scope's state, and calls it for a request with a good token.
     """
 
     def __init__(
@@ -111,14 +112,14 @@ class _Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        # Only a whole request stops the clock: uvicorn's own keep-alive is put off by any byte.
+        # Only a complete request stops the timer: uvicorn's keep-alive is extended by any byte.
         if self.cycle is not None and not self.cycle.response_complete:
             self._stop_clock()
 
     def on_response_complete(self) -> None:
         self._await_request()
         super().on_response_complete()
-        if self.cycle is not None and not self.cycle.response_complete:  # a request was waiting already
+        if self.cycle is not None and not self.cycle.response_complete:  # a request was already pending
             self._stop_clock()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -1,4 +1,4 @@
-"""A live page served from a thread of this process, for as long as a run or a command lasts."""
+"""A live page served from a thread of this process, for the duration of a run or a command."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _LOOK_S = 0.01
 
 
 class Dashboard:
-    """Serves views of a run while it is entered; `url` holds the token that opens it. A context manager.
+    """Serves views of a run while entered; `url` includes the token. A context manager.
 
-    On the way out every open page gets the newest state and `farewell`, for at most three seconds; then the
-    server is gone, and what the pages show stays.
+    On exit every open page gets the newest state and `farewell`, within at most three seconds; then the server stops,
+    and the pages keep their content.
     """
 
     def __init__(
@@ -56,9 +56,9 @@ class Dashboard:
 
     @property
     def num_pages(self) -> int:
-        """Pages that are open and live now."""
+        """The number of live pages that are open."""
         return self._app.num_streams
 
     def stop(self) -> None:
-        """End at once, with no word to the pages that are open."""
+        """Stop at once, without notifying open pages."""
         self._web.stop()

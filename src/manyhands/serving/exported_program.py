@@ -1,7 +1,7 @@
-"""A trained model as a program of `torch.export`: it runs without manyhands and without the model's source.
+"""Exports a trained model as a `torch.export` program, which runs without manyhands and the model's source.
 
-What is written is read back and asked the same questions as the module: a program that answers otherwise is an error,
-and leaves no file.
+The written file is read back and compared with the module on the same inputs; a mismatch is an error, and leaves no
+file.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from manyhands.workloads.predictor import ModulePredictor
 __all__ = ["PROGRAM_FILE", "export_program"]
 
 PROGRAM_FILE = "model.pt2"
-_BATCHES = (1, 2, 5)  # sizes that are compared; the program is made from 3, so that none of them is built in
+_BATCHES = (1, 2, 5)  # batch sizes that are compared; none is 3, with which the program is traced
 _MADE_FROM = 3
 _EQUAL_TO = 1e-5
 
 
 def export_program(asked: ExportAsked) -> Export:
-    """Write the program of a run's module, for batches of any size, into `out` or RUN/model.pt2."""
+    """Write the program of a run's module, for any batch size, to `out` or RUN/model.pt2."""
     if asked.precision != "fp32" or asked.test is not None:
         raise UserError(
             "--format torch-export writes the module as it is: leave --precision and --test out, or write safetensors"
@@ -60,7 +60,7 @@ def export_program(asked: ExportAsked) -> Export:
 def _written(predictor: ModulePredictor[object]) -> bytes:
     stream = io.BytesIO()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of LSTM's list of weights, which export sets and puts back
+        warnings.simplefilter("ignore")  # about LSTM's list of weights, which export sets and restores
         made = torch.export.export(
             predictor.model,
             (predictor.example_batch(_MADE_FROM),),

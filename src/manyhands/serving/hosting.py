@@ -1,4 +1,4 @@
-"""An ASGI application served from a thread of this process, on a socket that is opened at once."""
+"""Serves an ASGI application from a thread of this process, on a socket that is opened at once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MAX_HEADER_BYTES = 16 << 10
 
 
 class Listening:
-    """A socket, the guard of what is served on it, and the address that opens it with the guard's token."""
+    """A listening socket, its guard, and the URL with the guard's token."""
 
     def __init__(self, host: str, port: int, what: str) -> None:
         self.what = what
@@ -40,7 +40,7 @@ class Listening:
 
 
 class WebThread:
-    """Serves an application by `listening` from `start` until `stop`; `loop` is the event loop that it runs in."""
+    """Serves an application on `listening` from `start` until `stop`; `loop` is its event loop."""
 
     def __init__(self, app: Any, listening: Listening, room: int) -> None:
         import uvicorn
@@ -52,7 +52,7 @@ class WebThread:
         self.loop: asyncio.AbstractEventLoop | None = None
         config = uvicorn.Config(
             app,
-            log_config=None,  # an access log would write the token
+            log_config=None,  # an access log would contain the token
             access_log=False,
             log_level="critical",
             lifespan="off",
@@ -67,7 +67,7 @@ class WebThread:
         self._thread = threading.Thread(target=self._serve, name=listening.what, daemon=True)
 
     def start(self) -> None:
-        """Begin, and wait until it answers."""
+        """Start the thread, and wait until the server answers."""
         self._thread.start()
         deadline = time.monotonic() + _START_S
         while not self._server.started:
@@ -77,11 +77,11 @@ class WebThread:
                     f"{self._listening.what} did not start within {_START_S:g} s: {self._failure}"
                 )
             time.sleep(_LOOK_S)
-        # Who waits in the kernel's queue takes no descriptor; uvicorn makes it as short as what it accepts at once.
+        # Connections in the kernel's queue take no descriptor; uvicorn sets the queue to its accept limit.
         self._listening.socket.listen(_WAITING)
 
     def stop(self) -> None:
-        """End at once, with no word to those who are connected."""
+        """Stop at once, without notifying connected clients."""
         self._server.should_exit = True
         self._thread.join(_STOP_S)
         self._listening.socket.close()
@@ -93,7 +93,7 @@ class WebThread:
     def _serve(self) -> None:
         try:
             asyncio.run(self._in_loop())
-        except BaseException as failure:  # told by whoever waits for the start
+        except BaseException as failure:  # reported by the thread that waits for the start
             self._failure = failure
 
     async def _in_loop(self) -> None:

@@ -37,7 +37,7 @@ SendMessage = Callable[[Any], Awaitable[None]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BodyLimits:
-    """What a request may send."""
+    """Limits of a request's body."""
 
     num_bytes: int = 8 << 20
     inputs: int = 1024
@@ -60,7 +60,7 @@ class RequestRefused(Exception):
 
 
 class ModelApp:
-    """The application; `page` shows what `tally` counts."""
+    """The ASGI application; `page` shows the counters of `tally`."""
 
     def __init__(
         self,
@@ -75,14 +75,14 @@ class ModelApp:
         self._held_bytes = 0
 
     async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: SendMessage) -> None:
-        """Answer one request, as ASGI asks."""
+        """Handle one ASGI request."""
         if scope["type"] != "http" or scope["path"] != PREDICT:
             await self._page(scope, receive, send)
             return
         begun = time.monotonic()
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         refused = self._guard.refusal(scope["method"], headers, methods=_POST)
-        if refused is not None:  # a stranger's, which is not counted
+        if refused is not None:  # of an unknown peer, and not counted
             reply = _Reply(refused.status, _error(refused.sentence), _extra(refused))
             await self._refuse_unread(reply, receive, send)
             return
@@ -106,7 +106,7 @@ class ModelApp:
             await self._refuse_unread(reply, receive, send)
 
     async def _read(self, body: _Body, headers: Mapping[str, str], receive: Receive) -> None:
-        """The whole body; what is too large is refused before it is read, as far as it says so."""
+        """Read the whole body; one that declares too large a size is rejected before it is read."""
         most = self._limits.num_bytes
         too_large = RequestRefused(
             413, f"A request has at most {format_bytes(most)}; send fewer inputs at a time."
@@ -131,10 +131,10 @@ class ModelApp:
             raise RequestRefused(408, sentence) from None
 
     async def _refuse_unread(self, reply: _Reply, receive: Receive, send: SendMessage) -> None:
-        """Answer a request before it was read, and take in for a while what it still sends.
+        """Answer a request before its body was read, then drain the body for a while.
 
-        Most clients look for an answer when they have sent all; a connection that was closed before that is reset, and
-        they would never see why.
+        Most clients read the answer only after sending everything. If the connection were closed before, it would be
+        reset and they would never see the reason.
         """
         await _begin(send, reply, {"connection": "close"})
         await send({"type": "http.response.body", "body": reply.body, "more_body": True})
@@ -157,7 +157,7 @@ class _Reply:
 
 
 class _Body:
-    """What has come of a request."""
+    """The part of a request's body received so far."""
 
     def __init__(self) -> None:
         self._pieces: list[bytes] = []
@@ -165,7 +165,7 @@ class _Body:
         self.is_whole = False
 
     def take(self, message: Mapping[str, Any]) -> int:
-        """The next piece; how many bytes it has."""
+        """Add the next piece; return its number of bytes."""
         piece: bytes = message.get("body", b"")
         self._pieces.append(piece)
         self.num_bytes += len(piece)
@@ -173,7 +173,7 @@ class _Body:
         return len(piece)
 
     def content(self) -> bytes:
-        """All of it, of which the pieces are then forgotten."""
+        """Return the whole body, and release its pieces."""
         content = b"".join(self._pieces)
         self._pieces.clear()
         return content
@@ -197,7 +197,7 @@ async def _respond(send: SendMessage, reply: _Reply) -> None:
 
 
 def checked_body(body: bytes, limits: BodyLimits) -> int:
-    """How many inputs a request's body has; refused where it is no `{"inputs": [...]}`."""
+    """Return the number of inputs of a body; rejects one that is not `{"inputs": [...]}`."""
     wanted = 'send {"inputs": [...]}'
     try:
         value = json.loads(body.decode("utf-8"))

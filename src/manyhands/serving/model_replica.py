@@ -1,8 +1,8 @@
-"""One worker of a served model: reads batches of requests from a socket that it inherited, and writes their answers.
+"""A worker of a model server: reads batches of requests from an inherited socket, and writes the answers.
 
-A frame is a 4-byte big-endian length and that much JSON; nothing on it can carry code. To the worker: an array of
-request bodies, each `{"inputs": [...]}`. From it: at first `{"ready": PID}`, then for each batch an array with a
-`{"status": …, ...}` for each request, in their order: `answers`, or an `error` in one sentence.
+A frame is a 4-byte big-endian length and that much JSON, so frames cannot carry code. To the worker: an array of
+request bodies, each `{"inputs": [...]}`. From the worker: first `{"ready": PID}`, then for each batch an array with
+one `{"status": …, ...}` per request, in order: `answers`, or an `error` in one sentence.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ LENGTH = struct.Struct("!I")
 MAX_FRAME_BYTES = 1 << 28
 """Of a batch, and of its answers."""
 
-_MOST_TOLD = 500  # characters of what went wrong
+_MOST_TOLD = 500  # characters of an error message
 
 
 def replica(context: RoleContext) -> None:
-    """Answer until the other end is closed."""
+    """Answer batches until the other end closes the socket."""
     import torch
 
     predictor: Predictor[Any] = load(context.descriptor("model"))
     predictor.prepare()
     with socket.socket(fileno=context.descriptor("requests")) as connection, torch.inference_mode():
-        predictor.answers(predictor.inputs([predictor.example]))  # what is done once, no request waits for
+        predictor.answers(predictor.inputs([predictor.example]))  # warm up before the first request
         context.mark(0, State.SERVING)
         connection.sendall(frame({"ready": os.getpid()}))
         context.send({"ready": True})
@@ -47,7 +47,7 @@ def replica(context: RoleContext) -> None:
 
 
 def answer_batch(predictor: Predictor[Any], bodies: Sequence[Any]) -> list[dict[str, Any]]:
-    """What each request of a batch gets; those that make no sense are told so, and leave the others alone."""
+    """Return the result of each request of a batch; invalid requests get an error and do not affect the others."""
     said: dict[int, dict[str, Any]] = {}
     parts: dict[int, Any] = {}
     for number, body in enumerate(bodies):
@@ -55,7 +55,7 @@ def answer_batch(predictor: Predictor[Any], bodies: Sequence[Any]) -> list[dict[
             parts[number] = predictor.inputs(body["inputs"])
         except UserError as error:
             said[number] = {"status": 400, "error": str(error)[:_MOST_TOLD]}
-        except Exception as error:  # or the worker would die of it, and the next one, too
+        except Exception as error:  # otherwise this worker would die of it, and the next one, too
             said[number] = _failed(error)
     for number, answers in _computed(predictor, parts, [len(body["inputs"]) for body in bodies]).items():
         said[number] = answers
@@ -65,7 +65,7 @@ def answer_batch(predictor: Predictor[Any], bodies: Sequence[Any]) -> list[dict[
 def _computed(
     predictor: Predictor[Any], parts: dict[int, Any], sizes: Sequence[int]
 ) -> dict[int, dict[str, Any]]:
-    """All at once, or, where that fails, each by itself, so that the others have their answers."""
+    """Compute all requests at once or, if that fails, one by one, so that the valid ones get answers."""
     if not parts:
         return {}
     try:
@@ -86,13 +86,13 @@ def _computed(
 
 
 def _failed(error: Exception) -> dict[str, Any]:
-    """What the request gets; all of it is on the server's terminal."""
+    """Return the error of a request; the traceback goes to the server's terminal."""
     traceback.print_exception(error, file=sys.stderr)
     return {"status": 500, "error": f"the model failed: {type(error).__name__}: {error}"[:_MOST_TOLD]}
 
 
 def answers_frame(said: Sequence[dict[str, Any]]) -> bytes:
-    """The frame of a batch's answers; JSON has no word for what is not finite, so that is told as a failure."""
+    """Return the frame of a batch's answers; non-finite numbers, which JSON lacks, become an error."""
     try:
         return frame(said)
     except ValueError:
@@ -114,13 +114,13 @@ def _is_finite(said: dict[str, Any]) -> bool:
 
 
 def frame(value: Any) -> bytes:
-    """One frame; ValueError where a number in it is not finite."""
+    """Encode one frame; ValueError where a number in it is not finite."""
     body = json.dumps(value, allow_nan=False).encode()
     return LENGTH.pack(len(body)) + body
 
 
 def _received(connection: socket.socket) -> Any:
-    """The next frame; None at the end."""
+    """Return the next frame; None at the end of the stream."""
     head = _exactly(connection, LENGTH.size)
     if head is None:
         return None

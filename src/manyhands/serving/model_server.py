@@ -39,7 +39,7 @@ MOST_WORKERS = 256
 _FAREWELL_S = 3.0
 _LOOK_S = 0.05
 _MOST_CONNECTIONS = 512
-_SHARE = 2  # of the descriptors that are free, every second is for a connection; the others are the workers'
+_SHARE = 2  # every second free descriptor is for a connection; the others are for the workers
 
 _PAGE: Drawn[ServingView] = Drawn(title=serving_title, sections=serving_sections, report=serving_report)
 
@@ -60,11 +60,11 @@ class ServeOptions:
 
 
 class ModelServer:
-    """Serves `predictor` while it is entered; a context manager. `url` opens its page, `address` and `token` ask it."""
+    """Serves `predictor` while entered; a context manager. `url` opens its page; clients use `address`, `token`."""
 
     def __init__(self, predictor: Predictor[Any], model: str, options: ServeOptions | None = None) -> None:
         require_web()
-        from manyhands.serving.connections import room_here  # which needs the web extra
+        from manyhands.serving.connections import room_here  # requires the web extra
 
         self._options = options or ServeOptions()
         self._predictor, self._model = predictor, model
@@ -105,13 +105,13 @@ class ModelServer:
         self._web.stop()
 
     def wait(self) -> None:
-        """Until somebody interrupts; raises where no worker could be kept alive."""
+        """Block until interrupted; raises where no worker could be kept alive."""
         while not self._replicas.over:
             time.sleep(_LOOK_S)
         raise ManyhandsError(f"the workers could not be kept alive: {self._replicas.failure}")
 
     def view(self) -> ServingView:
-        """What its page shows."""
+        """Return what the page shows."""
         return ServingView(
             model=self._model,
             task=self._predictor.task,

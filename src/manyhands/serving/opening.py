@@ -1,4 +1,4 @@
-"""From a path to a predictor: which task a run or a file of a model is of, and what its line in `uses` names."""
+"""Opens a predictor from a path: finds the task of a run or model file, and its entry in `uses`."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _FORMATS = "manyhands."  # as in manyhands.logreg.1
 
 
 def open_predictor(path: str | Path) -> Predictor[Any]:
-    """The predictor of a run's directory, or of a file that `manyhands export` or a workload wrote.
+    """Open the predictor of a run's directory, or of a file that `manyhands export` or a workload wrote.
 
-    UserError where it is neither, or of a Task of the user's own, whose inputs only they know.
+    UserError where it is neither, or belongs to a user-defined Task, whose inputs are unknown here.
     """
     place = Path(path)
     name, use = use_of(place)
@@ -31,7 +31,7 @@ def open_predictor(path: str | Path) -> Predictor[Any]:
 
 
 def use_of(place: Path) -> tuple[str, Use]:
-    """The name of the task that `place` is of, and what can be done with it."""
+    """Return the name of the task of `place`, and its registry entry."""
     name = task_name(place)
     if name not in PREDICTORS:
         raise UserError(
@@ -42,7 +42,7 @@ def use_of(place: Path) -> tuple[str, Use]:
 
 
 def task_name(place: Path) -> str:
-    """What trained it: from a run's configuration, or from how a file begins."""
+    """Return the task that trained it, from a run's configuration or from a file's header."""
     if (place / "config.json").is_file():
         directory = RunDirectory.open(place, lock=False)
         try:

@@ -36,7 +36,7 @@ MAX_STREAMS = 16
 
 _PERIOD_S = 0.5
 _HEARTBEAT_S = 5.0
-_FRESH_S = 0.4  # for how long a view is shared
+_FRESH_S = 0.4  # seconds for which a view is shared
 _END_CHECK_S = 0.05
 
 SECURE_HEADERS = {
@@ -51,7 +51,7 @@ SECURE_HEADERS = {
 
 
 def require_web() -> None:
-    """Say what to install where the packages that serve pages are missing."""
+    """Raise an error that names what to install where the web packages are missing."""
     try:
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
@@ -61,7 +61,7 @@ def require_web() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Drawn(Generic[View]):
-    """How a kind of view looks: as a page, piece by piece, and as a file."""
+    """The renderers of a kind of view: as a page, by section, and as a file."""
 
     title: Callable[[View], str]
     sections: Callable[[View], dict[str, str]]
@@ -73,7 +73,7 @@ RUN_PAGE: Drawn[RunView] = Drawn(title=title_of, sections=sections, report=repor
 
 
 class PageApp(Generic[View]):
-    """The application; call `end` when what it shows is over and the server is about to go."""
+    """The ASGI application; call `end` when the run is over and the server is about to stop."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class PageApp(Generic[View]):
         """Pages that are live now."""
 
     def end(self, farewell: str) -> None:
-        """Let every live page get the newest state and this sentence, and end; from any thread."""
+        """Send every live page the newest state and this sentence, then end its stream; from any thread."""
         self._farewell = farewell
 
     async def __call__(
@@ -107,14 +107,14 @@ class PageApp(Generic[View]):
         receive: Callable[[], Awaitable[Any]],
         send: Callable[[Any], Awaitable[None]],
     ) -> None:
-        """Answer one request, as ASGI asks."""
+        """Handle one ASGI request."""
         if scope["type"] != "http":
             return
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         is_known = self._guard.has_token(headers)
         if is_known:
             scope.get("state", {}).get("know", lambda: None)()
-        # Counted before anything is awaited: of pages that ask at the same moment, none slips by.
+        # Counted before anything is awaited, so that concurrent requests cannot exceed the limit.
         streams = scope["path"] == "/events" and scope["method"] == "GET" and is_known
         is_full = streams and self.num_streams >= MAX_STREAMS
         self.num_streams += streams and not is_full
@@ -124,7 +124,7 @@ class PageApp(Generic[View]):
                 response.headers[name] = value
             if (
                 not is_known or response.status_code == 400
-            ):  # after which nobody knows where the next request begins
+            ):  # after which the start of the next request may be unknown
                 response.headers["connection"] = "close"
             await response(scope, receive, send)  # type: ignore[arg-type]
         finally:
@@ -183,12 +183,12 @@ class PageApp(Generic[View]):
         return StreamingResponse(self.stream(), media_type="text/event-stream")
 
     async def stream(self) -> AsyncIterator[bytes]:
-        """What one live page gets: its title, all sections, then those that changed, a heartbeat, the farewell."""
+        """Yield the events of one live page: title, all sections, then changed ones, heartbeats, the farewell."""
         sent: dict[str, str] = {}
         title = ""
         spoke_at = time.monotonic()
         while True:
-            farewell = self._farewell  # looked at before the view, so that the last view is newer
+            farewell = self._farewell  # read before the view, so that the last view is newer
             view = await self._newest(at_once=farewell is not None)
             if title != self._drawn.title(view):
                 title = self._drawn.title(view)
@@ -209,7 +209,7 @@ class PageApp(Generic[View]):
             await asyncio.sleep(min(_END_CHECK_S, rest))
 
     async def _newest(self, *, at_once: bool = False) -> View:
-        """The view that was made last, or a new one where that is too old; made in a thread, for it reads files."""
+        """Return the latest view, or a new one where it is too old; made in a thread, because it reads files."""
         async with self._lock:
             if (
                 self._view is None

@@ -1,4 +1,4 @@
-"""Images to classes: what the models of `digits` and `mnist` answer."""
+"""Image classification: the predictor for models of `digits` and `mnist`."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from manyhands.workloads.tasks.vision import ImageClassifier
 __all__ = ["ImagePredictor", "open_images"]
 
 _AT_ONCE = 1024
-_DIGITS_TOLD = 6  # of a probability
+_DIGITS_TOLD = 6  # digits of a probability
 
 
 class ImagePredictor(ModulePredictor[NDArray[np.float32]]):
-    """The class of every image, and how likely the model holds it to be."""
+    """Predicts the class of each image and its probability."""
 
     takes: ClassVar[str] = "an array of rows of pixels"
     formats: ClassVar[tuple[str, ...]] = IMAGE_FORMATS
@@ -34,14 +34,14 @@ class ImagePredictor(ModulePredictor[NDArray[np.float32]]):
         self.shape = ImageShape(model.side, model.white)
 
     def blocks(self, source: str, read_as: ReadAs) -> Iterator[NDArray[np.float32]]:
-        """All images of the file, a thousand at a time."""
+        """Yield all images of the file, a thousand at a time."""
         self.check_read_as(read_as)
         images = read_images(source, self.shape, read_as.format)
         for begin in range(0, len(images), _AT_ONCE):
             yield images[begin : begin + _AT_ONCE]
 
     def inputs(self, values: Sequence[Any]) -> NDArray[np.float32]:
-        """Each value is one image."""
+        """Parse JSON values, one image each."""
         try:
             images = self.shape.images(values)
         except ValueError:
@@ -51,7 +51,7 @@ class ImagePredictor(ModulePredictor[NDArray[np.float32]]):
         return np.concatenate([self._one(number, value) for number, value in enumerate(values)])
 
     def _one(self, number: int, value: Any) -> NDArray[np.float32]:
-        """One image; where all together are none, this says which."""
+        """Parse one image; used to name the invalid one where parsing all at once failed."""
         try:
             image = self.shape.images(value)
         except ValueError as error:
@@ -61,11 +61,11 @@ class ImagePredictor(ModulePredictor[NDArray[np.float32]]):
         return image
 
     def together(self, parts: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
-        """One after the other."""
+        """Concatenate inputs."""
         return np.concatenate(parts)
 
     def answers(self, inputs: NDArray[np.float32]) -> list[Any]:
-        """The most likely class, and its probability."""
+        """Return the most likely class of each image, and its probability."""
         with torch.inference_mode():
             scores = self.model(torch.from_numpy(inputs).unsqueeze(1))
             chances, classes = scores.double().softmax(dim=1).max(dim=1)
@@ -75,12 +75,12 @@ class ImagePredictor(ModulePredictor[NDArray[np.float32]]):
         ]
 
     def lines(self, inputs: NDArray[np.float32]) -> Iterator[str]:
-        """The class, and its probability."""
+        """Return one text line per image: the class and its probability."""
         return (f"{one['label']} {one['probability']:.6f}" for one in self.answers(inputs))
 
     @property
     def example(self) -> Any:
-        """A white cross, roughly a 1 or a 4."""
+        """Return a white cross, roughly a 1 or a 4."""
         middle, side, white = self.shape.side // 2, self.shape.side, self.shape.white
         return [
             [white if column == middle or row == middle else 0 for column in range(side)]
@@ -88,21 +88,21 @@ class ImagePredictor(ModulePredictor[NDArray[np.float32]]):
         ]
 
     def example_batch(self, count: int, seed: int = 0) -> Tensor:
-        """Noise of all greys."""
+        """Return random grey noise."""
         side = self.shape.side
         drawn = torch.rand(count, 1, side, side, generator=torch.Generator().manual_seed(seed))
         return drawn * self.shape.white
 
     @property
     def dynamic_shapes(self) -> tuple[dict[int, Any]]:
-        """Any number of images."""
-        from torch.export import Dim  # which takes a while, and only exporting needs it
+        """Mark the number of images as dynamic."""
+        from torch.export import Dim  # a slow import that only exporting needs
 
         return ({0: Dim("batch")},)
 
 
 def open_images(path: Path) -> ImagePredictor:
-    """That of a run, or of a file of `manyhands export`."""
+    """Open the predictor of a run, or of a file of `manyhands export`."""
     model = load(path)
     assert isinstance(model, ImageClassifier), "the tasks of this predictor have such models"
     return ImagePredictor(model)

@@ -1,4 +1,4 @@
-"""Numbers to numbers: what the model of `line` answers."""
+"""Regression: the predictor for models of `line`."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Numbers = NDArray[np.float64]
 
 
 class NumberPredictor(ModulePredictor[Numbers]):
-    """y for every x."""
+    """Predicts y for each x."""
 
     takes: ClassVar[str] = "a finite number"
 
     def blocks(self, source: str, read_as: ReadAs) -> Iterator[Numbers]:
-        """All numbers of a text, one a line."""
+        """Yield all numbers of a text file, one per line."""
         self.check_read_as(read_as)
         try:
             lines = Path(source).read_text("utf-8").split()
@@ -42,40 +42,40 @@ class NumberPredictor(ModulePredictor[Numbers]):
             raise UserError(f"{source}: {error}; give a file with a number on each line") from error
 
     def inputs(self, values: Sequence[Any]) -> Numbers:
-        """Each value is one x."""
+        """Parse JSON values, one x each."""
         for number, value in enumerate(values):
             if not _is_finite(value):
                 raise UserError(f"input {number} is {str(value)[:40]!r}; it must be {self.takes}")
         return np.asarray(values, np.float64)
 
     def together(self, parts: Sequence[Numbers]) -> Numbers:
-        """One after the other."""
+        """Concatenate inputs."""
         return np.concatenate(parts)
 
     def answers(self, inputs: Numbers) -> list[Any]:
-        """One number each."""
+        """Return one number per input."""
         with torch.inference_mode():
             found: Tensor = self.model(torch.from_numpy(inputs).unsqueeze(1))
         return list(found.squeeze(1).tolist())
 
     def check_precision(self, precision: str) -> None:
-        """Two numbers are kept as they are."""
+        """Accept fp32 only: a model of two numbers has nothing to quantise."""
         Predictor.check_precision(self, precision)
 
     @property
     def example(self) -> Any:
-        """Somewhere on the line."""
+        """Return an x within the training range."""
         return 0.5
 
     def example_batch(self, count: int, seed: int = 0) -> Tensor:
-        """From -1 to 1, as in training."""
+        """Return points from -1 to 1, as in training."""
         drawn = torch.rand(count, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
         return drawn * 2 - 1
 
     @property
     def dynamic_shapes(self) -> tuple[dict[int, Any]]:
-        """Any number of them."""
-        from torch.export import Dim  # which takes a while, and only exporting needs it
+        """Mark the number of inputs as dynamic."""
+        from torch.export import Dim  # a slow import that only exporting needs
 
         return ({0: Dim("batch")},)
 
@@ -83,10 +83,10 @@ class NumberPredictor(ModulePredictor[Numbers]):
 def _is_finite(value: Any) -> bool:
     try:
         return type(value) in (int, float) and math.isfinite(value)
-    except OverflowError:  # a whole number beyond double precision
+    except OverflowError:  # an integer beyond double precision
         return False
 
 
 def open_numbers(path: Path) -> NumberPredictor:
-    """That of a run, or of a file of `manyhands export`."""
+    """Open the predictor of a run, or of a file of `manyhands export`."""
     return NumberPredictor(load(path))

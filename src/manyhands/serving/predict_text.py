@@ -1,7 +1,7 @@
-"""Text that goes on: what the models of `language` and `recurrent` write after a prompt, byte by byte.
+"""Text generation: models of `language` and `recurrent` continue a prompt byte by byte.
 
-Several prompts are continued side by side, the shorter ones filled up at their end: a model that sees only what came
-before, as all of these do, gives the same scores at the last byte of each.
+Several prompts are continued as one batch, with shorter ones padded at their end. These models are causal, so the
+scores at the last byte of each prompt do not depend on the padding.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MOST_SHOWN = 60
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
-    """What to go on from, and how."""
+    """A prompt and its sampling parameters."""
 
     prompt: str
     length: int = 200
@@ -67,13 +67,13 @@ class Prompt:
 
 
 def _short(value: Any) -> str:
-    """What was given, as far as a sentence has room for it."""
+    """Shorten a value for an error message."""
     shown = repr(value)
     return shown if len(shown) <= _MOST_SHOWN else f"{shown[:_MOST_SHOWN]}…"
 
 
 class TextGenerator(ModulePredictor[list[Prompt]]):
-    """Continues prompts; `context` is how many bytes the model looks back on."""
+    """Continues prompts; `context` is the model's context length in bytes."""
 
     takes: ClassVar[str] = 'a prompt, or {"prompt": …, "length": …, "temperature": …, "seed": …}'
 
@@ -82,14 +82,14 @@ class TextGenerator(ModulePredictor[list[Prompt]]):
         self.context = context
 
     def blocks(self, source: str, read_as: ReadAs) -> Iterator[list[Prompt]]:
-        """None: text is written, not classified."""
+        """Raise UserError: this model generates text and does not read inputs from a file."""
         del read_as
         raise UserError(
             f'this model writes text: manyhands generate RUN --prompt "{source[:40]}" goes on with it'
         )
 
     def inputs(self, values: Sequence[Any]) -> list[Prompt]:
-        """A text, or an object with `prompt` and how to go on."""
+        """Parse JSON values: a text, or an object with `prompt` and sampling parameters."""
         prompts = []
         for number, value in enumerate(values):
             fields = {"prompt": value} if isinstance(value, str) else value
@@ -107,15 +107,15 @@ class TextGenerator(ModulePredictor[list[Prompt]]):
         return prompts
 
     def together(self, parts: Sequence[list[Prompt]]) -> list[Prompt]:
-        """One after the other."""
+        """Concatenate inputs."""
         return [prompt for part in parts for prompt in part]
 
     def answers(self, inputs: list[Prompt]) -> list[Any]:
-        """What follows each prompt."""
+        """Return the continuation of each prompt."""
         return [{"text": decode(np.asarray(written, np.uint8))} for written in self.continued(inputs)]
 
     def continued(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """The bytes that follow each prompt, as many as it asks for."""
+        """Return the bytes that follow each prompt, as many as it requests."""
         texts = [encode(prompt.prompt).tolist() for prompt in prompts]
         starts = [len(text) for text in texts]
         drawn_from = [torch.Generator().manual_seed(prompt.seed) for prompt in prompts]
@@ -128,7 +128,7 @@ class TextGenerator(ModulePredictor[list[Prompt]]):
         return [text[start:] for text, start in zip(texts, starts, strict=True)]
 
     def _next_scores(self, texts: Sequence[Sequence[int]]) -> Tensor:
-        """The scores of what follows each text: (texts, vocabulary)."""
+        """Return the scores of the next byte of each text: (texts, vocabulary)."""
         seen = [text[-self.context :] for text in texts]
         longest = max(map(len, seen))
         filled = torch.tensor([[*text, *[0] * (longest - len(text))] for text in seen])
@@ -137,24 +137,24 @@ class TextGenerator(ModulePredictor[list[Prompt]]):
 
     @property
     def example(self) -> Any:
-        """The beginning of a function."""
+        """Return the beginning of a function."""
         return {"prompt": "def ", "length": 80}
 
     def example_batch(self, count: int, seed: int = 0) -> Tensor:
-        """Any bytes, as many as the model looks back on."""
+        """Return random bytes of the context length."""
         drawn = torch.Generator().manual_seed(seed)
         return torch.randint(0, VOCABULARY, (count, self.context), generator=drawn)
 
     @property
     def dynamic_shapes(self) -> tuple[dict[int, Any]]:
-        """Any number of texts; each is as long as the context."""
-        from torch.export import Dim  # which takes a while, and only exporting needs it
+        """Mark the number of texts as dynamic; each has the context length."""
+        from torch.export import Dim  # a slow import that only exporting needs
 
         return ({0: Dim("batch")},)
 
 
 def chosen(scores: Tensor, temperature: float, drawn_from: torch.Generator) -> int:
-    """The next byte: the likeliest where the temperature is 0, else drawn with the odds that it makes of the scores."""
+    """Choose the next byte: the most likely at temperature 0, else sampled from the tempered softmax."""
     if temperature == 0:
         return int(scores.argmax())
     chances = (scores.double() / max(temperature, math.ulp(1.0))).softmax(dim=0)
@@ -162,9 +162,9 @@ def chosen(scores: Tensor, temperature: float, drawn_from: torch.Generator) -> i
 
 
 def open_text(path: Path) -> TextGenerator:
-    """That of a run, or of a file of `manyhands export`."""
+    """Open the predictor of a run, or of a file of `manyhands export`."""
     model = load(path)
     context = recorded_options(path).get("context")
-    if type(context) is not int or context < 1:  # the header of a file that somebody was sent
+    if type(context) is not int or context < 1:  # the header of an untrusted file
         raise UserError(f"model {path} does not say how many bytes it looks back on; export it again")
     return TextGenerator(model, context)

@@ -1,7 +1,7 @@
-"""The workers of a served model: started, watched and replaced, in a thread of their own.
+"""Worker processes of a model server: started, monitored and replaced, in a thread of their own.
 
-All of them have the model as it was when the server began, those that replace others, too: its weights are packed once,
-and every worker maps the same pages.
+All of them, including replacements, have the model as of the server's start: its weights are packed once, and every
+worker maps the same pages.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _STOP_S = 10.0
 
 
 class Staffing:
-    """When a worker that ended is replaced, and when to give up; pure."""
+    """Decides when a worker that ended is replaced, and when to give up; pure."""
 
     MOST_FAILED = 3
     """Workers that may end, one after another, before one of them was ready."""
@@ -39,19 +39,19 @@ class Staffing:
         self._failed = 0
 
     def ready(self, worker: int) -> None:
-        """It answers."""
+        """A worker has become ready."""
         self._ready.add(worker)
         self._failed = 0
 
     def replaces(self, worker: int) -> bool:
-        """A worker has ended: whether another takes its place, or nobody would come of it."""
+        """A worker has ended: return whether to replace it; False after too many consecutive failed starts."""
         self._failed += worker not in self._ready
         self._ready.discard(worker)
         return self._failed < self.MOST_FAILED
 
 
 class Replicas:
-    """`count` processes that serve `predictor`; `start` returns when one of them answers, `stop` when all are gone.
+    """`count` processes that serve `predictor`; `start` returns when one answers, `stop` when all are gone.
 
     `on_start(worker, socket)` and `on_note(sentence, death)` are called in the thread of the replicas.
     """
@@ -74,9 +74,9 @@ class Replicas:
         self._thread = threading.Thread(target=self._run, name="replicas", daemon=True)
 
     def start(self) -> None:
-        """Begin, and wait until a worker answers; the failure of the first ones is raised."""
+        """Start the workers, and wait until one answers; raises the failure of the first ones."""
         self._wanted.set()
-        warm()  # here: what workers are forked from would otherwise end with the thread that asked for it first
+        warm()  # start the fork server here: it would otherwise end with the thread that first used it
         deadline = time.monotonic() + START_S
         self._thread.start()
         try:
@@ -85,21 +85,21 @@ class Replicas:
                     raise ManyhandsError(
                         f"no worker could serve the model: {self.failure or 'none was ready in time'}"
                     )
-        except BaseException:  # Ctrl-C, too: workers that load their model would stay behind
+        except BaseException:  # Ctrl-C as well: workers that load their model would be left behind
             self.stop()
             raise
 
     def kill(self, worker: int) -> None:
-        """End a worker, which is then replaced; from any thread."""
+        """Kill a worker, which is then replaced; from any thread."""
         self._to_kill.put(worker)
 
     @property
     def over(self) -> bool:
-        """Whether they have ended by themselves; `failure` says why."""
+        """Whether the workers have ended on their own; `failure` says why."""
         return self._ended.is_set()
 
     def stop(self) -> None:
-        """Take them down."""
+        """Stop all workers."""
         self._wanted.clear()
         self._thread.join(_STOP_S)
 
@@ -111,7 +111,7 @@ class Replicas:
                     self._watch(supervisor, packed)
             finally:
                 os.close(packed)
-        except BaseException as failure:  # told by whoever waits for the start, and by the server's page
+        except BaseException as failure:  # reported by `start`, and on the server's page
             self.failure = failure
         finally:
             self._ended.set()
@@ -141,7 +141,7 @@ class Replicas:
     def _start(self, supervisor: Supervisor, packed: int) -> None:
         self._last += 1
         ours, theirs = socket.socketpair()
-        with theirs:  # the worker has its own; when it dies, ours must end
+        with theirs:  # the worker has its copy; when it dies, ours must reach end of file
             descriptors = {"model": packed, "requests": theirs.fileno()}
             role = Role(name=f"worker {self._last}", target=replica, descriptors=descriptors)
             supervisor.start(role, self._last)
@@ -149,5 +149,5 @@ class Replicas:
 
 
 def _why(end: Ended) -> str:
-    """Why a worker ended, in a sentence."""
+    """Return why a worker ended, in a sentence."""
     return end.failure.sentence if end.failure is not None else f"{end.name} has left"

@@ -1,6 +1,6 @@
-"""Requests on one side, workers on the other: the driver around `Dispatch`, in the event loop of the web server.
+"""Connects requests with workers: the driver of `Dispatch` in the event loop of the web server.
 
-It decides nothing: it tells the core what happens, sends the batches that this says, and gives each request its answer.
+It makes no decisions: it reports events to the core, sends the batches that the core returns, and answers requests.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ENDING = json.dumps({"error": "The server is ending; ask it again when it is ba
 
 @dataclass(slots=True)
 class _Asked:
-    """A request that has no answer yet."""
+    """A request without an answer yet."""
 
     body: bytes
     size: int
@@ -39,7 +39,7 @@ class _Asked:
 
 @dataclass(slots=True)
 class _Line:
-    """A worker, from this side."""
+    """The server's side of a worker connection."""
 
     pid: int = 0
     """0 until it is ready."""
@@ -51,7 +51,7 @@ class _Line:
 
 
 class Switchboard:
-    """All calls but `attach` come from the event loop's thread; `kill` may be called there, too."""
+    """Call all methods but `attach` from the event loop's thread; `kill` may be called there, too."""
 
     def __init__(self, limits: BatchLimits, tally: ServingTally, kill: Callable[[int], None]) -> None:
         self._core = Dispatch(limits)
@@ -65,11 +65,11 @@ class Switchboard:
 
     @property
     def waiting(self) -> int:
-        """Inputs that no worker has yet."""
+        """The number of inputs in the queue."""
         return self._core.waiting_inputs
 
     def replicas(self) -> tuple[ReplicaState, ...]:
-        """The workers as they are now."""
+        """The current state of the workers."""
         busy, free = self._core.busy, self._core.free_workers
         return tuple(
             ReplicaState(
@@ -79,15 +79,15 @@ class Switchboard:
                 batches=line.batches,
                 inputs=line.inputs,
             )
-            for number, line in sorted(self._lines.copy().items())  # a page is drawn in another thread
+            for number, line in sorted(self._lines.copy().items())  # the page is drawn in another thread
         )
 
     def attach(self, loop: asyncio.AbstractEventLoop, worker: int, end: socket.socket) -> None:
-        """A worker was started, `end` is our end of its socket; from any thread."""
+        """Register a started worker; `end` is this side of its socket. From any thread."""
         loop.call_soon_threadsafe(self._attach, worker, end)
 
     async def ask(self, body: bytes, size: int) -> tuple[int, bytes]:
-        """The status and the JSON of the answer to a request of `size` inputs, whose body is `body`."""
+        """Return status and JSON of the answer to a request of `size` inputs with body `body`."""
         self._number += 1
         number = self._number
         if self._closed:
@@ -98,7 +98,7 @@ class Switchboard:
         return await answer
 
     def close(self) -> None:
-        """Hang up: workers leave when their sockets end, and who still waits for an answer is told."""
+        """Close all sockets: workers exit at end of file, and pending requests get an error."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
@@ -126,7 +126,7 @@ class Switchboard:
                     self._give(number, status, json.dumps(answer).encode())
                 line.sent = ()
                 self._do(self._core.free(worker, time.monotonic()))
-        except (asyncio.IncompleteReadError, OSError):  # it is gone; whoever watches its process says why
+        except (asyncio.IncompleteReadError, OSError):  # it is gone; `Replicas` reports why
             pass
         finally:
             line.writer.close()
@@ -155,7 +155,7 @@ class Switchboard:
         line = self._lines[worker]
         line.sent = requests
         asked = [self._asked[number] for number in requests]
-        # Each body is JSON that was read before: their array need not be written again.
+        # Each body is JSON that was validated before, so the array is joined without encoding it again.
         batch = b"[" + b",".join(one.body for one in asked) + b"]"
         size = sum(one.size for one in asked)
         line.batches += 1

@@ -1,6 +1,7 @@
-"""Parameter-server runs in virtual time: the cores of a live run, modelled times, and faults drawn from a seed.
+"""Simulates parameter-server runs in virtual time: real protocol cores, modelled durations, and seeded faults.
 
-`simulate(SimulationSpec(...))` runs a whole training on one core, the same for the same seed. See `docs/simulator.md`.
+`simulate(SimulationSpec(...))` runs a whole training on one core, the same for the same seed. See
+`docs/simulator.md`.
 """
 
 from __future__ import annotations

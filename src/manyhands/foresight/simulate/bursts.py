@@ -1,7 +1,7 @@
-"""What servers' wires go through when all workers push at once: how long it takes, and how many messages queue up.
+"""Model of a burst: how long servers' links take when all workers push at once, and how many messages queue up.
 
-Every worker has a wire, on which its messages leave one after the other, and so has every server, where they come in
-the order of their arrival. All wires are equally fast, so the unit of time is one message.
+Every worker has a link, on which its messages leave one after the other, and so has every server, where they are
+received in order of arrival. All links are equally fast, so the unit of time is one message.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["Burst", "push_at_once"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Burst:
-    """What became of one push of every worker to every shard."""
+    """The result of one push of every worker to every shard."""
 
     messages: int
     """The time until the last has come in, in messages' times."""
@@ -25,8 +25,8 @@ class Burst:
 
 
 def push_at_once(workers: int, shards: int, order: Callable[[int, int], Sequence[int]]) -> Burst:
-    """Each of `workers` sends one message to each of `shards`, in `order(worker, shards)`, all from the same moment."""
-    # A message is at the server's wire when it begins to leave: both are busy with it at once.
+    """Simulate that each of `workers` sends one message to each of `shards`, in `order(worker, shards)`, at once."""
+    # A message is at the server's link when it begins to leave: both are busy with it at once.
     comes = sorted(
         (turn, worker, shard) for worker in range(workers) for turn, shard in enumerate(order(worker, shards))
     )

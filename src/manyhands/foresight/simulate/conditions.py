@@ -1,4 +1,4 @@
-"""Under which conditions a task is trained in virtual time: how fast workers compute, and what lies between them."""
+"""Conditions of a simulated training: compute speed of the workers, and the network between them."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ class SimulatedConditions:
         self.timing()
 
     def compute(self, measured_s: float) -> ComputeModel:
-        """How long computing takes, where a whole batch takes `measured_s` unless something else was asked for."""
+        """Return the compute model, where a whole batch takes `measured_s` unless set otherwise."""
         step_s = measured_s if self.step_s is None else self.step_s
         return ComputeModel(step_s=step_s, slow=self.slow, spread=self.spread)
 
     def timing(self) -> Timing:
-        """How long everything else takes."""
+        """Return the durations of everything else."""
         return Timing(apply_s=self.apply_s)
 
     def require_workers(self, workers: int) -> None:
-        """UserError where a worker is slowed that is not there."""
+        """Raise UserError where a slowed worker does not exist."""
         for slow in self.slow:
             if slow.worker >= workers:
                 raise UserError(f"slow: there is no worker {slow.worker} among {workers}; they count from 0")
 
     def to_dict(self) -> dict[str, Any]:
-        """As a run's configuration has it."""
+        """Return the entry in a run's configuration."""
         network = self.network
         rate = network.bandwidth_bytes_per_s
         return {

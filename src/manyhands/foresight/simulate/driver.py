@@ -1,7 +1,7 @@
-"""The driver of the parameter server's cores in virtual time: the same every time for the same seed.
+"""Drives the parameter server's cores in virtual time, deterministically for a given seed.
 
-The launcher's membership, the servers' cores and the workers' cores are those of a live run. Simulated are the time
-that computing, optimizer steps, messages and starting processes take, and the faults.
+The launcher's membership, the servers' cores and the workers' cores are those of a live run. Simulated are the
+durations of computing, optimizer steps, messages and process starts, and the faults.
 """
 
 from __future__ import annotations
@@ -81,11 +81,11 @@ from manyhands.strategies.ps.server_core import ServerCore
 
 __all__ = ["new_server", "simulate"]
 
-_CARRIERS = (Push, Parameters, Forward, Install)  # what has a gradient, or as much, beside it
+_CARRIERS = (Push, Parameters, Forward, Install)  # messages with a gradient, or a payload as large
 
 
 def new_server(member: int, spec: SimulationSpec) -> ServerCore:
-    """The core of a server process, as in a live run."""
+    """Return the core of a server process, as in a live run."""
     slots = tuple(range(spec.workers))
     config = ShardConfig(shard=0, num_shards=spec.shards, policy=spec.policy, steps=spec.steps, slots=slots)
     return ServerCore(config, member)
@@ -99,14 +99,14 @@ def simulate(
 ) -> SimulatedRun:
     """Run `spec` to its end.
 
-    A run that fails, or that has not ended after `spec.timing.limit_s` or when nothing is left to happen, raises
-    ManyhandsError. `make_server` makes the core of a server process; tests give broken ones.
+    Raises ManyhandsError for a run that fails, that exceeds `spec.timing.limit_s`, or that has no events left before
+    it has ended. `make_server` makes the core of a server process; tests pass broken ones.
     """
     return _Simulation(spec, make_server, observer or Observer()).run()
 
 
 class _Simulation:
-    """One run; also the `WorkerContext` of its processes."""
+    """One run; also the `SimulatedContext` of its processes."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class _Simulation:
         self._membership = Membership(plan)
         self._view: View | None = None
         self._processes: dict[int, Process] = {}
-        self._servers: list[ServerProcess] = []  # dead ones too: what they wrote is still there
+        self._servers: list[ServerProcess] = []  # including dead ones, whose logs are kept
         self._serving: dict[int, ServerProcess] = {}
         self._snapshots: dict[int, Copy] = {}
         self._waiting_since_s: dict[int, float] = {}
@@ -140,14 +140,14 @@ class _Simulation:
         self._cuts_s: dict[tuple[int, int], float] = {}
         self._copies: set[tuple[int, int, int]] = (
             set()
-        )  # shard, epoch and server of every copy that was told of
-        self._left: set[int] = set()  # shards that are where they are wanted at the end
-        self._over_s: float | None = None  # when it was first over
+        )  # shard, epoch and server of every copy that was reported
+        self._left: set[int] = set()  # shards whose final copy has been left
+        self._over_s: float | None = None  # when the run was first over
         self._began_s = 0.0
         self._payload_bytes = spec.gradient_bytes // spec.shards
 
     def run(self) -> SimulatedRun:
-        """Everything, from the first process to the last."""
+        """Run everything, from the first process to the last."""
         self._obey(self._membership.begin())
         while len(self._left) < self._spec.shards:
             if not self._agenda.next() or self._agenda.now_s > self._spec.timing.limit_s:
@@ -167,7 +167,7 @@ class _Simulation:
         )
 
     def _backup(self, shard: int) -> Store | None:
-        """The store of a shard's backup, once the launcher has heard that it is there."""
+        """Return the store of a shard's backup, once the launcher knows of it."""
         place = self._view.shards[shard] if self._view is not None else None
         if place is None or (shard, place.epoch, place.backup) not in self._copies:
             return None
@@ -186,7 +186,7 @@ class _Simulation:
     # ── what processes do ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def post(self, source: int, to: int, message: Message, payload: Any, after_s: float) -> float:
-        """Send a message from a member to a member, this many seconds from now; in how many it arrives."""
+        """Send a message between members, this many seconds from now; return in how many seconds it arrives."""
         now_s = self._agenda.now_s
         self._observer.sends(source, to, message, now_s)
         num_bytes = self._bytes_beside(message) if self._payload_bytes else 0
@@ -203,11 +203,11 @@ class _Simulation:
         return self._payload_bytes if isinstance(message, _CARRIERS) else 0
 
     def later(self, process: Process, item: Item, after_s: float) -> None:
-        """Put something into the process's own inbox, this many seconds from now."""
+        """Put an item into the process's inbox, this many seconds from now."""
         self._agenda.at(self._agenda.now_s + after_s, self._put, process, item)
 
     def computes(self, worker: WorkerProcess, work: Work, read: list[Any]) -> float:
-        """A worker begins to compute from what it has read; how many seconds that takes."""
+        """A worker begins to compute from what it has read; return how many seconds that takes."""
         now_s = self._computes_since_s[worker.slot] = self._agenda.now_s
         since_s = self._waiting_since_s.pop(worker.member, now_s)
         self._observer.waited(worker.slot, work, worker.waited_for, since_s, now_s)
@@ -221,18 +221,18 @@ class _Simulation:
         return seconds
 
     def computed(self, worker: WorkerProcess, work: Work) -> None:
-        """It has come to the end of that, and asks for more."""
+        """A worker has finished computing, and requests more."""
         now_s = self._waiting_since_s[worker.member] = self._agenda.now_s
         self._observer.computed(worker.slot, work, self._computes_since_s[worker.slot], now_s)
 
     def steps(self, server: ServerProcess, row: StepRow, after_s: float) -> None:
         """A server has taken an optimizer step, this many seconds from now."""
-        if self._serving.get(row.shard) is server:  # a backup takes every step once more
+        if self._serving.get(row.shard) is server:  # a backup repeats every step
             took_s = self._spec.timing.apply_s
             self._observer.steps(server.member, row, self._agenda.now_s + after_s - took_s, took_s)
 
     def left(self, worker: WorkerProcess, leave: Leave) -> None:
-        """A worker has left its slot: it tells the launcher."""
+        """A worker has left its slot: tell the launcher."""
         event: MembershipEvent
         match leave.reason:
             case Reason.FENCED:
@@ -252,7 +252,7 @@ class _Simulation:
         self._observer.serves(shard, server, self._agenda.now_s)
 
     def leaves(self, server: ServerProcess, shards: tuple[int, ...], after_s: float) -> None:
-        """A server leaves shards that it serves where they are wanted at the end, and says so when that is done."""
+        """A server leaves the final copies of its shards, and reports when that is done."""
         self._agenda.at(self._agenda.now_s + after_s, self._leave, server, shards)
 
     def _leave(self, server: ServerProcess, shards: tuple[int, ...]) -> None:
@@ -262,7 +262,7 @@ class _Simulation:
             self._agenda.at(at_s, self._has_left, server.member, shards)
 
     def _has_left(self, member: int, shards: tuple[int, ...]) -> None:
-        if member in self._processes:  # whoever is followed has left nothing
+        if member in self._processes:  # a report of a removed member does not count
             self._left.update(shards)
             self._tell(Left(member=member, shards=shards))
 
@@ -278,7 +278,7 @@ class _Simulation:
         self._put(process, item)
 
     def _cut_off(self, to: int, letter: SimulatedMessage) -> bool:
-        """Whether a letter went down with its sender: of what a dying process said last, any end may be missing."""
+        """Return whether a message is lost with its sender: any tail of a dying process's messages may be missing."""
         died_s = self._died_s.get(letter.source)
         if died_s is None:
             return False
@@ -387,7 +387,7 @@ class _Simulation:
                 self._instruct(member, SimulatedMessage(LAUNCHER, view))
 
     def _begin(self) -> None:
-        """The first view: training begins, and the faults are counted from here."""
+        """Publish the first view: training begins, and fault times count from here."""
         self._began_s = now_s = self._agenda.now_s
         self._waiting_since_s = dict.fromkeys(self._waiting_since_s, now_s)
         for fault in self._spec.faults:
@@ -399,7 +399,7 @@ class _Simulation:
             self._wounds.update(f"first copy of shard {shard}" for shard in range(self._spec.shards))
 
     def _first_snapshots(self) -> dict[int, Copy]:
-        """Every shard before anything has happened, made by a server that nobody will hear of."""
+        """Make the initial snapshot of every shard, on a temporary server."""
         server = ServerProcess(self._make_server(1, self._spec), self._spec, self)
         shards = tuple(ShardView(shard=shard, epoch=0, primary=1) for shard in range(self._spec.shards))
         return server.first_copies(View(epoch=0, shards=shards, slots=()))
@@ -434,7 +434,7 @@ class _Simulation:
         slots = [place.slot for place in self._membership.view.slots]
         try:
             self._tell(RemoveSlot(slot=slots[pick % len(slots)]))
-        except UserError as error:  # it was the last one
+        except UserError as error:  # this was the last one
             self._note(f"refused: {error}", LAUNCHER)
         else:
             self._note(f"slot {slots[pick % len(slots)]} removed", LAUNCHER)

@@ -48,7 +48,7 @@ PASSING = ComputeModel(step_s=0.1, delay_probability=0.1, delay_factor=5.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StragglerRow:
-    """One line of a straggler table."""
+    """One row of a straggler table."""
 
     consistency: str
     waiting_share: float
@@ -60,7 +60,7 @@ class StragglerRow:
 def straggler_table(
     compute: ComputeModel, *, workers: int = 8, rounds: int = 150, seed: int = 0
 ) -> list[StragglerRow]:
-    """The same batches (`rounds` for each worker) under every consistency of `BOUNDS`."""
+    """Run the same batches (`rounds` for each worker) under every consistency of `BOUNDS`."""
     rows = []
     for consistency in BOUNDS:
         spec = SimulationSpec(
@@ -76,7 +76,7 @@ def straggler_table(
 
 
 def render_stragglers(rows: Sequence[StragglerRow]) -> str:
-    """The table as text."""
+    """Return the table as text."""
     lines = [f"{'consistency':<12}{'waiting':>8}{'updates/s':>11}"]
     lines += [f"{row.consistency:<12}{row.waiting_share:>8.1%}{row.updates_per_s:>11.1f}" for row in rows]
     return "\n".join(lines)
@@ -84,7 +84,7 @@ def render_stragglers(rows: Sequence[StragglerRow]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearningRow:
-    """How well a consistency trained."""
+    """The training result of one consistency."""
 
     consistency: str
     accuracy: float
@@ -135,7 +135,7 @@ def learn_digits(
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Tensors this small are computed faster by one thread than by several that wait for each other."""
+    """Use one thread: tensors this small are slower with several."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -144,13 +144,13 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-_MINIBATCH = 8  # images a learner computes at a time
+_MINIBATCH = 8  # images per minibatch of a learner
 _TRAINED_ON = 1440  # images, of 1797; a multiple of 30 minibatches
 
 
 @cache
 def _digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Images and labels to train on, and others to test with; every pixel's mean is taken off."""
+    """Return training images and labels, and test ones; every pixel's mean is subtracted."""
     pixels, classes = read_digits()
     order = torch.randperm(len(classes), generator=torch.Generator().manual_seed(0))
     images = torch.tensor(pixels, dtype=torch.float32)[order] / 8
@@ -160,7 +160,7 @@ def _digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _layer(num_inputs: int, num_outputs: int, generator: torch.Generator) -> nn.Linear:
-    """A linear layer whose start depends on the generator alone."""
+    """Return a linear layer whose initial weights depend on the generator alone."""
     layer = nn.Linear(num_inputs, num_outputs)
     bound = (3 / num_inputs) ** 0.5  # a variance of 1 / num_inputs
     with torch.no_grad():

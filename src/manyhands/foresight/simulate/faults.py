@@ -1,7 +1,7 @@
-"""What goes wrong in a simulated run, and when: values that a test writes down or draws from a seed.
+"""Faults of a simulated run and their times: values that a test writes down or draws from a seed.
 
-A fault names its victim by `pick`: the (pick mod n)-th of the n members of that role that are there at the time, in the
-order of their numbers, so that a drawn plan makes sense whatever happened before.
+A fault names its victim by `pick`: the (pick mod n)-th of the n members of that role present at the time, by number,
+so that a drawn plan is valid whatever happened before.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = [
 
 
 class FaultRole(Enum):
-    """Whom a fault befalls."""
+    """The role that a fault strikes."""
 
     WORKER = "worker"
     SERVER = "server"
@@ -40,7 +40,7 @@ def _check(name: str, value: float) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kill:
-    """A process ends without a word (kill -9)."""
+    """A process ends abruptly (kill -9)."""
 
     at_s: float
     role: FaultRole
@@ -52,7 +52,7 @@ class Kill:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pause:
-    """A process stands still (SIGSTOP) and goes on where it was; what it is sent meanwhile waits for it."""
+    """A process is stopped (SIGSTOP) and later continues; messages to it wait meanwhile."""
 
     at_s: float
     seconds: float
@@ -66,7 +66,7 @@ class Pause:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlowLink:
-    """For a while everything to and from a process is `factor` times as long on its way."""
+    """For a while every message to and from a process takes `factor` times as long."""
 
     at_s: float
     seconds: float
@@ -82,7 +82,7 @@ class SlowLink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerComes:
-    """The user asks for one more worker."""
+    """The user adds a worker."""
 
     at_s: float
 
@@ -92,7 +92,7 @@ class WorkerComes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerGoes:
-    """The user removes a slot; not the last one."""
+    """The user removes a slot; never the last one."""
 
     at_s: float
     pick: int
@@ -105,9 +105,9 @@ Fault = Kill | Pause | SlowLink | WorkerComes | WorkerGoes
 
 
 def draw_faults(seed: int, count: int, until_s: float, *, resize: bool = False) -> tuple[Fault, ...]:
-    """`count` faults before `until_s`, in the order of time; with `resize` workers also come and go.
+    """Draw `count` faults before `until_s`, in time order; with `resize` workers also join and leave.
 
-    What a seed means never changes, here and in `draw_storm`: seeds that failed once are kept as tests.
+    The meaning of a seed never changes, here and in `draw_storm`: seeds that failed once are kept as tests.
     """
     draw = random.Random(f"faults {seed}")
     kinds = [Kill, Kill, Pause, SlowLink, *([WorkerComes, WorkerGoes] if resize else [])]
@@ -130,10 +130,10 @@ def draw_faults(seed: int, count: int, until_s: float, *, resize: bool = False) 
 
 
 def draw_storm(seed: int, until_s: float, *, resize: bool = True) -> tuple[Fault, ...]:
-    """Up to fourteen faults before `until_s`, worse than those of `draw_faults`, in the order of time.
+    """Draw up to fourteen faults before `until_s`, worse than those of `draw_faults`, in time order.
 
-    Each plan has a taste of its own (mostly deaths, mostly stops, mostly links slowed up to 300 times; with `resize`
-    mostly joins and leaves), and faults come in bursts: the next strikes while the last is being noticed or made good.
+    Each plan has a bias (mostly kills, mostly stops, mostly links slowed up to 300 times; with `resize` mostly joins
+    and leaves), and faults come in bursts: the next strikes while the last is being detected or recovered.
     """
     draw = random.Random(f"storm {seed}")
     kinds: list[type[Fault]] = [Kill, Pause, SlowLink, *([WorkerComes, WorkerGoes] if resize else [])]

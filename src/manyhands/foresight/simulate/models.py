@@ -1,8 +1,8 @@
-"""What the simulated servers hold and the simulated workers compute: names of updates, or a real small model.
+"""Models for simulated runs: symbolic updates, or a real small model.
 
-A `Model` makes one `Store` for each copy of each shard, and gradients from what was read. `Ledger` is the abstract one:
-its values are the list of the updates that were applied, so a test can look at what a worker had really seen. `Trained`
-is a torch module and any elementwise torch optimizer: simulated time, real numbers.
+A `Model` makes one `Store` for each copy of each shard, and gradients from what was read. `Ledger` is the symbolic
+one: its values are the list of applied updates, so that a test can check what a worker has seen. `SimulatedTrained`
+is a torch module with any elementwise torch optimizer: simulated time, real numbers.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ class Store(ABC):
 
     @abstractmethod
     def read(self) -> Any:
-        """The values as they are now; later steps must not change what was returned."""
+        """Return the current values; later steps must not change what was returned."""
 
     @abstractmethod
     def state(self) -> Any:
-        """Everything, for a copy or a snapshot; later steps must not change what was returned."""
+        """Return the whole state, for a copy or a snapshot; later steps must not change what was returned."""
 
     @abstractmethod
     def load(self, state: Any) -> None:
-        """Become what `state` says."""
+        """Load `state`."""
 
 
 class Model(ABC):
-    """What is trained."""
+    """The model that is trained."""
 
     @abstractmethod
     def store(self, shard: int, num_shards: int) -> Store:
-        """A new copy of this shard, as it is before the first step."""
+        """Return a new copy of this shard, in its initial state."""
 
     @abstractmethod
     def gradient(self, slot: int, work: Work, read: Sequence[Any]) -> tuple[list[Gradient], float]:
@@ -68,7 +68,7 @@ class Model(ABC):
 
 @dataclass(frozen=True, slots=True)
 class SimulatedMark:
-    """An update that is nothing but its name."""
+    """An update that consists of its name only."""
 
     slot: int
     clock: int
@@ -79,52 +79,52 @@ class SimulatedMark:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedSeen:
-    """What a worker read: the first `length` groups of what this store had applied."""
+    """What a worker read: the first `length` groups that this store had applied."""
 
     store: LedgerStore
     length: int
 
 
 class LedgerStore(Store):
-    """A list of the groups of updates that were applied, in order."""
+    """The list of the groups of updates that were applied, in order."""
 
     def __init__(self) -> None:
         self.groups: list[tuple[SimulatedMark, ...]] = []
 
     def apply(self, gradients: Sequence[tuple[float, Gradient]], rate: float) -> None:
-        """Write the group down; its rate is in the log."""
+        """Append the group; its rate is in the log."""
         del rate
         self.groups.append(tuple(mark for _, mark in gradients))
 
     def read(self) -> SimulatedSeen:
-        """How much there is."""
+        """Return the current length."""
         return SimulatedSeen(self, len(self.groups))
 
     def state(self) -> list[tuple[SimulatedMark, ...]]:
-        """A copy of the list."""
+        """Return a copy of the list."""
         return list(self.groups)
 
     def load(self, state: Any) -> None:
-        """Take the list."""
+        """Replace the list."""
         self.groups = list(state)
 
 
 class Ledger(Model):
-    """No numbers: gradients are names, values are lists of names."""
+    """A symbolic model: gradients are names, values are lists of names."""
 
     def store(self, shard: int, num_shards: int) -> LedgerStore:
-        """An empty list."""
+        """Return an empty list."""
         del shard, num_shards
         return LedgerStore()
 
     def gradient(self, slot: int, work: Work, read: Sequence[Any]) -> tuple[list[Gradient], float]:
-        """The name of the update, once for each shard."""
+        """Return the name of the update, once for each shard."""
         mark = SimulatedMark(slot, work.clock, work.batch, work.part, work.parts)
         return [mark] * len(read), 1.0 / work.parts
 
 
 class _RangeStore(Store):
-    """A range of the flat parameters with a torch optimizer of its own."""
+    """A range of the flat parameters with a separate torch optimizer."""
 
     def __init__(
         self, values: torch.Tensor, make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -133,7 +133,7 @@ class _RangeStore(Store):
         self._optimizer = make_optimizer([self.values])
 
     def apply(self, gradients: Sequence[tuple[float, Gradient]], rate: float) -> None:
-        """Step with the weighted sum, in the order given."""
+        """Step with the weighted sum, in the given order."""
         total = torch.zeros_like(self.values)
         for factor, gradient in gradients:
             total.add_(gradient, alpha=factor)
@@ -146,15 +146,15 @@ class _RangeStore(Store):
             group["lr"] = lr
 
     def read(self) -> torch.Tensor:
-        """A copy of the values."""
+        """Return a copy of the values."""
         return self.values.detach().clone()
 
     def state(self) -> Any:
-        """A copy of the values and of the optimizer's state."""
+        """Return a copy of the values and of the optimizer's state."""
         return self.read(), copy.deepcopy(self._optimizer.state_dict())
 
     def load(self, state: Any) -> None:
-        """Take values and optimizer state."""
+        """Load values and optimizer state."""
         values, optimizer = state
         with torch.no_grad():
             self.values.copy_(values)
@@ -162,7 +162,7 @@ class _RangeStore(Store):
 
 
 class SimulatedTrained(Model):
-    """A torch module, trained for real while time is simulated.
+    """A torch module, trained with real numbers in simulated time.
 
     `loss(module, batch, part, parts)` is the mean loss of that part of that global batch. `optimizer(parameters)` makes
     the optimizer of a shard; shards are ranges of all parameters laid end to end, so it must be elementwise.
@@ -184,11 +184,11 @@ class SimulatedTrained(Model):
         self._initial = nn.utils.parameters_to_vector(self._parameters).detach().clone()
 
     def store(self, shard: int, num_shards: int) -> Store:
-        """A range of the parameters as they were when this model was made."""
+        """Return a range of the initial parameters."""
         return _RangeStore(self._initial.tensor_split(num_shards)[shard], self._make_optimizer)
 
     def gradient(self, slot: int, work: Work, read: Sequence[Any]) -> tuple[list[Gradient], float]:
-        """The gradient of the part's mean loss times its weight, cut as the shards are."""
+        """Return the gradient of the part's mean loss times its weight, split by shard."""
         del slot
         self.show(read)
         weight = self._weight(work.batch, work.part, work.parts)
@@ -198,7 +198,7 @@ class SimulatedTrained(Model):
         return list(flat.tensor_split(len(read))), weight
 
     def show(self, read: Sequence[Any]) -> nn.Module:
-        """The module, with these values of all shards in it."""
+        """Return the module with these values of all shards loaded."""
         flat = read[0] if len(read) == 1 else torch.cat(list(read))
         for parameter, values in zip(self._parameters, flat.split(self._sizes), strict=True):
             parameter.data = values.view_as(parameter)

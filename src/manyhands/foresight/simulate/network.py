@@ -1,7 +1,7 @@
-"""When a message arrives: first in, first out between any two members, in any order otherwise.
+"""Network model: messages between two members are FIFO; across pairs any order is possible.
 
-A message leaves when its sender's wire is free, is on it for bytes ÷ bandwidth, travels for a latency and a jitter, and
-must then pass the receiver's wire too: many workers that push at once queue up before their server.
+A message leaves when its sender's link is free, occupies it for bytes ÷ bandwidth, travels for a latency and a
+jitter, and then occupies the receiver's link: many workers that push at once queue up at their server.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class NetworkModel:
 
 
 class Network:
-    """The state of all wires at a moment of virtual time."""
+    """The state of all links at a moment of virtual time."""
 
     def __init__(self, model: NetworkModel, seed: int) -> None:
         self._model = model
@@ -45,11 +45,11 @@ class Network:
         self._slow: dict[int, tuple[float, float]] = {}
 
     def slow_down(self, member: int, until_s: float, factor: float) -> None:
-        """Let everything to and from `member` be `factor` times as long on its way."""
+        """Multiply the duration of everything to and from `member` by `factor`."""
         self._slow[member] = (until_s, factor)
 
     def arrival_s(self, source: int, to: int, num_bytes: int, now_s: float) -> float:
-        """When a message that is sent now arrives."""
+        """Return when a message that is sent now arrives."""
         model = self._model
         travel_s = model.latency_s
         if model.jitter_s:

@@ -1,4 +1,4 @@
-"""What can be seen of a simulated run while it goes on."""
+"""Observer interface of a simulated run."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ __all__ = ["Observer"]
 
 
 class Observer:
-    """Sees what happens in a simulated run, and does nothing about it; a test overrides what it wants to see."""
+    """Callbacks for the events of a simulated run, without effect on it; tests override those they need."""
 
     def starts(self, member: int, role: FaultRole) -> None:
         """A process is started."""
 
     def waited(self, slot: int, work: Work, waited_for: int, since_s: float, now_s: float) -> None:
-        """A worker has what it asked for; the last shard to answer had waited for a slot, or for nobody (-1)."""
+        """A worker has all values; the last shard to answer had waited for a slot, or for nobody (-1)."""
 
     def computes(self, slot: int, work: Work, read: list[Any], now_s: float) -> None:
         """A worker begins to compute from what it has read of each shard."""
 
     def computed(self, slot: int, work: Work, began_s: float, now_s: float) -> None:
-        """It has the gradient, and pushes it now."""
+        """The worker has the gradient, and pushes it now."""
 
     def sends(self, source: int, to: int, message: Message, now_s: float) -> None:
         """A member sends a message."""
 
     def arrives(self, source: int, to: int, message: Message, num_bytes: int, now_s: float) -> None:
-        """A message is there, with so much beside it; who gets it may be busy with another."""
+        """A message arrives with its payload; the receiver may be busy with another."""
 
     def steps(self, server: int, row: StepRow, began_s: float, took_s: float) -> None:
         """The primary of a shard takes an optimizer step."""
@@ -41,10 +41,10 @@ class Observer:
         """A server has learned that it serves a shard from now on."""
 
     def restores(self, shard: int, copy: Copy, now_s: float) -> None:
-        """No replica of a shard was left: a server is told to go on from this snapshot."""
+        """No replica of a shard was left: a server is told to continue from this snapshot."""
 
     def over(self, shard: int, server: ServerProcess) -> None:
-        """All is over, perhaps once more: `server` is to leave the shard as it is."""
+        """Training is over, possibly repeated: `server` is to leave the shard as it is."""
 
     def happens(self, happening: SimulatedHappening) -> None:
-        """A fault, a recovery or a loss."""
+        """A fault, a recovery or a loss has happened."""

@@ -1,4 +1,4 @@
-"""What a training step takes when gradients leave in one order or another: layers, one link, virtual time.
+"""Model of step time by exchange order: layers, one link, virtual time.
 
     after        everything is exchanged when backward is over: t_f + t_b + T_c
     overlapped   gradients leave as backward makes them, and the next step begins when all are there; at best
@@ -21,12 +21,12 @@ from manyhands.strategies.allreduce.priority.slice_order import SendOrder
 __all__ = ["ORDERS", "LayeredStep", "gain_bound", "step_seconds"]
 
 ORDERS = ("after", "overlapped", "priority")
-_WARM = 4  # steps until one is like the next
+_WARM = 4  # steps until the step time is stationary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayeredStep:
-    """A step of a model of layers, the first of forward first."""
+    """A training step of a layered model, in forward order."""
 
     forward_s: Sequence[float]
     backward_s: Sequence[float]
@@ -50,7 +50,7 @@ class LayeredStep:
 
     @property
     def slices(self) -> list[tuple[int, int]]:
-        """Layer and bytes of each slice, in the order in which backward makes them."""
+        """Return layer and bytes of each slice, in the order in which backward produces them."""
         return [
             (layer, min(self.slice_bytes, self.num_bytes[layer] - begin))
             for layer in reversed(range(len(self.num_bytes)))
@@ -59,11 +59,11 @@ class LayeredStep:
 
     @property
     def exchange_s(self) -> float:
-        """T_c: all slices, one after the other."""
+        """T_c: the time of all slices one after the other."""
         return sum(self.seconds_of(num_bytes) for _, num_bytes in self.slices)
 
     def seconds_of(self, num_bytes: int) -> float:
-        """One slice on the link."""
+        """Return the time of one slice on the link."""
         return self.message_s + num_bytes / self.bytes_per_s
 
 
@@ -74,7 +74,7 @@ def gain_bound(step: LayeredStep) -> float:
 
 
 def step_seconds(step: LayeredStep, order: str) -> float:
-    """How long a step takes once every step is like the one before it."""
+    """Return the stationary step time."""
     if order not in ORDERS:
         raise UserError(f"order={order}: must be one of {', '.join(ORDERS)}")
     arrived, ends = [0.0] * len(step.num_bytes), [0.0]
@@ -98,7 +98,7 @@ def _computed(step: LayeredStep, begin: float, arrived: Sequence[float]) -> tupl
 
 
 def _exchanged(step: LayeredStep, order: str, made: Sequence[float], end: float) -> list[float]:
-    """When each layer's parameters may be read by the next step."""
+    """Return when the next step may read each layer's parameters."""
     slices = step.slices
     ready = [end if order == "after" else made[layer] for layer, _ in slices]
     urgency = [layer if order == "priority" else 0 for layer, _ in slices]

@@ -1,7 +1,7 @@
-"""The processes of a simulated run: each takes one thing at a time from its inbox, and carries out what its core says.
+"""Processes of a simulated run: each takes one item at a time from its inbox, and executes its core's actions.
 
-A process that is paused takes nothing and forgets nothing; one that was killed is gone with all it held. `take` returns
-how long the process was busy with it; what it sends meanwhile leaves when that work is done.
+A paused process takes nothing and loses nothing; a killed one is gone with its state. `take` returns how long the
+process was busy with an item; what it sends meanwhile leaves when that work is done.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ __all__ = [
 
 
 class SimulatedMessage(NamedTuple):
-    """A message on its way, with its payload; made for every message, and a tuple in half the time."""
+    """A message in transit with its payload; a tuple, because one is made per message and a tuple is faster."""
 
     source: int
     message: Message
@@ -56,7 +56,7 @@ class SimulatedMessage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One shard in one piece: what an Install carries and a snapshot keeps."""
+    """One complete shard: the payload of an Install and the content of a snapshot."""
 
     store: Any
     held: dict[tuple[int, int], Gradient]
@@ -67,7 +67,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """The launcher tells a server to go on from this snapshot."""
+    """The launcher tells a server to continue from this snapshot."""
 
     shard: int
     copy: Copy
@@ -75,14 +75,14 @@ class Restore:
 
 @dataclass(frozen=True, slots=True)
 class ShardsToLeave:
-    """The launcher tells a server that all is over: leave those of these shards that it serves."""
+    """The launcher tells a server that training is over: leave those of these shards that it serves."""
 
     shards: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """The launcher tells a worker who it is and where it works."""
+    """The launcher assigns a worker its identity and slot."""
 
     member: int
     slot: int
@@ -90,7 +90,7 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class ComputeDone:
-    """A worker's computation has come to its end; of a worker that was given another place since, it means nothing."""
+    """A worker's computation has ended; ignored if the worker was reassigned since."""
 
     member: int
     work: Work
@@ -98,14 +98,14 @@ class ComputeDone:
 
 @dataclass(frozen=True, slots=True)
 class FlushDone:
-    """What a worker sent has arrived, and cannot be lost with it any more."""
+    """What a worker sent has arrived, and can no longer be lost with it."""
 
     member: int
 
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """A moment has passed: ask this shard again."""
+    """A delay has passed: ask this shard again."""
 
     member: int
     shard: int
@@ -115,35 +115,35 @@ Item = SimulatedMessage | Restore | ShardsToLeave | Assignment | ComputeDone | F
 
 
 class SimulatedContext(Protocol):
-    """What a process can do to the world outside."""
+    """The actions of a process on its environment."""
 
     def post(self, source: int, to: int, message: Message, payload: Any, after_s: float) -> float:
-        """Send a message from a member to a member, this many seconds from now; in how many it arrives."""
+        """Send a message between members, this many seconds from now; return in how many seconds it arrives."""
 
     def later(self, process: Process, item: Item, after_s: float) -> None:
-        """Put something into the process's own inbox, this many seconds from now."""
+        """Put an item into the process's inbox, this many seconds from now."""
 
     def computes(self, worker: WorkerProcess, work: Work, read: list[Any]) -> float:
-        """A worker begins to compute from what it has read; how many seconds that takes."""
+        """A worker begins to compute from what it has read; return how many seconds that takes."""
 
     def computed(self, worker: WorkerProcess, work: Work) -> None:
-        """It has come to the end of that, and asks for more."""
+        """The worker has finished computing, and requests more."""
 
     def steps(self, server: ServerProcess, row: StepRow, after_s: float) -> None:
         """A server has taken an optimizer step, this many seconds from now."""
 
     def left(self, worker: WorkerProcess, leave: Leave) -> None:
-        """It has left its slot."""
+        """The worker has left its slot."""
 
     def serves(self, server: ServerProcess, shard: int) -> None:
         """A server has learned that it serves a shard from now on."""
 
     def leaves(self, server: ServerProcess, shards: tuple[int, ...], after_s: float) -> None:
-        """It leaves shards that it serves where they are wanted at the end, which takes this many seconds."""
+        """The server leaves the final copies of its shards, which takes this many seconds."""
 
 
 class Process(ABC):
-    """What servers and workers have in common."""
+    """The common part of servers and workers."""
 
     def __init__(self, member: int, role: FaultRole) -> None:
         self.member = member
@@ -154,23 +154,23 @@ class Process(ABC):
         self.joined = False
         self.alive = True
         self.paused = False
-        self.busy = False  # it is at work, or will look at its inbox at a moment that is planned
+        self.busy = False  # it is busy, or a look at its inbox is scheduled
         self.inbox: deque[Item] = deque()
 
     @abstractmethod
     def take(self, item: Item) -> float:
-        """Deal with one thing; how many seconds that takes."""
+        """Process one item; return how many seconds that takes."""
 
 
 class ServerProcess(Process):
-    """A server: its core, and one store and the held gradients of every shard that it has a part in."""
+    """A server: its core, and a store and the held gradients of every shard that it is a replica of."""
 
     def __init__(self, core: ServerCore, spec: SimulationSpec, world: SimulatedContext) -> None:
         super().__init__(core.member, FaultRole.SERVER)
         self.core = core
         self.stores: dict[int, Store] = {}
         self.held: dict[int, dict[tuple[int, int], Gradient]] = {}
-        self.rows: dict[int, list[Row]] = {}  # with those that came with a copy
+        self.rows: dict[int, list[Row]] = {}  # including those that came with a copy
         self.written: dict[int, list[Row]] = {
             shard: [] for shard in range(spec.shards)
         }  # by this server alone
@@ -180,7 +180,7 @@ class ServerProcess(Process):
             self._empty(shard)
 
     def take(self, item: Item) -> float:
-        """Let the core decide, then do as it says, in order."""
+        """Let the core decide, then execute its actions in order."""
         match item:
             case SimulatedMessage(source=source, message=message, payload=payload):
                 seconds = self._do(self.core.handle(message, source), payload)
@@ -224,7 +224,7 @@ class ServerProcess(Process):
         return seconds
 
     def _look_around(self, view: View) -> None:
-        """Say of which shards this server has become the primary."""
+        """Report the shards of which this server has become the primary."""
         for place in view.shards:
             if place.primary != self.member:
                 self._serving.discard(place.shard)
@@ -233,14 +233,14 @@ class ServerProcess(Process):
                 self._world.serves(self, place.shard)
 
     def first_copies(self, view: View) -> dict[int, Copy]:
-        """Every shard of a view that makes this server the first primary, before anything has happened."""
+        """Return the initial copy of every shard of which this view makes this server the first primary."""
         for action in self.core.view(view):
             if isinstance(action, Log):
                 self.rows[action.row.shard].append(action.row)
         return {place.shard: self.copy(place.shard) for place in view.shards}
 
     def copy(self, shard: int) -> Copy:
-        """The shard as it is now."""
+        """Return the current state of the shard."""
         replica = self.core.replicas[shard]
         waiting = replica.core.steps.waiting
         held = {name: gradient for name, gradient in self.held[shard].items() if name in waiting}
@@ -266,7 +266,7 @@ class ServerProcess(Process):
 
 
 class WorkerProcess(Process):
-    """A worker: without a core while it has no slot."""
+    """A worker; it has no core while it has no slot."""
 
     def __init__(self, member: int, spec: SimulationSpec, world: SimulatedContext) -> None:
         super().__init__(member, FaultRole.WORKER)
@@ -279,7 +279,7 @@ class WorkerProcess(Process):
         self._gradients: list[Gradient] = [None] * spec.shards
 
     def take(self, item: Item) -> float:
-        """Let the core decide, then do as it says, in order."""
+        """Let the core decide, then execute its actions in order."""
         if isinstance(item, Assignment):
             self.member, self.slot = item.member, item.slot
             self.core = ClientCore(
@@ -291,7 +291,7 @@ class WorkerProcess(Process):
             return 0.0
         core = self.core
         if core is None:
-            return 0.0  # it stands by
+            return 0.0  # it is a spare
         match item:
             case SimulatedMessage(message=View() as view):
                 self._do(core.view(view))

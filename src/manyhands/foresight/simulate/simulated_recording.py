@@ -1,6 +1,6 @@
-"""What a simulated run leaves: events in virtual time, and what its workers tell and compute, as of a live one.
+"""Recording of a simulated run: events in virtual time, losses and evaluations, in the form of a live run.
 
-Worker s has role s, as in a live run, and the servers follow them. Evaluating takes no virtual time.
+Worker s has role s, as in a live run, and the servers' roles follow. Evaluating takes no virtual time.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from manyhands.strategies.ps.update_files import ComputedRow
 
 __all__ = ["EventBook", "RunBook", "SimulatedNews"]
 
-_FLUSH_EVERY = 256  # events of all roles; a ring holds more
+_FLUSH_EVERY = 256  # events of all roles between two flushes; a ring holds more
 
 
 class EventBook:
-    """The rings of all roles on the clock of virtual time, whose second 0 is `begin_ns`.
+    """The event rings of all roles in virtual time, whose second 0 is `begin_ns`.
 
-    `flush` makes room in the rings: nothing waits here for whoever reads them.
+    `flush` drains the rings: no background reader does.
     """
 
     def __init__(
@@ -43,11 +43,11 @@ class EventBook:
         """When the newest event ended: the clock of those who look on."""
 
     def ns(self, at_s: float) -> int:
-        """A moment of virtual time, on the clock of the events."""
+        """Convert virtual time to the clock of the events."""
         return self._begin_ns + round(at_s * 1e9)
 
     def by(self, role: int) -> Callable[..., bool]:
-        """Writes events of this role, whose times are on the clock of the events."""
+        """Return a recorder for this role, with times on the clock of the events."""
 
         def record(kind: EventKind, start_ns: int, duration_ns: int = 0, **fields: Any) -> bool:
             self._num_recorded += 1
@@ -59,19 +59,19 @@ class EventBook:
         return record
 
     def at(self, role: int, kind: EventKind, begin_s: float, end_s: float, **fields: Any) -> None:
-        """Write one event of a role, from one moment of virtual time to another."""
+        """Record one event of a role, between two moments of virtual time."""
         begin_ns = self.ns(begin_s)
         self.by(role)(kind, begin_ns, self.ns(end_s) - begin_ns, **fields)
 
     def everybody(self, kind: EventKind, begin_s: float, end_s: float) -> None:
-        """The same event for all roles."""
+        """Record the same event for all roles."""
         for role in range(len(self._rings)):
             self.at(role, kind, begin_s, end_s)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedNews:
-    """Who hears what a simulated run tells while it goes on."""
+    """The callbacks for the reports of a simulated run."""
 
     take_rows: Callable[[list[dict[str, Any]]], None]
     take_computed: Callable[[ComputedRow], None]
@@ -80,7 +80,7 @@ class SimulatedNews:
 
 
 class RunBook(Observer):
-    """Books a run of `model` on `workers` workers and `servers` servers, the lead shard's `num_shards` in all."""
+    """Records a run of `model` on `workers` workers and `servers` servers as events."""
 
     def __init__(
         self,
@@ -94,25 +94,25 @@ class RunBook(Observer):
     ) -> None:
         self._model, self._events, self._news, self._wire = model, events, news, wire
         self._workers, self._servers, self._shards = workers, servers, model.layout.shards
-        self._roles: dict[int, int] = {}  # of servers, by member
+        self._roles: dict[int, int] = {}  # roles of servers, by member
         self._asked_s: dict[tuple[int, int], float] = {}  # by slot and shard: when its Read came
         self._losses = LossBook()
         self._began_s: float | None = None
-        self._pushed: dict[int, int] = {}  # by slot: bytes that it has pushed since it computed
+        self._pushed: dict[int, int] = {}  # by slot: bytes pushed since it computed
         self.sent = Traffic()
         """By all workers."""
         self.evaluated: set[int] = set()
         """The steps after which there was an evaluation."""
 
     def starts(self, member: int, role: FaultRole) -> None:
-        """Give a server its role; one that comes in the place of another has that one's."""
+        """Give a server its role; a replacement takes over its predecessor's."""
         if role is FaultRole.SERVER:
             self._roles[member] = self._workers + len(self._roles) % self._servers
 
     # ── what workers do ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def waited(self, slot: int, work: Work, waited_for: int, since_s: float, now_s: float) -> None:
-        """Book the time since the push, as a live worker does: to the worker waited for, or to the exchange."""
+        """Record the time since the push as a live worker does: as a wait for a worker, or as exchange."""
         if self._began_s is None:
             self._began_s = now_s
             self._events.everybody(EventKind.JOIN, 0.0, since_s)
@@ -124,7 +124,7 @@ class RunBook(Observer):
         book.exchange(self._events.ns(now_s), Traffic(bytes_sent=pushed, messages_sent=messages), self._wire)
 
     def computes(self, slot: int, work: Work, read: list[Any], now_s: float) -> None:
-        """Who has the first part of a batch that an evaluation comes before does it, with what it has read."""
+        """Evaluate, if due before this batch, by the worker with its first part, on what it has read."""
         every = self._news.evaluate_every
         due = every and work.batch and work.batch % every == 0
         if not due or work.part or work.batch in self.evaluated:
@@ -140,7 +140,7 @@ class RunBook(Observer):
             self._news.take_rows([row] if row is not None else [])
 
     def computed(self, slot: int, work: Work, began_s: float, now_s: float) -> None:
-        """Book the step, and tell its loss."""
+        """Record the step, and report its loss."""
         made = self._model.made[slot]
         book = StepBook(self._events.by(slot), work.batch, self._events.ns(began_s))
         book.compute(self._events.ns(now_s))
@@ -158,13 +158,13 @@ class RunBook(Observer):
         self._news.take_rows([row] if row is not None else [])
 
     def training_s(self, at_s: float) -> float:
-        """Seconds since the first worker began to compute."""
+        """The seconds since the first worker began to compute."""
         return at_s - (self._began_s or 0.0)
 
     # ── messages ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def sends(self, source: int, to: int, message: Message, now_s: float) -> None:
-        """A push leaves for a server, or parameters for a worker, perhaps held back until now."""
+        """Record a push to a server, or parameters to a worker, which may have been held back until now."""
         if isinstance(message, Push):
             if message.shard == LEAD:
                 self._news.take_computed(self._computed_row(source, message))
@@ -191,7 +191,7 @@ class RunBook(Observer):
             self.sent += Traffic(messages_sent=1)
 
     def arrives(self, source: int, to: int, message: Message, num_bytes: int, now_s: float) -> None:
-        """The other end of the same messages."""
+        """Record the receiving end of the same messages."""
         del num_bytes
         if isinstance(message, Read):
             self._asked_s[message.slot, message.shard] = now_s
@@ -234,7 +234,7 @@ class RunBook(Observer):
     # ── what servers do ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def steps(self, server: int, row: StepRow, began_s: float, took_s: float) -> None:
-        """Every update of the step is applied; the last has its time."""
+        """Record every update of the step as applied; the last has the step's duration."""
         for number, update in enumerate(row.updates, 1):
             is_last = number == len(row.updates)
             self._events.at(
@@ -249,5 +249,5 @@ class RunBook(Observer):
             )
 
     def ends(self, at_s: float) -> None:
-        """All is trained, and everybody leaves."""
+        """Record that training is over, and that all roles leave."""
         self._events.everybody(EventKind.LEAVE, at_s, at_s)

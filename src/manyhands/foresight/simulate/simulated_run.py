@@ -1,4 +1,4 @@
-"""What came out of a simulated run: the log of every shard, who waited how long, and what happened when."""
+"""Result of a simulated run: the log of every shard, waiting times, and what happened when."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["SimulatedHappening", "SimulatedRun", "WorkerTimes"]
 
 @dataclass(frozen=True, slots=True)
 class SimulatedHappening:
-    """Something that befell a member: a fault, a recovery, a loss."""
+    """An event of a member: a fault, a recovery, a loss."""
 
     at_s: float
     what: str
@@ -25,7 +25,7 @@ class SimulatedHappening:
 
 @dataclass(slots=True)
 class WorkerTimes:
-    """Where the time of a slot's workers went, from the first Read on."""
+    """How the workers of a slot spent their time, from the first Read on."""
 
     computing_s: float = 0.0
     waiting_s: float = 0.0
@@ -33,7 +33,7 @@ class WorkerTimes:
 
     @property
     def waiting_share(self) -> float:
-        """Waiting for parameters, as a share of the time."""
+        """The time waiting for parameters, as a share of the total."""
         total = self.computing_s + self.waiting_s
         return self.waiting_s / total if total else 0.0
 
@@ -68,12 +68,12 @@ class SimulatedRun:
 
     @property
     def num_steps(self) -> int:
-        """The optimizer steps of the lead shard."""
+        """The number of optimizer steps of the lead shard."""
         return sum(isinstance(row, StepRow) for row in self.logs[0])
 
     @property
     def num_batches(self) -> int:
-        """The global batches that any applied update was of."""
+        """The number of global batches with an applied update."""
         return len({u.batch for row in self.logs[0] if isinstance(row, StepRow) for u in row.updates})
 
     @property
@@ -82,6 +82,6 @@ class SimulatedRun:
         return self.num_steps / (self.seconds - self.began_s)
 
     def staleness(self, shard: int = 0) -> Counter[int]:
-        """How many updates of a shard were how many steps stale when they were applied."""
+        """Return a histogram of the staleness of a shard's applied updates."""
         rows = (row for row in self.logs[shard] if isinstance(row, StepRow))
         return Counter(update.staleness for row in rows for update in row.updates)

@@ -1,4 +1,4 @@
-"""What a simulated run is made of: one frozen value, checked when it is made."""
+"""Specification of a simulated run: a frozen value, validated on construction."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class ComputeModel:
                 raise UserError(f"{name}={value}: must be from 0 to 1")
 
     def seconds(self, slot: int, work: Work, draw: random.Random, seed: int = 0) -> float:
-        """How long one computation takes."""
+        """Return how long one computation takes."""
         seconds = self.step_s * self.factors.get(slot, 1.0) / work.parts
         for slow in self.slow:
             seconds += slow.extra_s(seed=seed, step=work.batch, worker_rank=slot, compute_s=seconds)
@@ -65,7 +65,7 @@ class ComputeModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """How long everything else takes, in seconds."""
+    """The durations of everything else, in seconds."""
 
     apply_s: float = 0.0
     """One optimizer step of one shard on its server."""

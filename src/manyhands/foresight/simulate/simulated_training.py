@@ -1,7 +1,7 @@
-"""A task trained in virtual time as a `Training`: the run that it leaves is as that of the strategy's own.
+"""Trains a task in virtual time as a `Training`; the run directory is like that of a live run.
 
-Gradients, optimizer steps and evaluations are real, of the live processes' own parts; computing, sending and starting
-take as long as the conditions say. There is one process, and no worker.
+Gradients, optimizer steps and evaluations are real and use the code of live processes; computing, sending and
+starting take as long as the conditions say. There is one process, and no worker process.
 """
 
 from __future__ import annotations
@@ -48,38 +48,38 @@ _RING_EVENTS = 1 << 10
 
 
 class ServedStrategy(Protocol):
-    """What the simulator asks of a strategy: shards, and when they serve and step."""
+    """What the simulator requires of a strategy: shards, and when they serve and step."""
 
     @property
     def servers(self) -> int:
-        """Shards."""
+        """The number of shards."""
 
     @property
     def consistency(self) -> Policy:
-        """When replicas must agree."""
+        """The consistency: when replicas must agree."""
 
     @property
     def replicas(self) -> int:
-        """Backups of each shard."""
+        """The number of backups of each shard."""
 
     @property
     def num_server_processes(self) -> int:
-        """Processes that keep them."""
+        """The number of server processes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedRequest(Request):
-    """What was asked for, and under which conditions."""
+    """The training request, and the simulated conditions."""
 
     conditions: SimulatedConditions = field(default_factory=SimulatedConditions)
 
     def config(self, model: nn.Module) -> dict[str, Any]:
-        """What config.json holds: that it was simulated, and how."""
+        """Return the entries for config.json: that the run was simulated, and how."""
         return {**super().config(model), "simulated": self.conditions.to_dict()}
 
 
 def require_simulated(strategy: Strategy, task: Any) -> None:
-    """UserError where this strategy, or this task under it, has no simulation."""
+    """Raise UserError where this strategy, or this task under it, cannot be simulated."""
     if not strategy.logs_updates:
         raise UserError(
             f"strategy={strategy}: the simulator runs parameter servers; use ps, as in 'ps consistency=async'"
@@ -95,7 +95,7 @@ def require_simulated(strategy: Strategy, task: Any) -> None:
 
 
 class SimulatedTraining(Training):
-    """Trains to the end in virtual time; the same for the same seed and the same seconds a step."""
+    """Trains to the end in virtual time; deterministic for a given seed and step duration."""
 
     def __init__(self, request: Request, model: nn.Module) -> None:
         super().__init__(request, model)
@@ -104,12 +104,12 @@ class SimulatedTraining(Training):
         self._strategy: ServedStrategy = request.strategy  # type: ignore[assignment]  # require_simulated has looked
 
     def resume(self, directory: RunDirectory, config: Mapping[str, Any]) -> int | None:
-        """Nothing is kept on the way."""
+        """Raise UserError: a simulated run keeps no intermediate checkpoints."""
         del config
         raise UserError(f"{directory.path} cannot be resumed: a simulated run is made in one go")
 
     def run(self, stage: Stage) -> Result:
-        """Simulate to the end, evaluate, and leave a checkpoint."""
+        """Simulate to the end, evaluate, and write a checkpoint."""
         request = self._request
         with ExitStack() as stack:
             stack.enter_context(_one_thread())
@@ -211,7 +211,7 @@ class SimulatedTraining(Training):
         )
 
     def _leave(self, stage: Stage, parts: ReplayStage, result: Result) -> None:
-        """The last evaluation, and a checkpoint of the usual kind."""
+        """Run the last evaluation, and write a checkpoint of the usual format."""
         steps = self._request.plan.steps
         metrics = parts.evaluate(result.model)
         if metrics is not None:
@@ -246,7 +246,7 @@ class SimulatedTraining(Training):
 
 
 class _Files:
-    """The folder RUN/updates of a simulated run; nothing where the run is not kept."""
+    """The folder RUN/updates of a simulated run; writes nothing where the run is not kept."""
 
     def __init__(self, run_path: Path | None, record: RunRecord) -> None:
         self._run_path, self._record = run_path, record
@@ -264,7 +264,7 @@ class _Files:
             recorder.close()
 
     def computed(self, row: ComputedRow) -> None:
-        """What a worker computed."""
+        """Write a worker's gradient record."""
         if self._run_path is not None:
             if row.process not in self._workers:
                 self._workers[row.process] = Recorder(self._run_path, row.process)
@@ -272,7 +272,7 @@ class _Files:
                 self._workers[row.process].write(row)
 
     def write(self, run: SimulatedRun) -> None:
-        """What every server wrote, once the run has ended."""
+        """Write every server's log, once the run has ended."""
         for member in range(len(run.written[0])) if self._run_path is not None else ():
             shards = ShardRecorder(self._run_path, member + 1)
             for shard in sorted(run.written):
@@ -286,7 +286,7 @@ class _Files:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """As many threads as the record says: a replay has to have the same."""
+    """Use the number of threads that the record states: a replay must use the same."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

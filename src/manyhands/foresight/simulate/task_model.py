@@ -1,7 +1,8 @@
-"""A real task as what simulated servers hold and simulated workers compute: the parts of live ones, in one process.
+"""A real task as the model of a simulated run, built from the parts of live servers and workers in one process.
 
-Values lie in memory as a worker's and a server's do, gradients are made by the code that makes them in a live run, and
-stores are those of live servers. So a simulated run leaves the records of a live one, and `replay` ends with its bytes.
+Values are laid out in memory as in a live worker and server, gradients are made by the code of a live run, and stores
+are those of live servers. So a simulated run leaves the records of a live one, and `replay` reproduces it to the
+byte.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from manyhands.strategies.ps.shard_store import Contribution, ShardStore
 
 __all__ = ["SimulatedGradient", "SimulatedTask", "TaskStore"]
 
-_TIMED = 5  # computations, after one that warms up
+_TIMED = 5  # timed computations, after one that warms up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedGradient:
-    """What a worker made of its part of a batch, in figures."""
+    """Statistics of the gradient that a worker computed for its part of a batch."""
 
     loss: float
     share: float
@@ -44,7 +45,7 @@ class SimulatedGradient:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Read:
-    """The values of a shard at one version; a worker shows them while it computes."""
+    """The values of a shard at one version; a worker loads them while it computes."""
 
     values: Tensor
     version: int
@@ -52,7 +53,7 @@ class _Read:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pushed:
-    """A gradient on its way to one shard."""
+    """A gradient in transit to one shard."""
 
     batch: int
     contribution: Contribution
@@ -80,13 +81,13 @@ class TaskStore(Store):
         self.version += 1
 
     def read(self) -> _Read:
-        """A copy of the values, the same one for all who read this version."""
+        """Return a copy of the values, shared by all readers of this version."""
         if self._read is None:
             self._read = _Read(self._store.memory.clone(), self.version)
         return self._read
 
     def state(self) -> _StoreState:
-        """A copy of values and optimizer state."""
+        """Return a copy of values and optimizer state."""
         copied = self._store.state()
         fresh = ShardState(
             model={name: value.clone() for name, value in copied.model.items()},
@@ -96,28 +97,28 @@ class TaskStore(Store):
         return _StoreState(fresh, self.version)
 
     def load(self, state: Any) -> None:
-        """Take values and optimizer state."""
+        """Load values and optimizer state."""
         self._store.load_state(state.state)
         self.version, self._read = state.version, None
 
     @property
     def shard_state(self) -> ShardState:
-        """What a checkpoint is made of."""
+        """Return the state that a checkpoint is made of."""
         return self._store.state()
 
     @property
     def nbytes(self) -> int:
-        """Of values and optimizer state."""
+        """The bytes of values and optimizer state."""
         return self._store.nbytes
 
     @property
     def digest(self) -> str:
-        """The SHA-256 of the values."""
+        """Return the SHA-256 of the values."""
         return shard_digest(self._store, self._layout, self._shard)
 
 
 class SimulatedTask(Model):
-    """A task's gradients by the parts of live workers; `stage` is entered, and left by whoever entered it."""
+    """Computes a task's gradients with the parts of live workers; the caller enters and leaves `stage`."""
 
     def __init__(self, stage: ReplayStage) -> None:
         self._stage, self.layout = stage, stage.layout
@@ -128,12 +129,12 @@ class SimulatedTask(Model):
         self.samples = 0
 
     def store(self, shard: int, num_shards: int) -> TaskStore:
-        """A shard before its first step."""
+        """Return a shard in its initial state."""
         assert num_shards == self.layout.shards, "the stage was made for the run"
         return TaskStore(self._stage.store(shard), self.layout, shard)
 
     def gradient(self, slot: int, work: Work, read: Sequence[Any]) -> tuple[list[Gradient], float]:
-        """As a worker process computes it; NonFinite where there is nothing to go on with."""
+        """Compute the gradient as a worker process does; NonFinite where the loss or gradient is not finite."""
         stage = self._stage
         self._show(read)
         self._buffers.switch(slot)
@@ -159,13 +160,13 @@ class SimulatedTask(Model):
         return list(pushed), done.share
 
     def evaluate(self, slot: int, read: Sequence[Any]) -> tuple[dict[str, float], int] | None:
-        """The metrics of what a worker has read, and the number of samples."""
+        """Return the metrics of what a worker has read, and the number of samples."""
         self._show(read)
         self._buffers.switch(slot)
         return self._stage.computer.evaluate(self._stage.replica.model)
 
     def measure_step_s(self) -> float:
-        """How long one worker computes the first batch here, to two digits."""
+        """Measure how long one worker computes the first batch here, to two digits."""
         stage, took = self._stage, []
         for _ in range(_TIMED + 1):
             begin = time.perf_counter()
@@ -177,7 +178,7 @@ class SimulatedTask(Model):
         return float(f"{statistics.median(took[1:]):.1e}")
 
     def trained(self, stores: Sequence[Store], last_slot: int) -> tuple[nn.Module, dict[str, Any]]:
-        """The model as all shards ended, with the buffers of the worker that made the last update; its optimizer."""
+        """Return the final model, with the buffers of the worker that made the last update, and its optimizer."""
         model = self._stage.new_model()
         self._buffers.switch(last_slot)
         with torch.no_grad():
@@ -189,7 +190,7 @@ class SimulatedTask(Model):
         return model.cpu(), optimizer
 
     def _show(self, read: Sequence[Any]) -> None:
-        """Put what was read where the model's parameters lie, as a pull does."""
+        """Copy what was read into the model's parameters, as a pull does."""
         for part, one in zip(self._parts, read, strict=True):
             part.values.copy_(one.values)
         self._stage.replica.pulled()

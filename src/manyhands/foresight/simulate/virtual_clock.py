@@ -1,4 +1,4 @@
-"""Virtual time: what is to happen, in order; two things at one moment happen in the order of their planning."""
+"""Virtual clock: a queue of scheduled calls; calls at the same time run in the order of scheduling."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Agenda"]
 
 
 class Agenda:
-    """A clock, and what is planned for later; nothing sleeps."""
+    """A virtual clock with scheduled calls; nothing sleeps."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -20,14 +20,14 @@ class Agenda:
         self._num_in_earnest = 0
 
     def at(self, at_s: float, what: Callable[..., None], *arguments: Any, idly: bool = False) -> None:
-        """Plan `what(*arguments)`; what is planned `idly` happens as long as something else is planned too."""
+        """Schedule `what(*arguments)`; an `idly` scheduled call runs only while other calls are scheduled."""
         self._number += 1
         self._num_in_earnest += not idly
         at_s = at_s if at_s > self.now_s else self.now_s
         heapq.heappush(self._planned, (at_s, self._number, what, arguments, idly))
 
     def next(self) -> bool:
-        """Let time pass until the next thing that is planned, and do it; False if nothing is."""
+        """Advance to the next scheduled call and run it; False if there is none."""
         if not self._num_in_earnest:
             return False
         self.now_s, _, what, arguments, idly = heapq.heappop(self._planned)

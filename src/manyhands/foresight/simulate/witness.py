@@ -1,7 +1,7 @@
-"""An independent judge of simulated runs: what workers really read and servers really held, against what was promised.
+"""Independent checker of simulated runs: what workers read and servers held, against the consistency's guarantees.
 
-It looks at the stores of an abstract model (`Ledger`) and at the messages on the wire, and never asks a core or a
-policy. So a mistake in a core, or in the auditor that reads its log, is not repeated here.
+It looks at the stores of a symbolic model (`Ledger`) and at the messages, and never asks a core or a policy. So a bug
+in a core, or in the auditor that reads its log, is not repeated here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _EVER = 2**62
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WitnessedPromise:
-    """What a consistency promises, said once more in plain numbers.
+    """The guarantees of a consistency in plain numbers.
 
     `bound`: a read at clock c includes every update below c - bound (None: no such promise). `own`: it includes all of
     the reader's own. `late`: so many parts of a batch may be left out of its step (backup workers).
@@ -45,13 +45,13 @@ class _Reading:
 
 
 class Witness(Observer):
-    """Watches one run of a `Ledger`; `complaints` says what was wrong with it."""
+    """Observes one run of a `Ledger`; `complaints` lists the violations."""
 
     def __init__(self, promise: WitnessedPromise) -> None:
         self._promise = promise
         self._readings: list[_Reading] = []
         self._acknowledged: dict[int, set[tuple[int, int]]] = defaultdict(set)
-        self._at_risk: dict[int, set[tuple[int, int]]] = {}  # by shard that went back to a snapshot
+        self._at_risk: dict[int, set[tuple[int, int]]] = {}  # by shard that was restored from a snapshot
         self._reached: dict[int, int] = {}  # by slot: the clock after the last update that any shard answered
         self._life: dict[int, set[LedgerStore]] = defaultdict(set)
         """By shard: the stores that were read since it last went back to a snapshot."""
@@ -62,16 +62,16 @@ class Witness(Observer):
 
     @property
     def lost_replicas(self) -> bool:
-        """Whether any shard had to go back to a snapshot."""
+        """Whether any shard was restored from a snapshot."""
         return bool(self._at_risk)
 
     def computes(self, slot: int, work: Work, read: list[Any], now_s: float) -> None:
-        """Remember what the worker had read."""
+        """Record what the worker had read."""
         del now_s
         self._readings.append(_Reading(slot, work, tuple(read)))
 
     def sends(self, source: int, to: int, message: Message, now_s: float) -> None:
-        """Remember what was promised to be safe."""
+        """Record which updates were acknowledged as safe."""
         del source, to, now_s
         if isinstance(message, Ack):
             self._reached[message.slot] = max(self._reached.get(message.slot, 0), message.clock + 1)
@@ -79,13 +79,13 @@ class Witness(Observer):
                 self._acknowledged[message.shard].add((message.slot, message.clock))
 
     def _safe(self, shard: int) -> tuple[Outcome, ...]:
-        """Which answers promise that an update counts: an accepted one may come too late, except for the lead."""
+        """Return which answers guarantee that an update counts: an accepted one may be late, except at the lead."""
         if shard == LEAD or not self._promise.late:
             return (Outcome.APPLIED, Outcome.ACCEPTED, Outcome.DUPLICATE)
         return (Outcome.APPLIED,)
 
     def serves(self, shard: int, server: ServerProcess, now_s: float) -> None:
-        """Whoever takes over has to have all that was promised."""
+        """Check that a new primary has everything that was acknowledged."""
         store = server.stores[shard]
         assert isinstance(store, LedgerStore)
         self._life[shard].add(store)
@@ -97,24 +97,24 @@ class Witness(Observer):
             )
 
     def restores(self, shard: int, copy: Copy, now_s: float) -> None:
-        """More deaths than there are replicas: what was acknowledged may be lost, but not in silence."""
+        """Record a restore: acknowledged updates may be lost, but the log must say so."""
         del copy, now_s
         self._life.pop(shard, None)
         self._at_end.pop(shard, None)
         self._at_risk[shard] = self._at_risk.get(shard, set()) | self._acknowledged.pop(shard, set())
 
     def over(self, shard: int, server: ServerProcess) -> None:
-        """Remember what there is: from here on nothing may change."""
+        """Record the final state: from here on nothing may change."""
         store = server.stores[shard]
         assert isinstance(store, LedgerStore)
         self._at_end[shard] = len(store.groups), set(server.held[shard])
 
     def happens(self, happening: SimulatedHappening) -> None:
-        """Remember whom faults struck, and when that was made good."""
+        """Record the victims of faults, and when they were recovered."""
         self._happenings.append(happening)
 
     def struck(self, role: FaultRole) -> int:
-        """How many times processes of this role were killed or stopped, at most in one slot if they are workers."""
+        """Return how often processes of this role were killed or stopped; for workers, the maximum over slots."""
         strikes = [
             happening.slot
             for happening in self._happenings
@@ -130,7 +130,7 @@ class Witness(Observer):
         A death is known `noticed_s` later: that all copies are there may be said in between.
         """
         found = []
-        deaths_s = [0.0]  # the first copies are on their way
+        deaths_s = [0.0]  # the first copies are in transit
         for happening in self._happenings:
             whole = happening.what == "recovered every shard"
             if whole or (happening.what == "first copies" and len(deaths_s) == 1):
@@ -142,7 +142,7 @@ class Witness(Observer):
         return found
 
     def complaints(self, run: SimulatedRun) -> list[str]:
-        """Everything that broke a promise; empty for a good run."""
+        """Return all violations; empty for a correct run."""
         found = list(self._lost_at_takeover)
         for shard, store in enumerate(run.stores):
             assert isinstance(store, LedgerStore)
@@ -190,7 +190,7 @@ class Witness(Observer):
         return [f"shard {shard} acknowledged update {c} of slot {s} and does not have it" for s, c in missing]
 
     def _unfinished(self, shard: int, store: LedgerStore, run: SimulatedRun) -> list[str]:
-        """When a run is over nothing waits but what came too late, and a backup has what its primary has."""
+        """Check that at the end only late updates are pending, and that backups equal their primaries."""
         late = {(row.slot, row.clock) for row in run.logs[shard] if isinstance(row, LateRow)}
         steps, held = self._at_end.get(shard, (len(store.groups), set()))
         found = [
@@ -224,7 +224,7 @@ class Witness(Observer):
         ends: dict[int, int] = {}
         slots: set[int] = set()
         for row in run.logs[shard]:
-            if isinstance(row, SlotsRow):  # every life of the shard begins with all of them
+            if isinstance(row, SlotsRow):  # every incarnation of the shard begins with all of them
                 starts.update({slot: row.start for slot in row.slots if slot not in starts})
                 ends.update({slot: row.start for slot in slots - set(row.slots) if slot not in ends})
                 slots = set(row.slots)
@@ -271,7 +271,7 @@ class Witness(Observer):
         return found
 
     def _diverged(self, shard: int, store: LedgerStore) -> list[str]:
-        """Everybody who read, since the last restore, must have read a beginning of the one history."""
+        """Check that every read since the last restore is a prefix of the one history."""
         lengths: dict[LedgerStore, int] = defaultdict(int)
         for reading in self._readings:
             seen = reading.seen[shard]
@@ -284,7 +284,7 @@ class Witness(Observer):
         ]
 
     def _too_stale(self, shard: int, store: LedgerStore) -> list[str]:
-        """Where in the history every update lies, against how much of it a reader had."""
+        """Check staleness: the position of every update in the history, against how much of it a reader had."""
         promise = self._promise
         position = {(m.slot, m.clock): index for index, group in enumerate(store.groups) for m in group}
         last: dict[int, tuple[int, int, int]] = {}
@@ -296,10 +296,10 @@ class Witness(Observer):
         found = []
         for reading in self._readings:
             if reading.seen[shard].store not in self._life[shard]:
-                continue  # what it had read is not in the history any more
+                continue  # what it had read is no longer in the history
             length, clock = reading.seen[shard].length, reading.work.clock
             if self._at_risk and (reading.slot, clock) not in position:
-                continue  # begun before a restore, and in no step: nothing came of what it read
+                continue  # begun before a restore, and in no step: its read had no effect
             who = f"slot {reading.slot} read {length} steps of shard {shard} for its update {clock}"
             own = position.get((reading.slot, clock - 1), -1)
             if promise.own and own >= length:
@@ -312,7 +312,7 @@ class Witness(Observer):
         return found
 
     def _misreported(self, shard: int, store: LedgerStore, run: SimulatedRun) -> list[str]:
-        """The log has to tell what the store went through."""
+        """Check that the log matches the history of the store."""
         rows = [row for row in run.logs[shard] if isinstance(row, StepRow)]
         told = [tuple((u.slot, u.clock, u.batch) for u in row.updates) for row in rows]
         true = [tuple((m.slot, m.clock, m.batch) for m in group) for group in store.groups]
@@ -324,7 +324,7 @@ class Witness(Observer):
         return []
 
     def _misread(self, shard: int, run: SimulatedRun) -> list[str]:
-        """The log has to tell which version every worker had read."""
+        """Check that the log states the version that every worker had read."""
         rows = [row for row in run.logs[shard] if isinstance(row, StepRow)]
         read: dict[tuple[int, int], set[int]] = defaultdict(set)
         for reading in self._readings:

@@ -1,1 +1,1 @@
-"""What recorded events say: totals, who is slow, explanations, timelines, and a run as one value to show."""
+"""Analysis of recorded events: totals, stragglers, explanations, timelines, and the view of a run."""

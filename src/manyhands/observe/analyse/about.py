@@ -1,6 +1,6 @@
-"""What a page says of how a run was begun: command, host, date and settings, as text by name.
+"""How a run was started, as text by name: command, host, date and settings.
 
-Both files are a user's: whatever stands there is shown as plain text of bounded length, and nothing is required.
+Both source files may come from a user, so values are shown as plain text of bounded length and none is required.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from manyhands.observe.record.checked_values import number
 
 __all__ = ["about_run"]
 
-_LONG = frozenset({"parameters"})  # a line for each tensor, which is no setting
+_LONG = frozenset({"parameters"})  # one line per tensor, which is not a setting
 _MOST_SETTINGS = 60
 
 
 def about_run(config: Mapping[str, Any], origin: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
-    """By name, in the order of the page; what is not known, as of a run of an older release, is left out."""
+    """Facts by name, in page order; unknown ones, as in runs of older releases, are left out."""
     found = {name: origin.get(name) for name in ("command", "host")}
     rows = [(name, printable(value)) for name, value in found.items() if isinstance(value, str) and value]
     begun = number(origin.get("unix_s"))
@@ -27,7 +27,7 @@ def about_run(config: Mapping[str, Any], origin: Mapping[str, Any]) -> tuple[tup
         try:
             rows.append(("begun", datetime.fromtimestamp(begun, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")))
         except (OverflowError, OSError, ValueError):
-            pass  # no clock of ours
+            pass  # outside the range of datetime
     settings = [(name, value) for name, value in config.items() if name not in _LONG and value is not None]
     rows += [
         (printable(str(name).replace("_", " ")), _shown(value)) for name, value in settings[:_MOST_SETTINGS]
@@ -45,5 +45,5 @@ def _shown(value: Any) -> str:
 
 
 def _plain(value: Any) -> str:
-    """A value itself; of what holds others, which may be deep, that there is something."""
+    """Return a plain value as it is; for a container, which may be deep, only say that it has content."""
     return "…" if isinstance(value, Mapping | list) else str(value)

@@ -1,4 +1,4 @@
-"""The arrows of a picture: the end of every wait that names a peer, and every message that has both its ends."""
+"""Arrows of a timeline: the end of each wait that names a peer, and each message with both ends recorded."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from manyhands.observe.record.recorded import RoleEvents
 
 __all__ = ["Span", "message_arrows", "wait_arrows"]
 
-_NEAR_NS = 1_000_000  # what is recorded around a message begins or ends a little before or after it
+_NEAR_NS = 1_000_000  # a record may begin or end slightly before or after the message that it belongs to
 
 Span = tuple[int, int]
 """A stretch of time, both ends included, in nanoseconds on the clock of the events."""
 
 
 def wait_arrows(rows: Sequence[Row]) -> Iterator[Arrow]:
-    """One for each wait whose peer was doing something that is shown when the wait ended."""
+    """Return an arrow for each wait whose peer had a visible slice when the wait ended."""
     by_role = {row.role: _Track(row) for row in rows}
     for row in rows:
         for wait in row.slices:
             if wait.kind is not EventKind.WAIT or wait.peer not in by_role or wait.peer == row.role:
                 continue
-            # A nanosecond inside both slices, so that a reader of the file has no doubt which are meant.
+            # One nanosecond inside both slices, so that a trace viewer attaches the arrow to the right slices.
             target_ns = wait.end_ns - 1
             source_ns = by_role[wait.peer].before(target_ns)
             if source_ns is not None:
@@ -44,7 +44,7 @@ def wait_arrows(rows: Sequence[Row]) -> Iterator[Arrow]:
 def message_arrows(
     rows: Sequence[Row], roles: Iterable[RoleEvents], spans: Sequence[Span], zero_ns: int
 ) -> Iterator[Arrow]:
-    """One for each message of which both ends lie in one of the `spans` and at something that is shown."""
+    """Return an arrow for each message whose two ends lie within `spans` and on visible slices."""
     tracks = {row.role: _Track(row) for row in rows}
     for (source, target), (sent, received) in _ends(roles, spans).items():
         if source not in tracks or target not in tracks:
@@ -54,7 +54,7 @@ def message_arrows(
                 target_ns = tracks[target].near(arrival.at_ns - zero_ns)
                 if target_ns is None:
                     continue
-                # What was sent may be there before the call that sends it has returned.
+                # A message may arrive before the call that sent it has returned.
                 left_ns = max(send.began_ns, min(send.at_ns, arrival.at_ns))
                 source_ns = tracks[source].near(left_ns - zero_ns, latest_ns=target_ns)
                 if source_ns is not None:
@@ -79,11 +79,11 @@ class _End:
     num_bytes: int
 
 
-_Ends = dict[int, list[_End]]  # by the number of the message, in the order recorded
+_Ends = dict[int, list[_End]]  # by message number, in recording order
 
 
 def _ends(roles: Iterable[RoleEvents], spans: Sequence[Span]) -> dict[tuple[int, int], tuple[_Ends, _Ends]]:
-    """What left and what arrived, for each pair of sender and receiver."""
+    """Return the sent and the received ends for each (sender, receiver) pair."""
     found: dict[tuple[int, int], tuple[_Ends, _Ends]] = defaultdict(
         lambda: (defaultdict(list), defaultdict(list))
     )
@@ -108,19 +108,19 @@ def _ends(roles: Iterable[RoleEvents], spans: Sequence[Span]) -> dict[tuple[int,
 
 
 class _Track:
-    """The slices of a row, to find the one at a moment."""
+    """The slices of a row, searchable by time."""
 
     def __init__(self, row: Row) -> None:
         self._slices: Sequence[Slice] = row.slices
         self._starts = [part.start_ns for part in row.slices]
 
     def before(self, at_ns: int) -> int | None:
-        """The moment itself where it lies in a slice, else the last one that does before it."""
+        """Return the moment if it lies in a slice, else the latest earlier moment that does."""
         index = bisect.bisect_right(self._starts, at_ns) - 1
         return min(at_ns, self._slices[index].end_ns - 1) if index >= 0 else None
 
     def near(self, at_ns: int, latest_ns: int | None = None) -> int | None:
-        """The moment itself where it lies in a slice, else the nearest that does, if that is near and not too late."""
+        """Return the moment if it lies in a slice, else the nearest one that does, within the tolerance."""
         index = bisect.bisect_right(self._starts, at_ns)
         moments = [min(at_ns, part.end_ns - 1) for part in self._slices[max(0, index - 1) : index]]
         moments += self._starts[index : index + 1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 __all__ = ["lower_is_better"]
 
 _LOWER = ("loss", "error", "perplexity", "cost", "distance", "mae", "mse", "rmse", "nll")
-_LOWER_BEGINS = ("bits_per_", "error_", "loss_")  # bits per byte, per character: of what is left to say
+_LOWER_BEGINS = ("bits_per_", "error_", "loss_")  # bits per byte or per character: lower is better
 
 
 def lower_is_better(metric: str) -> bool:

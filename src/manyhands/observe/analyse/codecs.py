@@ -1,4 +1,4 @@
-"""What a run that chose its codec itself says of that."""
+"""The sentence about the codec of a run that chose its codec automatically."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["codec_words"]
 
 
 def codec_words(summary: Mapping[str, Any]) -> list[str]:
-    """The sentence on the last choice, where a summary has one; what makes no sense in it is passed over."""
+    """Return the sentence on the last choice in a summary, if any; malformed entries are ignored."""
     if CHOSEN not in summary:
         return []
     found = summary[CHOSEN]

@@ -1,6 +1,6 @@
-"""The one reader of all rings of a run: a background thread that keeps what roles record, and adds it up.
+"""The only reader of a run's event rings: a background thread that stores and totals what roles record.
 
-Roles record and go on; this side does the rest, a few times a second. Nothing here can hold a role back.
+Roles record and continue; this thread drains their rings a few times a second. It never blocks a role.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ class Collector:
         self._thread: threading.Thread | None = None
 
     def start(self) -> Collector:
-        """Open the files and begin to read."""
+        """Open the event files and start the reader thread."""
         self._keeper.open()
         self._thread = threading.Thread(target=self._run, name="manyhands-events", daemon=True)
         self._thread.start()
         return self
 
     def flush(self) -> None:
-        """Take in everything recorded until now, in the calling thread."""
+        """Drain all rings now, in the calling thread."""
         with self._reading:
             for role, records in self._keeper.take():
                 if role < self._workers:
@@ -73,12 +73,12 @@ class Collector:
                         self._totals.update(records)
 
     def snapshot(self) -> TotalsSnapshot:
-        """The run as far as it was read; from any thread."""
+        """Return the totals of what was read so far; callable from any thread."""
         with self._adding:
             return self._totals.snapshot(self._clock())
 
     def summary(self) -> dict[str, Any]:
-        """For a summary: totals `per_worker`, who was `slow` or `late`, the `events` kept; before the rings close."""
+        """Return totals `per_worker`, `slow` and `late` workers and `events` counts; call before the rings close."""
         workers = self.snapshot().workers
         with self._adding:
             slow, late = self._totals.slow_ever(), self._totals.late_ever()
@@ -90,11 +90,11 @@ class Collector:
         }
 
     def notes(self) -> list[str]:
-        """A sentence for each loss of events; empty when there was none."""
+        """Return one sentence for each loss of events; empty when there was none."""
         return self._keeper.notes()
 
     def close(self) -> None:
-        """Stop the thread, read the last events, complete the files; idempotent; before the rings close."""
+        """Stop the thread, drain the rings and complete the files. Idempotent; call before the rings close."""
         self._stop.set()
         if self._thread is None:
             return

@@ -1,4 +1,4 @@
-"""Curves of bounded length, however long the run: points thinned evenly, and rates over bins that grow."""
+"""Curves of bounded length for runs of any length: evenly thinned points, and rates over bins that double."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ MAX_POINTS = 400
 """Of a curve as it is shown."""
 
 _FIRST_BIN_NS = 250_000_000
-_PARTS = 1_000_000  # of one sample
+_PARTS = 1_000_000  # per sample
 _MAX_METRICS = 100
 
 
 class ThinnedCurve:
-    """Points as they come: all of them, then every second, every fourth and so on, and always the newest."""
+    """A curve of bounded size: keeps all points, then every second, every fourth and so on, and always the newest."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -36,7 +36,7 @@ class ThinnedCurve:
         self._stride = 1
 
     def add(self, step: float, seconds: float, value: float) -> None:
-        """One more point; a value that is not finite is left out."""
+        """Add one point; a value that is not finite is left out."""
         if not math.isfinite(value):
             return
         self._newest = (step, seconds, value)
@@ -48,7 +48,7 @@ class ThinnedCurve:
         self._seen += 1
 
     def curve(self, later_s: float = 0.0) -> Curve:
-        """What is left of the points, `later_s` added to their seconds."""
+        """Return the points that were kept, with `later_s` added to their seconds."""
         points = list(self._points)
         if self._newest is not None and points[-1] is not self._newest:
             points.append(self._newest)
@@ -72,17 +72,17 @@ class RateCurve:
         self.name = name
         self._first_bin = 0
         self._bin_ns = _FIRST_BIN_NS
-        self._parts: npt.NDArray[np.int64] = np.zeros(0, np.int64)  # millionths of samples
+        self._parts: npt.NDArray[np.int64] = np.zeros(0, np.int64)  # in millionths of a sample
         self._steps: npt.NDArray[np.int64] = np.zeros(0, np.int64)
         self._begin_ns = 0
-        self._newest: dict[int, tuple[int, int]] = {}  # of each role's newest step, its start and its end
+        self._newest: dict[int, tuple[int, int]] = {}  # start and end of each role's newest step
 
     def add(self, steps: Records) -> None:
-        """Take in STEP records, those of one role in the order they were recorded."""
+        """Add STEP records, those of one role in recording order."""
         if not len(steps):
             return
         starts = steps["start_ns"].astype(np.int64)
-        # A file that no run wrote may have times that no clock has.
+        # A corrupt or foreign file may have times that no clock produces.
         ends = np.maximum(starts + 1, starts + steps["duration_ns"].astype(np.int64))
         self._begin_ns = min(self._begin_ns or int(starts.min()), int(starts.min()))
         both = zip(starts.tolist(), ends.tolist(), strict=True)
@@ -100,7 +100,7 @@ class RateCurve:
         np.maximum.at(self._steps, ends // self._bin_ns - self._first_bin, steps["step"] + 1)
 
     def curve(self, first_ns: int) -> Curve:
-        """The rate in each bin that is over for all workers; before there is one, that of all there is."""
+        """Return the rate in each bin that all workers have passed; before there is one, the overall rate."""
         edges = (self._first_bin + np.arange(len(self._parts) + 1)) * self._bin_ns
         edges[:1] = self._begin_ns
         whole = int(np.searchsorted(edges[1:], self._known_until(), side="right"))
@@ -117,12 +117,12 @@ class RateCurve:
         )
 
     def _known_until(self) -> int:
-        """Until when every worker that still takes steps has told of them; one under way is told at its end."""
+        """Return the time up to which every active worker has reported its steps; a step is reported when it ends."""
         newest = max((end for _, end in self._newest.values()), default=0)
         return min((end for start, end in self._newest.values() if 2 * end - start >= newest), default=0)
 
     def _reach(self, first: int, last: int) -> None:
-        """Have a place for every bin from `first` to `last`."""
+        """Make sure that every bin from `first` to `last` exists."""
         if not len(self._parts):
             self._first_bin = first
         before = self._first_bin - first
@@ -144,7 +144,7 @@ class RateCurve:
 def spread(
     starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64], counts: npt.NDArray[np.int64], bin_ns: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Counts spread evenly over the time from start to end: the numbers of the bins, and millionths for each.
+    """Spread counts evenly over their durations; return bin numbers, and millionths for each.
 
     The parts of each count add up to it exactly, and those of two bins to what a bin of both would get.
     """
@@ -164,29 +164,29 @@ def spread(
 
 
 class HistoryCurves:
-    """The rows of the history as curves."""
+    """The history of a run as curves."""
 
     def __init__(self) -> None:
         self.step = 0
         self.final: dict[str, float] = {}
         self._last: Mapping[str, Any] = {}  # the row of the last step
-        self._measured: Mapping[str, Any] = {}  # and that of the last evaluation
+        self._measured: Mapping[str, Any] = {}  # the row of the last evaluation
         self._loss = ThinnedCurve("loss")
         self._metrics: dict[str, ThinnedCurve] = {}
-        self._before_s = 0.0  # what earlier parts of a resumed run took
+        self._before_s = 0.0  # seconds taken by earlier parts of a resumed run
         self._last_s = 0.0
         self.best: tuple[str, float, int] | None = None
         """Of the first metric that is no loss, or of the evaluation loss: its name, best value and step."""
 
     def add(self, row: Mapping[str, Any]) -> bool:
-        """One row as it stands in metrics.jsonl; False where it is none that a run writes, and is left out."""
+        """Add one row of metrics.jsonl; return False where it is not a row that a run writes, which is left out."""
         step, at_s = whole(row.get("step")), number(row.get("at_s") or 0.0)
         loss, metrics = row.get("loss"), row.get("metrics")
         if step is None or step < 0 or at_s is None or not (loss is None or number(loss) is not None):
             return False
         if not (metrics is None or isinstance(metrics, Mapping)):
             return False
-        if at_s < self._last_s / 2:  # the clock of a resumed run begins anew
+        if at_s < self._last_s / 2:  # the clock of a resumed run restarts at 0
             self._before_s += self._last_s
         self._last_s = at_s
         self.step = max(self.step, step)
@@ -207,15 +207,15 @@ class HistoryCurves:
 
     @property
     def loss(self) -> float | None:
-        """The final loss, as far as the run has come."""
+        """Return the loss of the last step so far."""
         return final_loss((self._last,))
 
     def curves(self, later_s: float) -> list[Curve]:
-        """`loss` first, then one for each metric."""
+        """Return all curves, `loss` first, then one per metric."""
         return [self._loss.curve(later_s), *(curve.curve(later_s) for curve in self._metrics.values())]
 
     def _judge(self, step: int, measured: Mapping[str, float | None]) -> None:
-        """Keep the best evaluation, by the metric that the first one had."""
+        """Update the best evaluation, judged by the metric that the first evaluation had."""
         finite = {
             name: value for name, value in measured.items() if value is not None and math.isfinite(value)
         }

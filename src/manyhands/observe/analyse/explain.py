@@ -1,4 +1,4 @@
-"""Why a run is as fast as it is: where the time of its median step goes, who is slow, and what would be ideal.
+"""Where the time of a run's median step goes, which worker is slow, and what the ideal step time would be.
 
 Pure: records go in, numbers and sentences come out.
 
@@ -35,7 +35,7 @@ from manyhands.observe.record.recorded import RoleEvents, role_name, step_keys
 
 __all__ = ["Explanation", "Parts", "Slow", "WorkerPath", "explain"]
 
-_MS = 1e-6  # nanoseconds in milliseconds
+_MS = 1e-6  # milliseconds per nanosecond
 _IN_STEP = (
     EventKind.COMPUTE,
     EventKind.INPUT,
@@ -55,23 +55,23 @@ class Parts:
     exchange_ms: float  # exposed communication: not overlapped with compute
     wait_ms: float  # waiting for stragglers
     apply_ms: float  # waiting for servers that apply updates
-    input_ms: float  # getting the samples
-    other_ms: float  # in the step and in none of the parts: bookkeeping
+    input_ms: float  # loading the samples
+    other_ms: float  # in the step but in none of the parts: bookkeeping
 
     @property
     def step_ms(self) -> float:
-        """The whole."""
+        """The step time, the sum of all parts."""
         return float(sum(dataclasses.astuple(self)))
 
     @property
     def own_ms(self) -> float:
-        """What nobody else has a part in."""
+        """The part of the step that no other role contributes to."""
         return self.compute_ms + self.input_ms + self.other_ms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerPath:
-    """The median step of one worker, as it went for that worker."""
+    """The median step of one worker, as that worker measured it."""
 
     worker: int
     name: str
@@ -79,7 +79,7 @@ class WorkerPath:
     parts: Parts
     evaluate_ms: float  # per step, averaged over all steps
     checkpoint_ms: float
-    last_share: float  # of the steps, those at which everybody waited for this worker; 0 where nobody must
+    last_share: float  # share of the steps in which all workers waited for this one; 0 where none has to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,14 +91,14 @@ class Explanation:
     parts: Parts  # of the critical path; of the mean worker where the run is not synchronous
     evaluate_ms: float  # per step, averaged over all steps, beside the step itself
     checkpoint_ms: float
-    ideal_ms: float  # a step with everybody at the median speed and no exchange
-    speedup: float  # steps per second in the ideal, over those of now
+    ideal_ms: float  # a step with every worker at the median speed and no exchange
+    speedup: float  # ideal steps per second divided by the measured ones
     workers: tuple[WorkerPath, ...]
-    slow: tuple[Slow, ...]  # the slowest first
-    late: Late | None = None  # waited for in the median step, and computing no longer than the others
+    slow: tuple[Slow, ...]  # slowest first
+    late: Late | None = None  # waited for in the median step, although its compute time is not longer
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain JSON values, with the sums that the fields leave to the reader."""
+        """Return plain JSON values, including the sums derived from the fields."""
         row = dataclasses.asdict(self)
         row["parts"]["step_ms"] = self.parts.step_ms
         for worker, path in zip(row["workers"], self.workers, strict=True):
@@ -120,12 +120,12 @@ class _Steps:
     apply: _Floats
     input: _Floats
     other: _Floats
-    evaluate_ns: float  # of all steps together
+    evaluate_ns: float  # over all steps
     checkpoint_ns: float
 
     @property
     def columns(self) -> tuple[_Floats, ...]:
-        """In the order of the fields of `Parts`."""
+        """The columns, in the order of the fields of `Parts`."""
         return (self.compute, self.exchange, self.wait, self.apply, self.input, self.other)
 
     def parts(self) -> Parts:
@@ -135,7 +135,7 @@ class _Steps:
 def explain(roles: Sequence[RoleEvents], *, synchronous: bool) -> Explanation:
     """Explain a run by its events; `synchronous` where every step waits for every worker.
 
-    UserError where no step was recorded.
+    Raises UserError where no step was recorded.
     """
     applying = [_Applying(records) for events in roles if len(records := events.of(EventKind.APPLY))]
     workers = [steps for events in roles if len((steps := _steps_of(events, applying)).keys)]
@@ -154,7 +154,7 @@ def explain(roles: Sequence[RoleEvents], *, synchronous: bool) -> Explanation:
         speedup = _ratio(len(paths) / ideal_ms if ideal_ms else 0.0, sum(1 / path.step_ms for path in paths))
     per_step = [(worker.evaluate_ns, worker.checkpoint_ns) for worker in workers]
     shares = np.asarray(per_step) * _MS / np.asarray([[len(worker.keys)] for worker in workers])
-    # While one of a synchronous crew evaluates or saves, the others wait for it.
+    # In a synchronous run the other workers wait while one evaluates or saves.
     evaluate_ms, checkpoint_ms = shares.max(axis=0) if synchronous else shares.mean(axis=0)
     paces = [
         Pace(worker.worker, worker.name, worker.keys, worker.start, worker.compute) for worker in workers
@@ -193,7 +193,7 @@ def _late(roles: Sequence[RoleEvents], workers: Collection[int]) -> Late | None:
 
 
 class _Applying:
-    """How long one server had been applying updates at any moment."""
+    """The cumulative time that one server had spent applying updates, at any moment."""
 
     def __init__(self, records: Records) -> None:
         records = records[np.argsort(records["start_ns"], kind="stable")]
@@ -204,14 +204,14 @@ class _Applying:
         self._done = np.stack([done - durations, done], axis=1).ravel()
 
     def within(self, begin: _Floats, end: _Floats) -> _Floats:
-        """Nanoseconds of applying between each `begin` and its `end`."""
+        """Return the nanoseconds of applying between each `begin` and its `end`."""
         before, after = (np.interp(moment, self._moments, self._done) for moment in (begin, end))
         spent: _Floats = after - before
         return spent
 
 
 def _applied(records: Records, applying: Sequence[_Applying]) -> _Floats:
-    """Of each record that is an exchange or a wait, what the busiest server spent applying meanwhile."""
+    """For each EXCHANGE or WAIT record, return what the busiest server spent applying meanwhile."""
     spent = np.zeros(len(records))
     chosen = np.isin(records["kind"], (EventKind.EXCHANGE, EventKind.WAIT))
     begin = records["start_ns"][chosen].astype(np.float64)
@@ -240,7 +240,7 @@ def _steps_of(events: RoleEvents, applying: Sequence[_Applying]) -> _Steps:
 
     def spent(*kinds: EventKind, inside: bool = False, of: _Floats | None = None) -> _Floats:
         chosen = belongs & np.isin(records["kind"], kinds)
-        if inside:  # a parameter server's worker pulls before its step, others evaluate after it
+        if inside:  # a worker of a parameter server pulls before its step; other workers evaluate after it
             chosen &= (starts >= begin[home]) & (starts < end[home]) if count else False
         values = durations if of is None else of
         return np.bincount(home[chosen], values[chosen], count).astype(np.float64)
@@ -263,7 +263,7 @@ def _steps_of(events: RoleEvents, applying: Sequence[_Applying]) -> _Steps:
 
 
 def _critical_path(workers: Sequence[_Steps]) -> tuple[Parts, dict[int, float], _Floats]:
-    """The parts of the median step, every step's time in ms by its key, and who was last how often."""
+    """Return the parts of the median step, each step's time in ms by key, and how often each worker was last."""
     keys = np.unique(np.concatenate([worker.keys for worker in workers]))
     columns = np.arange(len(keys))
 
@@ -272,7 +272,7 @@ def _critical_path(workers: Sequence[_Steps]) -> tuple[Parts, dict[int, float], 
         table[:, row, np.searchsorted(keys, worker.keys)] = worker.columns
     compute, exchange, wait, apply, read, other = table
     least = np.nanmin(wait, axis=0)
-    # Where waiting was not measured nobody waits least, and who works longest is last.
+    # Where waiting was not measured, the worker that computes longest counts as last.
     last = np.where(wait == least, compute + read + other, -1.0).argmax(axis=0)
     own = compute[last, columns]
     others = compute.copy()
@@ -290,7 +290,7 @@ def _critical_path(workers: Sequence[_Steps]) -> tuple[Parts, dict[int, float], 
 
 
 def _middle(whole: _Floats, parts: Sequence[_Floats]) -> Parts:
-    """The means of `parts` over the middle fifth of the steps by their time."""
+    """Return the means of `parts` over the middle fifth of the steps by duration."""
     order = np.argsort(whole, kind="stable")
     count = len(order)
     reach = count // 10

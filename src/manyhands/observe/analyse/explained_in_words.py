@@ -1,4 +1,4 @@
-"""An explanation in plain words: one paragraph that says where the time goes, who is slow, and what to do."""
+"""An explanation as one paragraph: where the time goes, which worker is slow, and what to do about it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ PART_WORDS = {
 }
 """The parts of a step, as they are called in tables and sentences."""
 
-_MIN_SAID = 0.005  # parts of a smaller share are not mentioned
-_WORTH_IT = 0.10  # of a step, what is worth an advice
+_MIN_SAID = 0.005  # parts with a smaller share are not mentioned
+_WORTH_IT = 0.10  # share of a step above which advice is given
 _MAX_NAMED = 3
 
 
 def paragraph(found: Explanation, strategy: str = "mirrored") -> str:
-    """What there is to say about a run under `strategy`, the cause before the remedy."""
+    """Return the paragraph on a run under `strategy`, with the cause before the remedy."""
     sentences = [_split(found), *(_about(slow) for slow in found.slow[:_MAX_NAMED])]
     if found.late is not None and not found.slow:
         said = about_late(found.late)
@@ -82,7 +82,7 @@ def _about(slow: Slow) -> str:
 
 
 def _advice(found: Explanation, strategy: str) -> str:
-    """What to try first, by the largest part of a step that is not compute."""
+    """Return what to try first, by the largest part of a step that is not compute."""
     shares = _shares(found.parts)
     losses = {
         field: shares[field] for field in ("wait_ms", "exchange_ms", "apply_ms", "input_ms", "other_ms")

@@ -1,8 +1,8 @@
-"""Follow a run by its directory: while it is written, and after its end; only what is new is read.
+"""Incremental reader of a run directory, usable while the run writes it and after its end.
 
-Nothing is asked of the run itself, so a viewer may come and go. What is damaged is left out with a note: a
-view must show what there is. Time is that of the run's first file; files of a resumed run, and those of other
-hosts, are moved onto it by the difference of their offsets to the time of day.
+The run itself is not involved, so a viewer may attach and detach at any time. Damaged content is left out with a
+note. Times are on the clock of the run's first file; files of a resumed run and of other hosts are shifted onto it by
+the difference of their offsets to the time of day.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from manyhands.observe.record.recorded import part_of, read_run_events
 
 __all__ = ["RunFollower", "read_interleaved"]
 
-_PORTION = 1 << 14  # events that are gathered at once
+_PORTION = 1 << 14  # events that are gathered in one batch
 _MAX_STEPS = 1 << 20
-_MOST_BYTES = 16 << 20  # of a file of lines that are taken in at once; no line is as long
+_MOST_BYTES = 16 << 20  # bytes of a JSON-lines file read at once; no valid line is that long
 
 
 class RunFollower:
-    """One run directory, seen again at every `poll`; one thread at a time."""
+    """Reader of one run directory; each `poll` reads what is new. Not thread-safe."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         self._directory: RunDirectory | None = None
         self._gather = Gather()
         self._files: dict[Path, _EventTail] = {}
-        self._offsets: dict[tuple[int, int], int] = {}  # to the time of day, by part and clock
+        self._offsets: dict[tuple[int, int], int] = {}  # offset to the time of day, by part and clock
         self._first_offset_ns = 0
         self._metrics: _LineTail | None = None
         self._members: _LineTail | None = None
@@ -51,30 +51,30 @@ class RunFollower:
         """Rows of the history that the last poll found."""
 
     def wall_s(self, seconds: float) -> float | None:
-        """A moment of the run, in its view's seconds, as seconds since 1970; None before the first event."""
+        """Convert a time in the view's seconds to seconds since 1970; None before the first event."""
         if not self._offsets or not self._gather.first_ns:
             return None
         return (self._gather.first_ns + self._first_offset_ns) / 1e9 + seconds
 
     def wall_of_step(self, step: int) -> float | None:
-        """When this global batch (from 0) was done, in seconds since 1970; None where no event tells."""
+        """Return when this global batch (from 0) was done, in seconds since 1970; None where no event says."""
         end_ns = self._step_ends.get(step)
         return None if end_ns is None else (end_ns + self._first_offset_ns) / 1e9
 
     def wall_of_training(self, at_s: float) -> float | None:
-        """The same for seconds since training began, as rows of the history count."""
+        """Convert seconds since training began, as in the history, to seconds since 1970."""
         return self.wall_s(self._gather.training_began_s + at_s)
 
     def poll(self) -> RunView:
-        """Read what is new, and show the run as of now.
+        """Read what is new and return the current view.
 
-        A directory without a configuration is a run that has not begun; one that is not there is a UserError.
+        A directory without a configuration is a run that has not begun. Raises UserError where there is no directory.
         """
         if self._directory is None and not self._open():
             return self._gather.view(0)
         directory = self._directory
         assert directory is not None
-        # The end is looked at first: whatever was written before it is then read below.
+        # Look for the summary first: everything written before it is then read below.
         summary = self._summary(directory)
         self._read_events(directory)
         self._read_lines()
@@ -114,13 +114,13 @@ class RunFollower:
             return None
 
     def _is_of_the_end(self, summary: dict[str, Any], held: bool | None) -> bool:
-        """Whether this is the summary of all there is: until its end, a resumed run has an earlier one's."""
+        """Return whether the summary is of the latest part: a resumed run has an old one until it ends."""
         assert self._directory is not None
         written = self._directory.summary_path.stat().st_mtime_ns
         files = self._directory.events_path.glob("*.bin")
         if written >= max((path.stat().st_mtime_ns for path in files), default=0):
             return True
-        # A copy of a run has files of any age.
+        # Modification times mean nothing in a copy of a run.
         return not held and (whole(summary.get("steps")) or 0) >= self._gather.step
 
     def _read_events(self, directory: RunDirectory) -> None:
@@ -186,7 +186,7 @@ class _EventTail:
     note: str = ""
 
     def read(self, by_ns: int) -> Records:
-        """The new records, their times moved by `by_ns`."""
+        """Return the new records, with their times shifted by `by_ns`."""
         records = read_events(self.path, skip=self.num_read)
         self.num_read += len(records)
         unwritten = read_header(self.path).unwritten
@@ -202,7 +202,7 @@ class _EventTail:
 
 
 class _LineTail:
-    """A file of JSON lines, and how much of it was read."""
+    """A file of JSON lines, and how many of its bytes were read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -211,7 +211,7 @@ class _LineTail:
         self._inode = -1
 
     def read(self) -> tuple[list[dict[str, Any]], bool]:
-        """The new whole lines, and whether the file was written anew, so that they are all of its lines."""
+        """Return the new complete lines, and whether the file was rewritten (then these are all of them)."""
         rows: list[dict[str, Any]] = []
         try:
             with self.path.open("rb") as file:
@@ -226,7 +226,7 @@ class _LineTail:
         return rows, anew
 
     def _next_lines(self, file: BinaryIO) -> bytes:
-        """The next whole lines, up to a bound; of a line that is longer than that, as much."""
+        """Return the next complete lines, up to a bound; a longer line is returned cut at that bound."""
         file.seek(self._offset)
         data = file.read(_MOST_BYTES)
         whole = data if len(data) == _MOST_BYTES and b"\n" not in data else data[: data.rfind(b"\n") + 1]
@@ -245,17 +245,17 @@ class _LineTail:
 
 
 class _StepEnds:
-    """When each of the newest million global batches was done: by the last worker, where several share one."""
+    """When each of the newest million global batches was done; the last worker counts where several share a batch."""
 
     def __init__(self) -> None:
         self._done = np.zeros(
             _MAX_STEPS, np.int64
-        )  # the step and 1; memory that is never written is never taken
+        )  # the step plus 1; pages that are never written are never allocated
         self._end_ns = np.zeros(_MAX_STEPS, np.int64)
 
     def add(self, records: Records) -> None:
         steps = records[(records["kind"] == EventKind.STEP) & (records["step"] >= 0)]
-        # Records come by the time they ended, and of several assignments to one place numpy keeps the last.
+        # Records are ordered by end time, and numpy keeps the last of several assignments to one index.
         self._done[steps["step"] % _MAX_STEPS] = steps["step"] + 1
         self._end_ns[steps["step"] % _MAX_STEPS] = steps["start_ns"] + steps["duration_ns"]
 
@@ -264,13 +264,13 @@ class _StepEnds:
 
 
 def read_interleaved(directory: Path) -> tuple[Records, dict[int, str]]:
-    """All events of a run's `events` directory by the time they ended, and the names of their roles."""
+    """Return all events of a run's `events` directory by end time, and the names of their roles."""
     roles = read_run_events(directory).roles
     return _interleaved([events.records for events in roles]), {events.role: events.name for events in roles}
 
 
 def _interleaved(pieces: Sequence[Records]) -> Records:
-    """All records by the time they ended, those of one role in the order they were recorded."""
+    """Return all records by end time, those of one role in recording order."""
     pieces = [piece for piece in pieces if len(piece)]
     if not pieces:
         return np.zeros(0, RECORD)

@@ -1,4 +1,4 @@
-"""What a step sends for each layer of which workers have slices, as the summary of a run tells it."""
+"""Bytes per step sent for each sharded layer, from the summary of a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["LayerSent", "layers_sent"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSent:
-    """Means over the steps of training, all workers together."""
+    """The traffic of one layer: means over the training steps, summed over all workers."""
 
     layer: str
     how: str
@@ -24,12 +24,12 @@ class LayerSent:
     messages: float
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain JSON values."""
+        """Return plain JSON values."""
         return asdict(self)
 
 
 def layers_sent(summary: Mapping[str, Any]) -> tuple[LayerSent, ...]:
-    """In the order of the model's layers; rows that make no sense are left out."""
+    """Return the layers in model order; malformed rows are left out."""
     told = summary.get("layers")
     rows = [row for row in told if isinstance(row, Mapping)] if isinstance(told, list) else []
     found = []

@@ -1,4 +1,4 @@
-"""Who takes part in a run, from the rows of members.jsonl: what happened to whom, and which server keeps what."""
+"""Membership of a run from the rows of members.jsonl: what happened to each member, and what each server holds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MEMBER = re.compile("[0-9]{1,15}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerPlace:
-    """What one server keeps, as of the newest view of the membership."""
+    """What one server holds, as of the newest membership view."""
 
     primary_of: tuple[int, ...] = ()
     backup_of: tuple[int, ...] = ()
@@ -27,26 +27,24 @@ class ServerPlace:
 
 
 class Members:
-    """The membership of a run, as far as it was told."""
+    """The membership of a run, as far as it was recorded."""
 
     def __init__(self) -> None:
         self.epoch = 0
         self.is_known = False
         """Whether a view of the membership was ever told."""
-        self._names: dict[int, str] = {}  # as the newest views have them
-        self._started: dict[int, str] = {}  # as they were when their processes began
+        self._names: dict[int, str] = {}  # as in the newest views
+        self._started: dict[int, str] = {}  # as of the start of their processes
         self._gone: set[str] = set()
         self._starting: set[str] = set()
         self._bytes_by_shard: dict[int, int] = {}
-        self._shards: tuple[
-            tuple[int, int | None, int | None], ...
-        ] = ()  # with who holds them: primary, backup
+        self._shards: tuple[tuple[int, int | None, int | None], ...] = ()  # (shard, primary, backup)
         self._slots: dict[int, int] = {}
-        # With the time of day of each, in seconds since 1970, where it was told.
+        # each with its time of day in seconds since 1970, where recorded
         self._happenings: deque[tuple[Happening, float | None]] = deque(maxlen=_MAX_HAPPENINGS)
 
     def happenings(self, first_s: float | None = None) -> tuple[Happening, ...]:
-        """The newest last, in seconds since the run's first event, which was at `first_s` since 1970.
+        """Return the happenings, newest last, in seconds since the first event, which was at `first_s` since 1970.
 
         Where either is not known they are as they were told, in seconds since training began. What came before the
         first event, as the start of the process that recorded it, is shown at 0.
@@ -57,7 +55,7 @@ class Members:
         )
 
     def add(self, row: Mapping[str, Any]) -> bool:
-        """Take in one row; one of an unknown kind is a happening like the others. False: no run writes such a row."""
+        """Add one row; unknown kinds count as plain happenings. Return False for a row that no run writes."""
         match row:
             case {"event": "layout", "shards": list(shards)}:
                 sizes = [(_at(one, "shard"), _at(one, "bytes")) for one in shards]
@@ -72,7 +70,7 @@ class Members:
         return False
 
     def servers(self) -> dict[str, ServerPlace]:
-        """What each server keeps, by its name."""
+        """Return what each server holds, by name."""
         primary_of: dict[str, list[int]] = defaultdict(list)
         backup_of: dict[str, list[int]] = defaultdict(list)
         for shard, primary, backup in self._shards:
@@ -90,15 +88,15 @@ class Members:
         }
 
     def is_gone(self, name: str) -> bool:
-        """Whether the newest thing told of it is that it died, fell silent or left."""
+        """Return whether the newest row about this member says that it died, went silent or left."""
         return name in self._gone
 
     def is_starting(self, name: str) -> bool:
-        """Whether the newest thing told of it is that its process was started."""
+        """Return whether the newest row about this member says that its process was started."""
         return name in self._starting
 
     def has_slot(self, worker: int) -> bool:
-        """Whether the newest view gives this worker's slot to a member."""
+        """Return whether the newest membership view gives this worker's slot to a member."""
         return worker in self._slots
 
     def _look(self, row: Mapping[str, Any], shards: list[Any], slots: list[Any]) -> bool:
@@ -148,5 +146,5 @@ def _one_line(sentence: Any) -> Any:
 
 
 def _at(one: Any, key: str) -> int | None:
-    """A whole number in an entry of a list, or None."""
+    """Return the integer in an entry of a list, or None."""
     return whole(one.get(key)) if isinstance(one, Mapping) else None

@@ -29,16 +29,16 @@ SLOW_FACTOR = 1.3
 """A worker that computes this many times the median of the others is slow."""
 
 _MS = 1e-6
-_STEP_MASK = (1 << 40) - 1  # of a step's key, the step
-_MIN_WINDOW, _MAX_WINDOW, _WINDOWS = 5, 50, 100  # steps a worker, at least and at most; windows to aim for
-_MIN_JITTER = 0.02  # long steps that any run may have, as a share
-_DOUBT = 1000  # one run in so many may name a worker by chance
-_RECENT_WINDOWS = 100  # of the least size, before now
-_FIRST_STEPS = 3  # warm caches up: who is slow since then is slow from the start
+_STEP_MASK = (1 << 40) - 1  # the bits of a step key that hold the step
+_MIN_WINDOW, _MAX_WINDOW, _WINDOWS = 5, 50, 100  # steps per worker, minimum and maximum; target count
+_MIN_JITTER = 0.02  # share of long steps that any run may have
+_DOUBT = 1000  # probability bound for naming a worker by chance: one run in so many
+_RECENT_WINDOWS = 100  # windows of the smallest size, before now
+_FIRST_STEPS = 3  # warm-up: a worker that is slow since then counts as slow from the start
 _LONGER = (SLOW_FACTOR, SLOW_FACTOR**2, SLOW_FACTOR**3)  # the longer the steps, the fewer are needed
 _FEWEST_STEPS = 4
-_LASTING_NS = 2_000_000_000  # what is over sooner is no trouble,
-_LASTING_SHARE = 0.25  # except in a run that was itself short
+_LASTING_NS = 2_000_000_000  # a shorter stretch is ignored,
+_LASTING_SHARE = 0.25  # except in a run that was short itself
 _DOUBTFUL, _DOUBTFUL_SHARE = 5, 0.1  # steps against a stretch, and of those for it, that end it
 _Floats = npt.NDArray[np.float64]
 
@@ -55,22 +55,22 @@ class Pace(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slow:
-    """A worker that computed longer than the others, and when."""
+    """A worker that computed longer than the others, and the period in which it did."""
 
     worker: int
     name: str
     since_step: int
-    until_step: int | None  # None: to the end
+    until_step: int | None  # None: until the end
     from_the_start: bool
     ratio: float
     compute_ms: float
     others_ms: float
-    step_before_ms: float | None  # the run's median step before and since, where it is synchronous
+    step_before_ms: float | None  # the run's median step before and since, where the run is synchronous
     step_since_ms: float | None
 
 
 def find_slow(paces: Sequence[Pace], step_ms: Mapping[int, float] | None) -> tuple[Slow, ...]:
-    """Every worker that is or was slow for a while, the slowest first; `step_ms` is each step's time by key."""
+    """Return every worker that is or was slow for a while, slowest first; `step_ms` is each step's time by key."""
     if len(paces) < 2:
         return ()
     paces = [_by_start(pace) for pace in paces]
@@ -98,9 +98,9 @@ def find_slow(paces: Sequence[Pace], step_ms: Mapping[int, float] | None) -> tup
 def slow_now(
     paces: Sequence[Pace], step_ms: Mapping[int, float] | None = None, *, is_all: bool = False
 ) -> tuple[Slow, ...]:
-    """Every worker that is slow as of its newest step, the slowest first.
+    """Return every worker that is slow as of its newest step, slowest first.
 
-    Two seconds are a while; where `is_all` there will be, a quarter of a shorter run is one, too.
+    A stretch must last two seconds; where `is_all`, a quarter of a shorter run is enough.
     """
     paces = [_by_start(pace) for pace in paces if len(pace.start) >= _FIRST_STEPS]
     if len(paces) < 2:
@@ -129,7 +129,7 @@ def slow_now(
 
 
 def _until_now(is_long: npt.NDArray[np.bool_]) -> range:
-    """The steps for which most speaks, from some step to the newest; none where the newest speak against it."""
+    """Return the best-scoring stretch that ends at the newest step; empty where the newest steps are not slow."""
     gained = np.cumsum(np.where(is_long[::-1], 1, -1))
     most = np.maximum(np.maximum.accumulate(gained), 0)
     ended = np.flatnonzero(most - gained > _DOUBTFUL + _DOUBTFUL_SHARE * most)
@@ -153,19 +153,19 @@ def _by_start(pace: Pace) -> Pace:
 
 
 def _windows_of(paces: Sequence[Pace]) -> list[npt.NDArray[np.int64]]:
-    """For every worker, the window that each of its steps lies in."""
+    """Return, for every worker, the window of each of its steps."""
     starts = np.concatenate([pace.start for pace in paces])
     per_worker = max(1, len(starts) // len(paces))
     size = min(max(per_worker // _WINDOWS, _MIN_WINDOW), _MAX_WINDOW) * len(paces)
     rank = np.empty(len(starts), np.int64)
     rank[np.argsort(starts, kind="stable")] = np.arange(len(starts))
-    # What is left over at the end joins the last whole window.
+    # The remainder at the end joins the last full window.
     window = np.minimum(rank // size, max(0, len(starts) // size - 1))
     return np.split(window, np.cumsum([len(pace.start) for pace in paces])[:-1])
 
 
 def _windows_before_now(paces: Sequence[Pace]) -> list[npt.NDArray[np.int64]]:
-    """The same with the smallest windows before now, and large ones longer ago."""
+    """Return windows as `_windows_of` does, with the smallest ones before now and larger ones further back."""
     starts = np.concatenate([pace.start for pace in paces])
     small, large = _MIN_WINDOW * len(paces), _MAX_WINDOW * len(paces)
     age = np.empty(len(starts), np.int64)
@@ -178,13 +178,13 @@ def _windows_before_now(paces: Sequence[Pace]) -> list[npt.NDArray[np.int64]]:
 def _paces_in(
     paces: Sequence[Pace], windows: Sequence[npt.NDArray[np.int64]]
 ) -> tuple[_Floats, list[_Floats]]:
-    """Each worker's pace in each window; and for each worker, the median pace of the others there."""
+    """Return each worker's pace in each window, and for each worker the median pace of the others there."""
     medians = _medians(paces, windows)
     return medians, [np.median(np.delete(medians, index, axis=1), axis=1) for index in range(len(paces))]
 
 
 def _medians(paces: Sequence[Pace], windows: Sequence[npt.NDArray[np.int64]]) -> _Floats:
-    """Each worker's pace in each window; who did no step in one keeps the pace it had."""
+    """Return each worker's pace in each window; a worker without a step in one keeps its previous pace."""
     count = 1 + max(int(window.max()) for window in windows)
     medians = np.full((count, len(paces)), np.nan)
     for column, (pace, window) in enumerate(zip(paces, windows, strict=True)):
@@ -198,7 +198,7 @@ def _medians(paces: Sequence[Pace], windows: Sequence[npt.NDArray[np.int64]]) ->
 
 
 def _longest(flags: npt.NDArray[np.bool_]) -> range | None:
-    """The longest stretch of true windows, exceptions of one window filled in; None below two windows."""
+    """Return the longest run of true windows, with one-window gaps filled; None below two windows."""
     filled = flags.copy()
     filled[1:-1] |= flags[:-2] & flags[2:]
     edges = np.flatnonzero(np.diff(np.concatenate([[False], filled, [False]]).astype(np.int8)))
@@ -210,7 +210,7 @@ def _longest(flags: npt.NDArray[np.bool_]) -> range | None:
 def _refined(
     is_long: npt.NDArray[np.bool_], window: npt.NDArray[np.int64], stretch: range, count: int
 ) -> range:
-    """The steps of a stretch of windows, of which there are `count`."""
+    """Return the steps of a stretch of windows, of which there are `count`."""
     score = np.where(is_long, 1, -1)
     end = len(score) if stretch.stop == count else _change(-score, window, stretch.stop)
     begin = min(_change(score, window, stretch.start), end - 1)
@@ -218,13 +218,13 @@ def _refined(
 
 
 def _change(score: npt.NDArray[np.int_], window: npt.NDArray[np.int64], at: int) -> int:
-    """The first step that the score is for: the best split of the steps of window `at` and the one before."""
+    """Return the first step of the stretch: the best split of the steps of window `at` and the one before."""
     near = np.flatnonzero((window == at) | (window == at - 1))
-    if not len(near):  # it did no step there at all
+    if not len(near):  # the worker has no step in this window
         return int(np.searchsorted(window, at))
     gained = np.cumsum(
         score[near][::-1]
-    )  # from the last step backwards, so that of equals the latest is taken
+    )  # scan from the last step backwards, so that the latest of equal splits is taken
     return int(near[-1] - gained.argmax())
 
 
@@ -238,7 +238,7 @@ def _is_no_chance(
     inside = int(is_long[worker][stretch.start : stretch.stop].sum())
     long = sum(int(flags.sum()) for flags in is_long) - inside
     steps = sum(len(flags) for flags in is_long) - len(stretch)
-    # Two standard deviations more than were seen: a short run has not shown yet how much it jitters.
+    # Two standard deviations above the observed rate: a short run has not yet shown how much it jitters.
     expected = min(1.0, max(_MIN_JITTER, (long + 2 * math.sqrt(long + 1)) / max(1, steps)))
     share = inside / len(stretch)
     if share <= expected:

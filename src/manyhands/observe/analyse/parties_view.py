@@ -1,4 +1,4 @@
-"""The parties of a federated run as they are shown, from its history and its summary."""
+"""The parties of a federated run as shown in views, from its history and its summary."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ __all__ = ["COURSES", "PartiesHistory", "parties_view"]
 COURSES = ("highest_tenth", "mean", "lowest_tenth")
 """Parts of a spread that are shown over the run."""
 
-_MOST = 100_000  # parties that are counted
-_MOST_COURSES = 20  # measures
+_MOST = 100_000  # upper bound on the parties that are counted
+_MOST_COURSES = 20  # upper bound on the measures
 
 
 class PartiesHistory:
-    """Who took part in how many rounds, and how the parties fared, as the rows of the history tell it."""
+    """Participation and evaluation of the parties over the rounds, from the rows of the history."""
 
     def __init__(self) -> None:
         self.rounds: Counter[int] = Counter()
         self._courses: dict[str, dict[str, ThinnedCurve]] = {}
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """One row; what makes no sense in it is passed over."""
+        """Add one row; malformed values are ignored."""
         told = row.get("clients")
         for one in told if isinstance(told, list) else ():
             client = whole(one)
@@ -48,7 +48,7 @@ class PartiesHistory:
 
     @property
     def courses(self) -> dict[str, tuple[Curve, ...]]:
-        """Of each measure: the parts of its spread over the run."""
+        """Return, for each measure, its spread over the run."""
         return {
             name: tuple(curve.curve() for curve in curves.values()) for name, curves in self._courses.items()
         }
@@ -59,7 +59,7 @@ def parties_view(
     summary: Mapping[str, Any] | None,
     courses: Mapping[str, tuple[Curve, ...]] | None = None,
 ) -> PartiesView:
-    """What is known: participation from the first round, `courses` from the first evaluation, the rest at the end."""
+    """Return what is known: `courses` from the first evaluation, most of the rest at the end."""
     told = (summary or {}).get("parties")
     told = told if isinstance(told, Mapping) else {}
     numbers = [whole(one) for one in _list(told.get("numbers"))]
@@ -95,12 +95,12 @@ def parties_view(
 
 
 def _columns(told: Any) -> dict[str, Sequence[Any]]:
-    """The values of each measure."""
+    """Return the values of each measure."""
     return {text(name): _list(values) for name, values in told.items()} if isinstance(told, Mapping) else {}
 
 
 def _row(columns: Mapping[str, Sequence[Any]], place: int) -> dict[str, float]:
-    """One party's, of those that are numbers."""
+    """Return the numeric values of one party."""
     found = {name: number(_at(values, place)) for name, values in columns.items()}
     return {name: value for name, value in found.items() if value is not None}
 

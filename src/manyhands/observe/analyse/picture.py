@@ -1,4 +1,4 @@
-"""What a picture of a run is made of: rows, slices, steps, marks and arrows, all in nanoseconds."""
+"""The data model of a timeline: rows, slices, steps, marks and arrows, all in nanoseconds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Arrow", "Gap", "Mark", "PictureStep", "Row", "Slice", "Timeline", "W
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:
-    """A stretch of one role's time; times are nanoseconds since the run's first event."""
+    """An interval of one role's time; times are nanoseconds since the run's first event."""
 
     kind: EventKind
     start_ns: int
@@ -36,7 +36,7 @@ class PictureStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gap:
-    """Steps of one role that were left out, and what they add up to; a server's by time."""
+    """Omitted steps of one role and their totals; for a server, an omitted time range."""
 
     first_step: int
     last_step: int
@@ -50,7 +50,7 @@ class Gap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """A moment: a role joined, left, or met a fault for which `peer` is to blame."""
+    """A moment: a role joined, left, or met a fault that `peer` caused."""
 
     kind: EventKind
     at_ns: int
@@ -60,7 +60,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One role; its slices and gaps do not overlap and are in the order of time."""
+    """One role; its slices and gaps do not overlap and are in time order."""
 
     role: int
     name: str
@@ -74,7 +74,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrow:
-    """From a moment inside a slice of one role into a slice of another: the end of a wait, or a message."""
+    """An arrow between slices of two roles: the end of a wait, or a message."""
 
     source: int
     source_ns: int
@@ -87,7 +87,7 @@ class Arrow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """Steps that are kept, both ends included; `label` says why: all, first, slowest or last."""
+    """A range of steps that is kept, both ends included; `label` says why: all, first, slowest or last."""
 
     label: str
     first_step: int
@@ -96,7 +96,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """All rows in the order of their roles; `left_out` are sentences on what is not in them."""
+    """All rows in role order; `left_out` has sentences on what they omit."""
 
     rows: tuple[Row, ...]
     arrows: tuple[Arrow, ...]

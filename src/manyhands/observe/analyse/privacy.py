@@ -1,4 +1,4 @@
-"""What a run with noise says of the privacy of its clients."""
+"""Sentences on the differential privacy of a run that adds noise."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["privacy_words"]
 
 
 def privacy_words(summary: Mapping[str, Any]) -> list[str]:
-    """Sentences on what was promised, and on why the run ended where that was for its budget."""
+    """Return sentences on the privacy guarantee, and on a run that ended because its privacy budget was used up."""
     found = summary.get("privacy")
     if not isinstance(found, Mapping):
         return []

@@ -1,4 +1,4 @@
-"""What each role did in the last five seconds: sums in bins of a quarter of a second, the newest twenty of them.
+"""Sums over the last five seconds of each role: the newest twenty bins of a quarter of a second.
 
 An event counts in the bin in which it ended. The same events give the same sums in whatever portions they
 arrive.
@@ -25,17 +25,17 @@ _Counts = npt.NDArray[np.int64]
 
 
 class Recent:
-    """Sums over the newest bins, by role, of which there are at most `MAX_SHOWN`; roles may come later."""
+    """Sums over the newest bins by role; holds at most `MAX_SHOWN` roles, which may be added later."""
 
     def __init__(self) -> None:
         self._roles = 0
-        self._bin = np.full(BINS, -1, np.int64)  # which bin each place holds
+        self._bin = np.full(BINS, -1, np.int64)  # the bin number that each slot holds
         self._duration_ns = np.zeros((BINS, 0, _KINDS), np.int64)
         self._events = np.zeros((BINS, 0, _KINDS), np.int64)
         self._wait_for_ns = np.zeros((BINS, 0, 0), np.int64)
 
     def add(self, records: Records) -> None:
-        """Take in events of any roles."""
+        """Add events of any roles."""
         if not len(records):
             return
         bins = ((records["start_ns"] + records["duration_ns"]) // np.uint64(BIN_NS)).astype(np.int64)
@@ -54,15 +54,15 @@ class Recent:
         np.add.at(self._wait_for_ns, (place[waits], roles[waits], peers[waits]), durations[waits])
 
     def durations_ns(self, now_ns: int) -> _Counts:
-        """By role and kind, as of `now_ns`."""
+        """Return durations by role and kind, as of `now_ns`."""
         return self._sum(self._duration_ns, now_ns)
 
     def events(self, now_ns: int) -> _Counts:
-        """The number of events, by role and kind."""
+        """Return the number of events by role and kind."""
         return self._sum(self._events, now_ns)
 
     def wait_for_ns(self, now_ns: int) -> _Counts:
-        """By role, and by the role that it waited for."""
+        """Return waiting times by role and by the role waited for."""
         return self._sum(self._wait_for_ns, now_ns)
 
     def _sum(self, table: _Counts, now_ns: int) -> _Counts:

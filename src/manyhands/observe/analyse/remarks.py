@@ -1,6 +1,6 @@
-"""What is wrong with a run, in plain sentences: the one place where the page, the terminal and the table get them.
+"""Warnings about a run in plain sentences, shared by the page, the terminal and the table.
 
-A sentence names who, since when, what it costs the others and, where one fits the strategy, an advice.
+A sentence names the role, since when, the cost to the others and, where the strategy has one, a remedy.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ __all__ = [
 
 _MAX_NAMED = 3
 _NOBODY_WAITS = 0.01
-_MOST = 2.0  # times its even share of the applying that makes a server worth a word
+_MOST = 2.0  # multiple of its even share of applying above which a server is mentioned
 
 
 def straggler_advice(strategy: str) -> str:
-    """What would keep a lasting straggler from holding the others up, for a strategy's text; empty where nothing would.
+    """Return how to keep a permanent straggler from blocking the others under a strategy; empty where nothing does.
 
     A text that no strategy has gets no advice: runs of other releases are looked at, too.
     """
@@ -37,7 +37,7 @@ def straggler_advice(strategy: str) -> str:
 
 
 def planned_waits(strategy: str) -> str:
-    """What waiting belongs to a strategy, by its text; empty where none does, and for a text that no strategy has."""
+    """Return which waiting is inherent to a strategy; empty where none is, and for an unknown strategy."""
     try:
         return Strategy.parse(strategy).planned_waits
     except UserError:
@@ -45,14 +45,14 @@ def planned_waits(strategy: str) -> str:
 
 
 def about_workers(slow: Sequence[Straggler], late: Late | None, strategy: str = "") -> list[str]:
-    """Who holds the others up, the worst first: by computing longer (`slow`) or, else, in some other way (`late`)."""
+    """Return warnings on workers that hold up the others, worst first: `slow` ones, else `late` ones."""
     if slow:
         return [_about_straggler(straggler, strategy) for straggler in slow[:_MAX_NAMED]]
     return [about_late(late)] if late is not None else []
 
 
 def about_late(late: Late) -> str:
-    """What is said of one that computes no longer than the others, and spends its time elsewhere."""
+    """Return the warning on a worker that computes no longer than the others but is waited for."""
     return (
         f"the others wait {_percent(late.others_wait)} of their median step for worker {late.worker}, which computes "
         "no longer than they do; look at its data loading, evaluation and checkpoints"
@@ -60,7 +60,7 @@ def about_late(late: Late) -> str:
 
 
 def about_imbalance(applying: Sequence[tuple[str, float]]) -> list[str]:
-    """A server that does far more than its share; `applying` has each server's name and share of the whole."""
+    """Return the warning on an overloaded server; `applying` has each server's name and share of the total."""
     if len(applying) < 2:
         return []
     name, share = max(applying, key=lambda one: one[1])
@@ -74,7 +74,7 @@ def about_imbalance(applying: Sequence[tuple[str, float]]) -> list[str]:
 
 
 def about_quiet(seconds: float, last_seen: Sequence[tuple[str, str]]) -> str:
-    """Nothing has happened; `last_seen` says of each role what it did last, the longest ago first."""
+    """Return the warning that nothing happens; `last_seen` has each role's last activity, longest ago first."""
     seen = "; ".join(f"{name} was last seen {doing}" for name, doing in last_seen[:_MAX_NAMED])
     more = len(last_seen) - _MAX_NAMED
     others = f"; and {more} more" if more > 0 else ""

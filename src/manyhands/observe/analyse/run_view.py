@@ -1,8 +1,8 @@
-"""A run as it is shown, gathered from what it leaves behind: events, rows of its history, what members did.
+"""Builds the view of a run from its events, the rows of its history and its membership rows.
 
-Pure: portions of each go in, in whatever sizes, `view` comes out. Memory is bounded whatever the length of the
-run. All start times are on one axis, the clock of the first part of the run (`recorded` says how a resumed run's
-clocks are brought onto it).
+Pure: chunks of any size go in, `view` comes out. Memory is bounded whatever the length of the run. All start times
+are on one axis, the clock of the first part of the run (`recorded` describes how a resumed run's clocks are mapped
+onto it).
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from manyhands.transport.link.wire import Wire, codec_of
 __all__ = ["Gather"]
 
 _NS_PER_S = 1_000_000_000
-_QUIET_NS = 10 * _NS_PER_S  # without an event, once steps have ended
-_QUIET_START_NS = 30 * _NS_PER_S  # before that: models are loaded and compiled
-_QUIET_STEPS = 3  # nor is a run quiet that just takes long steps
-_MAX_STALENESS = 1000  # what is staler counts as this
-_MIN_APPLYING = 0.2  # of the time of the busiest server: below, it is no matter who applies
+_QUIET_NS = 10 * _NS_PER_S  # time without an event, once steps have ended
+_QUIET_START_NS = 30 * _NS_PER_S  # the same before that: models are loaded and compiled
+_QUIET_STEPS = 3  # nor is a run quiet whose steps are just long
+_MAX_STALENESS = 1000  # larger staleness counts as this
+_MIN_APPLYING = 0.2  # share of the busiest server's time below which an imbalance does not matter
 _SPLIT = (EventKind.COMPUTE, EventKind.INPUT, EventKind.EXCHANGE, EventKind.WAIT)
 _DOING = {
     EventKind.COMPUTE: "computing",
@@ -68,7 +68,7 @@ _DOING = {
 
 
 class Gather:
-    """What is known of one run so far."""
+    """The accumulated state of one run."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Gather:
     ) -> None:
         self._task, self._strategy, self._steps_asked = task, strategy, steps_asked
         self._about = about
-        self._workers = workers  # that were asked for
+        self._workers = workers  # the numbers that were requested
         self._servers = _servers_of(strategy, workers)
         self._offset_ns: int | None = None
         self._names: dict[int, str] = {}
@@ -92,7 +92,7 @@ class Gather:
         self._history = HistoryCurves()
         self._members = Members()
         self._staleness: Counter[int] = Counter()
-        self._traffic: dict[tuple[int, int, int], list[int]] = {}  # role, kind, wire: bytes, messages
+        self._traffic: dict[tuple[int, int, int], list[int]] = {}  # (role, kind, wire): bytes, messages
         self._updates: Counter[int] = Counter()
         self._applying_ns: Counter[int] = Counter()
         self._summary: Mapping[str, Any] | None = None
@@ -101,11 +101,11 @@ class Gather:
         self._parties = PartiesHistory() if _has_parties(strategy) else None
 
     def set_clock(self, offset_ns: int) -> None:
-        """Tell how much the events' clock is behind the time of day, which members are told in."""
+        """Set the offset from the events' clock to the time of day, in which membership rows are timed."""
         self._offset_ns = offset_ns
 
     def meet(self, role: int, name: str) -> None:
-        """There is a role of this name, as its event file has it: `worker-3` or `server-0`."""
+        """Register a role by the name of its event file: `worker-3` or `server-0`."""
         if role >= MAX_SHOWN:
             self.note(
                 f"{role_name(name)} is left out: a view holds the roles 0 to {MAX_SHOWN - 1}, and it is {role}"
@@ -116,7 +116,7 @@ class Gather:
             self._totals.widen(role + 1)
 
     def add_events(self, records: Records) -> None:
-        """Events of roles that were met, those of one role in the order they were recorded; others are left out."""
+        """Add events of registered roles, those of one role in recording order; others are left out."""
         records = records[np.isin(records["role"], list(self._names))]
         if not len(records):
             return
@@ -136,7 +136,7 @@ class Gather:
             self._applying_ns[role] += int(applied["duration_ns"][applied["role"] == role].sum())
 
     def add_rows(self, rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Rows of the history, as they stand in metrics.jsonl; those that are such rows, the others are noted."""
+        """Add rows of metrics.jsonl; invalid rows are left out with a note."""
         known = []
         for row in rows:
             if self._history.add(row):
@@ -148,28 +148,28 @@ class Gather:
         return known
 
     def forget_rows(self) -> None:
-        """The history was rewritten, as a resumed run does; its rows will all be added again."""
+        """Drop all history rows, because a resumed run rewrote the file; all rows will be added again."""
         self._history = HistoryCurves()
         if self._parties is not None:
             self._parties = PartiesHistory()
 
     def add_members(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Rows of what happened to members, as they stand in members.jsonl."""
+        """Add rows of members.jsonl."""
         for row in rows:
             if not self._members.add(row):
                 self._odd_rows["members.jsonl"] += 1
 
     def note(self, sentence: str) -> None:
-        """Something is missing from this view; the same sentence counts once."""
+        """Note that something is missing from this view; duplicates are dropped."""
         self._notes[sentence] = None
 
     def end(self, summary: Mapping[str, Any] | None) -> None:
-        """The run has come to its end with this summary, or (None) goes on after all."""
+        """Mark the run as ended with this summary, or (None) as still running."""
         self._summary = summary
 
     @property
     def step(self) -> int:
-        """Global batches that the history tells of."""
+        """The number of global batches in the history."""
         return self._history.step
 
     @property
@@ -189,7 +189,7 @@ class Gather:
         return (began - self._seen.first_ns) / _NS_PER_S if began else 0.0
 
     def view(self, now_ns: int, *, held: bool | None = None) -> RunView:
-        """The run as of `now_ns`; `held` says whether a live process holds it, None where that is not known."""
+        """Return the run as of `now_ns`; `held` says whether a live process holds it, None where that is unknown."""
         snapshot = self._totals.snapshot(now_ns)
         phase = self._phase(snapshot.step, now_ns, held)
         first_ns = self._seen.first_ns
@@ -252,7 +252,7 @@ class Gather:
         return self._seen.last_ns if phase is Phase.ENDED else max(now_ns, self._seen.last_ns)
 
     def _loss(self, snapshot: TotalsSnapshot, phase: Phase) -> float | None:
-        """What the history ends with; before that the events are ahead of it."""
+        """Return the final loss of the history; before the end the events are ahead of it."""
         first, second = self._history.loss, snapshot.loss
         if phase is not Phase.ENDED:
             first, second = second, first
@@ -265,7 +265,7 @@ class Gather:
         return snapshot.samples_per_s
 
     def _shown(self, snapshot: TotalsSnapshot) -> list[WorkerTotals]:
-        """The workers that were asked for, and those that came; not the room for more."""
+        """Return the requested workers and those that joined, without unused capacity."""
         return [
             worker
             for worker in snapshot.workers
@@ -273,7 +273,7 @@ class Gather:
         ]
 
     def _worker_views(self, snapshot: TotalsSnapshot, now_ns: int, phase: Phase) -> tuple[WorkerView, ...]:
-        """Each worker as it does now, or where the run has ended as it did on the whole."""
+        """Return each worker's current figures, or its totals where the run has ended."""
         durations, events = self._recent.durations_ns(now_ns), self._recent.events(now_ns)
         waits = self._recent.wait_for_ns(now_ns)
         views = []
@@ -306,7 +306,7 @@ class Gather:
         return tuple(views)
 
     def _server_views(self, now_ns: int, phase: Phase) -> tuple[ServerView, ...]:
-        """Each server as it does now, or where the run has ended as it did on the whole."""
+        """Return each server's current figures, or its totals where the run has ended."""
         durations, events = self._recent.durations_ns(now_ns), self._recent.events(now_ns)
         roles = {name: role for role, name in self._names.items() if name.startswith("server")}
         places = self._members.servers()
@@ -339,11 +339,11 @@ class Gather:
         return tuple(views)
 
     def _window_s(self, now_ns: int, phase: Phase) -> float:
-        """How long rates are taken over: the window of recent events, from the first to the last step at the end."""
+        """Return the averaging window: that of recent events, or from the first to the last step once ended."""
         began = self._seen.first_step_ns or self._seen.first_ns
         if phase is Phase.ENDED:
             return max(1e-3, (self._seen.last_step_ns - began) / _NS_PER_S)
-        return max(0.25, min(WINDOW_NS, now_ns - began) / _NS_PER_S)  # it is shorter at the beginning
+        return max(0.25, min(WINDOW_NS, now_ns - began) / _NS_PER_S)  # the window is shorter at the beginning
 
     def _name(self, role: int) -> str:
         return self._names.get(role, f"worker {role}")
@@ -378,7 +378,7 @@ class Gather:
             sums[1] += int(messages[column])
 
     def _traffic_views(self) -> tuple[TrafficView, ...]:
-        """A role that tells of each message has told all; of others, the exchanges say what they sent."""
+        """Return the traffic: from message events where a role records them, else from its exchanges."""
         tells = {role for role, kind, _ in self._traffic if kind == EventKind.SEND}
         sums: dict[int, list[int]] = {}
         for (role, kind, wire), (num_bytes, messages) in self._traffic.items():
@@ -399,7 +399,7 @@ class Gather:
         return tuple(views)
 
     def _happenings(self) -> tuple[Happening, ...]:
-        """What members.jsonl says; a run without it has what its roles said of themselves."""
+        """Return the happenings of members.jsonl, or of the roles' events in a run without that file."""
         first_ns, offset_ns = self._seen.first_ns, self._offset_ns
         first_s = (first_ns + offset_ns) / _NS_PER_S if first_ns and offset_ns is not None else None
         return self._members.happenings(first_s) or tuple(
@@ -443,7 +443,7 @@ class Gather:
         return about_imbalance([(server.name, server.share) for server in servers])
 
     def _last_seen(self, now_ns: int) -> list[tuple[str, str]]:
-        """What each role that has not left did last, the longest ago first."""
+        """Return the last activity of each role that has not left, longest ago first."""
         seen = sorted(self._seen.last_event.items(), key=lambda item: item[1][0])
         words = []
         for role, (at_ns, kind, step) in seen:
@@ -455,7 +455,7 @@ class Gather:
 
 
 def _has_parties(strategy: str) -> bool:
-    """Whether clients with data of their own take part; a strategy that is not known has none."""
+    """Return whether federated clients take part; an unknown strategy has none."""
     try:
         return Strategy.parse(strategy).truth is Truth.SERVER_OF_CLIENTS
     except UserError:
@@ -463,7 +463,7 @@ def _has_parties(strategy: str) -> bool:
 
 
 def _servers_of(strategy: str, workers: int) -> int:
-    """How many servers were asked for; none where the text is of no strategy, as in runs of other releases."""
+    """Return the number of servers requested; 0 for an unknown strategy, as in runs of other releases."""
     try:
         return min(MAX_SHOWN, Strategy.parse(strategy).processes(workers).get("server", 0))
     except UserError:
@@ -487,5 +487,5 @@ def _staleness(histogram: Counter[int]) -> Staleness:
 
 
 def _per(duration_ns: int, count: int) -> float:
-    """Milliseconds of each of so many."""
+    """Return the milliseconds per item."""
     return duration_ns / count / 1e6 if count else 0.0

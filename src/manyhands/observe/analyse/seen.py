@@ -1,4 +1,4 @@
-"""When what was seen of whom: a run's first and last moments, each role's last word, and what was lost."""
+"""First and last times seen in a run: its bounds, each role's last activity, and lost events."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ _MAX_TOLD = 100
 
 
 class Seen:
-    """When what was seen of whom: the first and the last of each, and what was lost between."""
+    """First and last activity of a run and its roles, and the events lost between."""
 
     def __init__(self) -> None:
         self.first_ns = 0
         self.last_ns = 0
         self.first_step_ns = 0
-        self.last_step_ns = 0  # when the newest step ended
-        self._step_ns: dict[int, int] = {}  # of each role's newest step
+        self.last_step_ns = 0  # end of the newest step
+        self._step_ns: dict[int, int] = {}  # duration of each role's newest step
         self.last_event: dict[int, tuple[int, EventKind, int]] = {}
         self.lost: Counter[int] = Counter()
         self.told: list[tuple[int, int, EventKind]] = []
         self._last_id: dict[int, int] = {}
 
     def add(self, records: Records) -> None:
-        """Take in at least one event; those of one role in the order they were recorded."""
+        """Add at least one event, those of one role in recording order."""
         starts = records["start_ns"].astype(np.int64)
         ends = starts + records["duration_ns"].astype(np.int64)
         self.first_ns = min(self.first_ns or int(starts.min()), int(starts.min()))
@@ -42,7 +42,7 @@ class Seen:
             begin = int(starts[is_step].min())
             self.first_step_ns = min(self.first_step_ns or begin, begin)
             self.last_step_ns = max(self.last_step_ns, int(ends[is_step].max()))
-            # Of several of one role, the last stays.
+            # Of several assignments for one role, numpy keeps the last.
             self._step_ns.update(
                 zip(records["role"][is_step].tolist(), (ends - starts)[is_step].tolist(), strict=True)
             )
@@ -55,11 +55,11 @@ class Seen:
 
     @property
     def newest_step_ns(self) -> int:
-        """How long the roles' newest steps took, the longest of them."""
+        """Return the longest duration among the roles' newest steps."""
         return max(self._step_ns.values(), default=0)
 
     def has_left(self, role: int) -> bool:
-        """Whether the last thing it told is that it leaves."""
+        """Return whether the role's last event is its leaving."""
         return role in self.last_event and self.last_event[role][1] is EventKind.LEAVE
 
     def _add_role(self, role: int, records: Records, ends: Any) -> None:
@@ -67,7 +67,7 @@ class Seen:
         self.last_event[role] = (int(ends[-1]), EventKind(int(newest["kind"])), int(newest["step"]))
         ids = np.concatenate([[self._last_id.get(role, -1)], records["id"].astype(np.int64)])
         gaps = np.diff(ids) - 1
-        # A resumed run counts from 0 again: what it lost before its first event is that event's number.
+        # A resumed run counts from 0 again: events lost before its first one are that event's number.
         gaps = np.where(gaps < 0, ids[1:], gaps)
         if gaps.any():
             self.lost[role] += int(gaps.sum())

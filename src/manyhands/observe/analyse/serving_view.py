@@ -1,4 +1,4 @@
-"""How a model that is served answers: counted as it happens, and a view of it as a value. Pure: times are given."""
+"""Statistics of a model server: counted per event, and a view of them as a value. Pure: callers pass times."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ __all__ = ["Answered", "ReplicaState", "ServingTally", "ServingView", "percentil
 RECENT = 10_000
 """Answers that latencies are told of: the newest."""
 
-_CURVE_S = 300  # seconds that throughput is shown of
-_RATE_S = 5.0  # seconds that the rate now is the mean of
-_LATELY_S = 60.0  # seconds that what is wrong is told of
+_CURVE_S = 300  # seconds of throughput that are shown
+_RATE_S = 5.0  # seconds over which the current rate is averaged
+_LATELY_S = 60.0  # seconds for which a warning is shown
 _NOTES = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """One request that has an answer."""
+    """One answered request."""
 
     at: float
     latency_s: float
@@ -31,7 +31,7 @@ class Answered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaState:
-    """One worker process as it is now."""
+    """One worker process and its current state."""
 
     number: int
     pid: int
@@ -43,7 +43,7 @@ class ReplicaState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingView:
-    """What the page of a served model shows."""
+    """What the page of a model server shows."""
 
     model: str
     task: str
@@ -80,14 +80,14 @@ class ServingView:
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """The smallest of these sorted numbers that so many percent of them do not exceed; NaN of none."""
+    """Return the smallest of these sorted numbers that at least so many percent do not exceed; NaN for none."""
     if not ordered:
         return math.nan
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
 
 
 class ServingTally:
-    """Counts, in one thread, while others look; `begun` is the time that others are told from."""
+    """Counters written by one thread and read by others; `begun` is the origin of all times."""
 
     def __init__(self, begun: float) -> None:
         self._begun = begun
@@ -102,7 +102,7 @@ class ServingTally:
         self.requests = self.inputs = 0
 
     def answered(self, answer: Answered) -> None:
-        """A request has an answer."""
+        """Count an answered request."""
         with self._lock:
             self.requests += 1
             self.inputs += answer.inputs if answer.status == 200 else 0
@@ -118,19 +118,19 @@ class ServingTally:
             self._seconds[second] = self._seconds.get(second, 0) + 1
 
     def batch(self, inputs: int) -> None:
-        """A worker was sent a batch."""
+        """Count a batch sent to a worker."""
         with self._lock:
             self._batches += 1
             self._batched += inputs
 
     def note(self, now: float, sentence: str, *, death: bool = False) -> None:
-        """Something happened to a worker."""
+        """Record an event of a worker."""
         with self._lock:
             self._notes.appendleft(f"{now - self._begun:.0f} s: {sentence}")
             self.deaths += death
 
     def figures(self, now: float) -> dict[str, object]:
-        """The fields of a view that follow from what was counted."""
+        """Return the fields of a view that follow from the counters."""
         with self._lock:
             recent, seconds, notes = list(self._recent), dict(self._seconds), tuple(self._notes)
             by_status = tuple(sorted(self._by_status.items()))
@@ -140,7 +140,7 @@ class ServingTally:
         since = max(self._begun, now - _RATE_S)
         lately = [one for one in recent if one.at >= since]
         span = max(now - since, 1e-3)
-        if len(lately) == RECENT:  # those before them are forgotten
+        if len(lately) == RECENT:  # earlier seconds are dropped
             span = max(now - lately[0].at, 1e-3)
         last = int(now - self._begun)
         first = max(0, last if self._first_second is None else self._first_second, last - _CURVE_S)
@@ -158,7 +158,7 @@ class ServingTally:
             "p95_ms": percentile(good, 95),
             "p99_ms": percentile(good, 99),
             "latencies_ms": tuple(sorted(Counter(int(one) for one in good).items())),
-            # the second that is not over yet would show as a fall
+            # the current, incomplete second would show as a drop
             "curve": tuple((float(one), float(seconds.get(one, 0))) for one in range(first, last)),
             "batch_mean": batch_mean,
             "deaths": deaths,

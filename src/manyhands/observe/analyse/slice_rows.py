@@ -1,4 +1,4 @@
-"""Slices of one row that do not overlap: moved inside their step, cut only where that is not enough.
+"""Layout of one row's slices without overlaps: moved inside their step, cut only where that is not enough.
 
 The parts of a step are recorded as durations that do not overlap, but an exchange that was hidden under the
 backward pass is recorded as one piece after it. Inside their step, parts are laid end to end in the order
@@ -18,7 +18,7 @@ __all__ = ["laid_out"]
 
 @dataclass(slots=True)
 class _Group:
-    """Parts that lie inside one step, or one part that lies in none."""
+    """Parts that lie inside one step, or a single part outside all steps."""
 
     begin_ns: int
     end_ns: int
@@ -26,7 +26,7 @@ class _Group:
 
 
 def laid_out(slices: Sequence[Slice], steps: Sequence[PictureStep]) -> tuple[Slice, ...]:
-    """The same slices, none overlapping another: moved inside their step, cut only where that is not enough."""
+    """Return the same slices without overlaps: moved inside their step, cut only where that is not enough."""
     starts = [step.start_ns for step in steps]
     groups: list[_Group] = []
     homes: dict[int, _Group] = {}
@@ -51,7 +51,7 @@ def laid_out(slices: Sequence[Slice], steps: Sequence[PictureStep]) -> tuple[Sli
 
 
 def _end_to_end(group: _Group) -> list[Slice]:
-    """Later ones first make room by moving on, then everything moves back as far as the step's end asks."""
+    """Lay slices end to end: first move later ones forward, then move all back as far as the step's end requires."""
     cursor = group.begin_ns
     moved: list[Slice] = []
     for part in group.parts:
@@ -70,7 +70,7 @@ def _end_to_end(group: _Group) -> list[Slice]:
 
 
 def _between(part: Slice, start_ns: int, end_ns: int) -> Slice:
-    """The slice moved or cut, and nearly always as it was."""
+    """Return the slice moved or cut to fit; usually unchanged."""
     if (part.start_ns, part.end_ns) == (start_ns, end_ns):
         return part
     return replace(part, start_ns=start_ns, end_ns=end_ns)

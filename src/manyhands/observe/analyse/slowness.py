@@ -1,11 +1,12 @@
-"""Who is slow, and since when, while the run goes on: what the page, the terminal and the end table all say.
+"""Detects slow workers, and since when, while the run continues; shared by the page, the terminal and the end table.
 
-The steps of every worker are kept as rows, in bounded memory: the newest in full, older ones the thinner the
-longer ago they were, and thinned for all workers alike, so that shares of time stay what they were. `pace`
-looks for the slow ones in them, by compute times alone: the exchange makes everybody's steps equally long.
+The steps of every worker are kept as rows in bounded memory: the newest in full, older ones increasingly thinned, and
+equally for all workers, so that shares of time stay correct. `pace` finds slow workers in them by compute times
+alone: the exchange makes all steps equally long.
 
-A worker may hold the others up without computing longer: it loads data, evaluates or saves. That is said of one for
-which the others wait in the median step, and not on average: one long step of ten, as the first often is, is no habit.
+A worker may hold the others up without computing longer: it loads data, evaluates or saves. That is reported where
+the others wait for it in the median step. The mean would not do: one long step of ten, often the first, is not a
+pattern.
 """
 
 from __future__ import annotations
@@ -36,19 +37,19 @@ _ROW = np.dtype(
     ]
 )
 _Rows = npt.NDArray[np.void]
-_TELLS = np.zeros(256, np.bool_)  # by the number of a kind
+_TELLS = np.zeros(256, np.bool_)  # indexed by the number of a kind
 _TELLS[[EventKind.COMPUTE, EventKind.EXCHANGE, EventKind.WAIT]] = True
-_MAX_ROWS = 4096  # of one worker
-_IN_FULL = 1536  # of these, the newest that are not thinned: more than 5 s of steps of 5 ms
-_PORTION = _MAX_ROWS - _IN_FULL  # rows that are added before it is looked whether to thin
-_ENOUGH = 8  # steps of each, before a median says anything
-_LATE_SHARE = 0.25  # making the others spend this share of the median step waiting is no accident
-_NAMED_FACTOR = 1.5  # computing this much longer per step than the others is worth a word
+_MAX_ROWS = 4096  # per worker
+_IN_FULL = 1536  # the newest of these, which are not thinned: more than 5 s of steps of 5 ms
+_PORTION = _MAX_ROWS - _IN_FULL  # rows that are added between two checks whether to thin
+_ENOUGH = 8  # steps per worker before a median is meaningful
+_LATE_SHARE = 0.25  # share of the median step that the others must spend waiting
+_NAMED_FACTOR = 1.5  # ratio of compute times above which a worker is mentioned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Straggler:
-    """A worker that computes longer per step than the others, and what that costs them."""
+    """A worker that computes longer per step than the others, and the cost to them."""
 
     worker: int
     ratio: float
@@ -61,42 +62,42 @@ class Straggler:
     """The share of their time that the others spent waiting meanwhile."""
 
     def to_dict(self) -> dict[str, Any]:
-        """As it stands in a summary."""
+        """Return the row of a summary."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, row: Mapping[str, Any]) -> Straggler:
-        """Back from a summary; what else the row holds is left alone."""
+        """Read the row of a summary; unknown fields are ignored."""
         return cls(**{field.name: row[field.name] for field in dataclasses.fields(cls)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Late:
-    """A worker that computes no longer than the others, who wait for it all the same."""
+    """A worker that the others wait for although its compute time is no longer than theirs."""
 
     worker: int
     others_wait: float
     """The share of their median step that the others wait for it."""
 
     def to_dict(self) -> dict[str, Any]:
-        """As it stands in a summary."""
+        """Return the row of a summary."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, row: Mapping[str, Any]) -> Late:
-        """Back from a summary; what else the row holds is left alone."""
+        """Read the row of a summary; unknown fields are ignored."""
         return cls(**{field.name: row[field.name] for field in dataclasses.fields(cls)})
 
 
 class Slowness:
-    """The steps of all workers of a run as far as they tell who is slow; workers may come later."""
+    """The steps of all workers of a run, kept for finding slow ones; workers may be added later."""
 
     def __init__(self) -> None:
         self._steps: dict[int, _Steps] = {}
         self._found: tuple[Straggler, ...] | None = None
 
     def add(self, records: Records) -> None:
-        """Take in events of any workers; those of one worker in the order they were recorded."""
+        """Add events of any workers, those of one worker in recording order."""
         tells = _TELLS[records["kind"]] & (records["step"] >= 0)
         if not tells.any():
             return
@@ -109,26 +110,26 @@ class Slowness:
                 self._thin(steps)
 
     def now(self) -> tuple[Straggler, ...]:
-        """The workers that are slow as of their newest steps, the slowest first."""
+        """Return the workers that are slow as of their newest steps, slowest first."""
         if self._found is None:
             self._found = self._named(slow_now(self._paces()))
         return self._found
 
     def late_now(self) -> Late | None:
-        """The one that the others wait for in their newest steps, although it computes no longer."""
+        """Return the worker that the others wait for in their newest steps although it computes no longer."""
         newest = max((int(steps.rows["start_ns"][-1]) for steps in self._steps.values()), default=0)
         return _late({role: steps.newest(newest - WINDOW_NS) for role, steps in self._steps.items()})
 
     def late_ever(self) -> Late | None:
-        """The same over the whole run."""
+        """Return the same as `late_now`, over the whole run."""
         return _late({role: steps.rows for role, steps in self._steps.items()})
 
     def ever(self) -> tuple[Straggler, ...]:
-        """Those, and the workers that were slow for a while."""
+        """Return the workers that are slow now or were slow for a while."""
         return self._named(find_slow(self._paces(), None))
 
     def _thin(self, longest: _Steps) -> None:
-        """Of what lies too long ago, leave every second step of every worker."""
+        """Drop every second old step of every worker."""
         while len(longest.rows) > _MAX_ROWS:
             before_ns = int(longest.rows["start_ns"][-_IN_FULL])
             for steps in self._steps.values():
@@ -158,7 +159,7 @@ class Slowness:
         )
 
     def _others_wait(self, slow: Slow) -> float:
-        """The share of their time that the others waited while it was slow."""
+        """Return the share of their time that the others waited while this worker was slow."""
         own = self._steps[slow.worker].rows
         begin_ns = int(own["start_ns"][np.flatnonzero(own["step"] == slow.since_step)[-1]])
         end_ns = np.iinfo(np.int64).max
@@ -183,7 +184,7 @@ class _Steps:
     def add(self, rows: _Rows) -> None:
         if (
             len(self.rows) and self.rows["step"][-1] == rows["step"][0]
-        ):  # more of the step that was the newest
+        ):  # more records of the step that was the newest
             for name in ("compute_ns", "wait_ns", "accounted_ns"):
                 self.rows[name][-1] += rows[name][0]
             if rows["peer_ns"][0] > self.rows["peer_ns"][-1]:
@@ -193,7 +194,7 @@ class _Steps:
         self.rows = np.concatenate([self.rows, rows])
 
     def newest(self, since_ns: int) -> _Rows:
-        """The steps that began since then, or as many as are enough."""
+        """Return the steps that began since then, up to the number needed."""
         begin = int(np.searchsorted(self.rows["start_ns"], since_ns))
         return self.rows[max(0, min(begin, len(self.rows) - _ENOUGH)) :]
 
@@ -203,7 +204,7 @@ class _Steps:
 
 
 def _rows_of(records: Records, chosen: npt.NDArray[np.intp]) -> _Rows:
-    """One row for those of one worker that follow one another and belong to one step."""
+    """Merge consecutive records of one worker and one step into one row."""
     steps, kinds = records["step"][chosen], records["kind"][chosen]
     durations = records["duration_ns"][chosen].astype(np.int64)
     begins = np.flatnonzero(np.diff(steps, prepend=-1))
@@ -220,21 +221,21 @@ def _rows_of(records: Records, chosen: npt.NDArray[np.intp]) -> _Rows:
 def _add_peers(
     rows: _Rows, waits: npt.NDArray[np.int64], peers: npt.NDArray[np.int64], begins: npt.NDArray[np.intp]
 ) -> None:
-    """Of each row, the longest wait and who it was for."""
+    """Set each row's longest wait and the peer that it was for."""
     owner = np.repeat(np.arange(len(begins)), np.diff(begins, append=len(waits)))
     longest = np.lexsort((waits, owner))[np.append(begins[1:], len(waits)) - 1]
     rows["peer"], rows["peer_ns"] = np.where(waits[longest] > 0, peers[longest], NOBODY), waits[longest]
 
 
 def _late(rows: Mapping[int, _Rows]) -> Late | None:
-    """By medians over at least `_ENOUGH` steps of each; None too where the one waited for computes longer."""
+    """Decide by medians over at least `_ENOUGH` steps each; None also where the worker waited for computes longer."""
     rows = {role: own for role, own in rows.items() if len(own) >= _ENOUGH}
     if len(rows) < 2:
         return None
     awaited = dict.fromkeys(rows, 0.0)
     for role, own in rows.items():
         peers, counts = np.unique(own["peer"], return_counts=True)
-        peer = int(peers[counts.argmax()])  # of the median step it can be no other
+        peer = int(peers[counts.argmax()])  # any other peer has a median share of 0
         if peer in awaited and peer != role:
             shares = np.where(own["peer"] == peer, own["peer_ns"] / np.maximum(1, own["accounted_ns"]), 0.0)
             awaited[peer] += float(np.median(shares)) / (len(rows) - 1)

@@ -1,4 +1,4 @@
-"""Views of a run that may not have begun: a page can be open before there is a directory to read."""
+"""View of a run that may not have begun: a page can be opened before its directory exists."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["ComingRun", "existing_run"]
 
 
 def existing_run(path: Path) -> RunFollower:
-    """The run in `path`; UserError where there is none."""
+    """Return a follower of the run in `path`; UserError where there is none."""
     if not (path / "config.json").is_file():
         raise UserError(
             f"{path} holds no run (there is no config.json); name the directory of a run, as in runs/digits"
@@ -22,7 +22,7 @@ def existing_run(path: Path) -> RunFollower:
 
 
 class ComingRun:
-    """Follows the run in `path` from the moment that there is one; before that it is shown as starting."""
+    """Follows the run in `path` once it exists; until then it is shown as starting."""
 
     def __init__(self, path: Path, task: str, strategy: str, workers: int = 1) -> None:
         self._path = path
@@ -30,7 +30,7 @@ class ComingRun:
         self._follower: RunFollower | None = None
 
     def poll(self) -> RunView:
-        """The run as it is now; called by one thread at a time."""
+        """Return the current view; call from one thread at a time."""
         if self._follower is None:
             if not (self._path / "config.json").exists():
                 return self._before

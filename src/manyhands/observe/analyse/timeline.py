@@ -47,16 +47,16 @@ _SERVER_PARTS = (
     EventKind.APPLY,
     EventKind.SEND,
     EventKind.CHECKPOINT,
-    EventKind.EXCHANGE,  # a helper's
+    EventKind.EXCHANGE,  # of a server or helper
 )
 _MARKS = (EventKind.JOIN, EventKind.LEAVE, EventKind.FAULT)
-_MAX_MARKS = 1_000  # of one role; a role that faults without end must not fill the file
+_MAX_MARKS = 1_000  # per role, so that endless faults cannot fill the file
 
 
 def build_timeline(
     roles: Sequence[RoleEvents], *, max_slices: int, max_steps: int | None = None, steps: range | None = None
 ) -> Timeline:
-    """The picture of a run, of at most about `max_slices` slices and `max_steps` steps.
+    """Build the timeline of a run with about `max_slices` slices and `max_steps` steps at most.
 
     `steps` restricts it to those global batches; UserError where the run has none of them.
     """
@@ -89,7 +89,7 @@ def _has_steps(events: RoleEvents) -> bool:
 
 
 def _steps_of(roles: Sequence[RoleEvents]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """The run's steps in order, and how long each took the role that took longest."""
+    """Return the run's steps in order, and the longest duration of each over the roles."""
     records = [events.of(EventKind.STEP, EventKind.COMPUTE) for events in roles]
     joined = np.concatenate(records) if records else np.zeros(0, [("step", np.int64)])
     joined = joined[joined["step"] > NO_STEP]
@@ -105,7 +105,7 @@ def _affordable_steps(roles: Sequence[RoleEvents], ids: npt.NDArray[np.int64], m
     slices = 0.0
     for events in roles:
         parts = events.of(*_PARTS, EventKind.STEP, EventKind.SEND)
-        if not _has_steps(events):  # whose events need not know their step
+        if not _has_steps(events):  # its events may lack a step
             slices += len(events.of(*_SERVER_PARTS, EventKind.HOLD)) * _share(roles, ids)
             continue
         slices += int(((parts["step"] >= ids[0]) & (parts["step"] <= ids[-1])).sum())
@@ -113,12 +113,12 @@ def _affordable_steps(roles: Sequence[RoleEvents], ids: npt.NDArray[np.int64], m
 
 
 def _share(roles: Sequence[RoleEvents], ids: npt.NDArray[np.int64]) -> float:
-    """Of all steps, those that are among `ids`."""
+    """Return those of all steps that are among `ids`."""
     return len(ids) / max(1, len(_steps_of(roles)[0]))
 
 
 def _span(roles: Sequence[RoleEvents], window: Window) -> Span:
-    """From the first to the last thing that belongs to a window's steps, whoever did it."""
+    """Return the time span of a window's steps over all roles."""
     begin, end = np.iinfo(np.int64).max, 0
     for events in roles:
         steps = events.of(EventKind.STEP, *_PARTS)
@@ -133,7 +133,7 @@ def _span(roles: Sequence[RoleEvents], window: Window) -> Span:
 def _choose(
     ids: npt.NDArray[np.int64], slowness: npt.NDArray[np.int64], max_steps: int
 ) -> tuple[Window, ...]:
-    """All steps where there are few, else a third each: the first, those around the slowest, the last."""
+    """Return all steps where there are few, else a third each: the first, those around the slowest, the last."""
     if len(ids) <= max_steps:
         return (Window(label="all", first_step=int(ids[0]), last_step=int(ids[-1])),)
     size = max(1, max_steps // 3)
@@ -151,7 +151,7 @@ def _choose(
 
 
 def _holes(ids: npt.NDArray[np.int64], windows: Sequence[Window]) -> tuple[tuple[int, int], ...]:
-    """First and last step of every stretch between two windows."""
+    """Return the first and last step of every gap between two windows."""
     holes = []
     for left, right in itertools.pairwise(windows):
         between = ids[(ids > left.last_step) & (ids < right.first_step)]
@@ -211,7 +211,7 @@ def _row(
 
 
 def _server_row(events: RoleEvents, spans: Sequence[Span], zero_ns: int) -> Row:
-    """What a role without steps did in the given stretches of time."""
+    """Return the row of a role without steps, restricted to the given time spans."""
     records = events.records
     starts = records["start_ns"].astype(np.int64)
     ends = starts + records["duration_ns"].astype(np.int64)
@@ -256,7 +256,7 @@ def _slices(parts: Records, zero_ns: int) -> list[Slice]:
 
 
 def _step_spans(records: Records, zero_ns: int) -> tuple[PictureStep, ...]:
-    """The steps in the order of time, cut where a clock made one overlap the next."""
+    """Return the steps in time order, cut where clock errors made one overlap the next."""
     records = records[np.argsort(records["start_ns"], kind="stable")]
     names = ("step", "start_ns", "duration_ns", "count", "value")
     columns = zip(*(records[name].tolist() for name in names), strict=True)
@@ -278,7 +278,7 @@ def _gap(records: Records, hole: tuple[int, int], zero_ns: int) -> Gap | None:
 
 
 def _gap_of(inside: Records, steps: tuple[int, int], zero_ns: int) -> Gap:
-    """What these records add up to."""
+    """Return a gap with the totals of these records."""
     durations = inside["duration_ns"].astype(np.int64)
 
     def spent(kind: EventKind) -> int:
@@ -297,7 +297,7 @@ def _gap_of(inside: Records, steps: tuple[int, int], zero_ns: int) -> Gap:
 
 
 def _fitted(gaps: Iterable[Gap], slices: Sequence[Slice]) -> tuple[Gap, ...]:
-    """The gaps, cut to the free time around their middle; one with no room there is not shown."""
+    """Return the gaps cut to the free time around their middle; a gap without free time is dropped."""
     starts = [part.start_ns for part in slices]
     fitted: list[Gap] = []
     for gap in sorted(gaps, key=lambda gap: gap.start_ns + gap.end_ns):

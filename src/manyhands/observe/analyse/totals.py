@@ -1,7 +1,7 @@
-"""What the events of a run add up to: who computed, who exchanged, who waited for whom.
+"""Totals of a run's events: computing, exchanging and waiting per worker, and by the peer waited for.
 
-Pure: records go in, numbers come out, and the same records give the same numbers in whatever portions they
-arrive (times are summed as whole nanoseconds). The only clock is the `now_ns` that a caller passes for rates.
+Pure: records go in, numbers come out, and the same records give the same numbers in chunks of any size (times are
+summed as integer nanoseconds). The only clock is the `now_ns` that a caller passes for rates.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NS_PER_S = 1_000_000_000
 
 
 class TimeSplit(NamedTuple):
-    """Shares of the time a worker accounted for; they add up to 1, or are all 0 before the first event."""
+    """Shares of the time a worker accounted for; they sum to 1, or are all 0 before the first event."""
 
     compute: float
     exchange: float
@@ -34,7 +34,7 @@ class TimeSplit(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerTotals:
-    """What one worker did so far."""
+    """The totals of one worker so far."""
 
     worker: int
     steps: int
@@ -42,13 +42,13 @@ class WorkerTotals:
     compute_s: float
     exchange_s: float
     wait_s: float
-    wait_for_s: tuple[float, ...]  # by peer; what is missing to wait_s was for nobody in particular
+    wait_for_s: tuple[float, ...]  # by peer; the remainder of wait_s was for no particular peer
     bytes_sent: int
     messages_sent: int
 
     @property
     def accounted_s(self) -> float:
-        """Computing, exchanging and waiting together."""
+        """Computing, exchanging and waiting time together."""
         return self.compute_s + self.exchange_s + self.wait_s
 
     def split(self) -> TimeSplit:
@@ -59,37 +59,37 @@ class WorkerTotals:
         return TimeSplit(self.compute_s / whole, self.exchange_s / whole, self.wait_s / whole)
 
     def waits_mostly_for(self) -> int | None:
-        """The peer behind the largest part of the waiting, if any."""
+        """The peer that most of the waiting was for, if any."""
         longest = max(self.wait_for_s, default=0.0)
         return self.wait_for_s.index(longest) if longest > 0 else None
 
     def to_dict(self) -> dict[str, Any]:
-        """As it stands in a summary."""
+        """Return the row of a summary."""
         return dataclasses.asdict(self) | {"wait_for_s": list(self.wait_for_s)}
 
     @classmethod
     def from_dict(cls, row: Mapping[str, Any]) -> WorkerTotals:
-        """Back from a summary; what else the row holds is left alone."""
+        """Read the row of a summary; unknown fields are ignored."""
         fields = {field.name: row[field.name] for field in dataclasses.fields(cls)}
         return cls(**fields | {"wait_for_s": tuple(row["wait_for_s"])})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TotalsSnapshot:
-    """A run at one moment, for views."""
+    """The totals of a run at one moment, for views."""
 
     workers: tuple[WorkerTotals, ...]
-    step: int  # global batches done, those before a resume included
+    step: int  # global batches done, including those before a resume
     loss: float | None  # of the last step, weighted by samples
     samples_per_s: float  # recent, all workers together
     steps_per_s: float  # recent
-    evaluating: bool = False  # nobody trains meanwhile
-    slow: tuple[Straggler, ...] = ()  # now, the slowest first
-    late: Late | None = None  # who is waited for now, and computes no longer
+    evaluating: bool = False  # an evaluation is in progress and training is paused
+    slow: tuple[Straggler, ...] = ()  # currently slow workers, slowest first
+    late: Late | None = None  # the worker that is waited for now although it computes no longer
 
 
 class Totals:
-    """The sums over all events of `workers` workers, whose roles are 0 to workers − 1."""
+    """The totals of all events of `workers` workers, whose roles are 0 to workers − 1."""
 
     def __init__(self, workers: int) -> None:
         if workers < 1:
@@ -104,18 +104,18 @@ class Totals:
         self._last_step = np.full(workers, -1, np.int64)
         self._last_samples = np.zeros(workers, np.int64)
         self._last_loss = np.zeros(workers, np.float64)
-        self._evaluation_ns = np.zeros(workers, np.int64)  # when each worker's newest evaluation began
+        self._evaluation_ns = np.zeros(workers, np.int64)  # start of each worker's newest evaluation
         self._is_evaluating = np.zeros(workers, bool)
         self._pace = _Pace()
         self._slowness = Slowness()
 
     @property
     def workers(self) -> int:
-        """How many workers there may be, so far."""
+        """The current capacity in workers."""
         return self._workers
 
     def widen(self, workers: int) -> None:
-        """Make room for more workers; nothing happens where there is room already."""
+        """Raise the capacity; does nothing where it is large enough."""
         more = workers - self._workers
         if more <= 0:
             return
@@ -130,7 +130,7 @@ class Totals:
         self._workers = workers
 
     def update(self, records: Records) -> None:
-        """Add events of any workers; those of one worker in the order they were recorded."""
+        """Add events of any workers, those of one worker in recording order."""
         roles = records["role"].astype(np.intp)
         if len(roles) and roles.max() >= self._workers:
             raise UserError(f"role={roles.max()} is not allowed; there are workers 0 to {self._workers - 1}")
@@ -147,7 +147,7 @@ class Totals:
         np.add.at(self._messages_sent, roles[exchanges], records["count"][exchanges])
 
         evaluations = kinds == EventKind.EVALUATE
-        # Of several assignments to one place numpy keeps the last, which is each worker's newest.
+        # Numpy keeps the last of several assignments to one index: each worker's newest.
         self._evaluation_ns[roles[evaluations]] = records["start_ns"][evaluations]
         self._is_evaluating[roles[evaluations]] = records["count"][evaluations] == 0
 
@@ -165,7 +165,7 @@ class Totals:
         self._pace.add(records)
 
     def worker(self, worker: int) -> WorkerTotals:
-        """The sums of one worker."""
+        """Return the totals of one worker."""
         duration_s = self._duration_ns[worker] / _NS_PER_S
         return WorkerTotals(
             worker=worker,
@@ -180,14 +180,14 @@ class Totals:
         )
 
     def duration_ns(self, worker: int) -> npt.NDArray[np.int64]:
-        """The time that one worker spent on each kind of event, by the kind's number."""
+        """Return the time that one worker spent on each kind of event, by kind number."""
         spent: npt.NDArray[np.int64] = self._duration_ns[worker]
         return spent
 
     def snapshot(self, now_ns: int) -> TotalsSnapshot:
-        """The run as of `now_ns`, on the clock of the events."""
-        idle = self._evaluation_ns >= self._pace.newest_ns  # evaluates, or has done nothing else since
-        # The pace of training stays as it was when the evaluation began.
+        """Return the run as of `now_ns`, on the clock of the events."""
+        idle = self._evaluation_ns >= self._pace.newest_ns  # evaluating, or nothing else has happened since
+        # Report the training rate as of the start of the evaluation.
         until_ns = int(self._evaluation_ns[idle].min()) if idle.any() else now_ns
         samples_per_s, steps_per_s = self._pace.rates(min(now_ns, until_ns))
         return TotalsSnapshot(
@@ -202,25 +202,25 @@ class Totals:
         )
 
     def slow_ever(self) -> tuple[Straggler, ...]:
-        """Every worker that is slow or was for a while, for the end of a run."""
+        """Return every worker that is or was slow for a while, for the end of a run."""
         return self._slowness.ever()
 
     def late_ever(self) -> Late | None:
-        """Who was waited for in the median step of the run, and computed no longer than the others."""
+        """Return the worker that was waited for in the median step of the run although it computed no longer."""
         return self._slowness.late_ever()
 
     def _loss(self) -> float | None:
-        """One number whether each worker reports the loss of its own share or that of the whole batch."""
-        shares = self._last_samples > 0  # a worker without samples may report anything
+        """Return one loss, whether workers report that of their share or that of the whole batch."""
+        shares = self._last_samples > 0  # a worker without samples may report any value
         if not shares.any():
             return None
-        shares &= self._last_step == self._last_step[shares].max()  # others may be steps behind
+        shares &= self._last_step == self._last_step[shares].max()  # other workers may be steps behind
         total = int(self._last_samples[shares].sum())
         return float((self._last_loss[shares] * self._last_samples[shares]).sum() / total)
 
 
 class _Pace:
-    """How fast steps ended lately: samples by bin, kept for the window of recent events."""
+    """Recent rate of steps: samples by bin, kept for the window of recent events."""
 
     def __init__(self) -> None:
         self._samples_by_bin: dict[int, int] = {}
@@ -232,7 +232,7 @@ class _Pace:
         self._step_range = range(0)  # the global batches seen so far
 
     def add(self, steps: Records) -> None:
-        """Count the samples of STEP records at the time each step ended."""
+        """Count the samples of STEP records at the end of each step."""
         begin_ns, first, end = (
             int(steps["start_ns"].min()),
             int(steps["step"].min()),
@@ -256,7 +256,7 @@ class _Pace:
         }
 
     def rates(self, now_ns: int) -> tuple[float, float]:
-        """Samples and steps per second over the window, or over the whole run if no step ended within it."""
+        """Return samples and steps per second over the window, or over the whole run if no step ended within it."""
         if self._begin_ns is None:
             return 0.0, 0.0
         oldest = now_ns // BIN_NS - BINS + 1

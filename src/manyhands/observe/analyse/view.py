@@ -1,7 +1,7 @@
-"""A run as it is shown: everything that a page, a report or a scrape of metrics says of it, as plain values.
+"""The view of a run: everything that a page, a report or a metrics scrape shows, as plain values.
 
-`gather` makes these from events, rows of the history and what happened to members; whoever draws them decides
-nothing. Lists are bounded, whatever the length of the run. Seconds count from the run's first event.
+`run_view` builds it from events, history rows and membership rows; renderers only draw it. Lists are bounded,
+whatever the length of the run. Seconds count from the run's first event.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ __all__ = [
 
 @unique
 class Phase(Enum):
-    """Where a run is."""
+    """The phase of a run."""
 
     STARTING = "starting"
     """No step has ended yet."""
     RUNNING = "running"
-    """Steps end."""
+    """Training steps are completing."""
     QUIET = "quiet"
-    """Nothing has happened for a while; nobody said that it is over."""
+    """Nothing has happened for a while, and the run was not reported as ended."""
     ENDED = "ended"
-    """It has come to its end, and its summary is there."""
+    """The run has ended and its summary exists."""
 
 
 @unique
@@ -45,16 +45,16 @@ class Presence(Enum):
     """Whether a worker or a server takes part."""
 
     STARTING = "starting"
-    """It was asked for or its process was started, and it has not joined yet."""
+    """It was requested or its process was started, and it has not joined yet."""
     PRESENT = "present"
     """It takes part."""
     GONE = "gone"
-    """It took part, and died, fell silent or left."""
+    """It took part, and died, went silent or left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """One number over the run: the loss, a metric, samples per second; thinned evenly where there are many points."""
+    """One number over the run: the loss, a metric, samples per second; evenly thinned where there are many points."""
 
     name: str
     steps: tuple[float, ...]
@@ -64,7 +64,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:
-    """Where a worker's time goes; shares of what it accounted for, which add up to 1, or all 0 before that."""
+    """Where a worker's time goes: shares of the time it accounted for; they sum to 1, or are all 0 before that."""
 
     compute: float = 0.0
     input: float = 0.0
@@ -74,7 +74,7 @@ class Shares:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerView:
-    """One worker, by its role; what is recent is of the last five seconds, or where the run has ended of all of it."""
+    """One worker by role; recent figures cover the last five seconds, or the whole run once it has ended."""
 
     role: int
     name: str
@@ -87,14 +87,14 @@ class WorkerView:
     shares: Shares
     recent: Shares
     waits_for: str
-    """The one that it mostly waits for, recently; empty where it does not wait."""
+    """The peer that it mostly waits for, recently; empty where it does not wait."""
     bytes_sent: int
     messages_sent: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerView:
-    """One server process; what is recent is as in a `WorkerView`."""
+    """One server process; recent figures as in a `WorkerView`."""
 
     role: int
     name: str
@@ -102,7 +102,7 @@ class ServerView:
     primary_of: tuple[int, ...]
     backup_of: tuple[int, ...]
     num_bytes: int
-    """Of the parameters whose primary it is; 0 where that is not known."""
+    """Bytes of the parameters whose primary it is; 0 where unknown."""
     updates: int
     updates_per_s: float
     apply_ms: float
@@ -122,7 +122,7 @@ class Staleness:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrafficView:
-    """What went through one kind of link in one codec, from all roles together."""
+    """Traffic over one kind of link in one codec, summed over all roles."""
 
     wire: str
     codec: str
@@ -132,7 +132,7 @@ class TrafficView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Happening:
-    """Something that happened to a member: it came, left, died, fell silent, recovered."""
+    """An event of a member: it joined, left, died, went silent or recovered."""
 
     at_s: float
     what: str
@@ -140,7 +140,7 @@ class Happening:
     who: str
     sentence: str
     epoch: int
-    """Of the membership, from then on; 0 where a run has none."""
+    """The membership epoch from then on; 0 where a run has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,32 +151,32 @@ class PartyView:
     name: str
     samples: int
     rounds: int
-    """That it took part in."""
+    """The rounds that it took part in."""
     labels: tuple[int, ...]
-    """How many samples of each label it has; none where samples have no labels."""
+    """The number of samples of each label; empty where samples have no labels."""
     measures: Mapping[str, float]
-    """Means over samples of its own, at the end, with the model that it uses itself."""
+    """Means over the party's samples at the end, with the model that the party uses."""
     common: Mapping[str, float] = field(default_factory=dict)
-    """The same with the common model, where that is another."""
+    """The same with the common model, where the party uses another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartiesView:
-    """The parties of a federated run: who took part so far, and at the end how unlike they are."""
+    """The parties of a federated run: participation so far, and at the end how different they are."""
 
     count: int
-    """How many there are; 0 before that is known."""
+    """The number of parties; 0 before it is known."""
     rounds: Mapping[int, int]
-    """How many rounds each took part in, by number; those who never did are left out."""
+    """The number of rounds each took part in, by party number; those that never did are left out."""
     labels: tuple[str, ...] = ()
     parties: tuple[PartyView, ...] = ()
-    """All, or some in even distances."""
+    """All parties, or some at even distances."""
     spread: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Of each measure, over the parties: mean, lowest and highest tenth, standard deviation."""
     spread_common: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """The same with the common model, where parties use others."""
+    """The same with the common model, where parties use other models."""
     held_out: float = 0.0
-    """Which part of its samples a party was measured by and has not trained on; 0: by what it trained on."""
+    """The share of its samples held out for measuring a party; 0: measured on its training samples."""
     courses: Mapping[str, tuple[Curve, ...]] = field(default_factory=dict)
     """Of each measure, at the evaluations: the mean over parties, and the means of the lowest and highest tenth."""
 
@@ -188,7 +188,7 @@ class RunView:
     task: str
     strategy: str
     about: tuple[tuple[str, str], ...] = ()
-    """How the run was begun, by name: command, host, date, settings."""
+    """How the run was started, by name: command, host, date, settings."""
     phase: Phase
     step: int
     """Global batches done."""
@@ -212,16 +212,16 @@ class RunView:
     staleness: Staleness
     traffic: tuple[TrafficView, ...]
     epoch: int
-    """Of the membership; 0 where a run has none."""
+    """The membership epoch; 0 where a run has none."""
     happenings: tuple[Happening, ...]
     """The newest last."""
     warnings: tuple[str, ...]
-    """What is wrong now, each in a plain sentence; none where all is well."""
+    """Current warnings, one sentence each; empty where all is well."""
     notes: tuple[str, ...]
     """What is missing from this view."""
     parties: PartiesView | None = None
-    """Where a run has any."""
+    """The parties of a federated run; None for other runs."""
     notices: tuple[str, ...] = ()
-    """What a run that has ended says besides its figures: what it promised, and why it ended."""
+    """Sentences of a run that has ended besides its figures: its guarantees, and why it ended."""
     evaluating: bool = False
-    """Whether an evaluation goes on, during which nobody trains."""
+    """Whether an evaluation is in progress, during which training is paused."""

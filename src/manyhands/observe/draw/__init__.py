@@ -1,1 +1,1 @@
-"""What was found, drawn: tables, charts, pages, reports, traces, and the formats of other tools. Decides nothing."""
+"""Rendering of analysis results: tables, charts, pages, reports, traces and the formats of other tools."""

@@ -1,4 +1,4 @@
-"""Rows of words as lines of plain text, in columns."""
+"""Plain-text tables: rows of words in aligned columns."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["aligned"]
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """One line for each row: the first column to the left, as names stand, the others to the right, as numbers do."""
+    """Return one line per row, with the first column left-aligned and the others right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for first, *others in rows:

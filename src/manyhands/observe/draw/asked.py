@@ -1,4 +1,4 @@
-"""What may be asked of a run about showing itself; light to import, as options are checked against it."""
+"""Valid values of the progress option; a light import, because options are checked against it."""
 
 from __future__ import annotations
 

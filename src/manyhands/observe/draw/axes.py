@@ -1,7 +1,7 @@
-"""Axes of charts: from numbers to places in a picture, and the round numbers that stand beside them.
+"""Chart axes: the mapping from numbers to coordinates, and round tick values.
 
-Pure. An axis holds every number it was made for. Where none of them is negative it does not go below 0, and where
-all lie between 0 and 1, as shares do, it does not go beyond 1: nobody reads an accuracy of 1.6 off an axis.
+Pure. An axis covers every number it was made for. Where none of them is negative it does not go below 0, and where
+all lie between 0 and 1, as shares do, it does not exceed 1.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ __all__ = ["Axis", "Tick", "linear", "logarithmic", "nice", "short_number", "spa
 Tick = tuple[float, str]
 """A number, and how it is written."""
 
-_VAST, _TINY = 1e300, 1e-290  # beyond and below these, differences of numbers are none
-_POWERS = 10.0  # how many times the least the greatest is, where a logarithm shows more
-_EARLY = 0.12  # what begins in this part of an axis reads better from 0
+_VAST, _TINY = 1e300, 1e-290  # outside this range, float differences vanish
+_POWERS = 10.0  # ratio of greatest to least from which a logarithmic axis is better
+_EARLY = 0.12  # a range that begins in this part of an axis is extended to 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +31,13 @@ class Axis:
     is_log: bool = False
 
     def at(self, value: float) -> float:
-        """Where a number lies."""
+        """Return the coordinate of a number."""
         value = math.log10(_within(_TINY, value)) if self.is_log else _within(-_VAST, value)
         return self.begin + (self.end - self.begin) * (value - self.low) / (self.high - self.low)
 
 
 def spans_powers(values: Iterable[float]) -> bool:
-    """Whether a logarithmic axis shows these best: the finite ones are positive, the greatest ten times the least."""
+    """Return whether a logarithmic axis suits these: finite ones positive, the greatest ten times the least."""
     finite = [value for value in values if math.isfinite(value)]
     return bool(finite) and min(finite) > 0 and max(finite) >= _POWERS * min(finite)
 
@@ -45,9 +45,9 @@ def spans_powers(values: Iterable[float]) -> bool:
 def linear(
     values: Sequence[float], begin: float, end: float, ticks: int, *, tight: bool = False
 ) -> tuple[Axis, list[Tick]]:
-    """An axis that holds `values`, and its ticks; it ends at ticks unless it is `tight`.
+    """Return an axis that covers `values`, and its ticks; it ends at ticks unless it is `tight`.
 
-    Whole numbers, as steps are, have whole ticks on a tight axis.
+    Integers, such as steps, get integer ticks on a tight axis.
     """
     low, high = _range(values, tight)
     spacing = nice((high - low) / ticks)
@@ -65,7 +65,7 @@ def linear(
 
 
 def _range(values: Sequence[float], tight: bool) -> tuple[float, float]:
-    """From the least to the greatest, or some room around them where they are one and the same."""
+    """Return the least and the greatest value, widened where they are equal."""
     least, most = _within(-_VAST, min(values, default=0.0)), _within(-_VAST, max(values, default=1.0))
     if tight and 0 < least <= _EARLY * most:
         return 0.0, most
@@ -79,7 +79,7 @@ def _range(values: Sequence[float], tight: bool) -> tuple[float, float]:
 
 
 def logarithmic(values: Sequence[float], begin: float, end: float) -> tuple[Axis, list[Tick]]:
-    """A logarithmic axis between 1, 2 or 5 times powers of ten; its ticks are those powers, or all if they are few."""
+    """Return a logarithmic axis between 1, 2 or 5 times powers of ten, with those powers, or all if few, as ticks."""
     low, high = _within(_TINY, min(values, default=0.1)), _within(_TINY, max(values, default=1.0))
     few = math.log10(high / low) < 2
     powers = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 2)
@@ -95,13 +95,13 @@ def logarithmic(values: Sequence[float], begin: float, end: float) -> tuple[Axis
 
 
 def nice(spacing: float) -> float:
-    """The next of 1, 2, 5, 10, 20 ... that is no smaller."""
+    """Return the next of 1, 2, 5, 10, 20 ... that is not smaller."""
     power = 10.0 ** math.floor(math.log10(max(spacing, 1e-300)))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= spacing * 0.999)
 
 
 def short_number(value: float) -> str:
-    """About three digits: `0.0123`, `4.57`, `123`, `12.3k`, `4.5M`; anything not finite as its name."""
+    """Format with about three digits: `0.0123`, `4.57`, `123`, `12.3k`, `4.5M`; non-finite values by name."""
     if not math.isfinite(value):
         return str(value)
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
@@ -113,12 +113,12 @@ def short_number(value: float) -> str:
 
 
 def _within(least: float, value: float) -> float:
-    """The number nearest to `value` that a picture can be reckoned with."""
+    """Clamp `value` to the range in which coordinates can be computed."""
     return max(least, min(_VAST, value))
 
 
 def _written(place: float, spacing: float, highest: float) -> str:
-    """The number of a tick, with the digits that tell it from the next."""
+    """Format a tick with enough digits to distinguish it from the next."""
     if abs(place) < spacing / 2:
         return "0"
     digits = max(0, -math.floor(math.log10(spacing) + 1e-9))

@@ -28,7 +28,7 @@ _LOOK_EVERY_S = 0.25
 
 
 class BarPhase:
-    """One phase of the work, from `with` to its end; `advance` may be called from any thread."""
+    """One phase of the work, as a context manager; `advance` may be called from any thread."""
 
     def __init__(self, progress: Progress | None, name: str, total: float | None, unit: str) -> None:
         self._progress = progress
@@ -41,7 +41,7 @@ class BarPhase:
         return self
 
     def advance(self, amount: float, total: float | None = None) -> None:
-        """`amount` more is done; `total` is a better guess of the whole, where it is not known beforehand."""
+        """Advance by `amount`; `total` updates the estimated total, where it is not known beforehand."""
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, advance=amount, total=total)
 
@@ -50,7 +50,7 @@ class BarPhase:
     ) -> None:
         if self._progress is None or self._task is None:
             return
-        if error is None:  # a guessed total becomes the true one
+        if error is None:  # an estimated total becomes the actual one
             done = self._progress.tasks[self._progress.task_ids.index(self._task)].completed
             self._progress.update(self._task, total=done)
         self._progress.stop_task(self._task)
@@ -59,7 +59,7 @@ class BarPhase:
 class Bars:
     """The phases of one piece of work, one bar each; a context manager.
 
-    Draws on stderr, or on `console`; quiet where that is no terminal, and outside its `with` statement.
+    Draws on stderr, or on `console`; prints nothing where that is not a terminal, and outside its `with` statement.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -76,7 +76,7 @@ class Bars:
         return self
 
     def phase(self, name: str, total: float | None, unit: str) -> BarPhase:
-        """A phase that does `total` `unit`s of work, or an unknown number."""
+        """Add a phase that does `total` `unit`s of work, or an unknown number."""
         return BarPhase(self._progress, name, total, unit)
 
     def __exit__(
@@ -89,9 +89,9 @@ class Bars:
 
 @contextmanager
 def following(done: Callable[[], float], advance: Callable[[float], None]) -> Iterator[None]:
-    """While the body works, and when it has, look at how much is `done` and tell `advance` what is new of it.
+    """Poll `done` while the body runs, and once after it, and pass the increments to `advance`.
 
-    The looking is done by a thread.
+    A thread does the polling.
     """
     over = threading.Event()
     shown = 0.0
@@ -120,18 +120,18 @@ def following(done: Callable[[], float], advance: Callable[[float], None]) -> It
 def bar_view(
     phase: BarPhase, samples: Callable[[int], float], steps: int, snapshot: Callable[[], TotalsSnapshot]
 ) -> Iterator[None]:
-    """Move a bar along with a run, as `fit` asks a view to; `samples` says how many so many steps take."""
+    """Advance a bar with a run, as a view for `fit`; `samples` converts steps to samples."""
     with phase, following(lambda: samples(min(snapshot().step, steps)), phase.advance):
         yield
 
 
 class _Words(ProgressColumn):
-    """What stands beside the bar: done, rate, time left."""
+    """The text beside the bar: done, rate, time left."""
 
     def render(self, task: Task) -> Text:
         unit = task.fields["unit"]
         words = [f"{task.completed:,.0f} {unit}"]
-        # A finished phase shows the mean of all its time, a running one what it does now.
+        # A finished phase shows its mean rate, a running one the current rate.
         speed = task.completed / task.elapsed if task.finished and task.elapsed else task.speed
         if speed:
             words.append(f"{show_rate(speed)} {unit}/s")
@@ -142,7 +142,7 @@ class _Words(ProgressColumn):
 
 
 def show_rate(per_second: float) -> str:
-    """`2310000` as `2.31 M`."""
+    """Format a rate: `2310000` as `2.31 M`."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if per_second >= size:
             return f"{per_second / size:.3g} {unit}"

@@ -46,19 +46,19 @@ __all__ = [
 
 _WIDTH, _HEIGHT = 360.0, 190.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 50.0, 10.0, 8.0, 34.0
-_ROW, _NAME = 22.0, 78.0  # of a horizontal bar: its height, the width of the names
+_ROW, _NAME = 22.0, 78.0  # a horizontal bar: its height, and the width of the names
 _NAME_LETTERS = 13
-_MAX_POINTS = 400  # of a curve; more would be narrower than a pixel
-_MAX_SPOTS = 40  # of a curve that say their numbers when pointed at
+_MAX_POINTS = 400  # points per curve; more would be narrower than a pixel
+_MAX_SPOTS = 40  # points per curve that show their values on hover
 _MAX_BINS = 24
-_NARROW = 4  # columns that a phone has room for
-_HALF_LETTERS = 20  # that half a phone's width has room for
-_STRIPE = 7  # how long a stripe is of a curve that lies on others
+_NARROW = 4  # columns that fit on a phone
+_HALF_LETTERS = 20  # characters that fit in half a phone's width
+_STRIPE = 7  # stripe length of curves that overlap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """One named curve; points where either number is not finite are left out, and the curve has a gap there."""
+    """One named curve; points where either number is not finite are left out, which leaves a gap."""
 
     name: str
     xs: Sequence[float]
@@ -128,7 +128,7 @@ def line_chart(
 
 
 def loss_chart(series: Sequence[Series], *, title: str, x_label: str, empty: str = "Nothing yet.") -> str:
-    """Losses, by the one rule of all pages: a logarithmic axis where they span a power of ten, else a linear one."""
+    """Draw losses by the rule of all pages: a logarithmic axis where they span a power of ten, else a linear one."""
     log_y = spans_powers(value for one in series for value in one.ys)
     return line_chart(series, title=title, x_label=x_label, y_label="loss", log_y=log_y, empty=empty)
 
@@ -139,7 +139,7 @@ def bar_chart(
     title: str,
     show: Callable[[float], str] | None = None,
 ) -> str:
-    """One bar to the right for each name, with its number as `show` writes it."""
+    """Draw one horizontal bar per name, with its number formatted by `show`."""
     show = show or short_number
     finite = [value for _, value in bars if math.isfinite(value)]
     axis = Axis(0.0, max([*finite, 0.0]) or 1.0, _NAME, _WIDTH - 62)
@@ -161,7 +161,7 @@ def share_bars(
     title: str,
     colours: Sequence[int] | None = None,
 ) -> str:
-    """For each name one bar of shares (0 to 1, in the order of `parts`), with the percentages that have room."""
+    """Draw one stacked bar of shares (0 to 1, in the order of `parts`) per name, with the percentages that fit."""
     colours = colours or range(len(parts))
     axis = Axis(0.0, 1.0, _NAME, _WIDTH - 4)
     drawn: list[str] = []
@@ -190,7 +190,7 @@ def share_bars(
 def histogram(
     counts: Mapping[int, int], *, title: str, x_label: str, y_label: str, empty: str = "Nothing yet."
 ) -> str:
-    """How often each whole number came; where they spread wide, neighbours share a bar. `empty` as in `line_chart`."""
+    """Draw how often each integer occurred; wide ranges are binned. `empty` as in `line_chart`."""
     if not counts:
         return _nothing(title, empty)
     low, high = min(counts), max(counts)
@@ -227,9 +227,9 @@ def matrix(
     show: Callable[[float], str] | None = None,
     scrolls: bool = True,
 ) -> str:
-    """Numbers as a table whose cells are the stronger coloured the greater they are; 0 is a quiet dot.
+    """Draw numbers as a table with cells coloured by magnitude; 0 is a dot.
 
-    Where it `scrolls` it is a region of its own that the keyboard reaches.
+    Where it `scrolls` it is a focusable region for the keyboard.
     """
     show = show or short_number
     greatest = max((abs(v) for row in values for v in row if math.isfinite(v)), default=0.0) or 1.0
@@ -288,7 +288,7 @@ def data_table(
 
 
 def _gaps(series: Series, positive_x: bool, positive_y: bool) -> list[list[tuple[float, float]]]:
-    """The points that can be drawn, parted where some cannot."""
+    """Split the points where some cannot be drawn."""
     runs: list[list[tuple[float, float]]] = [[]]
     for x, y in zip(series.xs, series.ys, strict=True):
         is_drawn = (x > 0 or not positive_x) and (y > 0 or not positive_y)
@@ -301,7 +301,7 @@ def _gaps(series: Series, positive_x: bool, positive_y: bool) -> list[list[tuple
 
 
 def _thinned(points: list[tuple[float, float]], most: int) -> list[tuple[float, float]]:
-    """At most `most` points: the first, the last, and the lowest and highest of each stretch between."""
+    """Return at most `most` points: the first, the last, and the extremes of each interval between."""
     if len(points) <= most:
         return points
     inner, stretches = points[1:-1], max(1, most // 2 - 1)
@@ -315,7 +315,7 @@ def _thinned(points: list[tuple[float, float]], most: int) -> list[tuple[float, 
 
 
 def _nothing(title: str, sentence: str) -> str:
-    """A picture of the size of the others, with axes and no numbers, that says why it is empty."""
+    """Return an empty chart of the usual size, with axes, that says why it is empty."""
     bottom, right = _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
     drawn = [
         f'<path class="axis" fill="none" d="M{_LEFT:g},{_TOP:g} {_LEFT:g},{bottom:g} {right:g},{bottom:g}"/>',
@@ -476,7 +476,7 @@ def _figure(title: str, svg: str, legend: str = "", kind: str = "") -> str:
 
 
 def _is_long(name: str, cells: Iterable[str]) -> bool:
-    """Whether a column's name and the longest of its cells are too much for half a phone's width."""
+    """Return whether a column's name or longest cell exceeds half a phone's width."""
     return len(name) + max((len(cell) for cell in cells), default=0) > _HALF_LETTERS
 
 

@@ -1,4 +1,4 @@
-"""An explanation as tables for a terminal: what the median step is made of, each worker's, and what layers send."""
+"""An explanation as terminal tables: the parts of the median step, per worker, and bytes per layer."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _COLUMNS = {
     "input": "input_ms",
     "other": "other_ms",
 }
-_ALWAYS = ("compute", "exchange", "waiting")  # the others only where there is something to tell
-_GAPS = (2, 1)  # letters between two columns, the first that fits
-_UNBOUNDED = 10_000  # letters in a line
+_ALWAYS = ("compute", "exchange", "waiting")  # the other parts only where they are not zero
+_GAPS = (2, 1)  # gaps between two columns in characters; the first that fits is used
+_UNBOUNDED = 10_000  # characters in a line
 
 
 def parts_table(found: Explanation) -> Table:
-    """Where the time of the run's median step goes, in milliseconds and as shares."""
+    """Return the parts of the run's median step, in milliseconds and as shares."""
     of_whom = "the critical path" if found.synchronous else "the mean worker"
     table = Table(box=None, pad_edge=False)
     table.add_column(f"median step of {of_whom}")
@@ -50,7 +50,7 @@ def parts_table(found: Explanation) -> Table:
 
 
 def layers_table(layers: Sequence[LayerSent]) -> Table:
-    """What a step of training sends for each layer that is sliced, all workers together."""
+    """Return what a training step sends for each sharded layer, summed over all workers."""
     table = Table(box=None, pad_edge=False)
     for column in ("layer", "sliced"):
         table.add_column(column, overflow="fold")
@@ -68,10 +68,10 @@ def layers_table(layers: Sequence[LayerSent]) -> Table:
 
 
 def workers_table(found: Explanation, console: Console) -> Table:
-    """Each worker's median step in milliseconds, a row for each, as wide as the console allows.
+    """Return each worker's median step in milliseconds, one row each, as wide as the console allows.
 
-    At 80 columns every heading and every number is whole. A part that no worker spent time on has no column, nor has
-    who came last where nobody waits for everybody.
+    At 80 columns no heading or number is cut. A part that no worker spent time on has no column, nor has the share of
+    steps in which a worker was last where workers do not wait for each other.
     """
     parts = [
         name
@@ -102,5 +102,5 @@ def _cells(path: WorkerPath, parts: list[str]) -> list[str]:
 
 
 def _milliseconds(time: float) -> str:
-    """At most seven letters up to a quarter of an hour: seconds do not need hundredths of a millisecond."""
+    """Format in at most seven characters up to a quarter of an hour: seconds need no hundredths of a millisecond."""
     return f"{time:.2f}" if time < 1000 else f"{time:.0f}"

@@ -1,4 +1,4 @@
-"""Which curves of a chart lie on one another, so that the last to be drawn would hide the others.
+"""Finds curves of a chart that overlap, so that the last one drawn would hide the others.
 
 Synchronous strategies take the very same steps: their losses over steps are one line. Such curves are drawn as
 stripes of all their colours, and said to be one.
@@ -11,16 +11,16 @@ from collections.abc import Sequence
 
 __all__ = ["overlapping"]
 
-_NEAR = 1.5  # units of the picture; less is hidden under a stroke
+_NEAR = 1.5  # distance in picture units below which a stroke hides another
 _SAMPLES = 48
-_ALIKE = 0.95  # of the samples, those that are near
-_SHARED = 0.9  # of a curve's width, what it has in common with the other
+_ALIKE = 0.95  # share of the samples that must be near
+_SHARED = 0.9  # share of a curve's width that must overlap with the other
 
 Points = Sequence[tuple[float, float]]
 
 
 def overlapping(curves: Sequence[Points]) -> list[tuple[int, ...]]:
-    """Groups of two or more curves that are near each other nearly everywhere, by their numbers.
+    """Return groups of two or more curve numbers that nearly coincide.
 
     Curves are points in units of the picture, in the order of x; one without a point is in no group.
     """
@@ -46,7 +46,7 @@ def _are_alike(one: Points, other: Points) -> bool:
 
 
 def _height(points: Points, x: float) -> float:
-    """The curve's y at x, on the straight line between the points around it."""
+    """Interpolate the curve's y at x."""
     right = bisect.bisect_left(points, x, key=lambda point: point[0])
     if right == 0 or right == len(points):
         return points[min(right, len(points) - 1)][1]

@@ -140,7 +140,7 @@ POLICY = "; ".join(
 
 
 def live_page() -> str:
-    """The page as it is first sent, to whoever asks: it says nothing of the run, which the events bring."""
+    """Return the page frame, the same for every run and requester; the event stream fills it."""
     lead = (
         '<div id="bar"><p id="line" class="quiet" role="status">connecting</p>'
         '<button id="save" type="button">Save as a report</button></div>\n'
@@ -151,5 +151,5 @@ def live_page() -> str:
 
 
 def as_event(name: str, value: object) -> bytes:
-    """One server-sent event; JSON keeps it on one line."""
+    """Format one server-sent event; JSON keeps it on one line."""
     return f"event: {name}\ndata: {json.dumps(value)}\n\n".encode()

@@ -1,6 +1,6 @@
-"""A run that has ended as a notebook and a terminal show it: a short table with the curve of its loss, or one line.
+"""A finished run for notebooks and terminals: a short table with its loss curve, or one line.
 
-The curve is a picture in itself (`<img>`), so that neither the notebook's style nor ours changes the other's.
+The curve is a separate image (`<img>`), so that the styles of the notebook and of the chart do not affect each other.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from manyhands.observe.record.final import final_loss
 __all__ = ["facts_of", "loss_curve", "run_html", "run_line", "table_html"]
 
 _WIDTH = 480
-_LEAST_WAITING = 0.005  # of a worker's time; less rounds to nothing
+_LEAST_WAITING = 0.005  # share of a worker's time; less rounds to nothing
 
 
 def facts_of(
     summary: Mapping[str, Any], steps: Sequence[Mapping[str, Any]], path: Path | None = None
 ) -> list[tuple[str, str]]:
-    """What there is to say of a run, as names and values; `steps` are its rows that have a loss."""
+    """Return names and values about a run; `steps` are its rows that have a loss."""
     facts = [(name, str(summary[name])) for name in ("task", "strategy", "workers") if name in summary]
     if "steps" in summary:
         facts.append(("steps", _steps(summary)))
@@ -46,13 +46,13 @@ def facts_of(
 
 
 def run_line(facts: Iterable[tuple[str, str]]) -> str:
-    """The facts in one line."""
+    """Return the facts on one line."""
     return " · ".join(_in_words(name, value) for name, value in facts)
 
 
 def table_html(facts: Iterable[tuple[str, str]]) -> str:
-    """The facts, a row each."""
-    left = 'style="text-align: left"'  # a notebook would have it otherwise
+    """Return the facts as a table, one row each."""
+    left = 'style="text-align: left"'  # overrides the notebook's style
     rows = "".join(
         f"<tr><th {left}>{escape(name)}</th><td {left}>{escape(value)}</td></tr>" for name, value in facts
     )
@@ -60,11 +60,11 @@ def table_html(facts: Iterable[tuple[str, str]]) -> str:
 
 
 def loss_curve(steps: Sequence[Mapping[str, Any]]) -> str:
-    """The loss over the steps, as an image that holds its data itself; empty where there is no step."""
+    """Return the loss over the steps as an image with inline data; empty where there is no step."""
     if not steps:
         return ""
     first, last = _ends(steps)
-    steps = sorted(steps, key=lambda row: row["step"])  # workers that do not wait end them in another order
+    steps = sorted(steps, key=lambda row: row["step"])  # asynchronous runs are unordered
     losses = [_number(row["loss"]) for row in steps]
     curve = Series(name="loss", xs=[float(row["step"]) for row in steps], ys=losses)
     figure = loss_chart([curve], title="Loss", x_label="step")
@@ -79,13 +79,13 @@ def loss_curve(steps: Sequence[Mapping[str, Any]]) -> str:
 
 
 def run_html(summary: Mapping[str, Any], steps: Sequence[Mapping[str, Any]], path: Path | None = None) -> str:
-    """The table and the curve."""
+    """Return the table and the curve."""
     html = f"<div>{table_html(facts_of(summary, steps, path))}{loss_curve(steps)}</div>"
-    return html.encode(errors="backslashreplace").decode()  # what a task says may be no text
+    return html.encode(errors="backslashreplace").decode()  # a task may return something that is not text
 
 
 def _ends(steps: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-    """The loss of the first step, and the final one."""
+    """Return the loss of the first step, and the final one."""
     first = min(steps, key=lambda row: row["step"])
     return short_number(_number(first["loss"])), short_number(_number(final_loss(steps)))
 
@@ -105,12 +105,12 @@ def _steps(summary: Mapping[str, Any]) -> str:
 
 
 def _number(value: Any) -> float:
-    """A number of the history, in which what is not finite may be None."""
+    """Return a number of the history, in which non-finite values may be None."""
     return float("nan") if value is None else float(value)
 
 
 def _waiting(workers: Sequence[WorkerTotals]) -> str:
-    """Who waited most, for how much of its time, and for whom."""
+    """Return the worker that waited most, its share of waiting, and the peer it waited for."""
     if len(workers) < 2:
         return ""
     most = max(workers, key=lambda worker: worker.split().wait)

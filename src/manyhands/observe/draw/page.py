@@ -1,7 +1,7 @@
-"""What a page says of a run: a view as sections of HTML, the same on the live page and in a report.
+"""Sections of the page of a run: a view as HTML, the same on the live page and in a report.
 
-Every section is there from the beginning and keeps its place, with a quiet line where it has nothing to say
-yet, so that nothing jumps while a run goes on; only the last, of how it was begun, grows once it has.
+All sections exist from the beginning and keep their place, with a placeholder where there is no content yet, so that
+the layout is stable during a run. Only the last section, on how the run was started, grows once.
 """
 
 from __future__ import annotations
@@ -62,24 +62,24 @@ section.alarm { border-color: var(--bad) !important; background: var(--bad-paper
 )
 
 _TILE_LETTERS = 14
-_FACT_LETTERS = 24  # of a value that has room in one of two columns of a phone
-_MAX_NARROW_WAITS = 6  # workers whose waits one column of the page has room for
+_FACT_LETTERS = 24  # characters of a value that fit in one of two columns on a phone
+_MAX_NARROW_WAITS = 6  # workers whose waits fit in one column of the page
 
 
 def title_of(view: RunView) -> str:
-    """What the page of a run is called."""
+    """Return the title of a run's page."""
     return f"{view.task} · {view.strategy}" if view.task else "A run that has not begun"
 
 
 def report(view: RunView) -> str:
-    """The whole page as one file that needs nothing else and connects to nothing."""
+    """Return the whole page as one self-contained file without connections."""
     return document(f"{title_of(view)} · report", sections(view).values(), style=PAGE_STYLE)
 
 
 def sections(view: RunView) -> dict[str, str]:
-    """Each section's HTML by its key, in the order of the page; equal views give equal text.
+    """Return each section's HTML by key, in page order; equal views give equal text.
 
-    What only servers have is absent where a strategy has none, and last.
+    Sections on servers are empty where a strategy has none, and come last.
     """
     of_servers = _on_servers(view)
     ordered = (
@@ -116,7 +116,7 @@ def _now(view: RunView) -> tuple[str, str]:
         del values["time left"]
     of_all = f" of {view.steps_asked:,}" if view.steps_asked else ""
     tiles = [f"<div><dt>{name}</dt><dd>{escape(text)}</dd></div>" for name, text in values.items()]
-    # A phone shows two tiles in a row; a number that may become too long for one of them has a row of its own.
+    # A phone shows two tiles per row; a number that may be too long for one gets a full row.
     kind = ' class="long"' if len(f"{view.steps_asked:,}{of_all}") > _TILE_LETTERS else ""
     tiles.insert(1, f"<div{kind}><dt>step</dt><dd>{view.step:,}<small>{of_all}</small></dd></div>")
     tiles.insert(3, _best(view))
@@ -128,7 +128,7 @@ def _now(view: RunView) -> tuple[str, str]:
 
 
 def _best(view: RunView) -> str:
-    """The tile of the best evaluation, which has its place before there is one."""
+    """Return the tile of the best evaluation, which is reserved before there is one."""
     if view.best is None:
         return "<div><dt>best metric</dt><dd>–</dd></div>"
     name, value, step = view.best
@@ -341,7 +341,7 @@ def _made(view: RunView) -> tuple[str, str]:
 
 
 def _is_large(view: RunView) -> bool:
-    """Whether who waits for whom needs two columns of the page."""
+    """Return whether the matrix of waits needs two columns of the page."""
     return len(view.waits) > _MAX_NARROW_WAITS
 
 
@@ -350,16 +350,16 @@ def _on_servers(view: RunView) -> bool:
 
 
 def _by_step(curve: Curve) -> Series:
-    """In the order of steps: workers that do not wait for each other end them in another one."""
+    """Sort by step: asynchronous workers end their steps in another order."""
     points = sorted(zip(curve.steps, curve.values, strict=True), key=lambda point: point[0])
     newest = (
         f"{curve.values[-1]:.4g}" if curve.values and curve.name != "loss" else ""
-    )  # that is among the tiles
+    )  # already among the tiles
     return Series(name=_words(curve.name), xs=[x for x, _ in points], ys=[y for _, y in points], note=newest)
 
 
 def _fill(label: str, body: str) -> str:
-    """The part of a section that scrolls where there is more than its place holds; the keyboard reaches it."""
+    """Return the scrollable part of a section, focusable by keyboard."""
     return f'<div class="fill" tabindex="0" role="region" aria-label="{escape(label)}">{body}</div>'
 
 
@@ -372,13 +372,13 @@ def _shares(shares: Shares) -> tuple[float, float, float, float]:
 
 
 def _named(name: str, presence: Presence, phase: Phase) -> str:
-    """A member's name, and what keeps it from taking part; at the end of a run all have left."""
+    """Return a member's name, and why it does not take part; at the end of a run all have left."""
     takes_part = presence is Presence.PRESENT or phase is Phase.ENDED
     return name if takes_part else f"{name} ({presence.value})"
 
 
 def _shards(numbers: tuple[int, ...]) -> str:
-    """`0, 1, 2, 5` as `0–2, 5`."""
+    """Format `0, 1, 2, 5` as `0–2, 5`."""
     spans: list[tuple[int, int]] = []
     for number in sorted(numbers):
         if spans and spans[-1][1] == number - 1:
@@ -389,7 +389,7 @@ def _shards(numbers: tuple[int, ...]) -> str:
 
 
 def _number(name: str) -> str:
-    """`worker 3` as `3`, for narrow columns."""
+    """Shorten `worker 3` to `3`, for narrow columns."""
     return name.removeprefix("worker ")
 
 

@@ -1,8 +1,8 @@
-"""The paper that charts are drawn on: one stylesheet, the frame of a page, and a section of it.
+"""Page layout for charts: one stylesheet, the page frame, and its sections.
 
-A page is one self-contained document. Colours are variables that follow the reader's light or dark setting;
-everything that tells series apart by colour tells them apart by dash or by words, too. No element has a style
-of its own, so that a content security policy can allow the one stylesheet and nothing else.
+A page is one self-contained document. Colours are variables that follow the reader's light or dark setting; series
+differ by dash or by words as well as by colour. No element has an inline style, so that a content security policy can
+allow the one stylesheet and nothing else.
 """
 
 from __future__ import annotations
@@ -152,10 +152,10 @@ def document(
     lead: str = "",
     script: str = "",
 ) -> str:
-    """One page that needs nothing from elsewhere; `sections` and `lead` are HTML, `title` is text.
+    """Return one self-contained page; `sections` and `lead` are HTML, `title` is text.
 
-    Without a `script` the page forbids itself scripts and connections, so that a report can be sent to others as
-    it is. With one, the policy is up to whoever serves it, and the body is of the class `live`.
+    Without a `script` the page forbids scripts and connections, so that a report can be passed on safely. With one,
+    the server sets the policy, and the body has the class `live`.
     """
     policy = f'<meta http-equiv="Content-Security-Policy" content="{_REPORT_POLICY}"/>\n'
     body = "\n".join(sections)
@@ -169,7 +169,7 @@ def document(
         f'<main id="main" tabindex="-1">\n{body}\n</main>\n'
         f"{f'<script>{script}</script>' if script else ''}</body>\n</html>\n"
     )
-    return page.encode(errors="backslashreplace").decode()  # what a file says may be no text
+    return page.encode(errors="backslashreplace").decode()  # a title from a file may not be text
 
 
 def section(key: str, heading: str, body: str, kind: str = "") -> str:
@@ -186,18 +186,18 @@ def section(key: str, heading: str, body: str, kind: str = "") -> str:
 
 
 def told_section(sentences: Iterable[str]) -> str:
-    """The first part of a report: what the data show."""
+    """Return the first section of a report: what the data show."""
     paragraphs = "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences)
     return section("shows", "What the data show", f'<div class="told">{paragraphs}</div>', "wide")
 
 
 def made_section(command: str, facts: Mapping[str, str], *told: str, kind: str = "wide") -> str:
-    """Its last part: the command, the machine by name and value, and what else there is to say."""
+    """Return its last section: the command, the machine by name and value, and notes."""
     machine = " · ".join(f"{name} {value}" for name, value in facts.items())
     paragraphs = "".join(f"<p>{escape(sentence)}</p>" for sentence in (machine, *told))
     return section("made", "How this was made", f"<p><code>{escape(command)}</code></p>{paragraphs}", kind)
 
 
 def quiet(sentence: str) -> str:
-    """The line of a section that has nothing to show."""
+    """Return the placeholder of a section without content."""
     return f'<p class="quiet">{escape(sentence)}</p>'

@@ -1,4 +1,4 @@
-"""Parallel coordinates: many runs as lines over upright axes, one for each setting and each number that came out.
+"""Parallel coordinates: runs as lines over vertical axes, one per setting and one per result.
 
 Pure, as all charts: equal numbers give equal bytes. The best line is thick and on top; the others go from its colour's
 neighbour to grey, third by third, so that what good runs have in common can be seen.
@@ -25,7 +25,7 @@ _LAST = ("s7", 1.1, 0.55, "last third")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelAxis:
-    """One axis: its name, and where each line crosses it; texts are placed evenly, in the order they come in."""
+    """One axis: its name, and each line's value on it; texts are placed evenly in order of appearance."""
 
     name: str
     values: Sequence[str | float]
@@ -44,7 +44,7 @@ class ParallelAxis:
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """An axis in the picture: where each line crosses it, and its ticks as (place, words)."""
+    """An axis in the picture: each line's crossing, and its ticks as (place, words)."""
 
     x: float
     name: str
@@ -55,7 +55,7 @@ class _Placed:
 def parallel_coordinates(
     axes: Sequence[ParallelAxis], names: Sequence[str], *, title: str, empty: str = "No run has ended."
 ) -> str:
-    """A figure of lines, the best of them first; line i crosses every axis at its value i, and is called `names[i]`.
+    """Draw lines, best first; line i crosses every axis at its value i and is named `names[i]`.
 
     A line with a value that is not finite is left out.
     """
@@ -93,7 +93,7 @@ def _place(axis: ParallelAxis, x: float) -> _Placed:
         scale, ticks = logarithmic(numbers, bottom, _TOP)
     else:
         scale, ticks = linear(numbers, bottom, _TOP, 4)
-    if len(few) <= 6 and isinstance(axis.values[0], str):  # a setting: the values that it was given
+    if len(few) <= 6 and isinstance(axis.values[0], str):  # a setting: its given values are the ticks
         ticks = [(value, short_number(value)) for value in few]
     return _Placed(x, axis.name, [scale.at(n) for n in numbers], [(scale.at(n), said) for n, said in ticks])
 
@@ -140,7 +140,7 @@ def _range(axis: ParallelAxis) -> str:
 
 
 def _legend(count: int) -> str:
-    """Those kinds that so many lines have."""
+    """Return the legend of those kinds that occur."""
     shown = dict.fromkeys(_kind(rank, count) for rank in range(count))
     items = "".join(
         f'<li><svg viewBox="0 0 26 10" aria-hidden="true"><line class="curve {colour}" stroke-width="{width:g}" '

@@ -1,4 +1,4 @@
-"""The parties of a federated run, drawn: who took part how often, who has which labels, whom the model serves worst."""
+"""The parties of a federated run: participation, label skew, and the parties that the model serves worst."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _COMMON = "{} of the common model"
 
 
 def parties_section(view: PartiesView) -> str:
-    """The section of the page; what is not known yet has a quiet line."""
+    """Return the section of the page; unknown parts have a placeholder."""
     parts = [_participation(view), *_courses(view)]
     if view.parties:
         parts += [skew_picture(view), _spread(view), _table(view)]
@@ -30,7 +30,7 @@ def parties_section(view: PartiesView) -> str:
 
 
 def skew_picture(view: PartiesView) -> str:
-    """How many samples of each label (row) each party (column) has, the more the darker; nothing without labels."""
+    """Draw the samples of each label (row) per party (column), darker for more; empty without labels."""
     shown = _some([party for party in view.parties if party.labels], _MOST_COLUMNS)
     if not shown:
         return ""
@@ -43,7 +43,7 @@ def skew_picture(view: PartiesView) -> str:
 
 
 def skew_lines(labels: Sequence[object], counts: Sequence[Sequence[int]]) -> list[str]:
-    """The same in text, a line for each label and a letter for each party: the darker, the more of its samples."""
+    """Return the same as text, one line per label and one character per party: darker for more samples."""
     width = max((len(str(label)) for label in labels), default=0)
     lines = []
     for row, label in enumerate(labels):
@@ -56,7 +56,7 @@ def skew_lines(labels: Sequence[object], counts: Sequence[Sequence[int]]) -> lis
 
 
 def _participation(view: PartiesView) -> str:
-    """How many parties took part in how many rounds."""
+    """Draw how many parties took part in how many rounds."""
     often = Counter(view.rounds.values())
     if view.count > len(view.rounds):
         often[0] = view.count - len(view.rounds)
@@ -70,7 +70,7 @@ def _participation(view: PartiesView) -> str:
 
 
 def _courses(view: PartiesView) -> list[str]:
-    """How the parties fared so far, a picture for each measure."""
+    """Draw the parties' measures over the run, one chart per measure."""
     return [
         line_chart(
             [Series(name=one.name.replace("_", " "), xs=one.steps, ys=one.values) for one in curves],
@@ -120,7 +120,7 @@ def _cell(measures: Mapping[str, float], name: str) -> str:
 
 
 def _some(parties: Sequence[PartyView], most: int) -> list[PartyView]:
-    """All of them, or so many in even distances."""
+    """Return all of them, or so many at even distances."""
     if len(parties) <= most:
         return list(parties)
     return [parties[place * (len(parties) - 1) // (most - 1)] for place in range(most)]

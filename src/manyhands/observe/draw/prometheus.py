@@ -24,7 +24,7 @@ _Samples = Iterable[tuple[Mapping[str, str], float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Family:
-    """All samples of one name."""
+    """All samples of one metric name."""
 
     name: str
     kind: str
@@ -34,7 +34,7 @@ class _Family:
 
 
 def metrics_text(view: RunView) -> str:
-    """The view as Prometheus reads it; every line ends in a line feed."""
+    """Return the view in Prometheus' text format; every line ends in a line feed."""
     families = [*_of_run(view), *_of_workers(view.workers), *_of_servers(view.servers), *_of_traffic(view)]
     return "".join(line for family in families for line in _lines(family))
 
@@ -158,13 +158,13 @@ def _lines(family: _Family) -> Iterable[str]:
 
 
 def _escaped(text: str, *, quoted: bool = False) -> str:
-    """A backslash and a line feed mean something everywhere, a double quote within quotes only."""
+    """Escape backslashes and line feeds, and double quotes within quotes."""
     text = text.replace("\\", "\\\\").replace("\n", "\\n")
     return text.replace('"', '\\"') if quoted else text
 
 
 def _number(value: float) -> str:
-    """As Go's ParseFloat reads it."""
+    """Format a number for Go's ParseFloat."""
     if math.isnan(value):
         return "NaN"
     if math.isinf(value):

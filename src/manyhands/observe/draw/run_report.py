@@ -1,4 +1,4 @@
-"""The report of a run: what the live page shows, in one file beside its events."""
+"""Writes the report of a run: the content of the live page as one file beside its events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the page of a served model shows: rates, latencies, workers, and how to ask it."""
+"""The page of a model server: rates, latencies, workers, and how to send requests."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ __all__ = ["serving_metrics", "serving_report", "serving_sections", "serving_tit
 
 
 def serving_title(view: ServingView) -> str:
-    """What the page is called."""
+    """Return the title of the page."""
     return f"{view.task} · served by {view.wanted} workers"
 
 
 def serving_report(view: ServingView) -> str:
-    """The page as one file."""
+    """Return the page as one file."""
     title = f"{serving_title(view)} · report"
     return document(title, serving_sections(view).values(), style=PAGE_STYLE)
 
 
 def serving_sections(view: ServingView) -> dict[str, str]:
-    """Each section's HTML by its key, in the order of the page."""
+    """Return each section's HTML by key, in page order."""
     return dict(
         (
             _now(view),
@@ -146,7 +146,7 @@ def _ms(value: float) -> str:
 
 
 def serving_metrics(view: ServingView) -> str:
-    """The view in Prometheus' text form."""
+    """Return the view in Prometheus' text format."""
     lines = ["# TYPE manyhands_serve_requests_total counter"]
     lines += [
         f'manyhands_serve_requests_total{{status="{status}"}} {count}' for status, count in view.by_status

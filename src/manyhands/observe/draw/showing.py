@@ -45,7 +45,7 @@ _LINES_EVERY_S = 5.0
 
 
 class Here(NamedTuple):
-    """What the place where a run goes on is like."""
+    """The environment of a run's output."""
 
     notebook: bool
     """A kernel of IPython, which shows HTML."""
@@ -54,11 +54,11 @@ class Here(NamedTuple):
     """Whether stderr is one that can move its cursor."""
 
     unwatched: bool
-    """Nobody asked to see it: a test, or a run in a thread beside what its user does."""
+    """Nobody watches: a test, or a run in a background thread."""
 
 
 def look_around() -> Here:
-    """The place where this is called."""
+    """Return the environment of the caller."""
     stream = sys.stderr
     is_gone = stream is None or getattr(stream, "closed", False)
     is_terminal = not is_gone and stream.isatty() and os.environ.get("TERM") != "dumb"
@@ -71,14 +71,14 @@ def look_around() -> Here:
 
 
 def _in_notebook() -> bool:
-    """Whether a kernel runs this process; IPython is not imported for that, it would be there."""
+    """Return whether this process is an IPython kernel; IPython is not imported for that."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return getattr(shell, "kernel", None) is not None
 
 
 def chosen(asked: str, here: Here) -> str:
-    """`notebook`, `bar`, `lines` or `none`."""
+    """Return `notebook`, `bar`, `lines` or `none`."""
     if asked in ("lines", "none"):
         return asked
     if asked == "auto" and here.unwatched:
@@ -89,7 +89,7 @@ def chosen(asked: str, here: Here) -> str:
 def showing(
     asked: str, steps: int, snapshot: Callable[[], TotalsSnapshot], strategy: str = ""
 ) -> AbstractContextManager[object]:
-    """Shows a run of `steps` steps while this is open; `asked` is one of `PROGRESS`."""
+    """Return a context that shows a run of `steps` steps; `asked` is one of `PROGRESS`."""
     match chosen(asked, look_around()):
         case "none":
             return nullcontext()
@@ -102,19 +102,19 @@ def showing(
 
 
 class Screen(Protocol):
-    """Something that shows a run; `close` comes last, and only after a `show`."""
+    """A display of a run's progress; `close` comes last, and only after a `show`."""
 
     def show(self, snapshot: TotalsSnapshot) -> None:
-        """The run as it is now."""
+        """Show the current state of the run."""
 
     def close(self) -> None:
-        """It is over."""
+        """Finish the display."""
 
 
 class Showing:
-    """Looks at a run after `after_s` and then every `every_s`, in a thread; a context manager.
+    """Polls a run after `after_s` and then every `every_s` in a thread; a context manager.
 
-    What was shown once is shown once more at the end, as it was then. A screen that is gone ends the showing and not
+    What was shown once is shown again at the end, in its final state. A display that fails ends the showing and not
     the run.
     """
 
@@ -154,37 +154,37 @@ class Showing:
     def _do(self, draw: Callable[[], None]) -> None:
         try:
             draw()
-        except (OSError, ValueError):  # the terminal was closed, or the pipe: nobody sees it any more
+        except (OSError, ValueError):  # the terminal or the pipe was closed
             self._gone = True
 
 
 class Lines:
-    """One line on stderr each time."""
+    """One line on stderr per update."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
         self._last = ""
 
     def show(self, snapshot: TotalsSnapshot) -> None:
-        """Nothing where there is nothing new."""
+        """Print a line if there is something new."""
         line = f"manyhands: {in_order(headline(snapshot, self._steps))}"
         if line != self._last:
             print(line, file=sys.stderr, flush=True)
             self._last = line
 
     def close(self) -> None:
-        """The last line stands."""
+        """Do nothing: the last line stays."""
 
 
 class Notebook:
-    """A bar in the output of the cell, in its place for the length of the run."""
+    """A bar in the output of the cell, updated in place."""
 
     def __init__(self, steps: int, strategy: str = "") -> None:
         self._steps, self._strategy = steps, strategy
         self._handle: Any = None
 
     def show(self, snapshot: TotalsSnapshot) -> None:
-        """Put the new one where the old one is."""
+        """Replace the previous bar."""
         panel = Panel(snapshot, self._steps, self._strategy)
         if self._handle is None:
             self._handle = import_module("IPython.display").display(panel, display_id=True)
@@ -192,7 +192,7 @@ class Notebook:
             self._handle.update(panel)
 
     def close(self) -> None:
-        """The last one stands."""
+        """Do nothing: the last bar stays."""
 
 
 class Panel:
@@ -216,14 +216,14 @@ class Panel:
 
 
 class _Terminal:
-    """The picture of `progress`, whose libraries are loaded when there is something to show."""
+    """The picture of `terminal_progress`, whose libraries are loaded at the first `show`."""
 
     def __init__(self, steps: int, strategy: str) -> None:
         self._steps, self._strategy = steps, strategy
         self._screen: Screen | None = None
 
     def show(self, snapshot: TotalsSnapshot) -> None:
-        """The run as it is now."""
+        """Show the current state of the run."""
         if self._screen is None:
             from manyhands.observe.draw.terminal_progress import LivePicture
 
@@ -231,6 +231,6 @@ class _Terminal:
         self._screen.show(snapshot)
 
     def close(self) -> None:
-        """Leave the last picture, and the cursor below it."""
+        """Leave the last picture, and put the cursor below it."""
         if self._screen is not None:
             self._screen.close()

@@ -1,8 +1,8 @@
-"""A run's numbers as event files that TensorBoard reads: live, beside a run, or from its directory later.
+"""A run's numbers as TensorBoard event files: written live beside a run, or from its directory later.
 
-The loss and the metrics stand at every step of the history, with the time of day at which that step ended (its
-events know). Speed, the split of each worker's time and staleness are taken from views of the run: one for each look
-while it goes on, and a hundred, evenly over the run, later.
+The loss and the metrics are at every step of the history, with the time of day at which that step ended (from its
+events). Speed, the split of each worker's time and staleness come from views of the run: one per poll of a live run,
+and a hundred, evenly spread, of a finished one.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ _log = logging.getLogger("manyhands")
 _LOOK_EVERY_S = 1.0
 _STOP_TIMEOUT_S = 30.0
 _MAX_LEFT = 10_000  # rows that wait for their events
-_VIEWS = 100  # of a run that is over
+_VIEWS = 100  # views of a finished run
 _NS_PER_S = 1_000_000_000
 
 
 class TensorboardFiles:
-    """The event files of one run in `directory`; a context manager, `close` is idempotent."""
+    """The TensorBoard files of one run in `directory`; a context manager, `close` is idempotent."""
 
     def __init__(self, directory: Path | str) -> None:
-        """Begin a file there; UserError where the package that writes it is missing."""
+        """Create a file there; UserError where the package that writes it is missing."""
         try:
-            # Not its SummaryWriter, which leaves a thread and a queue of processes behind for a while.
+            # Not SummaryWriter, which leaves a thread and a queue behind for a while.
             from tensorboardX.event_file_writer import EventsWriter
             from tensorboardX.proto.event_pb2 import Event
             from tensorboardX.proto.summary_pb2 import Summary
@@ -62,7 +62,7 @@ class TensorboardFiles:
         self._is_closed = False
 
     def add_row(self, row: Mapping[str, Any], wall_s: float) -> None:
-        """A row of the history, as of a time of day in seconds since 1970."""
+        """Add a row of the history at a time of day in seconds since 1970."""
         step = int(row["step"])
         if row.get("loss") is not None:
             self._scalar("loss", row["loss"], step, wall_s)
@@ -71,7 +71,7 @@ class TensorboardFiles:
                 self._scalar(f"metrics/{text(name)}", known, step, wall_s)
 
     def add_view(self, view: RunView, wall_s: float) -> None:
-        """What a view says of the seconds before it."""
+        """Add what a view says of the seconds before it."""
         self._scalar("speed/samples_per_s", view.samples_per_s, view.step, wall_s)
         self._scalar("speed/steps_per_s", view.steps_per_s, view.step, wall_s)
         for worker in view.workers:
@@ -83,7 +83,7 @@ class TensorboardFiles:
             self._scalar("staleness/max", view.staleness.max, view.step, wall_s)
 
     def flush(self) -> None:
-        """Have everything so far on disk."""
+        """Write everything so far to disk."""
         self._writer.flush()
 
     def close(self) -> None:
@@ -107,9 +107,9 @@ class TensorboardFiles:
 
 
 class LiveTensorboard:
-    """Writes the files of a run while the body of the `with` statement trains it; ends with it.
+    """Writes the files of a run while the body of the `with` statement trains it.
 
-    The run's directory need not be there yet. Trouble with the files is logged, and does not end the run.
+    The run's directory need not exist yet. Failures of these files are logged and do not end the run.
     """
 
     def __init__(self, run: Path, directory: Path) -> None:
@@ -160,7 +160,7 @@ class LiveTensorboard:
 
 
 def write_run(run: Path | str, directory: Path | str) -> int:
-    """The event files of a run from its directory, over or not; how many steps they tell of."""
+    """Write the files of a run from its directory, finished or not; return how many steps they have."""
     follower = RunFollower(run)
     view = follower.poll()
     if not view.step:
@@ -178,7 +178,7 @@ def _add_rows(
     *,
     all_of_them: bool = False,
 ) -> list[Mapping[str, Any]]:
-    """Write rows as far as events tell when they were, and return the others, whose events may be on their way."""
+    """Write the rows whose time is known from events; return the others, whose events may still arrive."""
     for index, row in enumerate(rows):
         wall_s = follower.wall_of_step(int(row["step"]) - 1)
         if wall_s is None and not all_of_them:
@@ -191,11 +191,11 @@ def _add_rows(
 
 
 def _add_views(files: TensorboardFiles, follower: RunFollower, last: RunView) -> None:
-    """The run again, in as many parts as there are to be views."""
+    """Replay the run in as many parts as there are to be views."""
     records, names = read_interleaved(follower.path / "events")
     if not len(records):
         return
-    # Who was asked for and left no event has nothing to show: a damaged configuration may ask for hundreds.
+    # Roles without events are left out: a damaged configuration may request hundreds.
     came = sum(name.startswith("worker") for name in names.values())
     gather = Gather(task=last.task, strategy=last.strategy, steps_asked=last.steps_asked, workers=came)
     for role, name in names.items():

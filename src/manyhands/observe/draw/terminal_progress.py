@@ -48,7 +48,7 @@ class LivePicture:
         self._live: Live | None = None
 
     def show(self, snapshot: TotalsSnapshot) -> None:
-        """Draw it anew."""
+        """Redraw the picture."""
         picture = RunPicture(snapshot, self._steps, self._strategy)
         if self._live is None:
             self._live = Live(console=self._console, auto_refresh=False)
@@ -56,14 +56,14 @@ class LivePicture:
         self._live.update(picture, refresh=True)
 
     def close(self) -> None:
-        """Leave the last picture, and the cursor below it."""
+        """Leave the last picture, and put the cursor below it."""
         if self._live is not None:
             self._live.stop()
             self._live = None
 
 
 class RunPicture:
-    """A snapshot of a run of `steps` steps, drawn to fit the console it is printed on."""
+    """A snapshot of a run of `steps` steps, drawn to fit its console."""
 
     def __init__(self, snapshot: TotalsSnapshot, steps: int, strategy: str = "") -> None:
         self._snapshot = snapshot
@@ -73,7 +73,7 @@ class RunPicture:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield self._headline(options.max_width)
         workers = self._snapshot.workers
-        # A line too many would push the bar out of sight: keep room for it, for the sentence and the prompt.
+        # One line too many would scroll the bar away: reserve lines for it, for the sentence and the prompt.
         room = max(1, console.size.height - 5)
         shown = workers if len(workers) <= room else workers[: room - 1]
         for worker in shown:
@@ -100,7 +100,7 @@ class RunPicture:
 
 
 def split_bar(split: TimeSplit, width: int, ascii_only: bool = False) -> Text:
-    """A bar of exactly `width` cells, or blanks before the first event, divided as the shares are.
+    """Return a bar of exactly `width` cells, divided by the shares; blank before the first event.
 
     Shares are rounded to cells at their boundaries, so that the parts always fill the bar.
     """
@@ -126,7 +126,7 @@ def _worker_line(worker: WorkerTotals, width: int, ascii_only: bool) -> Text:
     if peer is not None:
         words += f" for {peer}"
     bar_width = _WORKER_BAR
-    if len(label) + bar_width + len(words) > width:  # narrow: the bar says it without words
+    if len(label) + bar_width + len(words) > width:  # narrow: the bar alone
         words, bar_width = "", max(1, min(bar_width, width - len(label)))
     line = Text(label, no_wrap=True).append_text(split_bar(split, bar_width, ascii_only)).append(words)
     line.truncate(width)

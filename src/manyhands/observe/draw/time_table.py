@@ -1,4 +1,4 @@
-"""The table at the end of a run: where each worker's time went, and who held the others up."""
+"""The table at the end of a run: where each worker's time went, and which workers held up the others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TEXT_WIDTH = 100
 
 
 def end_table(summary: Mapping[str, Any]) -> Table:
-    """The totals `per_worker` of a run's summary as a table, with what there is to say about them below."""
+    """Return the totals `per_worker` of a run's summary as a table, with warnings below."""
     workers = [WorkerTotals.from_dict(row) for row in summary["per_worker"]]
     table = Table(box=box.SIMPLE_HEAD, caption_justify="left", caption_style="", pad_edge=False)
     table.add_column("worker", justify="right")
@@ -48,7 +48,7 @@ def end_table(summary: Mapping[str, Any]) -> Table:
 
 
 def words_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """A table of ready words; all columns but the first are numbers."""
+    """Return a table of texts; all columns but the first are right-aligned numbers."""
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="", pad_edge=False)
     for place, name in enumerate(head):
         table.add_column(name, justify="right" if place else "left", no_wrap=True)
@@ -58,7 +58,7 @@ def words_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) 
 
 
 def end_text(summary: Mapping[str, Any]) -> str:
-    """The same as plain text without colours, for files, pipes and logs."""
+    """Return the same as plain text without colours, for files, pipes and logs."""
     console = Console(file=io.StringIO(), width=_TEXT_WIDTH, color_system=None, highlight=False)
     with console.capture() as captured:
         console.print(end_table(summary))

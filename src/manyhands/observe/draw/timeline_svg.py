@@ -28,11 +28,11 @@ MAX_SVG_STEPS = 24
 """Steps that a picture holds at most: more would be too narrow to tell apart."""
 
 _WIDTH, _LEFT, _RIGHT = 1120, 110, 20
-_ROW, _BAR, _LABELS = 44, 24, 14  # the height of a row, of its bars, of the step numbers above them
-_HEAD, _AXIS, _SPACE = 30, 34, 18  # the height of a panel's title, of its axis, between panels
-_TITLE, _LEGEND, _GAP = 40, 20, 8  # the height of the title, of a line of the legend, below it
-_BEYOND = 0.25  # of a panel's steps, what is shown before and after them at most
-_LETTER = 6.7  # the width of one, about
+_ROW, _BAR, _LABELS = 44, 24, 14  # heights of a row, of its bars, of the step numbers above them
+_HEAD, _AXIS, _SPACE = 30, 34, 18  # heights of a panel's title and axis, and the space between panels
+_TITLE, _LEGEND, _GAP = 40, 20, 8  # heights of the title and of a legend line, and the space below it
+_BEYOND = 0.25  # share of a panel's steps that is shown before and after them at most
+_LETTER = 6.7  # approximate width of one
 _MIN_LABEL_PX = 26  # a narrower step gets no number
 _TICKS = 8
 
@@ -58,7 +58,7 @@ _LEGEND_WORDS = {
     "arrow": "arrived, and ended a wait",
     "message": "a message",
 }
-_MARK_WIDTHS = {"arrow": 22, "message": 22}  # of what is a line in the legend; the others are squares
+_MARK_WIDTHS = {"arrow": 22, "message": 22}  # kinds drawn as a line in the legend; the others are squares
 _MARK_WORDS = {EventKind.JOIN: "joined", EventKind.LEAVE: "left", EventKind.FAULT: "fault"}
 
 _STYLE = """
@@ -91,7 +91,7 @@ for _word, _place in (("LIGHT", 0), ("DARK", 1)):
 
 @dataclass(frozen=True, slots=True)
 class _Scale:
-    """From nanoseconds of the run to pixels of one panel, and the panel's upper edge."""
+    """The mapping from nanoseconds of the run to pixels of one panel, and the panel's upper edge."""
 
     begin_ns: int
     end_ns: int
@@ -105,12 +105,12 @@ class _Scale:
         return self.begin_ns <= at_ns <= self.end_ns
 
     def cut(self, start_ns: int, end_ns: int) -> tuple[int, int]:
-        """What of a stretch lies in the panel; its end is not after its start where nothing does."""
+        """Clip an interval to the panel; the end is not after the start where nothing is left."""
         return max(start_ns, self.begin_ns), min(end_ns, self.end_ns)
 
 
 def timeline_svg(timeline: Timeline, title: str) -> str:
-    """The picture, with `title` above it and what was left out said below."""
+    """Return the picture, with `title` above it and a list of what was left out below."""
     names = {row.role: row.name for row in timeline.rows}
     height_of_panel = _HEAD + _ROW * len(timeline.rows) + _AXIS
     body: list[str] = []
@@ -138,7 +138,7 @@ def timeline_svg(timeline: Timeline, title: str) -> str:
 
 
 def _legend(timeline: Timeline) -> Iterator[tuple[int, float, str]]:
-    """The line, the place in it and the word of everything that the picture has to explain."""
+    """Return line, position and word of each legend entry."""
     kinds = {part.kind for row in timeline.rows for part in row.slices}
     words = [*(word for kind, word in _WORDS.items() if kind in kinds), "step"]
     words += ["arrow"] if any(not arrow.is_message for arrow in timeline.arrows) else []
@@ -277,7 +277,7 @@ def _arrow(arrow: Arrow, names: Mapping[int, str], scale: _Scale, places: Mappin
 
 
 def _faults(timeline: Timeline) -> list[str]:
-    """A line for the faults, which may lie outside every panel."""
+    """Return one line on the faults, which may lie outside every panel."""
     names = {row.role: row.name for row in timeline.rows}
     faults = [
         f"{row.name} at {_ms(mark.at_ns)}{_blame(mark, names)}"

@@ -37,13 +37,13 @@ _COUNTS = {
 
 
 def trace_json(timeline: Timeline, about: Mapping[str, str]) -> Iterator[bytes]:
-    """The file in pieces, one event a line; `about` is shown among the trace's details."""
+    """Yield the file in pieces, one event per line; `about` is shown among the trace's details."""
     names = {row.role: row.name for row in timeline.rows}
     details = dict(about) | {"left out": "; ".join(timeline.left_out) or "nothing"}
     head = json.dumps({"displayTimeUnit": "ms", "otherData": details})
     yield head.removesuffix("}").encode() + b', "traceEvents": [\n'
     separator = b""
-    encoder = json.JSONEncoder(separators=(",", ":"), allow_nan=False)  # json.dumps makes one for each event
+    encoder = json.JSONEncoder(separators=(",", ":"), allow_nan=False)  # json.dumps makes one per event
     for event in _events(timeline, names):
         yield separator + encoder.encode(event).encode()
         separator = b",\n"
@@ -104,7 +104,7 @@ def _part(row: Row, part: Slice, names: Mapping[int, str]) -> dict[str, Any]:
     elif part.kind in _WITH_PEER:
         name = f"{_WITH_PEER[part.kind]} {_name(part.peer, names)}"
         args["peer"] = part.peer
-    if part.kind in (EventKind.COMPUTE, EventKind.WAIT) and part.count:  # a turn in a pipeline
+    if part.kind in (EventKind.COMPUTE, EventKind.WAIT) and part.count:  # a work item of a pipeline
         args["micro-batch"] = part.count - 1
         name += f", micro-batch {part.count - 1}"
     if part.num_bytes:
@@ -157,7 +157,7 @@ def _flow(number: int, arrow: Arrow, names: Mapping[int, str]) -> Iterator[dict[
         name = f"{_name(arrow.source, names)} arrived"
         shared = {"cat": "arrival", "id": number}
     yield _event(name, "s", arrow.source, arrow.source_ns, **shared)
-    # "bp": "e" binds the end to the slice around it; without it a viewer takes the next slice.
+    # "bp": "e" binds the end to the enclosing slice; otherwise a viewer takes the next slice.
     yield _event(name, "f", arrow.target, arrow.target_ns, bp="e", **shared)
 
 

@@ -1,4 +1,4 @@
-"""A run that goes on beside its user, as a line and as a notebook shows it: a bar, and a row for each slot."""
+"""A run in the background, as a line and as notebook HTML: a bar, and a row for each slot."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _COLUMNS = ("slot", "steps", "compute", "exchange", "waiting", "mostly for")
 
 
 def running_line(strategy: str, slots: Sequence[int], steps: int, now: TotalsSnapshot | None) -> str:
-    """How far it is; `now` is None while it starts."""
+    """Return the progress as one line; `now` is None while the run starts."""
     workers = f"slots {', '.join(map(str, slots))}" if len(slots) > 1 else f"slot {slots[0]}"
     how_far = "starting" if now is None else in_order(headline(now, steps))
     return f"{strategy} · {workers} · {how_far}"
 
 
 def running_html(strategy: str, slots: Sequence[int], steps: int, now: TotalsSnapshot | None) -> str:
-    """The same with where each slot's time goes; one whose worker has done nothing yet says so."""
+    """Return the progress with the split of each slot's time; a slot without events says so."""
     if now is None:
         panel, known = f"<div><code>{escape(strategy)}: starting</code></div>", {}
     else:
@@ -36,7 +36,7 @@ def running_html(strategy: str, slots: Sequence[int], steps: int, now: TotalsSna
 
 
 def ended_html(sentence: str) -> str:
-    """What ended it."""
+    """Return why the run ended."""
     return f"<div><code>{escape(sentence)}</code></div>"
 
 

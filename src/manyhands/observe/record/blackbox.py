@@ -1,4 +1,4 @@
-"""The black boxes of a run: what its roles recorded last, in words, whatever has become of them."""
+"""Black boxes of a run: the last events of each role, readable even after the role's process has died."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ __all__ = ["BlackBoxes", "describe_event"]
 
 
 class BlackBoxes:
-    """The rings of a run by role, for those who look into them while it runs; the rings stay the caller's."""
+    """The event rings of a run by role, for inspection while it runs; the caller owns the rings."""
 
     def __init__(self, rings: Mapping[int, EventRing]) -> None:
         self._rings = rings
 
     def counts(self) -> Sequence[int]:
-        """How many events each role has recorded, lost ones included."""
+        """Return how many events each role has recorded, including lost ones."""
         return [ring.written + ring.dropped for ring in self._rings.values()]
 
     def last(self, role: int, count: int) -> Sequence[str]:
-        """The last events of a role, newest last."""
+        """Return the last events of a role, newest last."""
         if role not in self._rings:
             return ()
         now_ns = time.monotonic_ns()
@@ -31,7 +31,7 @@ class BlackBoxes:
 
 def describe_event(event: Event, now_ns: int) -> str:
     """`12.3 s ago  wait        step 17  for role 2   104.2 ms`."""
-    # The record's end is when it was written; a clock of another moment must not make it the future.
+    # The record's end is when it was written; clamp it, so that another clock cannot put it in the future.
     ago_s = max(0, now_ns - event.start_ns - event.duration_ns) / 1e9
     parts = [f"{ago_s:8.1f} s ago", f"{event.kind.name.lower():<10}"]
     parts.append(f"step {event.step + 1:<7}" if event.step != NO_STEP else " " * 12)

@@ -1,6 +1,6 @@
-"""Values of a run's JSON files, taken for what they should be: a file that somebody was sent may hold anything.
+"""Checked access to values of a run's JSON files, which may be damaged or come from elsewhere.
 
-A view shows what there is. What is of another kind, or beyond what any run writes, is as if it were not there.
+A value of the wrong type, or beyond what any run writes, is treated as missing.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from manyhands.errors import printable
 
 __all__ = ["number", "text", "whole"]
 
-_MOST_WHOLE = 1 << 53  # what a float holds exactly, so that no division or drawing of it fails
+_MOST_WHOLE = 1 << 53  # floats hold integers up to this exactly, so arithmetic and drawing cannot fail
 _MOST_TEXT = 2000
 
 
 def whole(value: Any) -> int | None:
-    """A whole number as any run may write one, else None; `true` is none."""
+    """Return an integer that a run may write, else None; booleans are not integers here."""
     if isinstance(value, int) and not isinstance(value, bool) and -_MOST_WHOLE < value < _MOST_WHOLE:
         return value
     return None
 
 
 def number(value: Any) -> float | None:
-    """A finite number, else None."""
+    """Return a finite number, else None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -35,5 +35,5 @@ def number(value: Any) -> float | None:
 
 
 def text(value: Any) -> str:
-    """A text as one line that can be shown: 2,000 characters at most, control characters escaped; "" for others."""
+    """Return the text on one line: at most 2,000 characters, control characters escaped; "" for other types."""
     return printable(value, _MOST_TEXT - 1) if isinstance(value, str) else ""

@@ -1,7 +1,7 @@
-"""How far another host's clock is from ours, and how sure that is.
+"""Offset between this host's clock and another's, with an error bound.
 
-A reading of theirs that was taken after we looked at our clock and before we looked again lies between the
-two. The narrowest of several such brackets is kept: the truth is in it, whatever the network did.
+A remote reading taken between two local readings lies between them. The narrowest of several such brackets is kept:
+it contains the true offset whatever the network did.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bracket:
-    """Our clock, then theirs, then ours again."""
+    """Three readings in order: the local clock, the remote clock, the local clock again."""
 
     before_ns: int
     theirs_ns: int
@@ -28,14 +28,14 @@ class Bracket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offset:
-    """Add `ns` to our clock to get theirs; it is off by no more than `error_ns`."""
+    """Add `ns` to the local clock to get the remote one; the error is at most `error_ns`."""
 
     ns: int
     error_ns: int
 
 
 def offset_from(brackets: Sequence[Bracket]) -> Offset:
-    """The middle of the narrowest bracket."""
+    """Return the offset at the middle of the narrowest bracket."""
     best = min(brackets, key=lambda bracket: bracket.after_ns - bracket.before_ns)
     width = best.after_ns - best.before_ns
     return Offset(ns=best.theirs_ns - best.before_ns - width // 2, error_ns=(width + 1) // 2)
@@ -43,7 +43,7 @@ def offset_from(brackets: Sequence[Bracket]) -> Offset:
 
 @functools.cache
 def clock_id() -> int:
-    """A number for the clock of this machine since it was started: processes with the same one share it."""
+    """Return an identifier of this machine's monotonic clock since boot: processes with the same one share it."""
     try:
         name = _BOOT_ID.read_bytes()
     except OSError:

@@ -1,8 +1,8 @@
-"""Event files: a fixed header, then raw 64-byte records, appended while the run goes on.
+"""Event files: a fixed header, then raw 64-byte records, appended while the run continues.
 
-A file can be read at any moment and after any crash: records are whole or they are the torn tail, which is
-ignored. What is neither is refused by name and offset. The header says who wrote it, in which layout, and how
-to get from the monotonic clock of the records to the time of day.
+A file can be read at any moment and after any crash: an incomplete record can only be the torn tail, which is
+ignored. Any other damage is rejected with file name and offset. The header names the writer, the record layout, and
+the offset from the records' monotonic clock to the time of day.
 """
 
 from __future__ import annotations
@@ -75,41 +75,41 @@ _MOST_NUMBER = 1 << 62  # of bytes, and of an event
 
 
 class Ending(IntEnum):
-    """How the file came to its end."""
+    """How an event file ended."""
 
     OPEN = 0
-    """Nobody closed it: it is still being written, or its writer was killed."""
+    """The file was never closed: it is still being written, or its writer was killed."""
     COMPLETE = 1
-    """It holds every event that its reader got."""
+    """The file holds every event that was read from the ring."""
     FULL = 2
-    """It reached its bound; later events were counted and not written."""
+    """The file reached its size limit; later events were counted and not written."""
     FAILED = 3
-    """The disk refused; later events were counted and not written."""
+    """A disk write failed; later events were counted and not written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventFile:
-    """What the header of an event file says."""
+    """The header of an event file."""
 
     role: int
     name: str
     wall_offset_ns: int  # add it to a start_ns to get nanoseconds since 1970
-    clock: int  # files with the same one were written on the same clock
+    clock: int  # files with the same value were written on the same clock
     dropped: int  # events lost because the ring was full
-    unwritten: int  # events read from the ring, but beyond the bound of the file
+    unwritten: int  # events read from the ring, but beyond the size limit of the file
     ending: Ending
-    version: int = _VERSION  # of the layout of its records
+    version: int = _VERSION  # version of the record layout
 
 
 class EventFileWriter:
-    """Appends one role's events to its own file, up to `max_bytes`; `close` is idempotent.
+    """Appends one role's events to its file, up to `max_bytes`; `close` is idempotent.
 
-    Once it is open it raises nothing: telemetry must not take a run down. What could not be written is
+    Once the file is open it raises nothing, because telemetry must not take a run down. What could not be written is
     counted.
     """
 
     def __init__(self, file: FileIO, path: Path, max_bytes: int) -> None:
-        """Write to an empty `file`, which this object now owns; see `create`."""
+        """Write to an empty `file`, which this object then owns; see `create`."""
         self.path = path
         self._file = file
         self._max_bytes = max_bytes
@@ -121,9 +121,10 @@ class EventFileWriter:
     def create(
         cls, directory: Path, *, name: str, role: int, max_bytes: int, wall_offset_ns: int | None = None
     ) -> EventFileWriter:
-        """Begin a new file for `name` in `directory`; files of earlier runs there stay beside it.
+        """Create a new file for `name` in `directory`; files of earlier runs there are kept.
 
-        `wall_offset_ns` is what makes the clock of this host the time of day; by default, as this host has it.
+        `wall_offset_ns` is added to this host's monotonic clock to get the time of day; by default, as this host has
+        it.
         """
         if not _is_name(name):
             raise UserError(f"name={name!r} is not allowed; letters, digits and hyphens, at most 64 bytes")
@@ -144,7 +145,7 @@ class EventFileWriter:
 
     @property
     def unwritten(self) -> int:
-        """Events that were given to `append` and are not in the file."""
+        """The number of events given to `append` that are not in the file."""
         return int(self._header["unwritten"])
 
     @property
@@ -155,9 +156,9 @@ class EventFileWriter:
         return f"{self.path} {self._reason}: {self.unwritten} later events are in the totals only"
 
     def append(self, records: Records) -> None:
-        """Write whole records as far as the bound allows, and count the others."""
+        """Write whole records up to the size limit, and count the others."""
         room = 0 if self._reason else max(0, self._max_bytes - self._size) // RECORD.itemsize
-        # A refused write may leave part of a record: nothing follows it, so it is a torn tail.
+        # A failed write may leave part of a record. Nothing is appended after it, so it is a torn tail.
         kept = self._put(records[:room].tobytes(), self._size) // RECORD.itemsize
         self._size += kept * RECORD.itemsize
         self._header["unwritten"] += len(records) - kept
@@ -167,7 +168,7 @@ class EventFileWriter:
             self._put_header()
 
     def close(self, dropped: int) -> None:
-        """Complete the header with the number of events the ring `dropped`, and close the file."""
+        """Write the number of events the ring `dropped` into the header, and close the file."""
         if self._file.closed:
             return
         if not self._reason:
@@ -180,7 +181,7 @@ class EventFileWriter:
         self._put(self._header.tobytes(), 0)
 
     def _put(self, data: bytes, offset: int) -> int:
-        """Write `data` at `offset`; return how many bytes the disk took."""
+        """Write `data` at `offset`; return how many bytes were written."""
         written = 0
         try:
             while written < len(data):
@@ -193,7 +194,7 @@ class EventFileWriter:
 
 
 def has_header(path: Path) -> bool:
-    """Whether the file is there with all of its header; one that was just created is not, for a moment."""
+    """Return whether the file exists with a complete header; a file that was just created has none for a moment."""
     try:
         return path.stat().st_size >= _HEADER_BYTES
     except OSError:
@@ -201,7 +202,7 @@ def has_header(path: Path) -> bool:
 
 
 def read_header(path: Path) -> EventFile:
-    """What the header of the file says; DataError where it is no event file of ours."""
+    """Read the header; DataError where this is not an event file."""
     try:
         with path.open("rb") as file:
             data = file.read(_HEADER_BYTES)
@@ -240,21 +241,21 @@ def read_header(path: Path) -> EventFile:
 
 
 def _as_now(old: Records) -> Records:
-    """Records of version 2 as they are laid out today."""
+    """Convert records of version 2 to the current layout."""
     records: Records = np.zeros(len(old), RECORD)
     for name in _OLD_RECORD.names or ():
         if name not in ("wire", "peer"):
             records[name] = old[name]
     records["wire"], records["codec"] = old["wire"] & 15, old["wire"] >> 4
     fits = (old["peer"] >= NOBODY) & (old["peer"] <= MAX_ROLE)
-    records["peer"] = np.where(fits, old["peer"], NOBODY - 1)  # refused below, with its offset
+    records["peer"] = np.where(fits, old["peer"], NOBODY - 1)  # rejected below, with its offset
     return records
 
 
 def read_events(path: Path, *, skip: int = 0) -> Records:
-    """Every whole record of the file, in order; a torn tail is left out, anything else raises DataError.
+    """Read every complete record in order; a torn tail is left out, any other damage raises DataError.
 
-    Who reads a file while it grows skips the records that it has.
+    A caller that follows a growing file skips the records that it has.
     """
     header = read_header(path)
     role = header.role
@@ -267,7 +268,7 @@ def read_events(path: Path, *, skip: int = 0) -> Records:
     if header.version == _OLD_VERSION:
         peers = records.view(_OLD_RECORD)["peer"]
         records = _as_now(records.view(_OLD_RECORD))
-    # After a power cut, blocks that never reached the disk read as zeros: part of the torn tail.
+    # After a power failure, blocks that never reached the disk read as zeros: part of the torn tail.
     filled = np.flatnonzero(records.view(np.uint8).reshape(-1, RECORD.itemsize).any(axis=1))
     records = records[: filled[-1] + 1 if len(filled) else 0]
     good = good_records(records) & (records["role"] == role) & (records["id"] < _MOST_NUMBER)
@@ -285,7 +286,7 @@ def read_events(path: Path, *, skip: int = 0) -> Records:
 
 
 def good_records(records: Records) -> npt.NDArray[np.bool_]:
-    """Which of them some role may have recorded, whatever their own role and number say."""
+    """Return which records are plausible, regardless of their role and number."""
     good: npt.NDArray[np.bool_] = np.isin(records["kind"], list(EventKind))
     good &= np.isin(records["wire"], KNOWN_WIRES)
     good &= np.isin(records["codec"], [one for one in np.unique(records["codec"]) if is_codec(int(one))])
@@ -297,9 +298,9 @@ def good_records(records: Records) -> npt.NDArray[np.bool_]:
 
 
 def _has_value(records: Records) -> npt.NDArray[np.bool_]:
-    """Which of them have a value that their kind may have: a loss is any number, a staleness or a worker is not."""
+    """Return which records have a valid value for their kind: only a loss may be any number."""
     kind, value = records["kind"], records["value"]
-    # Every comparison with what is no number is false.
+    # every comparison with NaN is false
     is_staleness = (value >= 0) & (value < _MOST_STEP)
     is_worker = (value >= NOBODY) & (value <= MAX_ROLE)
     good: npt.NDArray[np.bool_] = (kind != EventKind.APPLY) | is_staleness
@@ -317,7 +318,7 @@ def _refusal(path: Path, field: str, problem: str) -> DataError:
 
 
 def _open_new(directory: Path, name: str) -> tuple[FileIO, Path]:
-    """`name.bin`, or `name.2.bin` and so on where a run that is being resumed left its own."""
+    """Open `name.bin`, or `name.2.bin` and so on where an earlier part of a resumed run left files."""
     for part in itertools.count(1):
         path = directory / (f"{name}.bin" if part == 1 else f"{name}.{part}.bin")
         try:

@@ -55,11 +55,11 @@ class EventRing:
         self.capacity: int = _load(self._address + _CAPACITY)
         self.role: int = _load(self._address + _ROLE)
         self._records: Records = segment.array(_RECORDS, self.capacity, RECORD)
-        warm()  # now, and not at the first event of a training loop
+        warm()  # now rather than at the first event of a training loop
 
     @classmethod
     def create(cls, *, role: int, capacity: int = DEFAULT_CAPACITY) -> EventRing:
-        """A fresh ring for events of `role`; `capacity` is a power of two from 2 on."""
+        """Create a ring for events of `role`; `capacity` is a power of two, at least 2."""
         if not 0 <= role <= MAX_ROLE:
             raise UserError(f"role={role} is not allowed; roles are numbered 0 to {MAX_ROLE}")
         if capacity < 2 or capacity & (capacity - 1):
@@ -73,7 +73,7 @@ class EventRing:
 
     @classmethod
     def attach(cls, descriptor: int) -> EventRing:
-        """The ring behind a descriptor that this process inherited, and now owns."""
+        """Map the ring of an inherited descriptor, which this process then owns."""
         segment = Segment.attach(descriptor)
         if segment.num_bytes < _RECORDS + _SIZE or _load(segment.address) != _MAGIC:
             segment.close()
@@ -82,17 +82,17 @@ class EventRing:
 
     @property
     def descriptor(self) -> int:
-        """What a child has to inherit to `attach`."""
+        """The file descriptor that a child must inherit to `attach`."""
         return self._segment.descriptor
 
     @property
     def written(self) -> int:
-        """Events published so far."""
+        """The number of events published so far."""
         return self._word(_HEAD)
 
     @property
     def dropped(self) -> int:
-        """Events lost so far because the reader was a whole ring behind."""
+        """The number of events lost because the reader was a full ring behind."""
         return self._word(_DROPPED)
 
     def record(
@@ -109,10 +109,10 @@ class EventRing:
         message: int = 0,
         wire: int = 0,
     ) -> bool:
-        """Publish one event at once, or drop it where the ring is full; return whether it was kept.
+        """Publish one event, or drop it where the ring is full; return whether it was kept.
 
-        `start_ns` is `time.monotonic_ns()`; what `num_bytes`, `count` and `value` mean is said at each kind;
-        `wire` is made by `wire_of`.
+        `start_ns` is `time.monotonic_ns()`; the kinds of event define `num_bytes`, `count` and `value`; `wire` is
+        made by `wire_of`.
         """
         # `+` makes the enum member a plain int, which the compiled call takes some 30 times faster.
         kept: bool = _record(
@@ -129,10 +129,10 @@ class EventRing:
         return kept
 
     def append(self, records: Records, lost: int = 0) -> None:
-        """Publish events that were recorded elsewhere, after `lost` that were dropped there; both are counted.
+        """Publish events recorded in another ring, after `lost` that were dropped there; both are counted.
 
-        They get this ring's role, and numbers that go on from its last event, whoever recorded that one. What finds no
-        room is dropped and counted. Only where nobody calls `record`.
+        They get this ring's role, and numbers that continue from its last event. Events that do not fit are dropped
+        and counted. Only for rings on which `record` is not called.
         """
         head, dropped = self._word(_HEAD), self._word(_DROPPED)
         room = self.capacity - (head - self._word(_TAIL))
@@ -146,19 +146,19 @@ class EventRing:
         _store(self._address + _HEAD, head + len(kept))
 
     def drain(self) -> Records:
-        """Every event published and not yet drained, oldest first, as a copy; their slots are free again."""
+        """Return a copy of every event not yet drained, oldest first, and free their slots."""
         tail, head = self._word(_TAIL), self._word(_HEAD)
         records = self._copy(tail, head)
         _store(self._address + _TAIL, head)
         return records
 
     def last(self, count: int) -> Records:
-        """A copy of the newest events, drained or not, oldest first: at most `count`, or capacity − 1."""
+        """Return a copy of the newest events, drained or not, oldest first: at most `count`, or capacity − 1."""
         head = self._word(_HEAD)
         first = max(0, head - min(count, self.capacity))
         records = self._copy(first, head)
-        # The writer went on meanwhile, perhaps into the slots just copied. It may be filling slot `head`
-        # right now, where the event one capacity earlier lay; everything after that one is whole.
+        # The writer may have continued into the slots just copied. It may be filling slot `head` right now,
+        # which held the event one capacity earlier; every later event is complete.
         oldest_whole = self._word(_HEAD) - self.capacity + 1
         return records[max(0, oldest_whole - first) :]
 
@@ -186,7 +186,7 @@ class EventRing:
         return word
 
     def _copy(self, first: int, end: int) -> Records:
-        """Events `first` to `end`, at most one capacity of them, in the order they were recorded."""
+        """Return events `first` to `end`, at most one capacity of them, in recording order."""
         start, count = first % self.capacity, end - first
         before_wrap = min(count, self.capacity - start)
         return np.concatenate(
@@ -195,7 +195,7 @@ class EventRing:
 
 
 def warm() -> None:
-    """Compile everything here, or load it."""
+    """Compile the functions of this module, or load them from the cache."""
     _record.compile(_RECORD_SIGNATURE)
     _load.compile((_WORD,))
     _store.compile((_WORD, _WORD))
@@ -215,7 +215,7 @@ def _record(address, kind_and_wire, start_ns, duration_ns, step, peer, num_bytes
     if head - load_i64(address + _TAIL) >= capacity:
         store_i64(address + _DROPPED, dropped + 1)
         return False
-    fence()  # the head of the event before is out before this slot changes: `last` relies on it
+    fence()  # store the previous event's head before this slot changes: `last` relies on it
     slot = address + _RECORDS + _SIZE * (head & (capacity - 1))
     record = array_at(slot, _SIZE, np.uint8).view(RECORD)[0]
     record.start_ns = start_ns
@@ -237,7 +237,7 @@ def _record(address, kind_and_wire, start_ns, duration_ns, step, peer, num_bytes
 
 @njit(cache=True)
 def _load(address):  # type: ignore[no-untyped-def]
-    fence()  # what was copied before this call was read before this word
+    fence()  # orders the copy made before this call before the load of this word
     return load_i64(address)
 
 

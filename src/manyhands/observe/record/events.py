@@ -55,63 +55,63 @@ MAX_SHOWN = 512
 
 
 class EventKind(IntEnum):
-    """What a role did; 0 is no kind, so that zeroed memory never reads as an event."""
+    """The kinds of event; 0 is not a kind, so that zeroed memory never reads as an event."""
 
     COMPUTE = 1
-    """Forward, backward and optimizer step of this role's share of a batch: its own work only.
+    """Forward, backward and optimizer step of this role's share of a batch, without waiting.
 
-    In a pipeline, what it did with one micro-batch in one turn: `count` is its number, from 1; 0 for all of them.
+    In a pipeline, one work item on one micro-batch: `count` is the micro-batch's number, from 1; 0 for all of them.
     """
     EXCHANGE = 2
-    """Moving or reducing gradients and parameters, having sent `num_bytes` in `count` messages."""
+    """Moving or reducing gradients and parameters; `num_bytes` were sent in `count` messages."""
     WAIT = 3
-    """Doing nothing until `peer` arrived, or until nobody in particular did (`peer` = -1); `count` as in COMPUTE."""
+    """Idle until `peer` arrived, or waiting for no particular peer (`peer` = -1); `count` as in COMPUTE."""
     STEP = 4
-    """One whole step, all of the above; `value` is the loss, `count` the samples of this role's share."""
+    """One whole step including all of the above; `value` is the loss, `count` the samples of this role's share."""
     EVALUATE = 5
     """Measuring the metrics on the evaluation data; `count` is the number of samples.
 
-    A worker records its beginning as well, so that views can say what goes on: no duration, and `count` = 0.
+    A worker also records its beginning, with no duration and `count` = 0, so that views can show it.
     """
     CHECKPOINT = 6
     """Writing a checkpoint of `num_bytes`."""
     JOIN = 7
-    """The role entered the run; the duration is what it took to get ready."""
+    """The role joined the run; the duration is its start-up time."""
     LEAVE = 8
-    """The role left the run in good order."""
+    """The role left the run normally."""
     FAULT = 9
-    """Something went wrong; `peer` is the one to blame, -1 where it is this role itself."""
+    """A fault; `peer` is the role that caused it, -1 for this role itself."""
     INPUT = 10
-    """Getting the samples of a batch: reading, collating, copying to the device; `count` is their number."""
+    """Loading the samples of a batch: reading, collating, copying to the device; `count` is their number."""
     APPLY = 11
-    """A server took one update of worker `peer` into shard `count`; `value` is its staleness.
+    """A server applied one update of worker `peer` to shard `count`; `value` is its staleness.
 
-    The duration is that of the optimizer's step, and 0 for all but the last of several updates in one step.
+    The duration is that of the optimizer step, and 0 for all but the last of several updates in one step.
     """
     HOLD = 12
-    """A server kept back what worker `peer` asked of shard `count`; `value` is the worker it waited for, or -1."""
+    """A server held back a request of worker `peer` for shard `count`; `value` is the worker it waited for, or -1."""
     SEND = 13
-    """`num_bytes` went to `peer` in `count` messages; `message` is the number that its RECEIVE has, too."""
+    """`num_bytes` were sent to `peer` in `count` messages; the matching RECEIVE has the same `message` number."""
     RECEIVE = 14
-    """What `peer` sent as `message` is here; the duration is what taking it in took."""
+    """Message `message` of `peer` has arrived; the duration is that of receiving it."""
 
 
 RECORD = np.dtype(
     [
-        ("start_ns", "<u8"),  # CLOCK_MONOTONIC, one clock for all processes of a host
+        ("start_ns", "<u8"),  # CLOCK_MONOTONIC, shared by all processes of a host
         ("duration_ns", "<u8"),
         ("kind", "u1"),
-        ("wire", "u1"),  # what carried its bytes
-        ("role", "<u2"),  # who recorded it; stamped by the ring
+        ("wire", "u1"),  # the transport of its bytes
+        ("role", "<u2"),  # the role that recorded it; set by the ring
         ("peer", "<i2"),  # the role it concerns, or NOBODY
-        ("codec", "<u2"),  # in which codec its bytes were: 5 bits for each stage of a chain, 0: raw
+        ("codec", "<u2"),  # the codec of its bytes: 5 bits per stage of a chain, 0: raw
         ("step", "<i8"),  # the global batch, from 0, or NO_STEP
         ("num_bytes", "<u8"),
         ("value", "<f8"),
         (
             "id",
             "<u8",
-        ),  # events of this role before it, lost ones included: a gap is a loss; stamped by the ring
+        ),  # events of this role before it, including lost ones: a gap is a loss; set by the ring
         ("count", "<u4"),
         ("message", "<u4"),  # the number of a message, 0: none
     ]
@@ -124,7 +124,7 @@ Records = npt.NDArray[np.void]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """One record as plain Python values, for readers that look at single events."""
+    """One record as plain Python values, for code that looks at single events."""
 
     kind: EventKind
     role: int
@@ -143,13 +143,13 @@ class Event:
 
     @property
     def microbatch(self) -> int | None:
-        """Which micro-batch of its step was computed or waited for, from 0; None where it is all of it."""
+        """The micro-batch of its step that was computed or waited for, from 0; None for all of them."""
         has_one = self.kind in (EventKind.COMPUTE, EventKind.WAIT) and self.count > 0
         return self.count - 1 if has_one else None
 
     @classmethod
     def from_record(cls, record: Any) -> Event:
-        """The event that one item of a RECORD array holds."""
+        """Return the event in one item of a RECORD array."""
         return cls(
             kind=EventKind(int(record["kind"])),
             role=int(record["role"]),
@@ -168,5 +168,5 @@ class Event:
 
 
 def to_events(records: Records) -> list[Event]:
-    """Every record as an `Event`, in the same order."""
+    """Return every record as an `Event`, in the same order."""
     return [Event.from_record(record) for record in records]

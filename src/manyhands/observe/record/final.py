@@ -14,7 +14,7 @@ __all__ = ["final_loss", "final_metrics", "last_row"]
 
 
 def last_row(rows: Iterable[Mapping[str, Any]], name: str) -> Mapping[str, Any] | None:
-    """Of the rows that tell `name`, the one of the greatest step; of several of that step the one told last."""
+    """Return the row with `name` of the greatest step; the last such row where there are several."""
     last = None
     for row in rows:
         if row.get(name) is not None and (last is None or row["step"] >= last["step"]):
@@ -23,12 +23,12 @@ def last_row(rows: Iterable[Mapping[str, Any]], name: str) -> Mapping[str, Any] 
 
 
 def final_loss(rows: Iterable[Mapping[str, Any]]) -> float | None:
-    """The loss of the last step; None where no row tells one."""
+    """Return the loss of the last step; None where no row has one."""
     last = last_row(rows, "loss")
     return None if last is None else float(last["loss"])
 
 
 def final_metrics(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The metrics of the last evaluation; empty where there was none."""
+    """Return the metrics of the last evaluation; empty where there was none."""
     last = last_row(rows, "metrics")
     return {} if last is None else dict(last["metrics"])

@@ -1,6 +1,6 @@
-"""What the roles of a run recorded, taken out of their rings and kept in files.
+"""Drains the event rings of a run into files.
 
-Neither a full ring, a full file nor a full disk stops a run: what is lost is counted, and the notes say so.
+A full ring, a full file or a full disk does not stop a run: losses are counted and reported in the notes.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class EventKeeper:
-    """Empties the rings, and with a `directory` appends to `<name>.bin` there, up to `max_bytes` in all.
+    """Drains the rings and, with a `directory`, appends to `<name>.bin` there, up to `max_bytes` in total.
 
-    The rings are the caller's, under the names their files get. One thread at a time may call.
+    The caller owns the rings, given under the names of their files. Call from one thread at a time.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class EventKeeper:
         self._refusal = ""
 
     def open(self) -> None:
-        """Make the files, if there are to be any."""
+        """Create the files, if there is a directory."""
         if self.directory is None:
             return
         try:
@@ -61,7 +61,7 @@ class EventKeeper:
                     wall_offset_ns=self._wall_offset_ns,
                 )
         except BaseException as error:
-            if isinstance(error, OSError) and error.errno in _FULL:  # the files that are there go on
+            if isinstance(error, OSError) and error.errno in _FULL:  # the files opened so far are kept
                 self._refusal = (
                     f"{self.directory} took no more files ({error.strerror}): some events are not kept"
                 )
@@ -70,7 +70,7 @@ class EventKeeper:
             raise
 
     def take(self) -> Iterator[tuple[int, Records]]:
-        """What each role recorded since the last time, which is in its file when it is given."""
+        """Return what each role recorded since the last call; it is already in the role's file."""
         for name, ring in self._rings.items():
             records = ring.drain()
             if not len(records):
@@ -80,7 +80,7 @@ class EventKeeper:
             yield ring.role, records
 
     def counts(self) -> dict[str, Any]:
-        """For a summary: how many events were recorded, dropped and not written; before the rings close."""
+        """Return the numbers of events recorded, dropped and not written; call before the rings close."""
         return {
             "recorded": sum(ring.written for ring in self._rings.values()),
             "dropped": sum(ring.dropped for ring in self._rings.values()),
@@ -89,7 +89,7 @@ class EventKeeper:
         }
 
     def notes(self) -> list[str]:
-        """A sentence for each loss of events; empty when there was none."""
+        """Return one sentence for each loss of events; empty when there was none."""
         losses = [
             f"{name} recorded faster than it was read: {ring.dropped} events are missing from all figures"
             for name, ring in self._rings.items()
@@ -99,6 +99,6 @@ class EventKeeper:
         return losses + [file.note for file in self._files.values() if file.note]
 
     def close(self) -> None:
-        """Complete the files; before the rings close."""
+        """Complete the files; call before the rings close."""
         for name, file in self._files.items():
             file.close(self._rings[name].dropped)

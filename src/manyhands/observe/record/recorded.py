@@ -1,8 +1,8 @@
-"""The events of a whole run, read back from its directory: one array per role, all on one time axis.
+"""Reads all events of a run back from its directory: one array per role, on one time axis.
 
-A resumed run has several files per role (`worker-0.bin`, `worker-0.2.bin`), and a run of several hosts files
-of several clocks, which need not agree: all files of one clock in one set are moved by the same difference of
-offsets to the time of day, so that among them the distances stay those that were measured.
+A resumed run has several files per role (`worker-0.bin`, `worker-0.2.bin`), and a run on several hosts has files of
+several clocks, which need not agree. All files of one clock in one part are shifted by the same difference of offsets
+to the time of day, so that intervals among them stay as measured.
 """
 
 from __future__ import annotations
@@ -27,39 +27,39 @@ _PART_SHIFT = 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleEvents:
-    """What one role recorded, in the order it recorded it."""
+    """The records of one role, in recording order."""
 
     role: int
     name: str
     records: Records
-    resumes: tuple[int, ...] = ()  # where in `records` the run was resumed
+    resumes: tuple[int, ...] = ()  # indices in `records` at which the run was resumed
 
     def of(self, *kinds: EventKind) -> Records:
-        """The records of these kinds, in order."""
+        """Return the records of these kinds, in order."""
         return self.records[np.isin(self.records["kind"], kinds)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEvents:
-    """What all roles recorded, in the order of their numbers; `notes` are sentences on what is missing."""
+    """The records of all roles, by role number; `notes` has sentences on what is missing."""
 
     roles: tuple[RoleEvents, ...]
     notes: tuple[str, ...] = ()
 
 
 def part_of(path: Path) -> int | None:
-    """Which part of a run wrote this file: 1, and one more for each resume; None for another kind of file."""
+    """Return which part of a run wrote this file: 1, plus one per resume; None for another kind of file."""
     match = _FILE.fullmatch(path.name)
     return int(match["part"] or 1) if match is not None else None
 
 
 def role_name(name: str) -> str:
-    """The name of a role for people: `worker-3` is worker 3."""
+    """Return the display name of a role: `worker-3` is worker 3."""
     return name.replace("-", " ")
 
 
 def step_keys(events: RoleEvents) -> npt.NDArray[np.int64]:
-    """For every record a number that tells its step from the same step done again after a resume.
+    """Return for every record a key that distinguishes its step from the same step repeated after a resume.
 
     Keys grow with the resumes, then with the steps; the step itself is the key modulo 2^40.
     """
@@ -69,7 +69,7 @@ def step_keys(events: RoleEvents) -> npt.NDArray[np.int64]:
 
 
 def read_run_events(directory: Path) -> RunEvents:
-    """All event files of a run's `events` directory; UserError where there is none, DataError on damage."""
+    """Read all event files of a run's `events` directory; UserError where there is none, DataError on damage."""
     files: dict[int, list[tuple[EventFile, Path]]] = defaultdict(list)
     for path in sorted(directory.glob("*.bin")):
         part = part_of(path)
