@@ -112,7 +112,7 @@ class MemberResources:
 
         def leave_buffers(state: Mapping[str, Tensor]) -> None:
             with open(f"/proc/self/fd/{context.descriptor('buffers')}", "r+b") as file:
-                fcntl.flock(file, fcntl.LOCK_EX)  # else two workers that finish at once would interleave their writes
+                fcntl.flock(file, fcntl.LOCK_EX)  # else two workers' writes could mix
                 file.truncate()
                 for chunk in encode_tensors(state):
                     file.write(chunk)
