@@ -1,1 +1,1 @@
-"""The parameter server: pure cores, the store of a shard, and the live roles around them."""
+"""The parameter server: the pure state machines, the store of a shard, and the live processes that drive them."""

@@ -1,8 +1,10 @@
-"""What the cores of a parameter server want done: values, executed in order by whoever drives them.
+"""The actions that the cores of a parameter server return: values, which the driver of the core executes in
+order.
 
-The driver holds what the cores never see: payloads, stores and connections. A gradient is held under (shard, slot,
-clock) from `Keep` until `Apply` or `Drop` names it; what came with a message and was not kept by the end of that
-message's actions is not needed. An update without a gradient (`skip`) is never kept, applied or dropped.
+The driver holds what the cores never see: payloads, stores and connections. A gradient is held under (shard,
+slot, clock) from `Keep` until `Apply` or `Drop` names it. A payload that came with a message and was not kept by
+the end of that message's actions can be discarded. An update without a gradient (`skip`) is never kept, applied
+or dropped.
 """
 
 from __future__ import annotations
@@ -17,10 +19,10 @@ __all__ = ["Action", "Apply", "Discard", "Drop", "Keep", "Load", "Log", "SendMes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendMessage:
-    """Send a message to a member, with its payload where it has one.
+    """Send a message to a member, with its payload if it has one.
 
-    Parameters and RowValues carry the store's values as they are at this point of the list; a Forward of a Push its
-    gradient; Install the store's state and every gradient that is held for the shard.
+    Parameters and RowValues carry the store's values as they are at this point of the list. A Forward of a Push
+    carries its gradient. Install carries the store's state and every gradient that is held for the shard.
     """
 
     to: int
@@ -29,10 +31,10 @@ class SendMessage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keep:
-    """Hold the gradient that came with the message in hand.
+    """Hold the gradient that came with the current message.
 
-    With `copy` its owner may overwrite it before it is applied: where it lies in the worker's memory and is still held
-    after this list, it has to be copied.
+    With `copy`, the worker may overwrite the gradient before it is applied. The driver has to copy it if it lies
+    in the worker's memory and is still held after this list of actions.
     """
 
     shard: int
@@ -43,7 +45,7 @@ class Keep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateFactor:
-    """A held gradient, and what it is multiplied by in the sum."""
+    """A held gradient, and its factor in the weighted sum."""
 
     slot: int
     clock: int
@@ -52,21 +54,21 @@ class UpdateFactor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Apply:
-    """Take one optimizer step from the sum of these gradients, in this order, then let them go."""
+    """Take one optimizer step with the weighted sum of these gradients, in this order, then release them."""
 
     shard: int
     contributions: tuple[UpdateFactor, ...]
     rate: float
-    """What the learning rate is multiplied by."""
+    """The factor on the learning rate."""
     batches: tuple[int, ...]
-    """The batches the gradients are of, without repetition, ascending; a learning rate schedule goes by the last."""
+    """The batches of the gradients, ascending and without duplicates; a learning rate schedule follows the last."""
     version: int
-    """The shard's version after it."""
+    """The shard's version after the step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drop:
-    """Let a held gradient go without applying it."""
+    """Release a held gradient without applying it."""
 
     shard: int
     slot: int
@@ -75,21 +77,21 @@ class Drop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """Replace the shard's store and held gradients by the payload of the Install in hand."""
+    """Replace the shard's store and held gradients with the payload of the current Install."""
 
     shard: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Discard:
-    """This server has no part in the shard any more: let go of its store and its held gradients."""
+    """Release the shard's store and its held gradients: this server is no longer a replica of the shard."""
 
     shard: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Log:
-    """Write a row to the shard's log."""
+    """Append a row to the shard's log."""
 
     row: Row
 

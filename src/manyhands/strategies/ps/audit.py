@@ -1,9 +1,10 @@
-"""What a run's records prove: every batch in every shard once, nothing staler than allowed, and all of it there.
+"""The audit of a run's records: every batch in every shard exactly once, no read staler than allowed, nothing
+missing.
 
-`audit` is a pure function of parsed rows. Four things are held against each other: the logs of every server that kept a
-shard (`audit_story`), each shard's log against the rules of its policy (`audit_shard`), shards against each other and
-against what the workers recorded, and all of that against the length of the run and its summary (here). It knows the
-policy and nothing of the machine that wrote them.
+`audit` is a pure function of parsed rows. It checks, in this order: the logs of all servers that kept a shard
+against each other (`audit_story`), each shard's log against the rules of its policy (`audit_shard`), the shards
+against each other and against what the workers recorded, and all of that against the length of the run and its
+summary (here). It depends on the policy only, not on the code that wrote the records.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def audit(
 
 
 class _Whole:
-    """The check of a run, from its shards."""
+    """The checks of a run across its shards."""
 
     def __init__(
         self,
@@ -65,7 +66,7 @@ class _Whole:
         self._is_restored = is_restored
 
     def check(self) -> None:
-        """Everything."""
+        """Run all checks; they append to `violations` and `missing`."""
         self._check_files()
         self._check_versions()
         for shard in self._shards.values():
@@ -78,7 +79,7 @@ class _Whole:
     # ── the run and its summary ───────────────────────────────────────────────────────────────────────────────────────
 
     def _check_files(self) -> None:
-        """No file may have lost or won a row since it was written."""
+        """Compare the row count of every file with the count that was recorded when it was written."""
         for name, written in sorted(self._evidence.recorded.items()):
             found = self._evidence.found.get(name, 0)
             if found < written:
@@ -102,7 +103,9 @@ class _Whole:
                 shard.say(f"its log has version {told}, and it ended with version {version}")
 
     def _check_batches(self, shard: ShardAuditor) -> None:
-        """Every batch of the run, once; what this takes goes by the rows there are, not by the length of the run."""
+        """Check that every batch of the run is there; the cost is linear in the rows, not in the length of the
+        run.
+        """
         there = self._whole_steps(shard) if self._policy.stepwise else self._whole_batches(shard)
         shard.summary.batches = len(there)
         begun = self._evidence.begun
@@ -110,7 +113,7 @@ class _Whole:
         if num_absent <= 0:
             return
         if self._is_restored and self._evidence.versions is not None:
-            # All that the run did is here: the return to a snapshot has cost the rest.
+            # The logs are complete, so the absent batches were lost when a shard returned to a snapshot.
             self.lost += num_absent
             return
         first = next(batch for batch in count(begun) if batch not in there)
@@ -118,7 +121,7 @@ class _Whole:
         shard.lack(f"its log has {len(there)} of the run's {self._steps - begun} batches; {which} not there")
 
     def _whole_batches(self, shard: ShardAuditor) -> set[int]:
-        """Where an update is a whole batch: those that one is of; one that two are of is wrong."""
+        """The batches of a policy where an update is a whole batch; a batch with two updates is a violation."""
         seen: dict[int, tuple[int, int]] = {}
         for (slot, clock), settled in shard.settled.items():
             batch = settled.batch
@@ -134,7 +137,7 @@ class _Whole:
         return {batch for batch in seen if self._evidence.begun <= batch < self._steps}
 
     def _whole_steps(self, shard: ShardAuditor) -> set[int]:
-        """Where a step has the parts of one batch: those with all parts that count."""
+        """The batches of a policy where a step combines the parts of one batch: those with all parts that count."""
         there = set()
         may_be_late = self._policy.chosen_by_lead or self._is_restored
         for clock in sorted(
@@ -159,13 +162,15 @@ class _Whole:
     # ── shards against each other ─────────────────────────────────────────────────────────────────────────────────────
 
     def _check_shards(self) -> None:
-        """An update is of the same batch everywhere, and no shard counts what another left out."""
+        """Check that an update has the same batch in all shards, and that all shards agree on which updates were
+        late.
+        """
         first, *others = self._shards.values()
         for shard in others:
             for name, settled in shard.settled.items():
                 other = first.settled.get(name)
                 if other is None:
-                    continue  # the length of the run says whether it should be there
+                    continue  # `_check_batches` reports it if it should be there
                 here, there = settled.update, other.update
                 what = f"slot {name[0]}, clock {name[1]}"
                 if here is not None and there is not None and _batch_of(here) != _batch_of(there):
@@ -200,7 +205,9 @@ class _Whole:
     def _find(
         self, shard: ShardAuditor, name: str, update: UpdateRow, tops: Mapping[tuple[int, int], int]
     ) -> None:
-        """No worker recorded an update that was applied: its record may have ended before."""
+        """Report an applied update that no worker recorded; it is only missing if the worker's record may have
+        ended before it.
+        """
         ended = tops.get((update.slot, update.member), -1) < update.clock
         sentence = f"{name}: no record of a worker says that member {update.member} computed this"
         if ended and (self._evidence.versions is None or self._is_cut()):
@@ -209,7 +216,7 @@ class _Whole:
             shard.say(sentence)
 
     def _is_cut(self) -> bool:
-        """Whether a worker's record is known to lack its end."""
+        """Whether a worker's record is known to be truncated."""
         found = self._evidence.found
         short = (name for name, written in self._evidence.recorded.items() if found.get(name, 0) < written)
         return any("worker." in name for name in (*short, *self._evidence.unrecorded))
@@ -217,7 +224,7 @@ class _Whole:
     def _compare(
         self, shard: ShardAuditor, number: int, name: str, update: UpdateRow, made: Sequence[ComputedRow]
     ) -> None:
-        """What the shard logged of an update is what its worker recorded, in one of its lives."""
+        """Check that what the shard logged of an update equals one of its worker's records of it."""
         logged = {
             "batch": update.batch,
             "part": (update.part, update.parts),
@@ -244,7 +251,10 @@ class _Whole:
             )
 
     def _check_acknowledged(self, shard: ShardAuditor, computed: Mapping[int, Sequence[ComputedRow]]) -> None:
-        """A worker goes on when every shard has settled its last update: all before its newest are in every log."""
+        """Check that every update before a worker's newest is in the log.
+
+        A worker continues only after every shard has settled its last update.
+        """
         for rows in computed.values():
             newest: dict[tuple[int, int], ComputedRow] = {}
             for row in rows:

@@ -1,4 +1,4 @@
-"""The audit of a run directory: reads what `audit` is given, and nothing else."""
+"""The audit of a run directory: reads the files and passes their contents to `audit`."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ __all__ = ["AuditedRun", "audit_run"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditedRun:
-    """What the records of a run prove."""
+    """The result of the audit of one run directory."""
 
     strategy: Ps
     found: Audit
     notes: tuple[str, ...]
-    """What was passed over while reading."""
+    """What was skipped while reading."""
 
 
 def audit_run(run: Path) -> AuditedRun:
-    """Audit the run in directory `run`; UserError where nothing was recorded, DataError naming a damaged line."""
+    """Audit the run in directory `run`; UserError if nothing was recorded, DataError that names a damaged line."""
     directory = RunDirectory.open(run, lock=False)
     strategy = Strategy.parse(str(directory.config.get("strategy")))
     if not isinstance(strategy, Ps):
@@ -65,13 +65,13 @@ def audit_run(run: Path) -> AuditedRun:
 
 
 def _contradictions(record: RunRecord, strategy: Ps, config: Mapping[str, Any]) -> Iterator[Violation]:
-    """Settings of which the two files that say what was set up say different things."""
+    """The settings for which config.json and updates/run.json disagree."""
     try:
         told: Strategy | str = Strategy.parse(record.strategy)
     except UserError:
         told = record.strategy
     if isinstance(told, Ps):
-        told = replace(told, link=strategy.link)  # members that others started have links of their own
+        told = replace(told, link=strategy.link)  # externally started members use their own links
     known = {"strategy": str(strategy), "workers": config.get("workers"), "seed": config.get("seed")}
     said = {"strategy": str(told), "workers": record.workers, "seed": record.seed}
     for name, value in said.items():
@@ -81,7 +81,7 @@ def _contradictions(record: RunRecord, strategy: Ps, config: Mapping[str, Any]) 
 
 
 def _other_length(record: RunRecord, config: Mapping[str, Any]) -> Iterator[str]:
-    """A run that was resumed for more steps, and ended before it went on, has its records of the ones before."""
+    """Report records of another length: the run was resumed for more steps and ended before it continued."""
     steps = config.get("steps")
     if steps not in (None, record.steps):
         says = printable(str(steps))
@@ -89,7 +89,7 @@ def _other_length(record: RunRecord, config: Mapping[str, Any]) -> Iterator[str]
 
 
 def _share(run: Path, config: Mapping[str, Any]) -> Callable[[int, int, int], float] | None:
-    """The part of a batch that a worker's share of it is, as workers reckon it; None where no size is known."""
+    """The function that gives a part's share of its batch, computed as workers do; None if no sizes are known."""
     sizes = {name: config[name] for name in ("samples", "batch_size") if config.get(name) is not None}
     for name, value in sizes.items():
         if (whole(value) or 0) < 1:
@@ -102,7 +102,7 @@ def _share(run: Path, config: Mapping[str, Any]) -> Callable[[int, int, int], fl
 
     def share(batch: int, part: int, parts: int) -> float:
         if batch < 0 or not 0 <= part < parts:
-            return -1.0  # there is no such part, and so it weighs nothing that is logged
+            return -1.0  # there is no such part: no logged weight is equal to this
         size = plan.size(batch)
         return len(split(size, part, parts)) / size
 
@@ -110,7 +110,7 @@ def _share(run: Path, config: Mapping[str, Any]) -> Callable[[int, int, int], fl
 
 
 def _versions(summary: Mapping[str, Any]) -> dict[int, int] | None:
-    """By shard: the version that it ended with; None where the summary does not say it."""
+    """The final version by shard; None if the summary does not say."""
     servers = summary.get("servers")
     if not isinstance(servers, list):
         return None

@@ -1,4 +1,4 @@
-"""What an audit is given besides the logs, and what it finds."""
+"""The input of an audit besides the logs, and its findings."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ __all__ = ["Audit", "Evidence", "Fate", "Settled", "ShardSummary", "Verdict", "V
 
 
 class Verdict(Enum):
-    """What the records of a run prove."""
+    """The overall result of an audit."""
 
     COMPLETE = "complete"
     """Every batch of the run is in every shard, once, and no rule was broken."""
 
     RESTORED = "restored"
-    """A shard went back to a snapshot: no rule was broken, and what that cost is counted."""
+    """A shard went back to a snapshot: no rule was broken, and the lost batches are counted."""
 
     INCOMPLETE = "incomplete"
-    """No rule was broken as far as the records go, but the run did not come to its end, or they lack something."""
+    """No rule was broken as far as the records go, but the run did not finish or the records lack something."""
 
     BROKEN = "broken"
-    """The records contradict each other, or a rule."""
+    """The records contradict each other or a rule."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Violation:
-    """Something that must not happen, in one sentence that names the shard, the version, the slot and the clock."""
+    """A broken rule, in one sentence that names the shard, the version, the slot and the clock."""
 
     shard: int
     sentence: str
@@ -38,11 +38,11 @@ class Violation:
 
 @dataclass(slots=True, kw_only=True)
 class ShardSummary:
-    """What one shard's log tells."""
+    """Counts from one shard's log."""
 
     shard: int
     versions: int = 0
-    """The last one."""
+    """The last version."""
 
     applied: int = 0
     late: int = 0
@@ -50,14 +50,14 @@ class ShardSummary:
     lost: int = 0
     restores: int = 0
     staleness: dict[int, int] = field(default_factory=dict)
-    """How many updates were so stale."""
+    """The number of updates by staleness."""
 
     batches: int = 0
-    """How many batches of the run it has, with all their parts that count."""
+    """How many batches of the run the shard has, with all their parts that count."""
 
 
 class Fate(Enum):
-    """What became of an update at a shard."""
+    """What happened to an update at a shard."""
 
     APPLIED = "applied"
     LATE = "late"
@@ -67,58 +67,58 @@ class Fate(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """An update that a shard's history accounts for."""
+    """An update that a shard's log accounts for."""
 
     fate: Fate
     version: int
-    """That of the shard then."""
+    """The shard's version at that point."""
 
     update: UpdateRow | None = None
-    """As it was applied."""
+    """The update's row, if it was applied."""
 
     batch: int | None = None
-    """Where the row says it."""
+    """The batch, if the row names it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """What else is known of a run; what is not there is not compared."""
+    """What is known of a run besides its logs; an absent item is not compared."""
 
     computed: Mapping[int, Sequence[ComputedRow]] | None = None
-    """By process: what its worker recorded."""
+    """The rows that workers recorded, by process."""
 
     share: Callable[[int, int, int], float] | None = None
-    """The part of its batch that (batch, part, parts) is: what an update weighs."""
+    """The share of its batch that (batch, part, parts) is: the weight of an update."""
 
     versions: Mapping[int, int] | None = None
-    """By shard: its version at the end; None where the run left no summary."""
+    """The final version by shard; None if the run left no summary."""
 
     recorded: Mapping[str, int] = field(default_factory=dict)
-    """By file: how many rows it was written with, as far as its process came to its end."""
+    """The number of rows written, by file, for processes that ended in order."""
 
     found: Mapping[str, int] = field(default_factory=dict)
-    """By file: how many rows are there."""
+    """The number of rows that were read, by file."""
 
     unrecorded: Sequence[str] = ()
     """A sentence for each file whose recording ended before the run did."""
 
     begun: int = 0
-    """The first batch that is the shards' own; those before were trained under another strategy."""
+    """The first batch that these shards trained; earlier ones were trained under another strategy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Audit:
-    """What was found."""
+    """The findings of an audit."""
 
     violations: tuple[Violation, ...]
     """In the order of the log, shard by shard."""
 
     missing: tuple[str, ...]
-    """What the records lack, a sentence each."""
+    """A sentence for each thing that the records lack."""
 
     shards: tuple[ShardSummary, ...]
     lost: int = 0
-    """How many batches shards lack after a return to a snapshot, counted at every shard."""
+    """How many batches shards lack after a return to a snapshot, summed over shards."""
 
     @property
     def clean(self) -> bool:
@@ -127,7 +127,7 @@ class Audit:
 
     @property
     def verdict(self) -> Verdict:
-        """The worst that holds."""
+        """The worst verdict that applies."""
         if self.violations:
             return Verdict.BROKEN
         if self.missing:
@@ -136,5 +136,5 @@ class Audit:
 
     @property
     def words(self) -> str:
-        """The verdict as one says it."""
+        """The verdict as text, with the number of lost batches after a restore."""
         return f"restored, {self.lost} lost" if self.verdict is Verdict.RESTORED else self.verdict.value

@@ -1,7 +1,7 @@
-"""What one shard's log proves: nothing was applied twice or forgotten, and no read was staler than the bound allows.
+"""The audit of one shard's log: nothing applied twice or omitted, and no read staler than the bound allows.
 
-Recomputed from the rows alone (`audit_story` makes one story of the logs of all servers that kept the shard). Nothing
-here knows the machine that wrote them, only the policy.
+Everything is recomputed from the rows alone (`audit_story` merges the logs of all servers that kept the shard).
+The code depends on the policy only, not on the code that wrote the rows.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ _ALL = 2**62
 
 
 class ShardAuditor:
-    """The check of one shard; `restores` is how often logs say that a shard of the run went back to a snapshot.
+    """The check of one shard; `restores` is how often the logs say that a shard of the run went back to a
+    snapshot.
 
-    `batches` are the run's own: its versions count on from those that were trained before.
+    `batches` are the batches that this run trained; versions continue from those that were trained before.
     """
 
     def __init__(self, shard: int, policy: Policy, batches: range, *, restores: int = 0) -> None:
@@ -41,20 +42,20 @@ class ShardAuditor:
         self.violations: list[Violation] = []
         self.missing: list[str] = []
         self.settled: dict[tuple[int, int], Settled] = {}
-        """What became of each update (slot, clock)."""
+        """What happened to each update, by (slot, clock)."""
 
         self._shard, self._policy, self._batches = shard, policy, batches
         self._is_restored = restores > 0
-        # Every clock of a slot is of a batch, and only after a restore may batches be given out again.
+        # Every clock of a slot is one batch, and only after a restore may a batch be assigned again.
         self._most_clocks = (batches.stop + 1) * (restores + 1)
-        self._clocks: dict[int, int] = {}  # by slot: the highest clock that a step has dealt with
+        self._clocks: dict[int, int] = {}  # by slot: the highest clock that a step has applied
         self._slots: list[SlotsRow] = []
         self._lives: list[RestoredRow] = []
         self._step_rows: list[StepRow] = []
         self._settled_at: dict[int, list[tuple[int, int]]] = {}  # by slot: (version, clocks settled by then)
 
     def read(self, story: Story, share: Callable[[int, int, int], float] | None = None) -> None:
-        """Check everything that the shard's own rows tell; `share` as in `Evidence`."""
+        """Check everything that the shard's rows say; `share` as in `Evidence`."""
         for problem in story.problems:
             self.say(problem)
         self._check_entries(story.rows)
@@ -77,15 +78,15 @@ class ShardAuditor:
         self._slots.sort(key=lambda row: row.start)
         self._check_updates(share)
         self._check_gaps()
-        if not self.missing:  # else what a version included is not all in the log
+        if not self.missing:  # else the log does not say all that a version included
             self._check_bound()
 
     def _check_entries(self, rows: Sequence[Row]) -> None:
-        """A push, a loss or a change of slots is one entry, with a sequence number of its own.
+        """Check that a push, a loss or a change of slots is one entry with a unique sequence number.
 
-        What it leads to has rows of the same number: one step at most, except where an entry is a choice of the lead's
-        for another shard, or a change of slots makes groups smaller. Where updates are steps by themselves, it is one
-        row in all.
+        The rows that an entry leads to have the same number: one step at most, unless the entry is the lead's
+        choice for another shard, or a change of slots makes groups smaller. Where each update is a step by
+        itself, an entry is a single row.
         """
         alone, chosen = self._policy.each_alone, self._policy.chosen_by_lead
         if chosen and self._shard != LEAD:
@@ -104,25 +105,25 @@ class ShardAuditor:
                 )
 
     def say(self, sentence: str) -> None:
-        """Something is wrong."""
+        """Add a violation."""
         self.violations.append(Violation(shard=self._shard, sentence=f"shard {self._shard}: {sentence}"))
 
     def lack(self, sentence: str) -> None:
-        """Something is not there."""
+        """Add something that the records lack."""
         self.missing.append(f"shard {self._shard}: {sentence}")
 
     @property
     def applied(self) -> Iterator[tuple[StepRow, UpdateRow]]:
-        """Every update that was applied, and its step."""
+        """Every update that was applied, with its step."""
         return ((row, update) for row in self._step_rows for update in row.updates)
 
     def slots_at(self, clock: int) -> tuple[int, ...]:
-        """The slots that owe an update `clock`, where clocks are common to all."""
+        """The slots that must deliver an update at `clock`, for policies with a common clock."""
         generation = self._generation_at(clock)
         return generation.slots if generation is not None else ()
 
     def place(self, slot: int, clock: int) -> BatchPlace | None:
-        """The batch that slot and clock say, where they do."""
+        """The batch that follows from slot and clock; None for policies where it does not."""
         generation = self._generation_at(clock)
         if not self._policy.by_clock or generation is None or slot not in generation.slots:
             return None
@@ -179,7 +180,7 @@ class ShardAuditor:
         self._check_rate(row)
 
     def _check_updates(self, share: Callable[[int, int, int], float] | None) -> None:
-        """Every update by itself: what it read, which batch it is of, what it weighs."""
+        """Check every update by itself: the version it read, its batch and its weight."""
         terms = {0, *(life.term for life in self._lives)}
         for row, update in self.applied:
             name = f"version {row.version}, slot {update.slot}, clock {update.clock}"
@@ -220,7 +221,7 @@ class ShardAuditor:
             )
 
     def _kept(self, update: UpdateRow) -> int:
-        """The last version of the life in which `update` was read that is part of this history."""
+        """The last version, of the term in which `update` was read, that is part of this history."""
         return min((life.version for life in self._lives if life.term > update.read_term), default=_ALL)
 
     def _check_rate(self, row: StepRow) -> None:
@@ -240,7 +241,7 @@ class ShardAuditor:
     def _settle(
         self, slot: int, clock: int, fate: Fate, *, update: UpdateRow | None = None, batch: int | None = None
     ) -> None:
-        """Note what became of an update, which must be the first time that anything did."""
+        """Record what happened to an update; a second record of the same update is a violation."""
         before = self.settled.get((slot, clock))
         now = Settled(fate, self.summary.versions, update, batch)
         if before is not None:
@@ -251,7 +252,7 @@ class ShardAuditor:
         self._settled_at.setdefault(slot, []).append((self.summary.versions, clock))
 
     def _check_gaps(self) -> None:
-        """A slot's updates are applied in order: before one that was, none may be missing."""
+        """Check that a slot's updates are applied in order: none may be missing before an applied one."""
         for slot, top in sorted(self._clocks.items()):
             starts = [row.start for row in self._slots if slot in row.slots]
             settled = sorted({clock for _, clock in self._settled_at[slot]})
@@ -266,15 +267,15 @@ class ShardAuditor:
     # ── the bound ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _check_bound(self) -> None:
-        """Every read at clock c includes every slot's updates below c - lag.
+        """Check that every read at clock c includes every slot's updates below c - lag.
 
-        What was read in a life that the shard lost since, at or beyond the snapshot, cannot be judged: what that
-        version included is not in the log any more.
+        A read of a lost term, at or beyond the snapshot, cannot be checked: what that version included is no
+        longer in the log.
         """
         lag = self._policy.lag
         if lag is None:
             return
-        judged = [  # the others are of a life that was lost, or were named already
+        judged = [  # the others are of a lost term, or were reported already
             (row, update)
             for row, update in self.applied
             if 0 <= update.read_version < min(row.version, self._kept(update))
@@ -290,7 +291,9 @@ class ShardAuditor:
                 )
 
     def _floors(self, versions: Sequence[int]) -> dict[int, tuple[int, int]]:
-        """By version, of these ascending ones: the lowest clock that a slot owed when the next came, and that slot."""
+        """For each of these ascending versions: the lowest clock that a slot had not delivered by then, and that
+        slot.
+        """
         settled: dict[int, set[int]] = {}
         reached: dict[int, int] = {}
         ends: dict[int, int] = {}
@@ -332,7 +335,7 @@ def _said(settled: Settled) -> str:
 
 
 def _holes(settled: Sequence[int], begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """First and last of every stretch from `begin` up to, not including, `end` that is not among these, ascending."""
+    """First and last of every range in [begin, end) that is not among these ascending clocks."""
     for clock in settled:
         if clock >= end:
             break
@@ -344,18 +347,18 @@ def _holes(settled: Sequence[int], begin: int, end: int) -> Iterator[tuple[int, 
 
 
 class _Lowest:
-    """The lowest clock of many that only rise."""
+    """The minimum of many clocks that only increase."""
 
     def __init__(self, clocks: dict[int, int]) -> None:
         self._clocks = clocks
         self._at: dict[int, set[int]] = {}
         for slot, clock in clocks.items():
             self._at.setdefault(clock, set()).add(slot)
-        self._heap = list(self._at)  # every clock where a slot stands, and some where none does any more
+        self._heap = list(self._at)  # every clock that a slot has, and some stale ones
         heapify(self._heap)
 
     def move(self, slot: int, clock: int, end: int | None) -> None:
-        """A slot has come to `clock`; at its `end` it does not count any more."""
+        """Set a slot's clock; from its `end` on the slot no longer counts."""
         if slot in self._clocks:
             before = self._clocks.pop(slot)
             self._at[before].discard(slot)
@@ -369,7 +372,7 @@ class _Lowest:
             self._at[clock].add(slot)
 
     def lowest(self) -> tuple[int, int]:
-        """The lowest clock, and one slot that stands there."""
+        """The lowest clock, and one slot that has it."""
         if not self._clocks:
             return 2**62, -1
         while self._heap[0] not in self._at:

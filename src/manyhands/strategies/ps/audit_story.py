@@ -1,10 +1,10 @@
-"""One shard's story out of the logs of all servers that kept it. Pure.
+"""Merges the logs of all servers that kept one shard into one history. Pure.
 
-A server writes from where it was given the shard (a **stint**: it opens with the slots in force, or with a return to a
-snapshot) to where it stopped. Within a stint no row may be missing, and two stints that overlap must have the same rows
-in the overlap: a primary and its backup commit the same entries. A stint may end anywhere, as its server may die;
-between two stints rows may be missing where a disk was full. Where a shard went back to a snapshot, what came after
-that in the older term did not happen.
+A server writes from the point where it was given the shard (a **stint**: it opens with the slots in force, or
+with a return to a snapshot) to the point where it stopped. Within a stint no row may be missing. Two stints that
+overlap must have the same rows in the overlap, since a primary and its backup commit the same entries. A stint
+may end anywhere, as its server may die; rows between two stints may be missing if a disk was full. If a shard
+went back to a snapshot, the later rows of the older term are discarded.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ _Key = tuple[int, int, int]
 
 @dataclass(slots=True)
 class Story:
-    """The rows that happened, in order, each once."""
+    """The merged rows in order, each once."""
 
     rows: list[Row] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    """What the logs have between them that cannot be."""
+    """Contradictions between the logs."""
 
     gaps: set[tuple[int, int]] = field(default_factory=set)
-    """(version, version after it) within a stint: named among the problems already."""
+    """(version, next version) pairs within a stint that `problems` already reports."""
 
 
 @dataclass(slots=True)
 class _Stint:
-    """What one server wrote, from one opening on."""
+    """The rows that one server wrote from one opening on."""
 
     begin: int
     slots: list[SlotsRow] = field(default_factory=list)
     rows: dict[_Key, Row] = field(default_factory=dict)
-    """All others."""
+    """All rows except those of slots."""
 
     version: int | None = None
-    """That of the last step, where it is known."""
+    """The version of the last step, if known."""
 
 
 def tell(files: Sequence[Iterable[Row]]) -> Story:
-    """The story that these files tell together, in any order."""
+    """Merge these files, given in any order, into one history."""
     logs = [list(file) for file in files]
     ends = {row.term: row.sequence for log in logs for row in log if isinstance(row, RestoredRow)}
     terms = sorted(ends)
@@ -80,7 +80,7 @@ def tell(files: Sequence[Iterable[Row]]) -> Story:
 
 
 def where(row: Row) -> str:
-    """What a row is about, in words."""
+    """A row's subject, for messages."""
     if isinstance(row, StepRow) and row.updates:
         first = row.updates[0]
         return f"version {row.version} (slot {first.slot}, clock {first.clock})"
@@ -88,7 +88,7 @@ def where(row: Row) -> str:
 
 
 def _stints(rows: list[Row], story: Story) -> list[_Stint]:
-    """The stints of one file; a step that does not follow the one before it within a stint is a problem."""
+    """The stints of one file; a step that does not follow its predecessor within a stint is reported."""
     stints: list[_Stint] = []
     first = next((row for row in rows if isinstance(row, SlotsRow)), None)
     before: Row | None = None
@@ -117,20 +117,22 @@ def _stints(rows: list[Row], story: Story) -> list[_Stint]:
 
 
 def _is_opening(row: Row, first: SlotsRow | None) -> bool:
-    """Whether a row of slots says again what the file began with: the server was given the shard once more."""
+    """Whether a row of slots repeats the file's first one: the server was given the shard again."""
     assert isinstance(row, SlotsRow), "nothing else is asked about"
     return first is None or (row.start, row.base, row.slots) == (first.start, first.base, first.slots)
 
 
 def _version_at(opening: Row) -> int | None:
-    """The version that a stint begins with; None for a server that was given the shard on the way."""
+    """The version at which a stint begins; None for a server that was given the shard during the run."""
     if isinstance(opening, RestoredRow):
         return opening.version
     return None if isinstance(opening, SlotsRow) and (opening.term, opening.sequence) != (0, 0) else 0
 
 
 def _require_all(stint: _Stint, order: list[_Key], merged: dict[_Key, Row], story: Story) -> None:
-    """Between its opening and its last entry a stint has every row that any server wrote; the last may be cut."""
+    """Check that a stint has every row that any server wrote between its opening and its last entry; the last may
+    be cut.
+    """
     if not stint.rows:
         return
     term, end, _ = max(stint.rows)

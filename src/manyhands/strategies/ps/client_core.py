@@ -53,25 +53,25 @@ from manyhands.strategies.ps.staggering import round_of_shards
 __all__ = ["ClientAction", "ClientCore", "Compute", "Flush", "Leave", "Reason", "Wait"]
 
 _UNKNOWN = Work(kind=WorkKind.UNKNOWN)
-_OF_A_SHARD = (Parameters, Ack, Welcome, RowValues, RowsUnknown, Refused, NotPrimary)  # what a worker is told
+_OF_A_SHARD = (Parameters, Ack, Welcome, RowValues, RowsUnknown, Refused, NotPrimary)  # sent to workers
 
 
 class Reason(Enum):
     """Why a worker leaves its slot."""
 
     FINISHED = auto()
-    """Every batch is done or given out, and all that this worker pushed is settled."""
+    """Every batch is done or assigned, and every push of this worker is settled."""
     RETIRED = auto()
-    """The slot was removed from the run, and all that this worker pushed is settled."""
+    """The slot was removed from the run, and every push of this worker is settled."""
     FENCED = auto()
-    """A later member holds the slot: ask the launcher for a place."""
+    """A later member holds the slot: request another slot from the launcher."""
     REFUSED = auto()
-    """A shard refused a gradient that is not finite, and the run is to stop at that."""
+    """A shard refused a non-finite gradient, and the run is configured to stop at one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compute:
-    """The parameters are here: compute this work, then call `ClientCore.computed`."""
+    """The parameters have arrived: compute this work, then call `ClientCore.computed`."""
 
     work: Work
     versions: tuple[int, ...]
@@ -80,19 +80,19 @@ class Compute:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flush:
-    """Call `ClientCore.flushed` once all that was sent so far will arrive even if this process dies."""
+    """Call `ClientCore.flushed` once all messages sent so far will arrive even if this process dies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
-    """The server that should serve this shard does not know so yet: call `ClientCore.again` a moment later."""
+    """The designated primary of this shard has not taken over yet: call `ClientCore.again` after a short delay."""
 
     shard: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leave:
-    """This worker is done in its slot; every later call returns nothing."""
+    """This worker is done in its slot; every later call returns no actions."""
 
     reason: Reason
     sentence: str
@@ -103,11 +103,11 @@ ClientAction = SendMessage | Compute | Flush | Wait | Leave
 
 @dataclass(slots=True)
 class _Shard:
-    """What a worker knows of one shard."""
+    """A worker's state for one shard."""
 
     index: int
     primary: int = 0
-    greeted: bool = False  # this primary was sent a Hello that it has not refused
+    greeted: bool = False  # this primary was sent a Hello and has not refused it
     welcome: bool = False  # and has answered it
     next_clock: int = 0  # the lowest clock of ours that it lacked when it answered
     arrived: int = 0  # the lowest clock that had not even arrived there
@@ -124,11 +124,11 @@ class _Shard:
 
 
 class ClientCore:
-    """One worker: member `member` in slot `slot`, before `num_shards` shards.
+    """The state machine of one worker: member `member` in slot `slot`, with `num_shards` shards.
 
-    With `skip_nonfinite`, a gradient that a shard refuses because it is not finite is replaced by a push that only
-    moves the clock on; without it, the worker leaves. With `confirms`, no Read leaves before every push of the update
-    before it has: to the shards it says just that.
+    With `skip_nonfinite`, a gradient that a shard refuses as non-finite is replaced by a push that only advances
+    the clock; without it, the worker leaves. With `confirms`, no Read is sent before every push of the previous
+    update has left: to the shards the Read is the confirmation.
     """
 
     def __init__(
@@ -148,22 +148,22 @@ class ClientCore:
         self._clock: int | None = None  # the update we read for, compute or push; none before the first Read
         self._computing: Work | None = None
         self._confirms = confirms
-        self._out = True  # every push has left us for good, and reads may follow
+        self._out = True  # every push has been flushed, so reads may follow
         self._left = False
 
     @property
     def clock(self) -> int | None:
-        """The clock of the update under way; None until every shard has welcomed this worker."""
+        """The clock of the update in progress; None until every shard has welcomed this worker."""
         return self._clock
 
     @property
     def welcomed_epoch(self) -> int | None:
-        """The epoch of the view whose every primary has welcomed this worker; None while one has not."""
+        """The epoch of the view whose primaries have all welcomed this worker; None until they have."""
         return self._view_epoch if all(shard.welcome for shard in self._shards) else None
 
     @property
     def waiting_for(self) -> tuple[int, ...]:
-        """The shards whose answer is awaited, for whoever must say why nothing happens."""
+        """The shards whose answer is awaited, for status and hang reports."""
         if self._left:
             return ()
         if self._computing is not None:
@@ -172,27 +172,27 @@ class ClientCore:
 
     @property
     def awaits_rows(self) -> bool:
-        """Whether rows that were asked for are still to come."""
+        """Whether requested rows are still outstanding."""
         return not self._left and any(shard.rows is not None for shard in self._shards)
 
     @property
     def rows_versions(self) -> tuple[int, ...]:
-        """By shard: the version of the rows that were read for the update under way; -1 for none."""
+        """By shard: the version of the rows that were read for the update in progress; -1 for none."""
         return tuple(shard.rows_version for shard in self._shards)
 
     def holds(self, shard: int) -> bool:
-        """Whether the gradient last pushed to `shard` may still have to be sent again."""
+        """Whether the gradient last pushed to `shard` may have to be sent again."""
         return self._shards[shard].push is not None
 
     def awaits(self, message: Parameters | PushPullAnswer | RowValues, source: int) -> bool:
-        """Whether this answer is the one that is awaited: the payload of any other must not replace what was read."""
+        """Whether this is the awaited answer; the payload of any other must not overwrite what was read."""
         shard = self._shards[message.shard]
         asked = shard.rows if isinstance(message, RowValues) else shard.read
         answers = asked is not None and message.clock == asked.clock
         return answers and shard.welcome and source == shard.primary and not self._left
 
     def view(self, view: View) -> list[ClientAction]:
-        """Membership changed: greet every primary that is new to us."""
+        """Handle a membership change: greet every new primary, or leave if a later member holds this slot."""
         if self._left or view.epoch <= self._view_epoch:
             return []
         self._view_epoch = view.epoch
@@ -205,7 +205,7 @@ class ClientCore:
         return actions
 
     def handle(self, message: Message, source: int) -> list[ClientAction]:
-        """A message of member `source` arrived; what a former primary still says counts for nothing."""
+        """Handle a message from member `source`; messages of former primaries are ignored."""
         if self._left:
             return []
         if isinstance(message, Fenced):
@@ -219,7 +219,7 @@ class ClientCore:
             return []
         match message:
             case Ack():
-                return []  # the answer to the Read behind the push says as much
+                return []  # the answer to the Read behind the push implies it
             case Parameters():
                 return self._parameters(shard, message) if self.awaits(message, source) else []
             case Welcome():
@@ -236,9 +236,9 @@ class ClientCore:
                 return self._not_primary(shard)
 
     def read_rows(self, shards: Collection[int], whole: bool = False) -> list[ClientAction]:
-        """Between Compute and `computed`: ask these shards for rows of their tables, of all others for none.
+        """Request table rows from these shards, and none from the others; called between Compute and `computed`.
 
-        Which rows, the payload says; with `whole` it is all of them.
+        The payload names the rows; with `whole` it is all of them.
         """
         work = self._computing
         if self._left:
@@ -256,9 +256,9 @@ class ClientCore:
         return actions
 
     def computed(self, *, weight: float, skip: bool = False) -> list[ClientAction]:
-        """The gradient of the last Compute is there; `weight` is the part of the batch that it is of.
+        """Push the gradient of the last Compute; `weight` is its share of the batch.
 
-        `skip`: it is not finite, and only the clock moves on.
+        With `skip` the gradient is not finite, and the push only advances the clock.
         """
         work, self._computing = self._computing, None
         if self._left:
@@ -290,18 +290,18 @@ class ClientCore:
         return [*actions, *self._flush()]
 
     def _flush(self) -> list[ClientAction]:
-        """Ask to be called when the pushes are out, once there is none that could not be sent yet."""
+        """Request the `flushed` call, once every push has been sent."""
         return [] if self._out or not all(shard.pushed for shard in self._shards) else [Flush()]
 
     def flushed(self) -> list[ClientAction]:
-        """All that was sent before the last Flush will arrive: read on."""
+        """Send the next reads: everything sent before the last Flush will arrive."""
         if self._left or self._out:
             return []
         self._out = True
         return [action for shard in self._shards for action in self._send_read(shard)]
 
     def again(self, shard: int) -> list[ClientAction]:
-        """A moment has passed since Wait: greet the primary of `shard` again, unless a view made us do so already."""
+        """Greet the primary of `shard` again after a Wait, unless a view has already led to that."""
         place = self._shards[shard]
         return [] if self._left or place.greeted or not place.primary else self._greet(place)
 
@@ -320,13 +320,13 @@ class ClientCore:
 
     def _not_primary(self, shard: _Shard) -> list[ClientAction]:
         if not shard.greeted:
-            return []  # one of several answers to one mistake
+            return []  # several messages to a former primary each get this answer; only the first counts
         shard.greeted, shard.welcome = False, False
         return [Wait(shard=shard.index)]
 
     def _welcomed(self, shard: _Shard, message: Welcome) -> list[ClientAction]:
         if shard.welcome or not shard.greeted or message.next_clock < shard.settled:
-            return []  # the answer to a Hello before the last one: we have gone ahead since
+            return []  # a stale answer to an earlier Hello: this worker has advanced since
         shard.welcome, shard.next_clock = True, message.next_clock
         shard.arrived = max(message.arrived, message.next_clock)
         if self._relied_on(shard):
@@ -338,7 +338,7 @@ class ClientCore:
         return [*actions, *self._go_on()] if done else actions
 
     def _relied_on(self, shard: _Shard) -> bool:
-        """Whether we have read for a clock beyond what arrived at `shard`, which a server took down with it."""
+        """Whether this worker read for a clock beyond what has arrived at `shard`: a dead server lost the push."""
         awaited = shard.read if shard.push is None and self._confirms else None
         return awaited is not None and shard.arrived < awaited.clock
 
@@ -348,7 +348,7 @@ class ClientCore:
             shard.read = None
 
     def _start(self) -> list[ClientAction]:
-        """Every shard has welcomed us: begin at the lowest clock that has not arrived at one of them."""
+        """Begin at the lowest clock that has not arrived at some shard; every shard has welcomed this worker."""
         self._clock = min(shard.arrived for shard in self._shards)
         actions: list[ClientAction] = []
         for shard in self._shards:
@@ -373,7 +373,7 @@ class ClientCore:
         return [SendMessage(to=shard.primary, message=shard.rows)]
 
     def _name_again(self, shard: _Shard, message: RowsUnknown) -> list[ClientAction]:
-        """The shard does not know a row set by its name: what named it is sent once more."""
+        """Resend the message that named a row set which the shard does not know."""
         if shard.rows is not None and shard.rows.clock == message.clock:
             return self._send_rows(shard)
         if shard.push is not None and shard.push.clock == message.clock:
@@ -396,9 +396,10 @@ class ClientCore:
         return [*actions, *self._go_on()]
 
     def _go_on(self) -> list[ClientAction]:
-        """Do as the lead said, once every shard has answered.
+        """Execute the lead's answer once every shard has answered.
 
-        To leave takes a welcome everywhere besides: who was restored meanwhile must hear from us what it has lost.
+        Leaving additionally requires a welcome from every shard: a shard restored meanwhile must learn from this
+        worker what it has lost.
         """
         work = self._shards[LEAD].work
         for shard in self._shards:
@@ -409,10 +410,10 @@ class ClientCore:
         return self._ask_again(work.clock) or self._begin(work)
 
     def _ask_again(self, clock: int) -> list[ClientAction]:
-        """Read once more where a shard, by an older table of slots, did not wait for others: we are to train.
+        """Read once more from a shard that, by an older slot table, answered without waiting for the others.
 
-        No more than once: the lead answers when all shards know its table. A shard that says the same again knows
-        better than a lead that was restored since, and will not count the update.
+        At most once per clock: the lead answers when all shards know its table. A shard that repeats its answer
+        is newer than a lead that was restored since, and will not count the update.
         """
         actions: list[ClientAction] = []
         for shard in self._shards:
@@ -423,7 +424,7 @@ class ClientCore:
         return actions
 
     def _next_clock(self, lead: _Shard, work: Work) -> int:
-        """The clock to go on with, now that the lead has said what to do."""
+        """The clock to continue with after the lead's answer."""
         if work.kind is WorkKind.AHEAD:
             return work.clock
         lead.settled = max(lead.settled, work.clock)
@@ -431,13 +432,13 @@ class ClientCore:
             return lead.settled
         return max(
             lead.settled, *(shard.next_clock for shard in self._shards)
-        )  # it will not get what it lacks
+        )  # no shard will be sent the clocks before this
 
     def _go_ahead(self, shard: _Shard) -> list[ClientAction]:
-        """Where we are at a later clock than the one that `shard` answered: say so there, and read for that one.
+        """Tell a shard that answered an earlier clock where this worker is, and read for that clock.
 
-        Nobody will send what lies in between: a step did without it, or a shard was restored from before it. All that
-        we pushed is settled there, since it has answered.
+        The updates in between will never be sent: a step was taken without them, or a shard was restored from
+        before them. Since the shard has answered, everything pushed to it is settled.
         """
         if shard.read is not None or self._clock is None or shard.settled >= self._clock:
             return []

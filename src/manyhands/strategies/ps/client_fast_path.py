@@ -1,9 +1,10 @@
-"""A worker's side of the common case: one shard, which has welcomed it, and the answer that says to train on.
+"""The worker's fast path for the common case: one shard, which has welcomed it, and an answer that says to train.
 
-What `ShardLane` is to a shard this is to `ClientCore`: `turn` and `answered` leave it as `computed` and `handle` would,
-without the messages and actions in between, or change nothing and say None. A test holds them against each other.
+It is the counterpart of `ShardLane` for `ClientCore`: `turn` and `answered` leave the core as `computed` and
+`handle` would, without the messages and actions in between, or change nothing and return None. A test compares
+the two.
 
-Pure. It knows the fields of `ClientCore` as if it were one of its methods.
+Pure. It accesses the private fields of `ClientCore` as one of its methods would.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _TRAINS = int(WorkKind.TRAIN)
 
 
 class ClientLane:
-    """The lane of one worker."""
+    """The fast path of one worker."""
 
     def __init__(self, core: ClientCore) -> None:
         self._core = core
@@ -26,7 +27,7 @@ class ClientLane:
         self._serves = len(core._shards) == 1 and not core._confirms
 
     def turn(self, *, weight: float) -> tuple[int, PushPull] | None:
-        """`computed` for a gradient of that weight: the server, and what to send it."""
+        """Like `computed` for a gradient of this weight: the server, and the push-pull to send to it."""
         core, lead = self._core, self._lead
         work = core._computing
         if work is None or not lead.welcome or core._left or not self._serves:
@@ -51,7 +52,7 @@ class ClientLane:
         return lead.primary, turn
 
     def answered(self, answer: PushPullAnswer, source: int) -> Compute | None:
-        """`handle` for the Parameters that an answer of member `source` is: what to compute."""
+        """Like `handle` for the Parameters in an answer from member `source`: what to compute."""
         core, lead, clock = self._core, self._lead, answer.clock
         if answer.kind != _TRAINS or answer.work_clock != clock or answer.shard != LEAD:
             return None

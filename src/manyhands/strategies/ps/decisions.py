@@ -1,7 +1,7 @@
-"""What the lead shard decided for all shards, until each of them is known to keep it.
+"""The lead shard's decisions for all shards, kept until every shard is known to have stored them.
 
-Decisions are numbered from 1 and told in order. They follow from the lead's log alone, so that the lead's backup holds
-the same ones; whoever becomes primary, of the lead or of another shard, leads to their being told again.
+Decisions are numbered from 1 and sent in order. They follow from the lead's log alone, so the lead's backup holds
+the same ones. When any shard, the lead included, gets a new primary, the unconfirmed decisions are sent again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NEVER = 2**62
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """A group of updates, or what is free to be taken without a group, or (None) a new table of slots."""
+    """A group of updates, or updates released without a group (`freely`), or (None) a new slot table."""
 
     number: int
     step: int
@@ -29,32 +29,32 @@ class Decision:
 
 
 class Decisions:
-    """The lead's book of decisions."""
+    """The lead's list of decisions, and what each follower has confirmed."""
 
     def __init__(self, followers: Iterable[int]) -> None:
         self.taken = 0
         self.kept = dict.fromkeys(followers, 0)
-        """The last decision that each other shard is known to keep."""
+        """By follower shard: the last decision it is known to have stored."""
         self._tables: deque[tuple[int, int]] = deque()
-        """Of the decisions that told of a new table of slots and are not known to be kept: number, first clock."""
+        """The decisions about a new slot table that are not stored everywhere yet: (number, first clock)."""
         self._unkept: deque[Decision] = deque()
 
     @property
     def unsure_from(self) -> int:
-        """The clock from which on some shard might not know the slots."""
+        """The first clock for which some shard may not know the slots."""
         return min((start for _, start in self._tables), default=_NEVER)
 
     @property
     def all_kept(self) -> bool:
-        """Whether every shard keeps everything."""
+        """Whether every shard has stored every decision."""
         return not self._unkept
 
     def take(self, step: int, updates: tuple[Update, ...], freely: bool = False) -> Decision:
-        """The next decision, about updates."""
+        """Make the next decision, about updates."""
         return self._take(step, updates, freely)
 
     def take_table(self, step: int, start: int) -> Decision:
-        """The next decision: a new table of slots, which differs from the one before it from clock `start` on."""
+        """Make the next decision: a new slot table, which differs from the previous one from clock `start` on."""
         decision = self._take(step, None, False)
         if self.kept:
             self._tables.append((decision.number, start))
@@ -68,7 +68,7 @@ class Decisions:
         return decision
 
     def hear(self, shard: int, number: int) -> None:
-        """`shard` keeps everything up to `number`."""
+        """Record that `shard` has stored everything up to `number`, and drop what all shards have."""
         self.kept[shard] = max(self.kept[shard], min(number, self.taken))
         safe = min(self.kept.values())
         while self._unkept and self._unkept[0].number <= safe:
@@ -77,11 +77,11 @@ class Decisions:
             self._tables.popleft()
 
     def missing_at(self, shard: int) -> list[Decision]:
-        """The decisions that `shard` is not known to keep, in order."""
+        """The decisions that `shard` is not known to have stored, in order."""
         return [decision for decision in self._unkept if decision.number > self.kept[shard]]
 
     def message(self, shard: int, decision: Decision, term: int, table: tuple[Generation, ...]) -> Chosen:
-        """What tells `shard` of a decision."""
+        """The message that tells `shard` a decision."""
         return Chosen(
             shard=shard,
             term=term,
@@ -96,9 +96,10 @@ class Decisions:
     def greeting(
         self, shard: int, step: int, term: int, table: tuple[Generation, ...], free: tuple[Update, ...]
     ) -> Chosen:
-        """What tells a new primary of `shard` where the lead, now at `step`, believes it stands.
+        """The message that tells a new primary of `shard` which state the lead, now at `step`, expects it to be
+        in.
 
-        If it stands before that, what is `free` needs no choice any more.
+        If the shard is behind that, the `free` updates need no choice any more.
         """
         steps = [decision.step for decision in self.missing_at(shard) if decision.updates is not None]
         first = steps[0] if steps else step
@@ -106,7 +107,7 @@ class Decisions:
         return self.message(shard, known, term, table)
 
     def state(self) -> dict[str, Any]:
-        """Everything, as JSON can say it."""
+        """The complete state as JSON values."""
         return {
             "taken": self.taken,
             "kept": list(self.kept.items()),
@@ -124,7 +125,7 @@ class Decisions:
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Decisions:
-        """The book that `state` was taken of."""
+        """Restore from the value of `state`."""
         book = cls(())
         book.taken = state["taken"]
         book.kept = dict(state["kept"])

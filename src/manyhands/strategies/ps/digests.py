@@ -1,4 +1,4 @@
-"""What tells whether two runs are the same: the hash of a gradient, and digests of layout and values."""
+"""Digests that tell whether two runs are equal: a hash of gradients, and digests of the layout and of values."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ __all__ = ["gradient_hash", "layout_digest", "shard_digest"]
 def gradient_hash(
     present: Tensor, gradient: ShardRange, rows: Mapping[str, RowGradient] | None = None
 ) -> str:
-    """A shard's part of a gradient, and which of its pieces were reached, as 16 hexadecimal digits.
+    """Hash a shard's part of a gradient and its presence flags, as 16 hexadecimal digits.
 
-    What lies in the memory of a piece that was not reached does not count.
+    The memory of pieces that backward did not reach is not included.
     """
     flags = present[: len(gradient.pieces)]
     total = xxh64(_bytes(flags))
@@ -40,7 +40,7 @@ def gradient_hash(
 
 
 def layout_digest(layout: FlatLayout) -> str:
-    """One word for where everything lies; equal in every process of a run."""
+    """The SHA-256 of the layout; equal in every process of a run."""
     text = repr((layout.entries, layout.bounds, layout.tables))
     return hashlib.sha256(text.encode()).hexdigest()
 

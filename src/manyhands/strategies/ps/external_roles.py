@@ -20,20 +20,20 @@ __all__ = ["PsRanks", "ps_ranks"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PsRanks:
-    """Which rank of a run is which server and worker; rank 0 leads, and is one of them where it is listed."""
+    """The ranks of the servers and workers of a run; rank 0 leads, and also has a role if it is listed."""
 
     servers: tuple[int, ...]
-    """By the place of the server."""
+    """The rank of each server, by server index."""
 
     workers: tuple[int, ...]
-    """By slot."""
+    """The rank of each worker, by slot."""
 
     names: tuple[str, ...]
-    """By rank: what it is called before it is there, `ps 1 at hostB:2222`."""
+    """By rank: the name before the process has connected, such as `ps 1 at hostB:2222`."""
 
     @property
     def others(self) -> tuple[int, ...]:
-        """All but the leader's own."""
+        """All ranks except the leader's."""
         return tuple(rank for rank in sorted((*self.servers, *self.workers)) if rank)
 
     def of(self, number: int, *, serves: bool) -> int:
@@ -42,7 +42,7 @@ class PsRanks:
 
 
 def ps_ranks(strategy: Ps, place: Place) -> PsRanks:
-    """Who is who, of a strategy that `Ps.placed` has made fit."""
+    """Assign ranks to the roles of a strategy that `Ps.placed` has adapted to this place."""
     if place.cluster is not None:
         roles = place.cluster.ranked
         names = tuple(f"{role} at {place.cluster.address(role)}" for role in roles)

@@ -1,12 +1,14 @@
-"""The common case of a worker's turn at a shard, without the messages, entries and actions in between.
+"""The fast path for the common push-pull of a worker at a shard, without the messages, entries and actions in
+between.
 
-Most turns are alike: the worker is the one that holds its slot, its update is the next of that slot, nobody is waited
-for, there is no backup to ask, and the update is an optimizer step by itself. `look` recognises such a turn; `commit`
-and `answer` then leave the shard in the state in which its push and its read, handled one after the other, would have
-left it, and give what their actions say. For every other turn they change nothing and say None, and the shard's own
-`handle` decides. A test holds the two against each other.
+Most push-pulls are alike: the worker holds its slot, its update is the next of that slot, no other worker is
+waited for, there is no backup to ask, and the update is an optimizer step by itself. `look` recognises such a
+push-pull; `commit` and `answer` then leave the shard in the state in which its push and its read, handled one
+after the other, would have left it, and return what their actions say. For every other push-pull they change
+nothing and return None, and the shard's `handle` decides. A test compares the two.
 
-Pure, like what it stands for. It knows the fields of `ShardReplica`, `ShardCore` and `Steps` as if it were one of them.
+Pure, like the code it replaces. It accesses the private fields of `ShardReplica`, `ShardCore` and `Steps` as one
+of their methods would.
 """
 
 from __future__ import annotations
@@ -33,21 +35,21 @@ _LINE = (
 
 
 class LaneStep(NamedTuple):
-    """The optimizer step that a turn's push is by itself; its gradient has the factor 1."""
+    """The optimizer step of one push-pull; its gradient has the factor 1."""
 
     turn: PushPull
     record: SlotRecord
     staleness: int
     rate: float
-    """What the learning rate is multiplied by."""
+    """The factor on the learning rate."""
     term: int
     sequence: int
     version: int
-    """The shard's, after it."""
+    """The shard's version after the step."""
 
     @property
     def row(self) -> StepRow:
-        """Its row of the log."""
+        """The step's row of the log."""
         turn = self.turn
         update = UpdateRow(
             slot=turn.slot,
@@ -74,7 +76,7 @@ class LaneStep(NamedTuple):
 
     @property
     def line(self) -> str:
-        """The same as `row_to_json` writes it, in a tenth of the time."""
+        """The row as `row_to_json` writes it, in a tenth of the time."""
         turn = self.turn
         return _LINE % (
             turn.shard,
@@ -97,7 +99,7 @@ class LaneStep(NamedTuple):
 
     @property
     def actions(self) -> tuple[Keep, Apply, Log, SendMessage]:
-        """What `handle` would have given for the push."""
+        """The actions that `handle` would have returned for the push."""
         turn = self.turn
         name = {"shard": turn.shard, "slot": turn.slot, "clock": turn.clock}
         factor = UpdateFactor(slot=turn.slot, clock=turn.clock, factor=1.0)
@@ -116,7 +118,7 @@ class LaneStep(NamedTuple):
 
 
 class ShardLane:
-    """The lane of one server's part in one shard."""
+    """The fast path of one server's replica of one shard."""
 
     def __init__(self, replica: ShardReplica) -> None:
         self._replica = replica
@@ -128,7 +130,7 @@ class ShardLane:
         self._serves = by_itself and not policy.outlives_read and not config.confirms
 
     def look(self, turn: PushPull) -> LaneStep | None:
-        """What `commit` would do with this turn, if it is one of the common case; nothing changes."""
+        """What `commit` would do with this push-pull, or None if it is not the common case; changes nothing."""
         replica = self._replica
         slot, clock = turn.slot, turn.clock
         core = replica.core
@@ -170,7 +172,7 @@ class ShardLane:
         )
 
     def rows(self, message: ReadRows, sender: int) -> RowValues | None:
-        """`handle` for a request for rows, of the member that holds the slot; None for any other. Nothing changes."""
+        """Like `handle` for a row request of the member that holds the slot; None for any other. Changes nothing."""
         replica, slot = self._replica, message.slot
         if (
             message.member != sender
@@ -185,7 +187,7 @@ class ShardLane:
         )
 
     def commit(self, step: LaneStep) -> None:
-        """Take the push; `step` is what `look` just gave."""
+        """Take the push; `step` is what `look` just returned, with no state change in between."""
         turn, record, replica = step.turn, step.record, self._replica
         slot, clock, core = turn.slot, turn.clock, replica.core
         steps = core.steps
@@ -202,7 +204,7 @@ class ShardLane:
         replica._mark = core.mark
 
     def answer(self, step: LaneStep) -> PushPullAnswer | None:
-        """Answer the read of a turn whose push is committed; None where it has to wait, or ends the worker's part."""
+        """Answer the read of a committed push-pull; None if it has to wait or ends the worker's part."""
         turn, record, core = step.turn, step.record, self._replica.core
         slot, clock = turn.slot, turn.clock + 1
         if self._in_turn:

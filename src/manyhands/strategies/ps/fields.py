@@ -1,7 +1,7 @@
-"""Values of a record's JSON as the dataclass that they are of: exactly its fields, of their types and in range.
+"""Converts the JSON values of a record to its dataclass: exactly its fields, of their types and in range.
 
-Whoever reads a record sizes loops by its numbers, divides by them and looks them up. What no run writes is refused
-here, by the name of the field, before any of that.
+Readers of a record size loops by its numbers, divide by them and look them up. A value that no run writes is
+rejected here, by the name of the field, before any of that.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from manyhands.errors import DataError
 
 __all__ = ["checked", "parse_record"]
 
-_MOST = 1 << 53  # what a float holds exactly: no division or drawing of such a number fails
+_MOST = 1 << 53  # the integers that a float holds exactly: dividing by one or drawing from one cannot fail
 _LIMITS = {
     "threads": (1, _MOST),
     "workers": (1, _MOST),
@@ -26,7 +26,7 @@ _LIMITS = {
     "rows_versions": (-1, _MOST),
     "staleness": (-_MOST, _MOST),  # a difference, of which an audit says whether it may be negative
 }
-"""The least and the most of whole numbers by the name of their field, where these are not 0 and `_MOST`."""
+"""The minimum and maximum of integers by field name, where these are not 0 and `_MOST`."""
 
 _LEAST_PART = 2.0**-53  # of a batch, where it is not nothing
 _VAST = 1e300
@@ -35,7 +35,7 @@ _T = TypeVar("_T")
 
 
 def parse_record(text: str | bytes) -> Any:
-    """The JSON value of a text; ValueError where it is none, or where an object in it has a key twice."""
+    """Parse JSON; ValueError if the text is not JSON or an object in it has a duplicate key."""
     return json.loads(text, object_pairs_hook=_once)
 
 
@@ -48,7 +48,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def checked(kind: type[_T], table: Any, where: str) -> _T:
-    """`table` as a value of `kind`; a DataError that begins with `where` names the field that is not as it must be."""
+    """`table` as a value of `kind`; otherwise a DataError that begins with `where` and names the bad field."""
     wanted = _wanted(kind)  # type: ignore[arg-type]  # a class is hashable
     if not isinstance(table, dict) or table.keys() != wanted.keys():
         raise DataError(f"{where}: it must have exactly the fields {', '.join(wanted)}")
@@ -88,7 +88,7 @@ def _limits(name: str) -> tuple[int, int]:
 
 
 def _range(name: str, hint: str) -> str:
-    """What besides its type a field must have, in words."""
+    """The allowed range of a field, for the error message."""
     if "int" in hint:
         low, high = _limits(name)
         return f" from {low} to {high}"

@@ -1,8 +1,8 @@
-"""The rows of a shard's log: every update that was applied, and what became of the others.
+"""The rows of a shard's log: every update that was applied, and what happened to the others.
 
-One JSON object a line. The rows of one shard suffice to recompute the staleness bound and that nothing was applied
-twice; those of all shards name, for every update, the batch and the version of each shard that its gradient is of, so
-that a run can be executed again in the recorded order. A primary and its backup write the same rows.
+One JSON object per line. The rows of one shard suffice to recompute the staleness bound and to prove that nothing
+was applied twice. Those of all shards name, for every update, its batch and the version of each shard that it
+read, so that a run can be replayed in the recorded order. A primary and its backup write the same rows.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ class UpdateRow:
     staleness: int
     weight: float
     factor: float
-    """What its gradient was multiplied by in the sum."""
+    """The gradient's factor in the weighted sum."""
     read_term: int = 0
-    """The life of the shard that was read: of an older one, only what a snapshot kept is part of this history."""
+    """The shard's term at the read; of an older term, only what a snapshot kept is part of this history."""
     rows_version: int = -1
-    """The version at which the rows of tables were read; -1 where none were."""
+    """The version at which table rows were read; -1 if none were."""
 
     @property
     def name(self) -> tuple[int, int, int]:
-        """(slot, clock, member): the update, and who made it."""
+        """(slot, clock, member): the update, and the member that computed it."""
         return self.slot, self.clock, self.member
 
 
@@ -79,7 +79,7 @@ class LateRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SkippedRow:
-    """An update without a gradient: its worker found that not finite."""
+    """An update without a gradient, since its worker found it non-finite."""
 
     shard: int
     term: int
@@ -92,7 +92,7 @@ class SkippedRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LostRow:
-    """Updates from clock `first` up to, not including, `until` that went with a server or a worker."""
+    """Updates in clocks [first, until) that were lost with a server or a worker."""
 
     shard: int
     term: int
@@ -104,7 +104,7 @@ class LostRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotsRow:
-    """From clock `start` on these slots are active; `base` is the first batch that they share out."""
+    """From clock `start` on these slots are active; `base` is the first batch that they distribute."""
 
     shard: int
     term: int
@@ -116,7 +116,7 @@ class SlotsRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoredRow:
-    """The shard went back to a snapshot: rows of lower terms beyond `sequence` did not happen."""
+    """The shard went back to a snapshot: rows of lower terms beyond `sequence` are discarded."""
 
     shard: int
     term: int
@@ -138,7 +138,7 @@ _NAMES = {kind: name for name, kind in _KINDS.items()}
 
 
 def row_to_json(row: Row) -> str:
-    """One line, without its end."""
+    """A row as one line, without the newline."""
     return json.dumps({"row": _NAMES[type(row)], **_fields(row)}, separators=(",", ":"), default=_fields)
 
 
@@ -147,7 +147,7 @@ def _fields(row: Row | UpdateRow) -> dict[str, Any]:
 
 
 def row_from_json(line: str) -> Row:
-    """The row that `row_to_json` wrote; a DataError says what is wrong with any other line."""
+    """Parse a line of `row_to_json`; a DataError says what is wrong with any other line."""
     try:
         table = parse_record(line)
     except (ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""What happens to the members of a run, and what the launcher is to do about it: the words of `membership`."""
+"""The events and actions of `membership`: what happens to members, and what the launcher has to do about it."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberJoined:
-    """A process that was asked for has started, and can be spoken to."""
+    """A requested process has started and can receive messages."""
 
     member: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Died:
-    """A member's process has ended; `error` is the type of the exception that ended it, "" where it was killed."""
+    """A member's process has ended; `error` is the type of its exception, "" if it was killed."""
 
     member: int
     error: str = ""
@@ -51,14 +51,14 @@ class Died:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberSilent:
-    """A member's heart has not beaten for too long: paused, starved, or cut off."""
+    """A member's heartbeat has been missing for too long: paused, starved, or cut off."""
 
     member: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progressed:
-    """A worker has come to this clock."""
+    """A worker has reached this clock."""
 
     member: int
     clock: int
@@ -66,7 +66,7 @@ class Progressed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejoin:
-    """A worker was told that its slot is somebody else's, and asks for a place."""
+    """A worker learned that another member holds its slot, and requests a new one."""
 
     member: int
 
@@ -81,7 +81,7 @@ class SlotFinished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Left:
-    """Once all is over: a server has left these shards where they are wanted at the end."""
+    """After the end: a server has handed over these shards."""
 
     member: int
     shards: tuple[int, ...]
@@ -89,12 +89,12 @@ class Left:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AddSlot:
-    """One more worker, please."""
+    """Add a slot with a new worker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoveSlot:
-    """This slot is to be retired."""
+    """Retire this slot."""
 
     slot: int
 
@@ -141,7 +141,7 @@ class StartWorker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assign:
-    """Tell the worker known as `member` that it is `as_member` from now on, and works in `slot`, as if new."""
+    """Tell the worker known as `member` that it is now `as_member` and works in `slot`, as if newly started."""
 
     member: int
     as_member: int
@@ -165,7 +165,7 @@ class ShardLost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovered:
-    """What a death took is there again: `what` is `slot 3` or `every shard`, `member` the one that took it over."""
+    """A loss is repaired: `what` is `slot 3` or `every shard`, `member` is the replacement."""
 
     what: str
     member: int
@@ -173,17 +173,17 @@ class Recovered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fail:
-    """The run cannot go on."""
+    """The run cannot continue."""
 
     sentence: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Over:
-    """Every active slot has finished, and every shard is there: have the servers leave these shards.
+    """Every active slot has finished and every shard has a primary: have the servers hand over these shards.
 
-    Said again when a server that had not done so has died and its shards are there again: what servers left that had to
-    be followed with it does not count any more.
+    Issued again when a server died before its handover and its shards are served again: what the servers that had
+    to follow it handed over before no longer counts.
     """
 
     shards: tuple[int, ...]

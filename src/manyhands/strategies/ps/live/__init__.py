@@ -1,1 +1,1 @@
-"""The live roles of a parameter server: processes, links and clocks around the pure cores."""
+"""The live processes of a parameter server: processes, links and timers around the pure cores."""

@@ -25,10 +25,10 @@ __all__ = ["AreaPart", "SharedParameters", "WorkerArea"]
 
 
 class SharedParameters:
-    """The one copy of the dense parameters that all processes of a host share, flat."""
+    """The single flat copy of the dense parameters that all processes of a host share."""
 
     def __init__(self, segment: Segment, layout: FlatLayout) -> None:
-        """Take over memory that begins with the parameters; what lies behind them is left alone."""
+        """Take over memory that begins with the parameters; whatever follows them is left alone."""
         self._segment = segment
         self.values = self._segment.tensor(0, layout.num_bytes, torch.uint8)
         self._parts = [self.values[begin:end] for begin, end in layout.bounds]
@@ -38,7 +38,7 @@ class SharedParameters:
         return self._parts[shard]
 
     def close(self) -> None:
-        """Let go."""
+        """Release the memory."""
         self._parts.clear()
         self._segment.close()
 
@@ -53,14 +53,16 @@ class AreaPart:
 
     gradient: ShardRange
     addresses: tuple[int, int, int]
-    """Where gradient, flags and values lie in this process; the last is 0 where the values are not in the area."""
+    """The addresses of gradient, flags and values in this process; the last is 0 if the values are not in the
+    area.
+    """
 
 
 class WorkerArea:
-    """The area in this process: made by the worker, attached by its servers; a segment of no name."""
+    """The area as mapped in this process: created by the worker, attached by its servers; an unnamed segment."""
 
     def __init__(self, segment: Segment, layout: FlatLayout, values: Tensor | None = None) -> None:
-        """Take over `segment`, which must have the size that this layout gives it; `values` lie elsewhere, if given."""
+        """Take over `segment`, whose size must match the layout; `values` is given if the values lie elsewhere."""
         expected = _num_bytes(layout, with_values=values is None)
         if segment.num_bytes != expected:
             segment.close()
@@ -76,7 +78,7 @@ class WorkerArea:
 
     @classmethod
     def create(cls, layout: FlatLayout, values: Tensor | None = None) -> WorkerArea:
-        """Reserve it."""
+        """Allocate the area in a new segment."""
         num_bytes = _num_bytes(layout, with_values=values is None)
         return cls(Segment.create(num_bytes, "a worker's parameters and gradients"), layout, values)
 
@@ -98,7 +100,7 @@ class WorkerArea:
         return self.segment.tensor(offset, self._layout.flag_bytes(shard), torch.uint8)
 
     def close(self) -> None:
-        """Let go; the memory goes with its last holder."""
+        """Release the mapping; the memory is freed with its last holder."""
         self.segment.close()
 
 

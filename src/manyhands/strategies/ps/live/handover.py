@@ -35,10 +35,10 @@ __all__ = ["off_shards", "onto_shards"]
 def onto_shards(
     directory: RunDirectory, start: Loaded | None, plan: TrainingPlan, strategy: Ps, workers: int
 ) -> None:
-    """Let `start` be what the shards of `strategy` go on from; what other shards left in the directory is removed.
+    """Make `start` the state from which the shards of `strategy` continue; other shards' files are removed.
 
-    Takes the tensors out of `start`; without one, the run begins again. UserError where it is of another optimizer,
-    WriteFailed where the disk does not take it.
+    Takes the tensors out of `start`; without one, the run begins again. UserError if it is of another optimizer,
+    WriteFailed if the disk does not take it.
     """
     states = []
     if start is not None:
@@ -66,9 +66,9 @@ def onto_shards(
 
 
 def off_shards(directory: RunDirectory, plan: TrainingPlan, strategy: Ps) -> None:
-    """Leave a checkpoint of what the shards of `strategy` have, where that is more than the newest one has.
+    """Write a checkpoint of the shards of `strategy`, if they are ahead of the newest one.
 
-    UserError where the shards stopped with batches missing between those that are done.
+    UserError if the shards stopped with batches missing between those that are done.
     """
     point = resume_point(directory.path, strategy)
     try:

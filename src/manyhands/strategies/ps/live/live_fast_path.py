@@ -1,8 +1,8 @@
-"""A turn of the common case, from its arrival to its answer, in as few calls as it takes.
+"""The server's fast path: a common push-pull from its arrival to its answer, in as few calls as possible.
 
-`ShardLane` says whether a turn is of that kind. Then the gradient is looked at, the optimizer steps, the row is written
-to the log, the state moves on and the answer leaves, in this order, as it is with every other push; only what is
-recorded of it in events waits until the worker has its answer.
+`ShardLane` says whether a push-pull qualifies. Then the gradient is checked, the optimizer steps, the row is
+logged, the state advances and the answer is sent, in the same order as for every other push. Only the recording
+of events is deferred until the worker has its answer.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ __all__ = ["Dealt", "LiveLane"]
 
 
 class Dealt(Enum):
-    """How far a turn was dealt with."""
+    """How much of a push-pull was handled."""
 
     NOTHING = auto()
-    """Nothing has changed: it is the core's."""
+    """Nothing has changed: the core must handle it."""
     PUSH = auto()
-    """Its push is applied and logged; its read waits for somebody, or ends the worker's part, as the core says."""
+    """The push is applied and logged; the core must handle the read, which has to wait or ends the worker's part."""
     ALL = auto()
 
 
 class LiveLane:
-    """The lanes of all shards that one server process has a part in."""
+    """The fast paths of all shards of which this server process is a replica."""
 
     def __init__(
         self,
@@ -53,9 +53,10 @@ class LiveLane:
         staleness: dict[int, Counter[int]],
         checkpoint_every: int,
     ) -> None:
-        """`log` writes a line of a shard, None where nothing is recorded; `staleness` counts steps by it, by shard.
+        """`log` writes a line of a shard, None if nothing is recorded; `staleness` counts steps by staleness, by
+        shard.
 
-        A turn that a checkpoint follows is not for the lane.
+        A push-pull that a checkpoint follows is not taken by the fast path.
         """
         self._core, self._stores, self._gradients = core, stores, gradients
         self._outgoing, self._records = outgoing, records
@@ -63,7 +64,7 @@ class LiveLane:
         self._lanes: dict[int, ShardLane] = {}
 
     def take(self, hub: Hub, member: int, turn: PushPull, payload: memoryview) -> Dealt:
-        """Deal with a turn of `member`, if it is of the common case."""
+        """Handle a push-pull of `member` if it is the common case."""
         begin_ns = time.monotonic_ns()
         shard = turn.shard
         lane = self._lanes.get(shard) or self._new(shard)
@@ -92,7 +93,7 @@ class LiveLane:
             values: list[Any] = [] if out else self._outgoing.payload(hub, member, shard)
             hub.send(member, answer, values)
             if values:
-                hub.send_off()  # what is held back is not copied, and the next answer may need its memory
+                hub.send_off()  # held-back messages are not copied, and the next answer may reuse the memory
             num_bytes = self._outgoing.num_bytes(shard, values)
         self._staleness[shard][step.staleness] += 1
         self._records.took(turn, step.staleness, (begin_ns, apply_ns, applied_ns), payload.nbytes)
@@ -102,7 +103,7 @@ class LiveLane:
         return Dealt.ALL
 
     def give_rows(self, hub: Hub, member: int, message: ReadRows, payload: memoryview) -> bool:
-        """Answer a request for rows of tables, if it is of the common case; False, and nothing is sent, if not."""
+        """Answer a row request if it is the common case; otherwise return False and send nothing."""
         begin_ns = time.monotonic_ns()
         lane, store = self._lanes.get(message.shard), self._stores.known(message.shard)
         answer = lane.rows(message, member) if lane is not None else None
@@ -122,7 +123,7 @@ class LiveLane:
         return True
 
     def _apply(self, store: ShardStore, turn: PushPull, payload: memoryview, rate: float) -> bool:
-        """Let the user's optimizer step; False, and nothing has changed, for what the core's way would refuse."""
+        """Take the user's optimizer step; False, with nothing changed, for a gradient that the core would refuse."""
         try:
             contribution = self._gradients.of(turn, payload, borrow=True)
             if contribution is None or store.first_bad(contribution) is not None:

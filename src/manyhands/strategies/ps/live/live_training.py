@@ -1,4 +1,4 @@
-"""A whole training on parameter servers, as `fit` asks for it: files and processes before, the model after."""
+"""A complete training on parameter servers, as `fit` requests it: sets up files and processes, returns the model."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _RING_EVENTS = 1 << 13
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResumePoint:
-    """The newest version that every shard has a snapshot of, and what was done by then."""
+    """The newest version of which every shard has a snapshot, and what was done by then."""
 
     version: int
     batches: int
@@ -68,11 +68,11 @@ class ResumePoint:
 
     to_come: ToCome
     begun: int
-    """How many of the batches were trained before there were these shards."""
+    """How many of the batches were trained before these shards existed."""
 
 
 def resume_point(run_path: Path, strategy: Ps) -> ResumePoint | None:
-    """Where a run on parameter servers can go on; None if no snapshot was written yet."""
+    """Where a run on parameter servers can resume; None if no snapshot was written yet."""
     snapshots = ShardSnapshots(run_path, strategy.servers).newest_whole()
     if snapshots is None:
         return None
@@ -86,10 +86,10 @@ def resume_point(run_path: Path, strategy: Ps) -> ResumePoint | None:
 
 
 def forget_after(run_path: Path, strategy: Ps, point: ResumePoint | None) -> None:
-    """Before a run goes on from `point`: remove what is of a life that does not count.
+    """Remove what a run that resumes from `point` must not see: the files of a later, discarded history.
 
-    The summary of an earlier end; snapshots of later versions, which a shard must never go back to; without a point the
-    records too, for the run begins again. WriteFailed where something stays.
+    That is the summary of an earlier end, snapshots of later versions, which a shard must never go back to, and,
+    without a point, the records, since the run begins again. WriteFailed if something could not be removed.
     """
     RunDirectory.open(run_path, lock=False).remove_summary()
     ShardSnapshots(run_path, strategy.servers).remove_after(point.version if point is not None else -1)
@@ -100,13 +100,13 @@ def forget_after(run_path: Path, strategy: Ps, point: ResumePoint | None) -> Non
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingRequest:
-    """What is to be trained, and how."""
+    """What to train, and how."""
 
     plan: TrainingPlan
     strategy: Ps
     workers: int
     most_workers: int
-    """How many slots there may ever be, added ones included."""
+    """The maximum number of slots, added ones included."""
 
     timeout_s: float
     watchdog_s: float
@@ -114,25 +114,25 @@ class TrainingRequest:
     keep_checkpoints: int
     resume_version: int | None
     begun: int
-    """How many batches had been trained when its shards began."""
+    """How many batches had been trained when the shards began."""
 
     buffers: Mapping[str, Tensor]
-    """The buffers of the model that the run goes on from, by name; empty where it begins, or the model has none."""
+    """The model's buffers at the point of resumption, by name; empty for a new run or a model without buffers."""
 
     skip_nonfinite: bool
     fingerprint: str
     remote: RemoteMembers | None = None
-    """Who serves and works, where those are not children of this process."""
+    """The externally started servers and workers; None if they are children of this process."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteMembers:
-    """The members of a run that somebody else started, as the one that leads them finds them."""
+    """The externally started members of a run, as the leader sees them."""
 
     process_group: ProcessGroup
     ranks: PsRanks
     say: Callable[[str], None]
-    """Tells the user something."""
+    """Reports a sentence to the user."""
 
 
 class ServerTraining:
@@ -188,7 +188,7 @@ class ServerTraining:
         on_event: Callable[[dict[str, Any]], None],
         commands: queue.SimpleQueue[Command] | None = None,
     ) -> LaunchOutcome:
-        """Train to the end; `known` is the history so far, of which no row is told again."""
+        """Train to the end; `known` is the history so far, whose rows are not reported again."""
         request, remote = self._request, self._request.remote
         job = Job(
             plan=request.plan,
@@ -237,9 +237,9 @@ class ServerTraining:
         return outcome
 
     def _assembled(self, remote: RemoteMembers, job: Job, files: RunFiles) -> Assemble:
-        """Those who come over lines, and a child of this process where it has a part of its own.
+        """The members on control connections, and a child of this process if the leader also has a role.
 
-        No watchdog looks at them: it knows processes of its own host alone.
+        They have no watchdog: it can only observe processes of its host.
         """
         keeper = self._keeper = RunKeeper(job, self._layout, files, remote.say)
         child = LocalMembers(job, files, Watched(deadline_s=0.0))
@@ -247,9 +247,9 @@ class ServerTraining:
         return lambda _: RoleMembers(control_server, remote.ranks, job, keeper, child, remote.say)
 
     def _record(self, job: Job, run_path: Path) -> str | None:
-        """Leave what a replay has to know, and compile the hash of gradients once for all workers.
+        """Write what a replay needs to know, and compile the gradient hash once for all workers.
 
-        A disk that does not take it costs the record and not the run: returns what to say of that.
+        A failed write costs the record and not the run: returns the sentence that reports it.
         """
         nothing = self._layout.range_in(torch.zeros(self._layout.range_bytes(0), dtype=torch.uint8), 0)
         gradient_hash(torch.ones(len(nothing.pieces), dtype=torch.uint8), nothing)
@@ -287,9 +287,10 @@ class ServerTraining:
         return model.cpu()
 
     def checkpoint(self, outcome: LaunchOutcome, score: float | None) -> Snapshot | None:
-        """All shards as they ended, as a checkpoint of the usual kind, which any strategy can go on from.
+        """The final state of all shards as a regular checkpoint, from which any strategy can resume.
 
-        None where a disk did not take them. A shard that lost updates ended at another version than the others.
+        None if a disk did not take the shards. A shard that lost updates ended at another version than the
+        others.
         """
         request = self._request
         versions = {int(shard["shard"]): int(shard["version"]) for shard in outcome.shards}
@@ -317,13 +318,13 @@ class ServerTraining:
 
 
 def _where(process_group: ProcessGroup) -> dict[str, Any]:
-    """What a child that serves beside the leader has to know."""
+    """The job fields for a child that serves beside the leader."""
     listens_at = f"tcp:{process_group.address}:0" if process_group.address else ""
     return {"security": process_group.security, "listens_at": listens_at}
 
 
 def server_summary(outcome: LaunchOutcome) -> dict[str, Any]:
-    """What a run's summary says of its servers: shards and their memory, staleness, deaths and recoveries."""
+    """The servers' part of a run's summary: shards and their memory, staleness, deaths and recoveries."""
     shards = sorted(outcome.shards, key=lambda shard: int(shard["shard"]))
     staleness: Counter[int] = Counter()
     for shard in shards:

@@ -1,4 +1,6 @@
-"""What a member of a run on parameter servers asks of its host, by name; how it gets there is its starter's matter."""
+"""The resources that a member of a parameter-server run needs from its host; the code that starts it provides
+them.
+"""
 
 from __future__ import annotations
 
@@ -27,73 +29,75 @@ __all__ = ["MemberContext", "MemberResources", "Snapshots"]
 
 
 class MemberContext(Protocol):
-    """A member's way to the launcher: a child's inherited channel, or a line from another host."""
+    """A member's connection to the launcher: a child's inherited channel, or a control connection from another
+    host.
+    """
 
     name: str
     rank: int
-    """Its number among the members."""
+    """The member number."""
 
     step: int
 
     def send(self, payload: Mapping[str, Any]) -> None:
-        """Tell the launcher something, as JSON, in order."""
+        """Send a report to the launcher, as JSON, in order."""
 
     def mark(self, step: int, state: State, waiting_for: int = NOBODY) -> None:
-        """Show what this member is doing."""
+        """Update this member's row in the status table."""
 
     def received(self) -> list[Mapping[str, Any]]:
-        """What the launcher said since the last call; does not wait."""
+        """The launcher's messages since the last call; does not block."""
 
     def stop_requested(self) -> bool:
-        """Whether the launcher asked to leave, or is gone."""
+        """Whether the launcher asked this member to stop, or is gone; reads the channel."""
 
     @property
     def stopping(self) -> bool:
-        """The same of what was read so far."""
+        """Like `stop_requested`, from what was read so far."""
 
     def control_fileno(self) -> int:
-        """A descriptor that is readable when the launcher said something."""
+        """A descriptor that is readable when the launcher has sent something."""
 
 
 class Snapshots(Protocol):
-    """Where a server's shards are kept while the run goes on."""
+    """Where a server's shards are saved during the run."""
 
     @property
     def kept(self) -> bool:
-        """Whether there is such a place."""
+        """Whether snapshots are saved at all."""
 
     def save(self, shard: int, snapshot: ShardSnapshot) -> None:
-        """Keep one; a WriteFailed leaves the older ones as they are."""
+        """Save one; a WriteFailed leaves the older ones as they are."""
 
     def load(self, shard: int, version: int | None = None) -> ShardSnapshot | None:
-        """The newest good one, or that of `version`; None where there is none."""
+        """The newest good one, or that of `version`; None if there is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemberResources:
-    """One member's; whoever asks for the ring or the memory closes it."""
+    """The resources of one member; the caller closes the ring and the memory that it obtains."""
 
     job: Callable[[], Job]
-    """What all members are told."""
+    """The job description, common to all members."""
 
     events: Callable[[], EventRing]
-    """Where it records what it does."""
+    """The member's event ring."""
 
     shared: Callable[[], Segment]
-    """The memory that all members of a host read parameters in, where they do so: under lockstep, on one host."""
+    """The memory in which all members of a host read parameters; used under lockstep on one host only."""
 
     snapshots: Callable[[Job], Snapshots]
-    """Where its shards are kept. A server's alone."""
+    """Where its shards are saved; servers only."""
 
     leave_shard: Callable[[FlatLayout, int, ShardStore], None]
-    """Hand over the parameters of a shard as the run ends. A server's alone."""
+    """Hand over the parameters of a shard as the run ends; servers only."""
 
     leave_buffers: Callable[[Mapping[str, Tensor]], None]
-    """Hand over the model's buffers as the run ends; the last who does wins. A worker's alone."""
+    """Hand over the model's buffers as the run ends; workers only, and the last one wins."""
 
     @classmethod
     def inherited(cls, context: RoleContext) -> MemberResources:
-        """Of a child of the launcher: by the descriptors that it was started with."""
+        """The resources of a child of the launcher: the descriptors that it inherited."""
 
         def final() -> Segment:
             return Segment.attach(os.dup(context.descriptor("final")))
@@ -108,7 +112,7 @@ class MemberResources:
 
         def leave_buffers(state: Mapping[str, Tensor]) -> None:
             with open(f"/proc/self/fd/{context.descriptor('buffers')}", "r+b") as file:
-                fcntl.flock(file, fcntl.LOCK_EX)  # or those of two who finish at once would be mixed
+                fcntl.flock(file, fcntl.LOCK_EX)  # else two workers' writes could mix
                 file.truncate()
                 for chunk in encode_tensors(state):
                     file.write(chunk)

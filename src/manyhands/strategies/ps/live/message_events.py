@@ -26,18 +26,18 @@ _Numbered = Push | PushPull | Read | Parameters | PushPullAnswer | ReadRows | Ro
 
 
 def message_number(message: _Numbered, num_shards: int) -> int:
-    """The number of an update's message to or from a shard; those about rows of tables count apart."""
+    """The number of an update's message to or from a shard; messages about table rows are numbered separately."""
     about_rows = isinstance(message, ReadRows | RowValues)
     return (2 * (message.clock * num_shards + message.shard) + about_rows) % _MAX_NUMBER + 1
 
 
 def wire_of_link(strategy: Ps) -> int:
-    """What carries gradients and parameters, and in which codec."""
+    """The link and codec of gradients and parameters, as events encode them."""
     return wire_of(Wire.TCP if strategy.link == "tcp" else Wire.MEMORY, strategy.codec)
 
 
 class ServerRecords:
-    """One server's events; its workers are known by their slots."""
+    """One server's events; workers are identified by their slots."""
 
     def __init__(self, ring: EventRing, strategy: Ps) -> None:
         self._ring = ring
@@ -48,20 +48,20 @@ class ServerRecords:
         self._done_ns = 0  # until when this server's time is accounted for
 
     def saved(self, begin_ns: int) -> None:
-        """A snapshot, begun then, is written."""
+        """Record that a snapshot, begun at `begin_ns`, is written."""
         self._done_ns = time.monotonic_ns()
         self._ring.record(EventKind.CHECKPOINT, begin_ns, self._done_ns - begin_ns)
 
     def joined(self, begin_ns: int) -> None:
-        """This server is ready, having begun then."""
+        """Record that this server is ready, having started at `begin_ns`."""
         self._ring.record(EventKind.JOIN, begin_ns, time.monotonic_ns() - begin_ns)
 
     def left(self) -> None:
-        """It leaves in good order."""
+        """Record that this server leaves in order."""
         self._ring.record(EventKind.LEAVE, time.monotonic_ns())
 
     def began(self, message: object) -> int:
-        """A message is about to be dealt with; when."""
+        """Note that a message is about to be handled; returns the time."""
         now_ns = self._done_ns = time.monotonic_ns()
         self._received_ns = 0
         if isinstance(message, Read):
@@ -69,13 +69,13 @@ class ServerRecords:
         return now_ns
 
     def handled(self, message: object, begin_ns: int, num_bytes: int) -> None:
-        """It has been dealt with: a push or a request for rows is recorded."""
+        """Record a handled push or row request."""
         if isinstance(message, Push | ReadRows):
             step = message.batch if isinstance(message, Push) else NO_STEP
             self._received(message, step, begin_ns, self._received_ns or time.monotonic_ns(), num_bytes)
 
     def applied(self, row: StepRow, begin_ns: int, duration_ns: int) -> None:
-        """The optimizer took a step, which began then and took so long."""
+        """Record an optimizer step with its start and duration."""
         self._received_ns = self._received_ns or begin_ns
         self._done_ns = begin_ns + duration_ns
         for index, update in enumerate(row.updates):
@@ -91,7 +91,7 @@ class ServerRecords:
             )
 
     def took(self, turn: PushPull, staleness: int, times_ns: tuple[int, int, int], num_bytes: int) -> None:
-        """A turn's push was a step by itself: when it came, when the step began, and when that was done."""
+        """Record the push of a fast-path push-pull; `times_ns` are its arrival and the step's start and end."""
         begin_ns, apply_ns, applied_ns = times_ns
         self._ring.record(
             EventKind.APPLY,
@@ -106,14 +106,14 @@ class ServerRecords:
         self._done_ns = applied_ns
 
     def gave(self, answer: PushPullAnswer, begin_ns: int, num_bytes: int) -> None:
-        """The answer to a turn has left, having been made ready since then."""
+        """Record the answer to a push-pull, prepared since `begin_ns`."""
         self._done_ns = time.monotonic_ns()
         self._sent(answer, answer.batch, begin_ns, self._done_ns, num_bytes)
 
     def gave_rows(
         self, request: ReadRows, answer: RowValues, times_ns: tuple[int, int], num_bytes: tuple[int, int]
     ) -> None:
-        """Rows have left that were asked for: when that came, and when it was understood; the bytes of both."""
+        """Record a row request and its answer: the times of arrival and decoding, and the bytes of both."""
         begin_ns, received_ns = times_ns
         self._received(request, NO_STEP, begin_ns, received_ns, num_bytes[0])
         self._done_ns = time.monotonic_ns()
@@ -145,7 +145,7 @@ class ServerRecords:
         )
 
     def answered(self, answer: Parameters | RowValues, num_bytes: int) -> None:
-        """An answer leaves for a worker, having been made ready since the last thing that was done."""
+        """Record an answer to a worker, prepared since the last recorded activity ended."""
         now_ns = time.monotonic_ns()
         if not self._received_ns:
             self._received_ns = self._done_ns = now_ns

@@ -1,7 +1,7 @@
-"""`push=parameters`: a worker's own optimizer, and what is kept of it so that a run goes on with it.
+"""`push=parameters`: a worker's local optimizer, and its saved state, with which a run resumes.
 
-As with what codecs owe (`owed`): a worker writes its optimizer's state before it pushes, so whoever goes on from the
-shards' snapshots finds the state that belongs to them. Learning rates follow from the batch's number.
+As with codec residuals (`residuals`), a worker writes its optimizer's state before it pushes, so a run that
+resumes from the shards' snapshots finds the matching state. Learning rates follow from the batch's number.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["OwnSteps"]
 
 
 class OwnSteps:
-    """One worker's: `begin`, then `step`; where it `load_states`, the first is taken with the state that was kept."""
+    """One worker's local steps: `begin`, then `step`; with `load_states` the first uses the saved state."""
 
     def __init__(self, built: Built, owed: ResidualMemory, plan: TrainingPlan, *, load_states: bool) -> None:
         self._built = built
@@ -29,9 +29,9 @@ class OwnSteps:
         self._scheduled = 0
 
     def begin(self, work: Work, slot: int) -> str | None:
-        """Before the first step of this process, whose place is `slot`; nothing before any later one.
+        """Prepare the first step of this process in `slot`; later calls do nothing.
 
-        A sentence where the optimizer has no state, and somebody's before it had.
+        Returns a sentence if the optimizer starts without the state that a predecessor had.
         """
         if self._begun:
             return None
@@ -51,9 +51,9 @@ class OwnSteps:
         return None
 
     def step(self, model: ReplicaModel, batch: int, part: int, share: float) -> str | None:
-        """Take the step of this part of a batch, and keep what came of it where that is due.
+        """Take the step for this part of a batch, and save the optimizer's state when that is due.
 
-        A sentence where the disk does not take the optimizer's state.
+        Returns a sentence if the disk does not take the state.
         """
         optimizer, scheduler = self._built.optimizer, self._built.scheduler
         while scheduler is not None and self._scheduled < batch:

@@ -1,4 +1,4 @@
-"""How a shard's parameters reach a worker: where all read them, in the worker's own memory, or in a message."""
+"""Delivers a shard's parameters to a worker: in the shared copy, in the worker's memory, or in a message."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ __all__ = ["OutgoingParameters"]
 
 
 class OutgoingParameters:
-    """Those of one server process; `is_lockstep`: nobody reads what changes."""
+    """The outgoing parameters of one server process; under `is_lockstep` no worker reads values that are
+    changing.
+    """
 
     def __init__(
         self,
@@ -37,10 +39,10 @@ class OutgoingParameters:
         self._home, self._coding, self._is_lockstep = home, coding, is_lockstep
         self._encoded: dict[int, tuple[int, Tensor]] = {}  # by shard, parameters to send and their version
         self._under_way: dict[tuple[int, int], Tensor] = {}  # parameters on their way to a worker, by shard
-        self._published: dict[int, int] = {}  # by shard, the version that was last copied home
+        self._published: dict[int, int] = {}  # by shard, the version last copied to the shared copy
 
     def payload(self, hub: Hub, to: int, shard: int) -> list[Any]:
-        """Bring a shard's parameters to worker `to`; what of them has to travel with the message that says so."""
+        """Deliver a shard's parameters to worker `to`; returns the part that has to travel with the message."""
         if self._home is not None:
             self._publish(shard, self._home.part(shard))
             return []
@@ -61,17 +63,17 @@ class OutgoingParameters:
         return [values.numpy()]
 
     def num_bytes(self, shard: int, payload: list[Any]) -> int:
-        """How much an answer with this payload moved."""
+        """The number of bytes that an answer with this payload moved."""
         in_memory = self._layout.range_bytes(shard) if self._home is None else 0
         return int(payload[0].nbytes) if payload else in_memory
 
     def forget(self, member: int) -> None:
-        """Let go of what was on its way to a member that is not connected any more."""
+        """Release the buffers in flight to a member that is disconnected."""
         for to, shard in [key for key in self._under_way if key[0] == member]:
             del self._under_way[to, shard]
 
     def _encoded_values(self, shard: int) -> Tensor:
-        """The parameters of a shard as they travel, once for each version of them."""
+        """A shard's encoded parameters, encoded once per version."""
         version = self._core.replicas[shard].core.version
         known = self._encoded.get(shard)
         if known is None or known[0] != version:
@@ -79,7 +81,7 @@ class OutgoingParameters:
         return known[1]
 
     def _publish(self, shard: int, values: Tensor) -> None:
-        """See that the parameters are where workers read them; a store that began as a backup's is elsewhere."""
+        """Copy the parameters to where workers read them, if needed: a former backup's store lies elsewhere."""
         store, version = self._store(shard), self._core.replicas[shard].core.version
         if store.memory.data_ptr() != values.data_ptr() and self._published.get(shard) != version:
             store.read_into(values)

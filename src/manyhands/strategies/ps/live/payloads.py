@@ -1,8 +1,9 @@
-"""The gradients that a server holds, and where they lie: in a worker's memory, in a message, or in a copy of its own.
+"""The gradients that a server holds, and where they lie: in a worker's memory, in a receive buffer, or in a copy.
 
-On one host a gradient stays in the memory of the worker that made it; the server, its backup too, reads it there. Over
-TCP it is received into one buffer per worker and shard. Either way the worker may overwrite it once its next Read is
-answered: what must live longer is copied. Gradients of rows come inline always, behind those of the dense parameters.
+On one host a gradient stays in the memory of the worker that made it; the server, and its backup, read it there.
+Over TCP it is received into one buffer per worker and shard. Either way the worker may overwrite it once its next
+Read is answered, so a gradient that must live longer is copied. Row gradients are always sent inline, behind the
+dense ones.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ __all__ = ["Gradients"]
 
 
 class Gradients:
-    """All gradients of one server process; with `inline`, workers share no memory with it and send all.
+    """All gradients of one server process; with `inline`, workers share no memory with it and send everything.
 
-    `home` is where workers read parameters, if they do not have memory of their own for them, `coding` how gradients
-    that workers send travel; what one server sends to another is whole.
+    `home` is the shared copy in which workers read parameters, if there is one. `coding` is the encoding of
+    gradients that workers send; servers send them to each other unencoded.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Gradients:
         self._copied: set[tuple[int, int, int]] = set()
 
     def add_area(self, member: int, segment: Segment) -> None:
-        """A worker's memory can be read from now on; ValueError if it has another size than this task's."""
+        """Attach a worker's memory; ValueError if its size does not match this task."""
         known = self._areas.pop(member, None)
         if known is not None:
             known.close()
@@ -82,7 +83,7 @@ class Gradients:
         return part.values if part is not None else None
 
     def room_for(self, push: Push | PushPull, num_bytes: int, *, by_worker: bool = True) -> memoryview | None:
-        """Where the payload of a push goes, None for memory of its own; ProtocolError if it has the wrong size."""
+        """The receive buffer for a push's payload, None for a fresh one; ProtocolError if the size is wrong."""
         if by_worker and self._coding is not None:
             self._require_encoded(push.shard, num_bytes)
             return None
@@ -99,9 +100,10 @@ class Gradients:
     def of(
         self, push: Push | PushPull, payload: memoryview, *, by_worker: bool = True, borrow: bool = False
     ) -> Contribution | None:
-        """The gradient that came with a push, where it lies; None if its worker shares no memory and sent none.
+        """The gradient that came with a push, in place; None if its worker shares no memory and sent none.
 
-        UnknownSets if it names rows that are not known here. Who borrows it does not keep it beyond the message.
+        UnknownSets if it names row sets that are not known here. With `borrow` the result is valid only while the
+        message is handled.
         """
         part = self._parts.get((push.member, push.shard))
         if part is not None:
@@ -115,13 +117,16 @@ class Gradients:
         return self._contribution(buffer[: len(payload)], push.shard)
 
     def is_newest(self, turn: PushPull) -> bool:
-        """Whether the last push of its slot that its shard took was of the same member, so that nobody is to go."""
+        """Whether the last push that the shard took from this slot was of the same member, so no predecessor is
+        released.
+        """
         return self._newest.get((turn.slot, turn.shard)) == turn.member
 
     def addresses(self, turn: PushPull, payload: memoryview) -> tuple[int, int, int] | None:
-        """Where the gradient and the flags of a turn lie, and where its worker wants the values: 0 for a message.
+        """The addresses of a push-pull's gradient and flags, and of the values its worker wants (0: in a
+        message).
 
-        None where there is more to it: an encoded gradient, or rows of tables.
+        None for an encoded gradient or one with table rows.
         """
         of = turn.member, turn.shard
         if self._coding is not None or self._layout.tables:
@@ -142,7 +147,7 @@ class Gradients:
             self._copied.add((keep.shard, keep.slot, keep.clock))
 
     def secure(self) -> None:
-        """Copy what is still held and may be overwritten from now on."""
+        """Copy the held gradients that may be overwritten from now on."""
         for key in self._copied:
             held = self._held.get(key)
             if held is not None:
@@ -151,21 +156,21 @@ class Gradients:
         self._copied.clear()
 
     def take(self, shard: int, slot: int, clock: int) -> Contribution:
-        """The held gradient, which is not held any more."""
+        """Remove and return a held gradient."""
         return self._held.pop((shard, slot, clock))
 
     def drop(self, shard: int, slot: int, clock: int) -> None:
-        """Hold it no longer."""
+        """Release a held gradient."""
         self._held.pop((shard, slot, clock), None)
 
     def held(self, shard: int) -> dict[tuple[int, int], Tensor]:
-        """What is held for a shard, by slot and clock, as `replace` takes it."""
+        """The gradients held for a shard, by slot and clock, in the form that `replace` takes."""
         return {
             (slot, clock): self._packed(one) for (of, slot, clock), one in self._held.items() if of == shard
         }
 
     def forwarded(self, push: Push) -> list[Any]:
-        """The payload with which a held gradient goes to a backup."""
+        """The payload with which a held gradient is forwarded to a backup."""
         held = self._held[push.shard, push.slot, push.clock]
         rows = self.tables.packed(held.rows)
         if push.member in self._areas:
@@ -173,14 +178,14 @@ class Gradients:
         return [held.present.numpy(), held.gradient.memory.numpy(), *rows]
 
     def replace(self, shard: int, held: dict[tuple[int, int], Tensor]) -> None:
-        """Hold exactly these, given as flags, range and rows in one tensor each, for a shard."""
+        """Hold exactly these gradients for a shard; each is one tensor of flags, range and rows."""
         for key in [key for key in self._held if key[0] == shard]:
             del self._held[key]
         for (slot, clock), buffer in held.items():
             self._held[shard, slot, clock] = self._contribution(buffer, shard)
 
     def lost(self, member: int) -> None:
-        """A member is not connected any more: the memory of one that has never had a slot is of no use."""
+        """Handle a disconnected member: release its memory if it never had a slot."""
         self.tables.forget(member)
         area = self._areas.get(member) if member not in self._slots else None
         if area is not None:
@@ -190,15 +195,15 @@ class Gradients:
             area.close()
 
     def taken(self, push: Push) -> None:
-        """The shard has taken this push: nobody who held its slot before will be heard there any more."""
+        """Note that the shard has taken this push: earlier holders of its slot are fenced there from now on."""
         if self._newest.get((push.slot, push.shard)) != push.member:
             self._newest[push.slot, push.shard] = push.member
             self.succeed(push.slot, push.member, [push.shard])
 
     def succeed(self, slot: int, member: int, shards: Collection[int]) -> None:
-        """`member` holds the slot (0: nobody does): let go of what those before it had for these shards.
+        """Release what the predecessors of `member` in this slot had for these shards (0: nothing to do).
 
-        Their whole memory goes when no shard needs it and nothing that is held points there.
+        A predecessor's whole area is closed when no shard needs it and no held gradient points into it.
         """
         if not member:
             return
@@ -222,7 +227,7 @@ class Gradients:
         return any(begin <= address < begin + area.segment.num_bytes for address in held)
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Release everything."""
         self._held.clear()
         self._parts.clear()
         for area in self._areas.values():
@@ -247,7 +252,7 @@ class Gradients:
         self.tables.check_capacity(shard, max(0, num_bytes - most))
 
     def _decoded(self, coding: RangeCoding, push: Push | PushPull, payload: memoryview) -> Tensor:
-        """Flags, range and rows of a payload whose range is encoded, as they are received where it is not."""
+        """Decode a payload into flags, range and rows, as an unencoded payload would be received."""
         flags, dense = self._layout.flag_bytes(push.shard), self._dense_bytes(push.shard)
         came = as_tensor(payload)
         encoded = flags + coding.length(push.shard, came[flags:])

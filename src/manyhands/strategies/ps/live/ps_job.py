@@ -1,4 +1,4 @@
-"""What every process of a parameter-server run is told, and how they find and trust each other."""
+"""The job description of a parameter-server run, common to all its processes, and their message codec."""
 
 from __future__ import annotations
 
@@ -55,74 +55,76 @@ CODEC = MessageCoder(
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One run, as all its processes know it; packed once by the launcher and read by its own children only."""
+    """One run, as all its processes know it; packed once by the launcher and read by its children only."""
 
     plan: TrainingPlan
     strategy: Ps
     token: str
     fingerprint: str
-    """Of the task: processes of another task are turned away."""
+    """The task's fingerprint; processes of another task are rejected."""
 
     workers: int
-    """The slots that there are at the start."""
+    """The number of slots at the start."""
 
     timeout_s: float
     threads: int
     run_path: Path | None
     keep_checkpoints: int
     resume_version: int | None
-    """Go on from the shards' snapshots of this version."""
+    """Resume from the shards' snapshots of this version."""
 
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
-    """What workers' models begin with, by name, where the run goes on."""
+    """The initial buffers of workers' models, by name, when the run resumes."""
 
     skip_nonfinite: bool = False
-    """Leave out an update whose gradient is not finite, instead of ending the run."""
+    """Skip an update whose gradient is not finite, instead of ending the run."""
 
     security: Security = field(default_factory=Security.loopback)
     """What protects connections to other hosts."""
 
     listens_at: str = ""
-    """Where a server listens, as hubs have it; empty: anywhere on this host that its link allows."""
+    """A server's listening address, in the hub's form; empty: any address on this host that its link allows."""
 
     reached_at: str = ""
-    """Where others reach it, if that is another address."""
+    """The address at which others reach it, if different."""
 
     @property
     def is_lockstep(self) -> bool:
-        """Whether no shard takes a step before every worker has pushed, so that nobody reads what changes."""
+        """Whether no shard steps before every worker has pushed, so that no worker reads values that are
+        changing.
+        """
         return self.strategy.consistency.lockstep
 
     @property
     def confirms(self) -> bool:
-        """Whether a push counts only once its worker has said that every shard has it."""
+        """Whether a push counts only once its worker has confirmed that every shard has it."""
         return self.shard_config().confirms
 
     @property
     def reads_in_place(self) -> bool:
-        """Whether workers read parameters where the shards keep them, in the memory that all processes share.
+        """Whether workers read parameters in the shards' memory, which all processes share.
 
-        Not where they step their own.
+        Not if workers step their parameters locally.
         """
         return self.is_lockstep and self.strategy.link == "shared" and not self.strategy.averages
 
     @property
     def averaging(self) -> Averaging | None:
-        """How shards average what is pushed, where that is parameters."""
+        """How shards average pushed parameters; None if gradients are pushed."""
         if not self.strategy.averages:
             return None
         return Averaging(workers=self.workers, together=self.strategy.consistency.stepwise)
 
     def home(self, final: Callable[[], Segment], layout: FlatLayout) -> SharedParameters | None:
-        """That memory, where there is one: `final` gives what the parameters end in."""
+        """The shared copy of the parameters, if workers read in place; `final` gives the memory that holds them."""
         return SharedParameters(final(), layout) if self.reads_in_place else None
 
     def hub(self, member: int, role: str, **options: Any) -> Hub:
-        """This process's end of all connections, as `member`."""
+        """Create this process's hub, as `member`."""
         credentials = Credentials(
             member=member, role=role, token=self.token.encode(), fingerprint=self.fingerprint
         )
-        # Who is alive is the launcher's to say, which sees processes; links only notice what is cut.
+        # The launcher decides liveness, since it sees the processes; links only detect cut connections.
         settings = Settings(
             silence=LivenessTimes(silence_s=self.timeout_s),
             spin_s=spin_for(self.workers + self.strategy.num_server_processes),
@@ -133,7 +135,7 @@ class Job:
         return Hub(credentials, CODEC, settings=settings, **options)
 
     def shard_config(self, shard: int = 0) -> ShardConfig:
-        """What the core of a shard is told."""
+        """The configuration of a shard's core."""
         return ShardConfig(
             shard=shard,
             num_shards=self.strategy.servers,
@@ -143,7 +145,7 @@ class Job:
         )
 
     def build(self, worker_rank: int = 0) -> tuple[Computer, Built, FlatLayout]:
-        """The model before the first step and where its parameters lie; the same in every process."""
+        """Build the model before the first step and its layout; equal in every process."""
         computer = Computer(self.plan, worker_rank)
         built = computer.build()
         strategy, sparse = self.strategy, self.plan.task.sparse

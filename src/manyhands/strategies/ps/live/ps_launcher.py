@@ -1,7 +1,7 @@
-"""The launcher of a parameter-server run: the driver around `Membership`, and the one who hears everything.
+"""The launcher of a parameter-server run: the driver of `Membership`, to which all members report.
 
-It starts and buries processes, publishes views, and turns what members say into rows of the run's history. Its own
-death ends the run; a run with a directory goes on from the shards' snapshots.
+It starts and reaps processes, publishes views, and turns reports into rows of the run's history. Its death ends
+the run; a run with a directory can resume from the shards' snapshots.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _LOOK_S = 0.1
 
 @dataclass(slots=True)
 class LaunchOutcome:
-    """What the members reported."""
+    """The result of a run, from the members' reports."""
 
     totals: dict[str, int] = field(
         default_factory=lambda: {"messages_sent": 0, "bytes_sent": 0, "samples": 0}
@@ -78,20 +78,19 @@ class LaunchOutcome:
     recoveries: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     recorded: dict[str, int] = field(default_factory=dict)
-    """Files of updates/ that were written to the end, and how many rows each has."""
+    """The completely written files of updates/, with their number of rows."""
 
     unrecorded: list[str] = field(default_factory=list)
-    """A sentence for each file whose recording ended before."""
+    """A sentence for each file whose recording ended early."""
 
     seconds: float = 0.0
 
 
 class Launcher:
-    """Runs one job to its end, with the members that `assemble` makes, wherever they are; `run` is called once.
+    """Runs one job to its end with the members that `assemble` creates, local or remote; `run` is called once.
 
-    `on_rows` gets rows of the history, `on_event` what happens to members: a word, with a sentence where somebody
-    should know. Commands put into `commands`
-    (from any thread) change the slots while it runs.
+    `on_rows` receives rows of the history, `on_event` the events of members, with a sentence if the user should
+    know. Commands put into `commands` (from any thread) change the slots during the run.
     """
 
     def __init__(
@@ -137,7 +136,7 @@ class Launcher:
         self._highest_slot = job.workers - 1
 
     def run(self) -> LaunchOutcome:
-        """Start everybody, see the run through, and return what came out of it."""
+        """Start all members, run the job to its end, and return the outcome."""
         with self._assemble(self._watched()) as members:
             self._members: RunMembers = members
             with members.together():
@@ -170,7 +169,7 @@ class Launcher:
             self._obey(self._commands.get())
 
     def _watched(self) -> Watched:
-        """Rings are known by role, and members to each other by their numbers."""
+        """The watchdog's view of the members: event rings are keyed by role, members by number."""
         rings = [*self._files.rings.values(), *self._files.server_rings]
         boxes = BlackBoxes({ring.role: ring for ring in rings})
 
@@ -283,7 +282,7 @@ class Launcher:
         self._do(actions)
 
     def _repeated(self, failure: Failure, actions: list[MembershipAction]) -> ManyhandsError:
-        """The error that ended a server and would end the next one: as it was raised, with what was made of it."""
+        """The error that ended a server and would end its successor, with the membership's sentence as a note."""
         error = failure.error()
         for action in actions:
             if isinstance(action, Fail):
@@ -298,7 +297,7 @@ class Launcher:
         return next((view.slot for view in self._membership.view.slots if view.member == member), None)
 
     def _rank_of(self, member: int) -> int:
-        """A member as errors number it: a worker by its slot, -1 for a server."""
+        """A member's rank in errors: a worker's slot, -1 for a server."""
         slot = self._slot_of(member)
         if slot is not None:
             return slot
@@ -320,7 +319,7 @@ class Launcher:
                     self._began = self._began or time.monotonic()
                     self._tell_view(view)
                     told = ViewPublished(view=view, addresses=self._addresses, roles=self._roles())
-                    # A worker that has lost its slot is told before anybody who could speak for that slot.
+                    # Workers first: one that lost its slot must hear of it before a server serves its successor.
                     for process in [*self._workers.values(), *self._servers]:
                         self._tell_process(process, told)
                 case StartServer(member=member):
@@ -352,18 +351,18 @@ class Launcher:
                         self._tell_process(server, LeaveShards(shards=tuple(self._missing_shards())))
 
     def _tell_process(self, process: int, order: Any) -> None:
-        """Say something; who has left megabytes unread is dead to the run, and must not stop the others."""
+        """Send an order; a member with megabytes unread is killed, since it must not block the others."""
         try:
             self._members.tell(process, ORDERS.write(order))
         except Unread:
             self._members.kill(process)
 
     def _missing_shards(self) -> list[int]:
-        """Those that no server has left yet."""
+        """The shards that no server has handed over yet."""
         return [shard for shard in range(self._job.strategy.servers) if shard not in self._left]
 
     def _give_place(self, member: int) -> int:
-        """The first place that no live server has."""
+        """Assign the first index that no live server has."""
         taken = set(self._places.values())
         place = next((one for one in range(len(self._files.server_rings)) if one not in taken), None)
         if place is None:
@@ -375,7 +374,7 @@ class Launcher:
         return {member: self._files.server_rings[place].role for member, place in self._places.items()}
 
     def _tell_view(self, view: View) -> None:
-        """Write down who serves and works from now on."""
+        """Record which members serve and work from now on."""
         members = {shard.primary for shard in view.shards} | {shard.backup for shard in view.shards}
         members |= {slot.member for slot in view.slots}
         self._on_event(
@@ -406,7 +405,7 @@ class Launcher:
     # ── the end ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _finish(self) -> None:
-        """See that the servers leave what they hold, whoever dies meanwhile, and hear everyone's last word."""
+        """Wait until the servers have handed over all shards, despite deaths meanwhile, then stop all members."""
         self._outcome.seconds = time.monotonic() - self._began
         deadline = time.monotonic() + self._job.timeout_s
         while missing := self._missing_shards():
@@ -424,7 +423,7 @@ class Launcher:
             self._turn_down()
 
     def _turn_down(self) -> None:
-        """Everything is where it is wanted: what still goes wrong with a server is said and does no harm."""
+        """Poll once during shutdown: all results are stored, so a server's failure is only noted."""
         for event in self._members.poll(_LOOK_S):
             match event:
                 case Interrupted(signal=number):
@@ -459,5 +458,5 @@ def _change(asked: AddWorker | RemoveWorker) -> member_events.AddSlot | member_e
 
 
 def new_token() -> str:
-    """The secret that the processes of one run share."""
+    """A new secret, shared by the processes of one run."""
     return os.urandom(32).hex()

@@ -1,4 +1,6 @@
-"""The processes that serve and work, as the launcher sees them: it asks for one and hears of it, wherever that is."""
+"""The server and worker processes as the launcher sees them: it requests one and receives its events, local or
+remote.
+"""
 
 from __future__ import annotations
 
@@ -22,57 +24,59 @@ __all__ = ["Assemble", "LocalMembers", "RunFiles", "RunMembers"]
 
 
 class RunMembers(Protocol):
-    """Who serves and works; numbers are the membership's, and none is used twice."""
+    """The servers and workers of a run; member numbers come from the membership and are never reused."""
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Who was asked for and is not told to have ended."""
+        """The members that were requested and not reported as ended."""
 
     def together(self) -> AbstractContextManager[None]:
-        """Those who are asked for inside are asked for at once, and may begin when this is left."""
+        """Members requested inside this context are started together and may begin when it is left."""
 
     def start_server(self, member: int, place: int) -> str:
-        """Ask for a server at this place; what to call it. Nothing is waited for: `poll` tells when it is there."""
+        """Request the server of this index; returns its name without waiting: `poll` reports when it has started."""
 
     def start_worker(self, member: int, slot: int) -> str:
-        """Ask for a worker for this slot; likewise."""
+        """Request a worker for this slot; returns its name without waiting, like `start_server`."""
 
     def poll(self, timeout_s: float) -> Sequence[Event | Hung]:
-        """What happened, waiting up to so long until something has."""
+        """The events so far, waiting up to `timeout_s` for the first."""
 
     def tell(self, member: int, payload: Mapping[str, Any]) -> None:
-        """Send JSON, in order and without waiting; Unread if it leaves too much unread. Nothing if it has ended."""
+        """Send JSON, in order and without blocking; Unread if too much is unread. A no-op if the member has
+        ended.
+        """
 
     def kill(self, member: int) -> None:
-        """Be rid of it now; `poll` tells that it has ended."""
+        """Kill the member now; `poll` reports its end."""
 
     def ask_to_stop(self, member: int) -> None:
-        """Ask it to leave."""
+        """Ask the member to leave."""
 
 
 Assemble = Callable[[Watched], AbstractContextManager[RunMembers]]
-"""Makes the members of one run; leaving the context leaves none of them."""
+"""Creates the members of one run; leaving the context ends all of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFiles:
-    """Memory files of the launcher, by what they hold; its children inherit them."""
+    """Memory files of the launcher, which its children inherit."""
 
     final: int
-    """The parameters at the end, as the flat layout has them; where workers read in place, all the time."""
+    """The final parameters in the flat layout; if workers read in place, the current ones throughout."""
 
     buffers: int
-    """The buffers of a worker's model at the end."""
+    """The final buffers of a worker's model."""
 
     rings: Mapping[int, EventRing]
     """By slot."""
 
     server_rings: Sequence[EventRing]
-    """By the place of a server: one that died leaves its place to the next."""
+    """By server index; the successor of a dead server takes its index."""
 
 
 class LocalMembers:
-    """Children of this process; a context manager."""
+    """Members that are children of this process; a context manager."""
 
     def __init__(self, job: Job, files: RunFiles, watched: Watched) -> None:
         self._job, self._files = job, files
@@ -93,37 +97,37 @@ class LocalMembers:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Who was started and is not told to have ended."""
+        """The members that were started and not reported as ended."""
         return self._supervisor.members
 
     def together(self) -> AbstractContextManager[None]:
-        """As forks that come one right after the other."""
+        """Fork the requested members one right after the other."""
         return self._supervisor.together()
 
     def start_server(self, member: int, place: int) -> str:
-        """As a child."""
+        """Start the server as a child process."""
         events = self._files.server_rings[place].descriptor
         return self._start(member, f"server {place}", serve, {"events": events})
 
     def start_worker(self, member: int, slot: int) -> str:
-        """As a child."""
+        """Start the worker as a child process."""
         files = {"events": self._files.rings[slot].descriptor, "buffers": self._files.buffers}
         return self._start(member, f"worker {slot}", partial(work, slot=slot), files)
 
     def poll(self, timeout_s: float) -> Sequence[Event | Hung]:
-        """What happened."""
+        """The supervisor's events."""
         return self._supervisor.poll(timeout_s)
 
     def tell(self, member: int, payload: Mapping[str, Any]) -> None:
-        """Over its inherited channel."""
+        """Send over the child's inherited channel."""
         self._supervisor.tell(member, payload)
 
     def kill(self, member: int) -> None:
-        """With its children."""
+        """Kill the member and its children."""
         self._supervisor.kill(member)
 
     def ask_to_stop(self, member: int) -> None:
-        """It is killed if it has not left after a while."""
+        """Ask the member to leave; it is killed if it has not left after a while."""
         self._supervisor.ask_to_stop(member)
 
     def _start(

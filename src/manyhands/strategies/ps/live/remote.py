@@ -1,11 +1,11 @@
-"""A server or a worker in a process that somebody else started: on another host, or beside the one that leads.
+"""A server or worker in an externally started process: on another host, or beside the leader.
 
-It hears over its line which member it is, does what a child of the launcher would do, and sends what a child would
-leave in the launcher's memory or directory:
+The control connection tells it which member it is. It does what a child of the launcher would do, and sends what
+a child would leave in the launcher's memory or directory:
 
-    its shards' snapshots    as they are due, for the leader to keep; asked back from there by whoever has to go on
+    its shards' snapshots    as they are due, for the leader to keep; its successor requests them from there
     parameters and buffers   at the end
-    records of updates       into the run's directory where this host sees it, else into a folder of this host that its
+    records of updates       into the run's directory if this host sees it, else into a local folder that its
                              successor finds, from where they are sent at the end
 """
 
@@ -59,12 +59,12 @@ _log = logging.getLogger("manyhands")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakePart:
-    """The leader tells a process which member it is, and what of the run it alone knows."""
+    """The leader tells a process which member it is, and the run's data that only the leader knows."""
 
     member: int
     serves: bool
     number: int
-    """The place of a server, the slot of a worker."""
+    """The index of a server, the slot of a worker."""
 
     token: str
     threads: int
@@ -73,15 +73,15 @@ class TakePart:
     """Whether the leader keeps snapshots and records."""
 
     records: RecordMark | None
-    """How to tell whether this host sees the leader's run directory."""
+    """The mark by which this host checks whether it sees the leader's run directory."""
 
     buffers: bool
-    """Whether the buffers follow that the run goes on from."""
+    """Whether the initial buffers of a resumed run follow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotWanted:
-    """A server is about to serve this shard: the newest snapshot (None), or that of a version."""
+    """A server that is about to serve this shard requests its newest snapshot (None), or that of a version."""
 
     shard: int
     version: int | None
@@ -92,9 +92,10 @@ WANTS: Final = TypedNotes(SnapshotWanted)
 
 
 def take_part(line: ControlConnection, job: Job) -> Mapping[str, Any]:
-    """Be the member that the leader says, to its end; what it counted.
+    """Run as the member that the leader assigns, to its end; returns its counts.
 
-    `job` is as this process was asked, without what the leader alone knows. Aborted where the run ended before.
+    `job` is what this process was started with, without what only the leader knows. Aborted if the run ended
+    before.
     """
     heard = _Heard(line)
     part = heard.part()
@@ -119,23 +120,23 @@ def take_part(line: ControlConnection, job: Job) -> Mapping[str, Any]:
         over = line.over
         if over is None:
             raise
-        if records is not None and not over.is_lost and over.rank != line.rank:  # nobody comes in its place
+        if records is not None and not over.is_lost and over.rank != line.rank:  # it will have no successor
             records.remove()
-        raise Aborted(over.sentence) from None  # it knows more than that it was to stop
+        raise Aborted(over.sentence) from None  # the connection knows the reason
     return counted
 
 
 class _Heard:
-    """What the leader tells, in order: first the part, then orders."""
+    """The leader's messages in order: first the TakePart, then orders."""
 
     def __init__(self, line: ControlConnection) -> None:
         self._line = line
         self._orders: list[Mapping[str, Any]] = []
 
     def part(self) -> TakePart:
-        """Wait for it, as long as the leader lives, which waits for the others only so long.
+        """Wait for the TakePart as long as the leader lives; the leader itself waits for members only so long.
 
-        Who comes beside one that has the part stands by for as long as that lives: it says so, every minute.
+        A process whose role is already taken stands by until that one dies, and logs so every minute.
         """
         told_s = time.monotonic()
         while not self._line.stop_requested():
@@ -159,7 +160,7 @@ class _Heard:
 
 
 class _ControlMember:
-    """The context of a member at the far end of a line."""
+    """The member context at the remote end of a control connection."""
 
     def __init__(self, line: ControlConnection, heard: _Heard, member: int) -> None:
         self.name, self.rank, self.step = line.name, member, 0
@@ -208,7 +209,7 @@ def _nothing_shared() -> Segment:
 
 
 def _buffers(line: ControlConnection, timeout_s: float) -> dict[str, Tensor]:
-    """What the leader's model goes on with."""
+    """Receive the buffers with which the model resumes."""
     data = line.take(str(BUFFERS), timeout_s)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "buffers"
@@ -224,7 +225,7 @@ class _SentSnapshots:
         self._leaving: dict[int, threading.Event] = {}  # by shard: whether the last one has left
 
     def save(self, shard: int, snapshot: ShardSnapshot) -> None:
-        """Send it, once the one before has left: they are as large as the shard."""
+        """Send a snapshot once the previous one has left: each is as large as the shard."""
         before = self._leaving.get(shard)
         if before is not None and not before.wait(self._timeout_s):
             raise PeerTimeout(f"{self._line.leader} took no snapshot for {self._timeout_s:.0f} s", peer=0)
@@ -232,7 +233,7 @@ class _SentSnapshots:
         self._line.give(str(Shipment("snapshot", shard=shard)), _then(pack_snapshot(snapshot), left))
 
     def load(self, shard: int, version: int | None = None) -> ShardSnapshot | None:
-        """Ask for it."""
+        """Request a snapshot from the leader and wait for it."""
         self._line.send(WANTS.write(SnapshotWanted(shard=shard, version=version)))
         data = self._line.take(str(Shipment("snapshot", shard=shard)), self._timeout_s)
         return unpack_snapshot(data) if data else None
@@ -246,9 +247,9 @@ def _then(chunks: Iterable[Any], left: threading.Event) -> Iterator[Any]:
 
 
 class _Records:
-    """Where a member's records of updates go: the run's own directory, where this host sees it, or a folder here.
+    """Where a member's update records go: the run's directory if this host sees it, else a local folder.
 
-    The folder is named after the run and the role, so that who follows a dead process finds what it wrote.
+    The folder is named after the run and the role, so that the successor of a dead process finds what it wrote.
     """
 
     def __init__(self, part: TakePart, name: str) -> None:
@@ -262,9 +263,10 @@ class _Records:
         (self.path / "updates").mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def send(self, line: ControlConnection, timeout_s: float) -> None:
-        """Send all that was written here, by predecessors too, and remove it once the leader has it.
+        """Send everything written here, by predecessors too, and remove it once the leader has it.
 
-        PeerTimeout where it takes none of a file for so long; Aborted where the run is over, and all is kept.
+        PeerTimeout if the leader does not take a file in time; Aborted if the run is over, and all files are
+        kept.
         """
         if not self._is_own:
             return
@@ -276,11 +278,11 @@ class _Records:
                     raise Aborted(line.over.sentence)
                 if time.monotonic() - since_s >= timeout_s:
                     raise PeerTimeout(f"{line.leader} took no {path.name} for {timeout_s:.0f} s", peer=0)
-        line.store.check(["records"])  # the answer comes behind all that was sent: the leader has it
+        line.store.check(["records"])  # the reply follows all that was sent: the leader has it
         self.remove()
 
     def remove(self) -> None:
-        """Leave nothing on this host."""
+        """Delete the local folder."""
         if self._is_own:
             shutil.rmtree(self.path, ignore_errors=True)
 

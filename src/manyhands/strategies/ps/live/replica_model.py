@@ -1,6 +1,7 @@
-"""A worker's copy of the model: its parameters are views of memory that the shards write, its gradients lie beside it.
+"""A worker's replica of the model: parameters are views of memory that the shards write, with the gradients
+beside it.
 
-On a GPU the model has parameters of its own, filled from that memory after every pull.
+On a GPU the model has separate parameters, which are filled from that memory after every pull.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ __all__ = ["ReplicaModel"]
 
 
 class ReplicaModel:
-    """Ties `model` to `area`; hooks move each gradient there as soon as backward has it."""
+    """Connects `model` to `area`; hooks move each gradient there as soon as backward has it."""
 
     def __init__(self, model: nn.Module, layout: FlatLayout, area: WorkerArea) -> None:
         self.model = model
@@ -34,11 +35,11 @@ class ReplicaModel:
         self._tap = GradientTap(list(self._tied.values()), self._taken)
 
     def close(self) -> None:
-        """Take gradients no more; autograd holds the hooks, and with them the memory that the parameters lie in."""
+        """Remove the hooks; autograd holds them, and with them the memory of the parameters."""
         self._tap.close()
 
     def tie(self, area: WorkerArea) -> None:
-        """Use this area from now on; what lies in another one stays as it is."""
+        """Use this area from now on; the contents of the previous one stay as they are."""
         values = self._layout.views(area.values)
         self._values = {self._tied[name]: view for name, view in values.items()}
         self._gradients = self._layout.views(area.gradients)
@@ -50,7 +51,9 @@ class ReplicaModel:
                 parameter.data = view
 
     def pulled(self) -> None:
-        """Every shard has written its range: fetch it to the GPU, or let autograd know, which does not see that."""
+        """Call after every shard has written its range: copies it to the GPU, or bumps the autograd versions on
+        the CPU.
+        """
         if not self._on_gpu:
             torch.autograd.graph.increment_version(list(self._values))
             return
@@ -59,23 +62,23 @@ class ReplicaModel:
                 parameter.copy_(value, non_blocking=True)
 
     def backward(self, loss: Tensor, share: float) -> None:
-        """Backward, adding `share` times the gradient to what there is in the area since `begin`."""
+        """Run backward, accumulating `share` times the gradient in the area since `begin`."""
         self._share = share
         loss.backward()  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
-        """Forget what the last backward reached, and remember the buffers as they are."""
+        """Clear the set of reached parameters, and save the buffers for `undo`."""
         self._reached.clear()
         if self._buffers:
             _copy(self._buffers_before, self._buffers)
 
     def undo(self) -> None:
-        """Give the buffers what they had before the last forward."""
+        """Restore the buffers from before the last forward."""
         if self._buffers:
             _copy(self._buffers, self._buffers_before)
 
     def end(self) -> None:
-        """Say in the area what this backward reached."""
+        """Write to the area's flags what this backward reached."""
         if self._on_gpu:
             torch.cuda.synchronize()
         for shard, flags in enumerate(self._flags):
@@ -83,10 +86,11 @@ class ReplicaModel:
 
     @torch.no_grad()
     def step(self, optimizer: Optimizer, share: float) -> None:
-        """After `end`: take this worker's own step, and leave `share` times the parameters where the gradient was.
+        """After `end`: take the worker's local step, and store `share` times the parameters in place of the
+        gradient.
 
-        The gradient there is scaled by its share of the batch; the step is by that of the worker's own part. Of no
-        part there is no step.
+        The gradient there is scaled by its share of the batch; the step uses the unscaled one. With a share of 0
+        there is no step.
         """
         moved = {one for group in optimizer.param_groups for one in group["params"]}
         names = {name for name, parameter in self._tied.items() if parameter in moved}
@@ -102,7 +106,7 @@ class ReplicaModel:
             flags.copy_(self._layout.flags(shard, names))
 
     def is_finite(self, gradients: Tensor) -> bool:
-        """Whether what was reached is finite; `gradients` is the area's whole buffer."""
+        """Whether all reached gradients are finite; `gradients` is the area's whole buffer."""
         views = self._layout.views(gradients)
         return all(
             bool(torch.isfinite(views[name].sum())) or _all_finite(views[name]) for name in self._reached

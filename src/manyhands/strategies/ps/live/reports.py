@@ -1,7 +1,7 @@
-"""What the members of a parameter-server run report to its launcher, and what it tells them.
+"""The messages between the members of a parameter-server run and its launcher.
 
-Shards, workers and servers speak with each other in `strategies.ps.ps_messages`; this is the other conversation, over
-the control channel that every process of a run has with the one that started it.
+Workers and servers talk to each other in `strategies.ps.ps_messages`; these messages use the control channel that
+every process of a run has with its launcher.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReady:
-    """A worker has what it needs to train."""
+    """A worker is ready to train."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerListens:
-    """A server can be reached."""
+    """A server accepts connections at this address."""
 
     address: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardsWelcomed:
-    """Every shard, as of this view, has welcomed the worker."""
+    """Every shard of this view has welcomed the worker."""
 
     epoch: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepComputed:
-    """A worker has the gradient of its part of a batch, which has this loss."""
+    """A worker has computed the gradient of its part of a batch, with this loss."""
 
     clock: int
     batch: int
@@ -66,13 +66,13 @@ class StepComputed:
     parts: int
     loss: float
     share: float
-    """Of the batch that the part is."""
+    """The part's share of the batch."""
     seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSkipped:
-    """A worker's clock went on without a gradient."""
+    """A worker's clock advanced without a gradient."""
 
     clock: int
     sentence: str
@@ -88,26 +88,26 @@ class Evaluated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlaceLost:
-    """A worker's slot is held by another; it stands by."""
+    """Another member holds the worker's slot; the worker stands by."""
 
     sentence: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLeft:
-    """A worker has nothing more to do."""
+    """A worker has left its slot."""
 
     reason: Reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftShard:
-    """A shard at the end of a run, and who served it last."""
+    """A shard at the end of a run, and the member that served it last."""
 
     shard: int
     member: int
     staleness: tuple[tuple[int, int], ...]
-    """How many updates were so stale, ascending."""
+    """(staleness, number of updates) pairs, ascending."""
     nbytes: int
     sha256: str
     version: int
@@ -115,14 +115,14 @@ class LeftShard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardsLeft:
-    """A server has left its shards where the launcher finds them."""
+    """A server has handed over its shards to the launcher."""
 
     shards: tuple[LeftShard, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notice:
-    """Something that the user should know."""
+    """A notice for the user; `ends_recording` if a file of records stops here."""
 
     sentence: str
     ends_recording: bool = False
@@ -148,7 +148,7 @@ REPORTS = TypedNotes(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ViewPublished:
-    """A view, where its servers listen, and which roles they have in events, by member."""
+    """A view, with its servers' addresses and their roles in events, by member."""
 
     view: View
     addresses: Mapping[int, str]
@@ -157,7 +157,7 @@ class ViewPublished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlaceGiven:
-    """A worker that stood by has this slot now, under a new number."""
+    """A standby worker gets this slot, under a new member number."""
 
     slot: int
     member: int
@@ -172,14 +172,14 @@ class RestoreShard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaveShards:
-    """All is trained: leave those of these shards that are served here, and say so."""
+    """Training is over: hand over those of these shards that are served here, and report it."""
 
     shards: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finish:
-    """The launcher has everything: end."""
+    """The launcher has everything: exit."""
 
 
 ORDERS = TypedNotes(ViewPublished, PlaceGiven, RestoreShard, LeaveShards, Finish)

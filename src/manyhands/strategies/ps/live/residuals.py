@@ -26,13 +26,15 @@ _FOLDER = "owed"
 
 
 def is_kept(plan: TrainingPlan, batches: int) -> bool:
-    """Whether workers keep what they have after so many batches: where shards do."""
+    """Whether workers save their state after this many batches: whenever shards do."""
     every = plan.checkpoint_every
     return batches == plan.steps or (every > 0 and batches % every == 0)
 
 
 class ResidualMemory:
-    """That of all workers of one run; without a run directory of this host, or under another consistency, none."""
+    """The saved state of all workers of one run; disabled without a run directory, or unless steps are in
+    lockstep.
+    """
 
     def __init__(self, run_path: Path | None, strategy: Ps, workers: int, keep: int = 1) -> None:
         in_step = strategy.consistency.lockstep
@@ -41,32 +43,34 @@ class ResidualMemory:
         self._keep = keep + 1  # a worker may be one step ahead of what shards have
 
     def save(self, batches: int, part: int, memory: Mapping[str, Tensor]) -> None:
-        """Keep what is owed after so many batches; WriteFailed leaves what is there as it is."""
+        """Save the codec residuals after this many batches; WriteFailed leaves earlier ones as they are."""
         if self._folder is not None and memory:
             self._store(part).save(
                 Snapshot(step=batches, model=dict(memory), optimizer={}, extra=dict(self._of))
             )
 
     def load(self, batches: int, part: int) -> Mapping[str, Tensor]:
-        """What was owed then; nothing where none was kept, or by other workers or another codec.
+        """The residuals at that point; empty if none were saved, or for another codec or number of workers.
 
-        CorruptCheckpoint where it is damaged.
+        CorruptCheckpoint if they are damaged.
         """
         loaded = self._load(batches, part)
         return loaded.model if loaded is not None else {}
 
     def save_optimizer(self, batches: int, part: int, state: Mapping[str, Any]) -> None:
-        """Keep a worker's own optimizer after so many batches; WriteFailed leaves what is there as it is."""
+        """Save a worker's local optimizer after this many batches; WriteFailed leaves earlier ones as they are."""
         if self._folder is not None:
             self._store(part).save(Snapshot(step=batches, model={}, optimizer=state, extra=dict(self._of)))
 
     def optimizer(self, batches: int, part: int) -> Mapping[str, Any] | None:
-        """Its `state_dict()` then; None where none was kept. CorruptCheckpoint where it is damaged."""
+        """The optimizer's `state_dict()` at that point; None if none was saved. CorruptCheckpoint if it is
+        damaged.
+        """
         loaded = self._load(batches, part)
         return loaded.optimizer if loaded is not None else None
 
     def has(self, batches: int, part: int) -> bool:
-        """Whether something was kept then, by whomever."""
+        """Whether anything was saved at that point."""
         return self._folder is not None and self._store(part).path_of(batches).is_dir()
 
     def _load(self, batches: int, part: int) -> Loaded | None:
@@ -80,7 +84,9 @@ class ResidualMemory:
 
     @staticmethod
     def remove_after(run_path: Path, batches: int) -> None:
-        """Remove what was owed after more batches: of a life that did not go on. WriteFailed if something stays."""
+        """Remove the state of later batches, which belongs to a discarded history. WriteFailed if something
+        remains.
+        """
         folder = run_path / _FOLDER
         for one in folder.iterdir() if folder.is_dir() else ():
             if one.name.isdigit():

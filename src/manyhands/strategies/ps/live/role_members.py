@@ -1,8 +1,8 @@
-"""Servers and workers that somebody else started, each at the end of a line; one of them may be a child of the leader.
+"""Externally started servers and workers on control connections; one of them may be a child of the leader.
 
-To start a member is to give a process its part: as soon as the process of that role is there, and again when one of the
-same role has come in the place of one that died. Who was lost is told as dead, whatever became of it: it is not heard
-any more, and is told so if it still lives.
+Starting a member means sending TakePart to a process: as soon as the process of that role has connected, and
+again when another of the same role replaces one that died. A lost member is reported as dead in any case: its
+messages are ignored, and it is told so if it still lives.
 
     worker 1 on hostB    joins  ──►  rank 2 is there          start_worker(member=4, slot=1)  ──►  TakePart
     kill -9              lost   ──►  member 4 has ended       start_worker(member=6, slot=1)       … waits
@@ -55,16 +55,16 @@ _LOOK_S: Final = 0.02
 
 
 class RunKeeper:
-    """What the leader keeps of what members send: in the memory and the directory that its own children would write."""
+    """Stores what remote members send, in the memory and directory that local children would write."""
 
     def __init__(self, job: Job, layout: FlatLayout, files: RunFiles, say: Callable[[str], None]) -> None:
         self._job, self._layout, self._files, self._say = job, layout, files, say
         self._snapshots = ShardSnapshots(job.run_path, job.strategy.servers, job.keep_checkpoints)
-        self._before: dict[str, int] = {}  # by record: the rows of earlier lives
+        self._before: dict[str, int] = {}  # by record: the rows of earlier processes
         self._computed: dict[int, str] = {}  # by worker that has computed something: what it is called
 
     def take(self, shipment: Shipment, data: bytearray) -> None:
-        """Put it where it belongs; a disk that is full costs what was sent, and not the run."""
+        """Store a shipment; a full disk costs the shipment and not the run."""
         try:
             match shipment.kind:
                 case "final":
@@ -76,7 +76,7 @@ class RunKeeper:
                 case "snapshot" if self._snapshots.kept:
                     self._snapshots.save(shipment.shard, unpack_snapshot(data))
                 case "record" if self._job.run_path is not None and shipment.file not in self._before:
-                    # Who follows one that died before it heard that all had come sends it again.
+                    # The successor of a member that died before the confirmation sends its record again.
                     self._before[shipment.file] = take_record(self._job.run_path, shipment.file, bytes(data))
         except WriteFailed as error:
             self._say(f"no {shipment}: {error}")
@@ -88,16 +88,16 @@ class RunKeeper:
             del memory
 
     def snapshot(self, wanted: SnapshotWanted) -> Sequence[Any]:
-        """What is kept of a shard, as buffers to send; none where nothing is."""
+        """A shard's snapshot as buffers to send; empty if there is none."""
         found = self._snapshots.load(wanted.shard, wanted.version) if self._snapshots.kept else None
         return [] if found is None else list(pack_snapshot(found))
 
     def computed(self, member: int, name: str) -> None:
-        """A worker has computed something, and so has a record, wherever that is."""
+        """Note that a worker has computed something, and so has a record on some host."""
         self._computed[member] = name
 
     def lost_records(self) -> list[str]:
-        """At the end: a sentence for each worker whose record never came."""
+        """At the end: a sentence for each worker whose record never arrived."""
         run = self._job.run_path
         if run is None:
             return []
@@ -109,7 +109,7 @@ class RunKeeper:
         ]
 
     def counted(self, payload: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What a member counted, with the rows that its records had before."""
+        """A member's counts, plus the rows that its records had before."""
         counts = payload.get("recorded", {})
         return {**payload, "recorded": {name: self._rows(name, rows) for name, rows in counts.items()}}
 
@@ -121,7 +121,7 @@ class RunKeeper:
 
 @dataclass(slots=True)
 class _Wanted:
-    """A member that was asked for, and is not there yet."""
+    """A requested member that has not connected yet."""
 
     member: int
     number: int
@@ -130,7 +130,7 @@ class _Wanted:
 
 
 class RoleMembers:
-    """Everybody at a line, and the leader's own child if it has a part of its own; a context manager."""
+    """All members on control connections, and the leader's child if the leader has a role; a context manager."""
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class RoleMembers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """The child is taken down; those at lines are told by whoever leads them, who stands by without a part here."""
+        """Stop the child and all standby processes; the leader tells the members themselves."""
         for rank in self._control_server.members:
             if rank not in self._member_of:
                 self._control_server.ask_to_stop(rank)
@@ -168,23 +168,23 @@ class RoleMembers:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Who is there; who is still waited for is not."""
+        """The members that are connected, without those still awaited."""
         return (*self._at, *(self._local.members if self._has_child else ()))
 
     def together(self) -> AbstractContextManager[None]:
-        """They are there already, but for the leader's own child."""
+        """A no-op: the processes have been started already."""
         return nullcontext()
 
     def start_server(self, member: int, place: int) -> str:
-        """The process of that place gets its part when it is there."""
+        """Request the server of this index; its process gets a TakePart once it has connected."""
         return self._want(_Wanted(member, place, True, time.monotonic()))
 
     def start_worker(self, member: int, slot: int) -> str:
-        """The process of that slot gets its part when it is there."""
+        """Request the worker of this slot; its process gets a TakePart once it has connected."""
         return self._want(_Wanted(member, slot, False, time.monotonic()))
 
     def poll(self, timeout_s: float) -> Sequence[Event | Hung]:
-        """What happened; PeerTimeout naming a role that nobody has started for too long."""
+        """The events so far; PeerTimeout that names a role whose process was not started in time."""
         deadline = time.monotonic() + timeout_s
         while True:
             if self._has_child:
@@ -197,7 +197,7 @@ class RoleMembers:
                 return untold
 
     def tell(self, member: int, payload: Mapping[str, Any]) -> None:
-        """Over its line, or the child's channel; nothing if it has ended."""
+        """Send over the control connection, or the child's channel; a no-op if the member has ended."""
         rank = self._at.get(member)
         if rank is not None:
             self._control_server.tell(rank, payload)
@@ -205,7 +205,7 @@ class RoleMembers:
             self._local.tell(member, payload)
 
     def kill(self, member: int) -> None:
-        """It is heard no more, and told so."""
+        """Dismiss the member: its messages are ignored from now on, and it is told so."""
         rank = self._at.get(member)
         if rank is not None:
             self._control_server.dismiss(rank, "the leader went on without it")
@@ -213,7 +213,7 @@ class RoleMembers:
             self._local.kill(member)
 
     def ask_to_stop(self, member: int) -> None:
-        """Whoever is there; who never came cannot be asked."""
+        """Ask the member to leave, if it has connected."""
         rank = self._at.get(member)
         if rank is not None:
             self._control_server.ask_to_stop(rank)
@@ -238,7 +238,7 @@ class RoleMembers:
     def _give_part(self, rank: int) -> None:
         wanted = self._wanted.pop(rank, None)
         if wanted is None:
-            return  # it stands by until its predecessor's end is told
+            return  # it stands by until its predecessor's end is reported
         self._at[wanted.member], self._member_of[rank] = rank, wanted.member
         job = self._job
         part = TakePart(
@@ -293,7 +293,7 @@ class RoleMembers:
             if payload.get("kind") == SnapshotWanted.__name__:
                 self._give_snapshot(rank, WANTS.read(payload))
                 return []
-            REPORTS.read(payload)  # whoever hears it next must be able to
+            REPORTS.read(payload)  # validate it here, since the launcher will parse it
         except (ProtocolError, ControlError) as error:
             self._refuse(rank, error)
             return []
@@ -316,7 +316,7 @@ class RoleMembers:
             self._refuse(rank, error)
 
     def _refuse(self, rank: int, error: Exception) -> None:
-        """It is of this run, and not to be believed: the run goes on without it."""
+        """Dismiss a member that violated the protocol; the run continues without it."""
         self._control_server.dismiss(rank, str(error))
         self._say(f"{self._ranks.names[rank]} sent what nobody may send: {printable(str(error))}")
 
@@ -341,5 +341,5 @@ def _require_tensors(data: bytearray) -> None:
 
 
 def _is_refusal(failure: Failure) -> bool:
-    """Whether a role cannot do what was asked of it, here or in any successor: the port is taken, say."""
+    """Whether a role cannot do its work, here or in any successor, for example because the port is taken."""
     return failure.reported is not None and failure.reported.kind == UserError.__name__

@@ -44,10 +44,10 @@ __all__ = [
 ]
 
 Said = Named | Given | None
-"""What is said of a table's rows; None: the table is not there."""
+"""How a table's rows are given; None: the table is absent."""
 
 Vetted = tuple[bytes, int, int]
-"""The name of a set whose rows are known to be of that table's, by its number, and of that shard."""
+"""The name of a row set that was checked to belong to this table (by number) and shard."""
 
 _MOST_VETTED = 1 << 14
 _HEAD = struct.Struct("<qq32s")
@@ -63,7 +63,7 @@ class _Kind(IntEnum):
 
 
 class UnknownSets(Exception):
-    """Row sets came by names that are not known here."""
+    """A payload names row sets that are not known here."""
 
     def __init__(self, unknown: Sequence[Unknown]) -> None:
         super().__init__(f"{len(unknown)} row sets are not known")
@@ -71,7 +71,7 @@ class UnknownSets(Exception):
 
 
 def pack(said: Sequence[Said], values: Sequence[Tensor] = ()) -> list[Any]:
-    """The payload, as buffers to be sent one after the other; without `said`, the values of an answer."""
+    """The payload, as buffers to be sent in order; without `said`, the values of an answer."""
     parts: list[Any] = []
     add_part(parts, b"".join(map(_head, said)))
     for one in said:
@@ -83,14 +83,14 @@ def pack(said: Sequence[Said], values: Sequence[Tensor] = ()) -> list[Any]:
 
 
 def most_bytes(layout: FlatLayout, shard: int) -> int:
-    """The longest payload that can be right: every row of every table, given and with values."""
+    """The maximum valid payload: every row of every table, given and with values."""
     counts = [table.placed(layout.shards).count(shard) for table in layout.tables]
     rows = sum(round_up(count * _ROW_BYTES, LINE_BYTES) for count in counts)
     return _heads_bytes(layout) + rows + values_bytes(layout.tables, counts)
 
 
 def values_bytes(tables: Sequence[Table], counts: Sequence[int]) -> int:
-    """The length of the values of so many rows of each table."""
+    """The length of the values of this many rows of each table."""
     return sum(
         round_up(count * table.width * table.dtype.itemsize, LINE_BYTES)
         for table, count in zip(tables, counts, strict=True)
@@ -100,9 +100,10 @@ def values_bytes(tables: Sequence[Table], counts: Sequence[int]) -> int:
 def take_sets(
     layout: FlatLayout, shard: int, payload: memoryview, sets: RowSets, vetted: set[Vetted] | None = None
 ) -> tuple[list[Tensor | None], memoryview]:
-    """The rows that a payload names, by table, and what follows them; UnknownSets if `sets` lacks any.
+    """The rows that a payload names, by table, and the rest of it; UnknownSets if `sets` lacks any.
 
-    All are rows of this shard, and ascend. What was found so once is kept in `vetted`: a name says which rows they are.
+    All rows are checked to be of this shard and ascending. `vetted` caches the checks, since a name determines
+    its rows.
     """
     rest = payload[_heads_bytes(layout) :]
     if len(payload) < _heads_bytes(layout):
@@ -138,10 +139,10 @@ def take_sets(
 def take_values(
     tables: Sequence[Table], counts: Sequence[int | None], payload: memoryview, *, borrow: bool = False
 ) -> list[Tensor | None]:
-    """The values of so many rows of each table (None: it is not there), which must be all of `payload`.
+    """The values of this many rows of each table (None: absent), which must be all of `payload`.
 
-    They lie where the payload lies; those of one that may only be read are copied. Who borrows them, to read them while
-    the payload is there, gets these where they lie, too.
+    They are views of the payload; values in read-only memory are copied, unless the caller borrows them while the
+    payload exists.
     """
     values: list[Tensor | None] = []
     for table, count in zip(tables, counts, strict=True):
@@ -170,7 +171,7 @@ def _heads_bytes(layout: FlatLayout) -> int:
 
 
 def add_part(parts: list[Any], data: Any) -> None:
-    """Add a part and what fills it up; an empty one is none."""
+    """Append a part and its padding; an empty part is omitted."""
     num_bytes = memoryview(data).nbytes
     if num_bytes:
         parts.append(data)
@@ -186,19 +187,21 @@ def _buffer(tensor: Tensor) -> Any:
 def _cut(
     rest: memoryview, count: int, dtype: torch.dtype, *, borrow: bool = False
 ) -> tuple[Tensor, memoryview]:
-    """`count` items from the beginning of `rest`, and what comes after them."""
+    """`count` items from the start of `rest`, and the remainder."""
     num_bytes = count * dtype.itemsize
     end = round_up(num_bytes, LINE_BYTES)
     if end > len(rest):
         raise ProtocolError("rows", f"{len(rest)} bytes are left where {end} are announced")
     array = np.frombuffer(rest[:num_bytes], _NUMPY[dtype])
-    if not array.flags.writeable:  # of an arena, whose room is soon another's
+    if not array.flags.writeable:  # of an arena, whose memory is soon reused
         array = _in_place(array) if borrow and num_bytes else array.copy()
     return torch.from_numpy(array), rest[end:]
 
 
 def _in_place(array: NDArray[Any]) -> NDArray[Any]:
-    """The same memory as an array that torch takes without a word; it is only read, and does not keep the memory."""
+    """The same memory as an array that torch accepts without a warning; for reading only, and it does not own the
+    memory.
+    """
     memory: Any = (ctypes.c_char * array.nbytes).from_address(array.ctypes.data)
     return np.frombuffer(memory, array.dtype)
 

@@ -1,7 +1,7 @@
-"""What members of other hosts send the launcher as a whole, and it sends them: shards, buffers, snapshots, records.
+"""What remote members and the launcher send each other as a whole: shards, buffers, snapshots, records.
 
-Everything has a name (`Shipment`) and is bytes: tensors as they lie or as safetensors, no code. What a name may be is
-checked here, so that nothing is written anywhere else than where it belongs.
+Every item has a name (`Shipment`) and is bytes: raw tensors or safetensors, no code. Names are validated here, so
+that nothing is written outside its place.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NAME: Final = re.compile(r"(final|snapshot) (\d{1,9})|(buffers)|record (.+)")
 
 @dataclass(frozen=True, slots=True)
 class Shipment:
-    """What is sent: `final` parameters or a `snapshot` of a shard, a model's `buffers`, a `record` of updates."""
+    """An item to send: `final` parameters or a `snapshot` of a shard, a model's `buffers`, a `record` of updates."""
 
     kind: str
     shard: int = -1
@@ -44,7 +44,7 @@ class Shipment:
 
     @classmethod
     def parse(cls, name: str, shards: int) -> Shipment:
-        """The shipment of that name; ProtocolError for what nobody sends."""
+        """The shipment of that name; ProtocolError for an invalid name."""
         match = _NAME.fullmatch(name)
         if match is None:
             raise ProtocolError("name", f"{name[:80]!r} is nothing that members send")
@@ -72,7 +72,7 @@ def final_chunks(layout: FlatLayout, shard: int, store: ShardStore) -> list[Any]
 
 
 def take_final(layout: FlatLayout, shard: int, data: bytearray, memory: Tensor) -> None:
-    """Put what `final_chunks` gave where the launcher's own children leave theirs; ProtocolError for another size."""
+    """Store what `final_chunks` gave where local children store theirs; ProtocolError for another size."""
     begin, end = layout.bounds[shard]
     tables = final_tables(layout, memory)
     own = {table.name: table.placed(layout.shards).rows(shard) for table in layout.tables}
@@ -96,7 +96,7 @@ def _row_bytes(values: Tensor) -> int:
 
 
 def pack_snapshot(snapshot: ShardSnapshot) -> Iterable[Any]:
-    """A shard at one version, as buffers to be sent one after the other."""
+    """A shard at one version, as buffers to be sent in order."""
     core = snapshot.core.encode()
     return [_HEAD.pack(snapshot.version, len(core)), core, *pack_install(snapshot.state, snapshot.held)]
 

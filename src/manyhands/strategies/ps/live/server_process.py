@@ -1,8 +1,8 @@
-"""A server process: the driver around `ServerCore`, with the stores of its shards.
+"""A server process: the driver of `ServerCore`, with the stores of its shards.
 
-One thread waits for everything at once and never holds anything while it waits. What the core decides is done here:
-gradients are applied where they lie, parameters copied into the memory of the worker that asked, forwards and installs
-sent with their payloads, rows written to the log, snapshots to the disk.
+A single thread waits for all events and holds no lock while it waits. It executes the core's actions: it applies
+gradients in place, copies parameters into the memory of the worker that asked, sends forwards and installs with
+their payloads, writes rows to the log and snapshots to the disk.
 """
 
 from __future__ import annotations
@@ -71,16 +71,16 @@ from manyhands.transport.link.message import ProtocolError
 __all__ = ["serve", "serve_with"]
 
 _LOOK_S = 0.2
-_THREADS_FROM_BYTES = 1 << 20  # less is done before a second thread is awake
+_THREADS_FROM_BYTES = 1 << 20  # below this a second thread does not pay
 
 
 def serve(context: RoleContext) -> Mapping[str, Any]:
-    """The whole life of a server that is a child of the launcher."""
+    """Run a server that is a child of the launcher, from start to end."""
     return serve_with(context, MemberResources.inherited(context))
 
 
 def serve_with(context: MemberContext, resources: MemberResources) -> Mapping[str, Any]:
-    """The whole life of a server, wherever it is."""
+    """Run a server, local or remote, from start to end."""
     begin_ns = time.monotonic_ns()
     job = resources.job()
     with resources.events() as ring:
@@ -169,7 +169,7 @@ class _Server:
         self._stack.close()
 
     def run(self) -> Mapping[str, Any]:
-        """Serve until the launcher says that all is done."""
+        """Serve until the launcher sends Finish."""
         anywhere = "unix" if self._job.strategy.link == "shared" else "tcp"
         address = self._hub.listen(self._job.listens_at or anywhere)
         self._report(ServerListens(address=self._job.reached_at or address))
@@ -229,7 +229,7 @@ class _Server:
         event.release()
 
     def _take_turn(self, member: int, turn: PushPull, payload: memoryview) -> None:
-        """Deal with a push and the read behind it: quickly in the common case, else as with any two messages."""
+        """Handle a push and the read behind it: on the fast path if possible, else as two messages."""
         dealt = self._lane.take(self._hub, member, turn, payload)
         if dealt is Dealt.ALL:
             return
@@ -255,20 +255,20 @@ class _Server:
             self._cut(shared.member, ProtocolError("segment", str(error)))
 
     def _attend(self) -> None:
-        """Do what the launcher says; called when there is something, for it costs as much as a small message."""
+        """Execute the launcher's orders; called only when there are some, as it costs as much as a small message."""
         for told in self._context.received():
             self._hear(ORDERS.read(told))
         if self._context.stopping and not self._finished:
             raise Aborted("the launcher asked to stop")
 
     def _cut(self, member: int, error: ProtocolError) -> None:
-        """End the connection to a member that sent what nobody may send; the server goes on."""
+        """Disconnect a member that violated the protocol; the server continues."""
         self._hub.disconnect(member, str(error))
         self._forget(member)
         self._note(f"{self._context.name} ended its connection to member {member}: {error}")
 
     def _forget(self, member: int) -> None:
-        """Let go of what belongs to a connection that has ended."""
+        """Release the state of a connection that has ended."""
         self._dialled.discard(member)
         self._met.discard(member)
         self._gradients.lost(member)
@@ -308,10 +308,11 @@ class _Server:
             self._gradients.succeed(slot.slot, slot.member, self._fencing_shards())
 
     def _fencing_shards(self) -> list[int]:
-        """Those of which nobody's gradient is taken any more whose slot has been given to another.
+        """The shards at which gradients of a slot's former holder are no longer taken.
 
-        All but the ones that this server is the backup of: what the primary took before it heard is still to come.
-        Where a successor decides about what arrived before it spoke, all but the ones that this server serves, too.
+        Excluded are shards of which this server is the backup: the primary may still forward what it took before
+        it learned of the new holder. Where a successor decides about earlier arrivals (`confirms`), the shards
+        that this server serves are excluded, too.
         """
         taking = {ReplicaRole.BACKUP, *([ReplicaRole.PRIMARY] if self._job.confirms else [])}
         taken = {shard for shard, replica in self._core.replicas.items() if replica.role in taking}
@@ -322,7 +323,7 @@ class _Server:
         push = message.entry if isinstance(message, Forward) else message
         contribution: Contribution | None = None
         try:
-            # Fenced first: whose slot is another's by now has no memory here any more.
+            # Check fencing first: a member that lost its slot may have no memory here any more.
             if isinstance(push, Push) and not push.skip and self._core.keeps(message):
                 contribution = self._gradients.of(push, payload, by_worker=push is message)
                 if contribution is None:
@@ -339,14 +340,16 @@ class _Server:
             self._gradients.taken(push)
 
     def _miss(self, message: Push | Forward, push: Push) -> None:
-        """There is no gradient: a worker's own mistake; without one that a primary took, this copy is of no use."""
+        """Report a missing gradient: a worker's protocol error, or, for a forwarded push, the end of this
+        replica.
+        """
         sentence = f"the gradient of slot {push.slot}, clock {push.clock} did not come"
         if message is push:
             raise ProtocolError("push", sentence)
         raise ManyhandsError(sentence)
 
     def _ask_rows(self, member: int, message: Any, unknown: UnknownSets) -> None:
-        """Let a worker send again, with its rows, what it named; a server gives them always."""
+        """Ask a worker to resend a message with its rows; a server always sends them in full."""
         if not isinstance(message, Push | ReadRows):
             raise ProtocolError("rows", "a forward names rows that it should give")
         self._hub.send(
@@ -355,7 +358,7 @@ class _Server:
         )
 
     def _refuse(self, member: int, push: Push, contribution: Contribution) -> bool:
-        """Turn down a gradient that is not finite, by name."""
+        """Refuse a non-finite gradient; the reason names the parameter."""
         store = self._stores.known(push.shard)
         try:
             bad = store.first_bad(contribution) if store is not None else None
@@ -397,7 +400,7 @@ class _Server:
                     self._note(self._logs.write(row), ends_recording=True)
                     if isinstance(row, StepRow):
                         self._staleness[row.shard].update(update.staleness for update in row.updates)
-                        if self._is_primary(row.shard):  # a backup takes every step once more
+                        if self._is_primary(row.shard):  # a backup repeats every step
                             self._records.applied(row, *self._applying_ns)
                     elif isinstance(row, LostRow):
                         self._tell_lost(row)
@@ -444,9 +447,9 @@ class _Server:
                 payload = self._gradients.forwarded(push)
             case Install(shard=shard):
                 payload = self._keeping.packed(shard)
-        if to == self._member:  # after deaths, one server may have several shards
+        if to == self._member:  # after deaths, one server may serve several shards
             self._to_self.append(message)
-        elif to in self._hub.members() and to not in self._unsent:  # what waits for it goes first
+        elif to in self._hub.members() and to not in self._unsent:  # queued messages go first
             self._deliver(to, message, payload)
         elif self._is_server(to):
             self._unsent[to].append((message, payload))
@@ -459,7 +462,7 @@ class _Server:
             self._hub.send_off()
 
     def _share(self, to: int, worker: int) -> None:
-        """Let a backup read a worker's gradients where they lie; in order with the forwards that mean them."""
+        """Share a worker's memory with a backup; ordered before the forwards that refer to it."""
         segment = self._gradients.segment(worker)
         if segment is not None and (to, worker) not in self._shared_with:
             self._shared_with.add((to, worker))
@@ -482,7 +485,7 @@ class _Server:
         self._note(self._logs.write_line(shard, line), ends_recording=True)
 
     def _note(self, sentence: str | None, *, ends_recording: bool = False) -> None:
-        """Have the launcher tell the user something, if there is anything."""
+        """Have the launcher show the user a notice, if there is one."""
         if sentence is not None:
             self._report(Notice(sentence=sentence, ends_recording=ends_recording))
 
@@ -492,7 +495,7 @@ class _Server:
     # ── the end ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _leave(self, wanted: Collection[int]) -> None:
-        """Leave the parameters of those shards that this server serves where the launcher finds them, and say so."""
+        """Hand over the parameters of those shards that this server serves to the launcher, and report it."""
         for shard in wanted:
             if self._is_primary(shard):
                 self._keeping.save(shard)

@@ -1,8 +1,8 @@
-"""A server's side of row-sparse tables: the row sets that it was told, the rows it sends, the gradients it takes.
+"""A server's side of row-sparse tables: the row sets it knows, the rows it sends, the gradients it takes.
 
-The sets that were used last are remembered, in at most a quarter of the memory that a shard's own rows take; who names
-a forgotten one is asked for its rows (RowsUnknown). To a backup rows always go in full, so it need not ask, and knows
-them when it is to serve.
+The most recently used sets are cached, in at most a quarter of the memory of a shard's rows; a worker that names
+an evicted one is asked for its rows (RowsUnknown). Rows are always forwarded to a backup in full, so it need not
+ask, and knows them when it takes over.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _KEPT_BYTES = 4 << 20
 
 
 class ServerTables:
-    """The tables of all shards that one server process has a part in."""
+    """The tables of all shards of which this server process is a replica."""
 
     def __init__(self, layout: FlatLayout) -> None:
         self._layout = layout
@@ -52,7 +52,7 @@ class ServerTables:
         self._sets = RowSets(max(_LEAST_CAPACITY_BYTES, own_bytes // _SHARE_FOR_SETS))
 
     def check_capacity(self, shard: int, num_bytes: int) -> None:
-        """Refuse a payload that is longer than rows of this shard can be, before it is read."""
+        """Reject a payload that is longer than rows of this shard can be, before it is read."""
         if not 0 <= shard < self._layout.shards:
             raise ProtocolError("shard", f"{shard} is none of {self._layout.shards}")
         most = self._most_bytes[shard]
@@ -62,7 +62,7 @@ class ServerTables:
             )
 
     def asked(self, shard: int, payload: memoryview, whole: bool) -> list[Tensor | None]:
-        """The rows of each table that a ReadRows wants; UnknownSets if it names one that is not known here."""
+        """The rows of each table that a ReadRows requests; UnknownSets if it names a set that is not known here."""
         self.check_capacity(shard, len(payload))
         if whole:
             return [table.placed(self._layout.shards).rows(shard) for table in self._layout.tables]
@@ -74,9 +74,9 @@ class ServerTables:
     def values(
         self, store: ShardStore, asked: Sequence[Tensor | None], member: int, *, has_all: bool
     ) -> list[Any]:
-        """The payload of a RowValues: the store's values of these rows, which `asked` gave, as they are now.
+        """The payload of a RowValues: the store's current values of the rows that `asked` returned.
 
-        They lie in memory that is kept for `member` and used again for its next ones once it `has_all` that was sent.
+        The buffer is kept for `member` and reused for its next answer once it `has_all` that was sent.
         """
         parts: list[Any] = []
         for number, (table, rows) in enumerate(zip(self._layout.tables, asked, strict=True)):
@@ -88,12 +88,12 @@ class ServerTables:
         return parts
 
     def forget(self, member: int) -> None:
-        """A member is not connected any more."""
+        """Release the buffers of a disconnected member."""
         for key in [key for key in self._rooms if key[0] == member]:
             del self._rooms[key]
 
     def _room(self, member: int, number: int, num_bytes: int, has_all: bool) -> tuple[NDArray[np.uint8], int]:
-        """Memory for so many bytes, and where: fresh pages for every answer take longer than filling them."""
+        """A buffer of this size and its address; reused, as fresh pages cost more than filling them."""
         known = self._rooms.get((member, number))
         if known is None or known[0].nbytes < num_bytes or not has_all:
             fresh = np.empty(num_bytes, np.uint8)
@@ -103,9 +103,9 @@ class ServerTables:
         return known
 
     def gradients(self, shard: int, payload: memoryview, *, borrow: bool = False) -> dict[str, RowGradient]:
-        """The gradients of rows that a Push carries, by table; UnknownSets as above.
+        """The row gradients that a Push carries, by table; UnknownSets as above.
 
-        Who borrows them reads them while the payload is there, and lets them go.
+        With `borrow` they are valid only while the payload exists.
         """
         self.check_capacity(shard, len(payload))
         tables = self._layout.tables
@@ -120,7 +120,7 @@ class ServerTables:
         }
 
     def packed(self, gradients: Mapping[str, RowGradient]) -> list[Any]:
-        """Gradients as a payload that anybody understands: all rows are given."""
+        """Gradients as a self-contained payload: all rows are given."""
         present = [gradients.get(table.name) for table in self._layout.tables]
         said = [None if one is None else Given(name=name_of(one.rows), rows=one.rows) for one in present]
         return pack(said, [one.values for one in present if one is not None])

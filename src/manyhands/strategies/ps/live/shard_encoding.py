@@ -28,7 +28,7 @@ _LENGTH_BYTES = 8
 
 
 class RangeCoding:
-    """One process's end of all ranges of a layout, in the codec of that setting; what it owes is its own."""
+    """Encodes and decodes all ranges of a layout with one codec; the residuals belong to this process."""
 
     def __init__(self, layout: FlatLayout, word: str, *, feedback: bool = True, seed: int = 0) -> None:
         self._codec = codec_named(word, feedback=feedback)
@@ -40,17 +40,17 @@ class RangeCoding:
             self._parcels.append([_parcel(shard, given, run) for run in given.runs])
 
     def begin(self, batch: int, part: int) -> None:
-        """What is encoded from here on is of that part of that batch: so it is drawn, whoever computes it."""
+        """Seed the codec for this part of this batch, so that its randomness does not depend on the process."""
         if self._codec is not None:
             self._codec.from_worker(self._seed, part)
             self._codec.at(batch)
 
     def memory(self) -> dict[str, Tensor]:
-        """What it owes, by name."""
+        """The codec's residuals, by name."""
         return {} if self._codec is None else self._codec.memory()
 
     def remember(self, memory: Mapping[str, Tensor]) -> None:
-        """Go on with what another one of the same setting and layout owed."""
+        """Continue with the residuals of another instance of the same setting and layout."""
         if self._codec is not None:
             self._codec.remember(memory)
 
@@ -61,19 +61,19 @@ class RangeCoding:
 
     @property
     def codes_values(self) -> bool:
-        """Whether parameters are."""
+        """Whether parameters are encoded."""
         return self._codec is not None and self._codec.carries_values
 
     def least_bytes(self, shard: int) -> int:
-        """Of a range that is encoded."""
+        """The minimum length of an encoded range."""
         return round_up(_LENGTH_BYTES * len(self._parcels[shard]), LINE_BYTES)
 
     def most_bytes(self, shard: int) -> int:
-        """Of a range that is encoded."""
+        """The maximum length of an encoded range."""
         return self.least_bytes(shard) + sum(map(self._room_bytes, self._parcels[shard]))
 
     def encode(self, shard: int, given: ShardRange) -> Tensor:
-        """The bytes to send, in memory of their own."""
+        """Encode a range into new memory."""
         assert self._codec is not None, "there is something to encode by"
         encoded = torch.empty(self.most_bytes(shard), dtype=torch.uint8)
         at, lengths = self.least_bytes(shard), []
@@ -91,7 +91,7 @@ class RangeCoding:
         return encoded[:at]
 
     def length(self, shard: int, payload: Tensor) -> int:
-        """How many of the first bytes of a payload are an encoded range; ProtocolError for what makes no sense."""
+        """The length of the encoded range at the start of a payload; ProtocolError if it is invalid."""
         at, lengths = self._lengths(shard, payload)
         end = at + sum(round_up(length, LINE_BYTES) for length in lengths)
         fits = all(
@@ -106,7 +106,7 @@ class RangeCoding:
         return end
 
     def decode(self, shard: int, payload: Tensor, into: ShardRange) -> None:
-        """Fill a range from the first bytes of a payload; ProtocolError for what makes no sense."""
+        """Fill a range from the start of a payload; ProtocolError if it is invalid."""
         assert self._codec is not None, "there is something to decode by"
         self.length(shard, payload)
         at, lengths = self._lengths(shard, payload)
@@ -122,7 +122,7 @@ class RangeCoding:
             at += round_up(length, LINE_BYTES)
 
     def round(self, shard: int, given: ShardRange) -> Tensor:
-        """Encode a range, and make it what receivers will read; the bytes to send."""
+        """Encode a range, and replace it with what receivers will decode; returns the bytes to send."""
         encoded = self.encode(shard, given)
         self.decode(shard, encoded, given)
         return encoded
@@ -143,7 +143,7 @@ class RangeCoding:
 
 
 def _parcel(shard: int, given: ShardRange, run: Tensor) -> Parcel:
-    """One run of a shard's range, as what travels at once."""
+    """One run of a shard's range as a parcel."""
     first, end = run.data_ptr(), run.data_ptr() + run.nbytes
     begins = [(piece.data_ptr(), piece) for piece in given.pieces if first <= piece.data_ptr() < end]
     spans = [((begin - first) // run.itemsize, piece.numel()) for begin, piece in begins]

@@ -1,4 +1,4 @@
-"""What a server writes of its shards to the disk and to backups, and how it goes on from either."""
+"""Saves a server's shards to the disk and to backups, and restores them from either."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["ShardKeeping"]
 
 
 class ShardKeeping:
-    """The snapshots of one server process; `note` tells the user something, if there is anything."""
+    """The snapshots of one server process; `note` shows the user a notice, if there is one."""
 
     def __init__(
         self,
@@ -42,17 +42,17 @@ class ShardKeeping:
         self._unsaved: set[int] = set()  # shards whose last snapshot the disk did not take
 
     def packed(self, shard: int) -> list[Any]:
-        """The payload of an Install: all that a backup needs."""
+        """The payload of an Install: everything a backup needs."""
         return pack_install(self._stores.get(shard).state(), self._waiting(shard))
 
     def install(self, shard: int, payload: memoryview) -> None:
-        """Take over what a primary packed."""
+        """Load what a primary packed."""
         state, held = unpack_install(payload)
         self._stores.load(shard, state)
         self._gradients.replace(shard, held)
 
     def restore(self, shard: int, version: int | None = None) -> None:
-        """This server is about to serve a shard of which no other server has a copy: go on from a snapshot."""
+        """Load a snapshot of a shard that this server is about to serve and no other server has a copy of."""
         found = self._snapshots.load(shard, version) if self._snapshots.kept else None
         if found is None:  # none was written yet: from the beginning
             self._core.restore(shard, None)
@@ -62,7 +62,7 @@ class ShardKeeping:
         self._core.restore(shard, json.loads(found.core))
 
     def save(self, shard: int) -> None:
-        """Write a snapshot; a disk that is full costs the snapshot and not the run."""
+        """Write a snapshot; a full disk costs the snapshot and not the run."""
         if not self._snapshots.kept:
             return
         core = self._core.replicas[shard]
@@ -88,7 +88,7 @@ class ShardKeeping:
         self._context.mark(core.core.version, State.COMPUTING)
 
     def _waiting(self, shard: int) -> dict[tuple[int, int], Tensor]:
-        """The gradients that are committed and in no step yet."""
+        """The gradients that are committed and not in a step yet."""
         waiting = self._core.replicas[shard].core.steps.waiting
         held = self._gradients.held(shard)
         return {name: gradient for name, gradient in held.items() if name in waiting}

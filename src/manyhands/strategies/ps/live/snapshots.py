@@ -32,7 +32,7 @@ _LENGTH = struct.Struct("<Q")
 
 
 def pack_install(state: ShardState, held: Mapping[tuple[int, int], Tensor]) -> list[Any]:
-    """A store's state and the gradients held for the shard, as buffers to be sent one after the other."""
+    """A store's state and the gradients held for the shard, as buffers to be sent in order."""
     tree = {
         "model": state.model,
         "optimizer": state.optimizer,
@@ -70,7 +70,7 @@ class ShardSnapshot:
     """Gradients that wait for their group, by slot and clock."""
 
     core: str
-    """The replica's own state, as JSON."""
+    """The replica's state, as JSON."""
 
 
 class ShardSnapshots:
@@ -83,7 +83,7 @@ class ShardSnapshots:
 
     @property
     def kept(self) -> bool:
-        """Whether there is somewhere to keep them."""
+        """Whether there is a directory for snapshots."""
         return self._folder is not None
 
     def save(self, shard: int, snapshot: ShardSnapshot) -> None:
@@ -114,14 +114,16 @@ class ShardSnapshots:
         )
 
     def versions(self, shard: int) -> set[int]:
-        """The versions that lie there, good or not."""
+        """The versions on disk, good or not."""
         assert self._folder is not None, "without a directory there are no snapshots"
         folder = self._folder / str(shard)
         names = [path.name for path in folder.glob("step-*")] if folder.is_dir() else []
         return {int(name.removeprefix("step-")) for name in names if name.removeprefix("step-").isdigit()}
 
     def remove_after(self, version: int) -> None:
-        """Remove every shard's snapshots of later versions: of a life that did not go on. WriteFailed if one stays."""
+        """Remove all snapshots of later versions, which belong to a discarded history. WriteFailed if one
+        remains.
+        """
         assert self._folder is not None, "without a directory there are no snapshots"
         for folder in self._folder.iterdir() if self._folder.is_dir() else ():
             if folder.name.isdigit():

@@ -1,4 +1,4 @@
-"""The stores of a server process, made when they are first needed, and what it leaves of them at the end."""
+"""The stores of a server process, created on first use, and their handover at the end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Stores"]
 
 
 class Stores:
-    """By shard; `is_primary` says which of them this server serves, whose workers read `home` if there is one."""
+    """The stores by shard; `is_primary` says which shards this server serves, whose workers read `home` if given."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class Stores:
         self._stores: dict[int, ShardStore] = {}
 
     def get(self, shard: int) -> ShardStore:
-        """The store of a shard, new where there is none: from the run's snapshot, or from the seed."""
+        """The store of a shard, created from the job's initial state if there is none."""
         store = self._stores.get(shard)
         if store is None:
             _, built, _ = self._job.build()
@@ -46,12 +46,12 @@ class Stores:
         return self._stores.get(shard)
 
     def load(self, shard: int, state: ShardState) -> None:
-        """Go on from a state, in a new store."""
+        """Replace a shard's store with a new one in this state."""
         self.discard(shard)
         self.get(shard).load_state(state)
 
     def discard(self, shard: int) -> None:
-        """Let go of one."""
+        """Release a store."""
         self._stores.pop(shard, None)
 
     def leave(
@@ -61,7 +61,7 @@ class Stores:
         core: ServerCore,
         staleness: Mapping[int, Mapping[int, int]],
     ) -> list[LeftShard]:
-        """Hand over the parameters of those shards that this server serves; what there is to say of each."""
+        """Hand over the parameters of those shards that this server serves; returns a report of each."""
         shards = []
         for shard in range(self._layout.shards):
             if shard not in wanted or not self._is_primary(shard):

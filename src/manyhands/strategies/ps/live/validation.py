@@ -1,4 +1,4 @@
-"""What a server and a worker hear at all: the rest is its sender's mistake, and ends that connection alone."""
+"""Which messages a server and a worker accept; any other is a protocol error that ends its connection only."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _FROM_SERVERS = (Forward, Forwarded, Install, Yield, Chosen, ChosenKept)
 
 
 def require_sense(message: Any, role: str, num_shards: int) -> None:
-    """ProtocolError for what is not for a server to hear, or not from `role`, or of a shard that there is not."""
+    """ProtocolError for a message that a server does not accept from `role`, or of an unknown shard."""
     from_server = isinstance(message, _FROM_SERVERS) and role == "server"
     if not from_server and not isinstance(message, _FROM_WORKERS):
         raise ProtocolError("message", f"a {type(message).__name__} of a {role} is not for a server to hear")
@@ -43,6 +43,6 @@ def require_sense(message: Any, role: str, num_shards: int) -> None:
 
 
 def require_shard(shard: int, num_shards: int) -> None:
-    """ProtocolError for a shard that there is not."""
+    """ProtocolError for an unknown shard."""
     if not 0 <= shard < num_shards:
         raise ProtocolError("shard", f"{shard} is none of {num_shards}")

@@ -1,4 +1,4 @@
-"""A worker's messages to servers: each with its payload, as soon as its server is connected, and recorded."""
+"""A worker's messages to servers: each sent with its payload once its server is connected, and recorded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["WorkerMail"]
 
 
 class WorkerMail:
-    """Of one worker in one slot, over the connections of `hub`."""
+    """The message traffic of one worker in one slot, over the connections of `hub`."""
 
     def __init__(self, hub: Hub, body: WorkerState, job: Job, ring: EventRing) -> None:
         self.payloads = WorkerPayloads(body, job)
@@ -35,7 +35,7 @@ class WorkerMail:
         self._unsent: defaultdict[int, list[Message]] = defaultdict(list)
 
     def send(self, to: int, message: Message) -> None:
-        """Now, or when that server is connected."""
+        """Send now, or queue until that server is connected."""
         if to in self._hub.members():
             self._post(to, message)
         else:
@@ -49,12 +49,12 @@ class WorkerMail:
             self._unsent[to] += [turn.push, turn.read]
 
     def joined(self, member: int) -> None:
-        """A server is connected: send it what waits for it."""
+        """Send a newly connected server its queued messages."""
         for message in self._unsent.pop(member, []):
             self.send(member, message)
 
     def came(self, member: int, message: Any, num_bytes: int) -> None:
-        """Record what came from a server."""
+        """Record a message from a server."""
         self._record(EventKind.RECEIVE, time.monotonic_ns(), member, message, num_bytes)
 
     def _post(self, to: int, message: Any) -> None:

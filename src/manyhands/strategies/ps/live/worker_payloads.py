@@ -1,4 +1,4 @@
-"""The payloads of a worker: what goes with its messages, and where what comes with the answers belongs."""
+"""The payloads of a worker: those of its messages, and the destinations of those of the answers."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["WorkerPayloads"]
 
 
 class WorkerPayloads:
-    """Those of one worker process."""
+    """The payloads of one worker process."""
 
     def __init__(self, body: WorkerState, job: Job) -> None:
         self._body = body
         self._shards, self._is_inline = job.strategy.servers, job.strategy.link == "tcp"
 
     def sent_with(self, to: int, message: Any) -> tuple[list[Any], int]:
-        """What goes with a message to server `to`, and how many bytes move on its account."""
+        """The payload of a message to server `to`, and the number of bytes that move because of it."""
         body = self._body
         if isinstance(message, PushPull) or (isinstance(message, Push) and not message.skip):
             part = body.parts[message.shard]
@@ -44,7 +44,7 @@ class WorkerPayloads:
         return [], 0
 
     def room(self, message: Any, num_bytes: int, *, is_awaited: bool) -> memoryview | None:
-        """Where the payload of an answer is received: parameters that are awaited straight into the model."""
+        """The receive buffer of an answer's payload: awaited parameters go straight into the model."""
         if isinstance(message, RowValues):
             self._body.tables.require_size(message.shard, num_bytes)
         if not isinstance(message, Parameters | PushPullAnswer) or not is_awaited:
@@ -57,12 +57,12 @@ class WorkerPayloads:
         return None
 
     def require_known(self, message: Any) -> None:
-        """ProtocolError for an answer of a shard that there is not."""
+        """ProtocolError for an answer of an unknown shard."""
         if isinstance(message, Parameters | PushPullAnswer | RowValues):
             require_shard(message.shard, self._shards)
 
     def take(self, message: Parameters | PushPullAnswer, payload: memoryview) -> None:
-        """Copy awaited parameters that came inline before it was known that they are the ones that are awaited."""
+        """Copy awaited parameters that were received elsewhere into the model."""
         if not payload:
             return
         values = self._body.parts[message.shard].values

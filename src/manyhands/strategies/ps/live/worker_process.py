@@ -1,6 +1,6 @@
-"""A worker process of the parameter server: the driver around `ClientCore`.
+"""A worker process of the parameter server: the driver of `ClientCore`.
 
-It connects to the servers of the latest view, does what the core says, and computes. Everything it waits for has a
+It connects to the servers of the latest view, executes the core's actions, and computes. Every wait has a
 deadline, and the error names the shards and servers that have not answered.
 """
 
@@ -61,12 +61,12 @@ _MOMENT_S = 0.001
 
 
 def work(context: RoleContext, slot: int) -> Mapping[str, Any]:
-    """The whole life of a worker that is a child of the launcher."""
+    """Run a worker that is a child of the launcher, from start to end."""
     return work_with(context, MemberResources.inherited(context), slot)
 
 
 def work_with(context: MemberContext, resources: MemberResources, slot: int) -> Mapping[str, Any]:
-    """The whole life of a worker, wherever it is, in one slot after another if it is fenced and given a new place."""
+    """Run a worker, local or remote, from start to end; if it is fenced, it continues in another slot."""
     job = resources.job()
     use_threads(job.threads)
     joined = time.monotonic_ns()
@@ -104,7 +104,7 @@ class _SlotLeft(Exception):
 
 
 class _SlotSession:
-    """One process in one slot under one number, until it leaves it; a context manager."""
+    """One process in one slot under one member number, until it leaves; a context manager."""
 
     def __init__(
         self, context: MemberContext, job: Job, body: WorkerState, ring: EventRing, slot: int, member: int
@@ -163,9 +163,10 @@ class _SlotSession:
         return self._left
 
     def _flush(self) -> None:
-        """Wait until every push will arrive, and hear what the launcher said before: then reads may follow.
+        """Wait until every push will arrive, and handle the launcher's orders before the reads follow.
 
-        Who was stopped between its pushes, and has lost its slot since, is told so here: its successor decides.
+        A worker that was suspended between its pushes and has lost its slot since learns it here: its successor
+        decides.
         """
         if not self._hub.flush(_LOOK_S):
             self._turn(0.0)
@@ -182,7 +183,7 @@ class _SlotSession:
         self._listen(wait_s)
 
     def _attend(self) -> None:
-        """Do what the launcher says."""
+        """Execute the launcher's orders."""
         unheard, self._body.unheard = self._body.unheard, []
         for told in (*unheard, *map(ORDERS.read, self._context.received())):
             if isinstance(told, ViewPublished):
@@ -244,7 +245,9 @@ class _SlotSession:
             self._report(ShardsWelcomed(epoch=self._core.welcomed_epoch))
 
     def _take_answer(self, member: int, answer: PushPullAnswer, payload: memoryview) -> bool:
-        """Take what answers a turn, in the common case; False, and nothing has changed, in any other."""
+        """Take the answer to a push-pull on the fast path; False, with nothing else changed, if it does not
+        apply.
+        """
         self._mail.payloads.require_known(answer)
         if not self._core.awaits(answer, member):
             return False
@@ -257,7 +260,7 @@ class _SlotSession:
         return True
 
     def _cut(self, member: int, error: ProtocolError) -> None:
-        """End the connection to a server that sent what nobody may send; it may serve others well."""
+        """Disconnect a server that violated the protocol; other workers may still use it."""
         self._hub.disconnect(member, str(error))
         self._dialled.discard(member)
         self._report(
@@ -379,7 +382,7 @@ class _SlotSession:
             self._report(Notice(sentence=sentence))
 
     def _record(self, compute: Compute) -> None:
-        """Write down what the gradient was made of and what it is, before anybody can have it."""
+        """Record the inputs and the hash of the gradient, before it is sent."""
         work, body = compute.work, self._body
         row = ComputedRow(
             process=self._context.rank,
@@ -419,30 +422,31 @@ class _SlotSession:
             raise _SlotLeft
 
     def _hear_rows(self, member: int, message: Any, payload: memoryview) -> None:
-        """Take what the core never sees: the rows' values, and which sets a server has forgotten."""
+        """Handle what the core never sees: the values of rows, and which sets a server has evicted."""
         if isinstance(message, RowValues) and self._core.awaits(message, member):
             self._body.tables.take(message.shard, payload)
         elif isinstance(message, RowsUnknown):
             self._body.tables.forgotten(message.names)
 
     def _record_pull(self, work: Work, now_ns: int) -> None:
-        """Book the time since the push: to the worker whose update the shards waited for, or to the exchange."""
+        """Attribute the time since the push: to the worker that the shards waited for, or to the exchange."""
         book = StepBook(self._ring.record, work.batch, self._pushed_ns)
         if self._waited_for != NOBODY:
             book.waits({self._waited_for: now_ns - self._pushed_ns})
         book.exchange(now_ns, self._take_sent(), self._wire)
 
     def _take_sent(self) -> Traffic:
-        """The bytes of pushes since the last call, and in how many messages they went; nothing before the first."""
+        """The bytes of pushes since the last call, and the number of messages; none before the first push."""
         num_bytes = self._body.bytes_sent - self._booked_bytes
         self._booked_bytes = self._body.bytes_sent
         messages = self._per_shard * self._body.layout.shards if num_bytes else 0
         return Traffic(bytes_sent=num_bytes, messages_sent=messages)
 
     def _try_loss(self, work: Work) -> None:
-        """Who has the first part of the first batch: UserError where the loss is not what the task says it is.
+        """Check the loss reduction on the worker with the first part of the first batch; UserError if it is
+        wrong.
 
-        Not where there are tables, of which this worker has no row yet.
+        Not with tables, of which this worker has no row yet.
         """
         computer, model = self._body.computer, self._body.model.model
         splits = work.parts > 1 or computer.task.microbatches > 1
@@ -450,7 +454,9 @@ class _SlotSession:
             require_reduction(computer, work.part, model, lambda trial: trial.evaluate(model))
 
     def _evaluate(self, work: Work) -> None:
-        """Who has the first part of a batch that an evaluation comes before does it, with the weights just pulled."""
+        """Evaluate with the weights just pulled, on the worker with the first part of the batch after which it is
+        due.
+        """
         plan = self._job.plan
         due = plan.evaluate_every and work.batch and work.batch % plan.evaluate_every == 0
         if not due or work.part or self._evaluated == work.batch:

@@ -1,4 +1,4 @@
-"""What a worker process keeps when its place changes: the model, its memory, what it counted."""
+"""The state of a worker process that survives a change of slot: the model, its memory and its counters."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LOOK_S = 0.2
 
 
 class WorkerState:
-    """One worker process's, from its start to its end; `close` lets go of the shared memory."""
+    """One worker process's state, from start to end; `close` releases the shared memory."""
 
     def __init__(self, context: MemberContext, resources: MemberResources, job: Job, slot: int) -> None:
         self.context = context
@@ -41,7 +41,7 @@ class WorkerState:
         self.area = self._new_area()
         self.parts = [self.area.part(shard) for shard in range(self.layout.shards)]
         self.unheard: list[Any] = []
-        """What the launcher said after it gave a new place."""
+        """The launcher's orders that followed a new slot assignment."""
         check_optimizer(job.strategy.codec, built.optimizer)
         self.coding = RangeCoding(
             self.layout, job.strategy.codec, feedback=job.strategy.feedback, seed=job.plan.seed
@@ -49,7 +49,7 @@ class WorkerState:
         self._owed = ResidualMemory(job.run_path, job.strategy, job.workers, job.keep_checkpoints)
         self._load_states = job.resume_version is not None
         self.encoded: list[torch.Tensor] = []
-        """By shard: the last gradient as it travels, where that is not as it lies in the area."""
+        """By shard: the last gradient as encoded for sending, if that differs from the area."""
         self.model = ReplicaModel(built.model, self.layout, self.area)
         self.model.model.train()
         self.own_steps = (
@@ -57,7 +57,7 @@ class WorkerState:
             if job.strategy.averages
             else None
         )
-        """Where parameters are pushed: this worker's steps."""
+        """The worker's local steps, if parameters are pushed."""
         self.tables = WorkerTables(built.model, self.layout, job.plan.task.sparse)
         self.recorder = Recorder(job.run_path, context.rank)
         self.course = Course()
@@ -66,9 +66,9 @@ class WorkerState:
         self.samples = 0
 
     def encode(self, batch: int, part: int) -> str | None:
-        """Make the gradients of all shards what servers will read, and keep what is owed where that is due.
+        """Round the gradients of all shards to what servers will decode, and save the residuals when due.
 
-        A sentence where the disk has lost, or does not take, what is owed.
+        Returns a sentence if the residuals could not be loaded or saved.
         """
         said = None
         if self._load_states:  # the first gradient of a run that goes on
@@ -88,21 +88,22 @@ class WorkerState:
         return said
 
     def await_place(self, member: int) -> tuple[int, int] | None:
-        """Wait, as a standby, for a place under a number after `member`; None if the run ended without one."""
+        """Wait, as a standby, for a slot under a number after `member`; None if the run ended without one."""
         while not self.context.stop_requested():
             told = [ORDERS.read(one) for one in self.context.received()]
             for number, one in enumerate(told):
                 if isinstance(one, PlaceGiven) and one.member > member:
-                    self.unheard = told[number + 1 :]  # the view that names us, perhaps
+                    self.unheard = told[number + 1 :]  # perhaps the view with this worker in it
                     return one.slot, one.member
             time.sleep(_LOOK_S)
         return None
 
     def begin_anew(self) -> None:
-        """Take other memory: a shard may still hold an update of the old place, and read it where it lies.
+        """Switch to new memory: a shard may still hold an update of the old slot, and read it in place.
 
-        The last update of that place does not count for the buffers: who lost its place while it computed may have
-        read parameters in place that had changed under it. A replay knows: a process's next row has another member.
+        The last update of that slot does not count for the buffers: a worker that lost its slot while it computed
+        may have read parameters that changed under it. A replay recognises this: the process's next row has
+        another member.
         """
         self.model.undo()
         self.area.close()
@@ -114,9 +115,9 @@ class WorkerState:
         return WorkerArea.create(self.layout, self.home.values if self.home is not None else None)
 
     def leave_buffers(self) -> None:
-        """Leave the model's buffers where the launcher finds them; the last who finishes wins.
+        """Hand over the model's buffers to the launcher; the last worker to finish wins.
 
-        Who has computed nothing has none but those that the run began with.
+        A worker that has computed nothing has only the initial buffers, and hands over none.
         """
         buffers = dict(self.model.model.named_buffers())
         if buffers and self.samples:
@@ -124,7 +125,9 @@ class WorkerState:
             self._leave_buffers(state)
 
     def complaint(self, done: Computed, where: str) -> str | None:
-        """What of a loss or its gradient is not finite, `where`; None, and the loss is kept in mind, if all is."""
+        """What of a loss or its gradient is not finite, prefixed by `where`; None if all is, and the loss is
+        recorded.
+        """
         finite = _is_finite(done)
         if finite and self.model.is_finite(self.area.gradients) and self.tables.is_finite():
             if done.samples:
@@ -133,13 +136,13 @@ class WorkerState:
         return f"{where}: {'the gradient' if finite else 'the loss'} is not finite; nothing of it was applied"
 
     def cause(self, done: Computed) -> str:
-        """What that came from, as far as this worker sees, and what to try."""
+        """The likely cause of a non-finite value, as far as this worker can tell, and what to try."""
         what = "gradient" if _is_finite(done) else "loss"
         since = "an update before this" if self.course.last is not None else ""
         return diagnose(self.model.model, self.course, what=what, since=since)
 
     def totals(self) -> dict[str, Any]:
-        """What the launcher adds up."""
+        """The counters that the launcher sums up."""
         return {
             "messages_sent": self.messages_sent,
             "bytes_sent": self.bytes_sent,
@@ -148,7 +151,7 @@ class WorkerState:
         }
 
     def close(self) -> None:
-        """Let go of the shared memory."""
+        """Release the shared memory and close the record."""
         self.recorder.close()
         self.model.close()
         self.area.close()

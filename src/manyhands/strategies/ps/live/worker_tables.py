@@ -1,8 +1,9 @@
-"""A worker's side of row-sparse tables: which rows a batch reads, their values into the model, their gradients out.
+"""A worker's side of row-sparse tables: which rows a batch reads, their values into the model, their gradients
+out.
 
-The model has every table whole, as the task built it; of it only the rows that the batch names are brought up to date
-before it is computed, and only their gradients are sent. A gradient anywhere else is an error, for it would be lost,
-and the values that it was computed from were old.
+The model has every table in full, as the task built it. Only the rows that the batch names are updated before it
+is computed, and only their gradients are sent. A gradient of any other row is an error: it would be lost, and it
+was computed from outdated values.
 """
 
 from __future__ import annotations
@@ -56,13 +57,13 @@ class WorkerTables:
 
     @property
     def exist(self) -> bool:
-        """Whether the task has any."""
+        """Whether the task has any tables."""
         return bool(self._parameters)
 
     # ── what a batch reads ────────────────────────────────────────────────────────────────────────────────────────────
 
     def begin(self) -> None:
-        """A new update: no batch is known yet, and one without samples reads nothing."""
+        """Begin a new update: no batch is known yet, and one without samples reads nothing."""
         self._forgotten.clear()
         self._whole = False
         self._digests.clear()
@@ -73,7 +74,7 @@ class WorkerTables:
         self._gradients = [None for _ in self._parameters]
 
     def choose(self, batch: Any) -> list[int]:
-        """Read what this batch reads; the shards that have rows of it."""
+        """Select the rows that this batch reads; returns the shards that have any."""
         self._whole = False
         self._digests.clear()
         self._sizes.clear()
@@ -87,7 +88,7 @@ class WorkerTables:
         ]
 
     def choose_whole(self) -> Collection[int]:
-        """Read all rows of all tables, as an evaluation does."""
+        """Select all rows of all tables, as an evaluation does."""
         self._whole = True
         self._sizes.clear()
         return range(self._layout.shards)
@@ -101,7 +102,7 @@ class WorkerTables:
         return [] if self._whole else pack(self._said(member, shard, self._rows))
 
     def require_size(self, shard: int, num_bytes: int) -> None:
-        """Refuse an answer of another length than what was asked for, before it is read."""
+        """Reject an answer of another length than requested, before it is read."""
         expected = self._sizes.get(shard)
         if expected is None:
             expected = self._sizes[shard] = values_bytes(self._layout.tables, self._counts(shard))
@@ -111,7 +112,7 @@ class WorkerTables:
             )
 
     def take(self, shard: int, payload: memoryview) -> None:
-        """The rows' values are here: into the model with them."""
+        """Copy the received values of rows into the model."""
         self.require_size(shard, len(payload))
         begin, shards = 0, self._layout.shards
         for number, (table, parameter) in enumerate(zip(self._layout.tables, self._parameters, strict=True)):
@@ -138,7 +139,7 @@ class WorkerTables:
             )
 
     def is_finite(self) -> bool:
-        """Whether all gradients that were taken are."""
+        """Whether all collected gradients are finite."""
         return all(
             bool(torch.isfinite(part).all())
             for parts in self._gradients
@@ -147,7 +148,7 @@ class WorkerTables:
         )
 
     def gradients(self, shard: int) -> dict[str, RowGradient]:
-        """A shard's part of them, by table; one that was not reached is missing."""
+        """A shard's part of the gradients, by table, without tables that backward did not reach."""
         return {
             table.name: RowGradient(rows=rows[shard], values=parts[shard])
             for table, rows, parts in zip(self._layout.tables, self._rows, self._gradients, strict=True)
@@ -166,11 +167,11 @@ class WorkerTables:
     # ── names ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def forgotten(self, names: Collection[str]) -> None:
-        """A server does not know these sets: for the rest of this update, give them."""
+        """Send these sets in full for the rest of this update: a server does not know them."""
         self._forgotten.update(bytes.fromhex(name) for name in names)
 
     def forget(self, member: int) -> None:
-        """The connection to a server was lost, and perhaps what it was told."""
+        """Forget which sets a disconnected server knows."""
         self._names.pop(member, None)
 
     def _said(self, member: int, shard: int, rows: Collection[list[Tensor] | None]) -> list[Said]:
