@@ -1,25 +1,25 @@
-"""Who serves which shard and who works in which slot: the launcher's decisions, as a pure state machine.
+"""Which member serves each shard and works in each slot: the launcher's decisions, as a pure state machine.
 
 `handle(event)` returns what to do. The rules:
 
-- Every process is a **member**; numbers only grow, and a slot's holder always has a higher number than the ones before
-  it. That number is what fences a process that was paused: a shard obeys the highest it has heard of.
+- Every process is a **member**; numbers only grow, and a slot's holder always has a higher number than its
+  predecessors. That number fences a process that was paused: a shard obeys the highest number it has seen.
 - The first view is published when every server and every worker of the plan has joined.
-- A dead server: its replicas take over at once, a new process is started, and when that has joined it is given every
-  shard that lacks a primary (no replica was left: it is told to restore a snapshot) or a backup. A **silent** server is
+- A dead server: its replicas take over at once, and a new process is started. When that has joined, it is given every
+  shard that lacks a primary (no replica was left: it must restore a snapshot) or a backup. A **silent** server is
   killed first: two servers must never both believe that they serve a shard.
-- A dead or silent worker: its slot is vacant until somebody takes it. A silent one is not killed: when it wakes it is
-  fenced, says so (`Rejoin`), and gets a vacant slot under a new number. If none is vacant it becomes a **standby**, the
-  first to be used at the next death.
-- A worker that leaves for good is named in every later view, with the clock after its last update. Who learns that it
-  was restored from an older snapshot knows by this what is lost; without such a shard nobody needs to be told.
+- A dead or silent worker: its slot is vacant until another worker takes it. A silent one is not killed: when it wakes
+  it is fenced, reports it (`Rejoin`), and gets a vacant slot under a new number. If none is vacant it becomes a
+  **standby**, the first to be used at the next death.
+- A worker that leaves for good is named in every later view, with the clock after its last update. A shard that was
+  restored from an older snapshot learns from this what is lost; without such a shard nobody needs to be told.
 - A slot that is removed keeps its worker, and is given successors, until the lead shard has retired it.
-- A slot whose workers die five times in a row without getting further ends the run, and so do servers that die again
-  and again while the shards are not whole: what kills them will kill the next one too.
+- A slot whose workers die five times in a row without progress ends the run, and so do servers that die repeatedly
+  while the shards are not whole: the cause would kill the next one too.
 - A server that raises is a dead server. If one raises the same type of error again before every shard is whole, or if
   servers have raised five times in all, the cause is not in the process: the run ends.
-- Servers that die when every slot has finished are still followed by others, until everything has been left. One that
-  had left all that it served is not, unless another dies that had not: whoever follows that one may need all shards.
+- Servers that die when every slot has finished are still replaced, until everything has been handed over. One that
+  had handed over all that it served is not, unless another dies that had not: its successor may need all shards.
 """
 
 from __future__ import annotations
@@ -56,15 +56,17 @@ from manyhands.strategies.ps.ps_messages import Concluded, Installed, ShardView,
 __all__ = ["MAX_DEATHS", "Membership", "MembershipPlan"]
 
 MAX_DEATHS = 5
-"""That many deaths in a row without progress, of one slot's workers or per server, end the run.
+"""The number of deaths in a row without progress, of one slot's workers or per server, that ends the run.
 
-So do that many errors that servers raised, in all.
+The same number of errors raised by servers, in all, ends it too.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MembershipPlan:
-    """What a run consists of; `can_restore` says whether there is always a snapshot of every shard to go back to."""
+    """The composition of a run; `can_restore` says whether there is always a snapshot of every shard to go back
+    to.
+    """
 
     num_shards: int
     num_workers: int
@@ -80,7 +82,7 @@ class MembershipPlan:
 
     @property
     def num_servers(self) -> int:
-        """How many server processes there are: one for each shard, and enough to keep copies apart."""
+        """The number of server processes: one per shard, and enough to keep replicas apart."""
         return max(self.num_shards, self.replicas + 1)
 
 
@@ -129,7 +131,7 @@ class _Shard:
 
 
 class Membership:
-    """The launcher's knowledge of who is there, and its decisions about who does what."""
+    """The launcher's record of all members, and its decisions about their roles."""
 
     def __init__(self, plan: MembershipPlan) -> None:
         self._plan = plan
@@ -156,7 +158,7 @@ class Membership:
 
     @property
     def view(self) -> View:
-        """Membership as it is."""
+        """The current membership."""
         return View(
             epoch=self._epoch,
             shards=tuple(
@@ -169,13 +171,13 @@ class Membership:
         )
 
     def begin(self) -> list[MembershipAction]:
-        """Start everybody."""
+        """Start all servers and workers of the plan."""
         servers = [self._start_server() for _ in range(self._plan.num_servers)]
         slots = [self._new_slot(_Phase.ACTIVE) for _ in range(self._plan.num_workers)]
         return [*servers, *(self._start_worker(slot) for slot in slots)]
 
     def handle(self, event: MembershipEvent) -> list[MembershipAction]:
-        """What to do about `event`; nothing more once the run has failed, and about workers once it is over."""
+        """The actions for `event`; none once the run has failed, and only server events count once it is over."""
         if self._ended or (self._over and not self._concerns_servers(event)):
             return []
         match event:
@@ -189,7 +191,7 @@ class Membership:
                 return self._conclude(event)
         member = self._members.get(event.member)
         if member is None:
-            return []  # it died, or goes by another number now
+            return []  # it died, or has another number now
         match event:
             case MemberJoined():
                 return self._join_server(member) if member.slot is None else self._join_worker(member)
@@ -217,7 +219,7 @@ class Membership:
         return self._open() if self._epoch == 0 else self._fill(member)
 
     def _open(self) -> list[MembershipAction]:
-        """Publish the first view, once everybody is there: shard i on server i, its copy on the next one."""
+        """Publish the first view once all have joined: shard i on server i, its backup on the next one."""
         servers = self._serving()
         if len(servers) < self._plan.num_servers or any(slot.member == 0 for slot in self._slots.values()):
             return []
@@ -228,7 +230,7 @@ class Membership:
         return [self._publish()]
 
     def _fill(self, joined: _Member) -> list[MembershipAction]:
-        """Give every shard what it lacks, now that one more server is there."""
+        """Give every shard the replica it lacks, now that one more server has joined."""
         actions: list[MembershipAction] = []
         for shard in self._shards:
             if not shard.primary:
@@ -242,11 +244,11 @@ class Membership:
         return [*actions, self._publish(), *self._whole_again(joined.number)]
 
     def _load(self, member: int) -> tuple[int, int]:
-        """How much a server has to do; of two that are alike the later comes first."""
+        """A server's load; of two with equal load the later member sorts first."""
         return sum(member in (shard.primary, shard.backup) for shard in self._shards), -member
 
     def _installed(self, message: Installed) -> list[MembershipAction]:
-        """A backup has its copy, or a primary has restored its snapshot."""
+        """Handle a backup that has its copy, or a primary that has restored its snapshot."""
         shard = self._shards[message.shard]
         if message.epoch != shard.epoch or message.member not in (shard.primary, shard.backup):
             return []
@@ -268,7 +270,9 @@ class Membership:
         return {shard.number for shard in self._shards if shard.primary == member}
 
     def _bury_servers(self, member: _Member, error: str) -> list[MembershipAction]:
-        """Follow a dead server, and with it those for which that was not worth while; nobody, if it is not needed."""
+        """Replace a dead server, and earlier ones that were not replaced; none, if the server is no longer
+        needed.
+        """
         if self._leaving and self._served_by(member.number) <= self._left:
             self._unfollowed.append(member)
             return []
@@ -309,7 +313,9 @@ class Membership:
         return [self._publish(), self._start_server()]
 
     def _hand_over(self, shard: _Shard, dead: int) -> bool:
-        """Let the backup of a shard take over from a dead primary, or drop a dead backup; whether all is lost."""
+        """Promote the backup of a dead primary, or drop a dead backup; returns whether the shard has no replica
+        left.
+        """
         shard.epoch += 1
         if shard.primary != dead:
             shard.backup, shard.whole = 0, False
@@ -327,7 +333,7 @@ class Membership:
     def _join_worker(self, member: _Member) -> list[MembershipAction]:
         """Take the slot that the process was started for, or another vacant one, or stand by."""
         if member.state is _State.WORKING:
-            return []  # it was fenced, has been given a place since, and is there
+            return []  # it was fenced, has a new slot since, and reports ready again
         own = self._slots.get(member.slot) if member.slot is not None else None
         if own is not None and own.member == 0 and member.number > own.last_member:
             return self._take(own, member, member.number)
@@ -357,7 +363,7 @@ class Membership:
         return actions
 
     def _settle_in(self, slot: _Slot) -> list[MembershipAction]:
-        """Find somebody for a vacant slot: who stands by, else a new process."""
+        """Find a worker for a vacant slot: a standby, else a new process."""
         standby = next((m for m in self._members.values() if m.state is _State.STANDBY), None)
         return self._place(standby) if standby is not None else [self._start_worker(slot)]
 
@@ -421,8 +427,8 @@ class Membership:
     def _end_if_done(self) -> list[MembershipAction]:
         """The run is over when every slot has finished, which without a restore leaves nothing open at any shard.
 
-        Where one came back from a snapshot, every shard has to hear how far the slots had come and to log what is lost:
-        the view tells, and `Concluded` of all of them answers.
+        After a restore, every shard has to learn how far the slots had come and to log what is lost: the view
+        says it, and `Concluded` from all of them confirms it.
         """
         if not self._is_done():
             return []

@@ -1,7 +1,7 @@
 """The updates that wait at a shard, and the optimizer steps that they become.
 
-Which updates make a step is the policy's decision, or (where arrival decides) the lead's, taken here in the order in
-which it was told. Where steps go by clock, closing one says what became of every slot that owed an update to it.
+The policy decides which updates make a step, or (where arrival decides) the lead shard, whose decisions are taken
+here in order. Where steps go by clock, closing one settles every slot that had to deliver an update for it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _OF_PUSH = tuple(field.name for field in fields(Push))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardConfig:
-    """What every replica of a shard is told at the start."""
+    """The initial configuration, equal in every replica of a shard."""
 
     shard: int
     num_shards: int
@@ -41,7 +41,7 @@ class ShardConfig:
     confirms: bool = field(init=False, repr=False, compare=False)
     """Whether an update counts at every shard or at none: no push counts before its worker has sent all of them."""
     follows: bool = field(init=False, repr=False, compare=False)
-    """Whether its groups are chosen by another shard."""
+    """Whether another shard chooses its groups."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.shard < self.num_shards:
@@ -58,38 +58,38 @@ class ShardConfig:
 
 @dataclass(slots=True, kw_only=True)
 class Change:
-    """What entry `sequence` of a shard's log led to."""
+    """The effects of entry `sequence` of a shard's log."""
 
     shard: int
     term: int
     sequence: int
     actions: list[Action] = field(default_factory=list)
     outcome: Outcome = Outcome.ACCEPTED
-    """Of a Push."""
+    """The outcome of a Push."""
     moved: list[int] = field(default_factory=list)
     """Slots whose reads may be answerable now."""
     decisions: list[Decision] = field(default_factory=list)
-    """For the lead to tell the other shards."""
+    """Decisions that the lead has to send to the other shards."""
 
     def drop(self, push: Push) -> None:
-        """Let the gradient of `push` go, if it has one."""
+        """Release the gradient of `push`, if it has one."""
         if not push.skip:
             self.actions.append(Drop(shard=self.shard, slot=push.slot, clock=push.clock))
 
     def log_lost(self, slot: int, first: int, until: int) -> None:
-        """Say that these updates of `slot` are lost."""
+        """Log that these updates of `slot` are lost."""
         row = LostRow(
             shard=self.shard, term=self.term, sequence=self.sequence, slot=slot, first=first, until=until
         )
         self.actions.append(Log(row=row))
 
     def log_late(self, slot: int, clock: int) -> None:
-        """Say that a step did not wait for this update."""
+        """Log that a step did not wait for this update."""
         row = LateRow(shard=self.shard, term=self.term, sequence=self.sequence, slot=slot, clock=clock)
         self.actions.append(Log(row=row))
 
     def log_skipped(self, push: Push) -> None:
-        """Say that there was nothing to apply in `push`."""
+        """Log that `push` had nothing to apply."""
         row = SkippedRow(
             shard=self.shard,
             term=self.term,
@@ -103,17 +103,17 @@ class Change:
 
 
 class Steps:
-    """Waiting updates and steps of one shard; the `Book` that a policy looks at."""
+    """The waiting updates and the steps of one shard; the `Book` that a policy reads."""
 
     def __init__(self, config: ShardConfig, table: SlotTable) -> None:
         self.version = 0
         self.step = 0
         self.drained = False
-        """Set by the owner: every batch is done, and no update comes after those that wait."""
+        """Set by the owner: every batch is done, and no update follows those that wait."""
         self.resume = 0
-        """At a shard that follows: steps below this clock are decided, whatever is missing here."""
+        """At a following shard: steps below this clock are decided, even if updates are missing here."""
         self.lives: list[tuple[int, int]] = []
-        """Every return to a snapshot: the term that began with it, and the version that it went back to."""
+        """Every return to a snapshot: the new term, and the version that was restored."""
         self._config = config
         self._table = table
         self._waiting: dict[tuple[int, int], Push] = {}
@@ -127,20 +127,20 @@ class Steps:
 
     @property
     def num_active(self) -> int:
-        """How many slots there are now."""
+        """The number of active slots."""
         return len(self._table.active)
 
     @property
     def num_waiting(self) -> int:
-        """How many updates are here and in no step yet."""
+        """The number of updates that are here and not in a step yet."""
         return len(self._waiting)
 
     def slots_at(self, clock: int) -> tuple[int, ...]:
-        """The slots that owe an update `clock`, ascending."""
+        """The slots that must deliver an update for `clock`, ascending."""
         return self._table.generation_at(clock).slots
 
     def num_arrived(self, clock: int) -> int:
-        """How many of them have settled it, or will never send it."""
+        """How many of these slots have settled it, or will never send it."""
         return self._arrived.get(clock, 0)
 
     def waits(self, slot: int, clock: int) -> bool:
@@ -172,7 +172,7 @@ class Steps:
         change.moved.append(slot)
 
     def wait(self, push: Push, record: SlotRecord, change: Change) -> None:
-        """Take a settled update in; one without a gradient has its place in a group like any other."""
+        """Queue a settled update; one without a gradient has its place in a group like any other."""
         if push.skip:
             change.outcome = Outcome.SKIPPED
         self._waiting[push.slot, push.clock] = push
@@ -181,13 +181,13 @@ class Steps:
             self._next_free.append((push.slot, push.clock))
 
     def follow(self, group: Group) -> None:
-        """Take a group after those that the lead chose before it."""
+        """Queue a group behind those that the lead chose before it."""
         self._groups.append(group)
         if len(self._groups) == 1:
             self._await_group()
 
     def let_free(self, names: tuple[tuple[int, int], ...]) -> None:
-        """Let these updates, and all before them in their slots, be steps of their own whenever they are here."""
+        """Let these updates, and all before them in their slots, become single steps whenever they are here."""
         for slot, clock in names:
             if clock >= self._free.get(slot, 0):
                 self._free[slot] = clock + 1
@@ -195,7 +195,7 @@ class Steps:
                 self._next_free += [(slot, c) for c in waiting if c <= clock]
 
     def _await_group(self) -> None:
-        """Note what the first of the chosen groups still waits for."""
+        """Compute what the first of the chosen groups still waits for."""
         self._missing = set()
         if self._groups:
             for slot, clock in self._groups[0].updates:
@@ -217,10 +217,10 @@ class Steps:
         return group
 
     def take(self, group: Group, change: Change) -> None:
-        """Make an optimizer step of a group; what it names and is not here was settled in another way."""
+        """Take the optimizer step of a group; a named update that is not here was settled in another way."""
         stepwise = self._config.policy.stepwise
         if stepwise and group.step < self.step:
-            return  # a lead that was restored decides again what is long done here
+            return  # a restored lead repeats a decision that was executed here before
         pushes: list[Push] = []
         present: set[int] = set()
         for slot, clock in group.updates:
@@ -240,7 +240,7 @@ class Steps:
             change.moved += present
 
     def skip_lost_steps(self, change: Change) -> None:
-        """At a shard that follows by clock: close the steps whose decisions went with an earlier life of it."""
+        """At a shard that follows by clock: close the steps whose decisions were lost in an earlier term."""
         if self._config.follows and self._config.policy.stepwise:
             first = self._groups[0].step if self._groups else self.resume
             while self.step < first:
@@ -286,23 +286,23 @@ class Steps:
         change.actions += [apply, Log(row=row)]
 
     def included(self, read_version: int, read_term: int) -> int:
-        """How many steps of this shard's history a push was computed with that read this version in that term.
+        """How many steps of this shard's history are included in a push that read this version in that term.
 
-        Of a version that was read in an earlier life only what the snapshot kept is part of the history.
+        Of a version read in an earlier term only what the snapshot kept is part of the history.
         """
         if not self.lives:
             return read_version
         return min([read_version, *(version for term, version in self.lives if term > read_term)])
 
     def _wanted(self, group: Group) -> frozenset[int]:
-        """The slots whose update a step by clock was to have."""
+        """The slots whose update a step by clock should contain."""
         if self._config.follows:
             return frozenset(slot for slot, _ in group.updates)
         records = self._table.records
         return frozenset(slot for slot in self.slots_at(group.step) if records[slot].next_clock > group.step)
 
     def _close(self, present: set[int], wanted: frozenset[int], change: Change) -> None:
-        """End the step of the next clock, and say what became of those who have no part in it."""
+        """Close the step of the next clock, and settle the slots that are not in it as lost or late."""
         clock = self.step
         self.step += 1
         self._arrived.pop(clock, None)
@@ -326,7 +326,7 @@ class Steps:
     # ── snapshots ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def state(self) -> dict[str, Any]:
-        """Everything, as JSON can say it."""
+        """The complete state as JSON values."""
         return {
             "version": self.version,
             "step": self.step,
@@ -340,7 +340,7 @@ class Steps:
 
     @classmethod
     def from_state(cls, config: ShardConfig, table: SlotTable, state: dict[str, Any]) -> Steps:
-        """What `state` was taken of; `table` is of the same moment."""
+        """Restore from the value of `state`; `table` is of the same moment."""
         steps = cls(config, table)
         steps.version, steps.step, steps.resume = state["version"], state["step"], state["resume"]
         steps._free = dict(state["free"])

@@ -30,7 +30,7 @@ _MAGNITUDE = np.uint32(0x7FFFFFFF)
 
 
 class PlainSgd:
-    """One shard's step; `of` makes one."""
+    """The step of one shard; created by `of`."""
 
     def __init__(self, optimizer: Optimizer, values: ShardRange) -> None:
         self._optimizer = optimizer
@@ -44,7 +44,7 @@ class PlainSgd:
 
     @classmethod
     def of(cls, optimizer: Optimizer, values: ShardRange, *, owns_all: bool) -> PlainSgd | None:
-        """The step of `optimizer` on these values; None where it does more. `owns_all`: it has every piece of them."""
+        """The step of `optimizer` on these values; None if it does more. `owns_all`: it has every piece of them."""
         groups = optimizer.param_groups
         if type(optimizer) is not SGD or len(groups) != 1 or is_hooked(optimizer) or not owns_all:
             return None
@@ -59,9 +59,9 @@ class PlainSgd:
         return cls(optimizer, values)
 
     def step(self, gradient: int, flags: int, rate: float, out: int = 0) -> bool:
-        """Step by the gradient at that address, of those pieces that are flagged, and copy the values to `out`.
+        """Step with the gradient at that address, for the flagged pieces, and copy the values to `out`.
 
-        The learning rate is multiplied by `rate`. False, and nothing has changed, where the gradient is not finite.
+        The learning rate is multiplied by `rate`. False, with nothing changed, if the gradient is not finite.
         """
         values, bounds, count, num_bytes = self._where
         lr = self._optimizer.param_groups[0]["lr"]
@@ -72,7 +72,7 @@ class PlainSgd:
 
 
 def is_hooked(optimizer: Optimizer) -> bool:
-    """Whether anybody hears of the steps of an optimizer: a hook, or what was put in the place of `step`."""
+    """Whether an optimizer's steps are observed: by a hook, or by a replaced `step`."""
     hooks = (
         vars(optimizer).get("step"),
         optimizer._optimizer_step_pre_hooks,
@@ -112,7 +112,7 @@ def _step(values, gradient, flags, pieces, count, lr, out, num_bytes):  # type: 
 
 @cache
 def _is_torchs() -> bool:
-    """Whether torch's fused step gives these bits, in its vectors and in what is left behind them."""
+    """Whether torch's fused step gives the same bits, in its vector loop and in the remainder."""
     draw = np.random.default_rng(0)
     for size in (1, 7, 16, 37, 1000):
         values, gradient = (torch.from_numpy(draw.standard_normal(size, np.float32)) for _ in range(2))

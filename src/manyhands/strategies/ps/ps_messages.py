@@ -64,11 +64,11 @@ LAUNCHER = 0
 """The launcher's number; members count from 1."""
 
 LEAD = 0
-"""The shard that decides for all: which batch is whose, who belongs to a group, from which clock on a slot counts."""
+"""The shard that decides for all: which slot gets which batch, which updates form a group, when a slot begins."""
 
 
 class Outcome(IntEnum):
-    """What became of a push."""
+    """What happened to a push."""
 
     APPLIED = 1
     """The optimizer has taken the step it belongs to."""
@@ -77,9 +77,9 @@ class Outcome(IntEnum):
     DUPLICATE = 3
     """The shard had it already."""
     LATE = 4
-    """Its group was complete without it (backup workers): it counts for nothing."""
+    """Its group was complete without it (backup workers): it is ignored."""
     SKIPPED = 5
-    """The worker itself said that there is nothing to apply: its gradient was not finite."""
+    """The worker sent no gradient, because it was not finite."""
 
 
 class WorkKind(IntEnum):
@@ -87,20 +87,21 @@ class WorkKind(IntEnum):
 
     TRAIN = 1
     FINISHED = 2
-    """Every batch is done or given out. (Of a shard that does not lead: as far as it knows.)"""
+    """Every batch is done or assigned. (From a shard other than the lead: as far as it knows.)"""
     RETIRED = 3
-    """The slot was removed from the run. (Likewise.)"""
+    """The slot was removed from the run. (From a shard other than the lead: as far as it knows.)"""
     UNKNOWN = 4
-    """This shard does not lead: the answer of another one says."""
+    """This shard is not the lead: the lead's answer says."""
     AHEAD = 5
-    """Nobody needs the clock that was read for any more: read for this one."""
+    """The clock that was read for is no longer needed: read for this one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
     """Part `part` of `parts` of global batch `batch`, to be pushed as `clock`.
 
-    A `clock` beyond the one that was read for says that nobody needs those in between any more, whatever the kind.
+    A `clock` beyond the one that was read for means that those in between are no longer needed, whatever the
+    kind.
     """
 
     kind: WorkKind
@@ -123,19 +124,19 @@ class Update:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardView:
-    """Who serves a shard; `epoch` grows whenever that changes."""
+    """The replicas of a shard; `epoch` grows whenever they change."""
 
     shard: int
     epoch: int
     primary: int
-    """Member; 0 while nobody does."""
+    """The primary's member number; 0 while there is none."""
     backup: int = 0
-    """Member that holds, or is about to be given, a copy; 0 for none."""
+    """The member that holds, or is about to receive, a copy; 0 for none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotView:
-    """Who works in a slot; 0 while its successor is being started."""
+    """The member in a slot; 0 while its successor is being started."""
 
     slot: int
     member: int
@@ -143,19 +144,19 @@ class SlotView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """Membership as the launcher has it; a higher epoch replaces a lower one."""
+    """The launcher's view of the membership; a higher epoch replaces a lower one."""
 
     epoch: int
     shards: tuple[ShardView, ...]
     slots: tuple[SlotView, ...]
-    """The active slots, in order; one that is missing here has been removed, and its number is never given again."""
+    """The active slots, in order; a slot missing here was removed, and its number is never reused."""
     retiring: tuple[SlotView, ...] = ()
-    """Slots that were removed: their worker, or a successor, finishes what they owe, until it is told RETIRED."""
+    """Removed slots: their worker, or a successor, finishes their outstanding updates, until it is told RETIRED."""
     gone: tuple[Update, ...] = ()
-    """Slots whose worker has left for good, FINISHED or RETIRED: nobody will send an update below this clock.
+    """Slots whose worker has left for good, FINISHED or RETIRED: no update below this clock will be sent.
 
-    Every shard had all of them. One that lacks some was restored from an older snapshot, and nobody is left in the slot
-    to tell it so.
+    Every shard had all of them. One that lacks some was restored from an older snapshot, and no worker is left in
+    the slot to tell it so.
     """
 
 
@@ -164,10 +165,10 @@ class View:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    """Worker to primary, before anything else and again after a change of primary: I hold this slot.
+    """Worker to primary, before anything else and again after a change of primary: this member holds this slot.
 
-    Everything of this slot below clock `settled` was settled at this shard as far as the worker knows (0: it is new).
-    A shard that has less than that was restored from an older snapshot, and reports what was lost.
+    Everything of this slot below clock `settled` was settled at this shard as far as the worker knows (0: it is
+    new). A shard that has less was restored from an older snapshot, and reports what was lost.
     """
 
     shard: int
@@ -185,12 +186,12 @@ class Welcome:
     next_clock: int
     version: int
     arrived: int = 0
-    """The lowest clock that has not even arrived, where that is a later one: the updates between do not count yet."""
+    """The lowest clock that has not arrived, if it is a later one: the updates between do not count yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Read:
-    """Worker to primary: the parameters for my update `clock`, once the consistency allows."""
+    """Worker to primary: request the parameters for update `clock`; held until the consistency allows the answer."""
 
     shard: int
     slot: int
@@ -208,17 +209,19 @@ class Parameters:
     version: int
     work: Work
     term: int = 0
-    """The life of the shard that the version is of: another one after each return to a snapshot."""
+    """The term of the shard that the version belongs to; a new one begins with each return to a snapshot."""
     waited_for: int = -1
-    """The slot whose update the Read had to wait for; -1 if it was answered at once, or for another reason."""
+    """The slot whose update the Read had to wait for; -1 if it was answered at once, or waited for another
+    reason.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadRows:
-    """Worker to primary, once it knows its batch: the values of rows of tables, for my update `clock`.
+    """Worker to primary, once it knows its batch: request the values of table rows for update `clock`.
 
-    The payload says which rows, `whole` without a payload that all of them are meant. Never held back: what the
-    consistency wants included is there since the Read was answered.
+    The payload names the rows; `whole`, without a payload, means all of them. Never held: what the consistency
+    requires has been included since the Read was answered.
     """
 
     shard: int
@@ -255,9 +258,9 @@ class RowsUnknown:
 class Push:
     """Worker to primary, with a gradient as its payload: this slot's update `clock`.
 
-    `read_version` and `read_term` are those of the Parameters it was computed from. `weight` is the part of its batch
-    that the gradient is of (it is scaled by that already); `batch`, `part` and `parts` are those of its Work. `skip`
-    has no payload: the gradient was not finite, and only the clock moves on.
+    `read_version` and `read_term` are those of the Parameters it was computed from. `weight` is the gradient's
+    share of its batch (it is scaled by that already); `batch`, `part` and `parts` are those of its Work. `skip`
+    has no payload: the gradient was not finite, and only the clock advances.
     """
 
     shard: int
@@ -272,12 +275,12 @@ class Push:
     skip: bool = False
     read_term: int = 0
     rows_version: int = -1
-    """The version at which rows of tables were read here; -1 where none were."""
+    """The version at which table rows were read here; -1 if none were."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ack:
-    """The push is safe: it survives as many deaths as the run promises."""
+    """The push is durable: it survives as many deaths as the run promises."""
 
     shard: int
     slot: int
@@ -287,7 +290,7 @@ class Ack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refused:
-    """The push cannot be taken (its gradient is not finite); nothing changed, the clock still waits for it."""
+    """The push is refused (its gradient is not finite); nothing changed, the clock still waits for it."""
 
     shard: int
     slot: int
@@ -297,7 +300,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fenced:
-    """Your slot is held by a later member: stop, and ask the launcher for a place."""
+    """The slot is held by a later member: the receiver stops, and requests a new slot from the launcher."""
 
     shard: int
     slot: int
@@ -306,7 +309,7 @@ class Fenced:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotPrimary:
-    """This server does not serve the shard (any more, or yet); wait for a view that says who does."""
+    """This server does not serve the shard (any more, or yet); wait for a view with another primary."""
 
     shard: int
     epoch: int
@@ -317,7 +320,7 @@ class NotPrimary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """From clock `start` on the active slots are these; `base` is the first batch that they share out."""
+    """From clock `start` on these slots are active; `base` is the first batch that they distribute."""
 
     start: int
     base: int
@@ -326,12 +329,12 @@ class Generation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """Lead to the primary of another shard: decision `number`, either a group of updates or a new table of slots.
+    """Lead to the primary of another shard: decision `number`, either a group of updates or a new slot table.
 
-    As far as the lead knows, the shard keeps everything up to `kept` already: a shard that does not was restored from
-    an older snapshot. A lead that was itself restored counts on in a higher `term`. A message whose `number` is `kept`
-    decides nothing: it greets a new primary. One that stands before `kept` goes on from there, and the choices that it
-    has lost are made up for in the same message: their updates are free.
+    As far as the lead knows, the shard has stored everything up to `kept`: a shard that has not was restored from
+    an older snapshot. A lead that was itself restored continues in a higher `term`. A message whose `number` is
+    `kept` decides nothing: it greets a new primary. A primary that is behind `kept` continues from there, and the
+    same message releases the updates of the decisions it has lost (`freely`).
     """
 
     shard: int
@@ -339,27 +342,27 @@ class Chosen:
     number: int
     kept: int
     generations: tuple[Generation, ...]
-    """All of them, so that nobody who missed one stays behind; empty while the lead asks the others for theirs."""
+    """The complete slot table, so that a shard that missed one catches up; empty while the lead asks the others."""
     step: int
     """The clock whose group this is, where groups go by clock; all before it are decided."""
     updates: tuple[Update, ...] | None = None
     """The group, in the order of its sum; None where there is no group in this decision."""
     freely: bool = False
-    """No group: these updates and all before them in their slots are steps of their own, as they come.
+    """No group: these updates and all before them in their slots become single steps, as they arrive.
 
-    Somebody chose them, in a life that the lead or this shard has lost since.
+    They were chosen in a term that the lead or this shard has lost since.
     """
     epoch: int = 0
-    """Of the lead shard, as its sender knows it: what a lead that was replaced still says counts for nothing."""
+    """The lead shard's epoch, as the sender knows it: messages of a replaced lead are ignored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChosenKept:
-    """The answer, to the lead: decisions up to and including `number` are safe at `shard`.
+    """The answer, to the lead: decisions up to and including `number` are durable at `shard`.
 
-    The rest is for a lead that was restored: the slots, the highest clock and the highest batch that the shard knows.
-    A new primary of the shard `asks`: it may have missed what it was told before it knew that it serves, or lost what
-    it kept.
+    The rest is for a lead that was restored: the slots, the highest clock and the highest batch that the shard
+    knows. A new primary of the shard `asks`: it may have missed messages sent before it knew that it serves, or
+    lost what it had.
     """
 
     shard: int
@@ -370,12 +373,12 @@ class ChosenKept:
     top_batch: int
     asks: bool = False
     epoch: int = 0
-    """Of the shard, as its sender knows it: what a primary that was replaced still says counts for nothing."""
+    """The shard's epoch, as the sender knows it: messages of a replaced primary are ignored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assigned:
-    """An entry of the lead's log: this update is of the next batch that is free."""
+    """An entry of the lead's log: this update gets the next free batch."""
 
     slot: int
     clock: int
@@ -383,14 +386,14 @@ class Assigned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotsChanged:
-    """An entry of the lead's log: the active slots, from a clock on that nobody has begun yet."""
+    """An entry of the lead's log: the active slots, from a clock on that no slot has begun yet."""
 
     slots: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdatesLost:
-    """An entry of a shard's log: updates of `slot` below clock `until` went with a server that had no replica."""
+    """An entry of a shard's log: updates of `slot` below clock `until` are lost."""
 
     slot: int
     until: int
@@ -398,11 +401,11 @@ class UpdatesLost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Closing:
-    """An entry of the lead's log: nobody is left who could send an update, so what waits makes the last step."""
+    """An entry of the lead's log: no worker is left to send an update, so what waits makes the last step."""
 
 
 Entry = Push | Chosen | ChosenKept | Assigned | SlotsChanged | UpdatesLost | Closing
-"""Whatever changes the state of a shard; applied in the same order by the primary and by its backup."""
+"""Everything that changes the state of a shard; applied in the same order by the primary and by its backup."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -428,7 +431,7 @@ class Forwarded:
 class Install:
     """Primary to a new backup, with the store's state and the pending gradients as payload.
 
-    `state` is the core's own, as JSON text; forwards from `sequence` + 1 on follow.
+    `state` is the core's, as JSON text; forwards from `sequence` + 1 on follow.
     """
 
     shard: int
@@ -448,10 +451,11 @@ class Installed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Concluded:
-    """Primary to the launcher: by the view of this epoch everyone has left, and nothing is open here any more.
+    """Primary to the launcher: by the view of this epoch all workers have left, and nothing is open here any
+    more.
 
-    Every update of every slot is in a step or logged as lost or late, on the backup too, and all shards keep what the
-    lead decided.
+    Every update of every slot is in a step or logged as lost or late, on the backup too, and all shards have
+    stored the lead's decisions.
     """
 
     shard: int
@@ -460,7 +464,7 @@ class Concluded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Yield:
-    """To a primary of an older epoch: somebody else serves this shard now."""
+    """To a primary of an older epoch: another server serves this shard now."""
 
     shard: int
     epoch: int

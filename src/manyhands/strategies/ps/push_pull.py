@@ -23,13 +23,13 @@ _KINDS = {int(kind): kind for kind in WorkKind}
 
 
 class PushPull(NamedTuple):
-    """A Push that has a gradient, and the Read of the clock after it."""
+    """A Push with a gradient, and the Read of the next clock, in one message."""
 
     shard: int
     slot: int
     member: int
     clock: int
-    """Of the push."""
+    """The clock of the push."""
     read_version: int
     batch: int
     part: int
@@ -40,7 +40,7 @@ class PushPull(NamedTuple):
 
     @staticmethod
     def of(first: Message, second: Message) -> PushPull | None:
-        """The turn that two messages to one server are; None where they are none."""
+        """The push-pull that two messages to one server form; None if they do not."""
         if not isinstance(first, Push) or not isinstance(second, Read) or first.skip:
             return None
         if (second.shard, second.slot, second.member) != (first.shard, first.slot, first.member):
@@ -63,7 +63,7 @@ class PushPull(NamedTuple):
 
     @property
     def push(self) -> Push:
-        """The first of its messages."""
+        """The Push in it."""
         return Push(
             shard=self.shard,
             slot=self.slot,
@@ -80,22 +80,22 @@ class PushPull(NamedTuple):
 
     @property
     def read(self) -> Read:
-        """The second."""
+        """The Read in it."""
         return Read(shard=self.shard, slot=self.slot, member=self.member, clock=self.clock + 1)
 
 
 class PushPullAnswer(NamedTuple):
-    """The Parameters that a turn is answered with, its push being safe."""
+    """The Parameters that answer a push-pull, whose push is durable."""
 
     shard: int
     slot: int
     clock: int
-    """That was read for."""
+    """The clock that was read for."""
     version: int
     term: int
     waited_for: int
     kind: int
-    """Of its Work, and so are the rest."""
+    """The kind of its Work; the following fields are of the Work, too."""
     work_clock: int
     batch: int
     part: int
@@ -103,7 +103,7 @@ class PushPullAnswer(NamedTuple):
 
     @staticmethod
     def of(parameters: Parameters) -> PushPullAnswer:
-        """The same, flat."""
+        """The same message as a flat tuple."""
         work = parameters.work
         return PushPullAnswer(
             parameters.shard,
@@ -121,7 +121,7 @@ class PushPullAnswer(NamedTuple):
 
     @property
     def parameters(self) -> Parameters:
-        """The message that it is; ProtocolError for work of no kind."""
+        """The Parameters message; ProtocolError for an unknown kind of work."""
         kind = _KINDS.get(self.kind)
         if kind is None:
             raise ProtocolError("PushPullAnswer.kind", f"{self.kind} is no WorkKind")
@@ -138,9 +138,9 @@ class PushPullAnswer(NamedTuple):
 
 
 def in_push_pulls(actions: Sequence[Any]) -> Iterator[tuple[Any, PushPull | None]]:
-    """Each of a worker's actions by itself, and a push with the read behind it as the turn that they are.
+    """Each of a worker's actions, with a push and the read behind it joined into a push-pull.
 
-    A turn comes with the action that sends its push.
+    A push-pull is yielded with the action that sends its push.
     """
     index, count = 0, len(actions)
     while index < count:

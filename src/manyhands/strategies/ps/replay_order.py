@@ -42,7 +42,7 @@ class ReplayImpossible(ManyhandsError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayKeep:
-    """Copy the values of a shard, which is at this version and about to go on."""
+    """Copy the values of a shard, which is at this version and about to advance."""
 
     shard: int
     version: int
@@ -50,7 +50,7 @@ class ReplayKeep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forget:
-    """Let that copy go."""
+    """Release that copy."""
 
     shard: int
     version: int
@@ -58,12 +58,12 @@ class Forget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayCompute:
-    """Make a gradient of the versions that were read; these shards will apply it."""
+    """Compute a gradient from the versions that were read; these shards will apply it."""
 
     row: ComputedRow
     shards: tuple[int, ...]
     undone: bool = False
-    """Whether its process put its buffers back to what they were before: it had lost its place by then."""
+    """Whether its process restored its buffers afterwards, because it had lost its slot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,17 +105,17 @@ def steps_of(shard: int, files: Iterable[Iterable[Row]]) -> list[StepRow]:
 
 
 def num_batches(row: StepRow) -> int:
-    """How many global batches a step is of; a schedule of learning rates advances by so many."""
+    """The number of global batches in a step; a learning rate schedule advances by as many."""
     return len({update.batch for update in row.updates})
 
 
 class ReplayOrder:
     """The actions that execute a recorded run again, as an iterable.
 
-    `steps` are those of each shard, `computed` what each process did. `until` stops every shard when it has applied
-    so many batches; whatever that needs of the others is executed too. `stateful`: a model has buffers, so that every
-    process's computations come in their order, also those that no shard took. Only the last one before its process got
-    a new place, under a new number, is not among them: its process has undone it.
+    `steps` are those of each shard, `computed` the records of each process. `until` stops every shard when it has
+    applied that many batches; whatever that needs of the others is executed too. With `stateful` the model has
+    buffers, so every process's computations are executed in order, also those that no shard took. The only
+    exception is the last one before its process got a new slot, under a new number: its process has undone it.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class ReplayOrder:
             self._computed[row.name] = row
 
     def _chain(self, rows: Sequence[ComputedRow], taken: set[Name]) -> None:
-        """Let each computation of a process follow the one before it that left something, or that a shard has taken."""
+        """Order each computation of a process after the previous one that left an effect or was taken by a shard."""
         self._undone |= {before.name for before, after in pairwise(rows) if before.member != after.member}
         kept = [row for row in rows if row.name not in self._undone or row.name in taken]
         self._before |= {after.name: before.name for before, after in pairwise(kept)}
@@ -210,7 +210,7 @@ class ReplayOrder:
         return next(version for version, batches in enumerate(applied) if batches >= until)
 
     def _reach(self) -> tuple[dict[Name, ComputedRow], tuple[int, ...]]:
-        """What has to be computed for every shard to reach its limit, and how far each goes for that."""
+        """What has to be computed for every shard to reach its limit, and how far each advances for that."""
         needed: dict[Name, ComputedRow] = {}
         ends = list(self.limits)
         done = [0] * len(ends)
@@ -237,7 +237,7 @@ class ReplayOrder:
 
 
 class _Walk:
-    """One walk through the order."""
+    """One pass through the order."""
 
     def __init__(
         self,
@@ -262,7 +262,7 @@ class _Walk:
         self._ready: deque[Name] = deque()
 
     def actions(self) -> Iterator[ReplayAction]:
-        """Everything, in an order that works; ReplayImpossible names the row where there is none."""
+        """All actions in a valid order; ReplayImpossible names the row if there is none."""
         for shard in range(len(self._steps)):
             self._arrive(shard)
         while True:

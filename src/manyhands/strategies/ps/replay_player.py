@@ -1,7 +1,7 @@
-"""The player of a replay: does what `ReplayOrder` says, with the parts that the live processes are made of.
+"""The executor of a replay: does what `ReplayOrder` says, with the components of the live processes.
 
-One model computes for all workers in turn, from values that are copied in as a pull would, in memory laid out as a
-worker's; the stores of all shards take the steps.
+One model computes for all workers in order, from values that are copied in as a pull would, in memory laid out
+like a worker's; the stores of all shards take the steps.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ __all__ = ["Difference", "Player", "ProcessBuffers", "ReplayStage"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Where a replay left the recorded run."""
+    """Where a replay departs from the recorded run."""
 
     shard: int
     version: int | None
-    """What the update became at that shard; None if it was never applied there."""
+    """The version that the update became at that shard; None if it was never applied there."""
 
     slot: int
     clock: int
@@ -55,7 +55,7 @@ class Difference:
 
 
 class ReplayStage:
-    """What a worker and all servers of the run had, in one process; a context manager."""
+    """The state of a worker and of all servers of the run, in one process; a context manager."""
 
     def __init__(self, task: Task, record: RunRecord, strategy: Ps) -> None:
         plan = TrainingPlan(
@@ -96,7 +96,7 @@ class ReplayStage:
         return store
 
     def coding(self, process: int) -> RangeCoding:
-        """What a worker process encoded by, with all that it owed."""
+        """The encoder of a worker process, with its residuals."""
         found = self._codings.get(process)
         if found is None:
             strategy = self._strategy
@@ -129,7 +129,7 @@ class _Values:
 
 
 class Player:
-    """Does what the order says."""
+    """Executes the actions of a `ReplayOrder`."""
 
     def __init__(self, stage: ReplayStage, order: ReplayOrder) -> None:
         self._stage, self._order, self._layout = stage, order, stage.layout
@@ -152,7 +152,7 @@ class Player:
         self.peak_bytes = 0
 
     def play(self) -> Difference | None:
-        """Everything up to the end, or to the first difference."""
+        """Execute everything up to the end, or to the first difference."""
         for shard in range(self._layout.shards):
             self._end(shard)
         for action in self._order:
@@ -173,7 +173,7 @@ class Player:
 
     @property
     def loss(self) -> float | None:
-        """That of the last batch, as the history has it; None before the first."""
+        """The loss of the last batch, as in the history; None before the first."""
         parts = [self._last_parts[part] for part in sorted(self._last_parts)]
         applied = sum(one.share for one in parts)
         loss = sum(one.loss * one.share for one in parts)
@@ -290,7 +290,9 @@ class Player:
         self._end(shard)
 
     def _note_lead(self, apply: ReplayApply) -> None:
-        """Keep the losses of the last batch, and who made the last update, whose buffers a model that ends here has."""
+        """Record the losses of the last batch, and the process of the last update, whose buffers the final model
+        has.
+        """
         for update in apply.row.updates:
             done = self._computed.pop(update.name)
             if done.share and update.batch > self.last_batch:
@@ -312,7 +314,7 @@ class Player:
         return _Values(dense, tables)
 
     def _end(self, shard: int) -> None:
-        """Keep what a shard is to end with: it may have to go on for the sake of others."""
+        """Save a shard's final values when it reaches its limit: it may have to advance for the sake of others."""
         if self._versions[shard] == self._order.limits[shard]:
             self._ends[shard] = self._values(shard)
 
@@ -336,7 +338,7 @@ class Player:
 
 
 class ProcessBuffers:
-    """The buffers of the model, which each worker process has its own of, in one model that serves for all."""
+    """The buffers of every worker process, for a single model that serves all of them."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -345,7 +347,7 @@ class ProcessBuffers:
         self._current: int | None = None
 
     def switch(self, process: int) -> None:
-        """Give the model the buffers that a process had last."""
+        """Load the last buffers of a process into the model."""
         if process == self._current or not self._first:
             return
         if self._current is not None:

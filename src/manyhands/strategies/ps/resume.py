@@ -1,8 +1,8 @@
-"""Which batches a run that goes on from its shards' snapshots will compute: pure, from what their cores say.
+"""Which batches a run that resumes from its shards' snapshots will compute: pure, from the state of their cores.
 
-Under `sync` these are all from one on. Elsewhere workers are at different places when a snapshot is taken: a slow one
-still owes a batch that is far behind, a fast one has done some that are far ahead. The history of the run keeps its
-rows of all that is done, and only those.
+Under `sync` these are all from one batch on. Otherwise workers are at different batches when a snapshot is taken:
+a slow one has an early batch outstanding, a fast one has done later ones. The history of the run keeps its rows
+of all that is done, and only those.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ __all__ = ["ToCome", "batches_to_come"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToCome:
-    """The batches that will be computed; `in` asks for one."""
+    """The batches that will be computed; test with `in`."""
 
     start: int
-    """All from this one on."""
+    """All batches from this one on will be computed."""
     before: frozenset[int] = field(default_factory=frozenset)
-    """And these."""
+    """Earlier batches that will be computed, too."""
 
     def __contains__(self, batch: int) -> bool:
         return batch >= self.start or batch in self.before
 
     def wants(self, row: Mapping[str, Any]) -> bool:
-        """Whether a row of the history is of what is done: it stays, and none like it will come.
+        """Whether a row of the history stays, because what it reports is done and will not be computed again.
 
-        The loss at step k is that of batch k - 1; an evaluation at step k comes before batch k, and one that all before
-        it are done for is as it was.
+        The loss at step k is that of batch k - 1. An evaluation at step k comes before batch k, and remains valid
+        if all batches before it are done.
         """
         step = int(row["step"])
         if "metrics" in row:
@@ -43,7 +43,7 @@ class ToCome:
 
 
 def batches_to_come(policy: Policy, cores: Sequence[Mapping[str, Any]]) -> ToCome:
-    """What a run will compute that goes on from these states (`ShardCore.state`), by shard."""
+    """What a run that resumes from these states (`ShardCore.state`), by shard, will compute."""
     lead = cores[LEAD]
     table = SlotTable.from_state(lead["table"])
     if policy.stepwise:
@@ -62,7 +62,7 @@ def batches_to_come(policy: Policy, cores: Sequence[Mapping[str, Any]]) -> ToCom
 
 
 def _by_clock(policy: Policy, table: SlotTable) -> ToCome:
-    """Every slot goes on at its own clock, and slot and clock say the batch."""
+    """Every slot continues at its clock, and slot and clock determine the batch."""
     generations = table.generations
     top = max((record.next_clock for record in table.records.values()), default=0)
     top = max(top, generations[-1].start)

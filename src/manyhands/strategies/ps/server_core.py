@@ -1,4 +1,4 @@
-"""What one server process decides: it finds the replica of a shard that a message is for, and makes new ones."""
+"""The core of one server process: routes messages to the replicas of its shards, and creates new ones."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["ServerCore"]
 
 
 class ServerCore:
-    """All shards that server `member` has a part in; `config` names what they have in common."""
+    """All shards of which server `member` is a replica; `config` is what they have in common."""
 
     def __init__(self, config: ShardConfig, member: int) -> None:
         self._config = config
@@ -38,16 +38,16 @@ class ServerCore:
 
     @property
     def awaited_member(self) -> int | None:
-        """Whom this server waits for, where it holds reads back: a worker whose update is missing."""
+        """The worker whose missing update holds reads back, if any."""
         awaited = (replica.awaited_member for replica in self.replicas.values())
         return next((member for member in awaited if member is not None), None)
 
     def restore(self, shard: int, state: dict[str, Any] | None) -> None:
-        """Before the view that makes this server primary of `shard`: go back to a snapshot (None: to the start)."""
+        """Go back to a snapshot (None: to the start), before the view that makes this server primary of `shard`."""
         self._replica(shard).restore(state)
 
     def view(self, view: View) -> list[Action]:
-        """Membership changed (or is told again)."""
+        """Handle a membership change, or a repeated view."""
         actions: list[Action] = []
         for place in view.shards:
             if place.shard in self.replicas or self.member in (place.primary, place.backup):
@@ -55,12 +55,12 @@ class ServerCore:
         return actions
 
     def keeps(self, message: Push | Forward) -> bool:
-        """Whether `handle` will keep the gradient of this message: nobody need look for one that it will not."""
+        """Whether `handle` will keep the gradient of this message; if not, its payload need not be looked up."""
         replica = self.replicas.get(message.shard)
         return replica is not None and replica.keeps(message)
 
     def handle(self, message: Message, sender: int) -> list[Action]:
-        """What to do about a message of member `sender`."""
+        """The actions for a message of member `sender`."""
         match message:
             case Read() | Push() | Forward() | Forwarded() | Chosen() | ReadRows() | Hello() | Yield():
                 return self._pass(message.shard, message, sender)

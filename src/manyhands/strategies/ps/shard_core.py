@@ -47,17 +47,17 @@ class Hold(IntEnum):  # its members are keys: an int's hash is C's
     """Why a read cannot be answered yet."""
 
     OWN = auto()
-    """The slot's own updates before it are not settled here, or wait for their step where that is included."""
+    """The slot's earlier updates are not settled here, or wait for their step if the policy includes them."""
     OTHERS = auto()
-    """Updates of other slots are missing that the consistency wants included."""
+    """Updates of other slots are missing that the consistency requires."""
     SHARDS = auto()
-    """Not every other shard knows what was decided: slots that change at or before its clock, or the last steps."""
+    """Not every other shard has stored a decision: a slot change at or before this clock, or the last steps."""
     BATCH = auto()
-    """No batch has been given out for it."""
+    """No batch has been assigned to it."""
 
 
 class ShardCore:
-    """The state of one shard."""
+    """The replicated state of one shard."""
 
     def __init__(self, config: ShardConfig) -> None:
         self.config = config
@@ -66,9 +66,9 @@ class ShardCore:
         self.table = SlotTable(config.slots)
         self.steps = Steps(config, self.table)
         self.decisions = Decisions(range(1, config.num_shards) if config.leads else ())
-        """At the lead: what it decided for all."""
+        """At the lead: its decisions for all shards."""
         self.awaiting: set[int] = set()
-        """Shards to hear from after a restore, before anything new may happen here."""
+        """Shards whose answer is required after a restore, before anything new may happen here."""
         self._decided = (0, 0)  # at another shard: the term and number of the last decision that it has
         self._heard_term = 0  # at another shard: the highest term in which it heard from the lead
         self._next_batch = 0
@@ -76,9 +76,9 @@ class ShardCore:
 
     @classmethod
     def after(cls, config: ShardConfig, batches: int) -> ShardCore:
-        """A shard that goes on where others have trained the first `batches` batches, under another strategy say.
+        """A shard that continues after the first `batches` batches were trained, for example by another strategy.
 
-        Its versions count on from there; where steps go by clock, clocks do too.
+        Versions continue from there; where steps go by clock, clocks do too.
         """
         core = cls(config)
         start = batches if config.policy.stepwise else 0
@@ -92,32 +92,33 @@ class ShardCore:
 
     @property
     def version(self) -> int:
-        """How many optimizer steps were taken."""
+        """The number of optimizer steps taken."""
         return self.steps.version
 
     @property
     def mark(self) -> int:
-        """How far everybody has come; reads wait for it."""
+        """How far all slots have come; reads wait for it."""
         return self.steps.step if self.config.policy.stepwise else self.table.floor
 
     @property
     def concluded(self) -> bool:
-        """At the lead: whether every step that can be taken is, and every other shard keeps what was decided."""
+        """At the lead: whether every possible step is taken, and every other shard has stored the decisions."""
         if not self.config.policy.chosen_by_lead:
             return True
         return not self.steps.num_waiting and self.decisions.all_kept
 
     def next_clock(self, slot: int) -> int | None:
-        """The lowest clock that the slot has not settled here; None for one that is not known (yet)."""
+        """The lowest clock that the slot has not settled here; None for an unknown slot."""
         record = self.table.records.get(slot)
         if record is not None:
             return record.next_clock
         return None if self.config.policy.by_clock or self.config.leads else 0
 
     def owed_until(self, last: Update) -> int:
-        """The clock below which a slot owes what its worker, which left before update `last`, will never send.
+        """The clock below which a slot's updates will never be sent, as its worker left before update `last`.
 
-        As far as anybody has come: a shard that was restored may share the batches out in another way than before.
+        This extends as far as any slot has come: a restored shard may distribute the batches differently than
+        before.
         """
         clock = max(last.clock, self.next_clock(last.slot) or 0)
         if self.config.policy.by_clock:
@@ -126,7 +127,7 @@ class ShardCore:
         return clock
 
     def outcome_of(self, slot: int, clock: int) -> Outcome | None:
-        """What became of an update that is settled; None if it is not."""
+        """The outcome of a settled update; None if it is not settled."""
         record = self.table.records.get(slot)
         if record is None or clock >= record.next_clock:
             return None
@@ -134,7 +135,7 @@ class ShardCore:
         return Outcome.LATE if late else Outcome.DUPLICATE
 
     def answer(self, slot: int, clock: int) -> Work | Hold:
-        """The work that a read of a known slot is answered with, or why it has to wait."""
+        """The work with which to answer a read of a known slot, or why it has to wait."""
         record = self.table.records.get(slot)
         own = 0 if record is None else record.next_clock
         if record is not None and self.config.policy.includes_own(len(self.table.active)):
@@ -153,9 +154,9 @@ class ShardCore:
         return answer
 
     def _answer_as_told(self, slot: int, clock: int) -> Work | Hold:
-        """At another shard: what the lead will say is known by the table of slots alone, and that may be an old one.
+        """At another shard: predict the lead's answer from the slot table alone, which may be outdated.
 
-        Who does not train any more is not made to wait for others. The answer tells that, so that the worker can ask
+        A worker that does not train any more does not wait for others. The answer says so, and the worker asks
         again if the lead, by a newer table, lets it train after all.
         """
         if not self.config.policy.by_clock:
@@ -166,7 +167,7 @@ class ShardCore:
         return Hold.OTHERS if self._lacks_others(clock) else Work(kind=WorkKind.UNKNOWN)
 
     def _lacks_others(self, clock: int) -> bool:
-        """Whether updates are missing that a read includes."""
+        """Whether updates are missing that a read must include."""
         lag = self.config.policy.lag
         return lag is not None and self.mark < clock - lag
 
@@ -180,7 +181,9 @@ class ShardCore:
         return Hold.SHARDS if unsure else work
 
     def _finish(self, clock: int) -> Work | Hold:
-        """Let a worker go, unless another shard might never hear of the last steps: with all workers the run ends."""
+        """Release a worker, unless another shard might never learn of the last steps: the run ends with its last
+        worker.
+        """
         return Work(kind=WorkKind.FINISHED, clock=clock) if self.concluded else Hold.SHARDS
 
     def _place(self, slot: int, clock: int) -> Work:
@@ -204,27 +207,29 @@ class ShardCore:
         return Hold.BATCH
 
     def _retire(self, clock: int) -> Work | Hold:
-        """Let the worker of a removed slot go; near the end it may be the last one, and then as any other."""
+        """Release the worker of a removed slot; near the end it may be the last one, and then waits like any
+        other.
+        """
         last = self._next_batch >= self.config.steps and not self.concluded
         return Hold.SHARDS if last else Work(kind=WorkKind.RETIRED, clock=clock)
 
     # ── the lead and the others ───────────────────────────────────────────────────────────────────────────────────────
 
     def messages_to(self, shard: int, decisions: list[Decision]) -> list[Chosen]:
-        """What tells another shard of these decisions of the lead."""
+        """The messages that tell another shard these decisions of the lead."""
         table = self._told_table()
         return [self.decisions.message(shard, decision, self.term, table) for decision in decisions]
 
     def greetings_to(self, shard: int) -> list[Chosen]:
-        """What tells a new primary of another shard everything that it may lack."""
+        """The messages that tell a new primary of another shard everything it may lack."""
         free = self._past_choosing(shard)
         greeting = self.decisions.greeting(shard, self.steps.step, self.term, self._told_table(), free)
         return [greeting, *self.messages_to(shard, self.decisions.missing_at(shard))]
 
     def _past_choosing(self, shard: int) -> tuple[Update, ...]:
-        """By slot, the last update that is decided here by what `shard` is believed to keep.
+        """By slot, the last update that is decided here, given what `shard` is believed to have stored.
 
-        Nobody will choose it again. Where steps go by clock, the clock of the next one says as much.
+        It will not be chosen again. Where steps go by clock, the clock of the next one implies it.
         """
         if not self.config.policy.chosen_by_lead or self.config.policy.stepwise:
             return ()
@@ -238,7 +243,7 @@ class ShardCore:
         return () if self.awaiting else tuple(self.table.generations)
 
     def kept_answer(self, asks: bool = False) -> ChosenKept:
-        """What tells the lead which decisions are safe here, and asks for those that are not."""
+        """The message that tells the lead which decisions are durable here, and requests the others."""
         term, number = self._decided
         return ChosenKept(
             shard=self.config.shard,
@@ -251,18 +256,18 @@ class ShardCore:
         )
 
     def is_old(self, chosen: Chosen) -> bool:
-        """Whether a message of the lead is about what is committed here already."""
+        """Whether a message of the lead is committed here already."""
         newer_table = len(chosen.generations) > len(self.table.generations)
         return (chosen.term, chosen.number) <= self._decided and not newer_table and LEAD not in self.awaiting
 
     # ── what changes it ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def open_log(self) -> list[Action]:
-        """The rows that a log begins with."""
+        """The rows with which a log begins."""
         return [self._slots_row(generation) for generation in self.table.generations]
 
     def restore(self, term: int) -> list[Action]:
-        """Go on from a snapshot in a new term: what other shards know better has to be heard first."""
+        """Continue from a snapshot in a new term; other shards may know more, and must be heard first."""
         self.term = max(term, self.term + 1)
         self.awaiting = set(self.decisions.kept) if self.config.leads else {LEAD}
         shard, sequence = self.config.shard, self.sequence
@@ -271,7 +276,7 @@ class ShardCore:
         return [Log(row=row), *self.open_log()]
 
     def commit(self, entry: Entry) -> Change:
-        """Take the next entry of the log."""
+        """Apply the next entry of the log; deterministic, so that primary and backup stay equal."""
         self.sequence += 1
         change = Change(shard=self.config.shard, term=self.term, sequence=self.sequence)
         match entry:
@@ -323,8 +328,8 @@ class ShardCore:
     def _counts(self, push: Push, record: SlotRecord) -> bool:
         """Whether an update has a place in this run.
 
-        One that was begun before a restore may have none, where the slots changed earlier this time: its slot ends
-        before it, or others share out its batch. No read for it waited for anybody.
+        One that was begun before a restore may have none, if the slots changed earlier this time: its slot ends
+        before it, or others have its batch. No read waited for it.
         """
         if push.clock >= record.end:
             return False
@@ -352,7 +357,7 @@ class ShardCore:
             self._let_free((Update(slot=lost.slot, clock=until - 1),), change)
 
     def _let_free(self, updates: tuple[Update, ...], change: Change) -> None:
-        """At the lead: let the other shards take what they have of these without a group; here it is past choosing."""
+        """At the lead: release these updates at the other shards without a group; here they were chosen already."""
         change.decisions.append(self.decisions.take(self.steps.step, updates, freely=True))
 
     def _assign(self, assigned: Assigned, change: Change) -> None:
@@ -377,7 +382,7 @@ class ShardCore:
         change.decisions.append(self.decisions.take_table(self.steps.step, start))
 
     def _adopt(self, generations: tuple[Generation, ...], change: Change) -> None:
-        """Take over what a longer table of slots adds."""
+        """Adopt the generations that a longer slot table adds."""
         known = set(self.table.records)
         for generation in generations[len(self.table.generations) :]:
             change.moved.extend(self.table.active)
@@ -388,10 +393,10 @@ class ShardCore:
             self._catch_up(slot, change)
 
     def _catch_up(self, slot: int, change: Change) -> None:
-        """Let a new slot begin at the next step: those before it were closed without it, and do not wait for it.
+        """Let a new slot begin at the next step: earlier ones were closed without it, and do not wait for it.
 
-        So it is where a shard that was restored heard from workers how far they were, and the lead, which was restored
-        too, not yet when it added the slot.
+        This happens when a restored shard learned from workers how far they were, before the lead, restored too,
+        did.
         """
         record = self.table.records[slot]
         missed = self.table.owed(record, self.steps.step)
@@ -413,7 +418,7 @@ class ShardCore:
         )
 
     def _hear(self, kept: ChosenKept, change: Change) -> None:
-        """At the lead: another shard said what it keeps."""
+        """At the lead: record what another shard has stored."""
         was_awaiting = bool(self.awaiting)
         self.awaiting.discard(kept.shard)
         self.table.top = max(self.table.top, kept.top_clock)
@@ -427,10 +432,10 @@ class ShardCore:
             change.decisions.append(self.decisions.take_table(self.steps.step, 0))
 
     def _follow(self, chosen: Chosen, change: Change) -> None:
-        """At another shard: the lead decided.
+        """At another shard: follow the lead's decision.
 
-        A lead that was restored and has not heard every shard yet knows no table that can be trusted: it is answered,
-        and tells everything once more when it does.
+        A restored lead that has not heard from every shard has no reliable table: it is answered, and sends
+        everything again when it has.
         """
         if chosen.term < self._heard_term:
             return
@@ -457,7 +462,7 @@ class ShardCore:
     # ── snapshots ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def state(self) -> dict[str, Any]:
-        """Everything, as JSON can say it."""
+        """The complete state as JSON values."""
         return {
             "sequence": self.sequence,
             "term": self.term,
@@ -473,7 +478,7 @@ class ShardCore:
 
     @classmethod
     def from_state(cls, config: ShardConfig, state: dict[str, Any]) -> ShardCore:
-        """The core that `state` was taken of."""
+        """Restore from the value of `state`."""
         core = cls(config)
         core.sequence, core.term = state["sequence"], state["term"]
         core.table = SlotTable.from_state(state["table"])

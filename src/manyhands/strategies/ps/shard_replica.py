@@ -1,15 +1,17 @@
-"""One server's part in one shard: primary or backup, with replication, fencing and held reads around `ShardCore`.
+"""One server's replica of one shard: primary or backup, with replication, fencing and held reads around
+`ShardCore`.
 
     worker ──Push──► primary ──Forward──► backup        the entry gets the next sequence number
-                        ◄────Forwarded─────┘            and is committed here only now: what anyone was
+                        ◄────Forwarded─────┘            and is committed here only now: what any member was
     worker ◄──Ack, Parameters── primary                 told or has read survives this server's death
 
-Without a backup an entry is committed at once. A backup commits what it is forwarded and says nothing to workers; a
-view that makes it primary finds everything already there. Reads are never replicated: workers ask again. Where an
-update counts at every shard or at none, a push becomes an entry when the Read behind it has come (see `unconfirmed`).
+Without a backup an entry is committed at once. A backup commits what it is forwarded and sends nothing to
+workers; when a view makes it primary, everything is already there. Reads are never replicated: workers ask again.
+Where an update counts at every shard or at none, a push becomes an entry when the Read behind it has come (see
+`unconfirmed`).
 
-The driver delivers messages between two live members in the order in which they were sent, and none is lost on the
-way while both live; the same view told again makes the lead tell the others again what they may lack.
+The driver delivers messages between two live members in the order in which they were sent, and none is lost while
+both live. Repeating a view makes the lead resend what the others may lack.
 """
 
 from __future__ import annotations
@@ -60,21 +62,21 @@ __all__ = ["ReplicaRole", "ShardReplica"]
 
 
 class ReplicaRole(Enum):
-    """What a server is to a shard."""
+    """A server's role for a shard."""
 
     PRIMARY = auto()
     """It serves the shard."""
     BACKUP = auto()
     """It holds a copy and commits what the primary forwards."""
     EMPTY = auto()
-    """It has nothing of the shard: not yet, or not any more."""
+    """It has no state of the shard: not yet, or not any more."""
 
 
 class ShardReplica:
-    """The part of server `member` in one shard.
+    """The replica of one shard on server `member`.
 
-    A new one is empty. It becomes primary by a view, of a new shard or of what `restore` was given, and backup by an
-    Install.
+    A new one is empty. It becomes primary by a view, of a new shard or of what `restore` was given, and backup by
+    an Install.
     """
 
     def __init__(self, config: ShardConfig, member: int) -> None:
@@ -111,15 +113,15 @@ class ShardReplica:
     # ── membership ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def restore(self, state: dict[str, Any] | None) -> None:
-        """Before the view that makes it primary: go back to a snapshot, `state()` of an earlier life of the shard.
+        """Go back to a snapshot, an earlier `state()`, before the view that makes this replica primary.
 
-        None: there is none yet, and the shard begins again; the log says so, and what that loses.
+        None: there is no snapshot yet, and the shard begins again; the log says so, and what that loses.
         """
         self.core = self._make_core(None if state is None else state["core"])
         self._restored = True
 
     def view(self, view: View) -> list[Action]:
-        """Membership changed (or is told again)."""
+        """Handle a membership change, or a repeated view."""
         mine = next((place for place in view.shards if place.shard == self.config.shard), None)
         if mine is None or mine.epoch < self.epoch or view.epoch < self._view.epoch:
             return []
@@ -137,7 +139,7 @@ class ShardReplica:
         return self._step_down() if changed and not stays else []
 
     def _know(self, slot: int, member: int) -> None:
-        """Note a member of a slot; a read of an older one is not answered any more."""
+        """Record a member of a slot; a held read of an older member is dropped."""
         if member > self._holders.get(slot, 0):
             self._holders[slot] = member
             held = self._held.get(slot)
@@ -158,6 +160,7 @@ class ShardReplica:
         if not changed:
             return actions
         self._backup = 0
+        # The old backup no longer counts, and the new one is installed from the committed state: commit all.
         actions += self._commit_safe()
         self._backup = mine.backup
         if self._backup:
@@ -170,7 +173,9 @@ class ShardReplica:
         return actions
 
     def _tell_others(self, before: dict[int, tuple[int, int]]) -> list[Action]:
-        """At the lead: tell every new primary of another shard (or, if we are new, every one) what it may lack."""
+        """At the lead: send every new primary of another shard (or, if this lead is new, every one) what it may
+        lack.
+        """
         mine = self._primaries[LEAD]
         everyone = before.get(LEAD) != mine or before == self._primaries
         actions: list[Action] = []
@@ -181,18 +186,18 @@ class ShardReplica:
         return actions
 
     def _tell(self, to: int, message: Chosen | ChosenKept) -> SendMessage:
-        """What one shard says to another counts as long as its sender serves."""
+        """A message to another shard, stamped with the epoch: it counts only while its sender serves."""
         return SendMessage(to=to, message=replace(message, epoch=self.epoch))
 
     def _ask_lead(self, before: dict[int, tuple[int, int]]) -> list[Action]:
-        """At another shard: let the lead know who serves it now; what it said before we knew went unheard."""
+        """At another shard: announce the new primary to the lead, as earlier messages were not received."""
         mine, lead = self.config.shard, self._primaries.get(LEAD, (0, 0))
         if not lead[1] or (before.get(mine) == self._primaries[mine] and before.get(LEAD) == lead):
             return []
         return [self._tell(lead[1], self.core.kept_answer(asks=True))]
 
     def _settle_membership(self) -> list[Action]:
-        """Log what the view says of slots, once it is sure that no other shard knows better."""
+        """Log the view's slot changes, once it is certain that no other shard knows more."""
         if self.core.awaiting:
             return []
         actions = self._lose_owed()
@@ -205,7 +210,7 @@ class ShardReplica:
         return actions + self._conclude()
 
     def _lose_owed(self) -> list[Action]:
-        """Wait for nothing that a slot owes which nobody will ever speak for again."""
+        """Give up the updates of slots whose worker has left for good."""
         actions: list[Action] = []
         for last in self._view.gone:
             known, until = self._next_to_take(last.slot), self.core.owed_until(last)
@@ -219,7 +224,7 @@ class ShardReplica:
         return not self._view.retiring and all(place.slot in gone for place in self._view.slots)
 
     def _conclude(self) -> list[Action]:
-        """Once everyone has left: let what waits be the last step, and tell the launcher when nothing is open."""
+        """Once all workers have left: make what waits the last step, and tell the launcher when nothing is open."""
         if not self._everyone_left or self._in_flight or self.core.awaiting:
             return []
         if (
@@ -245,7 +250,7 @@ class ShardReplica:
         return actions
 
     def _step_down(self) -> list[Action]:
-        """Somebody else serves: forget everything; what was in flight was never acknowledged."""
+        """Discard all state, as another server serves; entries in flight were never acknowledged."""
         had_something = self.role is not ReplicaRole.EMPTY
         self.role = ReplicaRole.EMPTY
         self.core = self._make_core(None)
@@ -267,7 +272,7 @@ class ShardReplica:
     # ── messages ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def handle(self, message: Message, sender: int) -> list[Action]:
-        """What to do about a message of member `sender`."""
+        """The actions for a message of member `sender`."""
         match message:
             case Read() | Push() | ReadRows() | Hello():
                 return self._serve_worker(message, sender)
@@ -289,7 +294,7 @@ class ShardReplica:
     def keeps(self, message: Push | Forward) -> bool:
         """Whether `handle` will keep the gradient of this message.
 
-        That of a fenced worker, of an update that is known already, or of a primary of an older epoch may be gone.
+        The gradient of a fenced worker, of a known update, or of a primary of an older epoch may be gone.
         """
         if isinstance(message, Forward):
             is_next = message.sequence == self.core.sequence + 1
@@ -306,7 +311,7 @@ class ShardReplica:
 
     @property
     def awaited_member(self) -> int | None:
-        """Whom reads that are held back wait for: the member of the lowest slot whose own read has not come yet."""
+        """The member that held reads wait for: that of the lowest slot whose read has not come yet."""
         others = [slot for slot in self._holders if slot not in self._held]
         return self._holders[min(others)] if self._held and others else None
 
@@ -326,7 +331,7 @@ class ShardReplica:
                 return [
                     *self._hold(message),
                     fenced,
-                ]  # its Read was perhaps heard elsewhere: its successor decides
+                ]  # its Read may have reached another shard: its successor decides
             return [fenced]
         self._unconfirmed.meet(message.slot, message.member)
         match message:
@@ -345,7 +350,7 @@ class ShardReplica:
                 return [SendMessage(to=sender, message=values)]
 
     def _greet(self, hello: Hello) -> list[Action]:
-        """Log what was lost since the worker was last told of it, then welcome it."""
+        """Log what was lost since the worker last heard of it, then welcome it."""
         known = self._next_to_take(hello.slot)
         if known is not None and hello.settled > known:
             return self._append_lost(hello.slot, hello.settled)
@@ -391,7 +396,7 @@ class ShardReplica:
         return [*([] if before is None else self._drop(before)), *([] if push.skip else [self._keep(push)])]
 
     def _resolve(self, read: Read) -> list[Action]:
-        """Count what was held of a slot, if this Read lies behind it; else its worker computes that update again."""
+        """Count the held push of a slot if this Read is behind it; else drop it, as its worker computes it again."""
         push = self._unconfirmed.resolve(read.slot)
         if push is None:
             return []
@@ -399,7 +404,7 @@ class ShardReplica:
         return self._count(push) if counts else self._drop(push)
 
     def _count(self, push: Push) -> list[Action]:
-        """Let a push that is kept be the next entry."""
+        """Make a kept push the next entry."""
         actions: list[Action] = []
         known = self._next_to_take(push.slot)
         if known is not None and known < push.clock:
@@ -420,9 +425,9 @@ class ShardReplica:
 
     def _take_chosen(self, chosen: Chosen, sender: int) -> list[Action]:
         if self.role is not ReplicaRole.PRIMARY or self.config.leads:
-            return []  # the lead tells whoever becomes primary
+            return []  # the lead sends it again to the next primary
         if (chosen.epoch, sender) < self._lead:
-            return []  # on its way since before that lead was replaced; its successor tells us all of it again
+            return []  # sent before that lead was replaced; its successor sends all of it again
         self._lead = (chosen.epoch, sender)
         if self.core.is_old(chosen):
             return [self._tell(sender, self.core.kept_answer())]
@@ -430,7 +435,7 @@ class ShardReplica:
 
     def _take_kept(self, kept: ChosenKept, sender: int) -> list[Action]:
         if self.role is not ReplicaRole.PRIMARY or not self.config.leads:
-            return []  # whoever becomes primary of the lead greets everybody
+            return []  # the next primary of the lead greets all shards
         if kept.epoch < self._primaries.get(kept.shard, (0, 0))[0]:
             return []  # of a primary that was replaced; its successor asks
         if not kept.asks:
@@ -440,7 +445,7 @@ class ShardReplica:
     # ── the log ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _append(self, entry: Entry) -> list[Action]:
-        """Give an entry the next sequence number, and commit what is safe."""
+        """Give an entry the next sequence number, forward it, and commit what is durable."""
         self._in_flight.append(entry)
         actions: list[Action] = []
         if self._backup:
@@ -466,7 +471,7 @@ class ShardReplica:
         return actions
 
     def _after(self, entry: Entry, change: Change) -> list[Action]:
-        """What a primary does once an entry is committed: tell whom it concerns, and look at what it held back."""
+        """The primary's actions after a commit: notify the members concerned, and retry what was held back."""
         actions = change.actions
         match entry:
             case Push():
@@ -475,7 +480,7 @@ class ShardReplica:
             case UpdatesLost():
                 self._land(entry.slot)
             case Chosen():
-                if self._lead[1]:  # else whoever is to lead will greet us
+                if self._lead[1]:  # else the next lead will greet this shard
                     actions.append(self._tell(self._lead[1], self.core.kept_answer()))
                 actions += self._settle_membership()
             case ChosenKept():
@@ -506,12 +511,12 @@ class ShardReplica:
         return actions + (self._conclude() if self._view.gone else [])
 
     def _land(self, slot: int) -> None:
-        """Forget what was in flight of a slot, once nothing is."""
+        """Forget the in-flight mark of a slot once all its entries are committed."""
         if self._taken.get(slot, 0) <= (self.core.next_clock(slot) or 0):
             self._taken.pop(slot, None)
 
     def _heard(self) -> list[Action]:
-        """At the lead, another shard has answered: reads may wait for that, and after a restore everything does."""
+        """At the lead, after another shard's answer: retry reads that waited for it; after a restore, resume."""
         actions = self._look_again(Hold.SHARDS)
         if self._listening and not self.core.awaiting:
             self._listening = False
@@ -555,6 +560,7 @@ class ShardReplica:
     def _take_forwarded(self, message: Forwarded) -> list[Action]:
         if self.role is not ReplicaRole.PRIMARY or message.epoch != self.epoch:
             return []
+        # The backup has these entries, so they survive this server's death and may be acknowledged.
         self._forwarded = max(self._forwarded, message.sequence)
         return self._commit_safe()
 
@@ -590,7 +596,7 @@ class ShardReplica:
         return SendMessage(to=sender, message=forwarded)
 
     def _refuse(self, sender: int) -> list[Action]:
-        """Tell a server that claims the shard by an older epoch, unless it serves in the new one too."""
+        """Send Yield to a server that claims the shard by an older epoch, unless it is also the current primary."""
         if sender == self._primary:
             return []
         return [SendMessage(to=sender, message=Yield(shard=self.config.shard, epoch=self.epoch))]
@@ -598,8 +604,8 @@ class ShardReplica:
     # ── snapshots ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def state(self) -> dict[str, Any]:
-        """What is committed, as JSON can say it; the store is of the same moment once all actions are done.
+        """The committed state as JSON values; the store matches it once all actions are executed.
 
-        Beside it a snapshot keeps the gradients of `core.steps.waiting` alone: what is in flight is not in it.
+        A snapshot additionally holds the gradients of `core.steps.waiting` only: entries in flight are not in it.
         """
         return {"shard": self.config.shard, "core": self.core.state()}

@@ -1,7 +1,8 @@
 """The state of a shard, and of all of them together: what a backup is installed from and what a checkpoint holds.
 
-A shard's state is that of its pieces. All shards' states make the `state_dict()`s of model and optimizer that a single
-process would have, so a checkpoint is the same whatever strategy wrote it, and any number of shards goes on from it.
+A shard's state is that of its pieces. All shards' states form the `state_dict()`s of model and optimizer that a
+single process would have, so a checkpoint is the same whatever strategy wrote it, and any number of shards can
+resume from it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ __all__ = ["ShardState", "merge", "split"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ShardState:
-    """What one shard holds; `model` and `optimizer` are as a checkpoint's `Snapshot` takes them."""
+    """The state of one shard; `model` and `optimizer` are as a checkpoint's `Snapshot` takes them."""
 
     model: dict[str, Tensor]
     """By parameter or table: the shard's part of it, in its shape where that is all of it and flat otherwise."""
@@ -29,7 +30,7 @@ class ShardState:
     """A `state_dict()` whose state is that of these parts."""
 
     batches: int
-    """How far the scheduler is."""
+    """The number of batches by which the scheduler has advanced."""
 
 
 class _Named(NamedTuple):
@@ -59,8 +60,8 @@ def merge(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The `state_dict()`s of model and optimizer from the states of all shards, in their order.
 
-    `model` is the `state_dict()` of any worker's model: buffers and frozen parameters come from there. Tensors that
-    one shard has whole are its own, not copies.
+    `model` is the `state_dict()` of any worker's model: buffers and frozen parameters come from there. Tensors
+    that one shard has in full are not copied.
     """
     values: dict[str, Tensor] = {}
     merged = MergedState()

@@ -27,24 +27,24 @@ __all__ = ["Averaging", "Contribution", "ShardStore"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Averaging:
-    """How a shard takes parameters that workers push, and not gradients, into its own: x becomes x + a (m - x).
+    """How a shard averages pushed parameters (not gradients) into its values: x becomes x + a (m - x).
 
-    m is the weighted mean of the parameters that make a step. Where a step waits for all workers (`together`), a is 1:
-    the mean itself. Else each push draws x a part of the way: a is the number of pushes over that of the workers that
-    the run began with. A rate that follows staleness multiplies a.
+    m is the weighted mean of the parameters that make a step. If a step waits for all workers (`together`), a is
+    1: the mean itself. Otherwise each push moves x part of the way: a is the number of pushes over the initial
+    number of workers. A rate that depends on staleness multiplies a.
     """
 
     workers: int
     together: bool
 
     def way(self, pushes: int, rate: float) -> float:
-        """How far a step of so many pushes goes."""
+        """The factor a for a step of this many pushes."""
         return rate if self.together else rate * min(1.0, pushes / self.workers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Contribution:
-    """One gradient and its factor in a step; or parameters, scaled by their weight as a gradient is."""
+    """One gradient and its factor in a step; or parameters, scaled by their weight like a gradient."""
 
     gradient: ShardRange
     present: Tensor
@@ -54,7 +54,7 @@ class Contribution:
 
     factor: float = 1.0
     rows: Mapping[str, RowGradient] = field(default_factory=dict)
-    """By table: the gradient of those rows that this shard has, of none perhaps; a missing table is not reached."""
+    """By table: the gradient of this shard's rows, possibly none; a missing table was not reached."""
 
 
 class ShardStore:
@@ -65,7 +65,7 @@ class ShardStore:
     """
 
     def __init__(self, built: Built, layout: FlatLayout, shard: int, memory: Tensor | None = None) -> None:
-        """Keep the values in `memory`, a range of bytes that others may read, or in memory of its own."""
+        """Keep the values in `memory`, a range of bytes that others may read, or in private memory."""
         self._layout = layout
         self._shard = shard
         named = dict(built.model.named_parameters())
@@ -84,13 +84,13 @@ class ShardStore:
         }
         self._scheduler = built.scheduler
         self.votes = False
-        """Whether a step goes by the signs of the sum: the majority's, where each contribution is of signs."""
+        """Whether a step uses the signs of the sum: the majority vote, if contributions are signs."""
         self.averaging: Averaging | None = None
-        """How parameters are averaged, where those are pushed: then the optimizer has nothing to do."""
+        """How pushed parameters are averaged; the optimizer is then unused."""
         self._batches = 0
         self._sum: ShardRange | None = None
         self._plain = self._plain_sgd()
-        # Then the optimizer itself has nothing to do, and nobody hears when it does it.
+        # Then the optimizer's step is a no-op, and no hook observes it, so it is skipped.
         nothing_dense = not pieces and self._scheduler is None and bool(self._tables)
         self._has_tables_alone = nothing_dense and not is_hooked(built.optimizer)
         _let_go(built.model)
@@ -140,13 +140,13 @@ class ShardStore:
 
     @property
     def turns(self) -> bool:
-        """Whether `turn` may be called: the optimizer's step is no more than a loop (`plain_sgd`)."""
+        """Whether `turn` may be called: the optimizer's step is a plain loop (`plain_sgd`)."""
         return self._plain is not None and self.averaging is None
 
     def turn(self, gradient: int, flags: int, rate: float, out: int = 0) -> bool:
-        """`apply` for one gradient of factor 1 that lies at an address, flags too; then copy the values to `out`.
+        """Like `apply` for one gradient of factor 1, with flags, at an address; then copy the values to `out`.
 
-        False, and nothing has changed, where the gradient is not finite.
+        False, with nothing changed, if the gradient is not finite.
         """
         assert self._plain is not None, "asked before"
         if not self._plain.step(gradient, flags, rate, out):
@@ -177,10 +177,10 @@ class ShardStore:
         self._tables[table].copy_rows(rows, address)
 
     def first_bad(self, contribution: Contribution) -> str | None:
-        """The name of the first parameter whose gradient has an item that is not finite; None where all are.
+        """The name of the first parameter with a non-finite gradient; None if all are finite.
 
-        Sums first: a finite one has finite terms. Only a sum that is not, perhaps from overflow, is looked into.
-        IndexError or ValueError for rows that do not fit the table: look here before `apply`.
+        Sums are checked first: a finite sum has finite terms. Only a non-finite sum, perhaps from overflow, is
+        searched. IndexError or ValueError for rows that do not fit the table: call this before `apply`.
         """
         for name, gradient in contribution.rows.items():
             self._tables[name].require_fit(gradient)
@@ -199,7 +199,7 @@ class ShardStore:
         return None
 
     def state(self) -> ShardState:
-        """All that a store of the same shard needs to go on from here; the tensors are the store's own."""
+        """Everything that a store of the same shard needs to continue; the tensors are not copied."""
         settings = self._slices.settings()
         slots: dict[int, dict[str, Any]] = {one.position: one.state for one in self._slices.state()}
         model: dict[str, Tensor] = {}
@@ -216,9 +216,9 @@ class ShardStore:
         )
 
     def load_state(self, state: ShardState) -> None:
-        """Go on from `state`, which is copied; ValueError where it is not of this shard of this layout.
+        """Continue from `state`, which is copied; ValueError if it is not of this shard of this layout.
 
-        A scheduler only goes forward: where the task has one, `state` may not be older than what the store has done.
+        A scheduler only advances: if the task has one, `state` may not be older than the store.
         """
         own = self.state().model
         shapes, given = _shapes(own), _shapes(state.model)
@@ -352,7 +352,7 @@ def _copied(value: Any) -> Any:
 
 
 def _let_go(model: nn.Module) -> None:
-    """Give back the memory of all parameters; the optimizer still lists them, with their shapes."""
+    """Free the memory of all parameters; the optimizer still lists them, with their shapes."""
     for parameter in model.parameters():
         parameter.data = parameter.data.new_zeros(()).expand(parameter.shape)
         parameter.grad = None

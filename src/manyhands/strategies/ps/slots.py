@@ -1,7 +1,7 @@
-"""The slots of a run as one shard knows them: who is active from which clock on, and how far each has come.
+"""The slots of a run as one shard knows them: which are active from which clock on, and how far each has come.
 
-A slot's `next_clock` is the lowest clock that is not settled here. The **floor** is the lowest of them over all slots
-that still owe something; it only ever rises, so it is kept by counting slots per clock instead of looking at them all.
+A slot's `next_clock` is the lowest clock that is not settled here. The **floor** is the minimum over all slots
+with outstanding updates; it only rises, so it is maintained by counting slots per clock.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ _RECENT = 3  # a worker is at most two updates ahead at one shard of what anothe
 
 @dataclass(slots=True)
 class SlotRecord:
-    """What a shard knows of one slot."""
+    """A shard's record of one slot."""
 
     next_clock: int
     end: int = _NEVER
-    """The first clock it does not owe, once it was removed."""
+    """The first clock that is not expected, once the slot was removed."""
     late: int = -1
-    """The last clock that counts for nothing: its step did not wait for it, it was lost, or the slot begins after it.
+    """The last clock that is ignored: its step did not wait for it, it was lost, or the slot begins after it.
 
     (A slot may begin again, at a later clock, in a shard that went back to a snapshot from before it was added.)
     """
     recent: dict[int, int] = field(default_factory=dict)
-    """The batches of its last few updates by clock: a successor repeats the same where a shard lacks them."""
+    """The batches of its last few updates by clock: a successor repeats them where a shard lacks them."""
     lost: set[int] = field(default_factory=set)
-    """Those of them that were given out and lost, as far as this shard is concerned."""
+    """The clocks of these that were assigned and lost, as far as this shard is concerned."""
     waiting: list[int] = field(default_factory=list)
-    """The clocks of its updates that are here and in no step yet, ascending."""
+    """The clocks of its updates that are here and not in a step yet, ascending."""
 
     @property
     def chosen(self) -> int:
-        """The lowest clock that no step was made of."""
+        """The lowest clock that is not in a step."""
         return self.waiting[0] if self.waiting else self.next_clock
 
     def remember(self, clock: int, batch: int) -> None:
-        """Note the batch of an update."""
+        """Record the batch of an update."""
         self.recent[clock] = batch
         if len(self.recent) > _RECENT:
             oldest = next(iter(self.recent))
@@ -55,7 +55,7 @@ class SlotTable:
     """All slots of a run, past and present."""
 
     def __init__(self, slots: Sequence[int], start: int = 0, base: int = 0) -> None:
-        """`slots` are active from clock `start` on, and share out the batches from `base` on."""
+        """`slots` are active from clock `start` on, and distribute the batches from `base` on."""
         self.generations: list[Generation] = []
         self.records: dict[int, SlotRecord] = {}
         self.floor = 0
@@ -75,7 +75,7 @@ class SlotTable:
         return slot in self._ranks[-1]
 
     def generation_at(self, clock: int) -> Generation:
-        """The one that update `clock` belongs to."""
+        """The generation that update `clock` belongs to."""
         newest = self.generations[-1]
         if newest.start <= clock:
             return newest
@@ -85,7 +85,7 @@ class SlotTable:
         raise AssertionError("nobody asks for a clock before the first generation")
 
     def rank_at(self, slot: int, clock: int) -> int | None:
-        """The slot's place among those active at `clock`; None if it is not."""
+        """The slot's rank among those active at `clock`; None if it is not active."""
         if self.generations[-1].start <= clock:
             return self._ranks[-1].get(slot)
         for generation, ranks in zip(reversed(self.generations), reversed(self._ranks), strict=True):
@@ -94,7 +94,7 @@ class SlotTable:
         return None
 
     def add(self, slot: int, next_clock: int) -> SlotRecord:
-        """A slot that nobody knew, at its first clock."""
+        """Add an unknown slot at its first clock."""
         record = SlotRecord(next_clock, late=next_clock - 1)
         self.records[slot] = record
         self._owing[next_clock] = self._owing.get(next_clock, 0) + 1
@@ -102,11 +102,11 @@ class SlotTable:
         return record
 
     def record(self, slot: int) -> SlotRecord:
-        """What is known of a slot; one that nobody knew begins at clock 0."""
+        """The record of a slot; an unknown one is added at clock 0."""
         return self.records.get(slot) or self.add(slot, 0)
 
     def append(self, generation: Generation) -> None:
-        """Let `generation` follow the last one; slots that are new in it start with it, others end before it."""
+        """Append a generation; slots that are new in it start with it, removed ones end before it."""
         again = [
             slot for slot in generation.slots if slot in self.records and self.records[slot].end < _NEVER
         ]
@@ -157,7 +157,7 @@ class SlotTable:
             self.floor += 1
 
     def state(self) -> dict[str, Any]:
-        """Everything, as JSON can say it."""
+        """The complete state as JSON values."""
         return {
             "generations": [[g.start, g.base, list(g.slots)] for g in self.generations],
             "top": self.top,
@@ -170,7 +170,7 @@ class SlotTable:
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> SlotTable:
-        """The table that `state` was taken of; what waits is the shard's to tell again."""
+        """Restore from the value of `state`; the waiting updates are added by `Steps.from_state`."""
         table = cls(())
         table.generations.clear()
         table._ranks.clear()

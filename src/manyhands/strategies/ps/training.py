@@ -1,4 +1,4 @@
-"""`ps`: servers and workers as processes that come and go, led by the launcher."""
+"""`ps`: servers and workers as processes that may join and leave, led by the launcher."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ __all__ = ["PsTraining", "most_workers"]
 
 
 class PsTraining(Training):
-    """Resumes from the shards' snapshots; leaves a checkpoint of the usual kind besides."""
+    """Training on parameter servers; resumes from the shards' snapshots, and also leaves a regular checkpoint."""
 
     can_take_part: ClassVar[bool] = True
     comes_again: ClassVar[bool] = True
@@ -66,7 +66,7 @@ class PsTraining(Training):
         self._buffers: dict[str, Tensor] = {}
 
     def resume(self, directory: RunDirectory, config: Mapping[str, Any]) -> int | None:
-        """From its own shards, or from the checkpoint of a run with another strategy or number of workers."""
+        """Resume from the shards, or from the checkpoint of a run with another strategy or number of workers."""
         try:
             start = directory.checkpoints().load()
         except NoCheckpoint:
@@ -89,7 +89,7 @@ class PsTraining(Training):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """That workers' optimizers begin anew, too, where the state that is theirs was not kept."""
+        """The notes of the base class, and one if workers' optimizers start without their saved state."""
         said = super().notes
         if not self._steps_anew:
             return said
@@ -107,17 +107,17 @@ class PsTraining(Training):
 
     @classmethod
     def hand_over(cls, directory: RunDirectory, plan: TrainingPlan, strategy: Ps) -> None:
-        """Shards fit the strategy and the number of workers that wrote them: leave a checkpoint besides."""
+        """Leave a regular checkpoint: shards only fit the strategy and number of workers that wrote them."""
         off_shards(directory, plan, strategy)
 
     def kept_step(self, directory: RunDirectory) -> int:
-        """What the newest snapshots that all shards have, have seen."""
+        """The number of batches in the newest snapshots that all shards have."""
         point = resume_point(directory.path, self._strategy)
         return point.batches if point is not None else 0
 
     @classmethod
     def kept(cls, directory: RunDirectory, task: Task, strategy: Ps) -> tuple[int, dict[str, Tensor]] | None:
-        """From the newest snapshots that all shards have."""
+        """The parameters in the newest snapshots that all shards have, and their number of batches."""
         found = ShardSnapshots(directory.path, strategy.servers).newest_whole()
         if found is None:
             return None
@@ -165,7 +165,7 @@ class PsTraining(Training):
         )
 
     def take_part(self, member: GroupMember) -> None:
-        """Serve or work, as the leader says."""
+        """Serve or work, as the leader assigns."""
         line, options = member.line, self._request.options
         job = Job(
             plan=self._request.plan,
@@ -189,7 +189,7 @@ class PsTraining(Training):
             raise
 
     def _save(self, stage: Stage, snapshot: Snapshot | None) -> None:
-        """Write the last checkpoint; a full disk costs that and not what was trained."""
+        """Write the last checkpoint; a full disk costs the checkpoint and not the trained model."""
         checkpoints = stage.checkpoints()
         if checkpoints is None:
             return
@@ -237,14 +237,16 @@ class PsTraining(Training):
 
 
 def most_workers(workers: int, place: Place | None, *, can_ask: bool) -> int:
-    """How many slots a run may ever have: whoever starts processes knows how many may come, else whoever can ask."""
+    """The maximum number of slots of a run: by the place that starts processes, else by whether commands can add
+    any.
+    """
     if place is not None:
         return workers + place.later
     return workers + (MORE_WORKERS if can_ask else 0)
 
 
 def _sent(totals: Mapping[str, int], per_worker: Sequence[Mapping[str, Any]]) -> SentFor:
-    """What workers booked for their steps, and what they sent besides to come, to go and to be heard of."""
+    """The traffic that workers attributed to their steps, and the remaining control traffic."""
     steps = Traffic(
         **{name: sum(worker[name] for worker in per_worker) for name in ("bytes_sent", "messages_sent")}
     )
@@ -253,7 +255,7 @@ def _sent(totals: Mapping[str, int], per_worker: Sequence[Mapping[str, Any]]) ->
 
 
 def _addresses(member: GroupMember) -> dict[str, Any]:
-    """Where this process listens if it is to serve, and where others reach it then."""
+    """Where this process listens if it serves, and where others reach it."""
     place = member.place
     if place.cluster is not None:
         address = place.cluster.address(place.cluster.ranked[place.rank])

@@ -18,7 +18,7 @@ __all__ = ["Unconfirmed"]
 
 
 class Unconfirmed:
-    """The unconfirmed pushes of one shard, at most one of each slot; without `needed` a push is never held."""
+    """The unconfirmed pushes of one shard, at most one per slot; without `needed` a push is never held."""
 
     def __init__(self, *, needed: bool) -> None:
         self._needed = needed
@@ -26,38 +26,42 @@ class Unconfirmed:
         self._met: dict[int, int] = {}  # by slot: the newest member that has spoken to this shard
 
     def meet(self, slot: int, member: int) -> None:
-        """A holder of the slot has spoken: it decides by what has arrived up to now, and nobody before it is heard."""
+        """Record a message of the slot's holder: it decides on what has arrived so far, and predecessors are
+        ignored.
+        """
         self._met[slot] = max(member, self._met.get(slot, 0))
 
     def newest(self, slot: int) -> int | None:
-        """The newest member of a slot that has spoken to this shard, if any has."""
+        """The newest member of a slot that has sent this shard a message, if any."""
         return self._met.get(slot)
 
     def hears(self, push: Push) -> bool:
-        """Whether this push may be held, even of a member whose slot was given to another that has not spoken yet."""
+        """Whether this push may be held, even from a fenced member, while its successor has not sent a message
+        yet.
+        """
         return self._needed and push.member >= self._met.get(push.slot, 0)
 
     def awaits(self, push: Push, waiting: Read | None) -> bool:
-        """Whether this push has to wait for a Read, where `waiting` is the one that waits for an answer."""
+        """Whether this push has to wait for a Read; `waiting` is the held Read of its slot."""
         return self._needed and (waiting is None or waiting.clock <= push.clock)
 
     def hold(self, push: Push) -> Push | None:
-        """Hold a push; the one before it, if its gradient is not replaced by that of this one."""
+        """Hold a push; returns the previous one, unless this push replaces its gradient."""
         before = self._pushes.get(push.slot)
         self._pushes[push.slot] = push
         replaced = before is None or (before.clock == push.clock and not push.skip)
         return None if replaced else before
 
     def resolve(self, slot: int) -> Push | None:
-        """What is held of a slot, and is not any more."""
+        """Remove and return the held push of a slot."""
         return self._pushes.pop(slot, None)
 
     def arrived(self, slot: int) -> int:
-        """The clock after the update that is held of a slot; 0 for none."""
+        """The clock after the held update of a slot; 0 for none."""
         push = self._pushes.get(slot)
         return 0 if push is None else push.clock + 1
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove everything."""
         self._pushes.clear()
         self._met.clear()

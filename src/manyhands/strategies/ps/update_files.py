@@ -56,14 +56,14 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """What decides the bits of a run, beside its task."""
+    """What determines the bits of a run, besides its task."""
 
     torch: str
     cpu: str
-    """Which instructions torch uses."""
+    """The instruction set that torch uses."""
 
     threads: int
-    """Of torch, in each process."""
+    """The number of torch threads in each process."""
 
     strategy: str
     workers: int
@@ -72,15 +72,15 @@ class RunRecord:
     device: str
     autocast: bool
     layout: str
-    """The digest of where the parameters lie."""
+    """The digest of the layout."""
 
     begun: int = 0
-    """How many batches another strategy had trained when the shards began, or shards that were placed otherwise."""
+    """How many batches had been trained, by another strategy or other shards, when these shards began."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputedRow:
-    """One gradient that a worker process made."""
+    """One gradient that a worker process computed."""
 
     process: int
     slot: int
@@ -90,23 +90,23 @@ class ComputedRow:
     part: int
     parts: int
     versions: tuple[int, ...]
-    """What was read, by shard."""
+    """The versions that were read, by shard."""
 
     rows_versions: tuple[int, ...]
-    """What rows of tables were read, by shard; -1 for none."""
+    """The versions at which table rows were read, by shard; -1 for none."""
 
     gradients: tuple[str, ...]
     """The hash of each shard's part, as 16 hexadecimal digits."""
 
     @property
     def reads(self) -> frozenset[tuple[int, int]]:
-        """Every (shard, version) that it is of."""
+        """Every (shard, version) that it was computed from."""
         rows = ((shard, version) for shard, version in enumerate(self.rows_versions) if version >= 0)
         return frozenset((*enumerate(self.versions), *rows))
 
     @property
     def name(self) -> tuple[int, int, int]:
-        """(slot, clock, member): a successor may have to make an update again, from what it reads itself."""
+        """(slot, clock, member): a successor may have to compute an update again, from what it reads itself."""
         return self.slot, self.clock, self.member
 
 
@@ -118,15 +118,15 @@ class ShardLogs:
     """By shard: the rows of each of its files."""
 
     lengths: dict[str, int]
-    """By file: how many rows it has."""
+    """The number of rows, by file."""
 
     notes: tuple[str, ...]
-    """What was passed over: last lines that were cut."""
+    """What was skipped: truncated last lines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordMark:
-    """What tells whether two processes, perhaps of two hosts, see the same run directory."""
+    """A mark by which two processes, perhaps on two hosts, detect that they see the same run directory."""
 
     run: str
     inode: int
@@ -134,7 +134,7 @@ class RecordMark:
 
 
 def record_mark(run_path: Path) -> RecordMark | None:
-    """That of the directory at this path; None where nothing is recorded there."""
+    """The mark of the directory at this path; None if nothing is recorded there."""
     try:
         found = (run_path / _FOLDER / _RECORD).stat()
     except OSError:
@@ -150,16 +150,16 @@ class Recorder:
 
     @property
     def records(self) -> bool:
-        """Whether rows are wanted."""
+        """Whether rows are recorded."""
         return self._log is not None
 
     @property
     def kept(self) -> dict[str, int]:
-        """How many rows its file has, by the file's name; nothing where recording has ended before its time."""
+        """The number of rows by file name; empty if recording ended early."""
         return {self._log.path.name: self._log.num_lines} if self._log is not None else {}
 
     def write(self, row: ComputedRow) -> str | None:
-        """Add a row. A disk that does not take it ends the recording and not the run: returns what to say of that."""
+        """Append a row. A failed write ends the recording and not the run: returns the sentence that reports it."""
         assert self._log is not None, "asked to write although nothing is recorded"
         sentence = _append(self._log, json.dumps(asdict(row), separators=(",", ":")))
         if sentence is not None:
@@ -173,7 +173,7 @@ class Recorder:
 
 
 class ShardRecorder:
-    """The files of one server: a log of each shard that it keeps a copy of. `close` is idempotent."""
+    """The files of one server: a log of each shard that it replicates. `close` is idempotent."""
 
     def __init__(self, run_path: Path | None, member: int) -> None:
         self._run_path, self._member = run_path, member
@@ -181,15 +181,15 @@ class ShardRecorder:
 
     @property
     def kept(self) -> dict[str, int]:
-        """How many rows each file has, by its name; of none whose recording has ended before its time."""
+        """The number of rows by file name, without files whose recording ended early."""
         return {log.path.name: log.num_lines for log in self._logs.values() if log is not None}
 
     def write(self, row: Row) -> str | None:
-        """Add a row. A disk that does not take it ends the recording of its shard: returns what to say of that."""
+        """Append a row. A failed write ends the recording of its shard: returns the sentence that reports it."""
         return self.write_line(row.shard, row_to_json(row)) if self._run_path is not None else None
 
     def write_line(self, shard: int, line: str) -> str | None:
-        """Add a row of a shard, as `row_to_json` writes it; likewise."""
+        """Append a row of a shard, as `row_to_json` writes it; returns a sentence like `write`."""
         if shard not in self._logs:
             name = f"shard-{shard}.member-{self._member}.jsonl"
             self._logs[shard] = _log_of(self._run_path, name)
@@ -200,7 +200,7 @@ class ShardRecorder:
         return sentence
 
     def sync(self, shard: int) -> str | None:
-        """Have the log of a shard on the disk, before a snapshot that it leads to; what to say where that fails."""
+        """Flush the log of a shard to the disk, before a snapshot that follows from it; a sentence if that fails."""
         log = self._logs.get(shard)
         if log is not None:
             try:
@@ -246,12 +246,12 @@ def record_of(process: int) -> str:
 
 
 def has_record(run_path: Path, name: str) -> bool:
-    """Whether a file of servers or workers is there."""
+    """Whether this file of a server or worker exists."""
     return (run_path / _FOLDER / name).exists()
 
 
 def record_rows(run_path: Path, name: str) -> int:
-    """How many rows such a file has; 0 where it is not there."""
+    """The number of rows of such a file; 0 if it does not exist."""
     return LineFile(run_path / _FOLDER / name).num_lines
 
 
@@ -262,9 +262,9 @@ def record_files(run_path: Path) -> list[Path]:
 
 
 def take_record(run_path: Path, name: str, data: bytes) -> int:
-    """Add what a member wrote on another host to what is there of an earlier life; how many rows that had.
+    """Append what a member wrote on another host to the existing file; returns how many rows that had.
 
-    WriteFailed where the disk does not take it.
+    WriteFailed if the disk does not take it.
     """
     assert is_record(name), "what came is checked before"
     log = LineFile(run_path / _FOLDER / name)
@@ -276,9 +276,9 @@ def take_record(run_path: Path, name: str, data: bytes) -> int:
 
 
 def clear_records(run_path: Path) -> None:
-    """Remove what an earlier life recorded of which nothing is kept: the run begins again; WriteFailed if it stays.
+    """Remove the records of a run that begins again; WriteFailed if they remain.
 
-    First out of sight, so that a crash leaves nothing half-removed that could be taken for a record.
+    The folder is renamed first, so that a crash leaves nothing half-removed that could be taken for a record.
     """
     folder, removing = run_path / _FOLDER, run_path / f"{_FOLDER}.removing"
     try:
@@ -323,9 +323,9 @@ def read_record(run_path: Path) -> RunRecord:
 
 
 def read_logs(run_path: Path) -> ShardLogs:
-    """The rows of all shards; UserError where there are none, DataError naming a damaged line.
+    """The rows of all shards; UserError if there are none, DataError that names a damaged line.
 
-    A last line without its end is of a server that was killed while it wrote: it is passed over, and noted.
+    A last line without a newline is of a server that was killed while it wrote: it is skipped, and noted.
     """
     files: dict[int, list[list[Row]]] = {}
     lengths: dict[str, int] = {}
@@ -340,7 +340,7 @@ def read_logs(run_path: Path) -> ShardLogs:
 
 
 def read_computed(run_path: Path) -> dict[int, list[ComputedRow]]:
-    """By process: what it computed, in order; a cut last line is no row."""
+    """The rows that each process computed, in order; a truncated last line is skipped."""
     return {process: _read(path, _computed_of(process), []) for process, path in _found(run_path, _WORKER)}
 
 
