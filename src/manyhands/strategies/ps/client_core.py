@@ -1,4 +1,4 @@
-"""What a worker of the parameter server decides: a pure state machine between the shards and the model.
+"""The core of a parameter-server worker: a pure state machine between the shards and the model.
 
     Hello ─► Welcome (every shard) ─► Read c ─► Parameters (every shard; the lead's says which batch) ─► Compute
                                         ▲                                                                  │
@@ -8,7 +8,7 @@ Rows of tables are read in between: the batch, which the lead named, says which.
 Compute, and `awaits_rows` says when all are here.
 
 A shard holds Read c+1 until push c is settled there, so its answer is all that the worker waits for. What a shard has
-not answered is kept, and told again to the next primary of that shard, after a Hello of its own.
+not answered is kept, and sent again to the next primary of that shard, after a new Hello.
 
 Where a Read confirms the push before it (`confirms`, see `unconfirmed`), the reads wait until all pushes have left:
 

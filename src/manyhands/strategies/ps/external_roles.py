@@ -1,4 +1,4 @@
-"""Which processes serve and which work, where somebody else started them. Pure.
+"""Which externally started processes are servers and which are workers. Pure.
 
 a specification    servers are the roles of type ps; workers those of type worker. A chief leads and does not train;
 without one worker 0 leads, and has a child that trains

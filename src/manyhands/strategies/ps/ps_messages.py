@@ -1,4 +1,4 @@
-"""What the roles of a parameter server say to each other: frozen values without tensors, sockets or clocks.
+"""The messages between the roles of a parameter server: frozen values without tensors, sockets or clocks.
 
     launcher ──View──► everyone          membership: who serves which shard, who holds which slot
     worker ──Hello, Read, Push──► the primary of a shard ──Welcome, Parameters, Ack──► worker

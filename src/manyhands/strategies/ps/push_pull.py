@@ -1,11 +1,11 @@
-"""A worker's turn as two plain tuples: its push and the read behind it, and the parameters that answer both.
+"""A push-pull as two plain tuples: a push with the read behind it, and the parameters that answer both.
 
     worker ──PushPull──► the primary of a shard   Push c and Read c+1
            ◄──PushPullAnswer──                           Ack c and Parameters for c+1
 
-They say what the messages of those names say, and nothing else: each end makes of them what its core takes wherever
-the case is not the common one. A tuple, because one is made for every message, and that of a frozen dataclass takes
-many times as long.
+They carry the fields of those messages and nothing else: where the case is not the common one, each end converts them
+to the messages that its core takes. They are tuples because one is made for every message, and creating a frozen
+dataclass takes many times as long.
 """
 
 from __future__ import annotations

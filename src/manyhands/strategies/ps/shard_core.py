@@ -1,4 +1,4 @@
-"""One shard's state: a deterministic machine over the entries of its log.
+"""One shard's state: a deterministic state machine over the entries of its log.
 
 `commit(entry)` is all that changes it. A primary and its backup commit the same entries in the same order and so hold
 the same state; a snapshot is `state()`, and the entries after it lead to the same place again. The machine knows
@@ -9,7 +9,7 @@ nothing of who is primary: messages, replication and held reads are `ShardReplic
          groups chosen by the lead (where arrival decides), committed here as Chosen
 
 Shards agree on slots in this way: the lead fixes the clock from which a new table counts, one that nobody has begun,
-and answers no read from that clock on until all other shards keep the table.
+and answers no read from that clock on until all other shards have stored the table.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where the parameters lie: all dense ones in one flat buffer, of which each shard has one range.
+"""The layout of the parameters: all dense ones in one flat buffer, of which each shard has one range.
 
     elementwise    a a a a b│b c c c d        cut at any line: shard 0 has the first part of b, shard 1 the rest
     whole          a a a a d│b b c c c        any other optimizer: tensors stay whole, d has moved to its shard

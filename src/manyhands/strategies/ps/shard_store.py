@@ -1,4 +1,4 @@
-"""What a shard of a parameter server holds: its range of the values, and the user's optimizer running on it.
+"""The store of a shard: its range of the values, and the user's optimizer running on it.
 
 Gradients come as ranges of the same layout and are read where they lie; reading the values is one copy. The optimizer
 is the user's own, with its state for this shard's pieces alone (`strategies.common.sharding.sliced_optimizer`), and

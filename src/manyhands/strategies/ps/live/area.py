@@ -3,7 +3,7 @@
     flags of shard 0 · flags of shard 1 · … │ gradients, flat │ values, flat
 
 The model's parameters are views of the values, so a pull is one copy by the server and none by the worker. A push is
-none at all: the server reads the gradients where backward left them. Who may write when follows from the protocol: a
+none at all: the server reads the gradients where backward left them. The protocol says who may write when: a
 shard writes its range of the values only between the worker's Read and its own answer, and the worker writes gradients
 only after every shard has answered the Read behind the push before.
 

@@ -1,11 +1,11 @@
-"""From a checkpoint of the usual kind to the snapshots of shards, and back: so that a run may change its strategy.
+"""Converts a regular checkpoint to snapshots of shards and back, so that a run may change its strategy.
 
     checkpoints/step-00000040  ──onto_shards──►  shards/*/step-00000040    a run that another strategy began
                                ◄─off_shards────                            … or ps with other servers or workers
 
 A checkpoint says one thing of the data: the first `step` batches have been trained on. Shards say it too where all
-updates of a batch make one step. Elsewhere they stop with some batches done and earlier ones not, and no other run can
-go on from that.
+updates of a batch make one step. Otherwise they stop with some batches done and earlier ones not, and no other
+strategy can resume from that.
 """
 
 from __future__ import annotations

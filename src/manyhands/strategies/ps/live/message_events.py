@@ -1,4 +1,4 @@
-"""What the processes of a parameter server record of their messages: both ends give a message the same number.
+"""The events that parameter-server processes record for messages: both ends give a message the same number.
 
 worker                                         server
 SEND push           ──────────►                RECEIVE push, APPLY

@@ -1,11 +1,11 @@
-"""What workers keep beside the shards' snapshots, so that a resumed run sends what it would have sent.
+"""The state that workers save beside the shards' snapshots, so that a resumed run sends what it would have sent.
 
     RUN/owed/0/step-00000040/…      what the worker of part 0 had when it had computed 40 batches
 
-That is what its codec owes, or, where it steps by itself (`push=parameters`), its optimizer's state.
+That is its codec's residual, or, where it takes local steps (`push=parameters`), its optimizer's state.
 
-Under `sync` alone: there the parts of a batch are the same in every repetition, and all shards of a version have seen
-the same batches. A worker writes before it pushes, so whoever goes on from a snapshot finds what belongs to it.
+Under `sync` only: there the parts of a batch are the same in every repetition, and all shards of a version have seen
+the same batches. A worker writes before it pushes, so a run that resumes from a snapshot finds the matching state.
 """
 
 from __future__ import annotations

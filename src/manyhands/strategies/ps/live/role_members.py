@@ -172,7 +172,7 @@ class RoleMembers:
         return (*self._at, *(self._local.members if self._has_child else ()))
 
     def together(self) -> AbstractContextManager[None]:
-        """A no-op: the processes have been started already."""
+        """A no-op: all processes except the leader's child have been started already."""
         return nullcontext()
 
     def start_server(self, member: int, place: int) -> str:

@@ -1,4 +1,4 @@
-"""How rows of tables travel: which rows, by name where the other side knows them, and then their values.
+"""The payload format of table rows: which rows, by name where the other side knows them, and then their values.
 
     for each table of the task, in their order:   kind (i64) · count (i64) · name (32 bytes)
     for each that is given:                       its rows, int64
