@@ -454,9 +454,7 @@ class _SlotSession:
             require_reduction(computer, work.part, model, lambda trial: trial.evaluate(model))
 
     def _evaluate(self, work: Work) -> None:
-        """Evaluate with the weights just pulled, on the worker with the first part of the batch after which it is
-        due.
-        """
+        """Evaluate, if due before this batch, with the weights just pulled; only the worker with part 0 does so."""
         plan = self._job.plan
         due = plan.evaluate_every and work.batch and work.batch % plan.evaluate_every == 0
         if not due or work.part or self._evaluated == work.batch:
