@@ -167,7 +167,10 @@ def test_compare_ends_with_its_report(
     assert figures["target"]["metric"] == "pass_loss"
     for row in figures["strategies"]:
         assert row["runs"] == 1
+        assert row["reached"] in (0, 1)
         assert row["samples_per_s"]["median"] > 0
+    reached = [row["reached"] for row in figures["strategies"]]
+    assert 2 * sum(reached) >= len(reached), "the target is what the better half reaches"
     assert not list(tmp_path.glob(".tmp-*")), "the records go with the comparison"
 
 
