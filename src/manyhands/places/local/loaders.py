@@ -225,6 +225,10 @@ class Loaders(Generic[_Key]):
             return False
         if not data:
             return False
+        if not descriptors:  # the kernel drops those that this process has no room for
+            raise ManyhandsError(
+                f"a batch of {loader} was lost: too many open files; raise it: ulimit -n 4096"
+            )
         ticket = json.loads(data)["ticket"]
         if ticket < 0:  # it has no reader
             key = next(iter(loader.reading.values()))
@@ -265,6 +269,8 @@ class _Loader(Generic[_Key]):
             self.line.send(json.dumps(told).encode())
         except (BrokenPipeError, ConnectionResetError):  # it has ended, which its process descriptor tells
             pass
+        except BlockingIOError as error:
+            raise ManyhandsError(f"{self} reads no more requests; set a smaller ahead= in loading") from error
 
     def ended(self) -> str:
         """What to say of it, once it has."""
