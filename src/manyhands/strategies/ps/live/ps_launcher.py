@@ -21,6 +21,7 @@ from manyhands.places.local.failure import Failure
 from manyhands.places.local.signals import as_exception
 from manyhands.places.local.supervisor import Ended, Hung, Interrupted, Said, Silent, Started
 from manyhands.places.local.watchdog import Watched
+from manyhands.strategies.common.membership import Fail, KillMember, StartWorker
 from manyhands.strategies.ps import member_events
 from manyhands.strategies.ps.live.losses import LossBook
 from manyhands.strategies.ps.live.ps_job import Job
@@ -48,18 +49,15 @@ from manyhands.strategies.ps.live.reports import (
 )
 from manyhands.strategies.ps.member_events import (
     Assign,
-    Fail,
-    KillMember,
-    MembershipAction,
-    MembershipEvent,
     Over,
+    PsAction,
+    PsEvent,
     Publish,
     Recovered,
     ShardLost,
     StartServer,
-    StartWorker,
 )
-from manyhands.strategies.ps.membership import Membership, MembershipPlan
+from manyhands.strategies.ps.ps_membership import MembershipPlan, PsMembership
 from manyhands.strategies.ps.ps_messages import Concluded, Installed, View
 
 __all__ = ["LaunchOutcome", "Launcher", "new_token"]
@@ -110,7 +108,7 @@ class Launcher:
         self._on_rows, self._on_event = on_rows, on_event
         self._commands: queue.SimpleQueue[Command] = commands or queue.SimpleQueue()
         strategy = job.strategy
-        self._membership = Membership(
+        self._membership = PsMembership(
             MembershipPlan(
                 num_shards=strategy.servers,
                 num_workers=job.workers,
@@ -281,7 +279,7 @@ class Launcher:
             raise self._repeated(replace(ended.failure, rank=self._rank_of(member)), actions)
         self._do(actions)
 
-    def _repeated(self, failure: Failure, actions: list[MembershipAction]) -> ManyhandsError:
+    def _repeated(self, failure: Failure, actions: list[PsAction]) -> ManyhandsError:
         """The error that ended a server and would end its successor, with the membership's sentence as a note."""
         error = failure.error()
         for action in actions:
@@ -309,10 +307,10 @@ class Launcher:
 
     # ── what to do ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _tell_membership(self, event: MembershipEvent) -> None:
+    def _tell_membership(self, event: PsEvent) -> None:
         self._do(self._membership.handle(event))
 
-    def _do(self, actions: list[MembershipAction]) -> None:
+    def _do(self, actions: list[PsAction]) -> None:
         for action in actions:
             match action:
                 case Publish(view=view):
@@ -451,9 +449,11 @@ class Launcher:
         self._outcome.recorded |= payload.get("recorded", {})
 
 
-def _change(asked: AddWorker | RemoveWorker) -> member_events.AddSlot | member_events.RemoveSlot:
+def _change(asked: AddWorker | RemoveWorker) -> member_events.AddWorker | member_events.RemoveWorker:
     return (
-        member_events.AddSlot() if isinstance(asked, AddWorker) else member_events.RemoveSlot(slot=asked.slot)
+        member_events.AddWorker()
+        if isinstance(asked, AddWorker)
+        else member_events.RemoveWorker(slot=asked.slot)
     )
 
 
