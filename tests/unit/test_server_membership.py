@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from manyhands.engine.run_commands import AddWorker, RemoveWorker
 from manyhands.errors import UserError
+from manyhands.places.run_commands import AddWorker, RemoveWorker
 from manyhands.strategies.common.membership import (
     MAX_DEATHS,
     Died,

@@ -11,7 +11,6 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
-from manyhands.engine.run_commands import AddWorker, RemoveWorker
 from manyhands.errors import ManyhandsError, UserError
 from manyhands.foresight.simulate.faults import (
     Fault,
@@ -39,6 +38,7 @@ from manyhands.foresight.simulate.simulated_processes import (
 from manyhands.foresight.simulate.simulated_run import SimulatedHappening, SimulatedRun, WorkerTimes
 from manyhands.foresight.simulate.simulated_spec import SimulationSpec
 from manyhands.foresight.simulate.virtual_clock import Agenda
+from manyhands.places.run_commands import AddWorker, RemoveWorker
 from manyhands.strategies.common.membership import (
     Died,
     Fail,

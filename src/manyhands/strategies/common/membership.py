@@ -18,17 +18,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Any
 
 __all__ = [
     "MAX_DEATHS",
     "Died",
     "Fail",
     "KillMember",
-    "Member",
     "MemberJoined",
     "MemberSilent",
     "MemberState",
     "Membership",
+    "RunMember",
     "Slot",
     "SlotPhase",
     "StartWorker",
@@ -59,7 +60,7 @@ class SlotPhase(Enum):
 
 
 @dataclass(slots=True)
-class Member:
+class RunMember:
     """One process."""
 
     number: int
@@ -129,15 +130,15 @@ class Membership:
     """The members and slots of a run; a strategy's membership decides on them what its events lead to."""
 
     def __init__(self, first_member: int) -> None:
-        self._members: dict[int, Member] = {}
+        self._members: dict[int, RunMember] = {}
         self._slots: dict[int, Slot] = {}
         self._next_member = first_member
         self._ended = False  # it has failed, or there is nothing more to decide
         self.next_slot = 0
         """The number of the next slot to be added; numbers of removed slots are never given again."""
 
-    def _new_member(self, slot: int | None, state: MemberState = MemberState.STARTING) -> Member:
-        member = self._members[self._next_member] = Member(self._next_member, slot, state)
+    def _new_member(self, slot: int | None, state: MemberState = MemberState.STARTING) -> RunMember:
+        member = self._members[self._next_member] = RunMember(self._next_member, slot, state)
         self._next_member += 1
         return member
 
@@ -149,10 +150,10 @@ class Membership:
     def _start_worker(self, slot: Slot) -> StartWorker:
         return StartWorker(member=self._new_member(slot.number).number, slot=slot.number)
 
-    def _slot_of(self, member: Member) -> Slot | None:
+    def _slot_of(self, member: RunMember) -> Slot | None:
         return self._slots.get(member.slot) if member.slot is not None else None
 
-    def _progressed(self, member: Member, clock: int) -> None:
+    def _progressed(self, member: RunMember, clock: int) -> None:
         """Progress of any of a slot's workers forgives the deaths before it."""
         slot = self._slot_of(member)
         if slot is not None and clock > slot.clock:
@@ -163,12 +164,12 @@ class Membership:
         slot.member, slot.lost, slot.deaths = 0, how, slot.deaths + 1
         return slot.deaths >= MAX_DEATHS
 
-    def _fail(self, sentence: str) -> list[Fail]:
+    def _fail(self, sentence: str) -> list[Any]:
         self._ended = True
         return [Fail(sentence=sentence)]
 
     def _in_phase(self, *phases: SlotPhase) -> list[Slot]:
         return [slot for slot in self._slots.values() if slot.phase in phases]
 
-    def _in_state(self, *states: MemberState) -> list[Member]:
+    def _in_state(self, *states: MemberState) -> list[RunMember]:
         return [member for member in self._members.values() if member.state in states]

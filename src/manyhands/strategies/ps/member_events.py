@@ -1,10 +1,10 @@
-"""The events and actions of `ps_membership`, besides those of all memberships: what happens to members, and what the launcher has to do about it."""
+"""The events and actions of `ps_membership`, besides those that all memberships have."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from manyhands.engine.run_commands import AddWorker, RemoveWorker
+from manyhands.places.run_commands import AddWorker, RemoveWorker
 from manyhands.strategies.common.membership import (
     Died,
     Fail,

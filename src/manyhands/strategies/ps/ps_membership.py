@@ -27,17 +27,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from manyhands.engine.run_commands import AddWorker, RemoveWorker
 from manyhands.errors import UserError
+from manyhands.places.run_commands import AddWorker, RemoveWorker
 from manyhands.strategies.common.membership import (
     MAX_DEATHS,
     Died,
     KillMember,
-    Member,
     MemberJoined,
     Membership,
     MemberSilent,
     MemberState,
+    RunMember,
     Slot,
     SlotPhase,
 )
@@ -168,7 +168,7 @@ class PsMembership(Membership):
         self._over = False  # every slot has finished; servers are needed until they have left what they hold
         self._leaving = False  # they were told to, and since then nobody had to be followed
         self._left: set[int] = set()  # shards that are where they are wanted at the end
-        self._unfollowed: list[Member] = []  # servers that died when they had left all that they served
+        self._unfollowed: list[RunMember] = []  # servers that died when they had left all that they served
         self._gone: dict[int, int] = {}  # by slot that was left for good: the clock after its last update
         self._restored = False  # a shard went back to a snapshot: it may lack what slots did that were left
         self._concluded: set[int] = set()  # shards where nothing is open, by the newest view
@@ -276,7 +276,7 @@ class PsMembership(Membership):
         self._server_errors.clear()
         return [Recovered(what="every shard", member=member)]
 
-    def _bury_servers(self, member: Member, error: str) -> list[PsAction]:
+    def _bury_servers(self, member: RunMember, error: str) -> list[PsAction]:
         """Replace a dead server, and earlier ones that were not replaced; none, if the server is no longer
         needed.
         """
@@ -291,7 +291,7 @@ class PsMembership(Membership):
             actions += [] if self._ended else self._bury_server(dead, why)
         return [*actions, *(self._end_if_done() if self._over and not self._ended else [])]
 
-    def _bury_server(self, member: Member, error: str) -> list[PsAction]:
+    def _bury_server(self, member: RunMember, error: str) -> list[PsAction]:
         if error:
             again = " again" if error in self._server_errors else ""
             self._server_errors.add(error)
@@ -320,7 +320,7 @@ class PsMembership(Membership):
 
     # ── workers ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _join_worker(self, member: Member) -> list[PsAction]:
+    def _join_worker(self, member: RunMember) -> list[PsAction]:
         """Take the slot that the process was started for, or another vacant one, or stand by."""
         if member.state is MemberState.WORKING:
             return []  # it was fenced, has a new slot since, and reports ready again
@@ -330,7 +330,7 @@ class PsMembership(Membership):
             return self._take(own, member, member.number)
         return self._place(member)
 
-    def _place(self, member: Member) -> list[PsAction]:
+    def _place(self, member: RunMember) -> list[PsAction]:
         """Give a worker a vacant slot under a new number, or let it stand by."""
         slot = next((slot for slot in self._slots.values() if slot.member == 0), None)
         if slot is None:
@@ -339,7 +339,7 @@ class PsMembership(Membership):
         del self._members[member.number]
         return self._take(slot, self._new_member(slot.number), member.number)
 
-    def _take(self, slot: Slot, member: Member, known_as: int) -> list[PsAction]:
+    def _take(self, slot: Slot, member: RunMember, known_as: int) -> list[PsAction]:
         member.state, member.slot = MemberState.WORKING, slot.number
         slot.member = slot.last_member = member.number
         if slot.phase is SlotPhase.WANTED:
@@ -364,7 +364,7 @@ class PsMembership(Membership):
             )
         return [*([self._publish()] if self._epoch else []), *self._fill_slot(slot)]
 
-    def _silent(self, member: Member) -> list[PsAction]:
+    def _silent(self, member: RunMember) -> list[PsAction]:
         slot = self._slot_of(member)
         if member.state is MemberState.WORKING and slot is not None:
             member.state = MemberState.DEPOSED  # not killed: shards fence it by its number when it wakes
@@ -373,7 +373,7 @@ class PsMembership(Membership):
         is_needed = member.state not in (MemberState.DEPOSED, MemberState.LEAVING)
         return [KillMember(member=member.number)] if is_needed else []
 
-    def _finished(self, member: Member, reason: Reason) -> list[PsAction]:
+    def _finished(self, member: RunMember, reason: Reason) -> list[PsAction]:
         slot = self._slot_of(member)
         member.state = MemberState.LEAVING
         if slot is None or slot.member != member.number:
