@@ -64,22 +64,26 @@ def backend_speed() -> str:
     return markdown(rows)
 
 
-def allreduce_table(name: str) -> Callable[[], str]:
-    """All contenders of one result: median time and ratio to Gloo."""
-
-    def render() -> str:
-        result = load(name)
-        sizes = result["results"]
-        rows = [["", *(format_bytes(row["size_bytes"]) for row in sizes)]]
-        for contender in sizes[0]["contenders"]:
-            cells = [row["contenders"][contender] for row in sizes]
-            rows.append(
-                [contender, *(f"{show_time(c['median_us'])} ({show_ratio(c['times_gloo'])})" for c in cells)]
-            )
-        title = f"**{result['workers']} workers on {result['cores']} cores** (torch {result['torch']})"
-        return f"{title}\n\n{markdown(rows)}"
-
-    return render
+def allreduce_schedules() -> str:
+    """At each size and number of workers: the bucket, the fastest schedule over links, and Gloo."""
+    names = ["allreduce-2", "allreduce-4", *(f"allreduce-16core-{workers}" for workers in (2, 4, 8, 16))]
+    results = [load(name) for name in names]
+    sizes = [row["size_bytes"] for row in results[0]["results"]]
+    rows = [["workers on cores", "", *(format_bytes(size) for size in sizes)]]
+    for result in results:
+        cells = [row["contenders"] for row in result["results"]]
+        schedules = [
+            min(cell.keys() - {"bucket", "gloo"}, key=lambda name: float(cell[name]["median_us"]))  # noqa: B023
+            for cell in cells
+        ]
+        shown = {"bucket": ["bucket"] * len(cells), "fastest schedule": schedules, "gloo": ["gloo"] * len(cells)}
+        for title, chosen in shown.items():
+            row = [f"{result['workers']} on {result['cores']}" if title == "bucket" else "", title]
+            for cell, name in zip(cells, chosen, strict=True):
+                which = f"{name} " if title == "fastest schedule" else ""
+                row.append(f"{which}{show_time(cell[name]['median_us'])} ({show_ratio(cell[name]['times_gloo'])})")
+            rows.append(row)
+    return markdown(rows)
 
 
 def step_table(name: str) -> Callable[[], str]:
@@ -449,14 +453,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "wavefronts": wavefronts,
     "wire time": wire_time,
     "workbench": workbench,
-    **{
-        name: allreduce_table(name)
-        for name in (
-            "allreduce-2",
-            "allreduce-4",
-            *(f"allreduce-16core-{workers}" for workers in (2, 4, 8, 16)),
-        )
-    },
+    "allreduce schedules": allreduce_schedules,
 }
 
 
