@@ -28,7 +28,6 @@ from render_models import codecs_speed, offload, pipeline_bubbles, pipeline_spee
 from render_priority import priority_gain
 from render_startup import startup_times
 from render_wire import local_steps, wire_time
-from render_workbench import workbench
 from results_read import RESULTS, ROOT, load, markdown, show_percent, show_ratio, show_time
 
 
@@ -452,7 +451,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "stragglers passing": stragglers("passing"),
     "wavefronts": wavefronts,
     "wire time": wire_time,
-    "workbench": workbench,
     "allreduce schedules": allreduce_schedules,
 }
 
