@@ -75,12 +75,18 @@ def allreduce_schedules() -> str:
             min(cell.keys() - {"bucket", "gloo"}, key=lambda name: float(cell[name]["median_us"]))  # noqa: B023
             for cell in cells
         ]
-        shown = {"bucket": ["bucket"] * len(cells), "fastest schedule": schedules, "gloo": ["gloo"] * len(cells)}
+        shown = {
+            "bucket": ["bucket"] * len(cells),
+            "fastest schedule": schedules,
+            "gloo": ["gloo"] * len(cells),
+        }
         for title, chosen in shown.items():
             row = [f"{result['workers']} on {result['cores']}" if title == "bucket" else "", title]
             for cell, name in zip(cells, chosen, strict=True):
                 which = f"{name} " if title == "fastest schedule" else ""
-                row.append(f"{which}{show_time(cell[name]['median_us'])} ({show_ratio(cell[name]['times_gloo'])})")
+                row.append(
+                    f"{which}{show_time(cell[name]['median_us'])} ({show_ratio(cell[name]['times_gloo'])})"
+                )
             rows.append(row)
     return markdown(rows)
 
