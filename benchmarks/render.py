@@ -22,7 +22,7 @@ from render_federated import (
 )
 from render_gpu_nccl import nccl_steps
 from render_inference import inference_speed
-from render_links import helpers_live, helpers_played, hosts_speed, links_speed, ray_actor, tls_cost
+from render_links import helpers_live, hosts_speed, links_speed, ray_actor, tls_cost
 from render_loading import loading_rates
 from render_models import codecs_speed, offload, pipeline_bubbles, pipeline_speed, wavefronts
 from render_priority import priority_gain
@@ -72,7 +72,7 @@ def allreduce_schedules() -> str:
     for result in results:
         cells = [row["contenders"] for row in result["results"]]
         schedules = [
-            min(cell.keys() - {"bucket", "gloo"}, key=lambda name: float(cell[name]["median_us"]))  # noqa: B023
+            min(cell.keys() - {"bucket", "gloo"}, key=lambda name: float(cell[name]["median_us"]))
             for cell in cells
         ]
         shown = {
@@ -421,7 +421,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "links": links_speed,
     "tls": tls_cost,
     "hosts": hosts_speed,
-    "helpers played": helpers_played,
     "helpers live": helpers_live,
     "nccl": nccl_steps,
     "priority": priority_gain,
