@@ -204,7 +204,6 @@ DEFAULTS = {
     ("own-loop.md", "mirrored"): lambda: connect._BY_DEFAULT,
     ("regression.md", "adagrad"): lambda: LogregOptions().learner,
     ("simulator.md", "Ledger"): lambda: type(SimulationSpec(workers=1, steps=1).model).__name__,
-    ("run-directory.md", "fp32"): lambda: _parameter(export_command, "precision"),
 }
 """What pages call a default that is not a setting of a strategy, and what it is."""
 
