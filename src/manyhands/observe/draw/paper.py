@@ -18,7 +18,7 @@ __all__ = [
     "NUM_HEATS",
     "PART_COLOURS",
     "STYLE",
-    "Section",
+    "PageSection",
     "document",
     "findings_section",
     "made_section",
@@ -64,7 +64,7 @@ def document(
     return page.encode(errors="backslashreplace").decode()  # a title from a file may not be text
 
 
-class Section(NamedTuple):
+class PageSection(NamedTuple):
     """A part of a page.
 
     `kind` is "wide" for all columns, "broad" for two, "roomy" for two of three, "beside" for the last of three and a

@@ -9,7 +9,7 @@ from itertools import chain
 
 from manyhands.observe.analyse.view import PartiesView, PartyView, RunView
 from manyhands.observe.draw.charts import Series, data_table, histogram, line_chart, matrix, quiet
-from manyhands.observe.draw.paper import Section
+from manyhands.observe.draw.paper import PageSection
 
 __all__ = ["parties", "skew_lines", "skew_picture"]
 
@@ -20,7 +20,7 @@ _MOST_COURSES = 4
 _COMMON = "{} of the common model"
 
 
-def parties(run: RunView) -> Section | None:
+def parties(run: RunView) -> PageSection | None:
     """Return the section of the page; unknown parts have a placeholder."""
     view = run.parties
     if view is None:
@@ -30,7 +30,7 @@ def parties(run: RunView) -> Section | None:
         parts += [skew_picture(view), _spread(view), _table(view)]
     else:
         parts.append(quiet("Who has which samples, and how the model does for each, is known at the end."))
-    return Section("Parties", "\n".join(part for part in parts if part), "wide")
+    return PageSection("Parties", "\n".join(part for part in parts if part), "wide")
 
 
 def skew_picture(view: PartiesView) -> str:

@@ -20,14 +20,14 @@ from manyhands.observe.draw.charts import (
     share_bars,
     short_number,
 )
-from manyhands.observe.draw.paper import PART_COLOURS, Section
+from manyhands.observe.draw.paper import PART_COLOURS, PageSection
 
 _TILE_LETTERS = 14
 _FACT_LETTERS = 24  # characters of a value that fit in one of two columns on a phone
 _MAX_NARROW_WAITS = 6  # workers whose waits fit in one column of the page
 
 
-def now(view: RunView) -> Section:
+def now(view: RunView) -> PageSection:
     ended = view.phase is Phase.ENDED
     left = view.seconds_left
     values = {
@@ -49,7 +49,7 @@ def now(view: RunView) -> Section:
     bar = f'<progress value="{done}" max="{most}" aria-label="step {view.step:,}{of_all}"></progress>'
     heading = "The whole run" if ended else "Now"
     said = _list(view.notices) if view.notices else ""
-    return Section(heading, f'<dl class="tiles">{"".join(tiles)}</dl>{bar}{said}', "wide")
+    return PageSection(heading, f'<dl class="tiles">{"".join(tiles)}</dl>{bar}{said}', "wide")
 
 
 def _best(view: RunView) -> str:
@@ -63,7 +63,7 @@ def _best(view: RunView) -> str:
     )
 
 
-def wrong(view: RunView) -> Section:
+def wrong(view: RunView) -> PageSection:
     if view.warnings:
         body = _list(view.warnings)
     elif view.phase is Phase.STARTING:
@@ -72,16 +72,16 @@ def wrong(view: RunView) -> Section:
         body = '<p class="good">Nothing that the events tell of.</p>'
     spoken = f'<div class="wrong" role="status" aria-live="polite">{body}</div>'
     kind = "wide alarm" if view.warnings else "wide"
-    return Section("What is wrong", _fill("What is wrong", spoken), kind)
+    return PageSection("What is wrong", _fill("What is wrong", spoken), kind)
 
 
-def loss(view: RunView) -> Section:
+def loss(view: RunView) -> PageSection:
     series = [_by_step(curve) for curve in view.curves if "loss" in curve.name]
     chart = loss_chart(series, title="Training and evaluation", x_label="step", empty=_none_yet(view))
-    return Section("Loss", chart)
+    return PageSection("Loss", chart)
 
 
-def metrics(view: RunView) -> Section:
+def metrics(view: RunView) -> PageSection:
     curves = [one for one in view.curves if "loss" not in one.name and one.name != "samples_per_s"]
     empty = "Nothing was evaluated." if view.phase is Phase.ENDED else "Nothing was evaluated yet."
     if view.final:
@@ -93,10 +93,10 @@ def metrics(view: RunView) -> Section:
         y_label="metric",
         empty=empty,
     )
-    return Section("Metrics", chart)
+    return PageSection("Metrics", chart)
 
 
-def throughput(view: RunView) -> Section:
+def throughput(view: RunView) -> PageSection:
     curves = [curve for curve in view.curves if curve.name == "samples_per_s"]
     chart = line_chart(
         [Series(name="samples/s", xs=one.seconds, ys=one.values) for one in curves],
@@ -106,17 +106,17 @@ def throughput(view: RunView) -> Section:
         from_zero=True,
         empty=_none_yet(view),
     )
-    return Section("Throughput", chart)
+    return PageSection("Throughput", chart)
 
 
 def _none_yet(view: RunView) -> str:
     return "No step was recorded." if view.phase is Phase.ENDED else "Waiting for the first step."
 
 
-def workers(view: RunView) -> Section:
+def workers(view: RunView) -> PageSection:
     heading = "Workers and their time"
     if not view.workers:
-        return Section(heading, quiet("No worker has begun yet."), "wide")
+        return PageSection(heading, quiet("No worker has begun yet."), "wide")
     is_over = view.phase is Phase.ENDED
     lately = f"the last {WINDOW_NS // 10**9} seconds"
     bars = share_bars(
@@ -142,13 +142,13 @@ def workers(view: RunView) -> Section:
     over = "The whole run" if is_over else f"Since the beginning; steps/s, compute and waits for in {lately}"
     table = data_table(columns, rows, title=over, words=(0, 5), scrolls=False)
     both = f'<div class="pair">{bars}<div>{table}</div></div>'
-    return Section(heading, _fill(heading, both), "wide")
+    return PageSection(heading, _fill(heading, both), "wide")
 
 
-def waits(view: RunView) -> Section:
+def waits(view: RunView) -> PageSection:
     heading = "Who waits for whom"
     if len(view.waits) < 2:
-        return Section(heading, _fill(heading, quiet("One worker has nobody to wait for.")))
+        return PageSection(heading, _fill(heading, quiet("One worker has nobody to wait for.")))
     names = [worker.name for worker in view.workers][: len(view.waits)]
     names += [f"worker {index}" for index in range(len(names), len(view.waits))]
     table = matrix(
@@ -160,13 +160,13 @@ def waits(view: RunView) -> Section:
         show=lambda seconds: f"{seconds:.2f}",
         scrolls=False,
     )
-    return Section(heading, _fill(heading, table), "broad" if _is_large(view) else "")
+    return PageSection(heading, _fill(heading, table), "broad" if _is_large(view) else "")
 
 
-def servers(view: RunView) -> Section:
+def servers(view: RunView) -> PageSection:
     heading = "Servers and their shards"
     if not view.servers:
-        return Section(heading, "", "absent")
+        return PageSection(heading, "", "absent")
     even = 1 / len(view.servers)
     lately = "" if view.phase is Phase.ENDED else ", recently"
     bars = bar_chart(
@@ -190,12 +190,12 @@ def servers(view: RunView) -> Section:
     over = "The whole run" if view.phase is Phase.ENDED else "Updates since the beginning; rates recently"
     table = data_table(columns, rows, title=over, words=(0, 1, 2), scrolls=False)
     both = f'<div class="pair">{bars}<div>{table}</div></div>'
-    return Section(heading, _fill(heading, both), "wide")
+    return PageSection(heading, _fill(heading, both), "wide")
 
 
-def staleness(view: RunView) -> Section:
+def staleness(view: RunView) -> PageSection:
     if not view.servers:
-        return Section("Staleness", "", "absent")
+        return PageSection("Staleness", "", "absent")
     stale = view.staleness
     newest = f": mean {stale.mean:.2f}, most {stale.max}" if stale.histogram else ""
     chart = histogram(
@@ -205,14 +205,14 @@ def staleness(view: RunView) -> Section:
         y_label="updates",
         empty="No server has applied an update.",
     )
-    return Section("Staleness", chart)
+    return PageSection("Staleness", chart)
 
 
-def traffic(view: RunView) -> Section:
+def traffic(view: RunView) -> PageSection:
     heading = "Traffic by link and codec"
     kind = "roomy" if view.servers and not _is_large(view) else ""
     if not view.traffic:
-        return Section(heading, _fill(heading, quiet("Nothing was sent.")), kind)
+        return PageSection(heading, _fill(heading, quiet("Nothing was sent.")), kind)
     rows = [(one.wire, one.codec, format_bytes(one.num_bytes), f"{one.messages:,}") for one in view.traffic]
     steps = max(1, view.step)
     each = format_bytes(sum(one.num_bytes for one in view.traffic) / steps)
@@ -220,15 +220,15 @@ def traffic(view: RunView) -> Section:
     table = data_table(
         columns, rows, title=f"In steps, all roles together; {each} each", words=(0, 1), scrolls=False
     )
-    return Section(heading, _fill(heading, table), kind)
+    return PageSection(heading, _fill(heading, table), kind)
 
 
-def members(view: RunView) -> Section:
+def members(view: RunView) -> PageSection:
     heading = "Members, faults and recoveries"
     kind = "broad" if view.servers else "wide" if _is_large(view) else ""
     if not view.happenings:
         nobody = _fill(heading, quiet("Nobody has come or gone."))
-        return Section(heading, nobody, kind)
+        return PageSection(heading, nobody, kind)
     has_epochs = any(one.epoch for one in view.happenings)
     rows = [
         (
@@ -243,25 +243,25 @@ def members(view: RunView) -> Section:
     columns = ("at", *(("epoch",) if has_epochs else ()), "who", "what happened")
     words = (len(columns) - 2, len(columns) - 1)
     table = data_table(columns, rows, title=f"The newest first{epoch}", words=words, scrolls=False)
-    return Section(heading, _fill(heading, table), kind)
+    return PageSection(heading, _fill(heading, table), kind)
 
 
-def notes(view: RunView) -> Section:
+def notes(view: RunView) -> PageSection:
     heading = "What is missing here"
     body = _list(view.notes) if view.notes else quiet("Nothing: every event was read.")
-    return Section(heading, body, "wide slim")
+    return PageSection(heading, body, "wide slim")
 
 
-def made(view: RunView) -> Section:
+def made(view: RunView) -> PageSection:
     heading = "How this was made"
     if not view.about:
-        return Section(heading, quiet("Nothing is known of that yet."), "wide")
+        return PageSection(heading, quiet("Nothing is known of that yet."), "wide")
     facts = []
     for name, text in view.about:
         kind = ' class="long"' if name == "command" or len(text) > _FACT_LETTERS else ""
         shown = f"<code>{escape(text)}</code>" if name == "command" else escape(text)
         facts.append(f"<div{kind}><dt>{escape(name)}</dt><dd>{shown}</dd></div>")
-    return Section(heading, f'<dl class="facts">{"".join(facts)}</dl>', "wide")
+    return PageSection(heading, f'<dl class="facts">{"".join(facts)}</dl>', "wide")
 
 
 def _is_large(view: RunView) -> bool:
