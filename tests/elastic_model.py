@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from manyhands.engine.run_commands import AddWorker, RemoveWorker
+from manyhands.places.run_commands import AddWorker, RemoveWorker
 from manyhands.strategies.allreduce.elastic.channel import StepChannel
 from manyhands.strategies.allreduce.elastic.elastic_membership import ElasticMembership, ElasticPlan
 from manyhands.strategies.allreduce.elastic.elastic_messages import (

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from elastic_model import Run
-from manyhands.engine.run_commands import AddWorker, RemoveWorker
 from manyhands.errors import UserError
+from manyhands.places.run_commands import AddWorker, RemoveWorker
 from manyhands.strategies.allreduce.elastic.elastic_membership import (
     MAX_DEATHS,
     ElasticMembership,

@@ -14,7 +14,7 @@ from manyhands.observe.record.event_ring import EventRing
 from manyhands.observe.record.events import RECORD
 from manyhands.places.external.control_messages import ControlHello, StoreCall
 from manyhands.places.external.key_value_store import KeyValueStore
-from manyhands.places.external.process_place import Place, current
+from manyhands.places.external.process_place import ProcessPlace, current
 from manyhands.places.external.register import Register, clock_notice, terms_of
 from manyhands.places.external.send_queue import PIECE_BYTES, SendQueue, pieces
 from manyhands.places.external.started_externally import standing
@@ -180,7 +180,7 @@ def test_fit_is_alone_unless_somebody_else_starts_processes() -> None:
     place = current(TORCHRUN)
     assert (place.rank, place.world, place.kind, place.leads) == (1, 2, "torchrun", False)
     assert place.name == f"worker 1 on {place.host}"
-    given = Place(rank=0, world=3, kind="specification", role="chief", index=0, host="a", leader="a:1")
+    given = ProcessPlace(rank=0, world=3, kind="specification", role="chief", index=0, host="a", leader="a:1")
     with standing(given):
         assert current(TORCHRUN) is given
         assert (given.name, given.leads, given.is_one_of_many) == ("chief 0 on a", True, True)
@@ -203,6 +203,6 @@ def test_an_environment_that_says_it_by_halves_is_refused(change: dict[str, str]
 
 def test_a_place_that_cannot_be_is_refused() -> None:
     with pytest.raises(UserError, match="rank=3"):
-        Place(rank=3, world=3)
+        ProcessPlace(rank=3, world=3)
     with pytest.raises(UserError, match="did you mean 'torchrun'"):
-        Place(rank=0, world=1, kind="torchrn")
+        ProcessPlace(rank=0, world=1, kind="torchrn")

@@ -15,10 +15,9 @@ import torch
 from torch.distributed import HashStore, PrefixStore
 
 import manyhands as mh
-from manyhands.engine.run_commands import MORE_WORKERS, AddWorker, Command, RemoveWorker
 from manyhands.errors import ManyhandsError, PeerTimeout, UserError
 from manyhands.places.external.leader_address import follow
-from manyhands.places.external.process_place import Place
+from manyhands.places.external.process_place import ProcessPlace
 from manyhands.places.external.started_externally import standing
 from manyhands.places.ray.actor_placement import Again, Bounds, GivenUp, Staff, room_for, seats
 from manyhands.places.ray.actor_store import ActorStore, RayStore
@@ -27,6 +26,7 @@ from manyhands.places.ray.following import Less, More, SizeFollower
 from manyhands.places.ray.lead import ActorGift, ActorKeeper, Casting
 from manyhands.places.ray.ray_connection import connected, ray_module
 from manyhands.places.ray.role_actors import RoleEnded
+from manyhands.places.run_commands import MORE_WORKERS, AddWorker, Command, RemoveWorker
 from manyhands.strategies.ps.external_roles import ps_ranks
 from manyhands.strategies.ps.strategy import Ps
 from manyhands.strategies.ps.training import most_workers
@@ -144,7 +144,7 @@ def test_who_comes_from_another_host_to_a_run_of_one_is_told_how_to_begin_it() -
         "token": "aa",
     }
     store.set("manyhands/run/leader", json.dumps(told))
-    place = Place(rank=3, world=4, kind="ray", later=1, host="hostB", open_store=lambda _: store)
+    place = ProcessPlace(rank=3, world=4, kind="ray", later=1, host="hostB", open_store=lambda _: store)
     with pytest.raises(
         UserError, match=r"worker 3 on hostB comes to a run that began on one host.*--tls DIR"
     ):
@@ -268,7 +268,7 @@ def test_what_makes_no_sense_is_refused_before_anything_starts(monkeypatch: pyte
     ):
         mh.fit(task, "allreduce elastic=yes", workers=2, options=bounded, cluster="ray")
     with (
-        standing(Place(rank=0, world=2, kind="torchrun")),
+        standing(ProcessPlace(rank=0, world=2, kind="torchrun")),
         pytest.raises(UserError, match="torchrun has started"),
     ):
         mh.fit(task, cluster="auto")
@@ -288,7 +288,7 @@ def test_who_leads_and_who_is_which_rank() -> None:
     assert ranks == [2, 3, 8], "later workers follow the first ones"
     strategy = Strategy.parse("ps servers=2")
     assert isinstance(strategy, Ps)
-    place = Place(rank=0, world=served.world, kind="ray", role="chief", later=served.later)
+    place = ProcessPlace(rank=0, world=served.world, kind="ray", role="chief", later=served.later)
     found = ps_ranks(strategy, place)
     assert most_workers(3, place, can_ask=True) == len(found.workers), "each has a place in the run's memory"
     assert most_workers(3, None, can_ask=True) == 3 + MORE_WORKERS

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import pytest
 
 from manyhands.errors import UserError
-from manyhands.places.external.process_place import Place, place_from, place_of
+from manyhands.places.external.process_place import ProcessPlace, place_from, place_of
 from manyhands.places.external.specification import ClusterSpec
 from manyhands.places.external.specified import check_hosts, listening_at
 from manyhands.strategies.ps.external_roles import ps_ranks
@@ -55,7 +55,7 @@ def test_without_a_chief_worker_0_leads_and_works() -> None:
 def test_under_torchrun_the_first_ranks_serve() -> None:
     strategy, workers = ps("ps servers=2").placed(5, {})
     assert workers == 3
-    ranks = ps_ranks(strategy, Place(rank=0, world=5, kind="torchrun"))
+    ranks = ps_ranks(strategy, ProcessPlace(rank=0, world=5, kind="torchrun"))
     assert (ranks.servers, ranks.workers) == ((0, 1), (2, 3, 4))
     assert ranks.names[2] == "worker 0 (rank 2)"
     with pytest.raises(

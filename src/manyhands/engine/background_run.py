@@ -13,11 +13,11 @@ from typing import Any
 from manyhands.engine.fitting import fit
 from manyhands.engine.options import Options
 from manyhands.engine.run import Run
-from manyhands.engine.run_commands import MORE_WORKERS, AddWorker, Command, RemoveWorker
 from manyhands.errors import Aborted, UserError
 from manyhands.observe.analyse.totals import TotalsSnapshot
 from manyhands.observe.draw.showing import showing
 from manyhands.places.local.template import warm
+from manyhands.places.run_commands import MORE_WORKERS, AddWorker, Command, RemoveWorker
 from manyhands.strategy import Strategy
 from manyhands.task import Task
 

@@ -28,7 +28,7 @@ from manyhands.engine.training import Training, training_class
 from manyhands.errors import Aborted, PeerTimeout, UserError, WorkerFailed
 from manyhands.places.external.control_messages import Term
 from manyhands.places.external.process_group import GroupMember, ProcessGroup, join_group, lead_group
-from manyhands.places.external.process_place import Place
+from manyhands.places.external.process_place import ProcessPlace
 from manyhands.places.external.register import terms_of
 from manyhands.places.external.specified import check_hosts
 from manyhands.strategy import Strategy
@@ -43,7 +43,7 @@ _RUN: Final = "run"
 _COME_AGAIN_S: Final = 30.0
 
 
-def on_processes(strategy: Strategy, place: Place, workers: int | None) -> tuple[Strategy, int]:
+def on_processes(strategy: Strategy, place: ProcessPlace, workers: int | None) -> tuple[Strategy, int]:
     """What the strategy is on the processes that there are, and how many work; UserError where more were asked for."""
     spec = place.cluster
     roles = {kind: len(listed) for kind, listed in spec.addresses.items()} if spec is not None else {}
@@ -56,7 +56,7 @@ def on_processes(strategy: Strategy, place: Place, workers: int | None) -> tuple
 
 
 @contextmanager
-def spoken_by(place: Place) -> Iterator[None]:
+def spoken_by(place: ProcessPlace) -> Iterator[None]:
     """Context in which only the leader issues warnings."""
     with warnings.catch_warnings():
         if not place.leads:
@@ -65,7 +65,7 @@ def spoken_by(place: Place) -> Iterator[None]:
 
 
 def run_externally(
-    request: Request, place: Place, out: str | Path | None, resume: bool, name: str | None = None
+    request: Request, place: ProcessPlace, out: str | Path | None, resume: bool, name: str | None = None
 ) -> Run:
     """Take this process's part in a run; returns the same on each process but for the directory.
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from manyhands.engine.kernel_task import AnyTask
     from manyhands.engine.options import Options
     from manyhands.engine.run import Run
-    from manyhands.places.external.process_place import Place
+    from manyhands.places.external.process_place import ProcessPlace
     from manyhands.places.ray.cluster import RayCluster
 
 __all__ = ["await_workers", "fit", "fit_or_kept", "place_among_others"]
@@ -152,7 +152,7 @@ def await_workers(strategy: Strategy, modules: Sequence[str] = (), *, compiled: 
         warm()
 
 
-def place_among_others() -> Place | None:
+def place_among_others() -> ProcessPlace | None:
     """This process's place among several that were started externally; None where it is not one of them."""
     if not may_be_started_externally():
         return None

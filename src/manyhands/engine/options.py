@@ -18,8 +18,8 @@ from manyhands.observe.draw.asked import PROGRESS
 from manyhands.places.local.patience import check_watchdog_s
 
 if TYPE_CHECKING:
-    from manyhands.engine.run_commands import Command
     from manyhands.observe.analyse.totals import TotalsSnapshot
+    from manyhands.places.run_commands import Command
     from manyhands.transport.link.secure import Security
 
 __all__ = ["BUFFERS", "MEAN", "SYNCHRONIZE", "TLS_VARIABLE", "Options", "View"]

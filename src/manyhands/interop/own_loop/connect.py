@@ -34,7 +34,7 @@ from manyhands.engine.worker_resources import Resources
 from manyhands.errors import ManyhandsError, UserError
 from manyhands.interop.own_loop.small_sums import AloneCollective, Words
 from manyhands.places.external.links import address_towards, open_links
-from manyhands.places.external.process_place import Place
+from manyhands.places.external.process_place import ProcessPlace
 from manyhands.places.external.sharing import no_group, share_group, share_links
 from manyhands.places.local.rendezvous import Rendezvous, meet
 from manyhands.strategies.common.collectives.collective import SharedCollective
@@ -92,7 +92,7 @@ def choose(asked: Strategy | None, hosts: Hosts) -> Strategy:
     return asked if len(hosts) == 1 else asked.across_hosts(hosts)
 
 
-def connect(place: Place, name: str, asked: Strategy | None, timeout_s: float) -> GroupConnection:
+def connect(place: ProcessPlace, name: str, asked: Strategy | None, timeout_s: float) -> GroupConnection:
     """Collective: connect to the other workers of the group `name`; every wait lasts at most `timeout_s`."""
     if place.world == 1:
         return GroupConnection(
@@ -157,7 +157,7 @@ def _on_one_host(
 
 
 def _reach_others(
-    rendezvous: Rendezvous, store: Store, place: Place, interface: str, address: str, timeout_s: float
+    rendezvous: Rendezvous, store: Store, place: ProcessPlace, interface: str, address: str, timeout_s: float
 ) -> Mapping[int, FarLink]:
     """Collective: a link to each worker of another host."""
     ranks = [rank for rank in range(rendezvous.world) if rank not in rendezvous.here]
@@ -257,7 +257,7 @@ def _left_in_peace(link: FarLink) -> bool:
 
 
 def _open_gloo(
-    store: Store, place: Place, interface: str, address: str, timeout_s: float
+    store: Store, place: ProcessPlace, interface: str, address: str, timeout_s: float
 ) -> ProcessGroupGloo:
     """Collective: connections to the workers of other hosts."""
     where = {"interface": interface} if interface else {"hostname": address}

@@ -42,7 +42,7 @@ from manyhands.places.external.control_messages import (
     Term,
 )
 from manyhands.places.external.control_server import hello_of
-from manyhands.places.external.process_place import Place
+from manyhands.places.external.process_place import ProcessPlace
 from manyhands.places.external.send_queue import SendQueue, Wakeup, pieces
 from manyhands.places.local.control import Finished, Note, Stop, encoded
 from manyhands.places.local.failure import report
@@ -94,7 +94,7 @@ class Broken:
 
 
 def open_control_connection(
-    place: Place,
+    place: ProcessPlace,
     contact: Contact,
     terms: Sequence[Term],
     *,
@@ -120,7 +120,7 @@ def open_control_connection(
 
 
 def _introduce(
-    hub: Hub, place: Place, contact: Contact, terms: Sequence[Term], timeout_s: float
+    hub: Hub, place: ProcessPlace, contact: Contact, terms: Sequence[Term], timeout_s: float
 ) -> tuple[ControlWelcome, list[HubEvent]]:
     """Send the hello; return the leader's welcome and the events that arrived directly after it."""
     deadline = time.monotonic() + timeout_s
@@ -152,7 +152,7 @@ def _introduce(
 class ControlConnection:
     """One process's end of the control connection; a context manager, `close` is idempotent. Thread-safe."""
 
-    def __init__(self, place: Place, hub: Hub, *, leader: str, same_clock: bool) -> None:
+    def __init__(self, place: ProcessPlace, hub: Hub, *, leader: str, same_clock: bool) -> None:
         """Take ownership of the hub; called by `open_control_connection`."""
         self.name = place.name
         self.rank = place.rank

@@ -43,7 +43,7 @@ from manyhands.places.external.control_messages import (
     Term,
 )
 from manyhands.places.external.key_value_store import KeyValueStore
-from manyhands.places.external.process_place import Place
+from manyhands.places.external.process_place import ProcessPlace
 from manyhands.places.external.register import Register, clock_notice
 from manyhands.places.external.send_queue import SendQueue, Wakeup, pieces
 from manyhands.places.local.control import Failed, Finished, Message, Note, Stop, encoded
@@ -94,7 +94,7 @@ class Delivered:
 ControlEvent = Started | Said | Ended | ProcessRejected | Warned | Delivered
 
 
-def hello_of(place: Place, terms: Sequence[Term]) -> ControlHello:
+def hello_of(place: ProcessPlace, terms: Sequence[Term]) -> ControlHello:
     """The hello of this process."""
     return ControlHello(
         rank=place.rank,
@@ -133,7 +133,7 @@ class ControlServer:
 
     def __init__(
         self,
-        place: Place,
+        place: ProcessPlace,
         terms: Sequence[Term],
         token: bytes,
         *,

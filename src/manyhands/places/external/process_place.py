@@ -1,9 +1,9 @@
 """The place of this process in a run: alone, or one of several that a launcher, torchrun or a specification
 started.
 
-Each process of a run has a `Place`. A launcher gives a process its rank and a store where it finds the others:
+Each process of a run has a `ProcessPlace`. A launcher gives a process its rank and a store where it finds the others:
 `manyhands launch` passes the store as an inherited memory file; torchrun's is a server named in the environment.
-Code that starts processes in another way makes a `Place` and declares it with `started_externally.standing`.
+Code that starts processes in another way makes a `ProcessPlace` and declares it with `started_externally.standing`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from manyhands.strategy import Strategy
 __all__ = [
     "KINDS",
     "Launched",
-    "Place",
+    "ProcessPlace",
     "current",
     "find_place",
     "launched",
@@ -63,7 +63,7 @@ def _no_store(timeout_s: float) -> Store:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class ProcessPlace:
     """This process's rank, and how it finds the other processes."""
 
     rank: int
@@ -121,27 +121,27 @@ class Place:
         return f"{self.role} {self.rank if self.index is None else self.index} on {self.host}"
 
 
-def current(environment: Mapping[str, str] = os.environ) -> Place:
+def current(environment: Mapping[str, str] = os.environ) -> ProcessPlace:
     """The place of a process that calls `fit`; UserError if the environment describes it incompletely.
 
     Inside a script of `manyhands launch`, and in a worker of another run, `fit` starts workers of its own.
     """
     said = stands_at()
-    if isinstance(said, Place):
+    if isinstance(said, ProcessPlace):
         return said
     if launched is not None or LAUNCHER_VARIABLE in environment or _is_worker():
-        return Place(rank=0, world=1)
+        return ProcessPlace(rank=0, world=1)
     specified = place_from(environment)
     if specified is not None:
         return specified
     if "RANK" in environment and "WORLD_SIZE" in environment:
         return _under_torchrun(environment)
-    return Place(rank=0, world=1)
+    return ProcessPlace(rank=0, world=1)
 
 
-def place_of(spec: ClusterSpec, role: ClusterRole) -> Place:
+def place_of(spec: ClusterSpec, role: ClusterRole) -> ProcessPlace:
     """The place of one role of a specification; UserError for an evaluator, which has none."""
-    return Place(
+    return ProcessPlace(
         rank=spec.rank(role),
         world=len(spec.ranked),
         kind="specification",
@@ -152,7 +152,7 @@ def place_of(spec: ClusterSpec, role: ClusterRole) -> Place:
     )
 
 
-def place_from(environment: Mapping[str, str] = os.environ) -> Place | None:
+def place_from(environment: Mapping[str, str] = os.environ) -> ProcessPlace | None:
     """The place that TF_CONFIG describes; None if it is not set or describes no cluster."""
     text = environment.get(TF_CONFIG, "").strip()
     if not text or text == "{}":
@@ -160,7 +160,7 @@ def place_from(environment: Mapping[str, str] = os.environ) -> Place | None:
     return place_of(*ClusterSpec.from_tf_config(text))
 
 
-def find_place(environment: Mapping[str, str] = os.environ) -> Place:
+def find_place(environment: Mapping[str, str] = os.environ) -> ProcessPlace:
     """The place of a process that joins with a training loop of its own; UserError if it cannot join from here."""
     version = environment.get(LAUNCHER_VARIABLE)
     if version is not None and version != __version__:
@@ -170,7 +170,7 @@ def find_place(environment: Mapping[str, str] = os.environ) -> Place:
         )
     if launched is not None:
         context = launched.context
-        return Place(
+        return ProcessPlace(
             rank=context.rank,
             world=context.world,
             kind="launch",
@@ -185,7 +185,7 @@ def find_place(environment: Mapping[str, str] = os.environ) -> Place:
         raise UserError("this process is a worker of fit, which has a loop of its own; join is for scripts")
     if "RANK" in environment and "WORLD_SIZE" in environment:
         return _under_torchrun(environment)
-    return Place(rank=0, world=1, open_store=lambda _: HashStore())
+    return ProcessPlace(rank=0, world=1, open_store=lambda _: HashStore())
 
 
 def _is_worker() -> bool:
@@ -196,7 +196,7 @@ def _inherited(context: RoleContext) -> Store:
     return FileStore(f"/proc/self/fd/{context.descriptor('store')}", context.world)
 
 
-def _under_torchrun(environment: Mapping[str, str]) -> Place:
+def _under_torchrun(environment: Mapping[str, str]) -> ProcessPlace:
     missing = [name for name in _TORCHRUN if not environment.get(name)]
     if missing:
         raise UserError(
@@ -214,7 +214,7 @@ def _under_torchrun(environment: Mapping[str, str]) -> Place:
     if port is None or not 0 < port < 1 << 16:
         raise UserError(f"MASTER_PORT={text}: must be a number from 1 to 65535")
     hosted = rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    return Place(
+    return ProcessPlace(
         rank=rank,
         world=world,
         kind="torchrun",

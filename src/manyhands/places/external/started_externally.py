@@ -22,7 +22,7 @@ TF_CONFIG: Final = "TF_CONFIG"
 LAUNCHER_VARIABLE = "MANYHANDS_LAUNCHER"
 """Set by `manyhands launch` to its version, in the environment of its workers."""
 
-_standing: object = None  # a `process_place.Place`, whose module is not light
+_standing: object = None  # a `process_place.ProcessPlace`, whose module is not light
 _alone = False
 
 P = TypeVar("P")

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
     from manyhands.engine.request import Request
-    from manyhands.places.external.process_place import Place
+    from manyhands.places.external.process_place import ProcessPlace
     from manyhands.places.ray.actor_store import RayStore
 
 __all__ = ["RUN", "ActorSeat", "take_part"]
@@ -35,9 +35,9 @@ class ActorSeat:
     leaves: bool = False
     """Whether it only finishes the pending work of its slot."""
 
-    def place(self, status_table: Any, trouble: Callable[[], str | None] = lambda: None) -> Place:
+    def place(self, status_table: Any, trouble: Callable[[], str | None] = lambda: None) -> ProcessPlace:
         """The place itself, made where its process is."""
-        from manyhands.places.external.process_place import Place
+        from manyhands.places.external.process_place import ProcessPlace
         from manyhands.places.ray.actor_store import RayStore, asking
 
         kept: list[RayStore] = []  # torch's own reference does not keep what is written in Python
@@ -46,7 +46,7 @@ class ActorSeat:
             kept.append(RayStore(asking(status_table, timeout_s), timeout_s, trouble))
             return kept[-1]
 
-        return Place(
+        return ProcessPlace(
             rank=self.rank,
             world=self.world,
             kind="ray",

@@ -26,7 +26,6 @@ from typing import Any, Self
 from manyhands.engine.external_run import run_externally
 from manyhands.engine.request import Request
 from manyhands.engine.run import Run
-from manyhands.engine.run_commands import MORE_WORKERS
 from manyhands.errors import ManyhandsError, PeerTimeout, UserError
 from manyhands.places.ray.actor import RUN, ActorSeat, take_part
 from manyhands.places.ray.actor_placement import Again, Bounds, GivenUp, Staff, seats
@@ -35,6 +34,7 @@ from manyhands.places.ray.cluster import RayCluster
 from manyhands.places.ray.following import Less, More, SizeFollower
 from manyhands.places.ray.ray_connection import connected
 from manyhands.places.ray.role_actors import RayRoles, RoleEnded
+from manyhands.places.run_commands import MORE_WORKERS
 from manyhands.strategy import Strategy
 
 __all__ = ["fit_on_ray"]

@@ -10,7 +10,6 @@ from typing import Any
 
 from manyhands.engine.exchange import SentFor
 from manyhands.engine.reporting import WorkerNote
-from manyhands.engine.run_commands import AddWorker, Command
 from manyhands.errors import Hang, PeerTimeout, UserError, WorkerFailed
 from manyhands.observe.record.blackbox import BlackBoxes
 from manyhands.observe.record.event_ring import EventRing
@@ -18,6 +17,7 @@ from manyhands.places.local.control import Unread
 from manyhands.places.local.signals import as_exception
 from manyhands.places.local.supervisor import Ended, Hung, Interrupted, Said, Silent, Started
 from manyhands.places.local.watchdog import Watched
+from manyhands.places.run_commands import AddWorker, Command
 from manyhands.strategies.allreduce.elastic.elastic_members import AssembleElastic, ElasticMembers
 from manyhands.strategies.allreduce.elastic.elastic_membership import ElasticMembership, ElasticPlan
 from manyhands.strategies.allreduce.elastic.elastic_messages import (

@@ -22,8 +22,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from manyhands.engine.run_commands import AddWorker, RemoveWorker
 from manyhands.errors import UserError
+from manyhands.places.run_commands import AddWorker, RemoveWorker
 from manyhands.strategies.allreduce.elastic.elastic_messages import (
     Abort,
     ArrivedInEpoch,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from manyhands.engine.run_commands import AddWorker, RemoveWorker
+from manyhands.places.run_commands import AddWorker, RemoveWorker
 
 __all__ = [
     "Abort",

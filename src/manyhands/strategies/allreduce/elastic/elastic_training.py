@@ -16,7 +16,6 @@ from manyhands.data.store.tensorfile import read_tensors
 from manyhands.engine.history_rows import RowsInOrder
 from manyhands.engine.reporting import WorkerNote
 from manyhands.engine.request import Request
-from manyhands.engine.run_commands import MORE_WORKERS
 from manyhands.engine.training import Result, Stage, Training
 from manyhands.native.group.shared_group import warm
 from manyhands.observe.record.event_ring import EventRing
@@ -24,6 +23,7 @@ from manyhands.places.external.process_group import GroupMember
 from manyhands.places.local.cores import threads_per_role
 from manyhands.places.local.host import host_identity
 from manyhands.places.local.watchdog import Watched
+from manyhands.places.run_commands import MORE_WORKERS
 from manyhands.strategies.allreduce.elastic.elastic_launcher import ElasticLauncher, ElasticOutcome
 from manyhands.strategies.allreduce.elastic.elastic_members import (
     AssembleElastic,

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from manyhands.engine.run_commands import AddWorker, Command, RemoveWorker
 from manyhands.errors import Aborted, Hang, ManyhandsError, PeerTimeout, UserError
 from manyhands.observe.record.blackbox import BlackBoxes
 from manyhands.places.local.control import Unread
@@ -21,6 +20,7 @@ from manyhands.places.local.failure import Failure
 from manyhands.places.local.signals import as_exception
 from manyhands.places.local.supervisor import Ended, Hung, Interrupted, Said, Silent, Started
 from manyhands.places.local.watchdog import Watched
+from manyhands.places.run_commands import AddWorker, Command, RemoveWorker
 from manyhands.strategies.ps import member_events
 from manyhands.strategies.ps.live.losses import LossBook
 from manyhands.strategies.ps.live.ps_job import Job
