@@ -304,7 +304,7 @@ def _sized_rules(hint: Any) -> tuple[_Write, _Read]:
     def write(value: Any) -> bytes:
         if type(value) is not hint:
             raise TypeError(f"{_quote(value)} is no {hint.__name__}")
-        data = value.encode() if hint is str else value
+        data: bytes = value.encode() if hint is str else value
         return struct.pack("<I", len(data)) + data
 
     def read(given: _Input, where: str) -> Any:
