@@ -202,7 +202,7 @@ def test_a_step_with_helpers_is_that_of_one_process(workers: int, helpers: int, 
             assert not exchange.agree(LocalStep(loss=0.0, share=share, step=step)).bad_workers
             exchange.apply()
         assert exchange.total(torch.ones(2, dtype=torch.float64)).tolist() == [workers] * 2
-        traffic = exchange.traffic()
+        traffic = exchange.meter.traffic()
         exchange.close()
         return model.state_dict(), traffic
 
