@@ -16,7 +16,7 @@ from manyhands.engine.exchange import LocalStep, Traffic
 from manyhands.engine.worker_resources import Resources
 from manyhands.errors import ManyhandsError, UserError
 from manyhands.places.external.sharing import no_group
-from manyhands.places.ray.lead import Casting
+from manyhands.places.ray.ray_place import Casting
 from manyhands.strategies.allreduce.exchange import AllReduceExchange
 from manyhands.strategies.allreduce.helped import help_workers, helped_collective
 from manyhands.strategies.allreduce.helpers import HelperSplit, helped, segments_for, split_load

@@ -57,7 +57,7 @@ def report_command(
     out: Annotated[Path | None, typer.Option(help="Write to this file; RUN/report.html otherwise.")] = None,
 ) -> None:
     """Write what the live page shows of a run into one file that needs nothing else."""
-    from manyhands.observe.draw.run_report import write_report
+    from manyhands.observe.draw.page import write_report
 
     check_writable(out, "--out")
     print(f"report  {write_report(run, out)}")
