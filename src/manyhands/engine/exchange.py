@@ -35,12 +35,12 @@ from manyhands.transport.link.wire import Wire
 
 __all__ = [
     "NO_GRADIENT",
+    "ElasticMembers",
     "Exchange",
+    "ExchangeState",
     "GradientHooks",
     "GradientParts",
-    "KeptState",
     "LocalStep",
-    "Members",
     "Meter",
     "MicrobatchTime",
     "PeerTraffic",
@@ -282,7 +282,7 @@ NO_GRADIENT: Final = GradientParts(held=tuple, counted=tuple, total=torch.Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KeptState:
+class ExchangeState:
     """What a resumed run needs besides model and optimizer: kept with the checkpoint, ignored by other strategies."""
 
     gather: Callable[[], Mapping[str, Any]]
@@ -292,7 +292,7 @@ class KeptState:
     """After `attach`, on every worker of a resumed run: load what `gather` gave."""
 
 
-class Members(Protocol):
+class ElasticMembers(Protocol):
     """Where workers join and leave: when any is lost the others continue, and repeat what was interrupted.
 
     Since worker 0 may be lost, every worker keeps what worker 0 alone reports.
@@ -355,14 +355,14 @@ class Exchange(ABC):
     parts: GradientParts | None = None
     """None: between `agree` and `apply` each parameter's `grad` is the whole."""
 
-    kept: KeptState | None = None
+    kept: ExchangeState | None = None
     average: Callable[[bool], bool] | None = None
     """Collective when due: after the optimizer's step, synchronize the parameters; returns whether it was due.
 
     With True, at the end of a caller's loop, it is due if any step was taken since the last synchronization.
     """
 
-    members: Members | None = None
+    members: ElasticMembers | None = None
     rounds: TrainingRounds | None = None
 
     @abstractmethod

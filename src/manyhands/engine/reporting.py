@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from manyhands.data.store.atomic import WriteFailed
 from manyhands.data.store.checkpoint import CheckpointStore, Snapshot
 from manyhands.engine.computing import TrainingPlan
-from manyhands.engine.exchange import KeptState, Meter, Traffic
+from manyhands.engine.exchange import ExchangeState, Meter, Traffic
 from manyhands.engine.stopping import StoppingCount
 from manyhands.observe.record.events import NO_STEP, NOBODY, EventKind
 from manyhands.places.local.notes import TypedNotes
@@ -105,7 +105,7 @@ class Peers(Protocol):
         """What measures the traffic of this worker."""
 
     @property
-    def kept(self) -> KeptState | None:
+    def kept(self) -> ExchangeState | None:
         """What the strategy keeps from step to step besides model and optimizer."""
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from manyhands.engine.exchange import Exchange, KeptState, LocalStep, Meter, SharedStep, WorkerPart
+from manyhands.engine.exchange import Exchange, ExchangeState, LocalStep, Meter, SharedStep, WorkerPart
 from manyhands.native.heap import keep_freed_memory
 from manyhands.strategies.common.collectives.collective import Collective
 from manyhands.strategies.common.collectives.piggyback import remember_kept
@@ -54,7 +54,7 @@ class AllReduceExchange(Exchange):
         self._optimizer = optimizer
         layouts = gradient_layouts(model, self._bucket_bytes, rows=self._collective.sums_rows)
         self.hooks = Reducer(model, self._collective, layouts)
-        self.kept = KeptState(gather=self.hooks.residuals, load=partial(remember_kept, self._collective))
+        self.kept = ExchangeState(gather=self.hooks.residuals, load=partial(remember_kept, self._collective))
         keep_freed_memory()  # every step frees what the next one takes
         return self.hooks
 

@@ -22,7 +22,7 @@ from manyhands.engine.computing import Computed, Computer
 from manyhands.engine.exchange import (
     NO_GRADIENT,
     Exchange,
-    KeptState,
+    ExchangeState,
     LocalStep,
     Meter,
     SharedStep,
@@ -127,7 +127,7 @@ class FederatedExchange(Exchange):
         self.part = WorkerPart(index=self.rank, count=self.world, copies=(range(self.world),))
         times = collective.take_times if collective is not None else Times
         self.meter = Meter(take_times=times, traffic=lambda: self._sent)
-        self.kept = KeptState(gather=self._memory, load=self._load)
+        self.kept = ExchangeState(gather=self._memory, load=self._load)
         self.rounds = self
         self._strategy = strategy
         self._seed = seed

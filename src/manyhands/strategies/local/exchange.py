@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from manyhands.engine.computing import Computer
 from manyhands.engine.exchange import (
     Exchange,
-    KeptState,
+    ExchangeState,
     LocalStep,
     Meter,
     PeerTraffic,
@@ -69,7 +69,7 @@ class LocalExchange(Exchange):
         if gossip is not None:
             sent = gossip.traffic
             self.meter = Meter(take_times=self._take_times, traffic=lambda: collective.traffic() + sent())
-        self.kept = KeptState(gather=self._memory, load=self._load)
+        self.kept = ExchangeState(gather=self._memory, load=self._load)
         self.average = self._average
         self._collective = collective
         self._steps = steps

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from manyhands.engine.computing import Computed, Computer
 from manyhands.engine.exchange import (
     Exchange,
-    KeptState,
+    ExchangeState,
     LocalStep,
     Meter,
     PeerTraffic,
@@ -63,7 +63,7 @@ class PriorityExchange(Exchange):
             index=self.rank, count=self.world, copies=(range(self.world),), parameters=self._stepped
         )
         self.meter = Meter(take_times=self._take_times, traffic=collective.traffic)
-        self.kept = KeptState(gather=self._residuals, load=partial(remember_kept, collective))
+        self.kept = ExchangeState(gather=self._residuals, load=partial(remember_kept, collective))
         self._collective = collective
         self._bucket_bytes = bucket_bytes
         self._credit_bytes = credit_bytes
