@@ -21,7 +21,7 @@ from manyhands.native.counters import Counter
 from manyhands.native.group.shared_group import SharedGroup
 from manyhands.native.segment import CACHE_LINE, round_up
 from manyhands.strategies.common.sharding.optimizers import stepping_for
-from manyhands.strategies.common.sharding.state_sizes import ExchangeState, kept_by
+from manyhands.strategies.common.sharding.state_sizes import KeptState, kept_by
 from manyhands.strategies.hogwild.strategy import Hogwild
 
 __all__ = ["SharedModel", "SharedStateSlot"]
@@ -131,7 +131,7 @@ class SharedModel:
             tensor.data = view
 
     def _lay_out(
-        self, kept: Mapping[nn.Parameter, Sequence[ExchangeState]], flags: int, begin: int
+        self, kept: Mapping[nn.Parameter, Sequence[KeptState]], flags: int, begin: int
     ) -> dict[nn.Parameter, SharedStateSlot]:
         slots = {}
         for number, (parameter, row) in enumerate(kept.items()):
