@@ -35,7 +35,7 @@ from manyhands.transport.link.wire import Wire
 
 __all__ = [
     "NO_GRADIENT",
-    "ElasticMembers",
+    "ChangingWorkers",
     "Exchange",
     "ExchangeState",
     "GradientHooks",
@@ -292,7 +292,7 @@ class ExchangeState:
     """After `attach`, on every worker of a resumed run: load what `gather` gave."""
 
 
-class ElasticMembers(Protocol):
+class ChangingWorkers(Protocol):
     """Where workers join and leave: when any is lost the others continue, and repeat what was interrupted.
 
     Since worker 0 may be lost, every worker keeps what worker 0 alone reports.
@@ -362,7 +362,7 @@ class Exchange(ABC):
     With True, at the end of a caller's loop, it is due if any step was taken since the last synchronization.
     """
 
-    members: ElasticMembers | None = None
+    members: ChangingWorkers | None = None
     rounds: TrainingRounds | None = None
 
     @abstractmethod
