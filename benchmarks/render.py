@@ -96,16 +96,15 @@ def step_table(name: str) -> Callable[[], str]:
 
     def render() -> str:
         result = load(name)
-        rows = [["", "step", "10th to 90th percentile", "samples/s", "to DDP", "efficiency"]]
+        rows = [["", "step", "samples/s", "to DDP", "efficiency"]]
         for row in result["results"]:
             about = f"**{row['workload']}**, {row['parameters'] / 1e6:.1f} M parameters, {row['optimizer']}"
-            rows.append([f"{about}, {row['batch_per_worker']} samples per worker", *[""] * 5])
+            rows.append([f"{about}, {row['batch_per_worker']} samples per worker", *[""] * 4])
             for contender, cell in row["contenders"].items():
                 rows.append(
                     [
                         contender,
                         f"{cell['median_ms']:.1f} ms",
-                        f"{cell['p10_ms']:.1f} to {cell['p90_ms']:.1f} ms",
                         f"{cell['samples_per_s']:.0f}",
                         f"{cell['times_ddp']:.2f}×",
                         show_percent(cell.get("efficiency")),
@@ -140,17 +139,15 @@ def server_table(name: str) -> Callable[[], str]:
 
     def render() -> str:
         result = load(name)
-        rows = [["", "round trip", "10th to 90th percentile", "per second", "moved", "to the Ray actor"]]
+        rows = [["", "round trip", "moved", "to the Ray actor"]]
         for row in result["results"]:
             about = f"**{row['exchange']}**, {format_bytes(row['gradient_bytes'])} each way, {row['about']}"
-            rows.append([about, *[""] * 5])
+            rows.append([about, *[""] * 3])
             for contender, cell in row["contenders"].items():
                 rows.append(
                     [
                         contender,
                         show_time(cell["median_us"]),
-                        f"{show_time(cell['p10_us'])} to {show_time(cell['p90_us'])}",
-                        f"{cell['round_trips_per_s']:,.0f}",
                         f"{cell['moved_bytes_per_s'] / 1e9:.2f} GB/s",
                         show_ratio(cell["times_ray"]),
                     ]
