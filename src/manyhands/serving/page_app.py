@@ -8,20 +8,29 @@
 All of them show one `RunView` that is made when somebody asks and is shared by all who ask at the same time; a
 server that nobody looks at does nothing. Nothing is queued for a slow reader: it gets the newest when it is ready.
 A connection that has shown no token is closed after one answer.
+
+The token is in the address's fragment (`/#token=…`), which browsers keep to themselves. The page's script (`live.js`)
+moves it into the tab's session storage, which belongs to this port alone, and sends it as a header. The script changes
+only what differs, element by element, so that the scroll position and the keyboard's focus stay. It asks nobody but its
+own server, and leaves the last content standing when that is gone.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
+import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from manyhands.errors import ManyhandsError, UserError
 from manyhands.observe.analyse.view import RunView
-from manyhands.observe.draw.live import POLICY, as_event, live_page
-from manyhands.observe.draw.page import report, sections, title_of
+from manyhands.observe.draw.page import PAGE_STYLE, report, sections, title_of
+from manyhands.observe.draw.paper import document
 from manyhands.serving.access import Guard
 
 if TYPE_CHECKING:
@@ -39,8 +48,30 @@ _HEARTBEAT_S = 5.0
 _FRESH_S = 0.4  # seconds for which a view is shared
 _END_CHECK_S = 0.05
 
+_STYLE = PAGE_STYLE + files("manyhands.serving").joinpath("live.css").read_text()
+_SCRIPT = files("manyhands.serving").joinpath("live.js").read_text()
+
+
+def _hash(text: str) -> str:
+    return "'sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() + "'"
+
+
+_POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        f"script-src {_hash(_SCRIPT)}",
+        f"style-src {_hash(_STYLE)}",
+        "connect-src 'self'",
+        "img-src data:",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+    )
+)
+"""What a browser lets the page do: run this script, use this style, ask its own server."""
+
 SECURE_HEADERS = {
-    "content-security-policy": POLICY,
+    "content-security-policy": _POLICY,
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "x-frame-options": "DENY",
@@ -70,6 +101,22 @@ class Drawn(Generic[View]):
 
 RUN_PAGE: Drawn[RunView] = Drawn(title=title_of, sections=sections, report=report)
 """That of a run."""
+
+
+def live_page() -> str:
+    """Return the page frame, the same for every run and requester; the event stream fills it."""
+    lead = (
+        '<div id="bar"><p id="line" class="quiet" role="status">connecting</p>'
+        '<button id="save" type="button">Save as a report</button></div>\n'
+        "<noscript><p>The live page needs its script; <code>manyhands report RUN</code> writes a page without one."
+        "</p></noscript>\n"
+    )
+    return document("manyhands", (), style=_STYLE, lead=lead, script=_SCRIPT)
+
+
+def as_event(name: str, value: object) -> bytes:
+    """Format one server-sent event; JSON keeps it on one line."""
+    return f"event: {name}\ndata: {json.dumps(value)}\n\n".encode()
 
 
 class PageApp(Generic[View]):

@@ -12,13 +12,13 @@ from manyhands.observe.draw.charts import (
     Series,
     data_table,
     document,
+    findings_section,
     line_chart,
     loss_chart,
     made_section,
     quiet,
     section,
     share_bars,
-    told_section,
 )
 from manyhands.observe.draw.paper import PART_COLOURS
 
@@ -46,7 +46,7 @@ def report(found: Figures, sentences: Sequence[str], made: Made) -> str:
     table = data_table(head, [[row.name, *cells(found, row)] for row in found.rows], title=_caption(found))
     promises = [[row.name, *promise_cells(row.strategy.promises, words=True)] for row in found.rows]
     parts = [
-        told_section(sentences),
+        findings_section(sentences),
         section("table", "Side by side", table, "wide"),
         *_scores(found),
         *_losses(rows),

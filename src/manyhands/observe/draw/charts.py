@@ -20,10 +20,10 @@ from manyhands.observe.draw.paper import (
     NUM_HEATS,
     STYLE,
     document,
+    findings_section,
     made_section,
     quiet,
     section,
-    told_section,
 )
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "bar_chart",
     "data_table",
     "document",
+    "findings_section",
     "histogram",
     "line_chart",
     "loss_chart",
@@ -41,7 +42,6 @@ __all__ = [
     "section",
     "share_bars",
     "short_number",
-    "told_section",
 ]
 
 _WIDTH, _HEIGHT = 360.0, 190.0

@@ -7,10 +7,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import chain
 
-from manyhands.observe.analyse.view import PartiesView, PartyView
-from manyhands.observe.draw.charts import Series, data_table, histogram, line_chart, matrix, quiet, section
+from manyhands.observe.analyse.view import PartiesView, PartyView, RunView
+from manyhands.observe.draw.charts import Series, data_table, histogram, line_chart, matrix, quiet
+from manyhands.observe.draw.paper import PageSection
 
-__all__ = ["parties_section", "skew_lines", "skew_picture"]
+__all__ = ["parties", "skew_lines", "skew_picture"]
 
 _MOST_COLUMNS = 24
 _MOST_ROWS = 60
@@ -19,14 +20,17 @@ _MOST_COURSES = 4
 _COMMON = "{} of the common model"
 
 
-def parties_section(view: PartiesView) -> str:
+def parties(run: RunView) -> PageSection | None:
     """Return the section of the page; unknown parts have a placeholder."""
+    view = run.parties
+    if view is None:
+        return None
     parts = [_participation(view), *_courses(view)]
     if view.parties:
         parts += [skew_picture(view), _spread(view), _table(view)]
     else:
-        parts.append(quiet("Who has which samples, and how the model does for each, is told at the end."))
-    return section("parties", "Parties", "\n".join(part for part in parts if part), "wide")
+        parts.append(quiet("Who has which samples, and how the model does for each, is known at the end."))
+    return PageSection("Parties", "\n".join(part for part in parts if part), "wide")
 
 
 def skew_picture(view: PartiesView) -> str:

@@ -17,7 +17,6 @@ from manyhands.data.store.tensorfile import encode_tensors
 from manyhands.errors import UserError
 from manyhands.native.segment import Segment
 from manyhands.places.external.control_server import ControlServer
-from manyhands.places.local.control import ControlError
 from manyhands.places.local.supervisor import Ended, Event, Hung
 from manyhands.strategies.common.members import ExternalMembers
 from manyhands.strategies.ps.external_roles import PsRanks
@@ -30,7 +29,7 @@ from manyhands.strategies.ps.live.server_tables import final_bytes
 from manyhands.strategies.ps.live.snapshots import ShardSnapshots
 from manyhands.strategies.ps.shard_layout import FlatLayout
 from manyhands.strategies.ps.update_files import has_record, record_mark, record_of, record_rows, take_record
-from manyhands.transport.link.message import ProtocolError
+from manyhands.transport.messages import ProtocolError
 
 __all__ = ["RoleMembers", "RunKeeper"]
 
@@ -162,7 +161,7 @@ class RoleMembers(ExternalMembers):
                 self._give_snapshot(rank, WANTS.read(payload))
                 return []
             REPORTS.read(payload)  # validate it here, since the launcher will parse it
-        except (ProtocolError, ControlError) as error:
+        except ProtocolError as error:
             self._refuse(rank, error)
             return []
         if payload.get("kind") == StepComputed.__name__:

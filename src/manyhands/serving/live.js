@@ -1,36 +1,3 @@
-"""The live page: a frame that is the same for every run, and the script that fills it and keeps it new.
-
-The address's fragment (`/#token=…`), which browsers keep to themselves, holds the run's token. The script moves it
-into the tab's session storage, which belongs to this port alone, and sends it as a header with all that it asks.
-It changes only what differs, element by element, so that the place where a reader has scrolled to and what has
-the keyboard's focus stay as they are. It asks nobody but its own server, and leaves the last content standing
-when that is gone.
-"""
-
-from __future__ import annotations
-
-import base64
-import hashlib
-import json
-
-from manyhands.observe.draw.page import PAGE_STYLE
-from manyhands.observe.draw.paper import document
-
-__all__ = ["POLICY", "as_event", "live_page"]
-
-_STYLE = (
-    PAGE_STYLE
-    + """
-#bar { display: flex; gap: 1rem; justify-content: space-between; margin: 0 0 .5rem; }
-#line { height: 2.9em; margin: 0; max-width: none; overflow: hidden; }
-@media (min-width: 40rem) { #line { height: 1.45em; } }
-#save { font: inherit; color: var(--link); background: none; border: 0; padding: 0; text-decoration: underline;
-  cursor: pointer; white-space: nowrap; height: 1.45em; }
-#line.lost { color: var(--bad); }
-"""
-)
-
-_SCRIPT = r"""
 "use strict";
 const line = document.getElementById("line"), main = document.getElementById("main");
 const say = (sentence, lost) => { line.textContent = sentence; line.className = lost ? "lost" : "quiet"; };
@@ -117,39 +84,3 @@ document.getElementById("save").addEventListener("click", async () => {
 addEventListener("hashchange", () => { if (takeToken()) follow(); });
 takeToken();
 follow();
-"""
-
-
-def _hash(text: str) -> str:
-    return "'sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() + "'"
-
-
-POLICY = "; ".join(
-    (
-        "default-src 'none'",
-        f"script-src {_hash(_SCRIPT)}",
-        f"style-src {_hash(_STYLE)}",
-        "connect-src 'self'",
-        "img-src data:",
-        "base-uri 'none'",
-        "form-action 'none'",
-        "frame-ancestors 'none'",
-    )
-)
-"""What a browser lets the page do: run this script, use this style, ask its own server."""
-
-
-def live_page() -> str:
-    """Return the page frame, the same for every run and requester; the event stream fills it."""
-    lead = (
-        '<div id="bar"><p id="line" class="quiet" role="status">connecting</p>'
-        '<button id="save" type="button">Save as a report</button></div>\n'
-        "<noscript><p>The live page needs its script; <code>manyhands report RUN</code> writes a page without one."
-        "</p></noscript>\n"
-    )
-    return document("manyhands", (), style=_STYLE, lead=lead, script=_SCRIPT)
-
-
-def as_event(name: str, value: object) -> bytes:
-    """Format one server-sent event; JSON keeps it on one line."""
-    return f"event: {name}\ndata: {json.dumps(value)}\n\n".encode()
