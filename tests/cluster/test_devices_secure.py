@@ -24,8 +24,7 @@ from manyhands.strategies.federated.deployed.http_client import Reply
 from manyhands.strategies.federated.deployed.rounds_server import RoundServer
 from manyhands.strategies.federated.deployed.server_files import TOKENS
 from manyhands.strategies.federated.deployed.stages import SecureAttempt, terms_from
-from manyhands.strategies.federated.secure.fixedpoint import FixedPoint
-from manyhands.strategies.federated.secure.masked_vectors import words_of
+from manyhands.strategies.federated.secure.fixedpoint import FixedPoint, words_of
 from manyhands.strategies.federated.secure.primitives import ProtocolRefused
 from manyhands.strategies.federated.secure.secure_client import SecureStage
 from manyhands.strategies.federated.secure.secure_messages import SurvivorList, UnmaskRequest

@@ -91,7 +91,6 @@ class ClientUpdate:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are sent."""
         if self.encoded_bytes is not None:
             return self.encoded_bytes
         return sum(change.numel() * change.element_size() for change in self.change)
@@ -104,7 +103,6 @@ class ClientUpdate:
 
     @property
     def is_finite(self) -> bool:
-        """Whether it can be counted."""
         return math.isfinite(self.loss) and all(map(_all_finite, self.change))
 
 

@@ -34,7 +34,6 @@ from manyhands.native.heap import keep_freed_memory
 from manyhands.strategies.common.collectives.collective import Collective
 from manyhands.strategies.common.collectives.piggyback import broadcast, total
 from manyhands.strategies.federated.algorithms import FederatedAlgorithm, FederatedFacts, algorithm_named
-from manyhands.strategies.federated.bounding import RoundNorms
 from manyhands.strategies.federated.client_updates import (
     ClientAssignment,
     ClientUpdate,
@@ -43,10 +42,9 @@ from manyhands.strategies.federated.client_updates import (
     TallySum,
 )
 from manyhands.strategies.federated.clients import held, held_names, selected, steps_in, work_of
-from manyhands.strategies.federated.kept_layers import LocalLayers
-from manyhands.strategies.federated.norms import require_finite
+from manyhands.strategies.federated.norms import RoundNorms, require_finite
 from manyhands.strategies.federated.partition import Partition, held_back
-from manyhands.strategies.federated.personal import tuned
+from manyhands.strategies.federated.personal import AFTER_ALL, Tuned, Tuning, tuned
 from manyhands.strategies.federated.privacy.private_rounds import PrivateRounds
 from manyhands.strategies.federated.rounds.simulated_rounds import (
     SimulatedCourse,
@@ -68,9 +66,8 @@ from manyhands.strategies.federated.spread import (
     shown_clients,
     spread_over,
 )
-from manyhands.strategies.federated.states import ClientStates, gathered, restored
+from manyhands.strategies.federated.states import ClientStates, LocalLayers, gathered, restored
 from manyhands.strategies.federated.strategy import Federated
-from manyhands.strategies.federated.tuning import AFTER_ALL, Tuned, Tuning
 from manyhands.strategies.federated.update_encoding import UpdateCoding
 from manyhands.strategies.federated.update_tally import tally_for
 from manyhands.task import Metric, Task
@@ -93,7 +90,6 @@ def split_over(strategy: Federated, task: Task, seed: int) -> list[NDArray[np.in
 
 
 def private_rounds(strategy: Federated, clients: int, seed: int) -> PrivateRounds | None:
-    """What bounds and noises the updates of so many clients, where the strategy asks for it."""
     terms = strategy.privacy
     if terms.rule is None:
         return None
@@ -164,7 +160,6 @@ class FederatedExchange(Exchange):
             [self._bucket] = collective.allocate([Parcel.whole(0, _ROOM, torch.float64, exact=True)])
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Collective: give every worker worker 0's weights."""
         self._optimizer = optimizer
         self._weights = held(model)
         if self._collective is not None:
@@ -172,7 +167,6 @@ class FederatedExchange(Exchange):
         keep_freed_memory()
 
     def compute(self, computer: Computer, model: nn.Module, step: int) -> Computed:
-        """This worker's share of the clients of round `step`."""
         assert self._optimizer is not None, "attach comes before compute"
         trainer = self._client_runner(computer, model)
         begin = time.monotonic()
@@ -241,7 +235,6 @@ class FederatedExchange(Exchange):
         )
 
     def _cohort(self) -> Cohort:
-        """The clients that this worker simulates."""
         sizes = [len(samples) for samples in self._samples_of]
         most = math.ceil(
             self._strategy.per_round(len(sizes)) * (self._strategy.over if self._strategy.secure else 1)
@@ -285,7 +278,6 @@ class FederatedExchange(Exchange):
         return assigned[self.rank :: self.world]
 
     def _sent_by_clients(self) -> Sequence[Tensor]:
-        """Tensors like those of an update."""
         return self._algorithm.layers.shared(self._algorithm.sent(self._weights))
 
     def _kept_by_clients(self) -> dict[str, tuple[ClientStates, Sequence[Tensor]]]:
@@ -362,7 +354,6 @@ class FederatedExchange(Exchange):
 
     @torch.no_grad()
     def apply(self) -> None:
-        """Apply the server's step to the model."""
         assert self._found is not None, "agree comes before apply"
         like = self._algorithm.sent(self._weights)
         found, self._found = self._algorithm.layers.whole(self._found, like), None
@@ -374,7 +365,6 @@ class FederatedExchange(Exchange):
         return self._algorithm.layers.put(client, self._algorithm.personal(client, self._weights))
 
     def optimizer_state(self) -> dict[str, Any] | None:
-        """That of a client who begins."""
         assert self._optimizer is not None, "attach comes before optimizer_state"
         return self._optimizer.state_dict() if self.rank == 0 else None
 
@@ -392,12 +382,10 @@ class FederatedExchange(Exchange):
         return {name: value for name, value in kept.items() if value} if self.rank == 0 else {}
 
     def _load(self, memory: Mapping[str, Any]) -> None:
-        """Restore the algorithm's state; the rest is kept until it can be restored."""
         self._loaded_state = memory
         self._algorithm.load_state(memory.get("algorithm", {}))
 
     def _load_clients(self) -> None:
-        """What this worker's clients have kept, when it is known what that is like."""
         device = next((one.device for one in self._weights), torch.device("cpu"))
         for name, (states, _) in self._kept_by_clients().items():
             kept = (self._loaded_state or {}).get("clients", {}).get(name, {})
@@ -417,11 +405,9 @@ class FederatedExchange(Exchange):
         return self._private.ended
 
     def total(self, values: Tensor) -> Tensor:
-        """Collective: the sum over workers."""
         return values if self._collective is None else total(self._collective, 0, self._bucket, values)
 
     def step_samples(self) -> int:
-        """What the clients of all workers have trained on in the round, once for each epoch."""
         return self._counted * self._work.epochs
 
     def row_facts(self) -> Mapping[str, Any]:
@@ -521,7 +507,6 @@ class FederatedExchange(Exchange):
         yield from tuned(task, model, assigned, work, self._optimizer, self._seed, together=together)
 
     def close(self) -> None:
-        """Let go of the memory, and end loader processes."""
         if self._loaders is not None:
             self._loaders.close()
         if self._collective is not None:

@@ -20,12 +20,12 @@ from manyhands.facts import (
     WorkerMemory,
 )
 from manyhands.strategies.federated.algorithms import FederatedAlgorithm, algorithm_named
-from manyhands.strategies.federated.kept_layers import EVERYTHING_SHARED
 from manyhands.strategies.federated.norms import check_norm_ratio
 from manyhands.strategies.federated.partition import NATURAL, Partition
-from manyhands.strategies.federated.privacy.terms import FIXED, SERVER, SYSTEM, PrivacyTerms
+from manyhands.strategies.federated.personal import NOTHING_PERSONAL, Tuning
+from manyhands.strategies.federated.privacy.private_rounds import FIXED, SERVER, SYSTEM, PrivacyTerms
 from manyhands.strategies.federated.secure.fixedpoint import MOST_WEIGHT, FixedPoint
-from manyhands.strategies.federated.tuning import NOTHING_PERSONAL, Tuning
+from manyhands.strategies.federated.states import EVERYTHING_SHARED
 from manyhands.strategy import Strategy, setting, switch_setting, whole_number
 from manyhands.wire.names import RAW, check_codec, codec_setting, feedback_setting, has_feedback
 
@@ -169,7 +169,6 @@ class Federated(Strategy):
         self._check_norms()
 
     def _check_rounds(self) -> None:
-        """UserError where clients that drop out, or are too many, make no sense, or are not thought of as yet."""
         if not 1 <= self.over < math.inf:
             raise UserError(f"federated over={self.over:g}: must be a number of at least 1")
         if not 0 <= self.dropout < 1:
@@ -194,7 +193,6 @@ class Federated(Strategy):
             algorithm.check_round(self.min_reports)
 
     def _check_whole_batches(self, algorithm: FederatedAlgorithm) -> None:
-        """UserError for what an algorithm of whole batches would not look at."""
         if not algorithm.whole_batches:
             return
         for name, unused in (("epochs", self.epochs != 1), ("batch", self.batch not in (_BATCH, ALL))):
@@ -205,7 +203,6 @@ class Federated(Strategy):
                 )
 
     def _check_personal(self, algorithm: FederatedAlgorithm) -> None:
-        """UserError where models of clients' own, or what they are measured by, would come to nothing."""
         try:
             tuning = Tuning.parse(self.personal)
         except UserError as error:
@@ -228,7 +225,6 @@ class Federated(Strategy):
                 )
 
     def _check_secure(self) -> None:
-        """UserError where a secure sum is not enough, hides nobody, or could overflow."""
         if not self.secure:
             for name, default in (("range", _RANGE), ("bits", _BITS)):
                 if getattr(self, name) != default:
@@ -255,7 +251,6 @@ class Federated(Strategy):
             self.check_round(self.clients)
 
     def _check_privacy(self) -> None:
-        """UserError where the settings promise less than they seem to."""
         if self.privacy.rule is None:
             return
         if not algorithm_named(self.algorithm).sums_only:
@@ -267,7 +262,6 @@ class Federated(Strategy):
             self.check_clients(self.clients)
 
     def _check_norms(self) -> None:
-        """UserError for a bound on norms that would bound nothing."""
         try:
             check_norm_ratio(self.norm_ratio)
         except UserError as error:
@@ -286,7 +280,6 @@ class Federated(Strategy):
 
     @property
     def privacy(self) -> PrivacyTerms:
-        """What is promised; UserError where that makes no sense."""
         try:
             return PrivacyTerms(
                 clip=self.clip,
@@ -312,7 +305,6 @@ class Federated(Strategy):
 
     @property
     def fixed_point(self) -> FixedPoint:
-        """How updates become whole numbers, with secure=yes."""
         return FixedPoint(clip=self.range, bits=self.bits, max_weight=self.max_samples)
 
     def check_parties(self, clients: int) -> None:
@@ -376,7 +368,6 @@ class Federated(Strategy):
         return "give mh.fit a Task for federated"
 
     def per_round(self, clients: int) -> int:
-        """How many of so many clients take part in a round."""
         return max(1, round(self.fraction * clients))
 
     def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:

@@ -15,8 +15,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from manyhands.strategies.federated.client_updates import ClientUpdate, GivenModel, TallySum
-from manyhands.strategies.federated.kept_layers import LocalLayers
-from manyhands.strategies.federated.states import ClientStates
+from manyhands.strategies.federated.states import ClientStates, LocalLayers
 
 __all__ = ["ClientUpdate", "FederatedAlgorithm", "FederatedFacts"]
 

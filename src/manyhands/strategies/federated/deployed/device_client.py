@@ -22,7 +22,7 @@ from manyhands.errors import DataError, ManyhandsError, UserError, printable
 from manyhands.strategies.federated.algorithms import algorithm_named
 from manyhands.strategies.federated.client_updates import ClientAssignment, ClientUpdate
 from manyhands.strategies.federated.clients import ClientTrainer, held, work_of
-from manyhands.strategies.federated.deployed.coded import UpdateForm
+from manyhands.strategies.federated.deployed.device_job import DataSchema, read_columns
 from manyhands.strategies.federated.deployed.device_state import DeviceState
 from manyhands.strategies.federated.deployed.http_client import Asker, BackOff, Reply, Unreached
 from manyhands.strategies.federated.deployed.protocol import (
@@ -30,13 +30,13 @@ from manyhands.strategies.federated.deployed.protocol import (
     SMALL_BYTES,
     MessageRejected,
     TensorForm,
+    UpdateForm,
     enrolment_text,
     read_object,
     whole_in,
 )
-from manyhands.strategies.federated.deployed.schema import DataSchema, read_columns
 from manyhands.strategies.federated.deployed.stages import terms_from
-from manyhands.strategies.federated.secure.masked_vectors import words_of
+from manyhands.strategies.federated.secure.fixedpoint import words_of
 from manyhands.strategies.federated.secure.primitives import ProtocolRefused, public_identity, sign
 from manyhands.strategies.federated.secure.secure_client import SecureClient, SecureStage
 from manyhands.strategies.federated.secure.secure_tally import hash_of
@@ -251,7 +251,6 @@ class Device:
             self._sleep(self._back_off.next_s())
 
     def _fetch(self, expected: str, rounds: int) -> bool:
-        """The current model, checked and kept; False where it is another by now."""
         reply = self._asked("GET", "/model", most=self._plan.form.most_bytes)
         if reply is None:
             return False
@@ -271,7 +270,6 @@ class Device:
         return True
 
     def _update(self) -> ClientUpdate | None:
-        """What training from the current model gives; None where that is not finite."""
         if self._made is None or self._made[0] != self._hash:
             assigned = ClientAssignment(
                 client=self._client, samples=self._samples, weights=self._weights, number=self._rounds
@@ -337,7 +335,6 @@ class Device:
         self._tell(f"has taken part in attempt {attempt}")
 
     def _letter(self, attempt: int, stage: SecureStage) -> bytes | None:
-        """What the server sends at a stage; None where the attempt is over."""
         since = self._clock()
         while self._clock() - since < self._patience_s:
             reply = self._asked("GET", f"/secure/{attempt}/{int(stage)}", most=_MOST_LETTER_BYTES)
@@ -363,7 +360,6 @@ def _comes_back(reply: Reply) -> bool:
 
 
 def _answered(reply: Reply) -> Reply:
-    """Unreached where to ask again."""
     if _comes_back(reply):
         raise Unreached(f"the server answered {reply.status}: {_sentence(reply)}")
     return reply

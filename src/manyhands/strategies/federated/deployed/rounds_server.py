@@ -21,7 +21,6 @@ from manyhands.errors import ManyhandsError
 from manyhands.strategies.federated.algorithms import FederatedFacts
 from manyhands.strategies.federated.client_updates import ClientUpdate, TallySum
 from manyhands.strategies.federated.clients import held, held_names
-from manyhands.strategies.federated.deployed.coded import UpdateForm
 from manyhands.strategies.federated.deployed.device_job import FederatedJob
 from manyhands.strategies.federated.deployed.protocol import (
     BODY,
@@ -30,6 +29,7 @@ from manyhands.strategies.federated.deployed.protocol import (
     SIGNATURE,
     MessageRejected,
     TensorForm,
+    UpdateForm,
     body_hash,
     request_text,
     whole_in,
@@ -37,13 +37,13 @@ from manyhands.strategies.federated.deployed.protocol import (
 from manyhands.strategies.federated.deployed.server_files import ServerFiles
 from manyhands.strategies.federated.deployed.stages import SecureAttempt
 from manyhands.strategies.federated.norms import (
+    ClassSums,
     described_clients,
     described_norms,
     largest_class,
     require_finite,
 )
-from manyhands.strategies.federated.rounds.round_core import RoundPhase, RoundState, handle
-from manyhands.strategies.federated.rounds.round_events import (
+from manyhands.strategies.federated.rounds.round_core import (
     AbandonRound,
     BeginRound,
     ClientGone,
@@ -55,14 +55,16 @@ from manyhands.strategies.federated.rounds.round_events import (
     RoundDecision,
     RoundEvent,
     RoundFailed,
+    RoundPhase,
+    RoundState,
     ServerResumed,
     SumCame,
     TakeReport,
     TimePassed,
+    handle,
 )
 from manyhands.strategies.federated.secure.primitives import ProtocolRefused, verify
 from manyhands.strategies.federated.secure.secure_tally import hash_of
-from manyhands.strategies.federated.sums import ClassSums
 
 __all__ = ["RoundServer", "initial_model", "require_complete", "shapes_of"]
 
@@ -82,7 +84,6 @@ class RoundServer:
     def __init__(
         self, job: FederatedJob, files: ServerFiles, at_s: float, tell: Callable[[str], None] = lambda _: None
     ) -> None:
-        """Go on with what the files have, or begin."""
         self._job, self._files, self.tell, self._terms = job, files, tell, job.terms
         self.failed: Exception | None = None
         """What kept a decision from being carried out: nothing is answered any more, and the run must be resumed."""
@@ -120,12 +121,10 @@ class RoundServer:
 
     @property
     def is_over(self) -> bool:
-        """Whether there is nothing more to do."""
         return self.state.is_over
 
     @property
     def secure_stage(self) -> int:
-        """Stage of the current secure sum; -1 where there is none."""
         secure = self._secure  # another thread may look
         return secure.stage if secure is not None else -1
 
@@ -143,7 +142,6 @@ class RoundServer:
         return client
 
     def enrol(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """Enrol a device and return its number."""
         grown, number = self.enrolment.enrol(asked)
         if grown != self.enrolment:
             self._files.save_enrolment(grown)
@@ -216,7 +214,6 @@ class RoundServer:
         return ClientUpdate(client=client, change=change, samples=bounded, steps=steps, loss=loss)
 
     def leave(self, client: int, attempt: int, at_s: float) -> dict[str, Any]:
-        """A client will not report."""
         if attempt == self.state.attempt:
             if self._secure is not None:
                 self._secure.drop(client)
@@ -235,11 +232,9 @@ class RoundServer:
         self._advance(at_s)
 
     def secure_reply(self, client: int, attempt: int, stage: int) -> bytes | None:
-        """What a client is sent at a stage; None as long as that is not known."""
         return self._current(attempt).letter(client, stage)
 
     def secure_limit(self, attempt: int) -> int:
-        """Bytes that such a message has at most."""
         return self._current(attempt).most_bytes
 
     def _current(self, attempt: int) -> SecureAttempt:
@@ -248,12 +243,10 @@ class RoundServer:
         return self._secure
 
     def tick(self, at_s: float) -> None:
-        """Tell the core that time has passed, so that deadlines take effect."""
         self._advance(at_s)
         self._do(TimePassed(at_s=at_s))
 
     def _advance(self, at_s: float) -> None:
-        """The next stage of a secure sum, if it is time for it."""
         secure = self._secure
         if secure is None:
             return
@@ -318,7 +311,6 @@ class RoundServer:
             )
 
     def _close(self, decision: CloseRound) -> None:
-        """The server's step, evaluated and saved."""
         norms = self._norms
         total = self._sum.total(largest_class(norms.values(), self._terms.norm_ratio))
         found = TallySum(sums=total.sums, weight=total.weight, loss=total.loss, traffic=Traffic())
@@ -398,7 +390,6 @@ class RoundServer:
 
 
 def shapes_of(job: FederatedJob) -> dict[str, str]:
-    """The parameters of the job's model, for its configuration."""
     return parameter_shapes(initial_model(job).named_parameters())
 
 

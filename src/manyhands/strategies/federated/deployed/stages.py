@@ -15,10 +15,9 @@ from torch import Tensor
 
 from manyhands.strategies.federated.client_updates import shaped
 from manyhands.strategies.federated.deployed.device_job import FederatedJob
-from manyhands.strategies.federated.deployed.enrolment import from_hex
 from manyhands.strategies.federated.deployed.protocol import MessageRejected
-from manyhands.strategies.federated.secure.fixedpoint import FixedPoint
-from manyhands.strategies.federated.secure.masked_vectors import LOSS_ITEMS, sum_of
+from manyhands.strategies.federated.deployed.server_files import from_hex
+from manyhands.strategies.federated.secure.fixedpoint import LOSS_ITEMS, FixedPoint, sum_of
 from manyhands.strategies.federated.secure.primitives import KEY_BYTES, ProtocolRefused, digest_of
 from manyhands.strategies.federated.secure.secure_client import SecureStage
 from manyhands.strategies.federated.secure.secure_messages import SEALED_BYTES, SecureTerms, fewest_clients
@@ -42,7 +41,6 @@ class StagedSum:
     """Whose updates are in it."""
 
     def split(self, like: Sequence[Tensor]) -> list[Tensor]:
-        """The sums in the shapes of these tensors."""
         return shaped(self.flat, like)
 
 
@@ -63,7 +61,6 @@ class SecureAttempt:
     def begin(
         cls, job: FederatedJob, roster: Mapping[int, bytes], weights: Sequence[Tensor], at_s: float
     ) -> SecureAttempt:
-        """With keys and an id that no other attempt has."""
         fixed = job.strategy.fixed_point
         terms = SecureTerms(
             round_id=os.urandom(KEY_BYTES),
@@ -78,12 +75,10 @@ class SecureAttempt:
 
     @property
     def stage(self) -> int:
-        """Which messages are waited for."""
         return int(self._server.stage)
 
     @property
     def terms_as_json(self) -> dict[str, Any]:
-        """What a device must know to take part."""
         terms, fixed = self._terms, self._terms.fixed
         return {
             "round_id": terms.round_id.hex(),
@@ -98,7 +93,6 @@ class SecureAttempt:
 
     @property
     def most_bytes(self) -> int:
-        """The most bytes that any message may have."""
         words = self._terms.length * self._terms.fixed.dtype.itemsize
         return max(_LEAST_BYTES, words, 16 + self._terms.clients * (4 + SEALED_BYTES))
 
@@ -122,7 +116,6 @@ class SecureAttempt:
         self._came[client, stage] = digest
 
     def drop(self, client: int) -> None:
-        """A client will not answer any more."""
         self._server.drop(client)
 
     def letter(self, client: int, stage: int) -> bytes | None:
