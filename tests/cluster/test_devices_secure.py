@@ -395,5 +395,5 @@ def test_no_sum_is_unmasked_that_would_not_count(least: int, threshold: int) -> 
     """Else the next attempt's sum, of others, would tell by its difference what one device has sent."""
     job = job_for(f"clients={DEVICES} secure=yes", min_reports=least)
     roster = {client: bytes([client]) * 32 for client in range(DEVICES)}
-    attempt = SecureAttempt.begin(job, roster, [torch.zeros(3)], 0.0)
+    attempt = SecureAttempt(job, roster, [torch.zeros(3)], 0.0)
     assert attempt.terms_as_json["threshold"] == threshold

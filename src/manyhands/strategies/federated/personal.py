@@ -3,60 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from manyhands.errors import UserError, nearest
+from manyhands.errors import UserError
 from manyhands.strategies.federated.algorithms.algorithm import FederatedAlgorithm
 from manyhands.strategies.federated.client_updates import ClientAssignment
 from manyhands.strategies.federated.clients import LocalWork, held, held_names, work_of
 from manyhands.strategies.federated.partition import Partition, held_back
 from manyhands.strategies.federated.simulation import Cohort, client_runner_for
 from manyhands.strategies.federated.states import ClientStates, LocalLayers, restored
-from manyhands.strategies.federated.strategy import AUTO, Federated
+from manyhands.strategies.federated.strategy import AUTO, FINE_TUNE, Federated, Tuning
 from manyhands.task import Task
 
-__all__ = ["AFTER_ALL", "NOTHING_PERSONAL", "Tuned", "Tuning", "fine_tuned", "models_kept", "tuned"]
+__all__ = ["AFTER_ALL", "Tuned", "fine_tuned", "models_kept", "tuned"]
 
-NOTHING_PERSONAL: Final = "none"
-"""The setting with which clients use the model that the algorithm gives them."""
 AFTER_ALL: Final = 2**31 - 1
 """The number of a round that no run has: what is random in fine-tuning is drawn apart."""
-_WORD: Final = "finetune"
 
 Tuned = Iterator[tuple[int, Sequence[Tensor]]]
 """Clients, and what their models have become: parameters, then floating-point buffers."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tuning:
-    """Fine-tuning settings: for how many epochs each client trains on its samples."""
-
-    epochs: int
-
-    @classmethod
-    def parse(cls, text: str) -> Tuning | None:
-        """Read `finetune:2`, or `finetune` for one epoch; None for `none`; UserError for anything else."""
-        if text == NOTHING_PERSONAL:
-            return None
-        word, colon, number = text.partition(":")
-        if word != _WORD:
-            raise UserError(f"personal={text}: unknown; {nearest(word, [_WORD, NOTHING_PERSONAL])}")
-        if not colon:
-            return cls(1)
-        if not (number.isascii() and number.isdigit() and 0 < int(number) < 10**6):
-            raise UserError(f"personal={text}: {number!r} is no number of epochs; write {_WORD}:1 or more")
-        return cls(int(number))
-
-
 class TuningSteps(FederatedAlgorithm):
     """Plain training steps after which a client reports its tensors as they are: they are not averaged."""
 
-    word: ClassVar[str] = _WORD
+    word: ClassVar[str] = FINE_TUNE
     about: ClassVar[str] = "steps on a client's own samples after the last round"
 
     def report(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Final
 
-from manyhands.errors import UserError
+from manyhands.errors import UserError, nearest
 from manyhands.facts import (
     ENDS,
     NO_SERVERS,
@@ -22,14 +22,13 @@ from manyhands.facts import (
 from manyhands.strategies.federated.algorithms import FederatedAlgorithm, algorithm_named
 from manyhands.strategies.federated.norms import check_norm_ratio
 from manyhands.strategies.federated.partition import NATURAL, Partition
-from manyhands.strategies.federated.personal import NOTHING_PERSONAL, Tuning
 from manyhands.strategies.federated.privacy.private_rounds import FIXED, SERVER, SYSTEM, PrivacyTerms
 from manyhands.strategies.federated.secure.fixedpoint import MOST_WEIGHT, FixedPoint
 from manyhands.strategies.federated.states import EVERYTHING_SHARED
 from manyhands.strategy import Strategy, setting, switch_setting, whole_number
 from manyhands.wire.names import RAW, check_codec, codec_setting, feedback_setting, has_feedback
 
-__all__ = ["ALL", "AUTO", "Federated"]
+__all__ = ["ALL", "AUTO", "FINE_TUNE", "Federated", "Tuning"]
 
 ALL = 0
 """The batch that is all of a client's samples."""
@@ -65,6 +64,33 @@ def _number(kind: str) -> Callable[[str], float]:
 
 
 _read_number = _number("a number")
+
+
+FINE_TUNE: Final = "finetune"
+_NOTHING_PERSONAL: Final = "none"  # clients use the model that the algorithm gives them
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """Fine-tuning settings: for how many epochs each client trains on its samples."""
+
+    epochs: int
+
+    @classmethod
+    def parse(cls, text: str) -> Tuning | None:
+        """Read `finetune:2`, or `finetune` for one epoch; None for `none`; UserError for anything else."""
+        if text == _NOTHING_PERSONAL:
+            return None
+        word, colon, number = text.partition(":")
+        if word != FINE_TUNE:
+            raise UserError(f"personal={text}: unknown; {nearest(word, [FINE_TUNE, _NOTHING_PERSONAL])}")
+        if not colon:
+            return cls(1)
+        if not (number.isascii() and number.isdigit() and 0 < int(number) < 10**6):
+            raise UserError(
+                f"personal={text}: {number!r} is no number of epochs; write {FINE_TUNE}:1 or more"
+            )
+        return cls(int(number))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +137,7 @@ class Federated(Strategy):
     """With secure=yes, how many an item is rounded to, its sign included."""
     keep: str = setting(EVERYTHING_SHARED, str)
     """Which layers stay with each client, by the names of parameters or modules: `head`, `*norm*,head`; or `none`."""
-    personal: str = setting(NOTHING_PERSONAL, str)
+    personal: str = setting(_NOTHING_PERSONAL, str)
     """What each client makes of the common model for itself after the last round: `finetune:EPOCHS`, or `none`."""
     held_out: float = setting(0.0, _number("a number from 0 to below 1"), lambda value: f"{value:g}")
     """Which part of its samples a client does not train on, and is measured by instead; 0: by what it trains on."""
@@ -339,7 +365,7 @@ class Federated(Strategy):
         """Whether clients use other models than the common one."""
         algorithm = algorithm_named(self.algorithm)
         return (
-            self.personal != NOTHING_PERSONAL or self.keep != EVERYTHING_SHARED or algorithm.trains_personal
+            self.personal != _NOTHING_PERSONAL or self.keep != EVERYTHING_SHARED or algorithm.trains_personal
         )
 
     @property

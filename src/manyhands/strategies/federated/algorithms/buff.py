@@ -27,7 +27,7 @@ from manyhands.strategies.common.consistency.buffered import Buffered
 from manyhands.strategies.common.consistency.policy import Policy
 from manyhands.strategies.common.consistency.rates import StalenessDamped
 from manyhands.strategies.federated.algorithms.algorithm import FederatedAlgorithm
-from manyhands.strategies.federated.client_updates import ClientUpdate, GivenModel, TallySum
+from manyhands.strategies.federated.client_updates import ClientAssignment, ClientUpdate, TallySum
 
 __all__ = ["ClientArrivals", "FedBuff", "Underway", "duration_s", "next_client"]
 
@@ -134,7 +134,9 @@ class FedBuff(FederatedAlgorithm):
                 "way at once; use a smaller number, or a larger fraction"
             )
 
-    def given(self, number: int, chosen: Sequence[int], weights: Sequence[Tensor]) -> Sequence[GivenModel]:
+    def given(
+        self, number: int, chosen: Sequence[int], weights: Sequence[Tensor]
+    ) -> Sequence[ClientAssignment]:
         """The clients that report before the next step, with what each began with; `chosen`: a synchronous cohort."""
         del chosen
         self._versions[number] = [one.detach().clone() for one in weights]
@@ -149,7 +151,7 @@ class FedBuff(FederatedAlgorithm):
             back.append(first.client)
             self._send_off(number, back)
         found = [
-            GivenModel(
+            ClientAssignment(
                 client=client, weights=self._versions[version], number=version, staleness=number - version
             )
             for client, version in group.updates

@@ -79,15 +79,12 @@ class DeviceApp:
         try:
             return await loop.run_in_executor(self._thread, partial(call, *arguments))
         finally:
-            seen = self._version()
+            state = self.server.state
+            seen = state.phase, state.done, state.attempt, self.server.secure_stage
             if seen != self._seen:
                 self._seen = seen
                 self._changed.set()
                 self._changed = asyncio.Event()
-
-    def _version(self) -> tuple[Any, ...]:
-        state = self.server.state
-        return state.phase, state.done, state.attempt, self.server.secure_stage
 
     async def __call__(self, scope: Mapping[str, Any], receive: _Receive, send: _Send) -> None:
         """Answer one request, as ASGI asks."""
@@ -109,9 +106,8 @@ class DeviceApp:
 
     async def _answer(self, scope: Mapping[str, Any], receive: _Receive) -> tuple[int, str, bytes]:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        if (
-            "transfer-encoding" in headers
-        ):  # also where no body is read: what follows it could pass for a request
+        if "transfer-encoding" in headers:
+            # also where no body is read: what follows it could pass for a request
             raise MessageRejected(411, "the request does not say how long it is: it has Transfer-Encoding")
         words = scope["path"].strip("/").split("/")
         match scope["method"], *words:
@@ -119,17 +115,26 @@ class DeviceApp:
                 asked = read_object(await _body(receive, headers, SMALL_BYTES), "the enrolment")
                 return 200, _JSON, _json(await self._run(self.server.enrol, asked))
             case "POST", "report", attempt:
-                return await self._report(scope, headers, receive, whole_in({"attempt": attempt}, "attempt"))
+                number = whole_in({"attempt": attempt}, "attempt")
+                server, client = self.server, await self._who(scope, headers)
+                await self._run(server.expects, client, number)
+                body = await self._signed_body(client, headers, receive, server.updates.most_bytes)
+                report = server.report, client, number, headers.get(MODEL, ""), body, self._clock()
+                return 200, _JSON, _json(await self._run(*report))
             case "POST", "leave", attempt:
                 client = await self._who(scope, headers)
                 number = whole_in({"attempt": attempt}, "attempt")
                 return 200, _JSON, _json(await self._run(self.server.leave, client, number, self._clock()))
             case (("GET" | "POST"), "secure", attempt, stage):
                 numbers = {"attempt": attempt, "stage": stage}
-                place = whole_in(numbers, "attempt"), whole_in(numbers, "stage")
+                number, at = whole_in(numbers, "attempt"), whole_in(numbers, "stage")
+                client = await self._who(scope, headers)
                 if scope["method"] == "GET":
-                    return await self._letter(scope, headers, *place)
-                return await self._message(scope, headers, receive, *place)
+                    return await self._letter(client, number, at)
+                limit = await self._run(lambda: self.server.secure_attempt(number).most_bytes)
+                body = await self._signed_body(client, headers, receive, limit)
+                await self._run(self.server.secure_message, client, number, at, body, self._clock())
+                return 200, _JSON, _json({})
             case "GET", "plan":
                 await self._who(scope, headers)
                 return 200, _JSON, _json(self.server.plan)
@@ -143,7 +148,10 @@ class DeviceApp:
         )
 
     async def _who(self, scope: Mapping[str, Any], headers: Mapping[str, str]) -> int:
-        return await self._run(self.server.authenticated, headers, scope["method"], _target(scope))
+        path, query = (scope[name].decode("latin-1") for name in ("raw_path", "query_string"))
+        path = path.partition("?")[0]  # as the client wrote and signed it
+        target = f"{path}?{query}" if query else path
+        return await self._run(self.server.authenticated, headers, scope["method"], target)
 
     async def _signed_body(
         self, client: int, headers: Mapping[str, str], receive: _Receive, most_bytes: int
@@ -162,15 +170,6 @@ class DeviceApp:
             raise MessageRejected(401, f"the body is not the one that client {client} has signed")
         return body
 
-    async def _report(
-        self, scope: Mapping[str, Any], headers: Mapping[str, str], receive: _Receive, attempt: int
-    ) -> tuple[int, str, bytes]:
-        server, client = self.server, await self._who(scope, headers)
-        await self._run(server.expects, client, attempt)
-        body = await self._signed_body(client, headers, receive, server.updates.most_bytes)
-        model = headers.get(MODEL, "")
-        return 200, _JSON, _json(await self._run(server.report, client, attempt, model, body, self._clock()))
-
     async def _work(self, scope: Mapping[str, Any], headers: Mapping[str, str]) -> tuple[int, str, bytes]:
         client = await self._who(scope, headers)
         query = {name: found[0] for name, found in parse_qs(scope["query_string"].decode("latin-1")).items()}
@@ -185,28 +184,11 @@ class DeviceApp:
                 return 200, _JSON, _json(told)
             await _wait(changed, until - self._clock())
 
-    async def _message(
-        self,
-        scope: Mapping[str, Any],
-        headers: Mapping[str, str],
-        receive: _Receive,
-        attempt: int,
-        stage: int,
-    ) -> tuple[int, str, bytes]:
-        server, client = self.server, await self._who(scope, headers)
-        limit = await self._run(server.secure_limit, attempt)
-        body = await self._signed_body(client, headers, receive, limit)
-        await self._run(server.secure_message, client, attempt, stage, body, self._clock())
-        return 200, _JSON, _json({})
-
-    async def _letter(
-        self, scope: Mapping[str, Any], headers: Mapping[str, str], attempt: int, stage: int
-    ) -> tuple[int, str, bytes]:
-        client = await self._who(scope, headers)
+    async def _letter(self, client: int, attempt: int, stage: int) -> tuple[int, str, bytes]:
         until = self._clock() + self._hold_s
         while True:
             changed = self._changed
-            letter = await self._run(self.server.secure_reply, client, attempt, stage)
+            letter = await self._run(lambda: self.server.secure_attempt(attempt).letter(client, stage))
             if letter is not None:
                 return 200, _BYTES, letter
             if self._clock() >= until:
@@ -219,12 +201,6 @@ async def _wait(changed: asyncio.Event, timeout_s: float) -> None:
         await asyncio.wait_for(changed.wait(), max(_LOOK_S, timeout_s))
     except TimeoutError:
         pass  # the waiting request checks again
-
-
-def _target(scope: Mapping[str, Any]) -> str:
-    path = scope["raw_path"].decode("latin-1").partition("?")[0]
-    query = scope["query_string"].decode("latin-1")
-    return f"{path}?{query}" if query else path
 
 
 async def _body(receive: _Receive, headers: Mapping[str, str], most_bytes: int) -> bytes:
@@ -287,7 +263,10 @@ class ServingPlace:
 
 def serve_devices(job: FederatedJob, place: ServingPlace, tell: Callable[[str], None]) -> None:
     """Hold all rounds; ManyhandsError where it gave up. `tell` hears what happens, a sentence each."""
-    _need_web()
+    try:
+        import uvicorn  # noqa: F401
+    except ImportError:
+        raise UserError("serving devices needs the web extra: pip install 'manyhands[web,tls]'") from None
     need_cryptography()
     if place.tls is not None:
         _check_tls(place.tls)
@@ -295,7 +274,9 @@ def serve_devices(job: FederatedJob, place: ServingPlace, tell: Callable[[str], 
         _listening(place.host, place.port) as listener,
         ServerFiles.begin(place.out, job.config(shapes_of(job), new_run()), resume=place.resume) as files,
     ):
-        folder = _certificates(place)
+        folder = place.tls or place.out / _CERTIFICATES / place.host
+        if not folder.is_dir():
+            make_certificates(place.out / _CERTIFICATES, [place.host], days=_CERTIFICATE_DAYS)
         _check_tls(folder)  # they may have been made a year ago
         app = DeviceApp(lambda: RoundServer(job, files, time.monotonic(), tell), job.settings.hold_s)
         try:
@@ -348,7 +329,7 @@ async def _serve(app: DeviceApp, listener: socket.socket, folder: Path, place: S
 
 async def _tick(app: DeviceApp, linger_s: float) -> None:
     """Until the run is over and everybody who was there has the last model, or has had time enough."""
-    while not app.server.is_over:
+    while not app.server.state.is_over:
         await app.tick()
         await asyncio.sleep(_TICK_S)
     if app.server.failed is not None:  # as it saved the last round
@@ -359,15 +340,6 @@ async def _tick(app: DeviceApp, linger_s: float) -> None:
     while time.monotonic() < until and not (there and there <= app.with_last_model):
         await asyncio.sleep(_TICK_S)
     await asyncio.sleep(_TICK_S)  # the answer to the last one leaves
-
-
-def _certificates(place: ServingPlace) -> Path:
-    if place.tls is not None:
-        return place.tls
-    made = place.out / _CERTIFICATES
-    if not (made / place.host).is_dir():
-        make_certificates(made, [place.host], days=_CERTIFICATE_DAYS)
-    return made / place.host
 
 
 def _check_tls(folder: Path) -> None:
@@ -405,10 +377,3 @@ def _listening(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=_WAITING)
     except OSError as error:
         raise UserError(f"--host {host} --port {port}: cannot be listened on: {error.strerror}") from error
-
-
-def _need_web() -> None:
-    try:
-        import uvicorn  # noqa: F401
-    except ImportError:
-        raise UserError("serving devices needs the web extra: pip install 'manyhands[web,tls]'") from None

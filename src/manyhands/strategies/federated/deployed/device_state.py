@@ -9,11 +9,9 @@ config.json, checkpoints/ …    a run directory: `mh.load` reads the model ther
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 
@@ -29,72 +27,10 @@ from manyhands.data.store.checkpoint import Loaded, NoCheckpoint, Snapshot
 from manyhands.data.store.fingerprint import fingerprint
 from manyhands.data.store.rundir import RunDirectory
 from manyhands.data.store.tensorfile import encode_tensors, read_tensors
-from manyhands.errors import DataError, ManyhandsError, UserError
-from manyhands.strategies.federated.deployed.device_client import Device, enrol, plan_for
-from manyhands.strategies.federated.deployed.http_client import BackOff, HttpsAsker, Unreached
-from manyhands.strategies.federated.secure.primitives import KEY_BYTES, ProtocolRefused, need_cryptography
+from manyhands.errors import DataError, UserError
+from manyhands.strategies.federated.secure.primitives import KEY_BYTES, ProtocolRefused
 
-__all__ = ["DeviceState", "JoiningDevice", "join_rounds"]
-
-_Made = TypeVar("_Made")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JoiningDevice:
-    """The arguments of `manyhands federated join`."""
-
-    address: str
-    data: Path
-    out: Path
-    token: str | None = None
-    authority: Path | None = None
-    """The server's ca.pem; None: the authorities that this host trusts."""
-    patience_s: float = 86400.0
-    most_pause_s: float = 30.0
-
-    def __post_init__(self) -> None:
-        for name, value in (("--patience", self.patience_s), ("--max-pause", self.most_pause_s)):
-            if not value > 0:
-                raise UserError(f"{name} {value:g}: must be above 0")
-
-
-def join_rounds(asked: JoiningDevice, tell: Callable[[str], None]) -> int:
-    """Take part until the run is done; how many rounds the model has seen. ManyhandsError where the server is gone."""
-    need_cryptography()
-    ask = HttpsAsker(asked.address, asked.authority)
-    home = DeviceState(asked.out)
-    try:
-        _until_reached(lambda: enrol(ask, home, asked.token, asked.address), asked)
-        assert home.client is not None, "enrol raises where it fails"
-        ask.sign_as(str(home.about.get("run")), home.client, home.secret)
-        plan = _until_reached(lambda: plan_for(ask, asked.data), asked)
-        ask.allow(plan.hold_s)
-        home.begin(plan.config)
-        tell(f"client {home.client}: {plan.task.samples} samples of {plan.task.name} stay here")
-        device = Device(
-            ask,
-            home,
-            plan,
-            tell=lambda sentence: tell(f"client {home.client} {sentence}"),
-            patience_s=asked.patience_s,
-            most_pause_s=asked.most_pause_s,
-        )
-        return device.run()
-    finally:
-        home.close()
-        ask.close()
-
-
-def _until_reached(call: Callable[[], _Made], asked: JoiningDevice) -> _Made:
-    pauses, since = BackOff(most_s=asked.most_pause_s), time.monotonic()
-    while True:
-        try:
-            return call()
-        except Unreached as lost:
-            if time.monotonic() - since > asked.patience_s:
-                raise ManyhandsError(f"{lost}; it was tried for {asked.patience_s:g} s") from lost
-            time.sleep(pauses.next_s())
-
+__all__ = ["DeviceState"]
 
 _IDENTITY, _ABOUT, _LEFT = "identity.key", "device.json", "left.safetensors"
 _OWN = (_IDENTITY, f".{_IDENTITY}.writing", _ABOUT, f".{_ABOUT}.writing")
@@ -111,7 +47,7 @@ class DeviceState:
             self.secret = self._identity()
         except OSError as error:
             raise UserError(f"--out {path}: cannot be used: {error.strerror}") from error
-        self.about = self._read_about()
+        self.about: dict[str, Any] = read_json(path / _ABOUT)
         self._directory: RunDirectory | None = None
 
     def _identity(self) -> bytes:
@@ -127,9 +63,6 @@ class DeviceState:
         if len(secret) != KEY_BYTES:
             raise DataError(f"{path} is damaged; remove the folder and enrol anew")
         return secret
-
-    def _read_about(self) -> dict[str, Any]:
-        return read_json(self.path / _ABOUT)
 
     @property
     def client(self) -> int | None:
