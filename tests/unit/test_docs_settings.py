@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import manyhands as mh
 from manyhands.cli.export_command import export_command
-from manyhands.cli.trainable import train_app
+from manyhands.cli.train_command import train_app
 from manyhands.errors import UserError
 from manyhands.foresight.simulate.simulated_spec import SimulationSpec
 from manyhands.interop.own_loop import connect

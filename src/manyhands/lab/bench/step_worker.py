@@ -27,7 +27,7 @@ from manyhands.engine.exchange import Exchange, LocalStep, SingleExchange
 from manyhands.engine.exchanging import exchange_for
 from manyhands.engine.worker_resources import Resources
 from manyhands.lab.bench.workers import joined_gloo
-from manyhands.lab.bench.workloads import Workload
+from manyhands.lab.bench.workloads import BenchWorkload
 from manyhands.native.group.shared_group import SharedGroup
 from manyhands.places.local.parent import die_with_parent
 from manyhands.strategy import Strategy
@@ -51,7 +51,7 @@ class StepPlan:
     groups: dict[str, tuple[int, int]]  # control and arena of each strategy's group
     store: str  # the file through which Gloo's ranks find each other
     parent_pid: int
-    workload: str  # a Workload as JSON
+    workload: str  # a BenchWorkload as JSON
     rounds: int
     block: int  # measured steps of each contender in a round
     threads: int  # of torch, in each worker
@@ -146,7 +146,7 @@ class StepWorker:
     """One rank of the benchmark, with all contenders at hand; those it has no part in are None."""
 
     def __init__(self, plan: StepPlan, meet: Callable[[], None], exchanges: dict[str, Exchange]) -> None:
-        task = Workload.from_json(plan.workload).task(plan.world)
+        task = BenchWorkload.from_json(plan.workload).task(plan.world)
         source = BatchSource(task.data, task.collate)
         batches = BatchPlan(len(source), task.batch_size, _SEED)
 

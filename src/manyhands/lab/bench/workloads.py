@@ -20,13 +20,13 @@ from manyhands.task import Task
 from manyhands.workloads.tasks.language import LanguageOptions, language
 from manyhands.workloads.tasks.vision import ImageClassifier, classification_loss
 
-__all__ = ["WORKLOADS", "Cnn", "Language", "Mlp", "Workload"]
+__all__ = ["WORKLOADS", "BenchWorkload", "Cnn", "Language", "Mlp"]
 
 _EPOCH_BATCHES = 8  # made-up data come round again soon, so that the loss visibly falls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workload(ABC):
+class BenchWorkload(ABC):
     """Something to train, with `batch` samples per worker in every step."""
 
     word: ClassVar[str]
@@ -44,14 +44,14 @@ class Workload(ABC):
         return json.dumps({"word": self.word, **asdict(self)})
 
     @staticmethod
-    def from_json(text: str) -> Workload:
+    def from_json(text: str) -> BenchWorkload:
         """What `to_json` gave."""
         fields = json.loads(text)
         return type(WORKLOADS[fields.pop("word")])(**fields)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mlp(Workload):
+class Mlp(BenchWorkload):
     """A perceptron with many weights and a small batch: little but communication and the optimizer."""
 
     word: ClassVar[str] = "mlp"
@@ -82,7 +82,7 @@ class Mlp(Workload):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cnn(Workload):
+class Cnn(BenchWorkload):
     """The classifier of `digits` and `mnist` on larger images: few weights and much arithmetic."""
 
     word: ClassVar[str] = "cnn"
@@ -106,7 +106,7 @@ class Cnn(Workload):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Language(Workload):
+class Language(BenchWorkload):
     """The transformer of `language` with a few million weights, on the text of Python's standard library."""
 
     word: ClassVar[str] = "language"
@@ -132,7 +132,7 @@ class Language(Workload):
         )
 
 
-WORKLOADS: dict[str, Workload] = {workload.word: workload for workload in (Mlp(), Cnn(), Language())}
+WORKLOADS: dict[str, BenchWorkload] = {workload.word: workload for workload in (Mlp(), Cnn(), Language())}
 
 
 def _labelled(shape: tuple[int, ...], classes: int, count: int) -> tuple[Tensor, Tensor]:
