@@ -31,16 +31,12 @@ __all__ = ["BatchAction", "BatchLimits", "Dispatch", "KillReplica", "RefuseReque
 class BatchLimits:
     """Limits of batches and of the queue; validated on construction."""
 
-    batch: int = 64
-    """Inputs in a batch; a request that has more is a batch of its own."""
-    wait_s: float = 0.002
-    """How long a request waits for others to fill a batch."""
-    waiting: int = 4096
-    """Inputs that may wait; a request that would make them more is refused."""
+    batch: int = 64  # inputs in a batch; a request that has more is a batch of its own
+    wait_s: float = 0.002  # how long a request waits for others to fill a batch
+    waiting: int = 4096  # inputs that may wait; a request that would make them more is refused
     deadline_s: float = 30.0
     """From a request to its answer, and the longest that a worker may compute one batch."""
-    tries: int = 2
-    """Workers that a request may lose."""
+    tries: int = 2  # workers that a request may lose
 
     def __post_init__(self) -> None:
         for name in ("batch", "waiting", "tries"):
@@ -84,16 +80,13 @@ class _Request:
     number: int
     size: int
     asked_at: float
-    lost: int = 0
-    """Workers that died while they had it."""
+    lost: int = 0  # workers that died while they had it
 
 
 @dataclass(slots=True)
 class _Busy:
-    requests: deque[_Request]
-    """Those that still want their answer, the oldest first."""
-    until: float
-    """When it is killed."""
+    requests: deque[_Request]  # those that still want their answer, the oldest first
+    until: float  # when it is killed
     killed: bool = False
 
 

@@ -24,11 +24,9 @@ from uvicorn.server import ServerState
 
 __all__ = ["ACCEPTED_AT_ONCE", "MAX_CONNECTIONS", "REQUEST_S", "Admission", "connections_of", "room_here"]
 
-MAX_CONNECTIONS = 64
-"""Connections of a page's server, where its process has descriptors to spare."""
+MAX_CONNECTIONS = 64  # connections of a page's server, where its process has descriptors to spare
 
-ACCEPTED_AT_ONCE = 8
-"""Connections that are accepted before the first of them is admitted."""
+ACCEPTED_AT_ONCE = 8  # connections that are accepted before the first of them is admitted
 
 REQUEST_S = 3.0
 """How long a request may take to come: from the connection, or from the end of the answer before it."""

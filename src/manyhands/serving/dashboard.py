@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from types import TracebackType
 
 from manyhands.observe.analyse.view import RunView
 from manyhands.serving.hosting import LOOPBACK, Listening, WebThread
@@ -45,9 +44,7 @@ class Dashboard:
         self._web.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._app.end(self._farewell)
         deadline = time.monotonic() + _FAREWELL_S
         while self.num_pages and time.monotonic() < deadline:

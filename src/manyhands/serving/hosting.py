@@ -28,8 +28,7 @@ class Listening:
     """A listening socket, its guard, and the URL with the guard's token."""
 
     def __init__(self, host: str, port: int, what: str) -> None:
-        self.what = what
-        """What messages call it."""
+        self.what = what  # what messages call it
         self.socket = _listen(host, port, what)
         names = {host} if is_loopback(host) else {host, socket.gethostname()}
         self.guard = Guard(names=frozenset(map(str.lower, names)), any_address=not is_loopback(host))

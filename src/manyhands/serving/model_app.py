@@ -41,14 +41,11 @@ class BodyLimits:
 
     num_bytes: int = 8 << 20
     inputs: int = 1024
-    slowest_s: float = 10.0
-    """How long a body may take to come."""
+    slowest_s: float = 10.0  # how long a body may take to come
     held_bytes: int = MAX_FRAME_BYTES // 2
     """Of all requests that have no answer yet; what fits here fits into one batch, too."""
-    refused_bytes: int = 64 << 20
-    """That are still taken in, and dropped, after a request was refused."""
-    refused_s: float = 3.0
-    """For how long."""
+    refused_bytes: int = 64 << 20  # that are still taken in, and dropped, after a request was refused
+    refused_s: float = 3.0  # for how long
 
 
 class RequestRefused(Exception):

@@ -25,8 +25,7 @@ from manyhands.workloads.predictor import Predictor
 __all__ = ["LENGTH", "MAX_FRAME_BYTES", "answer_batch", "answers_frame", "frame", "replica"]
 
 LENGTH = struct.Struct("!I")
-MAX_FRAME_BYTES = 1 << 28
-"""Of a batch, and of its answers."""
+MAX_FRAME_BYTES = 1 << 28  # of a batch, and of its answers
 
 _MOST_TOLD = 500  # characters of an error message
 

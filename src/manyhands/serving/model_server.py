@@ -14,7 +14,6 @@ import json
 import socket
 import time
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Self
 
 from manyhands.errors import ManyhandsError, UserError
@@ -92,9 +91,7 @@ class ModelServer:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._page.end("The server has ended; manyhands serve starts it again.")
         deadline = time.monotonic() + _FAREWELL_S
         while self._page.num_streams and time.monotonic() < deadline:

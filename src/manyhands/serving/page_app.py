@@ -40,8 +40,7 @@ __all__ = ["SECURE_HEADERS", "Drawn", "PageApp", "require_web"]
 
 View = TypeVar("View")
 
-MAX_STREAMS = 16
-"""Pages that may be live at the same time."""
+MAX_STREAMS = 16  # pages that may be live at the same time
 
 _PERIOD_S = 0.5
 _HEARTBEAT_S = 5.0
@@ -67,8 +66,7 @@ _POLICY = "; ".join(
         "form-action 'none'",
         "frame-ancestors 'none'",
     )
-)
-"""What a browser lets the page do: run this script, use this style, ask its own server."""
+)  # what a browser lets the page do: run this script, use this style, ask its own server
 
 SECURE_HEADERS = {
     "content-security-policy": _POLICY,
@@ -99,8 +97,7 @@ class Drawn(Generic[View]):
     report: Callable[[View], str]
 
 
-RUN_PAGE: Drawn[RunView] = Drawn(title=title_of, sections=sections, report=report)
-"""That of a run."""
+RUN_PAGE: Drawn[RunView] = Drawn(title=title_of, sections=sections, report=report)  # that of a run
 
 
 def live_page() -> str:
@@ -141,8 +138,7 @@ class PageApp(Generic[View]):
         self._sections: dict[str, str] = {}
         self._seen_at = -float("inf")
         self._farewell: str | None = None
-        self.num_streams = 0
-        """Pages that are live now."""
+        self.num_streams = 0  # pages that are live now
 
     def end(self, farewell: str) -> None:
         """Send every live page the newest state and this sentence, then end its stream; from any thread."""

@@ -23,8 +23,7 @@ from manyhands.workloads.predictor import ModulePredictor, ReadAs
 
 __all__ = ["MOST_LENGTH", "Prompt", "TextGenerator", "open_text"]
 
-MOST_LENGTH = 4096
-"""Bytes that one request may ask for."""
+MOST_LENGTH = 4096  # bytes that one request may ask for
 
 MOST_TEMPERATURE = 100.0
 _FIELDS = ("prompt", "length", "temperature", "seed")
@@ -36,8 +35,7 @@ class Prompt:
     """A prompt and its sampling parameters."""
 
     prompt: str
-    length: int = 200
-    """Bytes to write."""
+    length: int = 200  # bytes to write
     temperature: float = 0.8
     """Scores are divided by it: 0 takes the likeliest byte, 1 draws as the model says."""
     seed: int = 0

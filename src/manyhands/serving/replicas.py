@@ -31,8 +31,7 @@ _STOP_S = 10.0
 class Staffing:
     """Decides when a worker that ended is replaced, and when to give up; pure."""
 
-    MOST_FAILED = 3
-    """Workers that may end, one after another, before one of them was ready."""
+    MOST_FAILED = 3  # workers that may end, one after another, before one of them was ready
 
     def __init__(self) -> None:
         self._ready: set[int] = set()

@@ -41,8 +41,7 @@ class _Asked:
 class _Line:
     """The server's side of a worker connection."""
 
-    pid: int = 0
-    """0 until it is ready."""
+    pid: int = 0  # 0 until it is ready
     writer: asyncio.StreamWriter | None = None
     sent: Sequence[int] = ()
     batches: int = 0

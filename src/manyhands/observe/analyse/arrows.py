@@ -17,8 +17,7 @@ __all__ = ["Span", "message_arrows", "wait_arrows"]
 
 _NEAR_NS = 1_000_000  # a record may begin or end slightly before or after the message that it belongs to
 
-Span = tuple[int, int]
-"""A stretch of time, both ends included, in nanoseconds on the clock of the events."""
+Span = tuple[int, int]  # A stretch of time, both ends included, in nanoseconds on the clock of the events
 
 
 def wait_arrows(rows: Sequence[Row]) -> Iterator[Arrow]:

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from manyhands.errors import ManyhandsError, UserError
@@ -113,12 +112,7 @@ class Collector:
     def __enter__(self) -> Collector:
         return self.start()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _run(self) -> None:

@@ -17,8 +17,7 @@ from manyhands.observe.record.final import final_loss, last_row
 
 __all__ = ["MAX_POINTS", "HistoryCurves", "RateCurve", "ThinnedCurve", "spread"]
 
-MAX_POINTS = 400
-"""Of a curve as it is shown."""
+MAX_POINTS = 400  # of a curve as it is shown
 
 _FIRST_BIN_NS = 250_000_000
 _PARTS = 1_000_000  # per sample

@@ -15,8 +15,7 @@ PART_WORDS = {
     "apply_ms": "servers applying updates",
     "input_ms": "input",
     "other_ms": "other",
-}
-"""The parts of a step, as they are called in tables and sentences."""
+}  # the parts of a step, as they are called in tables and sentences
 
 _MIN_SAID = 0.005  # parts with a smaller share are not mentioned
 _WORTH_IT = 0.10  # share of a step above which advice is given

@@ -47,8 +47,7 @@ class RunFollower:
         self._metrics: _LineTail | None = None
         self._members: _LineTail | None = None
         self._step_ends = _StepEnds()
-        self.new_rows: list[dict[str, Any]] = []
-        """Rows of the history that the last poll found."""
+        self.new_rows: list[dict[str, Any]] = []  # rows of the history that the last poll found
 
     def wall_s(self, seconds: float) -> float | None:
         """Convert a time in the view's seconds to seconds since 1970; None before the first event."""
@@ -179,8 +178,7 @@ class _EventTail:
     """An event file, and how many of its records were read."""
 
     path: Path
-    clock: tuple[int, int]
-    """Which part of a resumed run it is of, and whose clock it was written on."""
+    clock: tuple[int, int]  # which part of a resumed run it is of, and whose clock it was written on
     num_read: int = 0
     is_damaged: bool = False
     note: str = ""

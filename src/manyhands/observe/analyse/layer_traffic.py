@@ -16,9 +16,7 @@ class LayerSent:
     """The traffic of one layer: means over the training steps, summed over all workers."""
 
     layer: str
-    how: str
-    """How it is sliced."""
-
+    how: str  # how it is sliced
     forward_bytes: float
     backward_bytes: float
     messages: float

@@ -31,8 +31,7 @@ class Members:
 
     def __init__(self) -> None:
         self.epoch = 0
-        self.is_known = False
-        """Whether a view of the membership was ever told."""
+        self.is_known = False  # whether a view of the membership was ever told
         self._names: dict[int, str] = {}  # as in the newest views
         self._started: dict[int, str] = {}  # as of the start of their processes
         self._gone: set[str] = set()

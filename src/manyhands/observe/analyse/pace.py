@@ -25,8 +25,7 @@ import numpy.typing as npt
 
 __all__ = ["SLOW_FACTOR", "Pace", "Slow", "find_slow", "slow_now"]
 
-SLOW_FACTOR = 1.3
-"""A worker that computes this many times the median of the others is slow."""
+SLOW_FACTOR = 1.3  # A worker that computes this many times the median of the others is slow
 
 _MS = 1e-6
 _STEP_MASK = (1 << 40) - 1  # the bits of a step key that hold the step

@@ -12,8 +12,7 @@ from manyhands.observe.record.checked_values import number, text, whole
 
 __all__ = ["COURSES", "PartiesHistory", "parties_view"]
 
-COURSES = ("highest_tenth", "mean", "lowest_tenth")
-"""Parts of a spread that are shown over the run."""
+COURSES = ("highest_tenth", "mean", "lowest_tenth")  # parts of a spread that are shown over the run
 
 _MOST = 100_000  # upper bound on the parties that are counted
 _MOST_COURSES = 20  # upper bound on the measures

@@ -52,14 +52,11 @@ class Straggler:
     """A worker that computes longer per step than the others, and the cost to them."""
 
     worker: int
-    ratio: float
-    """Of its compute time per step to the median of the others."""
+    ratio: float  # of its compute time per step to the median of the others
     since_step: int
-    until_step: int | None
-    """None: it still is."""
+    until_step: int | None  # None: it still is
     from_the_start: bool
-    others_wait: float
-    """The share of their time that the others spent waiting meanwhile."""
+    others_wait: float  # the share of their time that the others spent waiting meanwhile
 
     def to_dict(self) -> dict[str, Any]:
         """Return the row of a summary."""
@@ -76,8 +73,7 @@ class Late:
     """A worker that the others wait for although its compute time is no longer than theirs."""
 
     worker: int
-    others_wait: float
-    """The share of their median step that the others wait for it."""
+    others_wait: float  # the share of their median step that the others wait for it
 
     def to_dict(self) -> dict[str, Any]:
         """Return the row of a summary."""

@@ -226,9 +226,7 @@ class _Pace:
         self._samples_by_bin: dict[int, int] = {}
         self._samples = 0
         self._begin_ns: int | None = None
-        self.newest_ns = 1
-        """When the newest step ended."""
-
+        self.newest_ns = 1  # when the newest step ended
         self._step_range = range(0)  # the global batches seen so far
 
     def add(self, steps: Records) -> None:

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 __all__ = ["Axis", "Tick", "linear", "logarithmic", "nice", "short_number", "spans_powers"]
 
-Tick = tuple[float, str]
-"""A number, and how it is written."""
+Tick = tuple[float, str]  # A number, and how it is written
 
 _VAST, _TINY = 1e300, 1e-290  # outside this range, float differences vanish
 _POWERS = 10.0  # ratio of greatest to least from which a logarithmic axis is better

@@ -63,9 +63,7 @@ class Series:
     name: str
     xs: Sequence[float]
     ys: Sequence[float]
-    note: str = ""
-    """What the legend says beside the name."""
-
+    note: str = ""  # what the legend says beside the name
     dots: Sequence[tuple[float, float]] = ()
     """Points that are drawn by themselves, in the colour of the curve."""
 

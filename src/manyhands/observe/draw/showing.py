@@ -20,7 +20,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from html import escape
 from importlib import import_module
-from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
 from manyhands.observe.analyse.remarks import about_workers
@@ -47,14 +46,9 @@ _LINES_EVERY_S = 5.0
 class Here(NamedTuple):
     """The environment of a run's output."""
 
-    notebook: bool
-    """A kernel of IPython, which shows HTML."""
-
-    terminal: bool
-    """Whether stderr is one that can move its cursor."""
-
-    unwatched: bool
-    """Nobody watches: a test, or a run in a background thread."""
+    notebook: bool  # A kernel of IPython, which shows HTML
+    terminal: bool  # whether stderr is one that can move its cursor
+    unwatched: bool  # nobody watches: a test, or a run in a background thread
 
 
 def look_around() -> Here:
@@ -132,12 +126,7 @@ class Showing:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._over.set()
         self._thread.join()
         if self._shown:

@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -95,9 +94,7 @@ class TensorboardFiles:
     def __enter__(self) -> TensorboardFiles:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _scalar(self, tag: str, value: float, step: int, wall_s: float) -> None:
@@ -124,9 +121,7 @@ class LiveTensorboard:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._over.set()
         self._thread.join(_STOP_TIMEOUT_S)
         if self._thread.is_alive():

@@ -21,11 +21,9 @@ from manyhands.observe.record.events import NO_STEP, NOBODY, EventKind
 
 __all__ = ["MAX_SVG_SLICES", "MAX_SVG_STEPS", "timeline_svg"]
 
-MAX_SVG_SLICES = 6_000
-"""Steps and parts that a picture holds at most: about 1.5 MB."""
+MAX_SVG_SLICES = 6_000  # steps and parts that a picture holds at most: about 1.5 MB
 
-MAX_SVG_STEPS = 24
-"""Steps that a picture holds at most: more would be too narrow to tell apart."""
+MAX_SVG_STEPS = 24  # steps that a picture holds at most: more would be too narrow to tell apart
 
 _WIDTH, _LEFT, _RIGHT = 1120, 110, 20
 _ROW, _BAR, _LABELS = 44, 24, 14  # heights of a row, of its bars, of the step numbers above them

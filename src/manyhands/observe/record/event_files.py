@@ -42,8 +42,7 @@ _OLD_RECORD = np.dtype(
         for name in RECORD.names or ()
         if name != "codec"
     ]
-)
-"""Of version 2: roles up to 65535, and the codec in the high half of the byte that tells the wire."""
+)  # of version 2: roles up to 65535, and the codec in the high half of the byte that tells the wire
 
 
 def _words(record: np.dtype[np.void]) -> bytes:
@@ -77,14 +76,10 @@ _MOST_NUMBER = 1 << 62  # of bytes, and of an event
 class Ending(IntEnum):
     """How an event file ended."""
 
-    OPEN = 0
-    """The file was never closed: it is still being written, or its writer was killed."""
-    COMPLETE = 1
-    """The file holds every event that was read from the ring."""
-    FULL = 2
-    """The file reached its size limit; later events were counted and not written."""
-    FAILED = 3
-    """A disk write failed; later events were counted and not written."""
+    OPEN = 0  # the file was never closed: it is still being written, or its writer was killed
+    COMPLETE = 1  # the file holds every event that was read from the ring
+    FULL = 2  # the file reached its size limit; later events were counted and not written
+    FAILED = 3  # A disk write failed; later events were counted and not written
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,8 +16,6 @@ writer never blocks.
 
 from __future__ import annotations
 
-from types import TracebackType
-
 import numpy as np
 from numba import types
 
@@ -171,12 +169,7 @@ class EventRing:
     def __enter__(self) -> EventRing:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _word(self, offset: int) -> int:
