@@ -59,7 +59,7 @@ def live_page(
     if not shown:
         return nullcontext()
     from manyhands.cli.watch_command import serving
-    from manyhands.observe.analyse.source import ComingRun
+    from manyhands.observe.analyse.follow import ComingRun
     from manyhands.serving.dashboard import LOOPBACK
 
     farewell = f"The run has ended; manyhands watch {out} opens this page again."

@@ -34,7 +34,7 @@ def watch_command(
 ) -> None:
     """Show a run as a page in the browser, live while it goes on or as it was when it ended."""
     # Imported here so that help texts do not wait for torch.
-    from manyhands.observe.analyse.source import existing_run
+    from manyhands.observe.analyse.follow import existing_run
     from manyhands.places.local.signals import ending
 
     source = existing_run(run).poll

@@ -103,7 +103,10 @@ class Slowness:
             steps = self._steps.setdefault(role, _Steps())
             for begin in range(0, len(rows), _PORTION):
                 steps.add(rows[begin : begin + _PORTION])
-                self._thin(steps)
+                while len(steps.rows) > _MAX_ROWS:
+                    before_ns = int(steps.rows["start_ns"][-_IN_FULL])
+                    for others in self._steps.values():
+                        others.thin(before_ns)
 
     def now(self) -> tuple[Straggler, ...]:
         """Return the workers that are slow as of their newest steps, slowest first."""
@@ -123,13 +126,6 @@ class Slowness:
     def ever(self) -> tuple[Straggler, ...]:
         """Return the workers that are slow now or were slow for a while."""
         return self._named(find_slow(self._paces(), None))
-
-    def _thin(self, longest: _Steps) -> None:
-        """Drop every second old step of every worker."""
-        while len(longest.rows) > _MAX_ROWS:
-            before_ns = int(longest.rows["start_ns"][-_IN_FULL])
-            for steps in self._steps.values():
-                steps.thin(before_ns)
 
     def _paces(self) -> list[Pace]:
         paces = []
@@ -210,17 +206,12 @@ def _rows_of(records: Records, chosen: npt.NDArray[np.intp]) -> _Rows:
     for name, kind in (("compute_ns", EventKind.COMPUTE), ("wait_ns", EventKind.WAIT)):
         rows[name] = np.add.reduceat(np.where(kinds == kind, durations, 0), begins)
     rows["accounted_ns"] = np.add.reduceat(durations, begins)
-    _add_peers(rows, np.where(kinds == EventKind.WAIT, durations, 0), records["peer"][chosen], begins)
-    return rows
-
-
-def _add_peers(
-    rows: _Rows, waits: npt.NDArray[np.int64], peers: npt.NDArray[np.int64], begins: npt.NDArray[np.intp]
-) -> None:
-    """Set each row's longest wait and the peer that it was for."""
+    waits = np.where(kinds == EventKind.WAIT, durations, 0)
+    peers = records["peer"][chosen]
     owner = np.repeat(np.arange(len(begins)), np.diff(begins, append=len(waits)))
     longest = np.lexsort((waits, owner))[np.append(begins[1:], len(waits)) - 1]
     rows["peer"], rows["peer_ns"] = np.where(waits[longest] > 0, peers[longest], NOBODY), waits[longest]
+    return rows
 
 
 def _late(rows: Mapping[int, _Rows]) -> Late | None:

@@ -107,7 +107,7 @@ class Totals:
         self._evaluation_ns = np.zeros(workers, np.int64)  # start of each worker's newest evaluation
         self._is_evaluating = np.zeros(workers, bool)
         self._pace = _Pace()
-        self._slowness = Slowness()
+        self.slowness = Slowness()
 
     @property
     def workers(self) -> int:
@@ -151,7 +151,7 @@ class Totals:
         self._evaluation_ns[roles[evaluations]] = records["start_ns"][evaluations]
         self._is_evaluating[roles[evaluations]] = records["count"][evaluations] == 0
 
-        self._slowness.add(records)
+        self.slowness.add(records)
         steps = kinds == EventKind.STEP
         if steps.any():
             self._add_steps(roles[steps], records[steps])
@@ -197,17 +197,9 @@ class Totals:
             samples_per_s=samples_per_s,
             steps_per_s=steps_per_s,
             evaluating=bool((idle & self._is_evaluating).any()),
-            slow=self._slowness.now(),
-            late=self._slowness.late_now(),
+            slow=self.slowness.now(),
+            late=self.slowness.late_now(),
         )
-
-    def slow_ever(self) -> tuple[Straggler, ...]:
-        """Return every worker that is or was slow for a while, for the end of a run."""
-        return self._slowness.ever()
-
-    def late_ever(self) -> Late | None:
-        """Return the worker that was waited for in the median step of the run although it computed no longer."""
-        return self._slowness.late_ever()
 
     def _loss(self) -> float | None:
         """Return one loss, whether workers report that of their share or that of the whole batch."""

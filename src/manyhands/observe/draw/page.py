@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from manyhands.data.store.atomic import write_atomically
-from manyhands.observe.analyse.source import existing_run
+from manyhands.observe.analyse.follow import existing_run
 from manyhands.observe.analyse.view import RunView
 from manyhands.observe.draw.paper import STYLE, document, section
 

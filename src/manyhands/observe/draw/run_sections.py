@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import astuple
 from html import escape
 
 from manyhands.errors import format_bytes
 from manyhands.observe.analyse.recent import WINDOW_NS
-from manyhands.observe.analyse.view import Curve, Phase, Presence, RunView, Shares
+from manyhands.observe.analyse.view import Curve, Phase, Presence, RunView
 from manyhands.observe.draw.charts import (
     Series,
     bar_chart,
@@ -120,7 +121,7 @@ def workers(view: RunView) -> PageSection:
     is_over = view.phase is Phase.ENDED
     lately = f"the last {WINDOW_NS // 10**9} seconds"
     bars = share_bars(
-        [(worker.name, _shares(worker.recent)) for worker in view.workers],
+        [(worker.name, astuple(worker.recent)) for worker in view.workers],
         list(PART_COLOURS),
         title="Time over the whole run" if is_over else f"Time in {lately}",
         colours=list(PART_COLOURS.values()),
@@ -285,10 +286,6 @@ def _fill(label: str, body: str) -> str:
 
 def _list(sentences: tuple[str, ...]) -> str:
     return "<ul>" + "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences) + "</ul>"
-
-
-def _shares(shares: Shares) -> tuple[float, float, float, float]:
-    return shares.compute, shares.input, shares.exchange, shares.wait
 
 
 def _named(name: str, presence: Presence, phase: Phase) -> str:

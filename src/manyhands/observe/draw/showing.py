@@ -24,7 +24,6 @@ from typing import Any, NamedTuple, Protocol
 
 from manyhands.observe.analyse.remarks import about_workers
 from manyhands.observe.analyse.totals import TotalsSnapshot
-from manyhands.observe.draw.headline import headline, in_order
 
 __all__ = [
     "Here",
@@ -34,9 +33,38 @@ __all__ = [
     "Screen",
     "Showing",
     "chosen",
+    "clock",
+    "headline",
+    "in_order",
     "look_around",
     "showing",
 ]
+
+
+def headline(snapshot: TotalsSnapshot, steps: int) -> list[str]:
+    """Return the phrases on a run of `steps` steps, most important first."""
+    words = [f"step {snapshot.step}/{steps}"]
+    words.append("loss -" if snapshot.loss is None else f"loss {snapshot.loss:.4g}")
+    if snapshot.evaluating:
+        words.append("evaluating")
+    elif snapshot.steps_per_s > 0:
+        words.append(f"{clock((steps - snapshot.step) / snapshot.steps_per_s)} left")
+    if snapshot.steps_per_s > 0:
+        words.append(f"{snapshot.samples_per_s:,.0f} samples/s")
+    return words
+
+
+def in_order(words: list[str]) -> str:
+    """Return the phrases that fit, in reading order: speed before time."""
+    return "  ".join(words[:2] + words[:1:-1])
+
+
+def clock(seconds: float) -> str:
+    """Format seconds: `3671` as `1:01:11`, and `71` as `1:11`."""
+    minutes, second = divmod(max(0, round(seconds)), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
 
 _BAR_AFTER_S, _BAR_EVERY_S = 1.0, 0.25
 _NOTEBOOK_EVERY_S = 0.5
@@ -57,18 +85,13 @@ def look_around() -> Here:
     is_gone = stream is None or getattr(stream, "closed", False)
     is_terminal = not is_gone and stream.isatty() and os.environ.get("TERM") != "dumb"
     in_main = threading.current_thread() is threading.main_thread()
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
     return Here(
-        notebook=_in_notebook(),
+        notebook=getattr(shell, "kernel", None) is not None,
         terminal=is_terminal,
         unwatched="PYTEST_CURRENT_TEST" in os.environ or not in_main or is_gone,
     )
-
-
-def _in_notebook() -> bool:
-    """Return whether this process is an IPython kernel; IPython is not imported for that."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    return getattr(shell, "kernel", None) is not None
 
 
 def chosen(asked: str, here: Here) -> str:

@@ -204,6 +204,6 @@ def _add_views(files: TensorboardFiles, follower: RunFollower, last: RunView) ->
         gather.add_events(records[begin:end])
         begin = end
         view = gather.view(now_ns)
-        wall_s = follower.wall_s((now_ns - gather.first_ns) / _NS_PER_S)
+        wall_s = follower.wall_s((now_ns - gather.seen.first_ns) / _NS_PER_S)
         if view.step and wall_s is not None:
             files.add_view(view, wall_s)

@@ -140,7 +140,17 @@ def _panel(timeline: Timeline, window: Window, top: float, names: Mapping[int, s
     why = "" if window.label == "all" else f" ({window.label})"
     steps = f"steps {kept[0]} to {kept[-1]}" if len(kept) > 1 else f"step {kept[0]}"
     yield _text(_LEFT, top + 14, steps + why, "panel")
-    yield from _axis(scale, len(timeline.rows))
+    rows = len(timeline.rows)
+    bottom = scale.top + _ROW * rows
+    spacing_ms = nice(max(1e-6, (scale.end_ns - scale.begin_ns) / 1e6 / _TICKS))
+    digits = max(0, -math.floor(math.log10(spacing_ms)))
+    tick = math.ceil(scale.begin_ns / 1e6 / spacing_ms)
+    while tick * spacing_ms * 1e6 <= scale.end_ns:
+        x = scale.x(round(tick * spacing_ms * 1e6))
+        yield f'<line class="line" x1="{x:.1f}" y1="{scale.top:g}" x2="{x:.1f}" y2="{bottom + 4:g}"/>'
+        yield _text(x, bottom + 17, f"{tick * spacing_ms:,.{digits}f}", "faint", 'text-anchor="middle"')
+        tick += 1
+    yield _text(_LEFT - 34, bottom + 17, "ms", "faint", 'text-anchor="end"')
     places = {row.role: scale.top + _ROW * index + _LABELS for index, row in enumerate(timeline.rows)}
     for row in timeline.rows:
         y = places[row.role]
@@ -180,19 +190,6 @@ def _scale(timeline: Timeline, window: Window, top: float) -> _Scale:
 
 def _is_in(span: Slice | PictureStep, window: Window) -> bool:
     return window.first_step <= span.step <= window.last_step
-
-
-def _axis(scale: _Scale, rows: int) -> Iterator[str]:
-    bottom = scale.top + _ROW * rows
-    spacing_ms = nice(max(1e-6, (scale.end_ns - scale.begin_ns) / 1e6 / _TICKS))
-    digits = max(0, -math.floor(math.log10(spacing_ms)))
-    tick = math.ceil(scale.begin_ns / 1e6 / spacing_ms)
-    while tick * spacing_ms * 1e6 <= scale.end_ns:
-        x = scale.x(round(tick * spacing_ms * 1e6))
-        yield f'<line class="line" x1="{x:.1f}" y1="{scale.top:g}" x2="{x:.1f}" y2="{bottom + 4:g}"/>'
-        yield _text(x, bottom + 17, f"{tick * spacing_ms:,.{digits}f}", "faint", 'text-anchor="middle"')
-        tick += 1
-    yield _text(_LEFT - 34, bottom + 17, "ms", "faint", 'text-anchor="end"')
 
 
 def _step_box(step: PictureStep, row: Row, scale: _Scale, y: float) -> str:

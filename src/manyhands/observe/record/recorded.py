@@ -89,18 +89,18 @@ def read_run_events(directory: Path) -> RunEvents:
             first_offset = offset if first_offset is None else first_offset
             if names.setdefault(header.role, header.name) != header.name:
                 raise DataError(f"{path}: role {header.role} is {header.name}, and was {names[header.role]}")
-            pieces[header.role].append(_moved(read_events(path), offset - first_offset))
+            records = read_events(path)
+            by_ns = offset - first_offset
+            if by_ns:
+                records["start_ns"] = np.maximum(0, records["start_ns"].astype(np.int64) + by_ns).astype(
+                    np.uint64
+                )
+            pieces[header.role].append(records)
             missing = header.dropped + header.unwritten
             if missing:
                 notes.append(f"{path.name} misses {missing} events that were recorded and not kept")
     roles = tuple(_joined(role, names[role], pieces[role]) for role in sorted(pieces))
     return RunEvents(roles=roles, notes=tuple(notes))
-
-
-def _moved(records: Records, by_ns: int) -> Records:
-    if by_ns:
-        records["start_ns"] = np.maximum(0, records["start_ns"].astype(np.int64) + by_ns).astype(np.uint64)
-    return records
 
 
 def _joined(role: int, name: str, pieces: list[Records]) -> RoleEvents:

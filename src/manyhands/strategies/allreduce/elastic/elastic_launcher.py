@@ -11,8 +11,7 @@ from typing import Any
 from manyhands.engine.exchange import SentFor
 from manyhands.engine.reporting import WorkerNote
 from manyhands.errors import Hang, PeerTimeout, UserError, WorkerFailed
-from manyhands.observe.record.blackbox import BlackBoxes
-from manyhands.observe.record.event_ring import EventRing
+from manyhands.observe.record.event_ring import BlackBoxes, EventRing
 from manyhands.places.local.control import Unread
 from manyhands.places.local.signals import as_exception
 from manyhands.places.local.supervisor import Ended, Hung, Interrupted, Said, Silent, Started

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from manyhands.errors import Aborted, Hang, ManyhandsError, PeerTimeout, UserError
-from manyhands.observe.record.blackbox import BlackBoxes
+from manyhands.observe.record.event_ring import BlackBoxes
 from manyhands.places.local.control import Unread
 from manyhands.places.local.failure import Failure
 from manyhands.places.local.signals import as_exception
