@@ -46,7 +46,7 @@ from manyhands.transport.hub.handshake import (
 )
 from manyhands.transport.hub.hub import Arrived, Hub, Joined, Lost, Ready, Rejected, Shared
 from manyhands.transport.hub.settings import Settings, spin_for
-from manyhands.transport.link.message import ProtocolError
+from manyhands.transport.messages import ProtocolError
 
 pytestmark = pytest.mark.timeout(30)
 

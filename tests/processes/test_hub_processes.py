@@ -18,8 +18,8 @@ import warm
 from manyhands.transport.hub.handshake import Credentials
 from manyhands.transport.hub.hub import Arrived, Hub, HubEvent, Joined, Lost
 from manyhands.transport.hub.settings import Settings
-from manyhands.transport.hub.typed_messages import MessageCoder
 from manyhands.transport.link.liveness import LivenessTimes
+from manyhands.transport.messages import MessageCoder
 
 pytestmark = pytest.mark.timeout(100)
 
@@ -38,7 +38,7 @@ CODEC = MessageCoder({1: Number})
 CHILD = """
 import os, sys, time
 from dataclasses import dataclass
-from manyhands.transport.hub.typed_messages import MessageCoder
+from manyhands.transport.messages import MessageCoder
 from manyhands.transport.hub.handshake import Credentials
 from manyhands.transport.hub.hub import Hub, Joined, Lost, Arrived
 from manyhands.transport.hub.settings import Settings

@@ -18,7 +18,7 @@ from manyhands.places.external.process_place import ProcessPlace, current
 from manyhands.places.external.register import Register, clock_notice, terms_of
 from manyhands.places.external.send_queue import PIECE_BYTES, SendQueue, pieces
 from manyhands.places.external.started_externally import standing
-from manyhands.transport.link.message import ProtocolError
+from manyhands.transport.messages import ProtocolError
 
 TERMS = {"task": "digits", "strategy": "allreduce", "steps": 10, "seed": 0, "manyhands": "1.0"}
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
@@ -156,7 +156,7 @@ def test_who_takes_nothing_is_named() -> None:
     for _ in range(4096):
         bag.put("x")
     with pytest.raises(PeerTimeout, match="worker 0 on hostA has read nothing"):
-        bag.put_when_room("y", [], 0.01, "worker 0 on hostA")
+        bag.put_when_room("y", 0.01, "worker 0 on hostA")
 
 
 def test_a_ring_takes_events_that_were_recorded_elsewhere_and_counts_what_finds_no_room() -> None:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from manyhands.errors import UserError
 from manyhands.native.dtypes import CODES, LINKED
-from manyhands.transport.link.message import HEADER_BYTES, FrameKind, Header, Message, ProtocolError
+from manyhands.transport.link.message import HEADER_BYTES, FrameKind, Header, Message
+from manyhands.transport.messages import ProtocolError
 
 LIMIT = 1 << 20
 GOOD = Header(FrameKind.MESSAGE, 7, 3, 118, 41, torch.float32, 4096).encode()

@@ -89,9 +89,7 @@ def costs_text(schedule: Schedule, found: PipelineCost) -> str:
 
 def figure(name: str) -> str:
     """A schedule as the documentation shows it."""
-    schedule = _example(name)
-    image = f"![{heading(schedule)}](figures/pipeline-{name}.svg)"
-    return f"{image}\n\n```text\n{as_text(schedule)}```\n"
+    return f"![{heading(_example(name))}](figures/pipeline-{name}.svg)\n"
 
 
 def _example(name: str) -> Schedule:

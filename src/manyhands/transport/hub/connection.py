@@ -27,8 +27,8 @@ from manyhands.transport.hub.frames import (
 )
 from manyhands.transport.hub.handshake import CONTROL, Handshake
 from manyhands.transport.hub.outbox import Outbox
-from manyhands.transport.link.message import ProtocolError
 from manyhands.transport.link.tls import End, SecureSocket
+from manyhands.transport.messages import ProtocolError
 
 __all__ = ["BEFORE_HANDSHAKE", "Connection"]
 

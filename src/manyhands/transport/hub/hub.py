@@ -51,11 +51,10 @@ from manyhands.transport.hub.handshake import (
 )
 from manyhands.transport.hub.heartbeat_sender import HeartbeatSender
 from manyhands.transport.hub.settings import Settings
-from manyhands.transport.hub.typed_messages import MessageCoder
 from manyhands.transport.link.forks import forget_in_children
 from manyhands.transport.link.liveness import LivenessMonitor
-from manyhands.transport.link.message import ProtocolError
 from manyhands.transport.link.tls import TlsRefused
+from manyhands.transport.messages import MessageCoder, ProtocolError
 
 __all__ = [
     "Arrived",
@@ -180,7 +179,7 @@ class Hub:
     # ── messages ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def send(self, member: int, message: object, payload: Sequence[Any] = ()) -> bool:
-        """Queue a message for a member, with a payload of one or more contiguous buffers; False if it was not taken.
+        """Queue a message, or what the codec has made of it, with a payload of contiguous buffers; False if not taken.
 
         It is False if the member is not connected (see `members`) or its queue is full. Messages to one member
         arrive in order. A payload is not copied if that can be avoided: it must stay unchanged until `sent` or
@@ -189,7 +188,7 @@ class Hub:
         connection = self._members.get(member)
         if connection is None:
             return False
-        kind, body = self._codec.encode(message)
+        kind, body = message if type(message) is tuple else self._codec.encode(message)
         views = [
             view.cast("B") for part in payload if (view := memoryview(part)).nbytes
         ]  # an empty view cannot be cast

@@ -10,8 +10,9 @@ from typing import Final
 import torch
 
 from manyhands.transport.link.interface import Closed, PeerDied, ReceiveOutcome, TimedOut, hand_out, room_for
-from manyhands.transport.link.message import HEADER_BYTES, FrameKind, Header, ProtocolError
+from manyhands.transport.link.message import HEADER_BYTES, FrameKind, Header
 from manyhands.transport.link.outgoing import SLICE_NS
+from manyhands.transport.messages import ProtocolError
 
 __all__ = ["Incoming", "Read"]
 

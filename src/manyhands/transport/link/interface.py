@@ -22,8 +22,9 @@ from typing import ClassVar, Final, Self
 import torch
 
 from manyhands.errors import format_bytes
-from manyhands.transport.link.message import Header, Message, ProtocolError
+from manyhands.transport.link.message import Header, Message
 from manyhands.transport.link.wire import Wire
+from manyhands.transport.messages import ProtocolError
 
 __all__ = [
     "DEFAULT_QUEUE_BYTES",

@@ -26,8 +26,9 @@ from typing import Final, NamedTuple
 
 import torch
 
-from manyhands.errors import ManyhandsError, UserError, format_bytes
+from manyhands.errors import UserError, format_bytes
 from manyhands.native.dtypes import CODES, LINKED
+from manyhands.transport.messages import ProtocolError
 
 __all__ = [
     "DEFAULT_MAX_PAYLOAD_BYTES",
@@ -37,7 +38,6 @@ __all__ = [
     "FrameKind",
     "Header",
     "Message",
-    "ProtocolError",
 ]
 
 MAGIC: Final = 0x4B4C484D
@@ -56,14 +56,6 @@ _DTYPES: Final = {code: dtype for dtype, code in _DTYPE_CODES.items()}
 
 if HEADER_BYTES != 64:
     raise ImportError(f"link/message.py: the header is {HEADER_BYTES} bytes, the protocol says 64")
-
-
-class ProtocolError(ManyhandsError):
-    """The peer sent what this protocol does not allow; `field` names the part of the header that is wrong."""
-
-    def __init__(self, field: str, message: str) -> None:
-        super().__init__(f"link protocol, field {field!r}: {message}")
-        self.field = field
 
 
 class FrameKind(IntEnum):

@@ -52,9 +52,9 @@ from manyhands.transport.link.message import (
     FrameKind,
     Header,
     Message,
-    ProtocolError,
 )
 from manyhands.transport.link.wire import Wire
+from manyhands.transport.messages import ProtocolError
 
 __all__ = ["MAX_CHANNEL", "TorchLink"]
 

@@ -26,7 +26,8 @@ from manyhands.transport.link.interface import (
     Received,
     TimedOut,
 )
-from manyhands.transport.link.message import Message, ProtocolError
+from manyhands.transport.link.message import Message
+from manyhands.transport.messages import ProtocolError
 
 __all__ = ["LinkMessage", "Mailbox"]
 

@@ -21,9 +21,9 @@ from manyhands.strategies.ps.strategy import Ps
 from manyhands.transport.hub.handshake import Credentials
 from manyhands.transport.hub.hub import Hub, Settings
 from manyhands.transport.hub.settings import spin_for
-from manyhands.transport.hub.typed_messages import MessageCoder
 from manyhands.transport.link.liveness import LivenessTimes
 from manyhands.transport.link.secure import Security
+from manyhands.transport.messages import MessageCoder
 
 __all__ = ["CODEC", "Job"]
 

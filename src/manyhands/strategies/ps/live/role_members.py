@@ -34,7 +34,6 @@ from manyhands.places.external.control_server import (
     ProcessRejected,
     Warned,
 )
-from manyhands.places.local.control import ControlError
 from manyhands.places.local.failure import Failure
 from manyhands.places.local.supervisor import Ended, Event, Hung, Said, Started
 from manyhands.strategies.ps.external_roles import PsRanks
@@ -47,7 +46,7 @@ from manyhands.strategies.ps.live.server_tables import final_bytes
 from manyhands.strategies.ps.live.snapshots import ShardSnapshots
 from manyhands.strategies.ps.shard_layout import FlatLayout
 from manyhands.strategies.ps.update_files import has_record, record_mark, record_of, record_rows, take_record
-from manyhands.transport.link.message import ProtocolError
+from manyhands.transport.messages import ProtocolError
 
 __all__ = ["RoleMembers", "RunKeeper"]
 
@@ -294,7 +293,7 @@ class RoleMembers:
                 self._give_snapshot(rank, WANTS.read(payload))
                 return []
             REPORTS.read(payload)  # validate it here, since the launcher will parse it
-        except (ProtocolError, ControlError) as error:
+        except ProtocolError as error:
             self._refuse(rank, error)
             return []
         if payload.get("kind") == StepComputed.__name__:
