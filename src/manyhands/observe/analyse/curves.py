@@ -201,11 +201,9 @@ class HistoryCurves:
 
     @property
     def loss(self) -> float | None:
-        """Return the loss of the last step so far."""
         return final_loss((self._last,))
 
     def curves(self, later_s: float) -> list[Curve]:
-        """Return all curves, `loss` first, then one per metric."""
         return [self._loss.curve(later_s), *(curve.curve(later_s) for curve in self._metrics.values())]
 
     def _judge(self, step: int, measured: Mapping[str, float | None]) -> None:
@@ -229,6 +227,5 @@ _LOWER_BEGINS = ("bits_per_", "error_", "loss_")  # bits per byte or per charact
 
 
 def lower_is_better(metric: str) -> bool:
-    """Whether a metric of this name is better when it is smaller."""
     name = metric.lower()
     return name.endswith(_LOWER) or name.startswith(_LOWER_BEGINS)

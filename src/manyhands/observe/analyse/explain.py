@@ -61,12 +61,10 @@ class Parts:
 
     @property
     def step_ms(self) -> float:
-        """The step time, the sum of all parts."""
         return float(sum(dataclasses.astuple(self)))
 
     @property
     def own_ms(self) -> float:
-        """The part of the step that no other role contributes to."""
         return self.compute_ms + self.input_ms + self.other_ms
 
 
@@ -99,7 +97,6 @@ class Explanation:
     late: Late | None = None  # waited for in the median step, although its compute time is not longer
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values, including the sums derived from the fields."""
         row = dataclasses.asdict(self)
         row["parts"]["step_ms"] = self.parts.step_ms
         for worker, path in zip(row["workers"], self.workers, strict=True):
@@ -126,7 +123,6 @@ class _Steps:
 
     @property
     def columns(self) -> tuple[_Floats, ...]:
-        """The columns, in the order of the fields of `Parts`."""
         return (self.compute, self.exchange, self.wait, self.apply, self.input, self.other)
 
     def parts(self) -> Parts:
@@ -286,7 +282,6 @@ def _critical_path(workers: Sequence[_Steps]) -> tuple[Parts, dict[int, float], 
 
 
 def _middle(whole: _Floats, parts: Sequence[_Floats]) -> Parts:
-    """Return the means of `parts` over the middle fifth of the steps by duration."""
     order = np.argsort(whole, kind="stable")
     count = len(order)
     reach = count // 10

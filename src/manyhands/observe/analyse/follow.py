@@ -61,7 +61,6 @@ class RunFollower:
         return None if end_ns is None else (end_ns + self._first_offset_ns) / 1e9
 
     def wall_of_training(self, at_s: float) -> float | None:
-        """Convert seconds since training began, as in the history, to seconds since 1970."""
         return self.wall_s(self._gather.training_began_s + at_s)
 
     def poll(self) -> RunView:
@@ -181,7 +180,6 @@ class _EventTail:
     note: str = ""
 
     def read(self, by_ns: int) -> Records:
-        """Return the new records, with their times shifted by `by_ns`."""
         records = read_events(self.path, skip=self.num_read)
         self.num_read += len(records)
         unwritten = read_header(self.path).unwritten
@@ -265,7 +263,6 @@ def read_interleaved(directory: Path) -> tuple[Records, dict[int, str]]:
 
 
 def _interleaved(pieces: Sequence[Records]) -> Records:
-    """Return all records by end time, those of one role in recording order."""
     pieces = [piece for piece in pieces if len(piece)]
     if not pieces:
         return np.zeros(0, RECORD)
@@ -326,7 +323,6 @@ class ComingRun:
         self._follower: RunFollower | None = None
 
     def poll(self) -> RunView:
-        """Return the current view; call from one thread at a time."""
         if self._follower is None:
             if not (self._path / "config.json").exists():
                 return self._before

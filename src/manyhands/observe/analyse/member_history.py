@@ -69,7 +69,6 @@ class Members:
         return False
 
     def servers(self) -> dict[str, ServerPlace]:
-        """Return what each server holds, by name."""
         primary_of: dict[str, list[int]] = defaultdict(list)
         backup_of: dict[str, list[int]] = defaultdict(list)
         for shard, primary, backup in self._shards:
@@ -130,5 +129,4 @@ class Members:
 
 
 def _at(one: Any, key: str) -> int | None:
-    """Return the integer in an entry of a list, or None."""
     return whole(one.get(key)) if isinstance(one, Mapping) else None

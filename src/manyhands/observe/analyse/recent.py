@@ -34,7 +34,6 @@ class Recent:
         self._wait_for_ns = np.zeros((BINS, 0, 0), np.int64)
 
     def add(self, records: Records) -> None:
-        """Add events of any roles."""
         if not len(records):
             return
         bins = ((records["start_ns"] + records["duration_ns"]) // np.uint64(BIN_NS)).astype(np.int64)
@@ -90,7 +89,6 @@ class Seen:
         self._last_id: dict[int, int] = {}
 
     def add(self, records: Records) -> None:
-        """Add at least one event, those of one role in recording order."""
         starts = records["start_ns"].astype(np.int64)
         ends = starts + records["duration_ns"].astype(np.int64)
         self.first_ns = min(self.first_ns or int(starts.min()), int(starts.min()))
@@ -121,9 +119,7 @@ class Seen:
 
     @property
     def newest_step_ns(self) -> int:
-        """Return the longest duration among the roles' newest steps."""
         return max(self._step_ns.values(), default=0)
 
     def has_left(self, role: int) -> bool:
-        """Return whether the role's last event is its leaving."""
         return role in self.last_event and self.last_event[role][1] is EventKind.LEAVE

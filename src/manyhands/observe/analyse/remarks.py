@@ -45,14 +45,12 @@ def planned_waits(strategy: str) -> str:
 
 
 def about_workers(slow: Sequence[Straggler], late: Late | None, strategy: str = "") -> list[str]:
-    """Return warnings on workers that hold up the others, worst first: `slow` ones, else `late` ones."""
     if slow:
         return [_about_straggler(straggler, strategy) for straggler in slow[:_MAX_NAMED]]
     return [about_late(late)] if late is not None else []
 
 
 def about_late(late: Late) -> str:
-    """Return the warning on a worker that computes no longer than the others but is waited for."""
     return (
         f"the others wait {_percent(late.others_wait)} of their median step for worker {late.worker}, which computes "
         "no longer than they do; look at its data loading, evaluation and checkpoints"
@@ -74,7 +72,6 @@ def about_imbalance(applying: Sequence[tuple[str, float]]) -> list[str]:
 
 
 def about_quiet(seconds: float, last_seen: Sequence[tuple[str, str]]) -> str:
-    """Return the warning that nothing happens; `last_seen` has each role's last activity, longest ago first."""
     seen = "; ".join(f"{name} was last seen {doing}" for name, doing in last_seen[:_MAX_NAMED])
     more = len(last_seen) - _MAX_NAMED
     others = f"; and {more} more" if more > 0 else ""

@@ -155,15 +155,12 @@ class Gather:
             self._parties = PartiesHistory()
 
     def add_members(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Add rows of members.jsonl."""
         self._odd_rows["members.jsonl"] += sum(not self._members.add(row) for row in rows)
 
     def note(self, sentence: str) -> None:
-        """Note that something is missing from this view; duplicates are dropped."""
         self._notes[sentence] = None
 
     def end(self, summary: Mapping[str, Any] | None) -> None:
-        """Mark the run as ended with this summary, or (None) as still running."""
         self._summary = summary
 
     @property
@@ -233,7 +230,6 @@ class Gather:
         return Phase.RUNNING if steps else Phase.STARTING
 
     def _worker_views(self, snapshot: TotalsSnapshot, now_ns: int, phase: Phase) -> tuple[WorkerView, ...]:
-        """Return each worker's current figures, or its totals where the run has ended."""
         durations, events, waits = self._recent.sums(now_ns)
         views = []
         for worker in snapshot.workers:
@@ -397,7 +393,6 @@ class Gather:
         return tuple(warnings)
 
     def _last_seen(self, now_ns: int) -> list[tuple[str, str]]:
-        """Return the last activity of each role that has not left, longest ago first."""
         words = []
         for role, (at_ns, kind, step) in sorted(self.seen.last_event.items(), key=lambda item: item[1][0]):
             if kind != EventKind.LEAVE:
@@ -424,5 +419,4 @@ def _staleness(histogram: Counter[int]) -> Staleness:
 
 
 def _per(duration_ns: int, count: int) -> float:
-    """Return the milliseconds per item."""
     return duration_ns / count / 1e6 if count else 0.0

@@ -91,7 +91,6 @@ class ServingTally:
         self.requests = self.inputs = 0
 
     def answered(self, answer: Answered) -> None:
-        """Count an answered request."""
         with self._lock:
             self.requests += 1
             self.inputs += answer.inputs if answer.status == 200 else 0
@@ -107,19 +106,16 @@ class ServingTally:
             self._seconds[second] = self._seconds.get(second, 0) + 1
 
     def batch(self, inputs: int) -> None:
-        """Count a batch sent to a worker."""
         with self._lock:
             self._batches += 1
             self._batched += inputs
 
     def note(self, now: float, sentence: str, *, death: bool = False) -> None:
-        """Record an event of a worker."""
         with self._lock:
             self._notes.appendleft(f"{now - self._begun:.0f} s: {sentence}")
             self.deaths += death
 
     def figures(self, now: float) -> dict[str, object]:
-        """Return the fields of a view that follow from the counters."""
         with self._lock:
             recent, seconds, notes = list(self._recent), dict(self._seconds), tuple(self._notes)
             by_status = tuple(sorted(self._by_status.items()))

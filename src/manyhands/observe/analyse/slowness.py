@@ -59,7 +59,6 @@ class Straggler:
     others_wait: float  # the share of their time that the others spent waiting meanwhile
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the row of a summary."""
         return dataclasses.asdict(self)
 
     @classmethod
@@ -76,12 +75,10 @@ class Late:
     others_wait: float  # the share of their median step that the others wait for it
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the row of a summary."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, row: Mapping[str, Any]) -> Late:
-        """Read the row of a summary; unknown fields are ignored."""
         return cls(**{field.name: row[field.name] for field in dataclasses.fields(cls)})
 
 
@@ -93,7 +90,6 @@ class Slowness:
         self._found: tuple[Straggler, ...] | None = None
 
     def add(self, records: Records) -> None:
-        """Add events of any workers, those of one worker in recording order."""
         tells = _TELLS[records["kind"]] & (records["step"] >= 0)
         if not tells.any():
             return
@@ -109,7 +105,6 @@ class Slowness:
                         others.thin(before_ns)
 
     def now(self) -> tuple[Straggler, ...]:
-        """Return the workers that are slow as of their newest steps, slowest first."""
         if self._found is None:
             self._found = self._named(slow_now(self._paces()))
         return self._found
@@ -120,11 +115,9 @@ class Slowness:
         return _late({role: steps.newest(newest - WINDOW_NS) for role, steps in self._steps.items()})
 
     def late_ever(self) -> Late | None:
-        """Return the same as `late_now`, over the whole run."""
         return _late({role: steps.rows for role, steps in self._steps.items()})
 
     def ever(self) -> tuple[Straggler, ...]:
-        """Return the workers that are slow now or were slow for a while."""
         return self._named(find_slow(self._paces(), None))
 
     def _paces(self) -> list[Pace]:
@@ -151,7 +144,6 @@ class Slowness:
         )
 
     def _others_wait(self, slow: Slow) -> float:
-        """Return the share of their time that the others waited while this worker was slow."""
         own = self._steps[slow.worker].rows
         begin_ns = int(own["start_ns"][np.flatnonzero(own["step"] == slow.since_step)[-1]])
         end_ns = np.iinfo(np.int64).max

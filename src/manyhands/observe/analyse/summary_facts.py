@@ -23,7 +23,6 @@ class LayerSent:
     messages: float
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values."""
         return asdict(self)
 
 

@@ -93,7 +93,6 @@ def _has_steps(events: RoleEvents) -> bool:
 
 
 def _steps_of(roles: Sequence[RoleEvents]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the run's steps in order, and the longest duration of each over the roles."""
     records = [events.of(EventKind.STEP, EventKind.COMPUTE) for events in roles]
     joined = np.concatenate(records) if records else np.zeros(0, [("step", np.int64)])
     joined = joined[joined["step"] > NO_STEP]
@@ -119,7 +118,6 @@ def _affordable_steps(roles: Sequence[RoleEvents], ids: npt.NDArray[np.int64], m
 
 
 def _span(roles: Sequence[RoleEvents], window: Window) -> Span:
-    """Return the time span of a window's steps over all roles."""
     begin, end = np.iinfo(np.int64).max, 0
     for events in roles:
         steps = events.of(EventKind.STEP, *_PARTS)
@@ -202,7 +200,6 @@ def _row(
 
 
 def _server_row(events: RoleEvents, spans: Sequence[Span], zero_ns: int) -> Row:
-    """Return the row of a role without steps, restricted to the given time spans."""
     records = events.records
     starts = records["start_ns"].astype(np.int64)
     ends = starts + records["duration_ns"].astype(np.int64)
@@ -269,7 +266,6 @@ def _gap(records: Records, hole: tuple[int, int], zero_ns: int) -> Gap | None:
 
 
 def _gap_of(inside: Records, steps: tuple[int, int], zero_ns: int) -> Gap:
-    """Return a gap with the totals of these records."""
     durations = inside["duration_ns"].astype(np.int64)
 
     def spent(kind: EventKind) -> int:
@@ -369,7 +365,6 @@ def _end_to_end(group: _Group) -> list[Slice]:
 
 
 def _between(part: Slice, start_ns: int, end_ns: int) -> Slice:
-    """Return the slice moved or cut to fit; usually unchanged."""
     if (part.start_ns, part.end_ns) == (start_ns, end_ns):
         return part
     return replace(part, start_ns=start_ns, end_ns=end_ns)
@@ -442,7 +437,6 @@ _Ends = dict[int, list[_End]]  # by message number, in recording order
 
 
 def _ends(roles: Iterable[RoleEvents], spans: Sequence[Span]) -> dict[tuple[int, int], tuple[_Ends, _Ends]]:
-    """Return the sent and the received ends for each (sender, receiver) pair."""
     found: dict[tuple[int, int], tuple[_Ends, _Ends]] = defaultdict(
         lambda: (defaultdict(list), defaultdict(list))
     )

@@ -48,23 +48,19 @@ class WorkerTotals:
 
     @property
     def accounted_s(self) -> float:
-        """Computing, exchanging and waiting time together."""
         return self.compute_s + self.exchange_s + self.wait_s
 
     def split(self) -> TimeSplit:
-        """The three as shares of their sum."""
         whole = self.accounted_s
         if whole == 0:
             return TimeSplit(0.0, 0.0, 0.0)
         return TimeSplit(self.compute_s / whole, self.exchange_s / whole, self.wait_s / whole)
 
     def waits_mostly_for(self) -> int | None:
-        """The peer that most of the waiting was for, if any."""
         longest = max(self.wait_for_s, default=0.0)
         return self.wait_for_s.index(longest) if longest > 0 else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the row of a summary."""
         return dataclasses.asdict(self) | {"wait_for_s": list(self.wait_for_s)}
 
     @classmethod
@@ -111,7 +107,6 @@ class Totals:
 
     @property
     def workers(self) -> int:
-        """The current capacity in workers."""
         return self._workers
 
     def widen(self, workers: int) -> None:
@@ -130,7 +125,6 @@ class Totals:
         self._workers = workers
 
     def update(self, records: Records) -> None:
-        """Add events of any workers, those of one worker in recording order."""
         roles = records["role"].astype(np.intp)
         if len(roles) and roles.max() >= self._workers:
             raise UserError(f"role={roles.max()} is not allowed; there are workers 0 to {self._workers - 1}")
@@ -165,7 +159,6 @@ class Totals:
         self._pace.add(records)
 
     def worker(self, worker: int) -> WorkerTotals:
-        """Return the totals of one worker."""
         duration_s = self._duration_ns[worker] / _NS_PER_S
         return WorkerTotals(
             worker=worker,
@@ -222,7 +215,6 @@ class _Pace:
         self._step_range = range(0)  # the global batches seen so far
 
     def add(self, steps: Records) -> None:
-        """Count the samples of STEP records at the end of each step."""
         begin_ns, first, end = (
             int(steps["start_ns"].min()),
             int(steps["step"].min()),

@@ -139,7 +139,6 @@ def bar_chart(
     title: str,
     show: Callable[[float], str] | None = None,
 ) -> str:
-    """Draw one horizontal bar per name, with its number formatted by `show`."""
     show = show or short_number
     finite = [value for _, value in bars if math.isfinite(value)]
     axis = Axis(0.0, max([*finite, 0.0]) or 1.0, _NAME, _WIDTH - 62)
@@ -301,7 +300,6 @@ def data_table(
 
 
 def _gaps(series: Series, positive_x: bool, positive_y: bool) -> list[list[tuple[float, float]]]:
-    """Split the points where some cannot be drawn."""
     runs: list[list[tuple[float, float]]] = [[]]
     for x, y in zip(series.xs, series.ys, strict=True):
         is_drawn = (x > 0 or not positive_x) and (y > 0 or not positive_y)
@@ -328,7 +326,6 @@ def _thinned(points: list[tuple[float, float]], most: int) -> list[tuple[float, 
 
 
 def _nothing(title: str, sentence: str) -> str:
-    """Return an empty chart of the usual size, with axes, that says why it is empty."""
     bottom, right = _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
     drawn = [
         f'<path class="axis" fill="none" d="M{_LEFT:g},{_TOP:g} {_LEFT:g},{bottom:g} {right:g},{bottom:g}"/>',
@@ -528,7 +525,6 @@ def _are_alike(one: Points, other: Points) -> bool:
 
 
 def _height(points: Points, x: float) -> float:
-    """Interpolate the curve's y at x."""
     right = bisect.bisect_left(points, x, key=lambda point: point[0])
     if right == 0 or right == len(points):
         return points[min(right, len(points) - 1)][1]

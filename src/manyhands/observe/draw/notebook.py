@@ -57,12 +57,10 @@ def facts_of(
 
 
 def run_line(facts: Iterable[tuple[str, str]]) -> str:
-    """Return the facts on one line."""
     return " · ".join(_in_words(name, value) for name, value in facts)
 
 
 def table_html(facts: Iterable[tuple[str, str]]) -> str:
-    """Return the facts as a table, one row each."""
     left = 'style="text-align: left"'  # overrides the notebook's style
     rows = "".join(
         f"<tr><th {left}>{escape(name)}</th><td {left}>{escape(value)}</td></tr>" for name, value in facts
@@ -90,13 +88,11 @@ def loss_curve(steps: Sequence[Mapping[str, Any]]) -> str:
 
 
 def run_html(summary: Mapping[str, Any], steps: Sequence[Mapping[str, Any]], path: Path | None = None) -> str:
-    """Return the table and the curve."""
     html = f"<div>{table_html(facts_of(summary, steps, path))}{loss_curve(steps)}</div>"
     return html.encode(errors="backslashreplace").decode()  # a task may return something that is not text
 
 
 def _ends(steps: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-    """Return the loss of the first step, and the final one."""
     first = min(steps, key=lambda row: row["step"])
     return short_number(_number(first["loss"])), short_number(_number(final_loss(steps)))
 
@@ -151,7 +147,6 @@ def running_html(strategy: str, slots: Sequence[int], steps: int, now: TotalsSna
 
 
 def ended_html(sentence: str) -> str:
-    """Return why the run ended."""
     return f"<div><code>{escape(sentence)}</code></div>"
 
 

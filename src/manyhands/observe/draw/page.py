@@ -44,7 +44,6 @@ The function returns None where a run has no such section.
 
 
 def title_of(view: RunView) -> str:
-    """Return the title of a run's page."""
     return f"{view.task} · {view.strategy}" if view.task else "A run that has not begun"
 
 

@@ -119,7 +119,6 @@ def _cell(measures: Mapping[str, float], name: str) -> str:
 
 
 def _some(parties: Sequence[PartyView], most: int) -> list[PartyView]:
-    """Return all of them, or so many at even distances."""
     if len(parties) <= most:
         return list(parties)
     return [parties[place * (len(parties) - 1) // (most - 1)] for place in range(most)]

@@ -266,7 +266,6 @@ def made(view: RunView) -> PageSection:
 
 
 def _is_large(view: RunView) -> bool:
-    """Return whether the matrix of waits needs two columns of the page."""
     return len(view.waits) > _MAX_NARROW_WAITS
 
 
@@ -295,7 +294,6 @@ def _named(name: str, presence: Presence, phase: Phase) -> str:
 
 
 def _shards(numbers: tuple[int, ...]) -> str:
-    """Format `0, 1, 2, 5` as `0–2, 5`."""
     spans: list[tuple[int, int]] = []
     for number in sorted(numbers):
         if spans and spans[-1][1] == number - 1:
@@ -306,7 +304,6 @@ def _shards(numbers: tuple[int, ...]) -> str:
 
 
 def _number(name: str) -> str:
-    """Shorten `worker 3` to `3`, for narrow columns."""
     return name.removeprefix("worker ")
 
 

@@ -80,7 +80,6 @@ class Here(NamedTuple):
 
 
 def look_around() -> Here:
-    """Return the environment of the caller."""
     stream = sys.stderr
     is_gone = stream is None or getattr(stream, "closed", False)
     is_terminal = not is_gone and stream.isatty() and os.environ.get("TERM") != "dumb"
@@ -178,7 +177,6 @@ class Lines:
         self._last = ""
 
     def show(self, snapshot: TotalsSnapshot) -> None:
-        """Print a line if there is something new."""
         line = f"manyhands: {in_order(headline(snapshot, self._steps))}"
         if line != self._last:
             print(line, file=sys.stderr, flush=True)
@@ -196,7 +194,6 @@ class Notebook:
         self._handle: Any = None
 
     def show(self, snapshot: TotalsSnapshot) -> None:
-        """Replace the previous bar."""
         panel = Panel(snapshot, self._steps, self._strategy)
         if self._handle is None:
             self._handle = import_module("IPython.display").display(panel, display_id=True)
@@ -235,7 +232,6 @@ class _Terminal:
         self._screen: Screen | None = None
 
     def show(self, snapshot: TotalsSnapshot) -> None:
-        """Show the current state of the run."""
         if self._screen is None:
             from manyhands.observe.draw.terminal_progress import LivePicture
 
@@ -243,6 +239,5 @@ class _Terminal:
         self._screen.show(snapshot)
 
     def close(self) -> None:
-        """Leave the last picture, and put the cursor below it."""
         if self._screen is not None:
             self._screen.close()

@@ -70,7 +70,6 @@ class TensorboardFiles:
                 self._scalar(f"metrics/{text(name)}", known, step, wall_s)
 
     def add_view(self, view: RunView, wall_s: float) -> None:
-        """Add what a view says of the seconds before it."""
         self._scalar("speed/samples_per_s", view.samples_per_s, view.step, wall_s)
         self._scalar("speed/steps_per_s", view.steps_per_s, view.step, wall_s)
         for worker in view.workers:
@@ -82,11 +81,9 @@ class TensorboardFiles:
             self._scalar("staleness/max", view.staleness.max, view.step, wall_s)
 
     def flush(self) -> None:
-        """Write everything so far to disk."""
         self._writer.flush()
 
     def close(self) -> None:
-        """Complete the files."""
         if not self._is_closed:
             self._is_closed = True
             self._writer.close()

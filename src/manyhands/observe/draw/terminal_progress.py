@@ -48,7 +48,6 @@ class LivePicture:
         self._live: Live | None = None
 
     def show(self, snapshot: TotalsSnapshot) -> None:
-        """Redraw the picture."""
         picture = RunPicture(snapshot, self._steps, self._strategy)
         if self._live is None:
             self._live = Live(console=self._console, auto_refresh=False)
@@ -56,7 +55,6 @@ class LivePicture:
         self._live.update(picture, refresh=True)
 
     def close(self) -> None:
-        """Leave the last picture, and put the cursor below it."""
         if self._live is not None:
             self._live.stop()
             self._live = None

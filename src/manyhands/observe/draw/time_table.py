@@ -87,7 +87,6 @@ _UNBOUNDED = 10_000  # characters in a line
 
 
 def parts_table(found: Explanation) -> Table:
-    """Return the parts of the run's median step, in milliseconds and as shares."""
     of_whom = "the critical path" if found.synchronous else "the mean worker"
     table = Table(box=None, pad_edge=False)
     table.add_column(f"median step of {of_whom}")
@@ -108,7 +107,6 @@ def parts_table(found: Explanation) -> Table:
 
 
 def layers_table(layers: Sequence[LayerSent]) -> Table:
-    """Return what a training step sends for each sharded layer, summed over all workers."""
     table = Table(box=None, pad_edge=False)
     for column in ("layer", "sliced"):
         table.add_column(column, overflow="fold")

@@ -111,7 +111,6 @@ def timeline_svg(timeline: Timeline, title: str) -> str:
 
 
 def _legend(timeline: Timeline) -> Iterator[tuple[int, float, str]]:
-    """Return line, position and word of each legend entry."""
     kinds = {part.kind for row in timeline.rows for part in row.slices}
     words = [*(word for kind, word in _WORDS.items() if kind in kinds), "step"]
     words += ["arrow"] if any(not arrow.is_message for arrow in timeline.arrows) else []

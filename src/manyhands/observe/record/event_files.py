@@ -140,7 +140,6 @@ class EventFileWriter:
 
     @property
     def unwritten(self) -> int:
-        """The number of events given to `append` that are not in the file."""
         return int(self._header["unwritten"])
 
     @property
@@ -176,7 +175,6 @@ class EventFileWriter:
         self._put(self._header.tobytes(), 0)
 
     def _put(self, data: bytes, offset: int) -> int:
-        """Write `data` at `offset`; return how many bytes were written."""
         written = 0
         try:
             while written < len(data):
@@ -197,7 +195,6 @@ def has_header(path: Path) -> bool:
 
 
 def read_header(path: Path) -> EventFile:
-    """Read the header; DataError where this is not an event file."""
     try:
         with path.open("rb") as file:
             data = file.read(_HEADER_BYTES)
@@ -236,7 +233,6 @@ def read_header(path: Path) -> EventFile:
 
 
 def _as_now(old: Records) -> Records:
-    """Convert records of version 2 to the current layout."""
     records: Records = np.zeros(len(old), RECORD)
     for name in _OLD_RECORD.names or ():
         if name not in ("wire", "peer"):
@@ -281,7 +277,6 @@ def read_events(path: Path, *, skip: int = 0) -> Records:
 
 
 def good_records(records: Records) -> npt.NDArray[np.bool_]:
-    """Return which records are plausible, regardless of their role and number."""
     good: npt.NDArray[np.bool_] = np.isin(records["kind"], list(EventKind))
     good &= np.isin(records["wire"], KNOWN_WIRES)
     good &= np.isin(records["codec"], [one for one in np.unique(records["codec"]) if is_codec(int(one))])

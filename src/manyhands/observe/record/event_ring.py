@@ -97,7 +97,6 @@ class EventRing:
 
     @property
     def written(self) -> int:
-        """The number of events published so far."""
         return self._word(_HEAD)
 
     @property
@@ -191,7 +190,6 @@ class EventRing:
         return word
 
     def _copy(self, first: int, end: int) -> Records:
-        """Return events `first` to `end`, at most one capacity of them, in recording order."""
         start, count = first % self.capacity, end - first
         before_wrap = min(count, self.capacity - start)
         return np.concatenate(
@@ -258,11 +256,9 @@ class BlackBoxes:
         self._rings = rings
 
     def counts(self) -> Sequence[int]:
-        """Return how many events each role has recorded, including lost ones."""
         return [ring.written + ring.dropped for ring in self._rings.values()]
 
     def last(self, role: int, count: int) -> Sequence[str]:
-        """Return the last events of a role, newest last."""
         if role not in self._rings:
             return ()
         now_ns = time.monotonic_ns()

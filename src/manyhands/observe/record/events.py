@@ -136,7 +136,6 @@ class Event:
 
     @classmethod
     def from_record(cls, record: Any) -> Event:
-        """Return the event in one item of a RECORD array."""
         return cls(
             kind=EventKind(int(record["kind"])),
             role=int(record["role"]),
@@ -155,5 +154,4 @@ class Event:
 
 
 def to_events(records: Records) -> list[Event]:
-    """Return every record as an `Event`, in the same order."""
     return [Event.from_record(record) for record in records]

@@ -35,7 +35,6 @@ class RoleEvents:
     resumes: tuple[int, ...] = ()  # indices in `records` at which the run was resumed
 
     def of(self, *kinds: EventKind) -> Records:
-        """Return the records of these kinds, in order."""
         return self.records[np.isin(self.records["kind"], kinds)]
 
 
@@ -54,7 +53,6 @@ def part_of(path: Path) -> int | None:
 
 
 def role_name(name: str) -> str:
-    """Return the display name of a role: `worker-3` is worker 3."""
     return name.replace("-", " ")
 
 
