@@ -55,13 +55,11 @@ class Admission(Generic[Who]):
         return oldest
 
     def know(self, who: Who) -> None:
-        """Mark a connection as authenticated."""
         if who in self._pending:
             del self._pending[who]
             self._known.add(who)
 
     def gone(self, who: Who) -> None:
-        """Remove a connection that has ended."""
         self._pending.pop(who, None)
         self._known.discard(who)
 
@@ -79,7 +77,6 @@ def room_here(most: int = MAX_CONNECTIONS, share: int = _SHARE) -> int:
 
 
 def connections_of(admission: Admission[Any]) -> Callable[..., asyncio.Protocol]:
-    """Return the uvicorn protocol factory for a server with these admission rules."""
     return partial(_Connection, admission)
 
 

@@ -150,7 +150,6 @@ class PageApp(Generic[View]):
         receive: Callable[[], Awaitable[Any]],
         send: Callable[[Any], Awaitable[None]],
     ) -> None:
-        """Handle one ASGI request."""
         if scope["type"] != "http":
             return
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
@@ -183,47 +182,31 @@ class PageApp(Generic[View]):
         if refused is not None:
             allow = {"allow": "GET, HEAD"} if refused.status == 405 else None
             return PlainTextResponse(refused.sentence + "\n", refused.status, allow)
-        answers = {
-            "/": self._page,
-            "/events": self._events,
-            "/metrics": self._scrape,
-            "/report": self._report,
-        }
-        answer = answers.get(path)
-        if answer is None:
+        if path not in ("/", "/events", "/metrics", "/report"):
             return PlainTextResponse("There is no such page here; / is the run.\n", 404)
         if path == "/events" and scope["method"] == "HEAD":
             return PlainTextResponse("", media_type="text/event-stream")
         if is_full:
             return PlainTextResponse(f"{MAX_STREAMS} pages are open already; close one.\n", 503)
         try:
-            return await answer()
+            return await self._content(path)
         except ManyhandsError as error:
             return PlainTextResponse(f"{error}\n", 500)
 
-    async def _page(self) -> Response:
-        from starlette.responses import HTMLResponse
+    async def _content(self, path: str) -> Response:
+        from starlette.responses import HTMLResponse, PlainTextResponse, StreamingResponse
 
-        return HTMLResponse(live_page())
-
-    async def _scrape(self) -> Response:
-        from starlette.responses import PlainTextResponse
-
-        text = self._metrics(await self._newest())
-        return PlainTextResponse(text, media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    async def _report(self) -> Response:
-        from starlette.responses import HTMLResponse
-
-        return HTMLResponse(
-            self._drawn.report(await self._newest()),
-            headers={"content-disposition": 'attachment; filename="report.html"'},
-        )
-
-    async def _events(self) -> Response:
-        from starlette.responses import StreamingResponse
-
-        return StreamingResponse(self.stream(), media_type="text/event-stream")
+        match path:
+            case "/":
+                return HTMLResponse(live_page())
+            case "/events":
+                return StreamingResponse(self.stream(), media_type="text/event-stream")
+            case "/metrics":
+                text = self._metrics(await self._newest())
+                return PlainTextResponse(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+            case _:
+                named = {"content-disposition": 'attachment; filename="report.html"'}
+                return HTMLResponse(self._drawn.report(await self._newest()), headers=named)
 
     async def stream(self) -> AsyncIterator[bytes]:
         """Yield the events of one live page: title, all sections, then changed ones, heartbeats, the farewell."""
@@ -244,12 +227,9 @@ class PageApp(Generic[View]):
             if farewell is not None:
                 yield as_event("end", farewell)
                 return
-            await self._pause()
-
-    async def _pause(self) -> None:
-        until = time.monotonic() + self._period_s
-        while self._farewell is None and (rest := until - time.monotonic()) > 0:
-            await asyncio.sleep(min(_END_CHECK_S, rest))
+            until = time.monotonic() + self._period_s
+            while self._farewell is None and (rest := until - time.monotonic()) > 0:
+                await asyncio.sleep(min(_END_CHECK_S, rest))
 
     async def _newest(self, *, at_once: bool = False) -> View:
         """Return the latest view, or a new one where it is too old; made in a thread, because it reads files."""

@@ -110,7 +110,7 @@ class ServingTally:
             self._batches += 1
             self._batched += inputs
 
-    def note(self, now: float, sentence: str, *, death: bool = False) -> None:
+    def note(self, now: float, sentence: str, death: bool = False) -> None:
         with self._lock:
             self._notes.appendleft(f"{now - self._begun:.0f} s: {sentence}")
             self.deaths += death
