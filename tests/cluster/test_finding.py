@@ -23,12 +23,11 @@ from manyhands.places.external.key_value_store import KeyValueStore
 from manyhands.places.external.leader_address import follow, lead
 from manyhands.places.external.links import _admit, open_links
 from manyhands.places.external.process_group import join_group, lead_group
-from manyhands.places.external.process_place import ProcessPlace, current
+from manyhands.places.external.process_place import ProcessPlace, under_torchrun
 from manyhands.places.external.register import terms_of
 from manyhands.places.local.host import host_identity
-from manyhands.transport.link.interface import Received
-from manyhands.transport.link.message import Message
-from manyhands.transport.link.secure import Security
+from manyhands.transport.link.interface import Message, Received
+from manyhands.transport.security import Security
 
 TERMS = terms_of({"task": "toy"})
 TOKEN = b"the secret of this run, 32 bytes"
@@ -191,10 +190,10 @@ def test_a_port_in_use_and_a_store_that_nobody_opens_are_one_sentence_each() -> 
         with pytest.raises(
             ManyhandsError, match=f"MASTER_PORT={port} cannot be opened .*another MASTER_PORT"
         ):
-            current(environment).open_store(1.0)
+            under_torchrun(environment).open_store(1.0)
     began = time.monotonic()
     with pytest.raises(ManyhandsError, match=f"MASTER_PORT={port} cannot be reached within 1 s"):
-        current({**environment, "RANK": "1"}).open_store(1.0)
+        under_torchrun({**environment, "RANK": "1"}).open_store(1.0)
     assert time.monotonic() - began < 20.0
 
 

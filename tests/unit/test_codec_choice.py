@@ -293,7 +293,7 @@ def averaged(setting: str, bandwidth: float) -> list[tuple[list[torch.Tensor], d
             exchange.backward(model(x).sin().sum(), 1 / WORLD)
             exchange.agree(LocalStep(loss=0.0, share=1 / WORLD, step=step))
             exchange.apply()
-            if exchange.settle():
+            if exchange.average is not None and exchange.average(False):
                 found.append(torch.cat([one.detach().flatten() for one in model.parameters()]))
         told = {**exchange.summary(), "codec": codec_of(exchange.wire >> 8)}
         exchange.close()

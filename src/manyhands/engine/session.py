@@ -108,7 +108,7 @@ def _advise(request: Request, model: nn.Module) -> None:
     sparse = sparse or any(getattr(m, "sparse", False) is True for m in model.modules())
     advice = request.strategy.advice(request.workers, sparse=sparse)
     if advice:
-        warnings.warn(advice, stacklevel=4)
+        warnings.warn(advice, stacklevel=6)
 
 
 def _open_directory(

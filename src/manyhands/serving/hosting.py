@@ -14,7 +14,7 @@ from manyhands.errors import ManyhandsError, UserError
 from manyhands.observe.analyse.view import RunView
 from manyhands.serving.access import Guard
 from manyhands.serving.page_app import PageApp, require_web
-from manyhands.transport.link.secure import is_loopback
+from manyhands.transport.security import is_loopback
 
 __all__ = ["LOOPBACK", "Dashboard", "Listening", "WebThread"]
 

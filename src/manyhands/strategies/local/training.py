@@ -15,7 +15,7 @@ from manyhands.strategies.common.collectives.collective import (
     across_hosts,
     over_links,
 )
-from manyhands.strategies.local.exchange import ApartExchange, LocalExchange
+from manyhands.strategies.local.exchange import LocalExchange
 from manyhands.strategies.local.gossip import Gossip
 from manyhands.strategies.local.outer import outer_step
 from manyhands.strategies.local.strategy import Local
@@ -68,5 +68,4 @@ def _end(
     rank, world = collective.rank, collective.world
     gossip = Gossip(rank, world, links, timeout_s) if strategy.gossip else None
     outer = outer_step(strategy.outer, world)
-    kind = ApartExchange if outer.keeps_apart else LocalExchange
-    return kind(collective, strategy.steps, first=strategy.first, outer=outer, gossip=gossip)
+    return LocalExchange(collective, strategy.steps, first=strategy.first, outer=outer, gossip=gossip)

@@ -123,7 +123,7 @@ def train(job: ElasticJob, part: ElasticPart, epochs: Epochs) -> Mapping[str, An
         except Departed:
             pass  # dismissed
         part.ring.record(EventKind.LEAVE, time.monotonic_ns())
-        sent = trainer.sent() if trainer is not None else SentFor(control=exchange.traffic())
+        sent = trainer.sent() if trainer is not None else SentFor(control=exchange.meter.traffic())
     return {"sent": sent.to_dict()}
 
 

@@ -1,14 +1,21 @@
-"""A run whose processes Ray starts: this process leads it, and actors take the other parts.
+"""A Ray cluster as a place: Ray starts the processes, this process leads, and actors take the other parts.
 
     fit(cluster="ray") ── connects ──►  Ray
         ── placement groups, actors ─►  each stands in its place (kind "ray") and takes part as under torchrun
         ── stands in rank 0 ─────────►  session, run directory and terminal are this process's
 
-What an actor is given is the request; tensors move on links between the processes. Through Ray go the address of the
+What an actor is given is the run; tensors move on links between the processes. Through Ray go the address of the
 leader and the run's secret (`RayStore`), and word of who died. Where the strategy survives that, the role is started
 again, on another node if need be, and comes back in the place of the one that died. Where workers follow the size of
 the cluster, one that has no place any more is followed by an actor that takes none, for as long as it takes to finish
 what the slot owes.
+
+A cluster is a value with a text form:
+
+    ray                                  one of this run's own on this host; inside a Ray job, that job's
+    auto                                 the one that runs here, or that RAY_ADDRESS names
+    ray://head:10001                     one elsewhere, through Ray's client
+    auto workers=spread cpus=4           with settings
 """
 
 from __future__ import annotations
@@ -19,29 +26,75 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
-from manyhands.engine.external_run import run_externally
-from manyhands.engine.request import Request
-from manyhands.engine.run import Run
 from manyhands.errors import ManyhandsError, PeerTimeout, UserError
+from manyhands.places.place import Place, PlacedRun
 from manyhands.places.ray.actor import RUN, ActorSeat, take_part
 from manyhands.places.ray.actor_placement import Again, Bounds, GivenUp, Staff, seats
 from manyhands.places.ray.actor_store import ActorStore
-from manyhands.places.ray.cluster import RayCluster
 from manyhands.places.ray.following import Less, More, SizeFollower
 from manyhands.places.ray.ray_connection import connected
 from manyhands.places.ray.role_actors import RayRoles, RoleEnded
 from manyhands.places.run_commands import MORE_WORKERS
-from manyhands.strategy import Strategy
+from manyhands.strategy import Strategy, check_choice, read_settings, setting, settings_of, whole_number
 
-__all__ = ["fit_on_ray"]
+__all__ = ["RayCluster"]
 
+_WAYS = ("pack", "spread")
 _LOOK_S = 0.2
 _JOIN_S = 10.0
 _log = logging.getLogger("manyhands")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RayCluster(Place):
+    """A Ray cluster and how it is used; `RayCluster.parse` reads the text form."""
+
+    kind: ClassVar[str] = "ray"
+    changes_size: ClassVar[bool] = True
+    about: ClassVar[str] = (
+        "ray, auto, ray://HOST:PORT or HOST:PORT, with settings: 'auto workers=spread cpus=4'"
+    )
+
+    workers: str = setting("pack", str)
+    """Where workers are put: `pack` them on few nodes, or `spread` them over many."""
+    servers: str = setting("spread", str)
+    """Where parameter servers are put; spread, the death of a node takes fewer of them."""
+    cpus: int = setting(1, whole_number)
+    """What each role takes of Ray's CPUs, and how many threads it computes with."""
+    address: str = setting("ray", str)
+    """`ray`, `auto`, `ray://HOST:PORT` or `HOST:PORT`."""
+
+    def __post_init__(self) -> None:
+        check_choice("workers", self.workers, _WAYS)
+        check_choice("servers", self.servers, _WAYS)
+        if not isinstance(self.cpus, int) or self.cpus < 1:
+            raise UserError(f"cpus={self.cpus!r} must be an integer of at least 1")
+        name, colon, port = self.address.removeprefix("ray://").rpartition(":")
+        if self.address not in ("ray", "auto") and not (name and colon and port.isdigit()):
+            raise UserError(f"cluster={self.address!r} is no Ray cluster; give {self.about}")
+
+    @classmethod
+    def parse(cls, given: str | Self) -> Self:
+        """From its text; a value is itself."""
+        if isinstance(given, cls):
+            return given
+        if not isinstance(given, str) or not given.split():
+            raise UserError(f"cluster={given!r} is no Ray cluster; give {cls.about}")
+        address, *texts = given.split()
+        allowed = {name: one for name, one in settings_of(cls).items() if name != "address"}
+        return cls(address=address, **read_settings(f"cluster {address}", allowed, texts, {}))
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the calling process is on none of its nodes."""
+        return self.address.startswith("ray://")
+
+    def run(self, run: PlacedRun) -> Any:
+        """Train on the cluster, led from here if that is one of its nodes."""
+        return _lead_afar(run, self) if self.is_remote else _lead(run, self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,34 +146,58 @@ class Casting:
         )
 
 
-def fit_on_ray(request: Request, cluster: RayCluster, out: str | Path | None, resume: bool) -> Run:
-    """Train what is asked for on a Ray cluster; see `fit`."""
-    bounds = _bounds(request)
+def _lead(run: PlacedRun, cluster: RayCluster) -> Any:
+    """Lead a run from this process, which is on a node of the cluster."""
+    bounds = _bounds(run)
     if bounds is not None:
-        commands = request.options.commands or queue.SimpleQueue()
-        request = replace(request, options=replace(request.options, commands=commands))
-    casting = Casting.of(request.strategy, request.workers, MORE_WORKERS if bounds is not None else 0)
-    with connected(cluster, cpus=(casting.world - casting.later) * cluster.cpus) as ray:
-        status_table = (
-            ray.remote(ActorStore).options(num_cpus=0, scheduling_strategy=_beside_me(ray)).remote()
+        run = run.following(run.commands or queue.SimpleQueue())
+    casting = Casting.of(run.strategy, run.workers, MORE_WORKERS if bounds is not None else 0)
+    with connected(cluster.address, cpus=(casting.world - casting.later) * cluster.cpus) as ray:
+        store = ray.remote(ActorStore).options(num_cpus=0, scheduling_strategy=_beside_me(ray)).remote()
+        given = ActorGift(
+            master=ray.util.get_node_ip_address(), store=store, run=_handed_over(ray, run.for_others())
         )
-        asked = _handed_over(ray, request)
-        gpus = {"worker": 1} if request.plan.device.startswith("cuda") else {}
+        gpus = {"worker": 1} if run.device.startswith("cuda") else {}
         ways = {"worker": cluster.workers, "ps": cluster.servers}
-        given = ActorGift(master=ray.util.get_node_ip_address(), status_table=status_table, asked=asked)
         single = {"worker"} if bounds is not None else set()
         with RayRoles(ray, seats(casting.actors, ways, cluster.cpus, gpus, single)) as roles:
-            staff = Staff(survives=request.strategy.can_change_workers)
-            following = SizeFollower(bounds, request.workers, request.options.commands)
+            staff = Staff(survives=run.strategy.can_change_workers)
+            following = SizeFollower(bounds, run.workers, run.commands)
             with ActorKeeper(roles, casting, given, staff, following) as keeper:
-                place = casting.lead(given.master).place(status_table, keeper.trouble)
+                place = casting.lead(given.master).place(store, keeper.trouble)
                 try:
-                    return run_externally(request, place, out, resume, RUN)
+                    return run.take_part(place, RUN)
                 except PeerTimeout as error:
                     trouble = keeper.trouble()  # why nobody came, if that is known
                     if trouble is None:
                         raise
                     raise ManyhandsError(trouble) from error
+
+
+def _lead_afar(run: PlacedRun, cluster: RayCluster) -> Any:
+    """Run on a cluster elsewhere, through Ray's client: a task on one of its nodes leads, and its result comes back.
+
+    The output of that process is shown here, as Ray does with all its tasks.
+    """
+    if run.calls_back:
+        raise UserError(
+            f"cluster={cluster.address}: the run is led on the cluster, where callbacks of this process cannot be "
+            "called; leave them out, or submit the script as a Ray job with cluster=auto"
+        )
+    with connected(cluster.address, cpus=1) as ray:
+        leading = ray.remote(_lead_there).options(num_cpus=cluster.cpus, max_retries=0)
+        wrong, data = ray.get(leading.remote(run, replace(cluster, address="auto")))
+    if wrong:
+        raise (UserError if wrong[0] == UserError.__name__ else ManyhandsError)(wrong[1])
+    return run.unpack(data)
+
+
+def _lead_there(run: PlacedRun, cluster: RayCluster) -> tuple[Any, bytes]:
+    """On a node of the cluster: lead the run; what went wrong (an error's name and sentence), and the result."""
+    try:
+        return None, run.pack(_lead(run, cluster))
+    except ManyhandsError as error:
+        return (type(error).__name__, str(error)), b""
 
 
 def _beside_me(ray: Any) -> Any:
@@ -130,28 +207,27 @@ def _beside_me(ray: Any) -> Any:
     return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
 
 
-def _bounds(request: Request) -> Bounds | None:
-    options = request.options
-    if request.strategy.goes_on_with_fewer:  # by itself, down to min_workers
-        if options.max_workers is not None:
+def _bounds(run: PlacedRun) -> Bounds | None:
+    if run.strategy.goes_on_with_fewer:  # by itself, down to min_workers
+        if run.max_workers is not None:
             raise UserError(
-                f"max_workers={options.max_workers}: strategy {request.strategy} goes on with fewer and gets back whom "
+                f"max_workers={run.max_workers}: strategy {run.strategy} goes on with fewer and gets back whom "
                 "it lost, but no more than it began with; leave it out, or use ps"
             )
         return None
-    bounds = Bounds.of(request.workers, options.min_workers, options.max_workers)
-    if bounds is not None and not request.strategy.can_change_workers:
+    bounds = Bounds.of(run.workers, run.min_workers, run.max_workers)
+    if bounds is not None and not run.strategy.can_change_workers:
         raise UserError(
-            f"min_workers and max_workers: strategy {request.strategy} needs the workers it began with; leave them "
+            f"min_workers and max_workers: strategy {run.strategy} needs the workers it began with; leave them "
             "out, or use ps"
         )
     return bounds
 
 
-def _handed_over(ray: Any, request: Request) -> Any:
-    """Ray's reference to the request, which it pickles; UserError where that cannot be."""
+def _handed_over(ray: Any, run: PlacedRun) -> Any:
+    """Ray's reference to the run, which it pickles; UserError where that cannot be."""
     try:
-        return ray.put(_for_actors(request))
+        return ray.put(run)
     except TypeError as error:
         reason = (str(error.__cause__ or error).splitlines() or ["TypeError"])[0]
         raise UserError(
@@ -160,28 +236,15 @@ def _handed_over(ray: Any, request: Request) -> Any:
         ) from error
 
 
-def _for_actors(request: Request) -> Request:
-    """Without what is the leader's alone."""
-    options = replace(
-        request.options,
-        callbacks=(),
-        on_rows=None,
-        view=None,
-        commands=None,
-        progress="none",
-        resume_command="",
-    )
-    return replace(request, options=options)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorGift:
     """What every actor is given besides its seat."""
 
     master: str
-    status_table: Any
-    asked: Any
-    """Ray's reference to the request."""
+    store: Any
+    """Ray's reference to the `ActorStore`."""
+    run: Any
+    """Ray's reference to the run."""
 
 
 class ActorKeeper:
@@ -225,7 +288,7 @@ class ActorKeeper:
         leaves = role == "worker" and index in self._leaving
         seat = self._casting.seat(role, index, given.master, leaves=leaves)
         # Ray fetches what it is given directly before the work begins; in a list, when it is asked for.
-        self._roles.start(role, index, take_part, [given.asked], seat, given.status_table, extra=leaves)
+        self._roles.start(role, index, take_part, [given.run], seat, given.store, extra=leaves)
 
     def _run(self) -> None:
         """Nobody else would hear of what is raised in this thread: no role is started again after it."""
@@ -263,7 +326,7 @@ class ActorKeeper:
     def _vacate(self, again: Again) -> None:
         """Its predecessor's notice would make it a second process of one rank."""
         rank = self._casting.seat(again.role, again.index, self._given.master).rank
-        self._given.status_table.vacate.remote(rank)  # before the actor can ask: it has yet to be started
+        self._given.store.vacate.remote(rank)  # before the actor can ask: it has yet to be started
 
     def _hear(self, end: RoleEnded) -> None:
         match self._staff.ended(end.role, end.index, end.sentence, time.monotonic()):
