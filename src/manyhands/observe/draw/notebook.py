@@ -11,9 +11,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from manyhands.observe.analyse.remarks import headline, in_order
 from manyhands.observe.analyse.totals import TotalsSnapshot, WorkerTotals
 from manyhands.observe.draw.charts import STYLE, Series, data_table, loss_chart, short_number
-from manyhands.observe.draw.showing import Panel, headline, in_order
+from manyhands.observe.draw.showing import Panel
 from manyhands.observe.record.final import final_loss
 
 __all__ = [

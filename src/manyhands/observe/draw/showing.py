@@ -22,7 +22,7 @@ from html import escape
 from importlib import import_module
 from typing import Any, NamedTuple, Protocol
 
-from manyhands.observe.analyse.remarks import about_workers
+from manyhands.observe.analyse.remarks import about_workers, headline, in_order
 from manyhands.observe.analyse.totals import TotalsSnapshot
 
 __all__ = [
@@ -33,38 +33,9 @@ __all__ = [
     "Screen",
     "Showing",
     "chosen",
-    "clock",
-    "headline",
-    "in_order",
     "look_around",
     "showing",
 ]
-
-
-def headline(snapshot: TotalsSnapshot, steps: int) -> list[str]:
-    """Return the phrases on a run of `steps` steps, most important first."""
-    words = [f"step {snapshot.step}/{steps}"]
-    words.append("loss -" if snapshot.loss is None else f"loss {snapshot.loss:.4g}")
-    if snapshot.evaluating:
-        words.append("evaluating")
-    elif snapshot.steps_per_s > 0:
-        words.append(f"{clock((steps - snapshot.step) / snapshot.steps_per_s)} left")
-    if snapshot.steps_per_s > 0:
-        words.append(f"{snapshot.samples_per_s:,.0f} samples/s")
-    return words
-
-
-def in_order(words: list[str]) -> str:
-    """Return the phrases that fit, in reading order: speed before time."""
-    return "  ".join(words[:2] + words[:1:-1])
-
-
-def clock(seconds: float) -> str:
-    """Format seconds: `3671` as `1:01:11`, and `71` as `1:11`."""
-    minutes, second = divmod(max(0, round(seconds)), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
-
 
 _BAR_AFTER_S, _BAR_EVERY_S = 1.0, 0.25
 _NOTEBOOK_EVERY_S = 0.5

@@ -22,9 +22,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from manyhands.observe.analyse.remarks import about_workers
+from manyhands.observe.analyse.remarks import about_workers, headline, in_order
 from manyhands.observe.analyse.totals import TimeSplit, TotalsSnapshot, WorkerTotals
-from manyhands.observe.draw.showing import headline, in_order
 
 __all__ = ["LivePicture", "RunPicture", "split_bar"]
 
