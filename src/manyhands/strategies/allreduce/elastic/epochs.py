@@ -119,7 +119,7 @@ class _SharedEpoch(Epoch):
             group=lambda: group,
             links=lambda: self._links(strategy),
         )
-        return collective_for(strategy, resources), group.barrier if strategy.uses_links else None
+        return collective_for(strategy, resources), group.barrier if strategy.facts.uses_links else None
 
     def close(self) -> None:
         self._group.close()
