@@ -330,7 +330,7 @@ def test_silence_is_noticed_on_both_sides(make: Callable[..., Party]) -> None:
     line = party.join(1)
     party.one(Started)
     for hub in (line._hub, party.control_server._hub):
-        hub._heartbeat_sender.end()  # nothing is sent any more, though both connections stand
+        hub._stop_heartbeats.set()  # nothing is sent any more, though both connections stand
     began = time.monotonic()
     ended = party.one(Ended)
     party.until(lambda: line.over is not None)

@@ -30,9 +30,9 @@ from manyhands.strategies.allreduce.strategy import Mirrored
 from manyhands.strategies.allreduce.training import AllReduceTraining
 from manyhands.strategies.common.collectives.collective import SharedCollective
 from manyhands.strategies.common.collectives.torch_sums import TorchCollective, done_in_time
-from manyhands.transport.link.alarm import Alarm
 from manyhands.transport.link.tcp import TcpLink
-from manyhands.transport.link.torch_groups import SumGroup
+from manyhands.transport.link.torch_p2p import SumGroup
+from manyhands.transport.liveness import Alarm
 from ways import BUCKET_BYTES, in_threads, join
 
 CPU = torch.device("cpu")

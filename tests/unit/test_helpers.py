@@ -25,7 +25,7 @@ from manyhands.strategies.common.collectives.collective_cost import cost
 from manyhands.strategies.common.collectives.executor import ScheduleExecutor
 from manyhands.strategies.common.collectives.symbolic import prove
 from manyhands.strategy import Strategy
-from manyhands.transport.link.message import Message
+from manyhands.transport.link.interface import Message
 from manyhands.transport.link.simulated_network import SimulatedNetwork
 
 NUMBERS = [(n, k) for n in (2, 3, 4, 5, 8, 16) for k in (*range(n + 1), n + 3)]

@@ -68,7 +68,7 @@ def serving(source: Callable[[], RunView], host: str, port: int, farewell: str) 
     """The page of a run for as long as this lasts; its address is printed once, and given."""
     from manyhands.observe.draw.prometheus import metrics_text
     from manyhands.serving.dashboard import Dashboard
-    from manyhands.transport.link.secure import is_loopback
+    from manyhands.transport.security import is_loopback
 
     with Dashboard(source, metrics_text, host=host, port=port, farewell=farewell) as dashboard:
         print(f"page  {dashboard.url}", file=sys.stderr, flush=True)

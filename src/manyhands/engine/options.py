@@ -20,7 +20,7 @@ from manyhands.places.local.patience import check_watchdog_s
 if TYPE_CHECKING:
     from manyhands.observe.analyse.totals import TotalsSnapshot
     from manyhands.places.run_commands import Command
-    from manyhands.transport.link.secure import Security
+    from manyhands.transport.security import Security
 
 __all__ = ["BUFFERS", "MEAN", "SYNCHRONIZE", "TLS_VARIABLE", "Options", "View"]
 
@@ -155,7 +155,7 @@ class Options:
 
         Without `tls`, MANYHANDS_TLS or `insecure` nothing may leave this host.
         """
-        from manyhands.transport.link.secure import Security
+        from manyhands.transport.security import Security
 
         folder = self.tls if self.tls is not None else environment.get(TLS_VARIABLE) or None
         if self.insecure and folder is not None:

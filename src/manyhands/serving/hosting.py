@@ -11,7 +11,7 @@ from typing import Any
 
 from manyhands.errors import ManyhandsError, UserError
 from manyhands.serving.access import Guard
-from manyhands.transport.link.secure import is_loopback
+from manyhands.transport.security import is_loopback
 
 __all__ = ["LOOPBACK", "Listening", "WebThread"]
 

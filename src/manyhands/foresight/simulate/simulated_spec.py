@@ -16,7 +16,7 @@ from manyhands.foresight.simulate.network import NetworkModel
 from manyhands.strategies.common.consistency.parse import parse_consistency
 from manyhands.strategies.common.consistency.policy import Policy
 from manyhands.strategies.ps.ps_messages import Work
-from manyhands.transport.link.liveness import SILENT_AFTER_S
+from manyhands.transport.liveness import SILENT_AFTER_S
 
 __all__ = ["ComputeModel", "SimulationSpec", "Timing"]
 

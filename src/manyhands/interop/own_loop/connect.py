@@ -39,11 +39,11 @@ from manyhands.places.external.sharing import no_group, share_group, share_links
 from manyhands.places.local.rendezvous import Rendezvous, meet
 from manyhands.strategies.common.collectives.collective import SharedCollective
 from manyhands.strategy import Strategy
-from manyhands.transport.link.alarm import Alarm
-from manyhands.transport.link.heartbeats import BeatPlace, Heartbeats, address_of_interface, exchange_places
+from manyhands.transport.heartbeats import BeatPlace, Heartbeats, address_of_interface, exchange_places
 from manyhands.transport.link.interface import Link
 from manyhands.transport.link.tcp import TcpLink
 from manyhands.transport.link.torch_p2p import TorchLink
+from manyhands.transport.liveness import Alarm
 
 __all__ = ["GroupConnection", "choose", "connect"]
 

@@ -18,7 +18,7 @@ import torch
 from manyhands.errors import ManyhandsError, UserError
 from manyhands.places.local.host import host_identity
 from manyhands.strategies.allreduce.strategy import AllReduce
-from manyhands.transport.link.torch_groups import nccl_version
+from manyhands.transport.link.torch_p2p import nccl_version
 
 __all__ = ["SUMS", "GpuSeat", "SumsChoice", "choose_sums", "seat_of", "sums_sentence"]
 

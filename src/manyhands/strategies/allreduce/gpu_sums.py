@@ -17,7 +17,7 @@ from manyhands.strategies.allreduce.gpu_choice import GpuSeat, SumsChoice, choos
 from manyhands.strategies.allreduce.strategy import AllReduce
 from manyhands.strategies.common.collectives.collective import Collective
 from manyhands.strategies.common.collectives.torch_sums import TorchCollective, done_in_time
-from manyhands.transport.link.torch_groups import SumGroup
+from manyhands.transport.link.torch_p2p import SumGroup
 
 __all__ = ["announced", "chosen_sums", "sums_on_gpus"]
 
