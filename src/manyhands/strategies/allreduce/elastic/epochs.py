@@ -199,7 +199,7 @@ class EpochFiles:
         with ExitStack() as stack:
             stack.callback(self._group.close)
             passed = stack.enter_context(ExitStack())
-            if strategy.uses_links and world > 1:
+            if strategy.facts.uses_links and world > 1:
                 self._mesh = passed.enter_context(mesh_kind(network=strategy.uses_network)(world))
             for name in _STATE_FILES if with_state else ():
                 self._state[name] = os.memfd_create(f"manyhands:{name}", os.MFD_CLOEXEC)
