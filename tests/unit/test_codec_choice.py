@@ -127,7 +127,7 @@ def test_the_setting_says_how_large_an_error_may_be(text: str, error: float | No
     if error is not None:
         strategy = Strategy.parse(f"allreduce link=tcp codec={text}")
         assert str(strategy) == f"allreduce link=tcp codec={text}"
-        assert strategy.kernels == ("codecs",)
+        assert strategy.facts.kernels == ("codecs",)
         assert not rounds_hops(text)
         assert momentum_of(text) == 0.0
 

@@ -37,7 +37,7 @@ def explain_command(
     directory = RunDirectory.open(run, lock=False)
     strategy = Strategy.parse(str(directory.config.get("strategy")))
     events = read_run_events(directory.events_path)
-    found = explain(events.roles, synchronous=strategy.stepwise)
+    found = explain(events.roles, synchronous=strategy.facts.stepwise)
     for note in events.notes:
         print(f"manyhands: {note}", file=sys.stderr)
     words = paragraph(found, str(strategy))

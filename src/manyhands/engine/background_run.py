@@ -138,7 +138,7 @@ class Running:
         return f"ended with {type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
     def _require_changeable(self) -> None:
-        if not self._strategy.can_change_workers:
+        if not self._strategy.facts.can_change_workers:
             raise UserError(
                 f"strategy {self._strategy} has a fixed number of workers; use ps or allreduce elastic=yes to change it"
             )

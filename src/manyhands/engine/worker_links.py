@@ -111,7 +111,7 @@ def connect_worker(
         if several:
             links.update(share_links(rendezvous, timeout_s))
             links.update(_open_far(party, store, rendezvous, timeout_s))
-        elif strategy.uses_links:
+        elif strategy.facts.uses_links:
             links.update(share_links(rendezvous, timeout_s, network=strategy.uses_network))
         resources = Resources(
             rank=place.rank,

@@ -292,7 +292,7 @@ class WorkerFiles:
             self.group = stack.enter_context(SharedGroupFiles.create(workers))
             self.rings = [stack.enter_context(EventRing.create(role=rank)) for rank in range(world)]
             self._mesh: Mesh | None = None
-            if strategy.uses_links:
+            if strategy.facts.uses_links:
                 self._mesh = stack.enter_context(mesh_kind(network=strategy.uses_network)(world))
             self._weights = os.memfd_create("manyhands:weights", os.MFD_CLOEXEC)
             stack.callback(os.close, self._weights)

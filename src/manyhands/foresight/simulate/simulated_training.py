@@ -80,7 +80,7 @@ class SimulatedRequest(Request):
 
 def require_simulated(strategy: Strategy, task: Any) -> None:
     """Raise UserError where this strategy, or this task under it, cannot be simulated."""
-    if not strategy.logs_updates:
+    if not strategy.facts.logs_updates:
         raise UserError(
             f"strategy={strategy}: the simulator runs parameter servers; use ps, as in 'ps consistency=async'"
         )

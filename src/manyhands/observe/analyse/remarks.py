@@ -60,7 +60,7 @@ def straggler_advice(strategy: str) -> str:
     A text that no strategy has gets no advice: runs of other releases are looked at, too.
     """
     try:
-        return Strategy.parse(strategy).straggler_advice
+        return Strategy.parse(strategy).facts.straggler_advice
     except UserError:
         return ""
 
@@ -68,7 +68,7 @@ def straggler_advice(strategy: str) -> str:
 def planned_waits(strategy: str) -> str:
     """Return which waiting is inherent to a strategy; empty where none is, and for an unknown strategy."""
     try:
-        return Strategy.parse(strategy).planned_waits
+        return Strategy.parse(strategy).planned_waits()
     except UserError:
         return ""
 
