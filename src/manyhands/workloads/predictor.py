@@ -120,11 +120,6 @@ class ModulePredictor(Predictor[Inputs]):
     def example_batch(self, count: int, seed: int = 0) -> Tensor:
         """Inputs of the module that somebody might give, `count` of them."""
 
-    @property
-    @abstractmethod
-    def dynamic_shapes(self) -> tuple[dict[int, Any]]:
-        """Which dimensions of that tensor may have any size, for `torch.export`."""
-
 
 def table_of(
     values: Sequence[Any], columns: int, takes: str, *, missing: bool = False

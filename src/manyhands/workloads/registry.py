@@ -62,11 +62,11 @@ _CORE = ("waiting", "group", "records")
 WORKLOADS: dict[str, Workload] = {
     "digits": Workload(
         task="manyhands.workloads.tasks.digits:DIGITS",
-        predictor="manyhands.serving.predict_images:open_images",
+        predictor="manyhands.serving.predict_arrays:open_images",
     ),
     "mnist": Workload(
         task="manyhands.workloads.tasks.mnist:MNIST",
-        predictor="manyhands.serving.predict_images:open_images",
+        predictor="manyhands.serving.predict_arrays:open_images",
     ),
     "language": Workload(
         task="manyhands.workloads.tasks.language:LANGUAGE",
@@ -78,7 +78,7 @@ WORKLOADS: dict[str, Workload] = {
     ),
     "line": Workload(
         task="manyhands.workloads.tasks.line:LINE",
-        predictor="manyhands.serving.predict_numbers:open_numbers",
+        predictor="manyhands.serving.predict_arrays:open_numbers",
     ),
     "glove": Workload(
         training="manyhands.workloads.glove.command:GLOVE",

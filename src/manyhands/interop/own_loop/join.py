@@ -23,7 +23,7 @@ from manyhands.interop.own_loop.worker_group import WorkerGroup
 from manyhands.native.threads import choose_functions
 from manyhands.observe.record.event_ring import EventRing
 from manyhands.observe.record.events import EventKind
-from manyhands.places.external.process_place import Launched, Place, find_place
+from manyhands.places.external.process_place import Launched, ProcessPlace, joining_place
 from manyhands.places.local.context import RoleContext
 from manyhands.strategy import Strategy
 
@@ -60,7 +60,7 @@ def join(
     with ExitStack() as stack:
         _register(name, where=_caller(), stack=stack)
         group = open_group(
-            find_place(),
+            joining_place(),
             name,
             strategy=strategy,
             device=device,
@@ -74,7 +74,7 @@ def join(
 
 
 def open_group(
-    place: Place,
+    place: ProcessPlace,
     name: str,
     *,
     strategy: str | Strategy | None = None,

@@ -91,4 +91,4 @@ class GloveOptions:
 
 def usual_batch(strategy: str | Strategy) -> int:
     """How many records a strategy takes at a time unless it is told: one, or `BATCH`."""
-    return BATCH if Strategy.parse(strategy).record_order is None else 1
+    return BATCH if Strategy.parse(strategy).facts.record_order is None else 1

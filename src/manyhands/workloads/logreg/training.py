@@ -93,7 +93,7 @@ def train_logreg(
     check_strategy(chosen, workers)
     if memory_bytes < 0:
         raise UserError(f"memory_bytes={memory_bytes} must be at least 0")
-    here = chosen.record_order is not None and chosen.in_threads
+    here = chosen.facts.record_order is not None and chosen.facts.in_threads
     if chosen.most_workers != 1:
         cost = MemoryCost(per_worker=Amount(tasks=1)) if here else of_processes()
         require_host_room(cost, workers, allow_overload=options.allow_overload)
@@ -173,13 +173,13 @@ _ITEM = 4  # single precision
 def row_bytes(strategy: Strategy, learner: str, workers: int) -> int:
     """All that workers, servers and this process keep of one feature, until the model is saved."""
     width = WIDTHS[learner]  # the weight and the learner's state
-    if strategy.record_order is not None and (strategy.in_threads or workers == 1):
+    if strategy.facts.record_order is not None and (strategy.facts.in_threads or workers == 1):
         kept = width + 3  # the table, its weights, the model and an earlier one
     elif strategy.truth is Truth.ONE_MEMORY:
         kept = 3 * width + 3  # the table of all workers, on its way from them, and where it arrives
     else:
         # Each worker and server has a copy, with a gradient, what is sent of it, and the model that it began with.
-        servers = strategy.kept_copies if strategy.truth is Truth.SERVERS else 0
+        servers = strategy.facts.kept_copies if strategy.truth is Truth.SERVERS else 0
         kept = (workers + servers) * (width + 3) + 3
     return _ITEM * kept + _SAVING_BYTES
 
