@@ -103,7 +103,6 @@ class Segment:
         return memoryview(self._map)[offset:end]
 
     def array(self, offset: int, count: int, dtype: np.dtype | type) -> np.ndarray:
-        """A numpy array of `count` items at `offset`."""
         if count == 0 or self._map is None:
             return np.empty(0, dtype)
         return np.frombuffer(self._map, dtype, count, offset)

@@ -313,7 +313,6 @@ def has_feedback(text: str) -> bool:
 
 
 def votes(text: str) -> bool:
-    """Whether sums become their signs."""
     return any(stage.options.get("kind") == "vote" for stage in parse_codec(text))
 
 

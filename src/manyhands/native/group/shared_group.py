@@ -116,7 +116,6 @@ class SharedGroupFiles:
 
     @property
     def control(self) -> int:
-        """The descriptor of the control segment."""
         return self._control.descriptor
 
     @property
@@ -126,7 +125,6 @@ class SharedGroupFiles:
 
     @property
     def descriptors(self) -> tuple[int, int]:
-        """Control and arena, for `pass_fds`."""
         return self.control, self.arena
 
     def abort(self, rank_blamed: int | None = None) -> None:
@@ -134,7 +132,6 @@ class SharedGroupFiles:
         _abort(self._control, self.world, rank_blamed)
 
     def close(self) -> None:
-        """Let go of the memory; the ranks keep theirs."""
         self._control.close()
         if self._arena >= 0:
             os.close(self._arena)

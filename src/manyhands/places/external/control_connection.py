@@ -121,7 +121,6 @@ def open_control_connection(
 def _introduce(
     hub: Hub, place: ProcessPlace, contact: Contact, terms: Sequence[Term], timeout_s: float
 ) -> tuple[ControlWelcome, list[HubEvent]]:
-    """Send the hello; return the leader's welcome and the events that arrived directly after it."""
     deadline = time.monotonic() + timeout_s
     while True:
         left_s = deadline - time.monotonic()
@@ -228,7 +227,6 @@ class ControlConnection:
 
     @property
     def stopping(self) -> bool:
-        """The same as `stop_requested`, as an attribute."""
         return self.stop_requested()
 
     def control_fileno(self) -> int:
@@ -256,7 +254,6 @@ class ControlConnection:
 
     @property
     def over(self) -> Broken | None:
-        """Why the run ended early, or None."""
         return self._over
 
     def wait_over(self, timeout_s: float) -> Broken | None:
@@ -328,7 +325,6 @@ class ControlConnection:
     # ── its life ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def begin(self, rest: Sequence[HubEvent] = ()) -> None:
-        """Handle the events that followed the welcome, compare clocks, and start the connection's thread."""
         self._take(rest)
         for _ in range(0 if self._same_clock else _FIRST_PINGS):
             self._ping()
@@ -488,28 +484,22 @@ class ControlStore:
         self._line = line
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """See `key_value_store.KeyValueStore.compare_set`."""
         return self._line.ask_store("compare_set", [key], [expected, desired]).value.encode()
 
     def check(self, keys: Sequence[str]) -> bool:
-        """See `key_value_store.KeyValueStore.check`."""
         return self._line.ask_store("check", keys).found
 
     def get(self, key: str) -> bytes:
-        """See `key_value_store.KeyValueStore.get`."""
         answer = self._line.ask_store("get", [key])
         if not answer.found:
             raise UserError(f"the run's store has no {key!r}")
         return answer.value.encode()
 
     def set(self, key: str, value: str) -> None:
-        """See `key_value_store.KeyValueStore.set`."""
         self._line.ask_store("set", [key], [value])
 
     def add(self, key: str, amount: int) -> int:
-        """See `key_value_store.KeyValueStore.add`."""
         return int(self._line.ask_store("add", [key], [str(amount)]).value)
 
     def delete_key(self, key: str) -> bool:
-        """See `key_value_store.KeyValueStore.delete_key`."""
         return self._line.ask_store("delete_key", [key]).found

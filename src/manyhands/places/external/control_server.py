@@ -94,7 +94,6 @@ ControlEvent = Started | Said | Ended | ProcessRejected | Warned | Delivered
 
 
 def hello_of(place: ProcessPlace, terms: Sequence[Term]) -> ControlHello:
-    """The hello of this process."""
     return ControlHello(
         rank=place.rank,
         world=place.world,
@@ -175,33 +174,27 @@ class ControlServer:
             self.rings = before
 
     def listen(self, address: str = "unix") -> str:
-        """Accept connections; return the address for the members."""
         return self._hub.listen(address)
 
     # ── who is there ──────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The ranks that have joined and have not ended."""
         return tuple(rank for rank, member in self._members.items() if not member.ended)
 
     @property
     def known(self) -> tuple[int, ...]:
-        """The ranks that have ever joined."""
         return tuple(self._members)
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """The ranks that have not joined."""
         return self._register.missing
 
     def late(self, deed: str, waited_s: float, named: Callable[[int], str] = "rank {}".format) -> str:
-        """The sentence on the ranks that did not join in time."""
         return self._register.late(deed, waited_s, named)
 
     @property
     def rejected(self) -> Sequence[str]:
-        """One sentence for each process that was rejected."""
         return self._register.rejected
 
     def name_of(self, rank: int) -> str:

@@ -146,7 +146,6 @@ class Hub:
             self._forget(connection)
 
     def members(self) -> tuple[int, ...]:
-        """The connected members."""
         return tuple(self._members)
 
     @property
@@ -321,7 +320,6 @@ class Hub:
             self._events.append(away)
 
     def _dial(self) -> None:
-        """Dial every member that is due."""
         now_s = self._clock()
         for member, address in self._calls.due(now_s):
             try:
@@ -520,7 +518,6 @@ class Hub:
             self._heartbeat_thread.start()
 
     def let_go_in_child(self) -> None:
-        """Close a parent's sockets in its forked child."""
         if not self._closed:
             self._closed = True
             for connection in self._connections.values():

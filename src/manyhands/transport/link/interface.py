@@ -134,7 +134,6 @@ class Message:
 
     @property
     def payload_bytes(self) -> int:
-        """Size of the payload; 0 where there is none."""
         return 0 if self.payload is None else self.payload.nbytes
 
 
@@ -165,7 +164,6 @@ class Header(NamedTuple):
 
     @classmethod
     def of(cls, message: Message, sequence: int) -> Header:
-        """The header that announces `message` as number `sequence` of its direction."""
         kind, tag, step, payload = message.kind, message.tag, message.step, message.payload
         if payload is None:
             return cls(FrameKind.MESSAGE, kind, tag, step, sequence, None, 0)
@@ -173,16 +171,13 @@ class Header(NamedTuple):
 
     @classmethod
     def goodbye(cls, sequence: int) -> Header:
-        """The header that ends a direction after `sequence` messages."""
         return cls(FrameKind.GOODBYE, 0, 0, 0, sequence, None, 0)
 
     @property
     def items(self) -> int:
-        """Number of items in the payload."""
         return 0 if self.dtype is None else self.payload_bytes // self.dtype.itemsize
 
     def encode(self) -> bytes:
-        """These fields as 64 bytes."""
         code = _NO_PAYLOAD if self.dtype is None else _DTYPE_CODES[self.dtype]
         return _LAYOUT.pack(
             MAGIC,

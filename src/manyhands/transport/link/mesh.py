@@ -86,7 +86,6 @@ class SharedMesh(Mesh):
         return self._files[low, high].descriptors(end)
 
     def close(self) -> None:
-        """Close this process's copies; idempotent."""
         for files in self._files.values():
             files.close()
 
@@ -121,7 +120,6 @@ class TcpMesh(Mesh):
         return (self._ends[low, high][end],)
 
     def close(self) -> None:
-        """Close this process's copies; idempotent."""
         for ends in self._ends.values():
             for descriptor in ends:
                 os.close(descriptor)
@@ -129,7 +127,6 @@ class TcpMesh(Mesh):
 
     @staticmethod
     def attach(rank: int, descriptors: Mapping[int, Sequence[int]]) -> dict[int, TcpLink]:
-        """The links of `rank` to every other, from the descriptors that its process inherited and now owns."""
         del rank  # both ends are alike
         return {
             peer: TcpLink(socket.socket(fileno=descriptor), peer=f"rank {peer}")

@@ -78,7 +78,6 @@ class SharedLinkFiles:
         return LinkDescriptors(self._segment.descriptor, self._lifelines[end])
 
     def close(self) -> None:
-        """Close this process's copies; idempotent."""
         self._segment.close()
         for descriptor in self._lifelines:
             if descriptor >= 0:
@@ -235,7 +234,6 @@ def _leaver(address: int) -> Callable[[], bool]:
 
 
 def _holds(lifeline: socket.socket) -> bool:
-    """Whether the process at the other end still has it."""
     try:
         return lifeline.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
     except BlockingIOError:

@@ -15,11 +15,9 @@ class Bf16(ParcelCodec):
     """Two bytes per item, with the range of float32; stateless."""
 
     def size(self, parcel: Parcel) -> int:
-        """The exact size: two bytes per item."""
         return 2 * parcel.count
 
     def encode(self, parcel: Parcel, values: Tensor, into: Tensor) -> int:
-        """Round to bfloat16."""
         num_bytes = self.size(parcel)
         into[:num_bytes].view(torch.bfloat16).copy_(values)
         return num_bytes

@@ -15,11 +15,9 @@ class Fp16(ParcelCodec):
     """Two bytes per item, finer than bfloat16 and of a smaller range; stateless."""
 
     def size(self, parcel: Parcel) -> int:
-        """The exact size: two bytes per item."""
         return 2 * parcel.count
 
     def encode(self, parcel: Parcel, values: Tensor, into: Tensor) -> int:
-        """Round to float16."""
         num_bytes = self.size(parcel)
         into[:num_bytes].view(torch.float16).copy_(values)
         return num_bytes

@@ -15,11 +15,9 @@ class Fp32(ParcelCodec):
     """Four bytes per item, half of a float64; values beyond 3.4e38 become infinite. Stateless."""
 
     def size(self, parcel: Parcel) -> int:
-        """The exact size: four bytes per item."""
         return 4 * parcel.count
 
     def encode(self, parcel: Parcel, values: Tensor, into: Tensor) -> int:
-        """Round to float32."""
         num_bytes = self.size(parcel)
         into[:num_bytes].view(torch.float32).copy_(values)
         return num_bytes
