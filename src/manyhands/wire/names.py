@@ -152,9 +152,9 @@ _NO_SUM = "factors are summed over workers, and a server gets those of one at a 
 _NO_CHANGES = "it keeps the momentum of gradients, and {} sends changes of parameters; use topk"
 
 CODECS: Final[dict[str, Listed]] = {
-    "fp32": Listed(number=3, home="fp32:Fp32", about="double precision as single", hops=True),
-    "bf16": Listed(number=1, home="bf16:Bf16", about="8 significant bits", hops=True),
-    "fp16": Listed(number=2, home="fp16:Fp16", about="11 significant bits, a smaller range", hops=True),
+    "fp32": Listed(number=3, home="casts:Fp32", about="double precision as single", hops=True),
+    "bf16": Listed(number=1, home="casts:Bf16", about="8 significant bits", hops=True),
+    "fp16": Listed(number=2, home="casts:Fp16", about="11 significant bits, a smaller range", hops=True),
     "fp8": Listed(
         number=4,
         home="fp8:Fp8",

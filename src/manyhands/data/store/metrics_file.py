@@ -10,17 +10,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from manyhands.data.store.atomic import render_json, write_atomically
 from manyhands.data.store.lines import LineFile
 from manyhands.errors import DataError, UserError
+from manyhands.native.closing import Closing
 
 __all__ = ["MetricsLog"]
 
 
-class MetricsLog:
+class MetricsLog(Closing):
     """The metrics of one run; a context manager, `close` is idempotent. `append` opens the file."""
 
     def __init__(self, path: Path) -> None:
@@ -62,14 +62,6 @@ class MetricsLog:
             self._file.sync()
         finally:
             self._file.close()
-
-    def __enter__(self) -> MetricsLog:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _records(self) -> Iterator[tuple[dict[str, Any], bytes]]:
         try:

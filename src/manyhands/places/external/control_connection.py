@@ -21,9 +21,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from manyhands.errors import Aborted, ManyhandsError, PeerTimeout, UserError, printable
+from manyhands.native.closing import Closing
 from manyhands.observe.record.clocks import Bracket, Offset, clock_id, offset_from
 from manyhands.observe.record.event_ring import EventRing
 from manyhands.places.external.control_messages import (
@@ -147,7 +148,7 @@ def _introduce(
                     raise ManyhandsError(f"the leader, {contact.name}, says something before it greets")
 
 
-class ControlConnection:
+class ControlConnection(Closing):
     """One process's end of the control connection; a context manager, `close` is idempotent. Thread-safe."""
 
     def __init__(self, place: ProcessPlace, hub: Hub, *, leader: str, same_clock: bool) -> None:
@@ -345,12 +346,6 @@ class ControlConnection:
             self._thread.join()
         self._bag.close()
         self._stack.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _run(self) -> None:
         """Run the thread's loop; an exception here ends all waits and is reported to the leader, or it would be

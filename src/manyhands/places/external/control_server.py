@@ -18,11 +18,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import numpy as np
 
 from manyhands.errors import UserError, printable
+from manyhands.native.closing import Closing
 from manyhands.observe.record.clocks import clock_id
 from manyhands.observe.record.event_files import good_records
 from manyhands.observe.record.event_ring import EventRing
@@ -126,7 +127,7 @@ class _Member:
         return f"{self.hello.name} (process {self.hello.pid})"
 
 
-class ControlServer:
+class ControlServer(Closing):
     """All control connections of one run, at its leader; a context manager, `close` is idempotent."""
 
     def __init__(
@@ -271,12 +272,6 @@ class ControlServer:
         for member in self._members.values():
             member.bag.close()
         self._stack.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _connected(self) -> tuple[int, ...]:
         return tuple(rank for rank, member in self._members.items() if member.connected)

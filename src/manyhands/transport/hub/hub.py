@@ -26,9 +26,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from manyhands.errors import OutOfSharedMemory, UserError, printable
+from manyhands.native.closing import Closing
 from manyhands.native.segment import Segment
 from manyhands.transport.hub import addresses
 from manyhands.transport.hub.admission import Calls, Entrance
@@ -87,7 +88,7 @@ bytes and stay untouched until the message is received. Raise ProtocolError to e
 """
 
 
-class Hub:
+class Hub(Closing):
     """All connections of one process; a context manager, `close` is idempotent."""
 
     def __init__(
@@ -272,12 +273,6 @@ class Hub:
         self._events.clear()
         self._entrance.close()
         self._epoll.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # ── one look at everything ────────────────────────────────────────────────────────────────────────────────────
 

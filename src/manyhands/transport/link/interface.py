@@ -34,12 +34,12 @@ import struct
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import IntEnum
-from types import TracebackType
-from typing import ClassVar, Final, NamedTuple, Self
+from typing import ClassVar, Final, NamedTuple
 
 import torch
 
 from manyhands.errors import UserError, format_bytes
+from manyhands.native.closing import Closing
 from manyhands.native.dtypes import CODES, LINKED
 from manyhands.transport.link.wire import Wire
 from manyhands.transport.messages import ProtocolError
@@ -296,7 +296,7 @@ class LinkCounters:
     full_count: int = 0
 
 
-class Link(ABC):
+class Link(Closing, ABC):
     """One end of a connection between two roles; a context manager.
 
     One thread may send and flush while another receives; two threads must not do the same at once. `peer`
@@ -341,14 +341,6 @@ class Link(ABC):
         What is still queued may be dropped, and the peer then sees PeerDied and not Closed: flush first. A
         receive or flush in another thread returns Closed.
         """
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def room_for(header: Header, into: torch.Tensor | None, peer: str) -> torch.Tensor | None:

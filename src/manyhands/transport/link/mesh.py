@@ -6,9 +6,10 @@ import os
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Self
+from typing import ClassVar
 
 from manyhands.errors import UserError
+from manyhands.native.closing import Closing
 from manyhands.transport.link.interface import Link
 from manyhands.transport.link.shared_link import LinkDescriptors, SharedLink, SharedLinkFiles
 from manyhands.transport.link.tcp import TcpLink, connected
@@ -16,7 +17,7 @@ from manyhands.transport.link.tcp import TcpLink, connected
 __all__ = ["Mesh", "SharedMesh", "TcpMesh", "mesh_kind"]
 
 
-class Mesh(ABC):
+class Mesh(Closing, ABC):
     """One link for each pair of `world` ranks, in the process that makes them; a context manager.
 
     `descriptors(rank)` goes to the child of that rank (`pass_fds`, and the numbers on its command line), which calls
@@ -62,12 +63,6 @@ class Mesh(ABC):
             for peer in range(self.world)
             if peer != rank
         }
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class SharedMesh(Mesh):
