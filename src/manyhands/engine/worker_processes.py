@@ -33,7 +33,7 @@ from manyhands.engine.reporting import NOTES, WorkerContext
 from manyhands.engine.training import Result, Stage, Training
 from manyhands.engine.worker import Trained
 from manyhands.engine.worker_resources import Resources
-from manyhands.native.closing import Closing
+from manyhands.native.closeable import Closeable
 from manyhands.native.group.shared_group import SharedGroup, SharedGroupFiles, warm
 from manyhands.native.threads import use_threads
 from manyhands.observe.record.blackbox import BlackBoxes
@@ -282,7 +282,7 @@ def watched(deadline_s: float, rings: Sequence[EventRing]) -> Watched:
     return Watched(deadline_s=deadline_s, count_events=boxes.counts, last_events=boxes.last)
 
 
-class WorkerFiles(Closing):
+class WorkerFiles(Closeable):
     """The resources that the workers of a run share, in the process that starts them; a context manager."""
 
     def __init__(self, workers: int, strategy: Strategy) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from manyhands.errors import OutOfSharedMemory
-from manyhands.native.closing import Closing
+from manyhands.native.closeable import Closeable
 
 if TYPE_CHECKING:
     import torch
@@ -49,7 +49,7 @@ def available_bytes() -> int:
     return room
 
 
-class Segment(Closing):
+class Segment(Closeable):
     """Shared memory mapped into this process; a context manager, `close` is idempotent.
 
     `create` makes a new one, `attach` maps one whose descriptor this process holds. The mapping is readable and

@@ -15,12 +15,12 @@ from typing import Any
 from manyhands.data.store.atomic import render_json, write_atomically
 from manyhands.data.store.lines import LineFile
 from manyhands.errors import DataError, UserError
-from manyhands.native.closing import Closing
+from manyhands.native.closeable import Closeable
 
 __all__ = ["MetricsLog"]
 
 
-class MetricsLog(Closing):
+class MetricsLog(Closeable):
     """The metrics of one run; a context manager, `close` is idempotent. `append` opens the file."""
 
     def __init__(self, path: Path) -> None:

@@ -38,7 +38,7 @@ from manyhands.data.store.lock import RunLock
 from manyhands.data.store.metrics_file import MetricsLog
 from manyhands.data.store.origin import origin
 from manyhands.errors import DataError, Hang, ManyhandsError, UserError, WorkerFailed
-from manyhands.native.closing import Closing
+from manyhands.native.closeable import Closeable
 
 __all__ = ["IN_PYTHON", "ON_COMMAND_LINE", "RunDirectory", "require_free"]
 
@@ -59,7 +59,7 @@ _VERSION = 1
 _UNFINISHED = {_LOCK, f".{_CONFIG}.writing"}
 
 
-class RunDirectory(Closing):
+class RunDirectory(Closeable):
     """One run's directory; `create` starts it, `open` resumes or reads it. A context manager.
 
     A run that creates it, or opens it with its lock, is the only one that writes there until `close`.

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from manyhands.errors import Aborted, ManyhandsError, PeerTimeout, UserError, nearest
-from manyhands.native.closing import Closing
+from manyhands.native.closeable import Closeable
 from manyhands.native.dtypes import SUMMED
 from manyhands.native.group import group_calls, reduction_kernels
 from manyhands.native.segment import CACHE_LINE, PAGE, Segment, reserve, round_up
@@ -89,7 +89,7 @@ class Bucket:
         self._block = block
 
 
-class SharedGroupFiles(Closing):
+class SharedGroupFiles(Closeable):
     """The memory of a group before its ranks exist: two descriptors that the children inherit.
 
     The parent keeps this while the group runs, to `abort` it. A context manager; `close` is idempotent.
@@ -138,7 +138,7 @@ class SharedGroupFiles(Closing):
             self._arena = -1
 
 
-class SharedGroup(Closing):
+class SharedGroup(Closeable):
     """One rank's end of a group; used by one thread at a time, a context manager, `close` is idempotent.
 
     Takes over both descriptors. Every wait ends after `timeout_s` with a `PeerTimeout` that names the rank waited

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from manyhands.errors import ManyhandsError, UserError
-from manyhands.native.closing import Closing
+from manyhands.native.closeable import Closeable
 from manyhands.observe.analyse.follow import RunFollower, read_interleaved
 from manyhands.observe.analyse.run_view import Gather
 from manyhands.observe.analyse.view import RunView
@@ -36,7 +36,7 @@ _VIEWS = 100  # views of a finished run
 _NS_PER_S = 1_000_000_000
 
 
-class TensorboardFiles(Closing):
+class TensorboardFiles(Closeable):
     """The TensorBoard files of one run in `directory`; a context manager, `close` is idempotent."""
 
     def __init__(self, directory: Path | str) -> None:

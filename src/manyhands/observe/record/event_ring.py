@@ -21,7 +21,7 @@ from numba import types
 
 from manyhands.errors import UserError
 from manyhands.native.atomics import array_at, fence, load_i64, store_i64
-from manyhands.native.closing import Closing
+from manyhands.native.closeable import Closeable
 from manyhands.native.decorators import njit
 from manyhands.native.segment import CACHE_LINE, PAGE, Segment
 from manyhands.observe.record.events import MAX_ROLE, NO_STEP, NOBODY, RECORD, EventKind, Records
@@ -39,7 +39,7 @@ _RECORDS = PAGE
 _SIZE = RECORD.itemsize
 
 
-class EventRing(Closing):
+class EventRing(Closeable):
     """One role's events: `create`d by the parent, `attach`ed and written by the role, read by the parent.
 
     Any thread of the writing process may `record` (the call holds the GIL, which makes the process one

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from manyhands.errors import Aborted, ManyhandsError, PeerTimeout, UserError, printable
-from manyhands.native.closing import Closing
+from manyhands.native.closeable import Closeable
 from manyhands.observe.record.clocks import Bracket, Offset, clock_id, offset_from
 from manyhands.observe.record.event_ring import EventRing
 from manyhands.places.external.control_messages import (
@@ -148,7 +148,7 @@ def _introduce(
                     raise ManyhandsError(f"the leader, {contact.name}, says something before it greets")
 
 
-class ControlConnection(Closing):
+class ControlConnection(Closeable):
     """One process's end of the control connection; a context manager, `close` is idempotent. Thread-safe."""
 
     def __init__(self, place: ProcessPlace, hub: Hub, *, leader: str, same_clock: bool) -> None:

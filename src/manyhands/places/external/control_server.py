@@ -23,7 +23,7 @@ from typing import Any, Final
 import numpy as np
 
 from manyhands.errors import UserError, printable
-from manyhands.native.closing import Closing
+from manyhands.native.closeable import Closeable
 from manyhands.observe.record.clocks import clock_id
 from manyhands.observe.record.event_files import good_records
 from manyhands.observe.record.event_ring import EventRing
@@ -127,7 +127,7 @@ class _Member:
         return f"{self.hello.name} (process {self.hello.pid})"
 
 
-class ControlServer(Closing):
+class ControlServer(Closeable):
     """All control connections of one run, at its leader; a context manager, `close` is idempotent."""
 
     def __init__(

@@ -21,7 +21,7 @@ from typing import Any, Generic, TypeVar
 
 from manyhands.data.loading import Loading
 from manyhands.errors import ManyhandsError, UserError
-from manyhands.native.closing import Closing
+from manyhands.native.closeable import Closeable
 from manyhands.places.local.child_descriptors import LoaderSpec
 from manyhands.places.local.failure import describe_exit
 from manyhands.places.local.foreign_process import AdoptedProcess, StillRunning
@@ -48,7 +48,7 @@ _LEAVE_S = 1.0
 _Key = TypeVar("_Key", bound=Hashable)
 
 
-class Loaders(Closing, Generic[_Key]):
+class Loaders(Closeable, Generic[_Key]):
     """Up to `count` loader processes with a reader each; started when something is first asked for.
 
     `owner` is whose they are, for error messages. `prepare` is applied to everything that was read, by a thread. For

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol, Self
 
 from manyhands.errors import ManyhandsError, PeerTimeout, UserError
-from manyhands.native.closing import Closing
+from manyhands.native.closeable import Closeable
 from manyhands.native.version import __version__
 from manyhands.native.wait_sign import LongWait
 from manyhands.places.local import lifelines
@@ -106,7 +106,7 @@ def hosts_of(identities: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(members) for members in ranks.values())
 
 
-class Rendezvous(Closing):
+class Rendezvous(Closeable):
     """The ranks that met, and the sockets between those of this host; a context manager, `close` is idempotent.
 
     `hosts` are the ranks of each host, `here` those of this one, `local_rank` this rank's index among them. The

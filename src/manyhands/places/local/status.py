@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from enum import IntEnum, unique
 
 from manyhands.native.atomics import clock_ns, load_i64, store_i64
-from manyhands.native.closing import Closing
+from manyhands.native.closeable import Closeable
 from manyhands.native.decorators import njit
 
 __all__ = [
@@ -95,7 +95,7 @@ class StatusRow:
         return f"{self.state.name.lower()} step {self.step}{where}"
 
 
-class StatusTable(Closing):
+class StatusTable(Closeable):
     """The mapped status table; a context manager, `close` is idempotent.
 
     The launcher calls `create` and passes `descriptor` to its children, which map it too. The launcher assigns the

@@ -29,7 +29,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from manyhands.errors import OutOfSharedMemory, UserError, printable
-from manyhands.native.closing import Closing
+from manyhands.native.closeable import Closeable
 from manyhands.native.segment import Segment
 from manyhands.transport.hub import addresses
 from manyhands.transport.hub.admission import Calls, Entrance
@@ -88,7 +88,7 @@ bytes and stay untouched until the message is received. Raise ProtocolError to e
 """
 
 
-class Hub(Closing):
+class Hub(Closeable):
     """All connections of one process; a context manager, `close` is idempotent."""
 
     def __init__(

@@ -39,7 +39,7 @@ from typing import ClassVar, Final, NamedTuple
 import torch
 
 from manyhands.errors import UserError, format_bytes
-from manyhands.native.closing import Closing
+from manyhands.native.closeable import Closeable
 from manyhands.native.dtypes import CODES, LINKED
 from manyhands.transport.link.wire import Wire
 from manyhands.transport.messages import ProtocolError
@@ -296,7 +296,7 @@ class LinkCounters:
     full_count: int = 0
 
 
-class Link(Closing, ABC):
+class Link(Closeable, ABC):
     """One end of a connection between two roles; a context manager.
 
     One thread may send and flush while another receives; two threads must not do the same at once. `peer`

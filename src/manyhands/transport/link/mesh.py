@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from manyhands.errors import UserError
-from manyhands.native.closing import Closing
+from manyhands.native.closeable import Closeable
 from manyhands.transport.link.interface import Link
 from manyhands.transport.link.shared_link import LinkDescriptors, SharedLink, SharedLinkFiles
 from manyhands.transport.link.tcp import TcpLink, connected
@@ -17,7 +17,7 @@ from manyhands.transport.link.tcp import TcpLink, connected
 __all__ = ["Mesh", "SharedMesh", "TcpMesh", "mesh_kind"]
 
 
-class Mesh(Closing, ABC):
+class Mesh(Closeable, ABC):
     """One link for each pair of `world` ranks, in the process that makes them; a context manager.
 
     `descriptors(rank)` goes to the child of that rank (`pass_fds`, and the numbers on its command line), which calls

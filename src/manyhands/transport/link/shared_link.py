@@ -19,7 +19,7 @@ from functools import partial
 from typing import Final, NamedTuple, Self
 
 from manyhands.errors import UserError
-from manyhands.native.closing import Closing
+from manyhands.native.closeable import Closeable
 from manyhands.native.segment import CACHE_LINE, PAGE, Segment, round_up
 from manyhands.native.waiting import LEAVE_BYTES, leave_cores, on_my_core, spins_for
 from manyhands.transport.link import byte_ring
@@ -45,7 +45,7 @@ class LinkDescriptors(NamedTuple):
     lifeline: int
 
 
-class SharedLinkFiles(Closing):
+class SharedLinkFiles(Closeable):
     """The shared memory and the lifelines of one link, in the process that makes it; a context manager.
 
     The maker must `close` its copies once both ends are held elsewhere: a lifeline it keeps hides a death.

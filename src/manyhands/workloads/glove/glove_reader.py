@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from manyhands.errors import DataError
-from manyhands.native.closing import Closing
+from manyhands.native.closeable import Closeable
 from manyhands.workloads.glove.cooccurrence_files import RECORD, record_count
 from manyhands.workloads.glove.glove_kernels import first_bad
 
@@ -31,7 +31,7 @@ def count_records(path: Path) -> int:
     return count
 
 
-class RecordReader(Closing):
+class RecordReader(Closeable):
     """Reads up to `capacity` records at a time; a context manager, used by one thread.
 
     What `read` returns is valid until the next call. A DataError names the first record that cannot be trained on.

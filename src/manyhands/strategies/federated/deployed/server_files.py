@@ -23,7 +23,7 @@ from manyhands.data.store.checkpoint import Loaded, NoCheckpoint, Snapshot
 from manyhands.data.store.fingerprint import fingerprint
 from manyhands.data.store.rundir import ON_COMMAND_LINE, RunDirectory
 from manyhands.errors import DataError, UserError
-from manyhands.native.closing import Closing
+from manyhands.native.closeable import Closeable
 from manyhands.strategies.federated.deployed.enrolment import Enrolment
 from manyhands.strategies.federated.rounds.round_core import RoundState, as_json, state_of
 
@@ -34,7 +34,7 @@ _FOLDER, _CLIENTS, _STATE = "federated", "clients.json", "state.json"
 _KEPT_CHECKPOINTS = 3
 
 
-class ServerFiles(Closing):
+class ServerFiles(Closeable):
     """A run directory of a server; a context manager, which holds its lock."""
 
     def __init__(self, directory: RunDirectory) -> None:
