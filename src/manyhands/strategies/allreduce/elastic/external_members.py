@@ -29,8 +29,7 @@ from manyhands.native.threads import with_threads
 from manyhands.places.external.control_connection import ControlConnection
 from manyhands.places.external.control_server import ControlEvent, Delivered, ProcessRejected, Warned
 from manyhands.places.external.process_group import GroupMember, ProcessGroup
-from manyhands.places.local.cores import threads_per_role
-from manyhands.places.local.host import host_identity
+from manyhands.places.local.host import host_identity, threads_per_role
 from manyhands.places.local.notes import TypedNotes
 from manyhands.places.local.supervisor import Ended, Event, Hung, Said, Started
 from manyhands.strategies.allreduce.elastic.elastic_members import LocalElasticMembers
