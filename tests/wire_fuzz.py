@@ -32,6 +32,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from manyhands.native.dtypes import LINKED
 from manyhands.strategies.ps.live.ps_job import CODEC
+from manyhands.transport.hub.admission import Tally
 from manyhands.transport.hub.connection import BEFORE_HANDSHAKE
 from manyhands.transport.hub.frames import (
     HEADER_BYTES,
@@ -51,8 +52,7 @@ from manyhands.transport.hub.handshake import (
     Proof,
 )
 from manyhands.transport.hub.hub import Arrived, Hub, Joined, Lost, Rejected, Settings, Shared
-from manyhands.transport.hub.pending_connections import Tally
-from manyhands.transport.link.message import Header as LinkHeader
+from manyhands.transport.link.interface import Header as LinkHeader
 from manyhands.transport.messages import MessageCoder, ProtocolError
 
 __all__ = ["TARGETS", "Failure", "LiveHub", "a_frame", "damaged", "dialled", "frame", "fuzz", "send"]

@@ -26,9 +26,8 @@ from manyhands.places.external.process_group import join_group, lead_group
 from manyhands.places.external.process_place import ProcessPlace, under_torchrun
 from manyhands.places.external.register import terms_of
 from manyhands.places.local.host import host_identity
-from manyhands.transport.link.interface import Received
-from manyhands.transport.link.message import Message
-from manyhands.transport.link.secure import Security
+from manyhands.transport.link.interface import Message, Received
+from manyhands.transport.security import Security
 
 TERMS = terms_of({"task": "toy"})
 TOKEN = b"the secret of this run, 32 bytes"

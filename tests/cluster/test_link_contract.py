@@ -29,14 +29,15 @@ from manyhands.transport.link.interface import (
     Closed,
     Flushed,
     Full,
+    Header,
     Link,
+    Message,
     PeerDied,
     Queued,
     Received,
     TimedOut,
 )
 from manyhands.transport.link.mesh import SharedMesh, TcpMesh
-from manyhands.transport.link.message import Header, Message
 from manyhands.transport.link.shared_link import LinkDescriptors, SharedLink, SharedLinkFiles
 from manyhands.transport.link.simulated_network import SimulatedNetwork
 from manyhands.transport.link.tcp import TcpLink

@@ -16,10 +16,9 @@ from manyhands.engine.options import TLS_VARIABLE, Options
 from manyhands.errors import UserError
 from manyhands.interop.own_loop import connect
 from manyhands.places.external.process_place import ProcessPlace
-from manyhands.transport.link.interface import Received
-from manyhands.transport.link.message import Message
+from manyhands.transport.link.interface import Message, Received
 from manyhands.transport.link.tcp import TcpLink
-from manyhands.transport.link.tls import SecureSocket
+from manyhands.transport.tls import SecureSocket
 
 
 class NoGloo(Exception):

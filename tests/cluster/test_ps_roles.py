@@ -42,7 +42,7 @@ from manyhands.strategies.ps.live.snapshots import ShardSnapshots
 from manyhands.strategies.ps.strategy import Ps
 from manyhands.strategy import Strategy
 from manyhands.task import Task
-from manyhands.transport.link.secure import Security
+from manyhands.transport.security import Security
 from threaded_ps import job_for
 
 TOKEN = b"the secret of this run, 32 bytes"

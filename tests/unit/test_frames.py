@@ -123,8 +123,8 @@ def test_a_payload_in_shared_memory_is_not_in_the_stream() -> None:
     [
         (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", "magic"),
         (b"MHUB" + struct.pack("<HHHHIQQ", 1, 1, 0, 0, 0, 0, 0), "version"),
-        (b"MHUB" + struct.pack("<HHHHIQQ", 2, 1, 4, 0, 0, 0, 0), "flags"),
-        (b"MHUB" + struct.pack("<HHHHIQQ", 2, 1, 0, 1, 0, 0, 0), "reserved"),
+        (b"MHUB" + struct.pack("<HHHHIQQ", 3, 1, 4, 0, 0, 0, 0), "flags"),
+        (b"MHUB" + struct.pack("<HHHHIQQ", 3, 1, 0, 1, 0, 0, 0), "reserved"),
         (encode_header(1, 0, LIMITS.body_bytes + 1, 0), "body_bytes"),
         (encode_header(1, 0, 0, LIMITS.payload_bytes + 1), "payload_bytes"),
         (encode_header(1, IN_ARENA, 0, (1 << 64) - 1), "payload_bytes"),

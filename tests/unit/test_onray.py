@@ -39,7 +39,7 @@ from manyhands.strategies.ps.external_roles import ps_ranks
 from manyhands.strategies.ps.strategy import Ps
 from manyhands.strategies.ps.training import most_workers
 from manyhands.strategy import Strategy
-from manyhands.transport.link.secure import Security
+from manyhands.transport.security import Security
 
 
 def test_a_cluster_is_read_from_its_text() -> None:

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from manyhands.transport import messages
+from manyhands.transport import messages, tls
 from manyhands.transport.hub.frames import FrameDecoder
 from manyhands.transport.hub.handshake import Handshake
-from manyhands.transport.link import tls
 from wire_fuzz import TARGETS, Failure, fuzz
 
 SEED = 20_261_115

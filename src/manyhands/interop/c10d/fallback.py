@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from manyhands.errors import UserError
-from manyhands.transport.link.torch_groups import gloo_backend, nccl_backend
+from manyhands.transport.link.torch_p2p import gloo_backend, nccl_backend
 
 __all__ = ["FallbackGroup"]
 

@@ -14,13 +14,14 @@ own, as clipping and unscaling are.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from manyhands.engine.clipping import clip_norm
 from manyhands.engine.desync_check import Agreement
 from manyhands.engine.exchange import Exchange, LocalStep
 from manyhands.engine.reporting import WorkerContext
@@ -56,7 +57,7 @@ class Rounds:
         """All have agreed to."""
 
         self._worker_context = worker_context
-        self._check_every = check_every if exchange.copies else 0
+        self._check_every = check_every if exchange.part.copies else 0
         self._agreement: Agreement | None = None
         self._says_stop = False
         self._for_others = 0  # rounds that this worker has brought nothing to, since it left
@@ -93,7 +94,7 @@ class Rounds:
                 model.named_parameters, rank=self.rank, world=self.world, total=self.words.total
             )
         self._weigh(self.readings.part.share)
-        self.exchange.on_next_gradient(self._begin_backward)
+        self._watch_backward()
         for one in models:
             self._hooks.callback(one.register_forward_pre_hook(self._on_forward).remove)
         if self.exchange.steps_itself:
@@ -108,7 +109,8 @@ class Rounds:
     def holding(self) -> Iterator[None]:
         """Context in which backwards exchange nothing; their gradients accumulate on this worker."""
         self.require_model()
-        with self.exchange.accumulate():
+        hooks = self.exchange.hooks
+        with hooks.holding() if hooks is not None else nullcontext():
             self._holding += 1
             try:
                 yield
@@ -117,12 +119,12 @@ class Rounds:
 
     def clip(self, max_norm: float) -> float:
         """Scale the gradient to `max_norm`; the norm it had. Collective where the strategy holds it in parts."""
-        self.require_model()
+        model = self.require_model()
         if self._watch is None:
-            return self.exchange.clip(max_norm)
+            return clip_norm(self.exchange, model, max_norm)
         self._watch.require_untouched()
         self.words.meet(Call.CLIP, max_norm)
-        norm = self.exchange.clip(max_norm)
+        norm = clip_norm(self.exchange, model, max_norm)
         self._watch.remember()
         return norm
 
@@ -137,7 +139,8 @@ class Rounds:
                 "use a second one"
             )
         self._watch.require_untouched()
-        found = unscale(self.exchange.held_gradients(), factor)
+        assert self.exchange.parts is not None, "a strategy that steps by itself holds parts"
+        found = unscale(self.exchange.parts.held(), factor)
         self._watch.remember()
         return any(word.value for word in self.words.meet(Call.UNSCALE, float(found)))
 
@@ -191,7 +194,7 @@ class Rounds:
                 require_same(words)
             self._require_alike(words)
             self._bring_nothing(words)
-        self.exchange.settle(end=True)
+        self._average(end=True)
         rounds = [word.value for word in words]
         if min(rounds) < max(rounds):
             self._take_weights(root=rounds.index(max(rounds)))
@@ -203,11 +206,19 @@ class Rounds:
         self.words.close()
 
     def _weigh(self, share: float) -> None:
-        if self._model is not None:
-            self.exchange.weigh(share)
+        if self._model is not None and self.exchange.hooks is not None:
+            self.exchange.hooks.weight = share
+
+    def _watch_backward(self) -> None:
+        if self.exchange.hooks is not None:  # a lone worker has nothing to exchange
+            self.exchange.hooks.on_next_gradient = self._begin_backward
+
+    def _average(self, *, end: bool = False) -> None:
+        if self.exchange.average is not None:
+            self.exchange.average(end)
 
     def _on_forward(self, module: nn.Module, _: Any) -> None:
-        self.exchange.settle()  # a step that was due may have been left out, as a GradScaler does
+        self._average()  # a step that was due may have been left out, as a GradScaler does
         if not module.training or not torch.is_grad_enabled():
             return
         self._says_stop = self.wants_stop or self._worker_context.stop_requested()
@@ -230,7 +241,7 @@ class Rounds:
             self._stepping = False
 
     def _after_step(self, *_: Any) -> None:
-        self.exchange.settle()
+        self._average()
 
     def _begin_backward(self) -> None:
         """Called at the first gradient of a backward."""
@@ -248,12 +259,13 @@ class Rounds:
                 news=self._buffers.news(),
             )
         )
-        self.exchange.begin(self.clock.rounds)
+        assert self.exchange.hooks is not None, "they have called"
+        self.exchange.hooks.begin_step(self.clock.rounds)
 
     @torch.no_grad()
     def _end_backward(self) -> None:
         """Called by autograd when all gradients of a backward are there."""
-        self.exchange.on_next_gradient(self._begin_backward)
+        self._watch_backward()
         if self._holding:
             return
         part = self.readings.part
@@ -289,7 +301,7 @@ class Rounds:
             parameter.grad = None
         self._exchange(words, share=0.0)
         self._for_others += 1
-        self.exchange.settle()
+        self._average()
 
     @torch.no_grad()
     def _take_weights(self, root: int) -> None:

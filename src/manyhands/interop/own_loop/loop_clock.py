@@ -48,7 +48,7 @@ class RoundClock:
         self._worker_context.mark(self.rounds + 1, State.COMPUTING)
         self._take()
         self._take_input_ns()
-        self._sent = self._exchange.traffic()
+        self._sent = self._exchange.meter.traffic()
         self._started_ns = time.monotonic_ns()
 
     def computed(self) -> None:
@@ -70,7 +70,7 @@ class RoundClock:
         book.waits(self._waited_before)
         book.waits(waited)
         if self._exchange.world > 1:
-            sent = self._exchange.traffic() - self._sent
+            sent = self._exchange.meter.traffic() - self._sent
             book.exchange(now_ns, sent, self._exchange.wire, hidden_ns=self._overlapped_ns)
             book.posts(posts, self._exchange.wire)
         book.end(now_ns, samples)
@@ -79,7 +79,7 @@ class RoundClock:
 
     def _take(self) -> tuple[int, Counter[int], Mapping[int, PeerTraffic]]:
         """Nanoseconds spent reducing, and waiting for each worker, and the exchange's messages, since the last look."""
-        times = (self._exchange.take_times(), self._words.take_times())
+        times = (self._exchange.meter.take_times(), self._words.take_times())
         waited: Counter[int] = Counter()
         for one in times:
             waited.update(one.wait_ns)

@@ -125,7 +125,7 @@ def promises_table(found: Figures) -> Table:
     for question in PROMISES:
         table.add_column(question, max_width=16)
     for row in found.rows:
-        table.add_row(row.name, *promise_cells(row.strategy.promises))
+        table.add_row(row.name, *promise_cells(row.strategy.facts.promises))
     return table
 
 
@@ -191,7 +191,7 @@ def report(found: Figures, sentences: Sequence[str], made: Made) -> str:
     rows = [row for row in found.rows if row.runs]
     head = ["strategy", *(name.replace("\n", " ") for name in columns(found))]
     table = data_table(head, [[row.name, *cells(found, row)] for row in found.rows], title=_caption(found))
-    promises = [[row.name, *promise_cells(row.strategy.promises, words=True)] for row in found.rows]
+    promises = [[row.name, *promise_cells(row.strategy.facts.promises, words=True)] for row in found.rows]
     parts = [
         findings_section(sentences),
         section("table", "Side by side", table, "wide"),
@@ -325,6 +325,6 @@ def _about(found: Figures, made: Made) -> list[str]:
         f"evaluated. Metrics were measured every {found.evaluate_every} steps and at the end, so times to the target "
         "are exact to that. Nothing was saved before the end. Curves are those of each strategy's middle run."
     )
-    for sentence in sorted({row.strategy.when_evaluating for row in found.rows} - {""}):
+    for sentence in sorted({row.strategy.facts.when_evaluating for row in found.rows} - {""}):
         clock += f" {sentence}"
     return [clock, *made.notes]

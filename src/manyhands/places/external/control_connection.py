@@ -47,10 +47,9 @@ from manyhands.places.external.send_queue import SendQueue, Wakeup, pieces
 from manyhands.places.local.control import Finished, Note, Stop, encoded
 from manyhands.places.local.failure import report
 from manyhands.places.local.status import NOBODY, State
-from manyhands.transport.hub.arrivals import Arrived, HubEvent, Joined, Lost, Ready
 from manyhands.transport.hub.handshake import Credentials
 from manyhands.transport.hub.hub import Hub
-from manyhands.transport.hub.settings import Settings
+from manyhands.transport.hub.hub_events import Arrived, HubEvent, Joined, Lost, Ready, Settings
 
 __all__ = ["Contact", "ControlConnection", "ControlStore", "open_control_connection"]
 

@@ -52,10 +52,9 @@ from manyhands.places.local.host import host_identity
 from manyhands.places.local.roster import Ended, Said, Started
 from manyhands.places.local.status import State
 from manyhands.places.local.status import StatusRow as ProcessStatus
-from manyhands.transport.hub.arrivals import Arrived, HubEvent, Joined, Lost, Ready, Rejected
 from manyhands.transport.hub.handshake import Credentials
 from manyhands.transport.hub.hub import Hub
-from manyhands.transport.hub.settings import Settings
+from manyhands.transport.hub.hub_events import Arrived, HubEvent, Joined, Lost, Ready, Rejected, Settings
 from manyhands.transport.messages import ProtocolError
 
 __all__ = ["ControlEvent", "ControlServer", "Delivered", "ProcessRejected", "Warned", "hello_of"]

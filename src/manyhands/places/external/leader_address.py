@@ -33,9 +33,9 @@ from manyhands.places.external.specification import listening_at
 from manyhands.places.external.store_waiting import comes_true
 from manyhands.places.local.host import host_identity
 from manyhands.places.local.rendezvous import hosts_of
-from manyhands.transport.hub.settings import Settings
-from manyhands.transport.link.liveness import LivenessTimes
-from manyhands.transport.link.secure import Security, is_loopback
+from manyhands.transport.hub.hub_events import Settings
+from manyhands.transport.liveness import LivenessTimes
+from manyhands.transport.security import Security, is_loopback
 
 __all__ = ["Following", "Leading", "follow", "lead"]
 

@@ -23,7 +23,7 @@ from manyhands.places.external.control_server import ControlEvent, ProcessReject
 from manyhands.places.external.leader_address import Following, Leading, follow, lead
 from manyhands.places.external.process_place import ProcessPlace
 from manyhands.places.local.roster import Ended, Started
-from manyhands.transport.link.secure import Security
+from manyhands.transport.security import Security
 
 __all__ = ["GroupMember", "ProcessGroup", "join_group", "lead_group"]
 

@@ -19,7 +19,7 @@ from typing import Any, Final, Self
 
 from manyhands.errors import UserError, nearest, printable
 from manyhands.places.place import TF_CONFIG
-from manyhands.transport.link.secure import is_loopback
+from manyhands.transport.security import is_loopback
 
 __all__ = ["EVALUATOR", "ROLE_TYPES", "ClusterRole", "ClusterSpec", "check_hosts", "listening_at"]
 

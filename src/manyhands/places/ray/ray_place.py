@@ -171,7 +171,7 @@ def _lead(run: PlacedRun, cluster: RayCluster) -> Any:
         ways = {"worker": cluster.workers, "ps": cluster.servers}
         single = {"worker"} if bounds is not None else set()
         with RayRoles(ray, seats(casting.actors, ways, cluster.cpus, gpus, single)) as roles:
-            staff = Staff(survives=run.strategy.can_change_workers)
+            staff = Staff(survives=run.strategy.facts.can_change_workers)
             following = SizeFollower(bounds, run.workers, run.commands)
             with ActorKeeper(roles, casting, given, staff, following) as keeper:
                 place = casting.lead(given.master).place(store, keeper.trouble)
@@ -218,7 +218,7 @@ def _beside_me(ray: Any) -> Any:
 
 
 def _bounds(run: PlacedRun) -> Bounds | None:
-    if run.strategy.goes_on_with_fewer:  # by itself, down to min_workers
+    if run.strategy.facts.continues_with_fewer:  # by itself, down to min_workers
         if run.max_workers is not None:
             raise UserError(
                 f"max_workers={run.max_workers}: strategy {run.strategy} goes on with fewer and gets back whom "
@@ -226,7 +226,7 @@ def _bounds(run: PlacedRun) -> Bounds | None:
             )
         return None
     bounds = Bounds.of(run.workers, run.min_workers, run.max_workers)
-    if bounds is not None and not run.strategy.can_change_workers:
+    if bounds is not None and not run.strategy.facts.can_change_workers:
         raise UserError(
             f"min_workers and max_workers: strategy {run.strategy} needs the workers it began with; leave them "
             "out, or use ps"

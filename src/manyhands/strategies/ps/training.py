@@ -123,7 +123,7 @@ class PsTraining(Training):
             return None
         model = task.model()
         optimizer = optimizer_of(task, model)
-        layout = FlatLayout.of(model, optimizer, strategy.servers, task.sparse, strategy.stepping)
+        layout = FlatLayout.of(model, optimizer, strategy.servers, task.sparse, strategy.facts.stepping)
         values, _ = merge(layout, [one.state for one in found], model.state_dict())
         return found[0].state.batches, values
 

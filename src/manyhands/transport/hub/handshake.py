@@ -108,9 +108,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
-    """A heartbeat; `progress` is a number by which the application counts its work."""
-
-    progress: int
+    """The sender is alive."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

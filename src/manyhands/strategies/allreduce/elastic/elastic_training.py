@@ -26,18 +26,14 @@ from manyhands.places.run_commands import MORE_WORKERS
 from manyhands.strategies.allreduce.elastic.elastic_launcher import ElasticLauncher, ElasticOutcome
 from manyhands.strategies.allreduce.elastic.elastic_members import (
     AssembleElastic,
+    ElasticKeeper,
     ElasticMembers,
+    ExternalElasticMembers,
     LocalElasticMembers,
 )
 from manyhands.strategies.allreduce.elastic.elastic_membership import ElasticPlan
-from manyhands.strategies.allreduce.elastic.external_members import (
-    ElasticKeeper,
-    ExternalElasticMembers,
-    take_slot,
-    wiring_of,
-)
 from manyhands.strategies.allreduce.elastic.linked import Wiring
-from manyhands.strategies.allreduce.elastic.member_process import ElasticJob
+from manyhands.strategies.allreduce.elastic.member_process import ElasticJob, take_slot, wiring_of
 from manyhands.strategies.allreduce.strategy import AllReduce
 
 __all__ = ["ElasticTraining", "FirstRows"]

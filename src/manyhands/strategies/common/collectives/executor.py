@@ -31,8 +31,8 @@ from manyhands.strategies.common.collectives.message_encoding import Encoded
 from manyhands.strategies.common.collectives.row_sums import GradientRows, sum_rows
 from manyhands.strategies.common.collectives.schedule import Algorithm, How
 from manyhands.strategies.common.collectives.vector_plan import Fold, Landing, Plan, Round, lay_plan
-from manyhands.transport.link.alarm import Alarm
 from manyhands.transport.link.interface import Link
+from manyhands.transport.liveness import Alarm
 from manyhands.wire.codec import ParcelCodec, encodes
 from manyhands.wire.parcels import Parcel
 

@@ -154,7 +154,7 @@ class ServerTraining:
             built = self._computer.build()
             strategy, sparse = request.strategy, request.plan.task.sparse
             self._layout = FlatLayout.of(
-                built.model, built.optimizer, strategy.servers, sparse, strategy.stepping
+                built.model, built.optimizer, strategy.servers, sparse, strategy.facts.stepping
             )
             self._model = built.model
             self._final = stack.enter_context(

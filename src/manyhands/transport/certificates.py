@@ -1,4 +1,4 @@
-"""Makes the files that `secure` reads: a run's certificate authority, which signs one certificate per host.
+"""Makes the files that `security` reads: the certificate authority of a run, which signs one certificate per host.
 
 Needs the `cryptography` package (`pip install manyhands[tls]`).
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from manyhands.errors import UserError
-from manyhands.transport.link.secure import AUTHORITY, CERTIFICATE, KEY, TOKEN
+from manyhands.transport.security import AUTHORITY, CERTIFICATE, KEY, TOKEN
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey

@@ -1,4 +1,4 @@
-"""Heartbeats between processes: drives `peer_liveness` with a socket, two threads and the kernel's connection state.
+"""Heartbeats between processes: drive `liveness` with a socket, two threads and the state of connections in the kernel.
 
 One thread sends, in compiled code that never takes the GIL: user code may hold it for minutes. The other receives,
 asks the kernel about connections when heartbeats are missing, and ends waits through `on_lost`.
@@ -29,7 +29,7 @@ from numba import types
 from manyhands.native.atomics import load_i64, store_i64
 from manyhands.native.counters import Counter
 from manyhands.native.decorators import njit
-from manyhands.transport.link.peer_liveness import (
+from manyhands.transport.liveness import (
     BETWEEN_HOSTS,
     COUNT_OFFSET,
     FRAME,
