@@ -159,21 +159,6 @@ def server_table(name: str) -> Callable[[], str]:
     return render
 
 
-def server_memory(name: str) -> Callable[[], str]:
-    """What servers keep beside the parameters and the optimizer's state."""
-
-    def render() -> str:
-        rows = [["link", "workers", "parameters", "optimizer state", "private, measured", "shared, measured"]]
-        for row in load(name)["memory"]:
-            sizes = ("parameters_bytes", "state_bytes", "private_bytes", "shared_bytes")
-            rows.append(
-                [row["link"], str(row["workers"]), *(format_bytes(max(row[size], 0)) for size in sizes)]
-            )
-        return markdown(rows)
-
-    return render
-
-
 def glove_training() -> str:
     """Records per CPU-second of training beside C, and what a second core adds."""
     result = load("glove")["train"]
@@ -430,7 +415,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "step-2": step_table("step-2"),
     "step-16core": step_scaling,
     "server": server_table("server"),
-    "server memory": server_memory("server"),
     "glove training": glove_training,
     "glove counting": glove_counting,
     "glove workers": glove_workers,

@@ -286,7 +286,7 @@ def test_what_a_strategy_with_helpers_says_of_itself() -> None:
         ("worker", 0), ("worker", 2), ("helper", 0), ("helper", 1),
     ]  # fmt: skip
     assert strategy.placed(6, {}) == (strategy, 4)
-    assert strategy.uses_links
+    assert strategy.facts.uses_links
     assert "from three workers on" in strategy.advice(2, sparse=False)
     assert strategy.advice(3, sparse=False) == ""
     for refused, sentence in (
@@ -298,4 +298,4 @@ def test_what_a_strategy_with_helpers_says_of_itself() -> None:
     ):
         with pytest.raises(UserError, match=sentence):
             refused()
-    assert "mh.fit a Task" in strategy.instead_of_own_loop
+    assert "mh.fit a Task" in strategy.facts.instead_of_own_loop

@@ -275,7 +275,7 @@ def _asked(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Commo
 
 def task_table(entry: BuiltinTask[Any], task: Task, run: Run) -> TaskTable | None:
     """What the task itself shows at the end of a run; None where it has nothing to show of one like this."""
-    if entry.table is None or Strategy.parse(run.summary["strategy"]).counts_rounds:
+    if entry.table is None or Strategy.parse(run.summary["strategy"]).facts.counts_rounds:
         return None
     return entry.table(task, TaskEnd(model=run.model, workers=run.summary["workers"]))
 
@@ -301,7 +301,7 @@ def _length(entry: BuiltinTask[Any], common: _Common) -> dict[str, int | None]:
     asked = {"steps": common.steps, "epochs": common.epochs, "rounds": common.rounds}
     if any(value is not None for value in asked.values()):
         return asked
-    if Strategy.parse(common.strategy).counts_rounds:
+    if Strategy.parse(common.strategy).facts.counts_rounds:
         return {}
     return {"steps": entry.steps, "epochs": entry.epochs}
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Self
 
-__all__ = ["Closing"]
+__all__ = ["Closeable"]
 
 
-class Closing:
+class Closeable:
     """A context manager; `close` is idempotent."""
 
     def close(self) -> None:

@@ -81,10 +81,10 @@ _BY_DEFAULT = "mirrored"
 def choose(asked: Strategy | None, hosts: Hosts) -> Strategy:
     """The strategy for workers on these hosts: the requested one if possible, else a suitable default."""
     world = sum(map(len, hosts))
-    if asked is not None and asked.instead_of_own_loop:
+    if asked is not None and asked.facts.instead_of_own_loop:
         raise UserError(
             f"strategy={asked} is not for a loop of your own; use mirrored, central or allreduce there, or "
-            f"{asked.instead_of_own_loop}"
+            f"{asked.facts.instead_of_own_loop}"
         )
     if asked is not None and asked.most_workers is not None and world > asked.most_workers:
         raise UserError(f"strategy={asked} is one process, but there are {world} workers; leave it out")
@@ -132,7 +132,9 @@ def _on_one_host(
         stack.enter_context(share_group(rendezvous, purpose, timeout_s)) for purpose in ("words", "gradients")
     ]
     words, gradients = groups
-    links = share_links(rendezvous, timeout_s, network=strategy.uses_network) if strategy.uses_links else {}
+    links = (
+        share_links(rendezvous, timeout_s, network=strategy.uses_network) if strategy.facts.uses_links else {}
+    )
     resources = Resources(
         rank=rendezvous.local_rank,
         world=len(rendezvous.here),

@@ -33,7 +33,7 @@ class LocalTraining(ChoosingTraining):
         world = resources.world
         if world == 1:
             return SingleExchange()  # an average of one
-        links = resources.links() if strategy.uses_links else {}
+        links = resources.links() if strategy.facts.uses_links else {}
         resources = replace(resources, links=lambda: links)  # once for averages and what is between them
         if strategy.uses_network:
             collective: Collective = over_links(

@@ -138,7 +138,7 @@ class PipelineExchange(Exchange):
             if name in outline.keys and place.data == 0
             if place.slice == 0 or name in self._sliced.buffers
         }
-        stepping_for(optimizer, strategy.stepping, strategy.word)
+        stepping_for(optimizer, strategy.facts.stepping, strategy.word)
         self._held = HeldModel(outline, optimizer, held, told, self._sliced.buffers)
         self._held.drop_rest()
         local = {id(one.whole): one.local for one in held}

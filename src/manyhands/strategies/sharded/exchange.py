@@ -89,7 +89,7 @@ class ShardedExchange(FlowListener, Exchange):
 
         A UserError names an optimizer that cannot be sharded.
         """
-        whole = stepping_for(optimizer, Sharded().stepping, Sharded.word) is Stepping.APART
+        whole = stepping_for(optimizer, Sharded().facts.stepping, Sharded.word) is Stepping.APART
         outline = Outline.of(model)
         for unit in units_of(model):
             memory = UnitMemory(unit, self._device)

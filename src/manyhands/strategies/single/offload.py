@@ -74,7 +74,7 @@ class OffloadExchange(FlowListener, Exchange):
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Move the parameters to host memory or file; a UserError states the need if a layer does not fit."""
         strategy = Single(device_memory=self._limit)
-        stepping_for(optimizer, strategy.stepping, str(strategy))
+        stepping_for(optimizer, strategy.facts.stepping, str(strategy))
         self._optimizer = optimizer
         state = _state_sizes(optimizer)
         units = units_of(model)

@@ -115,7 +115,7 @@ class TensorExchange(Exchange):
             if key in outline.shapes and first and (self.rank == 0 or key in self._sliced.buffers)
         }
         if self._sliced.cut:
-            stepping_for(optimizer, Tensor().stepping, Tensor.word)
+            stepping_for(optimizer, Tensor().facts.stepping, Tensor.word)
         self._held = HeldModel(outline, optimizer, held, buffers, self._sliced.buffers)
         self._held.drop_rest()
         self._optimizer = optimizer

@@ -21,12 +21,15 @@ from torch.optim import Optimizer
 from manyhands.data.store.checkpoint import Loaded
 from manyhands.engine.computing import Computed, Computer
 from manyhands.engine.exchange import Exchange, LocalStep, Meter, SharedStep, Times, Traffic, WorkerPart
-from manyhands.strategies.allreduce.elastic.channel import StepChannel
 from manyhands.strategies.allreduce.elastic.elastic_messages import ArrivedInEpoch, EpochView, LeftEpoch
-from manyhands.strategies.allreduce.elastic.epoch_collective import LOST, ElasticCollective, MembersChanged
-from manyhands.strategies.allreduce.elastic.epochs import Epoch, Epochs
+from manyhands.strategies.allreduce.elastic.epoch_collective import (
+    LOST,
+    ElasticCollective,
+    MembersChanged,
+    StepChannel,
+)
+from manyhands.strategies.allreduce.elastic.epochs import Epoch, Epochs, restore_buffers, state_tree
 from manyhands.strategies.allreduce.elastic.member_control import MemberLine
-from manyhands.strategies.allreduce.elastic.state import restore_buffers, state_tree
 from manyhands.strategies.allreduce.exchange import AllReduceExchange
 from manyhands.strategies.allreduce.strategy import AllReduce
 
