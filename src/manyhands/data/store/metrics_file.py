@@ -63,15 +63,6 @@ class MetricsLog(Closeable):
         finally:
             self._file.close()
 
-<<<<<<< HEAD
-=======
-    def __enter__(self) -> MetricsLog:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
->>>>>>> main
     def _records(self) -> Iterator[tuple[dict[str, Any], bytes]]:
         try:
             file = self.path.open("rb")
