@@ -13,7 +13,7 @@ from pathlib import Path
 from torch import nn
 
 from manyhands.data.randomness import preserved
-from manyhands.data.store.outputs import require_empty
+from manyhands.data.store.atomic import require_empty
 from manyhands.engine.device import check_device
 from manyhands.engine.fitting import fit
 from manyhands.engine.kernel_task import AnyTask
