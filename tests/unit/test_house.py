@@ -118,7 +118,7 @@ def test_times_of_a_step_are_booked_in_one_place() -> None:
                 is_kind = isinstance(first.value, ast.Name) and first.value.id == "EventKind"
                 if called in {"record", "_record"} and is_kind and first.attr in parts:
                     found.add(module)
-    assert found == {"engine/booking.py"}
+    assert found == {"engine/reporting.py"}
 
 
 ROLES = {
