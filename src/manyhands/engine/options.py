@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from manyhands.data.randomness import mix
 from manyhands.engine.callbacks import Callback
 from manyhands.errors import UserError, named_arguments, nearest
-from manyhands.observe.draw.asked import PROGRESS
 from manyhands.places.local.patience import check_watchdog_s
 
 if TYPE_CHECKING:
@@ -38,6 +37,9 @@ MEAN: Final = "mean"
 SYNCHRONIZE: Final = "synchronize"
 BUFFERS: Final = ("broadcast", MEAN, SYNCHRONIZE)
 """What `Options.buffers` may be."""
+
+PROGRESS: Final = ("auto", "bar", "lines", "none")
+"""What `Options.progress` may be."""
 
 TLS_VARIABLE = "MANYHANDS_TLS"
 """Where the environment names the folder of this host's certificate."""

@@ -251,8 +251,7 @@ class _Files:
     def __init__(self, run_path: Path | None, record: RunRecord) -> None:
         self._run_path, self._record = run_path, record
         self._workers: dict[int, Recorder] = {}
-        self.kept: dict[str, int] = {}
-        """How many rows each file has."""
+        self.kept: dict[str, int] = {}  # how many rows each file has
 
     def __enter__(self) -> _Files:
         if self._run_path is not None:

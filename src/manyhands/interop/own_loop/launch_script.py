@@ -26,10 +26,8 @@ from manyhands.interop.own_loop.loop_events import own_loop_config
 from manyhands.interop.own_loop.script import Script, run_script
 from manyhands.native.version import __version__
 from manyhands.observe.analyse.collect import Collector
-from manyhands.observe.record.blackbox import BlackBoxes
-from manyhands.observe.record.event_ring import EventRing
-from manyhands.places.local.capacity import of_processes
-from manyhands.places.local.capacity_check import check_capacity
+from manyhands.observe.record.event_ring import BlackBoxes, EventRing
+from manyhands.places.local.capacity import check_capacity, of_processes
 from manyhands.places.local.control import Finished
 from manyhands.places.local.local import LocalCluster, Role
 from manyhands.places.local.patience import check_watchdog_s

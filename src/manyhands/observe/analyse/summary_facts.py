@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from manyhands.observe.record.checked_values import number, text
+from manyhands.observe.record.checked_values import number, text, whole
+from manyhands.wire.choice import CHOSEN, codec_sentence
 
-__all__ = ["LayerSent", "layers_sent"]
+__all__ = ["LayerSent", "codec_words", "layers_sent", "privacy_words"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,15 +17,12 @@ class LayerSent:
     """The traffic of one layer: means over the training steps, summed over all workers."""
 
     layer: str
-    how: str
-    """How it is sliced."""
-
+    how: str  # how it is sliced
     forward_bytes: float
     backward_bytes: float
     messages: float
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values."""
         return asdict(self)
 
 
@@ -44,3 +42,27 @@ def layers_sent(summary: Mapping[str, Any]) -> tuple[LayerSent, ...]:
                 )
             )
     return tuple(found)
+
+
+def privacy_words(summary: Mapping[str, Any]) -> list[str]:
+    """Return sentences on the privacy guarantee, and on a run that ended because its privacy budget was used up."""
+    found = summary.get("privacy")
+    if not isinstance(found, Mapping):
+        return []
+    said = [found.get(name) for name in ("sentence", "ended")]
+    words = [text(one) for one in said if isinstance(one, str) and one]
+    return [f"{one[:1].upper()}{one[1:]}." for one in words]
+
+
+def codec_words(summary: Mapping[str, Any]) -> list[str]:
+    """Return the sentence on the last choice in a summary, if any; malformed entries are ignored."""
+    if CHOSEN not in summary:
+        return []
+    found = summary[CHOSEN]
+    rows = [row for row in found if isinstance(row, Mapping)] if isinstance(found, list) else []
+    choices = [
+        {"step": step, "codec": text(str(row.get("codec"))), "why": text(str(row.get("why")))}
+        for row in rows
+        if (step := whole(row.get("step"))) is not None
+    ]
+    return [f"{codec_sentence(choices if isinstance(found, list) else None)}."]
