@@ -7,7 +7,7 @@ and at the end of a run, so that a metric, a checkpoint and the trained model ar
     broadcast     everyone takes those of worker 0
     mean          everyone takes the mean, each worker weighted by what it has computed since the last time; buffers
                   that are not floating-point are taken from worker 0
-    synchronize   batch norm computes with the statistics of the whole global batch (`synchronize_batch_norms`), so that its
+    synchronize   batch norm computes with the statistics of the whole global batch, so that its
                   buffers never differ; all other buffers as under broadcast
 
 Only buffers that differ travel: hashes are compared first. A buffer that all have alike keeps its bits.
