@@ -16,7 +16,7 @@ import numpy as np
 from torch import nn
 
 from manyhands.data.randomness import preserved
-from manyhands.data.store.outputs import require_empty
+from manyhands.data.store.atomic import require_empty
 from manyhands.data.store.rundir import RunDirectory
 from manyhands.engine.device import check_device
 from manyhands.engine.fitting import fit
