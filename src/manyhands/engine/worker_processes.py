@@ -16,15 +16,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._C._distributed_c10d import FileStore, Store
 
 from manyhands.data.store.checkpoint import CheckpointStore, Loaded
-from manyhands.data.store.portable import pack_tree, unpack_tree
 from manyhands.data.store.rundir import RunDirectory
+from manyhands.data.store.state_tree import pack_tree, unpack_tree
 from manyhands.data.store.tensorfile import encode_tensors, read_tensors
 from manyhands.engine.computing import TrainingPlan, worker_environment
 from manyhands.engine.device import device_of
@@ -34,13 +33,14 @@ from manyhands.engine.reporting import NOTES, WorkerContext
 from manyhands.engine.training import Result, Stage, Training
 from manyhands.engine.worker import Trained
 from manyhands.engine.worker_resources import Resources
+from manyhands.native.closeable import Closeable
 from manyhands.native.group.shared_group import SharedGroup, SharedGroupFiles, warm
 from manyhands.native.threads import use_threads
 from manyhands.observe.record.event_ring import BlackBoxes, EventRing
 from manyhands.observe.record.events import EventKind
 from manyhands.observe.record.recorded import role_name
 from manyhands.places.local.context import RoleContext
-from manyhands.places.local.cores import threads_per_role
+from manyhands.places.local.host import threads_per_role
 from manyhands.strategy import Strategy
 from manyhands.transport.link.interface import Link
 from manyhands.transport.link.mesh import Mesh, mesh_kind
@@ -281,7 +281,7 @@ def watched(deadline_s: float, rings: Sequence[EventRing]) -> Watched:
     return Watched(deadline_s=deadline_s, count_events=boxes.counts, last_events=boxes.last)
 
 
-class WorkerFiles:
+class WorkerFiles(Closeable):
     """The resources that the workers of a run share, in the process that starts them; a context manager."""
 
     def __init__(self, workers: int, strategy: Strategy) -> None:
@@ -331,14 +331,6 @@ class WorkerFiles:
     def close(self) -> None:
         """Release all resources; idempotent."""
         self._stack.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _work(context: RoleContext, job: WorkerJob, training: type[ProcessTraining]) -> Mapping[str, Any]:

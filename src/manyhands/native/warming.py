@@ -193,7 +193,6 @@ def _job_name(workload: str, call: str) -> str:
 
 @cache
 def _mark(job: str) -> Path:
-    """The file that marks a job as done."""
     root = cache_folder()
     assert root is not None, "the callers have asked"
     files = [module_file(call.partition(":")[0]) for call in job_named(job).calls]
@@ -332,7 +331,6 @@ def _tell(line: str) -> None:
 
 
 def _something(value: int) -> int:
-    """Something to compile."""
     return abs(value)
 
 

@@ -27,8 +27,7 @@ from manyhands.interop.own_loop.script import Script, run_script
 from manyhands.native.version import __version__
 from manyhands.observe.analyse.collect import Collector
 from manyhands.observe.record.event_ring import BlackBoxes, EventRing
-from manyhands.places.local.capacity import of_processes
-from manyhands.places.local.capacity_check import check_capacity
+from manyhands.places.local.capacity import check_capacity, of_processes
 from manyhands.places.local.control import Finished
 from manyhands.places.local.local import LocalCluster, Role
 from manyhands.places.local.patience import check_watchdog_s
@@ -79,7 +78,7 @@ def launch(
             finished, observed = _run(job, workers, watchdog_s, directory)
         except ManyhandsError as error:
             if directory is not None:
-                directory.tell_end(error, time.monotonic() - began)
+                directory.record_end(error, time.monotonic() - began)
             raise
         sharing = sharing_sentence(device or "cpu", workers)
         summary = {

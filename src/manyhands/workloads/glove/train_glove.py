@@ -14,15 +14,14 @@ from numpy.typing import NDArray
 from torch import nn
 
 from manyhands.engine.fitting import fit_or_kept
+from manyhands.engine.history_rows import PASS_LOSS
 from manyhands.engine.interrupted_run import Keeping, Kept
 from manyhands.engine.kernel_task import AnyTask
 from manyhands.engine.options import Options
-from manyhands.engine.passes import PASS_LOSS
 from manyhands.engine.run import Run
 from manyhands.native.warming import prepare
 from manyhands.observe.draw.bars import Bars, bar_view
-from manyhands.places.local.capacity import Amount, MemoryCost, of_processes
-from manyhands.places.local.capacity_check import check_capacity
+from manyhands.places.local.capacity import Amount, MemoryCost, check_capacity, of_processes
 from manyhands.strategy import Strategy
 from manyhands.workloads.glove.glove_model import GloveModel
 from manyhands.workloads.glove.glove_server import GloveTables

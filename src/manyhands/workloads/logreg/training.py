@@ -20,17 +20,17 @@ from torch import Tensor
 
 from manyhands.data.row_files import Reading, RowFile
 from manyhands.engine.fitting import fit_or_kept
+from manyhands.engine.history_rows import PASS_LOSS
 from manyhands.engine.interrupted_run import Keeping, Kept
 from manyhands.engine.kernel_task import AnyTask
 from manyhands.engine.options import Options
-from manyhands.engine.passes import PASS_LOSS
 from manyhands.errors import UserError, format_bytes
 from manyhands.facts import Truth
 from manyhands.native.segment import available_bytes
 from manyhands.native.warming import prepare, spent_s
 from manyhands.observe.draw.bars import Bars, bar_view
 from manyhands.places.local.capacity import Amount, MemoryCost, of_processes
-from manyhands.places.local.capacity_check import check_capacity as require_host_room
+from manyhands.places.local.capacity import check_capacity as require_host_room
 from manyhands.strategy import Strategy
 from manyhands.workloads.logreg.batch_task import table_of
 from manyhands.workloads.logreg.examples import Examples, Spool, parse_examples
