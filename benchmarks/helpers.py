@@ -32,7 +32,7 @@ from cables import inside, places, run_ranks
 from manyhands.places.local.signals import ending
 from manyhands.strategies.allreduce.helpers import helped, segments_for, split_load
 from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
-from manyhands.strategies.common.collectives.collective_cost import cost
+from manyhands.strategies.common.collectives.schedule_proof import cost
 
 RESULT = Path(__file__).parent / "results" / "helpers.json"
 WIDTH, LAYERS, BATCH, STEPS, WARM = 512, 4, 32, 9, 3

@@ -62,7 +62,7 @@ def test_modules_that_are_excused_still_need_it() -> None:
     assert {module: name for module, name in WORKLOADS.items() if name in named(module)} == WORKLOADS
 
 
-SAME_ON_PURPOSE = {"Options": {"engine/options.py", "interop/c10d/options.py"}}
+SAME_ON_PURPOSE = {"Options": {"engine/options.py", "interop/c10d/group_session.py"}}
 """`mh.Options` is of `fit`; `manyhands.c10d.Options` is what torch calls the options of a process group."""
 
 

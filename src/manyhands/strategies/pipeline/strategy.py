@@ -9,10 +9,8 @@ from typing import ClassVar
 from manyhands.errors import UserError
 from manyhands.facts import IN_STEP, ModelFootprint, Promises, Split, Stepping, Truth, WorkerMemory
 from manyhands.strategies.common.grid.grid_layout import Grid
-from manyhands.strategies.pipeline.check import most_held
-from manyhands.strategies.pipeline.schedule_cost import cost, equal_times
-from manyhands.strategies.pipeline.schedule_table import Schedule
-from manyhands.strategies.pipeline.schedules import SCHEDULES
+from manyhands.strategies.pipeline.schedule_cost import cost, equal_times, most_held
+from manyhands.strategies.pipeline.schedules import SCHEDULES, Schedule
 from manyhands.strategies.pipeline.split import balanced, check_cuts, parts_of
 from manyhands.strategy import (
     Strategy,
@@ -52,7 +50,6 @@ class Pipeline(Strategy):
         "codec": "stages send each other outputs and gradients as they are; allreduce link=tcp, local link=tcp and "
         "ps link=tcp have a codec"
     }
-
     stages: int = setting(2, whole_number)
     """Into how many stages the model's layers are cut."""
     microbatches: int = setting(4, whole_number)
@@ -101,7 +98,6 @@ class Pipeline(Strategy):
         return Grid.of(workers, stages=self.stages, slices=self.tensor, data=self.data or None)
 
     def assignment(self, cuts: tuple[int, ...], layers: int) -> tuple[int, ...]:
-        """The stage of each layer of a chain that is cut so."""
         return tuple(part % self.stages for part, places in enumerate(parts_of(cuts, layers)) for _ in places)
 
     def stages_of(self, costs: Sequence[float], workers: int) -> tuple[int, ...]:
@@ -128,7 +124,6 @@ class Pipeline(Strategy):
 
     @property
     def uses_links(self) -> bool:
-        """Stages send each other outputs and gradients."""
         return True
 
     @property
@@ -138,17 +133,14 @@ class Pipeline(Strategy):
 
     @property
     def model_parts(self) -> int:
-        """Each stage, and each slice of it, has its own."""
         return self.stages * self.tensor
 
     @property
     def straggler_advice(self) -> str:
-        """Stages wait for each other, and may be cut elsewhere."""
         return "a pipeline is as fast as its slowest stage; cuts=… gives that one fewer layers"
 
     @property
     def planned_waits(self) -> str:
-        """The schedule's bubble."""
         table = self.table()
         bubble = cost(table, equal_times(table)).bubble
         if not bubble:
@@ -159,7 +151,6 @@ class Pipeline(Strategy):
         )
 
     def shares(self, workers: int) -> int:
-        """One for each replica."""
         return self.grid(workers).data
 
     def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
@@ -182,26 +173,21 @@ class Pipeline(Strategy):
 
     @property
     def cannot_compile(self) -> str:
-        """No worker has the model that torch.compile takes."""
         return f"torch.compile takes a whole model, and under `{self.word}` no worker has one"
 
     @property
     def instead_of_own_loop(self) -> str:
-        """A loop's model is whole."""
         return "give the model and its loss to mh.fit for pipeline"
 
     @property
     def refused_buffers(self) -> Mapping[str, str]:
-        """Batches are computed in pieces."""
         return {"synchronize": "its batch norms see one micro-batch at a time, and never the whole batch"}
 
     @property
     def promises(self) -> Promises:
-        """All workers take every step together, so all are needed."""
         return IN_STEP
 
     def check(self, workers: int, device: str, *, compiled: bool = False) -> None:
-        """The workers must fill the grid, and layers are those of a network."""
         super().check(workers, device, compiled=compiled)
         if compiled:
             raise UserError(

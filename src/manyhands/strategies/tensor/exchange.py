@@ -18,14 +18,13 @@ from manyhands.engine.clipping import scale_down, squares_of
 from manyhands.engine.computing import Computed, Computer
 from manyhands.engine.exchange import Exchange, LocalStep, PeerTraffic, SharedStep, Times, Traffic
 from manyhands.native.heap import keep_freed_memory
-from manyhands.strategies.common.grid.grid_gradients import agree_on, sum_gradients
-from manyhands.strategies.common.grid.grid_group import LinkGroup, waits_of
+from manyhands.strategies.common.grid.grid_group import LinkGroup, agree_on, sum_gradients, waits_of
 from manyhands.strategies.common.grid.grid_layout import Grid, GridAxis
 from manyhands.strategies.common.grid.held import Held, HeldModel, Outline
 from manyhands.strategies.common.sharding.optimizers import stepping_for
+from manyhands.strategies.tensor.moves import layer_traffic
 from manyhands.strategies.tensor.slicing import Sliced, slice_modules
 from manyhands.strategies.tensor.strategy import Tensor
-from manyhands.strategies.tensor.traffic_report import layer_traffic
 from manyhands.transport.link.interface import Link
 from manyhands.transport.link.wire import Wire, wire_of
 
@@ -69,26 +68,21 @@ class TensorExchange(Exchange):
 
     @property
     def part(self) -> int:
-        """Index of this worker's replica: all slices of a replica compute on the same samples."""
         return self._place.data
 
     @property
     def parts(self) -> int:
-        """Number of replicas."""
         return self._grid.data
 
     @property
     def copies(self) -> Sequence[Sequence[int]]:
-        """The ranks that hold replicas of each slice."""
         return self._grid.copies
 
     def held_parameters(self, model: nn.Module) -> Iterable[tuple[str, torch.Tensor | None]]:
-        """This worker's parts of the parameters, under the names of the whole ones."""
         del model
         return self._need().named()
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Collective: broadcast worker 0's weights, then keep this worker's slice of them on its device."""
         for tensor in (*model.parameters(), *model.buffers()):
             self._everyone.broadcast(tensor.detach())
         outline = Outline.of(model)
@@ -121,14 +115,12 @@ class TensorExchange(Exchange):
         keep_freed_memory()  # every step frees what the next one allocates
 
     def compute(self, computer: Computer, model: nn.Module, step: int) -> Computed:
-        """Compute one step together with the other slices of this replica."""
         for group in self._groups:
             group.take_traffic()  # drop what was counted between steps
         waits_of(self._groups)
         return super().compute(computer, model, step)
 
     def evaluate(self, computer: Computer, model: nn.Module) -> tuple[dict[str, float], int] | None:
-        """Collective: each replica evaluates its part of the evaluation data."""
         return computer.evaluate(model, self.part, self.parts, self._data.all_reduce)
 
     def backward(self, loss: torch.Tensor, share: float) -> None:
@@ -156,25 +148,20 @@ class TensorExchange(Exchange):
         return norm
 
     def apply(self) -> None:
-        """Step the optimizer on the parameters that this worker holds."""
         assert self._optimizer is not None, "attach comes before apply"
         self._optimizer.step()
         self._optimizer.zero_grad()
 
     def optimizer_state(self) -> dict[str, Any] | None:
-        """Collective: assemble the optimizer state from the slices."""
         return self._need().optimizer_state(self._everyone)
 
     def model_state(self, model: nn.Module) -> Mapping[str, torch.Tensor] | None:
-        """Collective: assemble the model state from the slices."""
         return self._need().model_state(self._everyone, model)
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
-        """Collective: the sum over all workers."""
         return self._everyone.all_reduce(values.clone())
 
     def total_of_copies(self, values: torch.Tensor) -> torch.Tensor:
-        """Collective: the sum over the replicas of this slice."""
         return self._data.all_reduce(values.clone())
 
     def take_times(self) -> Times:
@@ -189,16 +176,13 @@ class TensorExchange(Exchange):
         return Times(exchange_ns=max(0, spent_ns - sum(waits.values())), wait_ns=waits, posts=posts)
 
     def traffic(self) -> Traffic:
-        """Traffic of all three groups together."""
         return sum((group.traffic() for group in self._groups), Traffic())
 
     def summary(self) -> Mapping[str, Any]:
-        """What a training step of this worker sends for each layer."""
         traffic = self._sliced.traffic if self._sliced is not None else {}
         return {"layers": layer_traffic(traffic, self._steps)}
 
     def close(self) -> None:
-        """Close the links."""
         for link in self._links.values():
             link.close()
 

@@ -23,11 +23,10 @@ class Tensor(Strategy):
     split: ClassVar[Split] = Split.DIMENSIONS
     truth: ClassVar[Truth] = Truth.EVERYONE
     cannot_cross_hosts: ClassVar[str] = ""
-
     slices: int = setting(0, whole_number)
     """How many workers share each layer; 0: all of them, or as many as `data` leaves."""
     data: int = setting(0, whole_number)
-    """How many such crews share each batch; 0: as many as the workers make."""
+    """How many replicas of the sliced model share each batch; 0: as many as the workers make."""
     link: str = link_setting()
 
     def __post_init__(self) -> None:
@@ -53,25 +52,20 @@ class Tensor(Strategy):
 
     @property
     def stepping(self) -> tuple[Stepping, ...]:
-        """Each worker steps its slices."""
         return (Stepping.IN_PIECES,)
 
     @property
     def uses_links(self) -> bool:
-        """Activations and their gradients travel inside forward and backward."""
         return True
 
     @property
     def straggler_advice(self) -> str:
-        """Slices wait for each other inside every layer."""
         return "every layer waits for the slowest of its slices; slice over workers that are alike"
 
     def shares(self, workers: int) -> int:
-        """One for each replica."""
         return self.grid(workers).data
 
     def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
-        """A slice of every layer each."""
         grid = self.grid(workers)
         return [
             WorkerMemory(
@@ -93,16 +87,13 @@ class Tensor(Strategy):
 
     @property
     def cannot_compile(self) -> str:
-        """No worker has the model that torch.compile takes."""
         return f"torch.compile takes a whole model, and under `{self.word}` no worker has one"
 
     @property
     def instead_of_own_loop(self) -> str:
-        """A loop's model is whole."""
         return "fit a Task for tensor"
 
     def check(self, workers: int, device: str, *, compiled: bool = False) -> None:
-        """The workers must fill the grid; compiled steps have one replica and no links."""
         super().check(workers, device, compiled=compiled)
         grid = self.grid(workers)
         if compiled and (grid.data > 1 or self.uses_network):
@@ -112,12 +103,10 @@ class Tensor(Strategy):
 
     @property
     def refused_buffers(self) -> Mapping[str, str]:
-        """No sums over replicas inside a sliced layer."""
         return {
             "synchronize": "its slices compute on the same samples, and replicas of slices do not sum inside a layer"
         }
 
     @property
     def promises(self) -> Promises:
-        """All workers take every step together, so all are needed."""
         return IN_STEP
