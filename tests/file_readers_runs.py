@@ -85,7 +85,7 @@ def _events(folder: Path, role: int, name: str) -> None:
 
 
 def _report(folder: Path) -> object:
-    from manyhands.observe.analyse.source import existing_run
+    from manyhands.observe.analyse.follow import existing_run
     from manyhands.observe.draw.page import report
     from manyhands.observe.draw.prometheus import metrics_text
 

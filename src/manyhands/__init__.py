@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from manyhands.interop.own_loop.join import join
     from manyhands.places.external.specification import ClusterSpec
     from manyhands.places.local.template import warm
-    from manyhands.places.ray.cluster import RayCluster
+    from manyhands.places.ray.ray_place import RayCluster
     from manyhands.strategies.allreduce.strategy import AllReduce, Mirrored
     from manyhands.strategies.central.strategy import Central
     from manyhands.strategies.federated.strategy import Federated
@@ -106,7 +106,7 @@ _HOMES = {
     "Options": "engine.options",
     "Parties": "data.parties",
     "PerWorker": "data.own",
-    "RayCluster": "places.ray.cluster",
+    "RayCluster": "places.ray.ray_place",
     "Replayed": "strategies.ps.replay",
     "Run": "engine.run",
     "Running": "engine.background_run",

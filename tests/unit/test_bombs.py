@@ -19,7 +19,7 @@ from manyhands.data.store.rundir import RunDirectory
 from manyhands.errors import DataError, UserError
 from manyhands.lab.compare.comparison import Trial
 from manyhands.lab.compare.measured_run import measure
-from manyhands.observe.analyse.source import existing_run
+from manyhands.observe.analyse.follow import existing_run
 from manyhands.observe.draw.charts import Series, line_chart
 from manyhands.observe.draw.page import report
 from manyhands.observe.draw.prometheus import metrics_text

@@ -203,8 +203,8 @@ def test_a_codec_is_no_longer_the_numbers_of_the_plain_loop() -> None:
         "local steps=1 link=tcp codec=bf16",
         "ps link=tcp codec=bf16",
     ):
-        assert Strategy.parse(text).promises.same_numbers.answer is Answer.PARTLY
-        assert Strategy.parse(text[: text.index(" codec")]).promises.same_numbers.answer is Answer.YES
+        assert Strategy.parse(text).facts.promises.same_numbers.answer is Answer.PARTLY
+        assert Strategy.parse(text[: text.index(" codec")]).facts.promises.same_numbers.answer is Answer.YES
 
 
 @pytest.mark.parametrize(

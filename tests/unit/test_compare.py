@@ -238,8 +238,8 @@ def test_one_who_evaluates_while_others_go_on_stops_its_share_of_the_clock() -> 
     stops = Stops.of({5: {1: 0.5}, 10: {0: 0.25}}, 2, together=False)
     assert [stops.before_s(step, inclusive=True) for step in (4, 5, 10)] == [0, 0.25, 0.375]
     rendezvous = ("allreduce", "ps", "hogwild")
-    assert all(Strategy.parse(text).meets_to_evaluate for text in rendezvous)
-    assert not Strategy.parse("ps consistency=async").meets_to_evaluate
+    assert all(Strategy.parse(text).facts.meets_to_evaluate for text in rendezvous)
+    assert not Strategy.parse("ps consistency=async").facts.meets_to_evaluate
 
 
 # ── what is shown ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -300,7 +300,7 @@ def test_smoothing_keeps_the_number_of_points_and_the_mean_of_a_constant() -> No
 
 @pytest.mark.parametrize("word", STRATEGIES)
 def test_every_strategy_states_what_it_promises(word: str) -> None:
-    promises = Strategy.parse(word).promises
+    promises = Strategy.parse(word).facts.promises
     for one in dataclasses.fields(Promises):
         promise = getattr(promises, one.name)
         assert isinstance(promise.answer, Answer)
@@ -309,7 +309,7 @@ def test_every_strategy_states_what_it_promises(word: str) -> None:
 
 def test_promises_depend_on_the_settings() -> None:
     def answers(text: str) -> str:
-        promises = Strategy.parse(text).promises
+        promises = Strategy.parse(text).facts.promises
         return " ".join(getattr(promises, one.name).answer.value for one in dataclasses.fields(promises))
 
     expected = {
@@ -322,7 +322,7 @@ def test_promises_depend_on_the_settings() -> None:
         "hogwild order=turns": "no – no yes",
     }
     assert {text: answers(text) for text in expected} == expected
-    assert Hogwild(order="locked").promises.same_numbers.answer is Answer.NO
+    assert Hogwild(order="locked").facts.promises.same_numbers.answer is Answer.NO
 
 
 # ── a slower network ──────────────────────────────────────────────────────────────────────────────────────────────

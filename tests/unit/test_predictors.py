@@ -21,8 +21,7 @@ from manyhands.data.image_files import ImageShape, read_images
 from manyhands.data.store.exported import write_exported
 from manyhands.errors import DataError, UserError
 from manyhands.serving.opening import open_predictor
-from manyhands.serving.predict_images import ImagePredictor
-from manyhands.serving.predict_numbers import NumberPredictor
+from manyhands.serving.predict_arrays import ImagePredictor, NumberPredictor
 from manyhands.serving.predict_text import Prompt, TextGenerator, chosen
 from manyhands.workloads.exporting import export_run
 from manyhands.workloads.gbdt.options import GbdtOptions
@@ -275,7 +274,7 @@ def test_a_seed_fixes_what_is_written() -> None:
         ("", "prompt is ''"),
         ({"length": 3}, "prompt is ''"),
         ({"prompt": "a", "lenght": 3}, "did you mean 'length'"),
-        ({"prompt": "a", "length": 10**9}, "length is 1000000000; it must be a whole number from 1 to 4096"),
+        ({"prompt": "a", "length": 10**9}, "length is 1000000000; it must be an integer from 1 to 4096"),
         ({"prompt": "a", "length": True}, "length is True"),
         ({"prompt": "a", "temperature": float("nan")}, "temperature is nan"),
         ({"prompt": "a", "temperature": "hot"}, "temperature is 'hot'"),

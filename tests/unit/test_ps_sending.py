@@ -26,7 +26,7 @@ from manyhands.strategies.ps.shard_layout import FlatLayout
 from manyhands.strategies.ps.shard_store import ShardStore
 from manyhands.strategies.ps.update_files import record_files, record_mark, take_record
 from manyhands.task import Task
-from manyhands.transport.link.message import ProtocolError
+from manyhands.transport.messages import ProtocolError
 
 SHARDS = 2
 

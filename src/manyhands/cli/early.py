@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from manyhands.errors import UserError, nearest
-from manyhands.places.external.started_externally import may_be_started_externally
+from manyhands.places.place import may_be_started_externally
 from manyhands.strategy import Strategy, check_count
 from manyhands.workloads.registry import PREDICTORS
 

@@ -120,7 +120,7 @@ def _needs(task: AnyTask, strategy: Strategy, workers: int, found: Estimate) -> 
     from manyhands.engine.training import training_class
 
     count = _of(strategy, workers)
-    shortest = Length(rounds=1) if strategy.counts_rounds else Length(steps=1)
+    shortest = Length(rounds=1) if strategy.facts.counts_rounds else Length(steps=1)
     request = Request.make(task, strategy, count, shortest, 0, Options(), "cpu")
     training_class(strategy, compiled=request.plan.task.compiled)(request, found.model)
     return strategy.needs(found.footprint, count)

@@ -227,16 +227,17 @@ def _train(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[s
 
 def _asked(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Common) -> _Asked:
     """The task with its options, and the call of `fit`; UserError for what makes no sense before anything starts."""
-    from manyhands.engine.fitting import fit, place_among_others
+    from manyhands.engine.fitting import fit
     from manyhands.engine.loggers import CsvLogger
     from manyhands.engine.options import Options
     from manyhands.engine.slowdown import Slowdown
+    from manyhands.places.place import find_place
 
     task = entry.build(**task_options)
-    place = place_among_others()
-    leads = place is None or place.leads
+    place = find_place()
+    leads = place.leads
     usual = usual_workers(Strategy.parse(common.strategy))
-    workers = common.workers if common.workers is not None or place is not None else usual
+    workers = common.workers if common.workers is not None or place.world is not None else usual
     out = common.out or (fresh_directory(entry.name) if leads else Path("runs"))  # the leader's to keep
     if leads:
         check_writable(common.json_file)
@@ -268,13 +269,13 @@ def _asked(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Commo
             callbacks=[CsvLogger(common.csv_file)] if common.csv_file is not None and leads else [],
         ),
     )
-    count = workers if place is None or workers is not None else place.world
+    count = workers if workers is not None else place.world
     return _Asked(task=task, fit=fit_here, out=out, leads=leads, count=count or usual)
 
 
 def task_table(entry: BuiltinTask[Any], task: Task, run: Run) -> TaskTable | None:
     """What the task itself shows at the end of a run; None where it has nothing to show of one like this."""
-    if entry.table is None or Strategy.parse(run.summary["strategy"]).counts_rounds:
+    if entry.table is None or Strategy.parse(run.summary["strategy"]).facts.counts_rounds:
         return None
     return entry.table(task, TaskEnd(model=run.model, workers=run.summary["workers"]))
 
@@ -300,7 +301,7 @@ def _length(entry: BuiltinTask[Any], common: _Common) -> dict[str, int | None]:
     asked = {"steps": common.steps, "epochs": common.epochs, "rounds": common.rounds}
     if any(value is not None for value in asked.values()):
         return asked
-    if Strategy.parse(common.strategy).counts_rounds:
+    if Strategy.parse(common.strategy).facts.counts_rounds:
         return {}
     return {"steps": entry.steps, "epochs": entry.epochs}
 

@@ -68,10 +68,10 @@ class ExchangeTraining(ProcessTraining):
 def exchanging(strategy: Strategy) -> type[ExchangeTraining]:
     """The training of a strategy that is one exchange; UserError, naming alternatives, for any other."""
     kind = training_class(strategy)
-    if not issubclass(kind, ExchangeTraining) or strategy.instead_of_own_loop:
+    if not issubclass(kind, ExchangeTraining) or strategy.facts.instead_of_own_loop:
         raise UserError(
             f"strategy={strategy} is not for a loop of your own; use mirrored, central or allreduce there, or "
-            f"{strategy.instead_of_own_loop}"
+            f"{strategy.facts.instead_of_own_loop}"
         )
     return kind
 

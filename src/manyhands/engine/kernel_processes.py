@@ -64,7 +64,7 @@ class KernelProcesses(ProcessTraining):
                 def train(start: Loaded | None) -> tuple[Trained, Mapping[str, Any]]:
                     trainer = KernelTrainer(job.plan, step, control, worker_context, checkpoints)
                     trained = trainer.run(start)
-                    sent = SentFor(gradients=trainer.traffic())
+                    sent = SentFor(gradients=trainer.sent)
                     return trained, {"sent": sent.to_dict(), "overlap": dict(trainer.overlap)}
 
                 yield train

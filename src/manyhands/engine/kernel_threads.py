@@ -70,7 +70,7 @@ class KernelThreads(Training):
     def _work(self, rank: int, hands: _Hands, stage: Stage) -> Trained:
         """Run one thread, from joining the group to the last step."""
         request, worker_context = self._request, _Thread(hands, rank)
-        task, order = kernel_task(request.plan), request.strategy.record_order
+        task, order = kernel_task(request.plan), request.strategy.facts.record_order
         assert order is not None, "threads share one memory"
         joined = time.monotonic_ns()
         files = hands.files

@@ -14,13 +14,12 @@ from manyhands.engine.callbacks import Callback
 from manyhands.engine.slowdown import Slowdown
 from manyhands.engine.stopping import EarlyStopping
 from manyhands.errors import UserError, named_arguments, nearest
-from manyhands.observe.draw.asked import PROGRESS
 from manyhands.places.local.patience import check_watchdog_s
 
 if TYPE_CHECKING:
-    from manyhands.engine.run_commands import Command
     from manyhands.observe.analyse.totals import TotalsSnapshot
-    from manyhands.transport.link.secure import Security
+    from manyhands.places.run_commands import Command
+    from manyhands.transport.security import Security
 
 __all__ = ["BUFFERS", "MEAN", "SYNCHRONIZE", "TLS_VARIABLE", "Options", "View"]
 
@@ -28,6 +27,9 @@ MEAN: Final = "mean"
 SYNCHRONIZE: Final = "synchronize"
 BUFFERS: Final = ("broadcast", MEAN, SYNCHRONIZE)
 """What `Options.buffers` may be."""
+
+PROGRESS: Final = ("auto", "bar", "lines", "none")
+"""What `Options.progress` may be."""
 
 TLS_VARIABLE = "MANYHANDS_TLS"
 """Where the environment names the folder of this host's certificate."""
@@ -155,7 +157,7 @@ class Options:
 
         Without `tls`, MANYHANDS_TLS or `insecure` nothing may leave this host.
         """
-        from manyhands.transport.link.secure import Security
+        from manyhands.transport.security import Security
 
         folder = self.tls if self.tls is not None else environment.get(TLS_VARIABLE) or None
         if self.insecure and folder is not None:

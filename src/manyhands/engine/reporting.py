@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from manyhands.data.store.atomic import WriteFailed
 from manyhands.data.store.checkpoint import CheckpointStore, Snapshot
 from manyhands.engine.computing import TrainingPlan
-from manyhands.engine.exchange import Traffic
+from manyhands.engine.exchange import ExchangeState, Meter, Traffic
 from manyhands.engine.stopping import StoppingCount
 from manyhands.observe.record.events import NO_STEP, NOBODY, EventKind
 from manyhands.places.local.notes import TypedNotes
@@ -100,11 +100,13 @@ class Peers(Protocol):
     def model_state(self, model: nn.Module) -> Mapping[str, torch.Tensor] | None:
         """Collective: the whole model's `state_dict()` on worker 0, None on the others."""
 
-    def traffic(self) -> Traffic:
-        """What this worker has sent so far."""
+    @property
+    def meter(self) -> Meter:
+        """What measures the traffic of this worker."""
 
-    def memory(self) -> Mapping[str, Any]:
-        """Collective: the state that the exchange keeps from step to step, on worker 0."""
+    @property
+    def kept(self) -> ExchangeState | None:
+        """What the strategy keeps from step to step besides model and optimizer."""
 
 
 class Reporter:
@@ -248,10 +250,10 @@ class Reporter:
     def _save(self, step: int, model: nn.Module, checkpoints: CheckpointStore) -> None:
         """Collective: worker 0 writes the checkpoint, of whose state the others may hold parts."""
         self._worker_context.mark(step, State.SAVING)
-        begin, before = time.monotonic_ns(), self._peers.traffic()
+        begin, before = time.monotonic_ns(), self._peers.meter.traffic()
         optimizer_state, model_state = self._peers.optimizer_state(), self._peers.model_state(model)
-        memory = self._peers.memory()
-        self.saving += self._peers.traffic() - before
+        memory = self._peers.kept.gather() if self._peers.kept is not None else {}
+        self.saving += self._peers.meter.traffic() - before
         if optimizer_state is None or model_state is None:
             self._owed = step
             return

@@ -108,7 +108,7 @@ def _advise(request: Request, model: nn.Module) -> None:
     sparse = sparse or any(getattr(m, "sparse", False) is True for m in model.modules())
     advice = request.strategy.advice(request.workers, sparse=sparse)
     if advice:
-        warnings.warn(advice, stacklevel=4)
+        warnings.warn(advice, stacklevel=6)
 
 
 def _open_directory(
@@ -261,7 +261,7 @@ class _Session:
         if stop_request is not None:
             self._who_stops = self._who_stops or stop_request.name
         if (
-            commands is not None and not self._request.strategy.can_change_workers
+            commands is not None and not self._request.strategy.facts.can_change_workers
         ):  # else the training handles them
             while not commands.empty():
                 commands.get().done.set_result(-1)
@@ -270,7 +270,7 @@ class _Session:
 
     def _require_stoppable(self) -> None:
         """A stop request ends the run where the strategy cannot end all workers after one step."""
-        stop_request, reason = self._listeners.stop_request, self._request.strategy.cannot_stop
+        stop_request, reason = self._listeners.stop_request, self._request.strategy.facts.cannot_stop
         if reason and stop_request is not None and stop_request.step < self._request.plan.steps:
             how = (
                 "resume it from its directory"

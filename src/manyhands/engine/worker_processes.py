@@ -36,8 +36,7 @@ from manyhands.engine.worker import Trained
 from manyhands.engine.worker_resources import Resources
 from manyhands.native.group.shared_group import SharedGroup, SharedGroupFiles, warm
 from manyhands.native.threads import use_threads
-from manyhands.observe.record.blackbox import BlackBoxes
-from manyhands.observe.record.event_ring import EventRing
+from manyhands.observe.record.event_ring import BlackBoxes, EventRing
 from manyhands.observe.record.events import EventKind
 from manyhands.observe.record.recorded import role_name
 from manyhands.places.local.context import RoleContext
@@ -293,7 +292,7 @@ class WorkerFiles:
             self.group = stack.enter_context(SharedGroupFiles.create(workers))
             self.rings = [stack.enter_context(EventRing.create(role=rank)) for rank in range(world)]
             self._mesh: Mesh | None = None
-            if strategy.uses_links:
+            if strategy.facts.uses_links:
                 self._mesh = stack.enter_context(mesh_kind(network=strategy.uses_network)(world))
             self._weights = os.memfd_create("manyhands:weights", os.MFD_CLOEXEC)
             stack.callback(os.close, self._weights)

@@ -41,11 +41,8 @@ class Estimate:
     """The memory that a model needs, and how it was determined."""
 
     footprint: ModelFootprint
-    how: str
-    """Where the number of bytes of activations comes from, as a part of a sentence."""
-
-    model: nn.Module
-    """The task's, whose tensors may have no memory."""
+    how: str  # where the number of bytes of activations comes from, as a part of a sentence
+    model: nn.Module  # the task's, whose tensors may have no memory
 
 
 def estimate(task: Task, tell: Tell = lambda _: None) -> Estimate:

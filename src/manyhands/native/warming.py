@@ -52,7 +52,7 @@ JOBS: Mapping[str, CompileJob] = {
         (
             "manyhands.observe.record.event_ring:warm",
             "manyhands.transport.link.byte_ring",
-            "manyhands.transport.link.heartbeats",
+            "manyhands.transport.heartbeats",
             "manyhands.places.local.status",
             "manyhands.places.local.sentinel",
             "manyhands.native.counters",

@@ -17,7 +17,7 @@ from manyhands.errors import format_bytes
 from manyhands.native.cache_folder import cache_folder
 from manyhands.native.segment import available_bytes
 from manyhands.native.warming import JOBS, missing_jobs
-from manyhands.transport.link.torch_groups import nccl_version
+from manyhands.transport.link.torch_p2p import nccl_version
 
 __all__ = ["DoctorVerdict", "Finding", "examine"]
 

@@ -114,8 +114,3 @@ class ModulePredictor(Predictor[Inputs]):
     @abstractmethod
     def example_batch(self, count: int, seed: int = 0) -> Tensor:
         """Inputs of the module that somebody might give, `count` of them."""
-
-    @property
-    @abstractmethod
-    def dynamic_shapes(self) -> tuple[dict[int, Any]]:
-        """Which dimensions of that tensor may have any size, for `torch.export`."""

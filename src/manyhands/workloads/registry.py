@@ -28,9 +28,9 @@ class Use:
 
 
 PREDICTORS: dict[str, Use] = {
-    "digits": Use(predictor="serving.predict_images:open_images"),
-    "mnist": Use(predictor="serving.predict_images:open_images"),
-    "line": Use(predictor="serving.predict_numbers:open_numbers"),
+    "digits": Use(predictor="serving.predict_arrays:open_images"),
+    "mnist": Use(predictor="serving.predict_arrays:open_images"),
+    "line": Use(predictor="serving.predict_arrays:open_numbers"),
     "language": Use(predictor="serving.predict_text:open_text"),
     "recurrent": Use(predictor="serving.predict_text:open_text"),
     "logreg": Use(

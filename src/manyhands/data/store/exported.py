@@ -40,8 +40,7 @@ class Exported:
     """The contents of an exported file: weights in single precision again, and their metadata."""
 
     weights: dict[str, Tensor]
-    about: dict[str, str]
-    """Its header: `precision`, `task`, `options`, and what `write_exported` was given."""
+    about: dict[str, str]  # its header: `precision`, `task`, `options`, and what `write_exported` was given
 
 
 def check_precision(precision: str) -> None:

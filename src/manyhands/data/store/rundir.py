@@ -21,7 +21,6 @@ import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final
 
 from manyhands.data.store.atomic import (
@@ -240,9 +239,7 @@ class RunDirectory:
     def __enter__(self) -> RunDirectory:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _with_folders(self) -> RunDirectory:

@@ -24,7 +24,7 @@ from manyhands.places.local.rendezvous import Rendezvous, meet
 from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
 from manyhands.strategies.common.collectives.executor import ScheduleExecutor
 from manyhands.transport.link.mesh import SharedMesh
-from manyhands.transport.link.torch_groups import gloo_backend, nccl_backend
+from manyhands.transport.link.torch_p2p import gloo_backend, nccl_backend
 
 __all__ = ["SHARED", "Options", "Session", "SessionPlace", "open_session"]
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from manyhands.engine.booking import StepBook
+from manyhands.engine.clipping import clip_norm
 from manyhands.engine.desync_check import Agreement
 from manyhands.engine.exchange import Exchange, LocalStep, PeerTraffic, Traffic
 from manyhands.engine.reporting import WorkerContext
@@ -67,7 +68,7 @@ class RoundClock:
         self._worker_context.mark(self.rounds + 1, State.COMPUTING)
         self._take()
         self._take_input_ns()
-        self._sent = self._exchange.traffic()
+        self._sent = self._exchange.meter.traffic()
         self._started_ns = time.monotonic_ns()
 
     def computed(self) -> None:
@@ -87,7 +88,7 @@ class RoundClock:
         book.waits(self._waited_before)
         book.waits(waited)
         if self._exchange.world > 1:
-            sent = self._exchange.traffic() - self._sent
+            sent = self._exchange.meter.traffic() - self._sent
             book.exchange(now_ns, sent, self._exchange.wire, hidden_ns=self._overlapped_ns)
             book.posts(posts, self._exchange.wire)
         book.end(now_ns, samples)
@@ -96,7 +97,7 @@ class RoundClock:
 
     def _take(self) -> tuple[int, Counter[int], Mapping[int, PeerTraffic]]:
         """Nanoseconds spent reducing, and waiting for each worker, and the exchange's messages, since the last look."""
-        times = (self._exchange.take_times(), self._words.collective.take_times())
+        times = (self._exchange.meter.take_times(), self._words.collective.take_times())
         waited: Counter[int] = Counter()
         for one in times:
             waited.update(one.wait_ns)
@@ -166,7 +167,7 @@ class Rounds:
         self.is_stopped = False
         """All have agreed to."""
         self._worker_context = worker_context
-        self._check_every = check_every if exchange.copies else 0
+        self._check_every = check_every if exchange.part.copies else 0
         self._agreement: Agreement | None = None
         self._says_stop = False
         self._for_others = 0  # rounds that this worker has brought nothing to, since it left
@@ -196,7 +197,7 @@ class Rounds:
                 model.named_parameters, rank=self.rank, world=self.world, total=self.words.total
             )
         self._weigh(self.readings.part.share)
-        self.exchange.on_next_gradient(self._begin_backward)
+        self._watch_backward()
         for one in models:
             self._hooks.callback(one.register_forward_pre_hook(self._on_forward).remove)
         if self.exchange.steps_itself:
@@ -204,17 +205,14 @@ class Rounds:
             self._hooks.callback(optimizer.register_step_pre_hook(self._on_step).remove)
             self._hooks.enter_context(telling_of_scalers(optimizer))
         else:
-
-            def settle(*_: Any) -> None:
-                self.exchange.settle()
-
-            self._hooks.callback(optimizer.register_step_post_hook(settle).remove)
+            self._hooks.callback(optimizer.register_step_post_hook(lambda *_: self._average()).remove)
         self.clock.start()
 
     @contextmanager
     def holding(self) -> Iterator[None]:
         self.require_model()
-        with self.exchange.accumulate():
+        hooks = self.exchange.hooks
+        with hooks.holding() if hooks is not None else nullcontext():
             self._holding += 1
             try:
                 yield
@@ -223,12 +221,12 @@ class Rounds:
 
     def clip(self, max_norm: float) -> float:
         """Scale the gradient to `max_norm`; the norm it had. Collective where the strategy holds it in parts."""
-        self.require_model()
+        model = self.require_model()
         if self._watch is None:
-            return self.exchange.clip(max_norm)
+            return clip_norm(self.exchange, model, max_norm)
         self._watch.require_untouched()
         self.words.meet(Call.CLIP, max_norm)
-        norm = self.exchange.clip(max_norm)
+        norm = clip_norm(self.exchange, model, max_norm)
         self._watch.remember()
         return norm
 
@@ -243,7 +241,8 @@ class Rounds:
                 "use a second one"
             )
         self._watch.require_untouched()
-        found = unscale(self.exchange.held_gradients(), factor)
+        assert self.exchange.parts is not None, "a strategy that steps by itself holds parts"
+        found = unscale(self.exchange.parts.held(), factor)
         self._watch.remember()
         return any(word.value for word in self.words.meet(Call.UNSCALE, float(found)))
 
@@ -300,8 +299,8 @@ class Rounds:
                 parameter.grad = None
             self._exchange(words, share=0.0)
             self._for_others += 1
-            self.exchange.settle()
-        self.exchange.settle(end=True)
+            self._average()
+        self._average(end=True)
         rounds = [word.value for word in words]
         if min(rounds) == max(rounds):
             return
@@ -318,11 +317,19 @@ class Rounds:
         self.words.collective.close()
 
     def _weigh(self, share: float) -> None:
-        if self._model is not None:
-            self.exchange.weigh(share)
+        if self._model is not None and self.exchange.hooks is not None:
+            self.exchange.hooks.weight = share
+
+    def _watch_backward(self) -> None:
+        if self.exchange.hooks is not None:  # a lone worker has nothing to exchange
+            self.exchange.hooks.on_next_gradient = self._begin_backward
+
+    def _average(self, *, end: bool = False) -> None:
+        if self.exchange.average is not None:
+            self.exchange.average(end)
 
     def _on_forward(self, module: nn.Module, _: Any) -> None:
-        self.exchange.settle()  # a step that was due may have been left out, as a GradScaler does
+        self._average()  # a step that was due may have been left out, as a GradScaler does
         if not module.training or not torch.is_grad_enabled():
             return
         self._says_stop = self.wants_stop or self._worker_context.stop_requested()
@@ -355,12 +362,13 @@ class Rounds:
         self.words.say(
             Word(call=Call.BACKWARD, stop=self._says_stop, last=part.last, mark=part.mark, news=news)
         )
-        self.exchange.begin(self.clock.rounds)
+        assert self.exchange.hooks is not None, "they have called"
+        self.exchange.hooks.begin_step(self.clock.rounds)
 
     @torch.no_grad()
     def _end_backward(self) -> None:
         """Called by autograd when all gradients of a backward are there."""
-        self.exchange.on_next_gradient(self._begin_backward)
+        self._watch_backward()
         if self._holding:
             return
         part = self.readings.part

@@ -34,16 +34,16 @@ from manyhands.engine.worker_resources import Resources
 from manyhands.errors import ManyhandsError, UserError
 from manyhands.interop.own_loop.small_sums import AloneCollective, Words
 from manyhands.places.external.links import address_towards, open_links
-from manyhands.places.external.process_place import Place
+from manyhands.places.external.process_place import ProcessPlace
 from manyhands.places.external.sharing import no_group, share_group, share_links
 from manyhands.places.local.rendezvous import Rendezvous, meet
 from manyhands.strategies.common.collectives.collective import SharedCollective
 from manyhands.strategy import Strategy
-from manyhands.transport.link.alarm import Alarm
-from manyhands.transport.link.heartbeats import BeatPlace, Heartbeats, address_of_interface, exchange_places
+from manyhands.transport.heartbeats import BeatPlace, Heartbeats, address_of_interface, exchange_places
 from manyhands.transport.link.interface import Link
 from manyhands.transport.link.tcp import TcpLink
 from manyhands.transport.link.torch_p2p import TorchLink
+from manyhands.transport.liveness import Alarm
 
 __all__ = ["GroupConnection", "choose", "connect"]
 
@@ -79,10 +79,10 @@ _BY_DEFAULT = "mirrored"
 def choose(asked: Strategy | None, hosts: Hosts) -> Strategy:
     """The strategy for workers on these hosts: the requested one if possible, else a suitable default."""
     world = sum(map(len, hosts))
-    if asked is not None and asked.instead_of_own_loop:
+    if asked is not None and asked.facts.instead_of_own_loop:
         raise UserError(
             f"strategy={asked} is not for a loop of your own; use mirrored, central or allreduce there, or "
-            f"{asked.instead_of_own_loop}"
+            f"{asked.facts.instead_of_own_loop}"
         )
     if asked is not None and asked.most_workers is not None and world > asked.most_workers:
         raise UserError(f"strategy={asked} is one process, but there are {world} workers; leave it out")
@@ -90,7 +90,7 @@ def choose(asked: Strategy | None, hosts: Hosts) -> Strategy:
     return asked if len(hosts) == 1 else asked.across_hosts(hosts)
 
 
-def connect(place: Place, name: str, asked: Strategy | None, timeout_s: float) -> GroupConnection:
+def connect(place: ProcessPlace, name: str, asked: Strategy | None, timeout_s: float) -> GroupConnection:
     """Collective: connect to the other workers of the group `name`; every wait lasts at most `timeout_s`."""
     if place.world == 1:
         return GroupConnection(
@@ -121,7 +121,8 @@ def _on_one_host(
 ) -> GroupConnection:
     words = stack.enter_context(share_group(rendezvous, "words", timeout_s))
     gradients = stack.enter_context(share_group(rendezvous, "gradients", timeout_s))
-    links = share_links(rendezvous, timeout_s, network=strategy.uses_network) if strategy.uses_links else {}
+    uses_links = strategy.facts.uses_links
+    links = share_links(rendezvous, timeout_s, network=strategy.uses_network) if uses_links else {}
     resources = Resources(
         rank=rendezvous.local_rank,
         world=len(rendezvous.here),
@@ -146,7 +147,7 @@ def _on_one_host(
 
 
 def _reach_others(
-    rendezvous: Rendezvous, store: Store, place: Place, interface: str, address: str, timeout_s: float
+    rendezvous: Rendezvous, store: Store, place: ProcessPlace, interface: str, address: str, timeout_s: float
 ) -> Mapping[int, FarLink]:
     """Collective: a link to each worker of another host."""
     ranks = [rank for rank in range(rendezvous.world) if rank not in rendezvous.here]

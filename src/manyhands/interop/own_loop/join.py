@@ -23,7 +23,7 @@ from manyhands.interop.own_loop.worker_group import WorkerGroup
 from manyhands.native.threads import choose_functions
 from manyhands.observe.record.event_ring import EventRing
 from manyhands.observe.record.events import EventKind
-from manyhands.places.external.process_place import Launched, Place, find_place
+from manyhands.places.external.process_place import Launched, ProcessPlace, joining_place
 from manyhands.places.local.context import RoleContext
 from manyhands.strategy import Strategy
 
@@ -61,7 +61,7 @@ def join(
         caller = sys._getframe(1)
         _register(name, f"{caller.f_code.co_filename}:{caller.f_lineno}", stack)
         group = open_group(
-            find_place(),
+            joining_place(),
             name,
             strategy=strategy,
             device=device,
@@ -75,7 +75,7 @@ def join(
 
 
 def open_group(
-    place: Place,
+    place: ProcessPlace,
     name: str,
     *,
     strategy: str | Strategy | None = None,

@@ -27,10 +27,8 @@ from manyhands.interop.own_loop.connect import choose
 from manyhands.interop.own_loop.loop_events import own_loop_config
 from manyhands.native.version import __version__
 from manyhands.observe.analyse.collect import Collector
-from manyhands.observe.record.blackbox import BlackBoxes
-from manyhands.observe.record.event_ring import EventRing
+from manyhands.observe.record.event_ring import BlackBoxes, EventRing
 from manyhands.places.external import process_place
-from manyhands.places.external.started_externally import LAUNCHER_VARIABLE
 from manyhands.places.local.capacity import of_processes
 from manyhands.places.local.capacity_check import check_capacity
 from manyhands.places.local.context import RoleContext
@@ -38,6 +36,7 @@ from manyhands.places.local.control import Finished
 from manyhands.places.local.local import LocalCluster, Role
 from manyhands.places.local.patience import check_watchdog_s
 from manyhands.places.local.watchdog import Watched
+from manyhands.places.place import LAUNCHER_VARIABLE
 from manyhands.strategy import Strategy
 
 __all__ = ["launch"]

@@ -176,7 +176,8 @@ class WorkerGroup:
             optimizer = self._rounds.exchange.optimizer_state() or {}
         else:
             optimizer = {str(number): one.state_dict() for number, one in enumerate(self._optimizers)}
-        memory = self._rounds.exchange.memory()
+        kept = self._rounds.exchange.kept
+        memory = kept.gather() if kept is not None else {}
         if self.is_main:
             snapshot = Snapshot(
                 step=step,
@@ -203,7 +204,9 @@ class WorkerGroup:
             for number, optimizer in enumerate(self._optimizers):
                 restore_optimizer(optimizer, loaded.optimizer[str(number)] if many else loaded.optimizer)
                 optimizer.zero_grad()
-            self._rounds.exchange.load_state(loaded.extra.pop(_MEMORY, {}))
+            memory, kept = loaded.extra.pop(_MEMORY, {}), self._rounds.exchange.kept
+            if kept is not None:
+                kept.load(memory)
         self._words.meet(Call.LOAD)
         self._rounds.clock.start()
         return Resumed(step=loaded.step, extra=loaded.extra) if loaded is not None else None

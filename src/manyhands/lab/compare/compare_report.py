@@ -12,13 +12,13 @@ from manyhands.observe.draw.charts import (
     Series,
     data_table,
     document,
+    findings_section,
     line_chart,
     loss_chart,
     made_section,
     quiet,
     section,
     share_bars,
-    told_section,
 )
 from manyhands.observe.draw.paper import PART_COLOURS
 
@@ -44,9 +44,9 @@ def report(found: Figures, sentences: Sequence[str], made: Made) -> str:
     rows = [row for row in found.rows if row.runs]
     head = ["strategy", *(name.replace("\n", " ") for name in columns(found))]
     table = data_table(head, [[row.name, *cells(found, row)] for row in found.rows], title=_caption(found))
-    promises = [[row.name, *promise_cells(row.strategy.promises, words=True)] for row in found.rows]
+    promises = [[row.name, *promise_cells(row.strategy.facts.promises, words=True)] for row in found.rows]
     parts = [
-        told_section(sentences),
+        findings_section(sentences),
         section("table", "Side by side", table, "wide"),
         *_scores(found),
         *_losses(rows),
@@ -178,6 +178,6 @@ def _about(found: Figures, made: Made) -> list[str]:
         f"evaluated. Metrics were measured every {found.evaluate_every} steps and at the end, so times to the target "
         "are exact to that. Nothing was saved before the end. Curves are those of each strategy's middle run."
     )
-    for sentence in sorted({row.strategy.when_evaluating for row in found.rows} - {""}):
+    for sentence in sorted({row.strategy.facts.when_evaluating for row in found.rows} - {""}):
         clock += f" {sentence}"
     return [clock, *made.notes]

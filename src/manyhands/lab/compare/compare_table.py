@@ -90,7 +90,7 @@ def promises_table(found: Figures) -> Table:
     for question in PROMISES:
         table.add_column(question, max_width=16)
     for row in found.rows:
-        table.add_row(row.name, *promise_cells(row.strategy.promises))
+        table.add_row(row.name, *promise_cells(row.strategy.facts.promises))
     return table
 
 

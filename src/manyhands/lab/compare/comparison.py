@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from manyhands.errors import UserError, nearest
-from manyhands.observe.analyse.better import lower_is_better
+from manyhands.observe.analyse.curves import lower_is_better
 from manyhands.strategies.registry import STRATEGIES
 from manyhands.strategy import Strategy
 

@@ -298,7 +298,7 @@ def _row_dict(row: CompareRow) -> dict[str, Any]:
             "staleness_max", "price_per_hour", "price_per_1000_steps", "price_to_target",
         )
     }  # fmt: skip
-    promises = row.strategy.promises
+    promises = row.strategy.facts.promises
     return {
         "strategy": row.name,
         **({"device": row.device} if row.device else {}),

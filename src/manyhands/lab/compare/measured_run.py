@@ -77,7 +77,7 @@ def _measured(
 ) -> Measured:
     workers = [WorkerTotals.from_dict(row) for row in summary["per_worker"]]
     evaluations = _evaluations(events)
-    stops = Stops.of(evaluations, len(workers), together=strategy.meets_to_evaluate)
+    stops = Stops.of(evaluations, len(workers), together=strategy.facts.meets_to_evaluate)
     losses, measured = _points(rows, stops)
     idle_s = _waits_for_evaluations(events, evaluations)
     others = _sent_by_others(events)

@@ -229,7 +229,7 @@ def _request(
         warnings.simplefilter("ignore")  # it is said when the run begins
         length = (
             Length(rounds=settings.rounds)
-            if strategy.counts_rounds
+            if strategy.facts.counts_rounds
             else Length(steps=settings.steps, epochs=settings.epochs)
         )
         return Request.make(task, strategy, workers, length, settings.seed, options, device)
@@ -263,8 +263,8 @@ def _run(trial: Trial, request: Request, folder: Path, score: Score | None) -> M
                 plan.task,
                 request.strategy,
                 workers=request.workers,
-                steps=None if request.strategy.counts_rounds else plan.steps,
-                rounds=plan.steps if request.strategy.counts_rounds else None,
+                steps=None if request.strategy.facts.counts_rounds else plan.steps,
+                rounds=plan.steps if request.strategy.facts.counts_rounds else None,
                 seed=plan.seed,
                 device=plan.device,
                 out=folder,

@@ -14,10 +14,10 @@ from manyhands.observe.draw.charts import (
     Series,
     data_table,
     document,
+    findings_section,
     line_chart,
     made_section,
     section,
-    told_section,
 )
 
 __all__ = ["DENSITY_HEAD", "DensityRow", "density_cells", "density_page", "density_rows", "density_sentences"]
@@ -156,7 +156,7 @@ def density_page(
     return document(
         title,
         [
-            told_section(told),
+            findings_section(told),
             *charts,
             section("table", "In numbers", table, "wide"),
             made_section(command, facts),

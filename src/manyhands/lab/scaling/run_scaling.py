@@ -69,7 +69,7 @@ def require_counts(counts: Sequence[int], strategy: Strategy) -> list[int]:
         raise UserError("--workers 1 has nothing to compare; give several, as in 1,2,4")
     if strategy.most_workers is not None and strategy.most_workers < found[-1]:
         raise UserError(f"strategy={strategy} has at most {strategy.most_workers} worker; use mirrored")
-    if strategy.counts_rounds:
+    if strategy.facts.counts_rounds:
         raise UserError(
             f"strategy={strategy} is counted in rounds, whose work grows with its workers; use mirrored"
         )

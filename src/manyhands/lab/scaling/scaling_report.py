@@ -11,10 +11,10 @@ from manyhands.observe.draw.charts import (
     Series,
     data_table,
     document,
+    findings_section,
     line_chart,
     made_section,
     section,
-    told_section,
 )
 
 __all__ = ["SCALING_HEAD", "scaling_cells", "scaling_page", "scaling_sentences"]
@@ -137,7 +137,7 @@ def scaling_page(
     return document(
         title,
         [
-            told_section(told),
+            findings_section(told),
             section("curve", "Speed over workers", chart, "broad"),
             section("table", "In numbers", table, "wide"),
             made_section(command, facts, _HOW),

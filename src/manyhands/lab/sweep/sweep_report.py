@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from manyhands.lab.sweep.results import SweepRow, best_first
 from manyhands.lab.sweep.trials import SweepPlan
-from manyhands.observe.draw.charts import data_table, document, made_section, section, told_section
+from manyhands.observe.draw.charts import data_table, document, findings_section, made_section, section
 from manyhands.observe.draw.parallel import ParallelAxis, parallel_coordinates
 
 __all__ = ["sweep_cells", "sweep_page", "sweep_picture"]
@@ -74,7 +74,7 @@ def sweep_page(
     return document(
         f"{plan.task}: {len(rows)} combinations",
         [
-            told_section(told),
+            findings_section(told),
             section("picture", "Settings and what came of them", sweep_picture(plan, rows), "wide"),
             section(
                 "table", "All runs", data_table(head, cells, title="The best first", words=words), "wide"

@@ -12,7 +12,7 @@ from typing import Final
 
 from manyhands.errors import UserError
 from manyhands.places.external.control_messages import StoreAnswer, StoreCall
-from manyhands.transport.link.message import ProtocolError
+from manyhands.transport.messages import ProtocolError
 
 __all__ = ["KeyValueStore"]
 

@@ -21,9 +21,9 @@ from manyhands.places.external.control_connection import ControlConnection
 from manyhands.places.external.control_messages import Term
 from manyhands.places.external.control_server import ControlEvent, ProcessRejected, Warned
 from manyhands.places.external.leader_address import Following, Leading, follow, lead
-from manyhands.places.external.process_place import Place
+from manyhands.places.external.process_place import ProcessPlace
 from manyhands.places.local.roster import Ended, Started
-from manyhands.transport.link.secure import Security
+from manyhands.transport.security import Security
 
 __all__ = ["GroupMember", "ProcessGroup", "join_group", "lead_group"]
 
@@ -36,7 +36,7 @@ _STARTING_S: Final = 5.0
 class ProcessGroup:
     """All processes of a run, at its leader; a context manager. Call it from one thread at a time."""
 
-    def __init__(self, place: Place, leading: Leading, security: Security, timeout_s: float) -> None:
+    def __init__(self, place: ProcessPlace, leading: Leading, security: Security, timeout_s: float) -> None:
         self.place = place
         self.control_server = leading.control_server
         self.token = leading.token
@@ -139,7 +139,9 @@ class ProcessGroup:
 class GroupMember:
     """One process's membership in a run that another process leads; a context manager."""
 
-    def __init__(self, place: Place, following: Following, security: Security, timeout_s: float) -> None:
+    def __init__(
+        self, place: ProcessPlace, following: Following, security: Security, timeout_s: float
+    ) -> None:
         self.place = place
         self.line: ControlConnection = following.line
         self.token = following.token
@@ -155,7 +157,7 @@ class GroupMember:
 
 
 def lead_group(
-    place: Place,
+    place: ProcessPlace,
     terms: Sequence[Term],
     name: str,
     *,
@@ -169,7 +171,7 @@ def lead_group(
 
 
 def join_group(
-    place: Place,
+    place: ProcessPlace,
     terms: Sequence[Term],
     name: str,
     *,

@@ -82,14 +82,14 @@ class SendQueue:
             self._letters.append(letters)
         self._wake()
 
-    def put_when_room(self, message: object, payload: Iterable[Any], timeout_s: float, peer: str) -> None:
+    def put_when_room(self, message: object, timeout_s: float, peer: str) -> None:
         """Add a message once there is capacity; PeerTimeout naming the `peer` that accepts nothing."""
         deadline = time.monotonic() + timeout_s
         with self._room:
             while len(self._letters) >= _MOST_WAITING and not self._closed:
                 if not self._room.wait(deadline - time.monotonic()):
                     raise PeerTimeout(f"{peer} has read nothing for {timeout_s:g} s", peer=0)
-        self.put(message, payload)
+        self.put(message)
 
     def empty(self, send: _Send) -> bool:
         """Pass messages to `send` until it accepts no more; return whether the queue is empty."""

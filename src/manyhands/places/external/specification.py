@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from manyhands.errors import UserError, nearest, printable
-from manyhands.places.external.started_externally import TF_CONFIG
+from manyhands.places.place import TF_CONFIG
 
 __all__ = ["EVALUATOR", "ROLE_TYPES", "ClusterRole", "ClusterSpec"]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from manyhands.errors import UserError
 from manyhands.places.external.specification import ClusterRole, ClusterSpec
-from manyhands.transport.link.secure import is_loopback
+from manyhands.transport.security import is_loopback
 
 __all__ = ["check_hosts", "listening_at"]
 

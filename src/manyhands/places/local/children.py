@@ -23,12 +23,13 @@ from manyhands.errors import ManyhandsError, UserError
 from manyhands.places.local.child import Child
 from manyhands.places.local.child_descriptors import RoleSpec
 from manyhands.places.local.context import RoleContext
-from manyhands.places.local.control import Channel, ControlError, Message
+from manyhands.places.local.control import Channel, Message
 from manyhands.places.local.cores import threads_per_role
 from manyhands.places.local.member import Exited, Garbled, Heard
 from manyhands.places.local.output import Output
 from manyhands.places.local.status import StatusRow, StatusTable
 from manyhands.places.local.template import inherited_environment, obtain
+from manyhands.transport.messages import ProtocolError
 
 __all__ = ["Children", "Role"]
 
@@ -201,7 +202,7 @@ class Children:
         self._await_room(child)
         try:
             messages = child.channel.receive()
-        except ControlError as error:
+        except ProtocolError as error:
             self._ignore(child.channel)
             return [Garbled(child.rank, str(error))]
         if child.channel.ended:

@@ -36,7 +36,7 @@ from manyhands.places.local.watch_core import (
     WatchStopWanted,
 )
 from manyhands.places.local.watchdog import Watchdog, Watched
-from manyhands.transport.link.liveness import SILENT_AFTER_S
+from manyhands.transport.liveness import SILENT_AFTER_S
 
 __all__ = ["LocalCluster", "OnFailure", "OnNote", "Role"]
 

@@ -33,7 +33,7 @@ from manyhands.places.local.roster import Ended, Event, Interrupted, Roster, Sai
 from manyhands.places.local.signals import as_exception, counted_signals
 from manyhands.places.local.status import StatusRow
 from manyhands.places.local.watchdog import Found, Watchdog, Watched
-from manyhands.transport.link.liveness import SILENT_AFTER_S
+from manyhands.transport.liveness import SILENT_AFTER_S
 
 __all__ = ["Ended", "Event", "Hung", "Interrupted", "Role", "Said", "Silent", "Started", "Supervisor"]
 

@@ -57,12 +57,12 @@ class ActorStore:
             del self._held[key]
 
 
-def asking(status_table: Any, timeout_s: float) -> Ask:
+def asking(store: Any, timeout_s: float) -> Ask:
     """Asks the actor."""
     import ray
 
     def ask(call: str, *arguments: Any) -> Any:
-        return ray.get(getattr(status_table, call).remote(*arguments), timeout=timeout_s)
+        return ray.get(getattr(store, call).remote(*arguments), timeout=timeout_s)
 
     return ask
 

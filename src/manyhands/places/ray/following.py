@@ -6,8 +6,8 @@ import queue
 from dataclasses import dataclass
 from typing import Protocol
 
-from manyhands.engine.run_commands import AddWorker, Command, RemoveWorker
 from manyhands.places.ray.actor_placement import Bounds
+from manyhands.places.run_commands import AddWorker, Command, RemoveWorker
 
 __all__ = ["Less", "More", "SizeFollower"]
 

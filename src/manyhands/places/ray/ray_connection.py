@@ -10,7 +10,6 @@ from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 from manyhands.errors import UserError, first_line
-from manyhands.places.ray.cluster import RayCluster
 
 __all__ = ["connected", "ray_module"]
 
@@ -27,7 +26,7 @@ def ray_module() -> Any:
 
 
 @contextmanager
-def connected(cluster: RayCluster, cpus: int) -> Iterator[Any]:
+def connected(cluster: str, cpus: int) -> Iterator[Any]:
     """Ray's module, connected to the cluster; one of this process's own has `cpus` CPUs, and ends with this.
 
     A connection that is there already, as inside a Ray job's task or after the user's own `ray.init`, is used and left
@@ -38,11 +37,11 @@ def connected(cluster: RayCluster, cpus: int) -> Iterator[Any]:
         yield ray
         return
     arguments: dict[str, Any] = {"logging_level": logging.WARNING}
-    if cluster.address == "ray" and "RAY_ADDRESS" not in os.environ:
+    if cluster == "ray" and "RAY_ADDRESS" not in os.environ:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         arguments |= {"address": "local", "num_cpus": cpus, "include_dashboard": False}
     else:
-        arguments |= {"address": "auto" if cluster.address == "ray" else cluster.address}
+        arguments |= {"address": "auto" if cluster == "ray" else cluster}
     try:
         with _same_imports() if arguments["address"] == "local" else nullcontext():
             ray.init(**arguments)
@@ -56,15 +55,15 @@ def connected(cluster: RayCluster, cpus: int) -> Iterator[Any]:
         ray.shutdown()
 
 
-def _why_not(cluster: RayCluster, error: Exception, address: str) -> str:
+def _why_not(cluster: str, error: Exception, address: str) -> str:
     """A sentence for whatever Ray raised."""
     if address == "local":
         return (
-            f"cluster={cluster.address}: Ray could not start on this host ({first_line(error)}); its logs in "
+            f"cluster={cluster}: Ray could not start on this host ({first_line(error)}); its logs in "
             "/tmp/ray/session_latest/logs say why; leave cluster out to run without Ray"
         )
     return (
-        f"cluster={cluster.address}: no Ray cluster can be reached there ({first_line(error)}); start one with "
+        f"cluster={cluster}: no Ray cluster can be reached there ({first_line(error)}); start one with "
         "`ray start --head`, or give cluster=ray for one of this run's own"
     )
 

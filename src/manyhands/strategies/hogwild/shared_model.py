@@ -47,7 +47,7 @@ class SharedModel:
     def __init__(
         self, group: SharedGroup, model: nn.Module, optimizer: Optimizer, control_bytes: int
     ) -> None:
-        stepping_for(optimizer, Hogwild().stepping, Hogwild.word)
+        stepping_for(optimizer, Hogwild().facts.stepping, Hogwild.word)
         tensors = _tensors(model)
         kept = kept_by(optimizer)
         _require_known(kept, model)

@@ -25,7 +25,7 @@ from manyhands.engine.buffers import WorkerBuffers
 from manyhands.engine.clipping import clip_own
 from manyhands.engine.computing import Built, Computed, Computer, TrainingPlan
 from manyhands.engine.diagnosis import Course, diagnose
-from manyhands.engine.exchange import Traffic
+from manyhands.engine.exchange import Meter
 from manyhands.engine.reduction import require_reduction
 from manyhands.engine.reporting import Reporter, WorkerContext
 from manyhands.engine.worker import Trained
@@ -48,6 +48,9 @@ class HogwildTrainer:
 
     `order` is that of the strategy. `close` is idempotent; the model keeps its memory while it lives.
     """
+
+    meter = Meter()  # memory is shared, and nothing is sent
+    kept = None
 
     def __init__(
         self,
@@ -117,10 +120,6 @@ class HogwildTrainer:
         self._worker_context.mark(step, State.FINISHED)
         return self._trained(model, step, stopped)
 
-    def traffic(self) -> Traffic:
-        """Return no traffic: memory is shared."""
-        return Traffic()
-
     def total(self, values: Tensor) -> Tensor:
         """Collective: the sum over workers."""
         room, sums = self._totals.tensor, []
@@ -139,10 +138,6 @@ class HogwildTrainer:
     def model_state(self, model: nn.Module) -> Mapping[str, torch.Tensor] | None:
         """Return the model state on worker 0, None elsewhere; all workers share it."""
         return model.state_dict() if self.rank == 0 else None
-
-    def memory(self) -> Mapping[str, Any]:
-        """Return nothing: there is no state besides the model and the optimizer."""
-        return {}
 
     def close(self) -> None:
         """Release the shared memory and the group."""

@@ -15,7 +15,7 @@ from manyhands.strategies.common.collectives.collective import (
     across_hosts,
     over_links,
 )
-from manyhands.strategies.local.exchange import ApartExchange, LocalExchange
+from manyhands.strategies.local.exchange import LocalExchange
 from manyhands.strategies.local.gossip import Gossip
 from manyhands.strategies.local.outer import outer_step
 from manyhands.strategies.local.strategy import Local
@@ -33,7 +33,7 @@ class LocalTraining(ChoosingTraining):
         world = resources.world
         if world == 1:
             return SingleExchange()  # an average of one
-        links = resources.links() if strategy.uses_links else {}
+        links = resources.links() if strategy.facts.uses_links else {}
         resources = replace(resources, links=lambda: links)  # once for averages and what is between them
         if strategy.uses_network:
             collective: Collective = over_links(
@@ -68,5 +68,4 @@ def _end(
     rank, world = collective.rank, collective.world
     gossip = Gossip(rank, world, links, timeout_s) if strategy.gossip else None
     outer = outer_step(strategy.outer, world)
-    kind = ApartExchange if outer.keeps_apart else LocalExchange
-    return kind(collective, strategy.steps, first=strategy.first, outer=outer, gossip=gossip)
+    return LocalExchange(collective, strategy.steps, first=strategy.first, outer=outer, gossip=gossip)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -13,9 +12,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands.engine.chain import chain_of
-from manyhands.engine.clipping import scale_down, squares_of
 from manyhands.engine.computing import Computed, Computer, TrainingPlan
-from manyhands.engine.exchange import Exchange, LocalStep, PeerTraffic, SharedStep, Times, Traffic
+from manyhands.engine.exchange import (
+    Exchange,
+    GradientParts,
+    LocalStep,
+    Meter,
+    PeerTraffic,
+    SharedStep,
+    Times,
+    Traffic,
+    WorkerPart,
+)
 from manyhands.engine.footprint import sizes_of
 from manyhands.engine.worker_resources import Resources
 from manyhands.native.heap import keep_freed_memory
@@ -72,6 +80,21 @@ class PipelineExchange(Exchange):
         self._strategy, self._plan, self._mark = strategy, plan, mark
         self._grid = strategy.grid(self.world)
         self._place = self._grid.place(self.rank)
+        self.part = WorkerPart(
+            index=self._place.data,  # all stages of a pipeline work on the same samples
+            count=self._grid.data,
+            copies=self._grid.copies,
+            parameters=lambda _: self._held.named(),
+            buffers=self._buffers,
+            total_of_copies=lambda values: self._replicas.all_reduce(values.clone()),
+        )
+        # A parameter that several stages hold counts once.
+        self.parts = GradientParts(
+            held=lambda: self._held.gradients(),
+            counted=lambda: self._held.gradients(lambda one: one.tells),
+            total=self.total,
+        )
+        self.meter = Meter(take_times=self._take_times, traffic=self._traffic)
         self._table = strategy.table()
         self._links = links = resources.links() if self.world > 1 else {}
         self.wire = next((link.wire for link in links.values()), self.wire)
@@ -97,22 +120,6 @@ class PipelineExchange(Exchange):
         """Peak number of micro-batches whose activations this stage kept in the last step."""
         return self._stage.most_kept
 
-    @property
-    def part(self) -> int:
-        return self._place.data
-
-    @property
-    def parts(self) -> int:
-        return self._grid.data
-
-    @property
-    def copies(self) -> Sequence[Sequence[int]]:
-        return self._grid.copies
-
-    def held_parameters(self, model: nn.Module) -> Iterable[tuple[str, Tensor | None]]:
-        del model
-        return self._held.named()
-
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
         outline, chain = Outline.of(model), chain_of(model)
@@ -130,7 +137,7 @@ class PipelineExchange(Exchange):
             if name in outline.keys and place.data == 0
             if place.slice == 0 or name in self._sliced.buffers
         }
-        stepping_for(optimizer, strategy.stepping, strategy.word)
+        stepping_for(optimizer, strategy.facts.stepping, strategy.word)
         self._held = HeldModel(outline, optimizer, held, told, self._sliced.buffers)
         self._held.drop_rest()
         local = {id(one.whole): one.local for one in held}
@@ -153,8 +160,8 @@ class PipelineExchange(Exchange):
         del model  # the stage's parts are used instead
         waits_of(self._groups())  # drop what was counted between steps
         asked_ns = time.monotonic_ns()
-        share = computer.share(step, self.part, self.parts)
-        ends = TrainingEnds(computer, share, step, self.part)
+        share = computer.share(step, self.part.index, self.part.count)
+        ends = TrainingEnds(computer, share, step, self.part.index)
         ends.input_ns = time.monotonic_ns() - asked_ns
         stage = self._place.stage
         self._passed()  # drop what was counted between steps
@@ -168,8 +175,11 @@ class PipelineExchange(Exchange):
         samples = share.samples if self._counts else 0
         return Computed(loss=loss, share=share.weight, samples=samples, input_ns=ends.input_ns)
 
-    def evaluate(self, computer: Computer, model: nn.Module) -> tuple[dict[str, float], int] | None:
-        del model
+    def evaluate(
+        self, computer: Computer, model: nn.Module, *, alike: bool = False
+    ) -> tuple[dict[str, float], int] | None:
+        """Collective: every batch goes forward through the stages, once for each measure."""
+        del model, alike
         if computer.task.evaluation is None:
             return None
         functions = computer.measures()
@@ -179,7 +189,7 @@ class PipelineExchange(Exchange):
             part.train(False)
         self._post.begin(checked=False)
         with torch.no_grad():
-            for piece in computer.evaluation_batches(self.part, self.parts):
+            for piece in computer.evaluation_batches(self.part.index, self.part.count):
                 for column, measure in enumerate(functions.items()):
                     ends = MeasureEnds(computer, number, piece, measure)
                     for part in parts:
@@ -195,13 +205,6 @@ class PipelineExchange(Exchange):
             part.train()
         return computer.means(self.total(totals))
 
-    def evaluate_alike(self, computer: Computer, model: nn.Module) -> tuple[dict[str, float], int] | None:
-        return self.evaluate(computer, model)
-
-    def backward(self, loss: Tensor, share: float) -> None:
-        del loss, share
-        raise AssertionError("a pipeline computes by itself")
-
     def agree(self, local: LocalStep) -> SharedStep:
         """Collective: sum gradients over replicas, then over stages that share a parameter; agree on the loss."""
         self._steps += 1
@@ -211,14 +214,6 @@ class PipelineExchange(Exchange):
         shared = agree_on(self._all, local, counts=self._counts)
         self._collect_posts()
         return shared
-
-    def clip(self, max_norm: float) -> float:
-        """Collective: clip by the norm over all stages; a parameter that several stages hold counts once."""
-        told = self._held.gradients(lambda one: one.tells)
-        total = self.total(torch.tensor([squares_of(told)], dtype=torch.float64))
-        norm = math.sqrt(float(total))
-        scale_down(self._held.gradients(), norm, max_norm)
-        return norm
 
     def apply(self) -> None:
         self._optimizer.step()
@@ -233,24 +228,22 @@ class PipelineExchange(Exchange):
     def total(self, values: Tensor) -> Tensor:
         return self._all.all_reduce(values)
 
-    def held_buffers(self, model: nn.Module) -> Iterable[Tensor]:
-        del model
+    def _buffers(self, _model: nn.Module) -> Iterable[Tensor]:
+        """The buffers of this worker's layers, and the model's own."""
         modules = (module for part in self._holding.parts for module in part.modules)
         layers = (buffer for module in modules for buffer in module.buffers())
         own = (one for one in self._holding.own if not isinstance(one, nn.Parameter))
         return dict.fromkeys((*layers, *own))
 
-    def total_of_copies(self, values: Tensor) -> Tensor:
-        return self._replicas.all_reduce(values.clone())
-
-    def take_times(self) -> Times:
+    def _take_times(self) -> Times:
         """Times of the last step's work items; once the step is agreed on, also its traffic and waits."""
         posts, self._posts = self._posts, {}
         waits, turns = waits_of(self._groups()), self._borders.take_times()
         passed_ns = sum(turn.exchange_ns for turn in turns)
         return Times(exchange_ns=passed_ns, wait_ns=waits, posts=posts, turns=turns)
 
-    def traffic(self) -> Traffic:
+    def _traffic(self) -> Traffic:
+        """Traffic of the stage's messages and of all its groups."""
         return sum((group.traffic() for group in self._groups()), self._post.traffic())
 
     def summary(self) -> Mapping[str, Any]:
@@ -316,8 +309,8 @@ class PipelineExchange(Exchange):
 
     def _measured_cuts(self, model: nn.Module, chain: Sequence[nn.Module]) -> tuple[int, ...]:
         computer = Computer(self._plan, self.rank)
-        piece = computer.share(0, 0, self.parts).pieces[0]
-        ends = TrainingEnds(computer, computer.share(0, 0, self.parts), 0, 0)
+        piece = computer.share(0, 0, self.part.count).pieces[0]
+        ends = TrainingEnds(computer, computer.share(0, 0, self.part.count), 0, 0)
         sizes = sizes_of(computer.task, model)
         with computer.precision():
             layers = layer_costs(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from importlib.resources import files
 from pathlib import Path
 from typing import Final
 
@@ -75,9 +76,7 @@ def costs_text(schedule: Schedule, found: PipelineCost) -> str:
 
 
 def figure(name: str) -> str:
-    schedule = _example(name)
-    image = f"![{heading(schedule)}](figures/pipeline-{name}.svg)"
-    return f"{image}\n\n```text\n{as_text(schedule)}```\n"
+    return f"![{heading(_example(name))}](figures/pipeline-{name}.svg)\n"
 
 
 def _example(name: str) -> Schedule:
@@ -108,20 +107,7 @@ _KINDS: Final = {
     Pass.BACKWARD: ("backward", "B backward"),
     Pass.WEIGHTS: ("weights", "W weight gradient"),
 }
-_STYLE: Final = """
-:root { color-scheme: light dark; }
-svg { --paper: #ffffff; --ink: #1f2328; --faint: #59636e; --track: #eef1f4; --on: #ffffff;
-  --forward: #2463b0; --backward: #26703f; --weights: #a34d00; font: 12px system-ui, sans-serif; }
-@media (prefers-color-scheme: dark) {
-  svg { --paper: #0d1117; --ink: #e6edf3; --faint: #9198a1; --track: #1c2128; --on: #0d1117;
-    --forward: #58a6ff; --backward: #4cc27a; --weights: #f0a23b; }
-}
-.paper { fill: var(--paper); } text { fill: var(--ink); } .faint { fill: var(--faint); font-size: 11px; }
-.title { font-size: 14px; font-weight: 600; } .track { fill: var(--track); }
-.forward { fill: var(--forward); } .backward { fill: var(--backward); } .weights { fill: var(--weights); }
-text.on { fill: var(--on); font-size: 11px; font-weight: 600; text-anchor: middle; }
-text.tick { text-anchor: middle; } .later { fill: var(--on); }
-"""
+_STYLE: Final = files("manyhands.strategies.pipeline").joinpath("schedule.css").read_text()
 
 
 def as_svg(schedule: Schedule) -> str:
@@ -132,7 +118,7 @@ def as_svg(schedule: Schedule) -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
         f'height="{height}" role="img" aria-label="{heading(schedule)}">',
-        f"<style>{_STYLE}</style>",
+        f"<style>\n{_STYLE}</style>",
         f'<rect class="paper" width="{width}" height="{height}"/>',
         f'<text class="title" x="8" y="20">{heading(schedule)}</text>',
         *_legend(schedule),

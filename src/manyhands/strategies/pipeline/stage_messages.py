@@ -22,8 +22,17 @@ from torch import Tensor
 from manyhands.engine.exchange import MicrobatchTime, PeerTraffic, Traffic
 from manyhands.errors import ManyhandsError, PeerTimeout, UserError, WorkerFailed
 from manyhands.native.wait_sign import LONG_WAIT_S, LongWait
-from manyhands.transport.link.interface import Closed, Full, Link, PeerDied, Queued, Received, TimedOut
-from manyhands.transport.link.message import Message, ProtocolError
+from manyhands.transport.link.interface import (
+    Closed,
+    Full,
+    Link,
+    Message,
+    PeerDied,
+    Queued,
+    Received,
+    TimedOut,
+)
+from manyhands.transport.messages import ProtocolError
 
 __all__ = ["Flow", "StageMessages"]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from manyhands.errors import UserError
-from manyhands.facts import IN_STEP, ModelFootprint, Promises, Split, Stepping, Truth, WorkerMemory
+from manyhands.facts import IN_STEP, Facts, ModelFootprint, Split, Stepping, Truth, WorkerMemory
 from manyhands.strategies.common.grid.grid_layout import Grid
 from manyhands.strategies.pipeline.schedule_cost import cost, equal_times, most_held
 from manyhands.strategies.pipeline.schedules import SCHEDULES, Schedule
@@ -45,7 +45,6 @@ class Pipeline(Strategy):
     )
     split: ClassVar[Split] = Split.LAYERS
     truth: ClassVar[Truth] = Truth.EVERYONE
-    cannot_cross_hosts: ClassVar[str] = ""
     refuses: ClassVar[Mapping[str, str]] = {
         "codec": "stages send each other outputs and gradients as they are; allreduce link=tcp, local link=tcp and "
         "ps link=tcp have a codec"
@@ -115,31 +114,56 @@ class Pipeline(Strategy):
         assert found is not None, "there are enough layers"
         return self.assignment(found, layers)
 
-    @property
-    def stepping(self) -> tuple[Stepping, ...]:
-        """Each worker steps its layers, or its slices of them."""
-        if self.tensor > 1:
-            return (Stepping.IN_PIECES,)
-        return (Stepping.APART if self.stages > 1 else Stepping.TOGETHER,)
+    def shares(self, workers: int) -> int:
+        """One for each replica."""
+        return self.grid(workers).data
+
+    def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
+        """A stage each, and the activations of as many micro-batches as the schedule has in flight."""
+        grid, table = self.grid(workers), self.table()
+        held, parts = max(most_held(table)), self.stages * self.tensor
+        samples = -(-model.batch_size // (grid.data * self.microbatches))
+        return [
+            WorkerMemory(
+                who="worker",
+                count=workers,
+                weights=model.parameters // parts + model.buffers,
+                gradients=model.gradients // parts,
+                state=model.state // parts,
+                activations=round(model.per_sample * samples * held / table.parts),
+                what=f"nothing; with stages={self.stages}, taken as equal, and data={grid.data}; the fullest stage has "
+                f"{held} micro-batches in flight",
+            )
+        ]
+
+    def check(self, workers: int, device: str, *, compiled: bool = False) -> None:
+        """The workers must fill the grid, and layers are those of a network."""
+        super().check(workers, device, compiled=compiled)
+        if compiled:
+            raise UserError(
+                "strategy pipeline: a compiled step has no layers to cut; use hogwild or allreduce"
+            )
+        self.grid(workers)
 
     @property
-    def uses_links(self) -> bool:
-        return True
+    def facts(self) -> Facts:
+        """All workers take every step together; a batch flows through all stages, and replicas share it out."""
+        apart = Stepping.APART if self.stages > 1 else Stepping.TOGETHER
+        return Facts(
+            promises=IN_STEP,
+            stepping=(Stepping.IN_PIECES if self.tensor > 1 else apart,),
+            splits_batches=False,
+            uses_links=True,
+            model_parts=self.stages * self.tensor,
+            straggler_advice="a pipeline is as fast as its slowest stage; cuts=… gives that one fewer layers",
+            cannot_compile=f"torch.compile takes a whole model, and under `{self.word}` no worker has one",
+            cannot_cross_hosts="",
+            instead_of_own_loop="give the model and its loss to mh.fit for pipeline",
+            refused_buffers={
+                "synchronize": "its batch norms see one micro-batch at a time, and never the whole batch"
+            },
+        )
 
-    @property
-    def splits_batches(self) -> bool:
-        """A batch flows through all stages; only replicas share it out."""
-        return False
-
-    @property
-    def model_parts(self) -> int:
-        return self.stages * self.tensor
-
-    @property
-    def straggler_advice(self) -> str:
-        return "a pipeline is as fast as its slowest stage; cuts=… gives that one fewer layers"
-
-    @property
     def planned_waits(self) -> str:
         table = self.table()
         bubble = cost(table, equal_times(table)).bubble
@@ -149,48 +173,3 @@ class Pipeline(Strategy):
             f"Some waiting is the schedule's own: with {self.stages} equal stages and {self.microbatches} "
             f"micro-batches, {self.schedule} leaves each stage idle for {100 * bubble:.0f} % of a step."
         )
-
-    def shares(self, workers: int) -> int:
-        return self.grid(workers).data
-
-    def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
-        """A stage each, and the activations of as many micro-batches as the schedule has in flight."""
-        grid, table = self.grid(workers), self.table()
-        held = max(most_held(table))
-        samples = -(-model.batch_size // (grid.data * self.microbatches))
-        return [
-            WorkerMemory(
-                who="worker",
-                count=workers,
-                weights=model.parameters // self.model_parts + model.buffers,
-                gradients=model.gradients // self.model_parts,
-                state=model.state // self.model_parts,
-                activations=round(model.per_sample * samples * held / table.parts),
-                what=f"nothing; with stages={self.stages}, taken as equal, and data={grid.data}; the fullest stage has "
-                f"{held} micro-batches in flight",
-            )
-        ]
-
-    @property
-    def cannot_compile(self) -> str:
-        return f"torch.compile takes a whole model, and under `{self.word}` no worker has one"
-
-    @property
-    def instead_of_own_loop(self) -> str:
-        return "give the model and its loss to mh.fit for pipeline"
-
-    @property
-    def refused_buffers(self) -> Mapping[str, str]:
-        return {"synchronize": "its batch norms see one micro-batch at a time, and never the whole batch"}
-
-    @property
-    def promises(self) -> Promises:
-        return IN_STEP
-
-    def check(self, workers: int, device: str, *, compiled: bool = False) -> None:
-        super().check(workers, device, compiled=compiled)
-        if compiled:
-            raise UserError(
-                "strategy pipeline: a compiled step has no layers to cut; use hogwild or allreduce"
-            )
-        self.grid(workers)

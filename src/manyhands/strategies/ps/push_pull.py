@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from manyhands.strategies.ps.actions import SendMessage
 from manyhands.strategies.ps.ps_messages import Message, Parameters, Push, Read, Work, WorkKind
-from manyhands.transport.link.message import ProtocolError
+from manyhands.transport.messages import ProtocolError
 
 __all__ = ["PushPull", "PushPullAnswer", "in_push_pulls"]
 

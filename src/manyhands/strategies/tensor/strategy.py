@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from manyhands.errors import UserError
-from manyhands.facts import IN_STEP, ModelFootprint, Promises, Split, Stepping, Truth, WorkerMemory
+from manyhands.facts import IN_STEP, Facts, ModelFootprint, Split, Stepping, Truth, WorkerMemory
 from manyhands.strategies.common.grid.grid_layout import Grid, require_multiple
 from manyhands.strategy import Strategy, check_link, link_setting, setting, whole_number
 
@@ -22,7 +21,7 @@ class Tensor(Strategy):
     about: ClassVar[str] = "every layer is sliced over the workers, who all see every sample"
     split: ClassVar[Split] = Split.DIMENSIONS
     truth: ClassVar[Truth] = Truth.EVERYONE
-    cannot_cross_hosts: ClassVar[str] = ""
+
     slices: int = setting(0, whole_number)
     """How many workers share each layer; 0: all of them, or as many as `data` leaves."""
     data: int = setting(0, whole_number)
@@ -45,23 +44,6 @@ class Tensor(Strategy):
         require_multiple(workers, data, f"data={data}")
         return Grid(data=data, slices=workers // data)
 
-    @property
-    def splits_batches(self) -> bool:
-        """Every slice of a layer sees all samples of its replica."""
-        return False
-
-    @property
-    def stepping(self) -> tuple[Stepping, ...]:
-        return (Stepping.IN_PIECES,)
-
-    @property
-    def uses_links(self) -> bool:
-        return True
-
-    @property
-    def straggler_advice(self) -> str:
-        return "every layer waits for the slowest of its slices; slice over workers that are alike"
-
     def shares(self, workers: int) -> int:
         return self.grid(workers).data
 
@@ -80,19 +62,6 @@ class Tensor(Strategy):
             )
         ]
 
-    @property
-    def model_parts(self) -> int:
-        """Each slice has its own; as many as workers where nothing else is said, which the value does not know."""
-        return max(1, self.slices)
-
-    @property
-    def cannot_compile(self) -> str:
-        return f"torch.compile takes a whole model, and under `{self.word}` no worker has one"
-
-    @property
-    def instead_of_own_loop(self) -> str:
-        return "fit a Task for tensor"
-
     def check(self, workers: int, device: str, *, compiled: bool = False) -> None:
         super().check(workers, device, compiled=compiled)
         grid = self.grid(workers)
@@ -102,11 +71,21 @@ class Tensor(Strategy):
             )
 
     @property
-    def refused_buffers(self) -> Mapping[str, str]:
-        return {
-            "synchronize": "its slices compute on the same samples, and replicas of slices do not sum inside a layer"
-        }
-
-    @property
-    def promises(self) -> Promises:
-        return IN_STEP
+    def facts(self) -> Facts:
+        """All workers take every step together; every slice of a layer sees all samples of its replica."""
+        return Facts(
+            promises=IN_STEP,
+            stepping=(Stepping.IN_PIECES,),
+            splits_batches=False,
+            uses_links=True,  # activations and their gradients travel inside forward and backward
+            # As many as workers where nothing else is said, which the value does not know.
+            model_parts=max(1, self.slices),
+            straggler_advice="every layer waits for the slowest of its slices; slice over workers that are alike",
+            cannot_compile=f"torch.compile takes a whole model, and under `{self.word}` no worker has one",
+            cannot_cross_hosts="",
+            instead_of_own_loop="fit a Task for tensor",
+            refused_buffers={
+                "synchronize": "its slices compute on the same samples, and replicas of slices do not sum inside "
+                "a layer"
+            },
+        )

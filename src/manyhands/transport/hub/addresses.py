@@ -1,7 +1,7 @@
 """Addresses as text: `unix:NAME`, an abstract Unix socket, and `tcp:HOST:PORT`, with an IPv4 address or a host name.
 
 TCP off loopback would send weights and gradients in the clear. It is refused here unless it is encrypted or the
-user allowed it (`transport.link.secure.Security`).
+user allowed it (`transport.security.Security`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import struct
 from typing import Final
 
 from manyhands.errors import UserError
-from manyhands.transport.link.secure import Security, is_loopback
+from manyhands.transport.security import Security, is_loopback
 
 __all__ = ["HOW", "check", "dial", "listen", "origin", "same_user", "tune"]
 

@@ -22,7 +22,7 @@ from typing import Final
 from manyhands.native.atomics import load_i64, store_i64
 from manyhands.native.decorators import njit
 from manyhands.native.segment import CACHE_LINE, PAGE, Segment, round_up
-from manyhands.transport.link.message import ProtocolError
+from manyhands.transport.messages import ProtocolError
 
 __all__ = ["ArenaReader", "ArenaWriter", "Arenas"]
 

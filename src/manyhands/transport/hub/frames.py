@@ -27,7 +27,7 @@ from typing import Final, Generic, NamedTuple, TypeVar
 import numpy as np
 
 from manyhands.errors import UserError, format_bytes
-from manyhands.transport.link.message import ProtocolError
+from manyhands.transport.messages import ProtocolError
 
 __all__ = [
     "HEADER_BYTES",
@@ -44,7 +44,7 @@ __all__ = [
     "fresh_bytes",
 ]
 
-VERSION: Final = 2
+VERSION: Final = 3
 OF_TRANSPORT: Final = 1
 IN_ARENA: Final = 2
 NO_PAYLOAD: Final = memoryview(b"")

@@ -22,11 +22,13 @@ from manyhands.errors import UserError
 from manyhands.native.segment import CACHE_LINE, PAGE, Segment, round_up
 from manyhands.native.waiting import LEAVE_BYTES, leave_cores, on_my_core, spins_for
 from manyhands.transport.link import byte_ring
-from manyhands.transport.link.incoming import Incoming
-from manyhands.transport.link.interface import DEFAULT_QUEUE_BYTES, Closed, PeerDied
-from manyhands.transport.link.message import DEFAULT_MAX_PAYLOAD_BYTES
-from manyhands.transport.link.outgoing import SLICE_NS, Outgoing
-from manyhands.transport.link.queued import QueuedLink
+from manyhands.transport.link.interface import (
+    DEFAULT_MAX_PAYLOAD_BYTES,
+    DEFAULT_QUEUE_BYTES,
+    Closed,
+    PeerDied,
+)
+from manyhands.transport.link.queued import SLICE_NS, Incoming, Outgoing, QueuedLink
 from manyhands.transport.link.wire import Wire
 
 __all__ = ["DEFAULT_CAPACITY_BYTES", "LinkDescriptors", "SharedLink", "SharedLinkFiles"]

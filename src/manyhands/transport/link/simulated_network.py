@@ -27,13 +27,17 @@ import torch
 
 from manyhands.errors import UserError
 from manyhands.transport.link.interface import (
+    DEFAULT_MAX_PAYLOAD_BYTES,
     DEFAULT_QUEUE_BYTES,
+    HEADER_BYTES,
     Closed,
     Flushed,
     FlushOutcome,
     Full,
+    Header,
     Link,
     LinkCounters,
+    Message,
     PeerDied,
     Queued,
     ReceiveOutcome,
@@ -42,7 +46,6 @@ from manyhands.transport.link.interface import (
     check_size,
     hand_out,
 )
-from manyhands.transport.link.message import DEFAULT_MAX_PAYLOAD_BYTES, HEADER_BYTES, Header, Message
 from manyhands.transport.link.virtual import RoleClock, RoleKilled, VirtualTime
 
 __all__ = ["RoleKilled", "SimulatedLink", "SimulatedNetwork", "TraceEvent"]

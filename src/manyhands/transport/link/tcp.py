@@ -20,13 +20,19 @@ from typing import Final, Self
 import torch
 
 from manyhands.errors import ManyhandsError
-from manyhands.transport.link.incoming import Incoming
-from manyhands.transport.link.interface import DEFAULT_QUEUE_BYTES, Closed, PeerDied, Received, ReceiveOutcome
-from manyhands.transport.link.message import DEFAULT_MAX_PAYLOAD_BYTES, HEADER_BYTES, Header
-from manyhands.transport.link.outgoing import Outgoing
-from manyhands.transport.link.queued import QueuedLink
-from manyhands.transport.link.tls import End, TlsRefused
+from manyhands.transport.link.interface import (
+    DEFAULT_MAX_PAYLOAD_BYTES,
+    DEFAULT_QUEUE_BYTES,
+    HEADER_BYTES,
+    Closed,
+    Header,
+    PeerDied,
+    Received,
+    ReceiveOutcome,
+)
+from manyhands.transport.link.queued import Incoming, Outgoing, QueuedLink
 from manyhands.transport.link.wire import Wire
+from manyhands.transport.tls import End, TlsRefused
 
 __all__ = ["TcpLink", "connected"]
 

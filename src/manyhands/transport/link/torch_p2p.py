@@ -17,26 +17,35 @@ Neither Gloo nor this link authenticates anybody: use it on loopback or inside a
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 
 from manyhands.errors import UserError
 from manyhands.transport.link.interface import (
+    DEFAULT_MAX_PAYLOAD_BYTES,
     DEFAULT_QUEUE_BYTES,
+    HEADER_BYTES,
     Closed,
     Flushed,
     FlushOutcome,
+    FrameKind,
     Full,
+    Header,
     Link,
     LinkCounters,
+    Message,
     PeerDied,
     Queued,
     ReceiveOutcome,
@@ -46,17 +55,83 @@ from manyhands.transport.link.interface import (
     hand_out,
     room_for,
 )
-from manyhands.transport.link.message import (
-    DEFAULT_MAX_PAYLOAD_BYTES,
-    HEADER_BYTES,
-    FrameKind,
-    Header,
-    Message,
-    ProtocolError,
-)
 from manyhands.transport.link.wire import Wire
+from manyhands.transport.messages import ProtocolError
 
-__all__ = ["MAX_CHANNEL", "TorchLink"]
+__all__ = ["MAX_CHANNEL", "SumGroup", "TorchLink", "gloo_backend", "nccl_backend", "nccl_version"]
+
+_CALM = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",  # what takes too long is ended, and this process is not
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # of threads that would end this process
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
+
+
+class SumGroup:
+    """Torch's NCCL where `device` is a GPU, elsewhere Gloo: made on `store`, which lives as long as this does.
+
+    Calls begin something and return torch's work that is under way. On a GPU the first one connects all ranks.
+    """
+
+    def __init__(
+        self, device: torch.device, store: c10d.Store, rank: int, world: int, timeout_s: float
+    ) -> None:
+        """Collective where it is Gloo."""
+        self._store = store  # which torch would not keep alive, if it is one of Python's
+        self._on_gpu = device.type == "cuda"
+        timeout = timedelta(seconds=timeout_s)
+        if self._on_gpu:
+            with _environment(_CALM):
+                self._backend = nccl_backend(store, rank, world, timeout)
+        else:
+            self._backend = gloo_backend(store, rank, world, timeout)
+
+    def allreduce(self, tensor: torch.Tensor) -> Any:
+        """Sum it over ranks, in place, after what is queued on this thread's stream."""
+        return self._backend.allreduce([tensor])
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Any:
+        """Make it that of rank `root`."""
+        return self._backend.broadcast(tensor, root)
+
+    def abort(self) -> None:
+        """From any thread: end what is under way, whatever the others do. Gloo's connections end with the group."""
+        if self._on_gpu:
+            self._backend.abort()
+
+
+@contextmanager
+def _environment(usual: Mapping[str, str]) -> Iterator[None]:
+    """Set variables that the user has not set, while something is made that reads them."""
+    added = [name for name in usual if name not in os.environ]
+    os.environ.update({name: usual[name] for name in added})
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
+
+
+def nccl_version() -> str:
+    """`2.27.5`; empty where this torch has no NCCL."""
+    if not dist.is_available() or not dist.is_nccl_available():
+        return ""
+    import torch.cuda.nccl
+
+    return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+
+
+def nccl_backend(store: c10d.Store, rank: int, world: int, timeout: timedelta) -> Any:
+    """One rank's end of NCCL; it connects with the first collective."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(c10d.PrefixStore("nccl/", store), rank, world, options)
+
+
+def gloo_backend(store: c10d.Store, rank: int, world: int, timeout: timedelta) -> Any:
+    """Collective: one rank's end of Gloo."""
+    return c10d.ProcessGroupGloo(c10d.PrefixStore("gloo/", store), rank, world, timeout=timeout)
+
 
 MAX_CHANNEL: Final = 0xFFFF
 _FIRST_TAG: Final = 0x4D480000  # far from the small numbers that others' code uses as tags

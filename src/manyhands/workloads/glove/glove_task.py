@@ -147,7 +147,7 @@ class GloveTask(GloveWork, KernelTask):
         )
         check_together(strategy, task.glove, workers)
         if strategy.truth is not Truth.SERVERS:
-            return replace(task, in_order=strategy.record_order not in (None, "free"))
+            return replace(task, in_order=strategy.facts.record_order not in (None, "free"))
         from manyhands.workloads.glove.glove_server import glove_tables  # what the others never need
 
         return glove_tables(task, workers)
@@ -155,7 +155,7 @@ class GloveTask(GloveWork, KernelTask):
 
 def usual_batch(strategy: str | Strategy) -> int:
     """How many records a strategy takes at a time unless it is told: one, or `BATCH`."""
-    return BATCH if Strategy.parse(strategy).record_order is None else 1
+    return BATCH if Strategy.parse(strategy).facts.record_order is None else 1
 
 
 def check_together(strategy: Strategy, options: GloveOptions, workers: int) -> None:
@@ -165,7 +165,7 @@ def check_together(strategy: Strategy, options: GloveOptions, workers: int) -> N
     alone = strategy.most_workers == 1
     if alone and workers > 1:
         raise UserError(f"workers={workers}: {strategy.word} is one thread; use strategy=hogwild for more")
-    if strategy.record_order is not None:
+    if strategy.facts.record_order is not None:
         if options.batch > 1 and not alone:
             raise UserError(
                 f"batch={options.batch}: {strategy.word} takes record after record; leave batch at 1"

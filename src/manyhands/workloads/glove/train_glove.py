@@ -179,6 +179,6 @@ def check_glove(strategy: str | Strategy, options: GloveOptions, workers: int) -
 
 def _cost(strategy: Strategy) -> MemoryCost:
     """What the workers take before anything is known of the corpus: threads share one process, the others are many."""
-    if strategy.in_threads:
+    if strategy.facts.in_threads:
         return MemoryCost(per_worker=Amount(tasks=1))
     return of_processes(others=strategy.processes(0).get("server", 0) + 1)  # and the template

@@ -17,13 +17,13 @@ _ITEM = 4  # single precision
 def row_bytes(strategy: Strategy, learner: str, workers: int) -> int:
     """All that workers, servers and this process keep of one feature, until the model is saved."""
     width = WIDTHS[learner]  # the weight and the learner's state
-    if strategy.record_order is not None and (strategy.in_threads or workers == 1):
+    if strategy.facts.record_order is not None and (strategy.facts.in_threads or workers == 1):
         kept = width + 3  # the table, its weights, the model and an earlier one
     elif strategy.truth is Truth.ONE_MEMORY:
         kept = 3 * width + 3  # the table of all workers, on its way from them, and where it arrives
     else:
         # Each worker and server has a copy, with a gradient, what is sent of it, and the model that it began with.
-        servers = strategy.kept_copies if strategy.truth is Truth.SERVERS else 0
+        servers = strategy.facts.kept_copies if strategy.truth is Truth.SERVERS else 0
         kept = (workers + servers) * (width + 3) + 3
     return _ITEM * kept + _SAVING_BYTES
 

@@ -127,7 +127,7 @@ class LogregTask(KernelTask):
     def for_strategy(self, strategy: Strategy, workers: int) -> AnyTask:
         """Compiled where workers share one memory, and batches elsewhere."""
         check_strategy(strategy, workers)
-        return self if strategy.record_order is not None else logreg_task(self.parsed, self.logreg)
+        return self if strategy.facts.record_order is not None else logreg_task(self.parsed, self.logreg)
 
 
 class _ExampleStep(KernelStep):

@@ -93,7 +93,7 @@ def train_logreg(
     check_strategy(chosen, workers)
     if memory_bytes < 0:
         raise UserError(f"memory_bytes={memory_bytes} must be at least 0")
-    here = chosen.record_order is not None and chosen.in_threads
+    here = chosen.facts.record_order is not None and chosen.facts.in_threads
     if chosen.most_workers != 1:
         cost = MemoryCost(per_worker=Amount(tasks=1)) if here else of_processes()
         require_host_room(cost, workers, allow_overload=options.allow_overload)

@@ -15,6 +15,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Final
 
@@ -125,8 +126,7 @@ def as_text(picture: Picture) -> str:
 
 
 def figure(name: str) -> str:
-    text = as_text(watch(ALGORITHMS[name], EXAMPLE))
-    return f"![{name} on four workers](figures/allreduce-{name}.svg)\n\n```text\n{text}```\n"
+    return f"![{name} on four workers](figures/allreduce-{name}.svg)\n"
 
 
 def example(world: int) -> tuple[tuple[int, ...], ...]:
@@ -183,10 +183,7 @@ def _arrow_lines(arrows: Sequence[MessageArrow], per_line: int = 8) -> list[str]
 
 _COLOURS: Final = ("#0072b2", "#d55e00", "#009e73", "#aa4499", "#b8860b", "#56b4e9", "#7f3c8d", "#666666")
 _BOX_W, _BOX_H, _GAP, _PITCH, _LEFT, _TOP = 38, 30, 34, 92, 72, 40
-_STYLE: Final = (
-    "text{font:14px sans-serif;text-anchor:middle}.label{text-anchor:start}.head,text.done{font-weight:bold}"
-    "rect.part{fill:#f4f4f4;stroke:#bbb}rect.done{fill:#dff2df;stroke:#2c7a2c}line{stroke-width:1.6}"
-)
+_STYLE: Final = files("manyhands.strategies.common.collectives").joinpath("collective.css").read_text()
 
 
 def as_svg(picture: Picture) -> str:
@@ -195,7 +192,7 @@ def as_svg(picture: Picture) -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
         f'viewBox="0 0 {width} {height}">',
-        f"<style>{_STYLE}</style>",
+        f"<style>\n{_STYLE}</style>",
         '<rect width="100%" height="100%" fill="white"/>',
     ]
     for rank in range(picture.world):

@@ -38,8 +38,8 @@ from manyhands.strategies.common.collectives.schedule import (
     Round,
     lay_plan,
 )
-from manyhands.transport.link.alarm import Alarm
 from manyhands.transport.link.interface import Link
+from manyhands.transport.liveness import Alarm
 from manyhands.wire.codec import ParcelCodec, encodes, round_trip
 from manyhands.wire.parcels import Parcel
 

@@ -16,18 +16,19 @@ import torch
 from manyhands.engine.exchange import PeerTraffic
 from manyhands.errors import ManyhandsError, PeerTimeout, UserError, WorkerFailed
 from manyhands.native.wait_sign import LONG_WAIT_S, LongWait
-from manyhands.transport.link.alarm import Alarm
 from manyhands.transport.link.interface import (
     Closed,
     Flushed,
     Full,
     Link,
+    Message,
     PeerDied,
     Queued,
     Received,
     TimedOut,
 )
-from manyhands.transport.link.message import Message, ProtocolError
+from manyhands.transport.liveness import Alarm
+from manyhands.transport.messages import ProtocolError
 
 __all__ = ["LinkMessage", "Mailbox"]
 

@@ -109,6 +109,10 @@ class Reducer:
         sizes = [bucket.nbytes for bucket in (*self._buckets, self._status)]
         return sizes.index(max(sizes))
 
+    def begin_step(self, step: int) -> None:
+        """Begin a step: from here on buckets may be sent as soon as they are full."""
+        self._collective.begin(step)
+
     @contextmanager
     def holding(self) -> Iterator[None]:
         """Return a context in which backwards only accumulate; the first one after it launches full buckets."""
@@ -155,7 +159,7 @@ class Reducer:
         index = self.carrier
         broadcast(self._collective, index, [*self._buckets, self._status][index], tensors)
 
-    def owed(self) -> Mapping[str, Any] | None:
+    def residuals(self) -> Mapping[str, Any]:
         """Collective, between steps: return the codec residuals of all workers, on worker 0."""
         index = self.carrier if self.is_idle else self._status_index
         return kept_by_codecs(self._collective, index, [*self._buckets, self._status][index])

@@ -21,9 +21,9 @@ from manyhands.errors import Aborted, PeerTimeout, WorkerFailed, first_line
 from manyhands.native.wait_sign import LongWait
 from manyhands.strategies.common.collectives.collective import Collective
 from manyhands.strategies.common.collectives.row_sums import GradientRows
-from manyhands.transport.link.alarm import Alarm
-from manyhands.transport.link.torch_groups import SumGroup
+from manyhands.transport.link.torch_p2p import SumGroup
 from manyhands.transport.link.wire import Wire, wire_of
+from manyhands.transport.liveness import Alarm
 from manyhands.wire.parcels import Parcel
 
 __all__ = ["TorchCollective", "done_in_time"]

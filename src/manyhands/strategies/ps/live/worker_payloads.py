@@ -12,7 +12,7 @@ from manyhands.strategies.ps.live.validation import require_shard
 from manyhands.strategies.ps.live.worker_state import WorkerState
 from manyhands.strategies.ps.ps_messages import Parameters, Push, ReadRows, RowValues
 from manyhands.strategies.ps.push_pull import PushPull, PushPullAnswer
-from manyhands.transport.link.message import ProtocolError
+from manyhands.transport.messages import ProtocolError
 
 __all__ = ["WorkerPayloads"]
 

@@ -50,8 +50,8 @@ from manyhands.strategies.ps.ps_messages import Parameters, RowsUnknown, RowValu
 from manyhands.strategies.ps.push_pull import PushPullAnswer, in_push_pulls
 from manyhands.strategies.ps.update_files import ComputedRow
 from manyhands.transport.hub.hub import Arrived, Hub, Joined, Lost
-from manyhands.transport.link.message import ProtocolError
 from manyhands.transport.link.wire import Wire
+from manyhands.transport.messages import ProtocolError
 
 __all__ = ["work", "work_with"]
 
