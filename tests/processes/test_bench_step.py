@@ -9,8 +9,7 @@ import pytest
 
 from manyhands.errors import ManyhandsError, UserError
 from manyhands.lab.bench.step import agreed_losses, format_table, named_workloads, run_bench
-from manyhands.lab.bench.step_worker import StepMeasured
-from manyhands.lab.bench.workloads import WORKLOADS, Cnn, Language, Mlp, Workload
+from manyhands.lab.bench.step_worker import WORKLOADS, Cnn, Language, Mlp, StepMeasured, Workload
 
 SMALL = (
     Mlp(inputs=12, width=24, hidden=2, classes=5),  # SGD with momentum

@@ -18,7 +18,7 @@ from manyhands.data.store.fingerprint import fingerprint
 from manyhands.data.store.rundir import RunDirectory
 from manyhands.errors import DataError, UserError
 from manyhands.lab.compare.comparison import Trial
-from manyhands.lab.compare.measured_run import measure
+from manyhands.lab.compare.run_comparison import measure
 from manyhands.observe.analyse.follow import existing_run
 from manyhands.observe.draw.charts import Series, line_chart
 from manyhands.observe.draw.page import report

@@ -11,8 +11,16 @@ from compared import TWO, found, measured, told
 from manyhands.errors import UserError
 from manyhands.facts import Answer, Promises
 from manyhands.lab.compare.bandwidth import Rate, shaped_command, why_not
-from manyhands.lab.compare.compare_report import Made, report, smooth
-from manyhands.lab.compare.compare_table import cells, columns, measures_table, promises_table, scores_table
+from manyhands.lab.compare.compare_report import (
+    Made,
+    cells,
+    columns,
+    measures_table,
+    promises_table,
+    report,
+    scores_table,
+    smooth,
+)
 from manyhands.lab.compare.comparison import (
     Target,
     Trial,
@@ -21,10 +29,9 @@ from manyhands.lab.compare.comparison import (
     trials,
     workers_of,
 )
-from manyhands.lab.compare.figures import FailedTrial, Figures, Point, Spread, figures
+from manyhands.lab.compare.figures import FailedTrial, Figures, Point, Prices, Spread, figures
 from manyhands.lab.compare.findings import Conditions, paragraph
-from manyhands.lab.compare.measured_run import Stops
-from manyhands.lab.compare.price import Prices
+from manyhands.lab.compare.run_comparison import Stops
 from manyhands.observe.draw.paper import PART_COLOURS
 from manyhands.strategies.allreduce.strategy import AllReduce
 from manyhands.strategies.hogwild.strategy import Hogwild

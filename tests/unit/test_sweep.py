@@ -20,7 +20,6 @@ from manyhands.data.store.lock import RunLock
 from manyhands.data.store.rundir import RunDirectory
 from manyhands.errors import DataError, UserError
 from manyhands.lab.compare.comparison import lower_is_better
-from manyhands.lab.sweep.results import SweepRow, best_first, sentences
 from manyhands.lab.sweep.run_sweep import (
     SweepProgress,
     cores_of,
@@ -29,7 +28,7 @@ from manyhands.lab.sweep.run_sweep import (
     run_sweep,
     sweep_rows,
 )
-from manyhands.lab.sweep.sweep_report import sweep_cells, sweep_page
+from manyhands.lab.sweep.sweep_report import SweepRow, best_first, sentences, sweep_cells, sweep_page
 from manyhands.lab.sweep.trials import SweepPlan, SweepSetting, SweepTrial, parse_values
 from manyhands.observe.draw.parallel import ParallelAxis, parallel_coordinates
 from manyhands.workloads.tasks import TASKS

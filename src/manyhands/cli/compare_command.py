@@ -127,8 +127,8 @@ def run_comparison(
     # Imported here so that help texts do not wait for torch.
     from manyhands.engine.slowdown import Slowdown
     from manyhands.lab.compare.bandwidth import Rate, enter, inside
+    from manyhands.lab.compare.figures import Prices
     from manyhands.lab.compare.findings import Conditions
-    from manyhands.lab.compare.price import Prices
     from manyhands.lab.compare.run_comparison import CompareSettings, compare
     from manyhands.places.local.signals import ending
 
@@ -170,10 +170,15 @@ def run_comparison(
 def _leave(found: Comparison, conditions: Conditions, task: str, out: Path, json_file: Path | None) -> None:
     """Write report and JSON, print the tables, the paragraph and the report's path."""
     from manyhands.data.store.atomic import write_atomically
-    from manyhands.lab.compare.compare_report import Made, report
-    from manyhands.lab.compare.compare_table import measures_table, promises_table, scores_table
+    from manyhands.lab.compare.compare_report import (
+        Made,
+        machine,
+        measures_table,
+        promises_table,
+        report,
+        scores_table,
+    )
     from manyhands.lab.compare.findings import paragraph
-    from manyhands.lab.compare.machine import machine
 
     sentences = paragraph(found.figures, conditions)
     made = Made(

@@ -34,8 +34,8 @@ from manyhands.workloads.tasks import TASKS
 from manyhands.workloads.tasks.builtin import BuiltinTask
 
 if TYPE_CHECKING:
-    from manyhands.lab.scaling.curve import ScalingCurve
     from manyhands.lab.scaling.run_scaling import ScalingProgress, ScalingSettings
+    from manyhands.lab.scaling.scaling_report import ScalingCurve
 
 __all__ = ["scaling_app"]
 
@@ -77,8 +77,8 @@ class _Common:
 def _scaling(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[str, Any]) -> None:
     # Imported here so that help texts do not wait for torch.
     from manyhands.data.store.outputs import require_empty
-    from manyhands.lab.scaling.curve import scaling_curve
     from manyhands.lab.scaling.run_scaling import forecast_speedups, measure_scaling, require_counts
+    from manyhands.lab.scaling.scaling_report import scaling_curve
     from manyhands.lab.sweep.run_sweep import usable_cores
     from manyhands.strategy import Strategy
 

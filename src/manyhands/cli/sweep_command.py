@@ -34,8 +34,8 @@ from manyhands.workloads.tasks import TASKS
 from manyhands.workloads.tasks.builtin import BuiltinTask, Option
 
 if TYPE_CHECKING:
-    from manyhands.lab.sweep.results import SweepRow
     from manyhands.lab.sweep.run_sweep import SweepProgress
+    from manyhands.lab.sweep.sweep_report import SweepRow
     from manyhands.task import Task
 
 __all__ = ["sweep_app"]
@@ -189,8 +189,7 @@ def _values(option: Option, text: str) -> tuple[str, ...]:
 
 
 def _leave(plan: SweepPlan, rows: list[SweepRow], out: Path, json_file: Path | None) -> None:
-    from manyhands.lab.sweep.results import best_first, sentences
-    from manyhands.lab.sweep.sweep_report import sweep_cells, sweep_page
+    from manyhands.lab.sweep.sweep_report import best_first, sentences, sweep_cells, sweep_page
 
     ranked, told = best_first(rows, plan.metric), sentences(plan, rows)
     head, cells = sweep_cells(plan, rows)

@@ -35,8 +35,8 @@ from manyhands.errors import (
 )
 from manyhands.observe.record.final import final_loss, final_metrics
 from manyhands.places.external.process_group import ProcessGroup
-from manyhands.places.local.capacity_check import check_capacity
-from manyhands.places.local.cores import threads_per_role
+from manyhands.places.local.capacity import check_capacity
+from manyhands.places.local.host import threads_per_role
 from manyhands.places.local.signals import signal_of
 from manyhands.strategies.registry import STRATEGIES
 from manyhands.strategy import Strategy

@@ -40,7 +40,7 @@ from manyhands.observe.record.event_ring import BlackBoxes, EventRing
 from manyhands.observe.record.events import EventKind
 from manyhands.observe.record.recorded import role_name
 from manyhands.places.local.context import RoleContext
-from manyhands.places.local.cores import threads_per_role
+from manyhands.places.local.host import threads_per_role
 from manyhands.strategy import Strategy
 from manyhands.transport.link.interface import Link
 from manyhands.transport.link.mesh import Mesh, mesh_kind

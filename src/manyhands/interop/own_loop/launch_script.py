@@ -29,8 +29,7 @@ from manyhands.native.version import __version__
 from manyhands.observe.analyse.collect import Collector
 from manyhands.observe.record.event_ring import BlackBoxes, EventRing
 from manyhands.places.external import process_place
-from manyhands.places.local.capacity import of_processes
-from manyhands.places.local.capacity_check import check_capacity
+from manyhands.places.local.capacity import check_capacity, of_processes
 from manyhands.places.local.context import RoleContext
 from manyhands.places.local.control import Finished
 from manyhands.places.local.local import LocalCluster, Role

@@ -22,8 +22,7 @@ from manyhands.lab.bench.allreduce import format_table, repeats_for, summaries
 from manyhands.lab.bench.allreduce_worker import ITEM_BYTES
 from manyhands.lab.bench.backend_worker import BackendPlan
 from manyhands.lab.bench.workers import Workers
-from manyhands.places.local.capacity import of_processes
-from manyhands.places.local.capacity_check import check_capacity
+from manyhands.places.local.capacity import check_capacity, of_processes
 
 __all__ = ["DEFAULT_SIZES_BYTES", "format_table", "run_bench"]
 

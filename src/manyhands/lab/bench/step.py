@@ -25,13 +25,20 @@ import numpy as np
 import torch
 
 from manyhands.errors import ManyhandsError, UserError, nearest
-from manyhands.lab.bench.step_worker import ALONE, DDP, SINGLE, STRATEGIES, StepMeasured, StepPlan
+from manyhands.lab.bench.step_worker import (
+    ALONE,
+    DDP,
+    SINGLE,
+    STRATEGIES,
+    WORKLOADS,
+    StepMeasured,
+    StepPlan,
+    Workload,
+)
 from manyhands.lab.bench.workers import Workers
-from manyhands.lab.bench.workloads import WORKLOADS, Workload
 from manyhands.native.group.shared_group import SharedGroup, warm
-from manyhands.places.local.capacity import of_processes
-from manyhands.places.local.capacity_check import check_capacity
-from manyhands.places.local.cores import threads_per_role
+from manyhands.places.local.capacity import check_capacity, of_processes
+from manyhands.places.local.host import threads_per_role
 
 __all__ = ["DEFAULT_STEPS", "agreed_losses", "format_table", "named_workloads", "run_bench"]
 

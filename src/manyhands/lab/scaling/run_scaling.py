@@ -14,7 +14,7 @@ from manyhands.data.store.outputs import make_output
 from manyhands.errors import ManyhandsError, UserError
 from manyhands.foresight.simulate import ComputeModel, NetworkModel, SimulationSpec, simulate
 from manyhands.lab.compare.comparison import Trial
-from manyhands.lab.compare.measured_run import measure
+from manyhands.lab.compare.run_comparison import measure
 from manyhands.lab.sweep.run_sweep import Launch, end_processes, last_said
 from manyhands.strategy import Strategy
 from manyhands.task import Task

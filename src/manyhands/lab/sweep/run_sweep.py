@@ -24,7 +24,7 @@ from manyhands.data.store.atomic import make_directory, reason, write_json
 from manyhands.data.store.lock import RunLock
 from manyhands.data.store.rundir import RunDirectory
 from manyhands.errors import DataError, ManyhandsError, UserError
-from manyhands.lab.sweep.results import SweepRow, read_row
+from manyhands.lab.sweep.sweep_report import SweepRow, read_row
 from manyhands.lab.sweep.trials import SweepPlan, SweepTrial
 from manyhands.strategy import Strategy
 

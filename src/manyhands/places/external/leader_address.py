@@ -29,7 +29,7 @@ from manyhands.places.external.control_messages import Term
 from manyhands.places.external.control_server import ControlServer
 from manyhands.places.external.links import address_towards
 from manyhands.places.external.process_place import ProcessPlace
-from manyhands.places.external.specified import listening_at
+from manyhands.places.external.specification import listening_at
 from manyhands.places.external.store_waiting import comes_true
 from manyhands.places.local.host import host_identity
 from manyhands.places.local.rendezvous import hosts_of

@@ -24,7 +24,6 @@ from manyhands.data.loading import Loading
 from manyhands.errors import ManyhandsError, UserError
 from manyhands.places.local.child_descriptors import LoaderSpec
 from manyhands.places.local.failure import describe_exit
-from manyhands.places.local.foreign_process import AdoptedProcess, StillRunning
 from manyhands.places.local.forking import born_loaders
 from manyhands.places.local.loader import KeyReader, LoadFailed
 from manyhands.places.local.packed_job import load, pack
@@ -36,7 +35,7 @@ from manyhands.places.local.stacks import (
     call_of,
     main_stack,
 )
-from manyhands.places.local.template import inherited_environment, obtain
+from manyhands.places.local.template import AdoptedProcess, StillRunning, inherited_environment, obtain
 
 __all__ = ["Loaders"]
 

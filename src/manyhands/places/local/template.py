@@ -24,7 +24,6 @@ from typing import Any, Final
 from manyhands.errors import ManyhandsError, PeerTimeout
 from manyhands.places.local import entry
 from manyhands.places.local.child_descriptors import RoleSpec
-from manyhands.places.local.foreign_process import AdoptedProcess
 from manyhands.places.local.forking import (
     MOST_PASSED,
     BatchEnd,
@@ -37,6 +36,8 @@ from manyhands.strategies.registry import STRATEGIES
 
 __all__ = [
     "PRELOADED",
+    "AdoptedProcess",
+    "StillRunning",
     "Template",
     "end_kept",
     "expect",
@@ -339,3 +340,32 @@ def _forget_in_child() -> None:
 
 os.register_at_fork(after_in_child=_forget_in_child)
 atexit.register(end_kept)
+
+
+class StillRunning(Exception):
+    """The process has not ended in time."""
+
+
+class AdoptedProcess:
+    """A child of ours, with its process descriptor, which it owns; only this object waits for it."""
+
+    def __init__(self, pid: int, pidfd: int) -> None:
+        self.pid = pid
+        self.pidfd = pidfd
+        self.returncode: int | None = None
+        """As in `subprocess`; None until it is waited for."""
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        """Its return code, once it has ended; StillRunning after `timeout_s`."""
+        if self.returncode is None:
+            if timeout_s is not None and not select.select([self.pidfd], [], [], timeout_s)[0]:
+                raise StillRunning(f"process {self.pid} has not ended after {timeout_s:g} s")
+            _, status = os.waitpid(self.pid, 0)
+            self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def close(self) -> None:
+        """Let go of the descriptor; idempotent."""
+        pidfd, self.pidfd = self.pidfd, -1
+        if pidfd >= 0:
+            os.close(pidfd)

@@ -21,7 +21,7 @@ from manyhands.engine.training import Result, Stage, Training
 from manyhands.errors import UserError
 from manyhands.places.external.process_group import GroupMember
 from manyhands.places.external.process_place import ProcessPlace
-from manyhands.places.external.specified import listening_at
+from manyhands.places.external.specification import listening_at
 from manyhands.places.run_commands import MORE_WORKERS
 from manyhands.strategies.ps.external_roles import ps_ranks
 from manyhands.strategies.ps.live.handover import off_shards, onto_shards

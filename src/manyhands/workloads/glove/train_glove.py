@@ -21,8 +21,7 @@ from manyhands.engine.passes import PASS_LOSS
 from manyhands.engine.run import Run
 from manyhands.native.warming import prepare
 from manyhands.observe.draw.bars import Bars, bar_view
-from manyhands.places.local.capacity import Amount, MemoryCost, of_processes
-from manyhands.places.local.capacity_check import check_capacity
+from manyhands.places.local.capacity import Amount, MemoryCost, check_capacity, of_processes
 from manyhands.strategy import Strategy
 from manyhands.workloads.glove.glove_model import GloveModel, GloveOptions
 from manyhands.workloads.glove.glove_server import GloveTables

@@ -28,7 +28,7 @@ from manyhands.errors import UserError
 from manyhands.native.warming import prepare, spent_s
 from manyhands.observe.draw.bars import Bars, bar_view
 from manyhands.places.local.capacity import Amount, MemoryCost, of_processes
-from manyhands.places.local.capacity_check import check_capacity as require_host_room
+from manyhands.places.local.capacity import check_capacity as require_host_room
 from manyhands.strategy import Strategy
 from manyhands.workloads.logreg.batch_task import table_of
 from manyhands.workloads.logreg.examples import Examples, Labelled

@@ -20,8 +20,7 @@ from manyhands.engine.computing import worker_environment
 from manyhands.errors import ManyhandsError
 from manyhands.observe.record.event_ring import EventRing
 from manyhands.places.external.process_group import ProcessGroup
-from manyhands.places.local.cores import threads_per_role
-from manyhands.places.local.host import host_identity
+from manyhands.places.local.host import host_identity, threads_per_role
 from manyhands.places.local.supervisor import Ended, Event, Hung
 from manyhands.places.local.watchdog import Watched
 from manyhands.strategies.allreduce.elastic.elastic_messages import EpochView

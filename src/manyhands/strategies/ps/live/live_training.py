@@ -24,7 +24,7 @@ from manyhands.engine.computing import Computer, TrainingPlan
 from manyhands.native.segment import Segment
 from manyhands.observe.record.event_ring import EventRing
 from manyhands.places.external.process_group import ProcessGroup
-from manyhands.places.local.cores import threads_per_role
+from manyhands.places.local.host import threads_per_role
 from manyhands.places.local.watchdog import Watched
 from manyhands.places.run_commands import Command
 from manyhands.strategies.ps.digests import gradient_hash, layout_digest
