@@ -23,8 +23,8 @@ import torch
 from torch._C._distributed_c10d import FileStore, Store
 
 from manyhands.data.store.checkpoint import CheckpointStore, Loaded
-from manyhands.data.store.portable import pack_tree, unpack_tree
 from manyhands.data.store.rundir import RunDirectory
+from manyhands.data.store.state_tree import pack_tree, unpack_tree
 from manyhands.data.store.tensorfile import encode_tensors, read_tensors
 from manyhands.engine.computing import TrainingPlan, worker_environment
 from manyhands.engine.device import device_of

@@ -23,11 +23,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from manyhands.engine.booking import StepBook
 from manyhands.engine.clipping import clip_norm
 from manyhands.engine.desync_check import Agreement
 from manyhands.engine.exchange import Exchange, LocalStep, PeerTraffic, Traffic
-from manyhands.engine.reporting import WorkerContext
+from manyhands.engine.reporting import StepBook, WorkerContext
 from manyhands.errors import UserError
 from manyhands.interop.own_loop.loop_buffers import BufferKeeper
 from manyhands.interop.own_loop.readings import Draws, Readings

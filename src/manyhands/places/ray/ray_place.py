@@ -64,6 +64,7 @@ class RayCluster(Place):
 
     kind: ClassVar[str] = "ray"
     changes_size: ClassVar[bool] = True
+    offers: ClassVar[tuple[str, ...]] = ("workers", "servers", "cpus")  # the address is the first word
     about: ClassVar[str] = (
         "ray, auto, ray://HOST:PORT or HOST:PORT, with settings: 'auto workers=spread cpus=4'"
     )
@@ -94,8 +95,7 @@ class RayCluster(Place):
         if not isinstance(given, str) or not given.split():
             raise UserError(f"cluster={given!r} is no Ray cluster; give {cls.about}")
         address, *texts = given.split()
-        allowed = {name: one for name, one in settings_of(cls).items() if name != "address"}
-        return cls(address=address, **read_settings(f"cluster {address}", allowed, texts, {}))
+        return cls(address=address, **read_settings(f"cluster {address}", settings_of(cls), texts, {}))
 
     @property
     def is_remote(self) -> bool:

@@ -52,7 +52,7 @@ class ServerFiles:
             conflict = fingerprint(directory.config).conflict(fingerprint(config))
             if conflict is not None:
                 raise UserError(f"{path} cannot be gone on with: {conflict}")
-            directory.go_on_as({**config, "run": directory.config["run"]})
+            directory.update_config({**config, "run": directory.config["run"]})
             return cls(directory)
         except BaseException:
             directory.close()
