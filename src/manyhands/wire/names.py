@@ -146,9 +146,9 @@ _STEPS = _between(0, 10**9 - 1)
 _FEW = (CodecOption("fraction", 0.01, _fraction),)
 
 CODECS: Final[dict[str, Listed]] = {
-    "fp32": Listed(number=3, home="fp32:Fp32", about="double precision as single", hops=True),
-    "bf16": Listed(number=1, home="bf16:Bf16", about="8 significant bits", hops=True),
-    "fp16": Listed(number=2, home="fp16:Fp16", about="11 significant bits, a smaller range", hops=True),
+    "fp32": Listed(number=3, home="casts:Fp32", about="double precision as single", hops=True),
+    "bf16": Listed(number=1, home="casts:Bf16", about="8 significant bits", hops=True),
+    "fp16": Listed(number=2, home="casts:Fp16", about="11 significant bits, a smaller range", hops=True),
     "fp8": Listed(
         number=4,
         home="fp8:Fp8",
@@ -302,7 +302,6 @@ def has_feedback(text: str) -> bool:
 
 
 def votes(text: str) -> bool:
-    """Whether sums become their signs."""
     return any(stage.options.get("kind") == "vote" for stage in parse_codec(text))
 
 
