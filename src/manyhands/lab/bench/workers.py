@@ -32,7 +32,6 @@ class Workers:
         self._processes: list[subprocess.Popen[str]] = []
 
     def start(self, plan: str, descriptors: Sequence[int]) -> None:
-        """Start the next rank."""
         process = subprocess.Popen(
             [sys.executable, "-m", self._module, plan],
             pass_fds=descriptors,

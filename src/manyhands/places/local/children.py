@@ -51,12 +51,10 @@ class Output:
         self._kept = b""
 
     def fileno(self) -> int:
-        """The descriptor, for a selector."""
         return self._pipe.fileno()
 
     @property
     def last_words(self) -> str:
-        """The last 4 KiB that came."""
         return self._kept.decode(errors="replace")
 
     def pump(self) -> bool:
@@ -137,7 +135,6 @@ class Child:
 
     @property
     def pidfd(self) -> int:
-        """Readable when the process has ended."""
         return self.process.pidfd
 
     def ask_for_stacks(self) -> None:
@@ -157,7 +154,6 @@ class Child:
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def bury(self) -> int:
-        """Kill what is left of the group of an ended process, reap it, and return its status."""
         self.kill()
         return self.process.wait()
 
@@ -300,7 +296,6 @@ class Children:
             self._children[rank].ask_for_stacks()
 
     def read_stacks(self, rank: int) -> str:
-        """What `rank` has written since it was asked."""
         return self._children[rank].read_stacks() if rank in self._children else ""
 
     def kill(self, rank: int) -> None:

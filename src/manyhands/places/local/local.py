@@ -82,7 +82,6 @@ class LocalCluster:
         self._prepared: tuple[Children, int] | None = None
 
     def __enter__(self) -> LocalCluster:
-        """Pack the job and make what all roles share; no process is started yet."""
         with ExitStack() as stack:
             job = pack([role.target for role in self._roles])
             stack.callback(os.close, job)
@@ -178,7 +177,6 @@ class _Run:
         on_failure: OnFailure | None = None,
         stop_wanted: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Watch until every process has ended."""
         self._on_note, self._on_failure = on_note, on_failure
         while not self.watch.over:
             self._arrived.extend(self._children.wait(TICK_S))
@@ -202,7 +200,6 @@ class _Run:
             )
 
     def handle(self, event: Event) -> None:
-        """Let the watch decide about `event`, and do what it says."""
         for action in self.watch.handle(event, time.monotonic_ns()):
             self._do(action)
 

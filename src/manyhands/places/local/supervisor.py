@@ -102,7 +102,6 @@ class Supervisor:
         self.close()
 
     def close(self) -> None:
-        """Take everyone down and release everything; idempotent."""
         try:
             self._stack.close()
         finally:
@@ -114,7 +113,6 @@ class Supervisor:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The members that were started and not yet reported as ended, in the order of starting."""
         return self._roster.members
 
     @property

@@ -132,11 +132,9 @@ class Casting:
 
     @property
     def world(self) -> int:
-        """How many processes there may be."""
         return 1 + sum(len(indices) for indices in self.actors.values()) + self.later
 
     def lead(self, master: str) -> ActorSeat:
-        """The leader's own seat."""
         role, index = self.leader
         return ActorSeat(rank=0, world=self.world, role=role, index=index, master=master, later=self.later)
 
@@ -157,7 +155,6 @@ class Casting:
 
 
 def _lead(run: PlacedRun, cluster: RayCluster) -> Any:
-    """Lead a run from this process, which is on a node of the cluster."""
     bounds = _bounds(run)
     if bounds is not None:
         run = run.following(run.commands or queue.SimpleQueue())
@@ -354,7 +351,6 @@ class ActorKeeper:
 
 
 def ray_module() -> Any:
-    """Ray, imported when it is first needed; UserError where it is not installed."""
     try:
         import ray
     except ImportError as error:
@@ -395,7 +391,6 @@ def connected(cluster: str, cpus: int) -> Iterator[Any]:
 
 
 def _why_not(cluster: str, error: Exception, address: str) -> str:
-    """A sentence for whatever Ray raised."""
     if address == "local":
         return (
             f"cluster={cluster}: Ray could not start on this host ({first_line(error)}); its logs in "

@@ -166,7 +166,6 @@ class RayRoles:
         return {index: self._homeless[kind, index] for kind, index in there if kind == role}
 
     def room(self, role: str) -> int:
-        """How many more actors of a role fit now, on all nodes together."""
         return room_for(self._ray.available_resources(), self._seats[role].bundle)
 
     def _end(self, role: str, index: int) -> RoleEnded:
