@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
-from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 from manyhands.data.loading import Loading
@@ -116,9 +115,7 @@ class Loaders(Generic[_Key]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _start(self) -> None:

@@ -20,7 +20,6 @@ import mmap
 import os
 from dataclasses import dataclass
 from enum import IntEnum, unique
-from types import TracebackType
 
 from manyhands.native.atomics import clock_ns, load_i64, store_i64
 from manyhands.native.decorators import njit
@@ -172,12 +171,7 @@ class StatusTable:
     def __enter__(self) -> StatusTable:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -29,7 +29,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Any, ClassVar, Self
 
 from manyhands.errors import ManyhandsError, PeerTimeout, UserError, first_line
@@ -282,9 +281,7 @@ class ActorKeeper:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._over.set()
         self._thread.join(_JOIN_S)
         if self._thread.is_alive():
