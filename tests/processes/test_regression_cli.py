@@ -224,7 +224,7 @@ def test_ctrl_c_keeps_what_is_done_and_resume_goes_on(
     passes = str(summary["passes"] + 2)
     again = ["train", "logreg", "--train", path, "--passes", passes, "--out", out]
     assert run_command(monkeypatch, *again) == 2
-    refused = "already holds a run of 'logreg'; add --resume to go on with it, or choose another --out"
+    refused = "already holds a run of 'logreg'; add --resume to continue it, or choose another --out"
     assert refused in capfd.readouterr().err
     assert run_command(monkeypatch, *again, "--resume") == 0, capfd.readouterr().err
     whole = train_logreg(path, LogregOptions(passes=int(passes)))

@@ -13,7 +13,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from manyhands.cli.main import app
-from manyhands.data.store import RunDirectory
+from manyhands.data.store.rundir import RunDirectory
 from manyhands.errors import UserError
 from manyhands.observe.analyse.explain import Explanation, Parts, WorkerPath, explain, paragraph
 from manyhands.observe.analyse.summary_facts import LayerSent, layers_sent

@@ -16,8 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from manyhands.cli.main import app
-from manyhands.data.store.lock import RunLock
-from manyhands.data.store.rundir import RunDirectory
+from manyhands.data.store.rundir import RunDirectory, RunLock
 from manyhands.errors import DataError, UserError
 from manyhands.lab.compare.comparison import lower_is_better
 from manyhands.lab.sweep.run_sweep import (
@@ -354,7 +353,7 @@ def test_directories_that_are_in_the_way_get_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"it has 'mine\.txt' in it"):
         open_sweep(tmp_path, found, resume=False)
     open_sweep(tmp_path / "s", found, resume=False)
-    with pytest.raises(UserError, match="add --resume to go on with it, or choose another"):
+    with pytest.raises(UserError, match="add --resume to continue it, or choose another"):
         open_sweep(tmp_path / "s", found, resume=False)
     with pytest.raises(
         UserError, match="--width was 4,8,16, and is left out now; give what it was begun with"

@@ -67,7 +67,7 @@ def add_sparse(compare_app: typer.Typer) -> None:
 def _compare(asked: _CompareSparse) -> None:
     """Compare strategies on sparse problems of several densities: HOGWILD! against update density."""
     # Imported here so that help texts do not wait for torch.
-    from manyhands.data.store.outputs import make_output, require_empty
+    from manyhands.data.store.atomic import make_output, require_empty
     from manyhands.lab.compare.update_density import density_rows
     from manyhands.native.warming import prepare
     from manyhands.places.local.signals import ending

@@ -76,7 +76,7 @@ class _Common:
 
 def _scaling(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[str, Any]) -> None:
     # Imported here so that help texts do not wait for torch.
-    from manyhands.data.store.outputs import require_empty
+    from manyhands.data.store.atomic import require_empty
     from manyhands.lab.scaling.run_scaling import forecast_speedups, measure_scaling, require_counts
     from manyhands.lab.scaling.scaling_report import scaling_curve
     from manyhands.lab.sweep.run_sweep import usable_cores

@@ -17,12 +17,12 @@ from manyhands.data.randomness import preserved, seed_all
 from manyhands.data.store.atomic import WriteFailed
 from manyhands.data.store.checkpoint import NoCheckpoint
 from manyhands.data.store.fingerprint import fingerprint
-from manyhands.data.store.lines import Backlog
+from manyhands.data.store.line_files import Backlog
 from manyhands.data.store.rundir import IN_PYTHON, ON_COMMAND_LINE, RunDirectory
 from manyhands.engine.callbacks import Beginning, Listeners
 from manyhands.engine.device import sharing_sentence
 from manyhands.engine.footprint import cost_of, sizes_of
-from manyhands.engine.passes import PassLosses
+from manyhands.engine.history_rows import PassLosses
 from manyhands.engine.request import Request
 from manyhands.engine.run import History, Run
 from manyhands.engine.training import Result, Stage, Training, training_class
@@ -130,7 +130,7 @@ def _open_directory(
             raise UserError(f"{out} cannot be resumed: it was simulated, in no time; begin another run")
         _hand_over(directory, request, config)
         done = training.resume(directory, config)
-        directory.go_on_as(config)
+        directory.update_config(config)
         return directory, done
     except BaseException:
         directory.close()
@@ -205,7 +205,7 @@ class _Session:
             result = training.run(stage)
         except ManyhandsError as error:
             if self._directory is not None:
-                self._directory.tell_end(error, self._clock.seconds)
+                self._directory.record_end(error, self._clock.seconds)
             if isinstance(error, NonFinite):
                 raise NonFinite(f"{error}; {self._last_good()}") from error
             if not isinstance(error, UserError):
@@ -220,7 +220,7 @@ class _Session:
             if self._directory is not None and self._listeners.broken is not None:
                 name = type(self._listeners.broken).__name__
                 told = ManyhandsError(f"{name}, a callback, raised {type(error).__name__}: {error}")
-                self._directory.tell_end(told, self._clock.seconds)
+                self._directory.record_end(told, self._clock.seconds)
             raise
         self._notes += result.notes
         if self._who_stops and result.stopped_early:

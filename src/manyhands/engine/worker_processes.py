@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._C._distributed_c10d import FileStore, Store
 
 from manyhands.data.store.checkpoint import CheckpointStore, Loaded
-from manyhands.data.store.portable import pack_tree, unpack_tree
 from manyhands.data.store.rundir import RunDirectory
+from manyhands.data.store.state_tree import pack_tree, unpack_tree
 from manyhands.data.store.tensorfile import encode_tensors, read_tensors
 from manyhands.engine.computing import TrainingPlan, worker_environment
 from manyhands.engine.device import device_of
@@ -33,6 +33,7 @@ from manyhands.engine.reporting import NOTES, WorkerContext
 from manyhands.engine.training import Result, Stage, Training
 from manyhands.engine.worker import Trained
 from manyhands.engine.worker_resources import Resources
+from manyhands.native.closeable import Closeable
 from manyhands.native.group.shared_group import SharedGroup, SharedGroupFiles, warm
 from manyhands.native.threads import use_threads
 from manyhands.observe.record.event_ring import BlackBoxes, EventRing
@@ -278,7 +279,7 @@ def watched(deadline_s: float, rings: Sequence[EventRing]) -> Watched:
     return Watched(deadline_s=deadline_s, count_events=boxes.counts, last_events=boxes.last)
 
 
-class WorkerFiles:
+class WorkerFiles(Closeable):
     """The resources that the workers of a run share, in the process that starts them; a context manager."""
 
     def __init__(self, workers: int, strategy: Strategy) -> None:
@@ -325,12 +326,6 @@ class WorkerFiles:
 
     def close(self) -> None:
         self._stack.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _work(context: RoleContext, job: WorkerJob, training: type[ProcessTraining]) -> Mapping[str, Any]:

@@ -155,7 +155,6 @@ def missing_jobs(*families: str) -> list[str]:
 
 @cache
 def _mark(job: str) -> Path:
-    """The file that marks a job as done."""
     root = cache_folder()
     assert root is not None, "the callers have asked"
     files = [module_file(call.partition(":")[0]) for call in JOBS[job].calls]
@@ -292,7 +291,6 @@ def _tell(line: str) -> None:
 
 
 def _something(value: int) -> int:
-    """Something to compile."""
     return abs(value)
 
 

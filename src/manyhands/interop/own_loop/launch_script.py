@@ -78,7 +78,7 @@ def launch(
             finished, observed = _run(job, workers, watchdog_s, directory)
         except ManyhandsError as error:
             if directory is not None:
-                directory.tell_end(error, time.monotonic() - began)
+                directory.record_end(error, time.monotonic() - began)
             raise
         sharing = sharing_sentence(device or "cpu", workers)
         summary = {

@@ -11,9 +11,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 
-from manyhands.engine.booking import StepBook
 from manyhands.engine.exchange import Exchange, PeerTraffic, Traffic
-from manyhands.engine.reporting import WorkerContext
+from manyhands.engine.reporting import StepBook, WorkerContext
 from manyhands.interop.own_loop.small_sums import Words
 from manyhands.places.local.status import State
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from manyhands.data.store.outputs import make_output
+from manyhands.data.store.atomic import make_output
 from manyhands.errors import ManyhandsError, UserError
 from manyhands.foresight.simulate import ComputeModel, NetworkModel, SimulationSpec, simulate
 from manyhands.lab.compare.comparison import Trial

@@ -21,8 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from manyhands.data.store.atomic import make_directory, reason, write_json
-from manyhands.data.store.lock import RunLock
-from manyhands.data.store.rundir import RunDirectory
+from manyhands.data.store.rundir import RunDirectory, RunLock
 from manyhands.errors import DataError, ManyhandsError, UserError
 from manyhands.lab.sweep.sweep_report import SweepRow, read_row
 from manyhands.lab.sweep.trials import SweepPlan, SweepTrial
@@ -76,7 +75,7 @@ def open_sweep(out: Path, plan: SweepPlan, *, resume: bool) -> None:
     except OSError as error:
         raise UserError(f"--out {out} cannot be used: {reason(error)}") from error
     if not resume and taken:
-        more = "add --resume to go on with it, or " if path.exists() else ""
+        more = "add --resume to continue it, or " if path.exists() else ""
         raise UserError(f"--out {out} is not empty (it has {taken[0]!r} in it); {more}choose another")
     if not resume or taken == []:
         write_json(path, {"format": _FORMAT, "version": _VERSION, **plan.to_dict()})

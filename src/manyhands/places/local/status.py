@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from enum import IntEnum, unique
 
 from manyhands.native.atomics import clock_ns, load_i64, store_i64
+from manyhands.native.closeable import Closeable
 from manyhands.native.decorators import njit
 
 __all__ = [
@@ -94,7 +95,7 @@ class StatusRow:
         return f"{self.state.name.lower()} step {self.step}{where}"
 
 
-class StatusTable:
+class StatusTable(Closeable):
     """The mapped status table; a context manager, `close` is idempotent.
 
     The launcher calls `create` and passes `descriptor` to its children, which map it too. The launcher assigns the
@@ -167,12 +168,6 @@ class StatusTable:
             self._map.close()
             self._map = None
             os.close(self.descriptor)
-
-    def __enter__(self) -> StatusTable:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def pack_mark(step: int, state: State, waiting_for: int = NOBODY) -> int:

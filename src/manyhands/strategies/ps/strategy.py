@@ -73,7 +73,14 @@ class Ps(Strategy):
         if self.replicas not in (0, 1):
             raise UserError(f"replicas={self.replicas} must be 0, or 1: every shard on two servers")
         check_link(self.link)
-        check_codec(self.codec, link=self.link, strategy=self.word, feedback=self.feedback)
+        no_sum = "factors are summed over workers, and a server gets those of one at a time; use allreduce link=tcp"
+        check_codec(
+            self.codec,
+            link=self.link,
+            strategy=self.word,
+            feedback=self.feedback,
+            refused={"powersgd": no_sum},
+        )
         check_choice("push", self.push, _PUSHED)
         if self.averages and self.codec != RAW:
             raise UserError(

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from manyhands.data.store.atomic import WriteFailed
 from manyhands.data.store.checkpoint import CheckpointStore, Loaded, Snapshot
-from manyhands.data.store.portable import pack_tree, unpack_tree
+from manyhands.data.store.state_tree import pack_tree, unpack_tree
 from manyhands.engine.computing import worker_environment
 from manyhands.errors import ManyhandsError
 from manyhands.observe.record.event_ring import EventRing
