@@ -19,9 +19,9 @@ import pytest
 
 from hubs import FAST, dial
 from manyhands.errors import Aborted, ManyhandsError, PeerTimeout, UserError
+from manyhands.observe.analyse.collect import Collector
 from manyhands.observe.record.event_files import read_events
 from manyhands.observe.record.events import NO_STEP, NOBODY, RECORD, EventKind
-from manyhands.observe.record.keeper import EventKeeper
 from manyhands.places.external.control_connection import Contact, ControlConnection, open_control_connection
 from manyhands.places.external.control_messages import ControlEvents
 from manyhands.places.external.control_server import (
@@ -209,10 +209,7 @@ def test_a_record_that_no_role_makes_ends_its_line_and_leaves_the_events_whole(
         failure = party.one(Ended).failure
         assert "it broke the rules of the line: link protocol, field 'events'" in failure.sentence
         line.close()
-    keeper = EventKeeper({"worker-1": ring}, tmp_path)
-    keeper.open()
-    assert [len(records) for _, records in keeper.take()] == [len(bad)]
-    keeper.close()
+    Collector({"worker-1": ring}, workers=2, directory=tmp_path).start().close()
     assert read_events(tmp_path / "worker-1.bin")["id"].tolist() == list(range(len(bad)))
 
 

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import manyhands as mh
-from manyhands.cli.trainable import train_app
+from manyhands.cli.train_command import train_app
 from manyhands.errors import UserError
 from manyhands.foresight.simulate.simulated_spec import SimulationSpec
 from manyhands.interop.own_loop import connect
-from manyhands.strategies.common.consistency.softsync import SoftSync
+from manyhands.strategies.common.consistency import SoftSync
 from manyhands.strategies.registry import STRATEGIES
 from manyhands.strategy import Strategy, settings_of
 from manyhands.workloads.gbdt.options import GbdtOptions
@@ -246,7 +246,7 @@ _PAGE_OF = {
 
 
 def test_pages_say_one_host_where_a_strategy_cannot_cross_hosts_and_nowhere_else() -> None:
-    confined = {page for page, word in _PAGE_OF.items() if Strategy.parse(word).cannot_cross_hosts}
+    confined = {page for page, word in _PAGE_OF.items() if Strategy.parse(word).facts.cannot_cross_hosts}
     says = re.compile(r"^- (?:One host\b|It is for the workers of one host\b)", re.MULTILINE)
     assert {page for page in _PAGE_OF if says.search((ROOT / "docs" / page).read_text())} == confined
 

@@ -185,9 +185,11 @@ def test_settings_lead_to_the_training_and_what_cannot_be_elastic_is_refused() -
     assert str(elastic) == "allreduce algorithm=ring elastic=yes"
     assert training_class(elastic) is ElasticTraining
     assert training_class(Strategy.parse("allreduce elastic=no")) is not ElasticTraining
-    assert elastic.can_change_workers
-    assert not Strategy.parse("allreduce").can_change_workers
-    assert elastic.promises.worker_dies.answer is elastic.promises.workers_join.answer is Answer.YES
+    assert elastic.facts.can_change_workers
+    assert not Strategy.parse("allreduce").facts.can_change_workers
+    assert (
+        elastic.facts.promises.worker_dies.answer is elastic.facts.promises.workers_join.answer is Answer.YES
+    )
     with pytest.raises(UserError, match=r"elastic=yes is not for a loop of your own; .* give mh.fit a Task"):
         exchanging(elastic)
     with pytest.raises(UserError, match="elastic=yes: a compiled step cannot be taken back"):

@@ -21,9 +21,8 @@ from manyhands.strategies.allreduce.exchange import AllReduceExchange
 from manyhands.strategies.allreduce.helped import help_workers, helped_collective
 from manyhands.strategies.allreduce.helpers import HelperSplit, helped, segments_for, split_load
 from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
-from manyhands.strategies.common.collectives.collective_cost import cost
 from manyhands.strategies.common.collectives.executor import ScheduleExecutor
-from manyhands.strategies.common.collectives.symbolic import prove
+from manyhands.strategies.common.collectives.schedule_proof import cost, prove
 from manyhands.strategy import Strategy
 from manyhands.transport.link.interface import Message
 from manyhands.transport.link.simulated_network import SimulatedNetwork
@@ -286,7 +285,7 @@ def test_what_a_strategy_with_helpers_says_of_itself() -> None:
         ("worker", 0), ("worker", 2), ("helper", 0), ("helper", 1),
     ]  # fmt: skip
     assert strategy.placed(6, {}) == (strategy, 4)
-    assert strategy.uses_links
+    assert strategy.facts.uses_links
     assert "from three workers on" in strategy.advice(2, sparse=False)
     assert strategy.advice(3, sparse=False) == ""
     for refused, sentence in (
@@ -298,4 +297,4 @@ def test_what_a_strategy_with_helpers_says_of_itself() -> None:
     ):
         with pytest.raises(UserError, match=sentence):
             refused()
-    assert "mh.fit a Task" in strategy.instead_of_own_loop
+    assert "mh.fit a Task" in strategy.facts.instead_of_own_loop

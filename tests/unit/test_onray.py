@@ -20,11 +20,19 @@ from manyhands.places.external.external_place import TorchrunPlace
 from manyhands.places.external.leader_address import follow
 from manyhands.places.external.process_place import ProcessPlace
 from manyhands.places.place import standing
-from manyhands.places.ray.actor_placement import Again, Bounds, GivenUp, Staff, room_for, seats
+from manyhands.places.ray.actor_placement import (
+    Again,
+    Bounds,
+    GivenUp,
+    Less,
+    More,
+    SizeFollower,
+    Staff,
+    room_for,
+    seats,
+)
 from manyhands.places.ray.actor_store import ActorStore, RayStore
-from manyhands.places.ray.following import Less, More, SizeFollower
-from manyhands.places.ray.ray_connection import connected, ray_module
-from manyhands.places.ray.ray_place import ActorGift, ActorKeeper, Casting, RayCluster
+from manyhands.places.ray.ray_place import ActorGift, ActorKeeper, Casting, RayCluster, connected, ray_module
 from manyhands.places.ray.role_actors import RoleEnded
 from manyhands.places.run_commands import MORE_WORKERS, AddWorker, Command, RemoveWorker
 from manyhands.strategies.ps.external_roles import ps_ranks

@@ -10,8 +10,7 @@ import pytest
 from manyhands.errors import UserError
 from manyhands.places.external.external_place import SpecificationPlace
 from manyhands.places.external.process_place import ProcessPlace
-from manyhands.places.external.specification import ClusterSpec
-from manyhands.places.external.specified import check_hosts, listening_at
+from manyhands.places.external.specification import ClusterSpec, check_hosts, listening_at
 from manyhands.places.place import find_place
 from manyhands.strategies.ps.external_roles import ps_ranks
 from manyhands.strategies.ps.strategy import Ps

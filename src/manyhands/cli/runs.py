@@ -59,8 +59,8 @@ def live_page(
     if not shown:
         return nullcontext()
     from manyhands.cli.watch_command import serving
-    from manyhands.observe.analyse.source import ComingRun
-    from manyhands.serving.dashboard import LOOPBACK
+    from manyhands.observe.analyse.follow import ComingRun
+    from manyhands.serving.hosting import LOOPBACK
 
     farewell = f"The run has ended; manyhands watch {out} opens this page again."
     return serving(ComingRun(out, task, strategy, workers).poll, LOOPBACK, port, farewell)

@@ -34,7 +34,7 @@ def watch_command(
 ) -> None:
     """Show a run as a page in the browser, live while it goes on or as it was when it ended."""
     # Imported here so that help texts do not wait for torch.
-    from manyhands.observe.analyse.source import existing_run
+    from manyhands.observe.analyse.follow import existing_run
     from manyhands.places.local.signals import ending
 
     source = existing_run(run).poll
@@ -67,7 +67,7 @@ def report_command(
 def serving(source: Callable[[], RunView], host: str, port: int, farewell: str) -> Iterator[str]:
     """The page of a run for as long as this lasts; its address is printed once, and given."""
     from manyhands.observe.draw.prometheus import metrics_text
-    from manyhands.serving.dashboard import Dashboard
+    from manyhands.serving.hosting import Dashboard
     from manyhands.transport.security import is_loopback
 
     with Dashboard(source, metrics_text, host=host, port=port, farewell=farewell) as dashboard:

@@ -27,9 +27,9 @@ def check_clipping(task: AnyTask, strategy: Strategy) -> None:
     what = (
         f"clip_norm={task.clip_norm:g}" if task.clip_norm is not None else f"clip_value={task.clip_value:g}"
     )
-    if strategy.cannot_clip:
-        raise UserError(f"task.{what}: {strategy.cannot_clip}; use another strategy, or leave it out")
-    if task.sparse and strategy.moves_rows:
+    if strategy.facts.cannot_clip:
+        raise UserError(f"task.{what}: {strategy.facts.cannot_clip}; use another strategy, or leave it out")
+    if task.sparse and strategy.facts.moves_rows:
         raise UserError(
             f"task.{what}: strategy {strategy} moves rows of task.sparse apart from the rest, so that nobody sees the "
             "whole gradient; leave one of the two out"

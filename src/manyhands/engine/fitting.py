@@ -61,8 +61,8 @@ def fit(
     chosen = Strategy.parse(strategy)
     if resume and out is None:
         raise UserError("resume=True needs out=, the directory of the run to go on with")
-    if chosen.kernels:
-        import_module("manyhands.native.warming").prepare(*chosen.kernels)
+    if chosen.facts.kernels:
+        import_module("manyhands.native.warming").prepare(*chosen.facts.kernels)
     place = find_place(cluster)
     if place.forks:
         # before all that is imported here: the workers wait for it
@@ -88,9 +88,9 @@ def fit(
 def _require_fixed_size(strategy: Strategy, options: Options) -> None:
     """UserError where a run without a cluster is asked to follow the size of one."""
     follows = options.max_workers is not None or (
-        options.min_workers is not None and not strategy.goes_on_with_fewer
+        options.min_workers is not None and not strategy.facts.continues_with_fewer
     )
-    if follows and (strategy.can_change_workers or options.max_workers is not None):
+    if follows and (strategy.facts.can_change_workers or options.max_workers is not None):
         raise UserError("min_workers and max_workers follow the size of a cluster; give cluster= as well")
 
 

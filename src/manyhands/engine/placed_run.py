@@ -22,7 +22,7 @@ from typing import Any, Final
 from torch import nn
 
 from manyhands.data.randomness import preserved, seed_all
-from manyhands.data.store.portable import pack_tree, unpack_tree
+from manyhands.data.store.state_tree import pack_tree, unpack_tree
 from manyhands.engine.request import Request
 from manyhands.engine.run import History, Run
 from manyhands.engine.session import run_session
@@ -47,7 +47,6 @@ _COME_AGAIN_S: Final = 30.0
 
 @contextmanager
 def spoken_by(leads: bool) -> Iterator[None]:
-    """Context in which only the process that leads issues warnings."""
     if leads:
         yield
         return

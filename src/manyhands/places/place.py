@@ -166,7 +166,8 @@ def find_place(cluster: str | Place | None = None, environment: Mapping[str, str
 
 
 def _found(environment: Mapping[str, str]) -> Place | None:
-    if _alone or LAUNCHER_VARIABLE in environment or is_worker():
+    alone = _alone and environment is os.environ
+    if alone or LAUNCHER_VARIABLE in environment or is_worker():
         return None
     for entry in PLACES.values():
         if entry.variables and set(entry.variables) <= environment.keys():

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from manyhands.data.store.atomic import write_atomically
-from manyhands.observe.analyse.source import existing_run
+from manyhands.observe.analyse.follow import existing_run
 from manyhands.observe.analyse.view import RunView
 from manyhands.observe.draw.paper import STYLE, document, section
 
@@ -44,7 +44,6 @@ The function returns None where a run has no such section.
 
 
 def title_of(view: RunView) -> str:
-    """Return the title of a run's page."""
     return f"{view.task} · {view.strategy}" if view.task else "A run that has not begun"
 
 

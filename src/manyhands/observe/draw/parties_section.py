@@ -25,7 +25,29 @@ def parties(run: RunView) -> PageSection | None:
     view = run.parties
     if view is None:
         return None
-    parts = [_participation(view), *_courses(view)]
+    often = Counter(view.rounds.values())
+    if view.count > len(view.rounds):
+        often[0] = view.count - len(view.rounds)
+    parts = [
+        (
+            histogram(
+                often,
+                title=f"{len(view.rounds)}{f' of {view.count}' if view.count else ''} parties have taken part",
+                x_label="rounds",
+                y_label="parties",
+                empty="No round has ended yet.",
+            )
+        ),
+        *[
+            line_chart(
+                [Series(name=one.name.replace("_", " "), xs=one.steps, ys=one.values) for one in curves],
+                title=f"{name} over the parties, at each evaluation",
+                x_label="round",
+                y_label=name,
+            )
+            for name, curves in list(view.courses.items())[:_MOST_COURSES]
+        ],
+    ]
     if view.parties:
         parts += [skew_picture(view), _spread(view), _table(view)]
     else:
@@ -57,33 +79,6 @@ def skew_lines(labels: Sequence[object], counts: Sequence[Sequence[int]]) -> lis
         )
         lines.append(f"{label!s:>{width}} {cells}")
     return lines
-
-
-def _participation(view: PartiesView) -> str:
-    """Draw how many parties took part in how many rounds."""
-    often = Counter(view.rounds.values())
-    if view.count > len(view.rounds):
-        often[0] = view.count - len(view.rounds)
-    return histogram(
-        often,
-        title=f"{len(view.rounds)}{f' of {view.count}' if view.count else ''} parties have taken part",
-        x_label="rounds",
-        y_label="parties",
-        empty="No round has ended yet.",
-    )
-
-
-def _courses(view: PartiesView) -> list[str]:
-    """Draw the parties' measures over the run, one chart per measure."""
-    return [
-        line_chart(
-            [Series(name=one.name.replace("_", " "), xs=one.steps, ys=one.values) for one in curves],
-            title=f"{name} over the parties, at each evaluation",
-            x_label="round",
-            y_label=name,
-        )
-        for name, curves in list(view.courses.items())[:_MOST_COURSES]
-    ]
 
 
 def _spread(view: PartiesView) -> str:
@@ -124,7 +119,6 @@ def _cell(measures: Mapping[str, float], name: str) -> str:
 
 
 def _some(parties: Sequence[PartyView], most: int) -> list[PartyView]:
-    """Return all of them, or so many at even distances."""
     if len(parties) <= most:
         return list(parties)
     return [parties[place * (len(parties) - 1) // (most - 1)] for place in range(most)]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import astuple
 from html import escape
 
 from manyhands.errors import format_bytes
 from manyhands.observe.analyse.recent import WINDOW_NS
-from manyhands.observe.analyse.view import Curve, Phase, Presence, RunView, Shares
+from manyhands.observe.analyse.view import Curve, Phase, Presence, RunView
 from manyhands.observe.draw.charts import (
     Series,
     bar_chart,
@@ -120,7 +121,7 @@ def workers(view: RunView) -> PageSection:
     is_over = view.phase is Phase.ENDED
     lately = f"the last {WINDOW_NS // 10**9} seconds"
     bars = share_bars(
-        [(worker.name, _shares(worker.recent)) for worker in view.workers],
+        [(worker.name, astuple(worker.recent)) for worker in view.workers],
         list(PART_COLOURS),
         title="Time over the whole run" if is_over else f"Time in {lately}",
         colours=list(PART_COLOURS.values()),
@@ -265,7 +266,6 @@ def made(view: RunView) -> PageSection:
 
 
 def _is_large(view: RunView) -> bool:
-    """Return whether the matrix of waits needs two columns of the page."""
     return len(view.waits) > _MAX_NARROW_WAITS
 
 
@@ -287,10 +287,6 @@ def _list(sentences: tuple[str, ...]) -> str:
     return "<ul>" + "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences) + "</ul>"
 
 
-def _shares(shares: Shares) -> tuple[float, float, float, float]:
-    return shares.compute, shares.input, shares.exchange, shares.wait
-
-
 def _named(name: str, presence: Presence, phase: Phase) -> str:
     """Return a member's name, and why it does not take part; at the end of a run all have left."""
     takes_part = presence is Presence.PRESENT or phase is Phase.ENDED
@@ -298,7 +294,6 @@ def _named(name: str, presence: Presence, phase: Phase) -> str:
 
 
 def _shards(numbers: tuple[int, ...]) -> str:
-    """Format `0, 1, 2, 5` as `0–2, 5`."""
     spans: list[tuple[int, int]] = []
     for number in sorted(numbers):
         if spans and spans[-1][1] == number - 1:
@@ -309,7 +304,6 @@ def _shards(numbers: tuple[int, ...]) -> str:
 
 
 def _number(name: str) -> str:
-    """Shorten `worker 3` to `3`, for narrow columns."""
     return name.removeprefix("worker ")
 
 

@@ -14,18 +14,15 @@ __all__ = ["serving_metrics", "serving_report", "serving_sections", "serving_tit
 
 
 def serving_title(view: ServingView) -> str:
-    """Return the title of the page."""
     return f"{view.task} · served by {view.wanted} workers"
 
 
 def serving_report(view: ServingView) -> str:
-    """Return the page as one file."""
     title = f"{serving_title(view)} · report"
     return document(title, serving_sections(view).values(), style=PAGE_STYLE)
 
 
 def serving_sections(view: ServingView) -> dict[str, str]:
-    """Return each section's HTML by id, in page order."""
     made = (_now, _wrong, _latency, _throughput, _workers, _how, _notes)
     return {key: section(key, *make(view)) for make in made if (key := make.__name__[1:])}
 
@@ -137,7 +134,6 @@ def _ms(value: float) -> str:
 
 
 def serving_metrics(view: ServingView) -> str:
-    """Return the view in Prometheus' text format."""
     lines = ["# TYPE manyhands_serve_requests_total counter"]
     lines += [
         f'manyhands_serve_requests_total{{status="{status}"}} {count}' for status, count in view.by_status

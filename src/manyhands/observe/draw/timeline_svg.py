@@ -21,11 +21,9 @@ from manyhands.observe.record.events import NO_STEP, NOBODY, EventKind
 
 __all__ = ["MAX_SVG_SLICES", "MAX_SVG_STEPS", "timeline_svg"]
 
-MAX_SVG_SLICES = 6_000
-"""Steps and parts that a picture holds at most: about 1.5 MB."""
+MAX_SVG_SLICES = 6_000  # steps and parts that a picture holds at most: about 1.5 MB
 
-MAX_SVG_STEPS = 24
-"""Steps that a picture holds at most: more would be too narrow to tell apart."""
+MAX_SVG_STEPS = 24  # steps that a picture holds at most: more would be too narrow to tell apart
 
 _WIDTH, _LEFT, _RIGHT = 1120, 110, 20
 _ROW, _BAR, _LABELS = 44, 24, 14  # heights of a row, of its bars, of the step numbers above them
@@ -113,7 +111,6 @@ def timeline_svg(timeline: Timeline, title: str) -> str:
 
 
 def _legend(timeline: Timeline) -> Iterator[tuple[int, float, str]]:
-    """Return line, position and word of each legend entry."""
     kinds = {part.kind for row in timeline.rows for part in row.slices}
     words = [*(word for kind, word in _WORDS.items() if kind in kinds), "step"]
     words += ["arrow"] if any(not arrow.is_message for arrow in timeline.arrows) else []
@@ -142,7 +139,17 @@ def _panel(timeline: Timeline, window: Window, top: float, names: Mapping[int, s
     why = "" if window.label == "all" else f" ({window.label})"
     steps = f"steps {kept[0]} to {kept[-1]}" if len(kept) > 1 else f"step {kept[0]}"
     yield _text(_LEFT, top + 14, steps + why, "panel")
-    yield from _axis(scale, len(timeline.rows))
+    rows = len(timeline.rows)
+    bottom = scale.top + _ROW * rows
+    spacing_ms = nice(max(1e-6, (scale.end_ns - scale.begin_ns) / 1e6 / _TICKS))
+    digits = max(0, -math.floor(math.log10(spacing_ms)))
+    tick = math.ceil(scale.begin_ns / 1e6 / spacing_ms)
+    while tick * spacing_ms * 1e6 <= scale.end_ns:
+        x = scale.x(round(tick * spacing_ms * 1e6))
+        yield f'<line class="line" x1="{x:.1f}" y1="{scale.top:g}" x2="{x:.1f}" y2="{bottom + 4:g}"/>'
+        yield _text(x, bottom + 17, f"{tick * spacing_ms:,.{digits}f}", "faint", 'text-anchor="middle"')
+        tick += 1
+    yield _text(_LEFT - 34, bottom + 17, "ms", "faint", 'text-anchor="end"')
     places = {row.role: scale.top + _ROW * index + _LABELS for index, row in enumerate(timeline.rows)}
     for row in timeline.rows:
         y = places[row.role]
@@ -182,19 +189,6 @@ def _scale(timeline: Timeline, window: Window, top: float) -> _Scale:
 
 def _is_in(span: Slice | PictureStep, window: Window) -> bool:
     return window.first_step <= span.step <= window.last_step
-
-
-def _axis(scale: _Scale, rows: int) -> Iterator[str]:
-    bottom = scale.top + _ROW * rows
-    spacing_ms = nice(max(1e-6, (scale.end_ns - scale.begin_ns) / 1e6 / _TICKS))
-    digits = max(0, -math.floor(math.log10(spacing_ms)))
-    tick = math.ceil(scale.begin_ns / 1e6 / spacing_ms)
-    while tick * spacing_ms * 1e6 <= scale.end_ns:
-        x = scale.x(round(tick * spacing_ms * 1e6))
-        yield f'<line class="line" x1="{x:.1f}" y1="{scale.top:g}" x2="{x:.1f}" y2="{bottom + 4:g}"/>'
-        yield _text(x, bottom + 17, f"{tick * spacing_ms:,.{digits}f}", "faint", 'text-anchor="middle"')
-        tick += 1
-    yield _text(_LEFT - 34, bottom + 17, "ms", "faint", 'text-anchor="end"')
 
 
 def _step_box(step: PictureStep, row: Row, scale: _Scale, y: float) -> str:

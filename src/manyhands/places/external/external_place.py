@@ -7,8 +7,7 @@ from typing import Any, Self
 
 from manyhands.errors import UserError
 from manyhands.places.external.process_place import ProcessPlace, under_torchrun
-from manyhands.places.external.specification import ClusterRole, ClusterSpec
-from manyhands.places.external.specified import check_hosts
+from manyhands.places.external.specification import ClusterRole, ClusterSpec, check_hosts
 from manyhands.places.place import TF_CONFIG, Place, PlacedRun
 from manyhands.strategy import Strategy
 

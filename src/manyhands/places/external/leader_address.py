@@ -29,7 +29,7 @@ from manyhands.places.external.control_messages import Term
 from manyhands.places.external.control_server import ControlServer
 from manyhands.places.external.links import address_towards
 from manyhands.places.external.process_place import ProcessPlace
-from manyhands.places.external.specified import listening_at
+from manyhands.places.external.specification import listening_at
 from manyhands.places.external.store_waiting import comes_true
 from manyhands.places.local.host import host_identity
 from manyhands.places.local.rendezvous import hosts_of
@@ -196,7 +196,6 @@ def _may_be_reached(place: ProcessPlace, security: Security) -> bool:
 
 
 def _own_address(place: ProcessPlace, security: Security) -> str:
-    """The address at which other hosts reach this one."""
     assert place.master is not None, "who has a store is told where it is"
     address = address_towards(place.master)
     if is_loopback(address):

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 from manyhands.errors import ManyhandsError, PeerTimeout
-from manyhands.places.external.specified import listening_at
+from manyhands.places.external.specification import listening_at
 from manyhands.places.external.store_waiting import comes_true
 from manyhands.places.local.rendezvous import RendezvousStore
 from manyhands.transport.hub.addresses import tune

@@ -21,26 +21,35 @@ A cluster is a value with a text form:
 from __future__ import annotations
 
 import logging
+import os
 import queue
+import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Any, ClassVar, Self
 
-from manyhands.errors import ManyhandsError, PeerTimeout, UserError
+from manyhands.errors import ManyhandsError, PeerTimeout, UserError, first_line
 from manyhands.places.place import Place, PlacedRun
 from manyhands.places.ray.actor import RUN, ActorSeat, take_part
-from manyhands.places.ray.actor_placement import Again, Bounds, GivenUp, Staff, seats
+from manyhands.places.ray.actor_placement import (
+    Again,
+    Bounds,
+    GivenUp,
+    Less,
+    More,
+    SizeFollower,
+    Staff,
+    seats,
+)
 from manyhands.places.ray.actor_store import ActorStore
-from manyhands.places.ray.following import Less, More, SizeFollower
-from manyhands.places.ray.ray_connection import connected
 from manyhands.places.ray.role_actors import RayRoles, RoleEnded
 from manyhands.places.run_commands import MORE_WORKERS
 from manyhands.strategy import Strategy, check_choice, read_settings, setting, settings_of, whole_number
 
-__all__ = ["RayCluster"]
+__all__ = ["RayCluster", "connected", "ray_module"]
 
 _WAYS = ("pack", "spread")
 _LOOK_S = 0.2
@@ -54,6 +63,7 @@ class RayCluster(Place):
 
     kind: ClassVar[str] = "ray"
     changes_size: ClassVar[bool] = True
+    offers: ClassVar[tuple[str, ...]] = ("workers", "servers", "cpus")  # the address is the first word
     about: ClassVar[str] = (
         "ray, auto, ray://HOST:PORT or HOST:PORT, with settings: 'auto workers=spread cpus=4'"
     )
@@ -84,8 +94,7 @@ class RayCluster(Place):
         if not isinstance(given, str) or not given.split():
             raise UserError(f"cluster={given!r} is no Ray cluster; give {cls.about}")
         address, *texts = given.split()
-        allowed = {name: one for name, one in settings_of(cls).items() if name != "address"}
-        return cls(address=address, **read_settings(f"cluster {address}", allowed, texts, {}))
+        return cls(address=address, **read_settings(f"cluster {address}", settings_of(cls), texts, {}))
 
     @property
     def is_remote(self) -> bool:
@@ -122,11 +131,9 @@ class Casting:
 
     @property
     def world(self) -> int:
-        """How many processes there may be."""
         return 1 + sum(len(indices) for indices in self.actors.values()) + self.later
 
     def lead(self, master: str) -> ActorSeat:
-        """The leader's own seat."""
         role, index = self.leader
         return ActorSeat(rank=0, world=self.world, role=role, index=index, master=master, later=self.later)
 
@@ -147,7 +154,6 @@ class Casting:
 
 
 def _lead(run: PlacedRun, cluster: RayCluster) -> Any:
-    """Lead a run from this process, which is on a node of the cluster."""
     bounds = _bounds(run)
     if bounds is not None:
         run = run.following(run.commands or queue.SimpleQueue())
@@ -161,7 +167,7 @@ def _lead(run: PlacedRun, cluster: RayCluster) -> Any:
         ways = {"worker": cluster.workers, "ps": cluster.servers}
         single = {"worker"} if bounds is not None else set()
         with RayRoles(ray, seats(casting.actors, ways, cluster.cpus, gpus, single)) as roles:
-            staff = Staff(survives=run.strategy.can_change_workers)
+            staff = Staff(survives=run.strategy.facts.can_change_workers)
             following = SizeFollower(bounds, run.workers, run.commands)
             with ActorKeeper(roles, casting, given, staff, following) as keeper:
                 place = casting.lead(given.master).place(store, keeper.trouble)
@@ -208,7 +214,7 @@ def _beside_me(ray: Any) -> Any:
 
 
 def _bounds(run: PlacedRun) -> Bounds | None:
-    if run.strategy.goes_on_with_fewer:  # by itself, down to min_workers
+    if run.strategy.facts.continues_with_fewer:  # by itself, down to min_workers
         if run.max_workers is not None:
             raise UserError(
                 f"max_workers={run.max_workers}: strategy {run.strategy} goes on with fewer and gets back whom "
@@ -216,7 +222,7 @@ def _bounds(run: PlacedRun) -> Bounds | None:
             )
         return None
     bounds = Bounds.of(run.workers, run.min_workers, run.max_workers)
-    if bounds is not None and not run.strategy.can_change_workers:
+    if bounds is not None and not run.strategy.facts.can_change_workers:
         raise UserError(
             f"min_workers and max_workers: strategy {run.strategy} needs the workers it began with; leave them "
             "out, or use ps"
@@ -275,9 +281,7 @@ class ActorKeeper:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._over.set()
         self._thread.join(_JOIN_S)
         if self._thread.is_alive():
@@ -341,3 +345,69 @@ class ActorKeeper:
         if logged:
             _log.error("%s", sentence)
         self._given_up.append(sentence)
+
+
+def ray_module() -> Any:
+    try:
+        import ray
+    except ImportError as error:
+        raise UserError(
+            f"cluster: Ray is not installed here ({error}); pip install 'manyhands[ray]'"
+        ) from error
+    return ray
+
+
+@contextmanager
+def connected(cluster: str, cpus: int) -> Iterator[Any]:
+    """Ray's module, connected to the cluster; one of this process's own has `cpus` CPUs, and ends with this.
+
+    A connection that is there already, as inside a Ray job's task or after the user's own `ray.init`, is used and left
+    as it is.
+    """
+    ray = ray_module()
+    if ray.is_initialized():
+        yield ray
+        return
+    arguments: dict[str, Any] = {"logging_level": logging.WARNING}
+    if cluster == "ray" and "RAY_ADDRESS" not in os.environ:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        arguments |= {"address": "local", "num_cpus": cpus, "include_dashboard": False}
+    else:
+        arguments |= {"address": "auto" if cluster == "ray" else cluster}
+    try:
+        with _same_imports() if arguments["address"] == "local" else nullcontext():
+            ray.init(**arguments)
+    except Exception as error:  # where its processes do not come up, Ray raises just that
+        with suppress(Exception):
+            ray.shutdown()  # those that did
+        raise UserError(_why_not(cluster, error, arguments["address"])) from error
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+def _why_not(cluster: str, error: Exception, address: str) -> str:
+    if address == "local":
+        return (
+            f"cluster={cluster}: Ray could not start on this host ({first_line(error)}); its logs in "
+            "/tmp/ray/session_latest/logs say why; leave cluster out to run without Ray"
+        )
+    return (
+        f"cluster={cluster}: no Ray cluster can be reached there ({first_line(error)}); start one with "
+        "`ray start --head`, or give cluster=ray for one of this run's own"
+    )
+
+
+@contextmanager
+def _same_imports() -> Iterator[None]:
+    """While this is open, processes that are started here find the modules that this one finds."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before

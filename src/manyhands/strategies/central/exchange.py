@@ -117,7 +117,7 @@ class CentralExchange(Exchange):
     def _share_out(self, layouts: Sequence[BucketLayout], optimizer: Optimizer) -> Ownership:
         """Return which worker of this host updates which parameters."""
         alone = self._group.world == 1 and self._between is None
-        ways = Central().stepping
+        ways = Central().facts.stepping
         if alone or stepping_for(optimizer, ways, Central.word) is Stepping.IN_PIECES:
             return cut(layouts, self._group.world)
         most = None if self._between is None else self._between.most_workers

@@ -15,8 +15,7 @@ from dataclasses import replace
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 from manyhands.errors import Hang, UserError
-from manyhands.observe.record.blackbox import BlackBoxes
-from manyhands.observe.record.event_ring import EventRing
+from manyhands.observe.record.event_ring import BlackBoxes, EventRing
 from manyhands.places.local.control import Unread
 from manyhands.places.local.failure import Failure
 from manyhands.places.local.notes import TypedNotes

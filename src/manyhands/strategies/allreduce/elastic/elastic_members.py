@@ -15,13 +15,12 @@ from typing import Any, Protocol
 
 from manyhands.data.store.atomic import WriteFailed
 from manyhands.data.store.checkpoint import CheckpointStore, Loaded, Snapshot
-from manyhands.data.store.portable import pack_tree, unpack_tree
+from manyhands.data.store.state_tree import pack_tree, unpack_tree
 from manyhands.engine.computing import worker_environment
 from manyhands.errors import ManyhandsError
 from manyhands.observe.record.event_ring import EventRing
 from manyhands.places.external.process_group import ProcessGroup
-from manyhands.places.local.cores import threads_per_role
-from manyhands.places.local.host import host_identity
+from manyhands.places.local.host import host_identity, threads_per_role
 from manyhands.places.local.supervisor import Ended, Event, Hung
 from manyhands.places.local.watchdog import Watched
 from manyhands.strategies.allreduce.elastic.elastic_messages import EpochView

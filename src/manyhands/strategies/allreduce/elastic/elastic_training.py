@@ -20,8 +20,7 @@ from manyhands.engine.training import Result, Stage, Training
 from manyhands.native.group.shared_group import warm
 from manyhands.observe.record.event_ring import EventRing
 from manyhands.places.external.process_group import GroupMember
-from manyhands.places.local.cores import threads_per_role
-from manyhands.places.local.host import host_identity
+from manyhands.places.local.host import host_identity, threads_per_role
 from manyhands.places.local.watchdog import Watched
 from manyhands.places.run_commands import MORE_WORKERS
 from manyhands.strategies.allreduce.elastic.elastic_launcher import ElasticLauncher, ElasticOutcome

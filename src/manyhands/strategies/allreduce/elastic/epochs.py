@@ -159,7 +159,7 @@ class _SharedEpoch(Epoch):
             group=lambda: group,
             links=lambda: self._links(strategy),
         )
-        return collective_for(strategy, resources), group.barrier if strategy.uses_links else None
+        return collective_for(strategy, resources), group.barrier if strategy.facts.uses_links else None
 
     def close(self) -> None:
         self._group.close()
@@ -199,7 +199,7 @@ class EpochFiles:
         with ExitStack() as stack:
             stack.callback(self._group.close)
             passed = stack.enter_context(ExitStack())
-            if strategy.uses_links and world > 1:
+            if strategy.facts.uses_links and world > 1:
                 self._mesh = passed.enter_context(mesh_kind(network=strategy.uses_network)(world))
             for name in _STATE_FILES if with_state else ():
                 self._state[name] = os.memfd_create(f"manyhands:{name}", os.MFD_CLOEXEC)

@@ -17,7 +17,7 @@ from typing import Final
 import torch
 
 from manyhands.data.store.checkpoint import Loaded
-from manyhands.data.store.portable import pack_tree, unpack_tree
+from manyhands.data.store.state_tree import pack_tree, unpack_tree
 from manyhands.engine.worker_resources import Resources
 from manyhands.errors import Aborted, ManyhandsError
 from manyhands.places.external.links import meet_all

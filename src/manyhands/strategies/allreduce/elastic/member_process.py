@@ -17,8 +17,8 @@ from typing import Any, Final
 import torch
 
 from manyhands.data.store.checkpoint import CheckpointStore, Loaded, Snapshot
-from manyhands.data.store.portable import pack_tree, unpack_tree
 from manyhands.data.store.rundir import RunDirectory
+from manyhands.data.store.state_tree import pack_tree, unpack_tree
 from manyhands.data.store.tensorfile import encode_tensors
 from manyhands.engine.computing import TrainingPlan
 from manyhands.engine.exchange import SentFor

@@ -49,7 +49,7 @@ from manyhands.strategies.federated.secure.secure_tally import hash_of
 from manyhands.strategies.federated.strategy import Federated
 from manyhands.strategy import Strategy
 from manyhands.task import Task
-from manyhands.workloads.tasks import TASKS
+from manyhands.workloads.registry import TASK_NAMES, WORKLOADS, load
 
 __all__ = ["Device", "DevicePlan", "JoiningDevice", "enrol", "join_rounds", "plan_for"]
 
@@ -76,7 +76,7 @@ class DevicePlan:
     def read(cls, told: Mapping[str, Any], data: Path) -> DevicePlan:
         """UserError where the task is not one that this device has, or its data do not fit."""
         name, options, text = told.get("task"), told.get("task_options"), told.get("strategy")
-        known = isinstance(name, str) and name in TASKS
+        known = isinstance(name, str) and name in TASK_NAMES
         if not known or not isinstance(options, dict) or not isinstance(text, str):
             raise UserError(
                 f"the server trains {name!r}, which this release has not; use the server's release"
@@ -121,7 +121,7 @@ class DevicePlan:
 
 def _task_over(name: str, options: Mapping[str, Any], data: Path, schema: DataSchema) -> Task:
     """The built-in task with this device's data in the place of its own; no path of the server's is opened."""
-    entry = TASKS[name]
+    entry = load(WORKLOADS[name].task)
     paths = [option.name for option in entry.options if option.kind is Path]
     chosen = {key: value for key, value in options.items() if key not in paths}
     if not data.exists():
@@ -130,7 +130,7 @@ def _task_over(name: str, options: Mapping[str, Any], data: Path, schema: DataSc
         return read_columns(data, schema, entry.build(**chosen))
     if not paths:
         raise UserError(f"--data {data}: task {name} takes a .safetensors file with the columns {schema}")
-    task = entry.build(**chosen, **{paths[0]: data})
+    task: Task = entry.build(**chosen, **{paths[0]: data})
     schema.require_like(DataSchema.of(task), f"--data {data}")
     return task
 

@@ -149,5 +149,7 @@ class Job:
         computer = Computer(self.plan, worker_rank)
         built = computer.build()
         strategy, sparse = self.strategy, self.plan.task.sparse
-        layout = FlatLayout.of(built.model, built.optimizer, strategy.servers, sparse, strategy.stepping)
+        layout = FlatLayout.of(
+            built.model, built.optimizer, strategy.servers, sparse, strategy.facts.stepping
+        )
         return computer, built, layout
