@@ -94,9 +94,7 @@ JOBS: Mapping[str, CompileJob] = {
     "c10d": CompileJob(
         (
             "manyhands.transport.hub.areas",
-            "manyhands.interop.c10d.layout_rounds",
-            "manyhands.interop.c10d.compiled_allreduce",
-            "manyhands.interop.c10d.exchange",
+            "manyhands.interop.c10d.compiled_calls",
         ),
         after="group",
     ),

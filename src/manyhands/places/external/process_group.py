@@ -83,7 +83,6 @@ class ProcessGroup:
             self.control_server.poll(_TICK_S)
 
     def _named(self, rank: int) -> str:
-        """The name of a rank that has not joined."""
         spec = self.place.cluster
         if spec is None:
             return f"rank {rank}"
@@ -91,7 +90,6 @@ class ProcessGroup:
         return f"{role} at {spec.address(role)}"
 
     def tell_all(self, payload: Mapping[str, Any]) -> None:
-        """Send every other process the same message."""
         for rank in range(1, self.place.world):
             self.control_server.tell(rank, payload)
 
@@ -117,7 +115,6 @@ class ProcessGroup:
         self.control_server.shutdown(_BREAK_OFF_S)
 
     def close(self) -> None:
-        """Close all control connections; idempotent."""
         self.control_server.close()
 
     def __enter__(self) -> Self:
@@ -166,7 +163,6 @@ def lead_group(
     timeout_s: float,
     comes_again: bool = False,
 ) -> ProcessGroup:
-    """Become the leader of the run `name`; no member has joined yet."""
     leading = lead(place, terms, name, security=security, timeout_s=timeout_s, comes_again=comes_again)
     return ProcessGroup(place, leading, security, timeout_s)
 
@@ -180,6 +176,5 @@ def join_group(
     timeout_s: float,
     comes_again: bool = False,
 ) -> GroupMember:
-    """Find the leader of the run `name` and join it."""
     following = follow(place, terms, name, security=security, timeout_s=timeout_s, comes_again=comes_again)
     return GroupMember(place, following, security, timeout_s)

@@ -21,9 +21,7 @@ from manyhands.facts import (
     Waits,
     WorkerMemory,
 )
-from manyhands.strategies.common.consistency.parse import parse_consistency
-from manyhands.strategies.common.consistency.policy import Policy
-from manyhands.strategies.common.consistency.sync import Sync
+from manyhands.strategies.common.consistency import Policy, Sync, parse_consistency
 from manyhands.strategy import Strategy, check_choice, check_link, link_setting, setting, whole_number
 from manyhands.wire.names import RAW, check_codec, codec_setting, feedback_setting, rounds_hops, votes
 
