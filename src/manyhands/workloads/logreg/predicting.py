@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+from manyhands.data.matrix import Rows
 from manyhands.data.row_files import FORMATS, Reading, RowText
-from manyhands.data.sparse_rows import Rows
 from manyhands.errors import DataError, UserError
 from manyhands.workloads.logreg.model import LogregModel
 from manyhands.workloads.predictor import Predictor, ReadAs

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from manyhands.data.batch_plan import permutation
-from manyhands.data.bundled import bundled_file
+from manyhands.data.file_reader import bundled_file
 from manyhands.task import Task
 from manyhands.workloads.tasks.builtin import BuiltinTask, about, check_options
 from manyhands.workloads.tasks.vision import ImageClassifier, accuracy, check_width, classification_loss
