@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from manyhands.foresight.simulate import SimulationSpec
-from manyhands.strategies.common.consistency.bounded import Bounded
+from manyhands.strategies.common.consistency import Bounded
 from manyhands.strategies.ps.actions import Action, SendMessage
 from manyhands.strategies.ps.pending_steps import ShardConfig
 from manyhands.strategies.ps.ps_messages import Chosen, ChosenKept, Hello, Outcome, Push, Read, ReadRows

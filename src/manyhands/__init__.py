@@ -26,11 +26,9 @@ if TYPE_CHECKING:
     from manyhands.engine.fitting import fit
     from manyhands.engine.kernel_task import KernelTask
     from manyhands.engine.loggers import CsvLogger, MlflowLogger, WandbLogger
-    from manyhands.engine.options import Options
+    from manyhands.engine.options import EarlyStopping, Options, Slowdown
     from manyhands.engine.placement.placed import place
     from manyhands.engine.run import History, Run
-    from manyhands.engine.slowdown import Slowdown
-    from manyhands.engine.stopping import EarlyStopping
     from manyhands.errors import ManyhandsError, UserError
     from manyhands.interop.own_loop.join import join
     from manyhands.places.external.specification import ClusterSpec
@@ -96,7 +94,7 @@ _HOMES = {
     "Callback": "engine.callbacks",
     "ClusterSpec": "places.external.specification",
     "CsvLogger": "engine.loggers",
-    "EarlyStopping": "engine.stopping",
+    "EarlyStopping": "engine.options",
     "Files": "data.own",
     "History": "engine.run",
     "KernelTask": "engine.kernel_task",
@@ -110,7 +108,7 @@ _HOMES = {
     "Replayed": "strategies.ps.replay",
     "Run": "engine.run",
     "Running": "engine.background_run",
-    "Slowdown": "engine.slowdown",
+    "Slowdown": "engine.options",
     "Strategy": "strategy",
     "Task": "task",
     "UserError": "errors",

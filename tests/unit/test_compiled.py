@@ -225,24 +225,3 @@ def test_what_compiles_too_long_is_ended(monkeypatch, capsys):
     warming._compile_elsewhere(["svd"])
     assert "kernels were not compiled within 0 s; going on without them" in capsys.readouterr().err
     assert begun[0].returncode == -signal.SIGKILL
-
-
-_WITHOUT_SCIPY = """
-import sys
-import manyhands.native.counters  # kernels, loaded or compiled
-assert "numba.np.arraymath" in sys.modules
-assert not [name for name in sys.modules if name.startswith("scipy.linalg")], "nothing multiplies matrices"
-import numba, numpy
-ours = numba.njit(lambda a, b: numpy.dot(a, b))(numpy.full((2, 3), 2.0), numpy.eye(3))
-assert (ours == 2.0).all() and ours.shape == (2, 3)
-assert sys.modules["scipy.linalg.cython_blas"].__file__, "the real one"
-"""
-
-
-@pytest.mark.timeout(60)
-def test_kernels_do_without_scipy_and_matrices_can_be_multiplied_all_the_same():
-    environment = {**os.environ, "PYTHONPATH": str(ROOT.parent)}
-    done = subprocess.run(
-        [sys.executable, "-c", _WITHOUT_SCIPY], env=environment, capture_output=True, text=True, timeout=50
-    )
-    assert done.returncode == 0, done.stderr

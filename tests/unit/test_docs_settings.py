@@ -17,7 +17,7 @@ from manyhands.cli.trainable import train_app
 from manyhands.errors import UserError
 from manyhands.foresight.simulate.simulated_spec import SimulationSpec
 from manyhands.interop.own_loop import connect
-from manyhands.strategies.common.consistency.softsync import SoftSync
+from manyhands.strategies.common.consistency import SoftSync
 from manyhands.strategies.registry import STRATEGIES
 from manyhands.strategy import Strategy, settings_of
 from manyhands.workloads.gbdt.options import GbdtOptions

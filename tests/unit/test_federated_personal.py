@@ -235,7 +235,10 @@ def test_a_client_counts_for_so_many_samples_whatever_it_says() -> None:
         ("federated codec=dgc", "it keeps the momentum of gradients, and federated sends changes"),
         ("federated codec=powersgd", "federated codec=powersgd: factors are summed"),
         ("federated codec=sign:vote", "federated codec=sign:vote: a vote says nothing"),
-        ("federated codec=auto", "only allreduce and local measure and choose"),
+        (
+            "federated codec=auto",
+            "only workers that exchange at the same steps, as of allreduce, measure and choose",
+        ),
         ("federated codec=bf16 feedback=no", "feedback=no: codec=bf16 keeps nothing"),
         ("federated codec=bf16 secure=yes", "codec=bf16: words under a mask .* use fewer bits="),
         ("federated algorithm=ditto:-1", "at least 0"),

@@ -21,9 +21,8 @@ from manyhands.strategies.allreduce.exchange import AllReduceExchange
 from manyhands.strategies.allreduce.helped import help_workers, helped_collective
 from manyhands.strategies.allreduce.helpers import HelperSplit, helped, segments_for, split_load
 from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
-from manyhands.strategies.common.collectives.collective_cost import cost
 from manyhands.strategies.common.collectives.executor import ScheduleExecutor
-from manyhands.strategies.common.collectives.symbolic import prove
+from manyhands.strategies.common.collectives.schedule_proof import cost, prove
 from manyhands.strategy import Strategy
 from manyhands.transport.link.interface import Message
 from manyhands.transport.link.simulated_network import SimulatedNetwork

@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 
-from manyhands.strategies.common.consistency.parse import parse_consistency
-from manyhands.strategies.common.consistency.policy import Policy
+from manyhands.strategies.common.consistency import Policy, parse_consistency
 from manyhands.strategies.ps import fast_path as lane_module
 from manyhands.strategies.ps.actions import Action, SendMessage
 from manyhands.strategies.ps.fast_path import ShardLane

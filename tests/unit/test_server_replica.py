@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from manyhands.strategies.common.consistency.parse import parse_consistency
+from manyhands.strategies.common.consistency import parse_consistency
 from manyhands.strategies.ps.actions import Action, Apply, Discard, Drop, Keep, Load, Log, SendMessage
 from manyhands.strategies.ps.log_rows import LateRow, LostRow, RestoredRow
 from manyhands.strategies.ps.pending_steps import ShardConfig

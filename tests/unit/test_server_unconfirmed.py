@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from manyhands.strategies.common.consistency.parse import parse_consistency
+from manyhands.strategies.common.consistency import parse_consistency
 from manyhands.strategies.ps.actions import Action, Apply, Drop, Keep, SendMessage
 from manyhands.strategies.ps.client_core import ClientAction, ClientCore, Compute, Flush
 from manyhands.strategies.ps.pending_steps import ShardConfig

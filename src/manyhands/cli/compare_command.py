@@ -125,7 +125,7 @@ def run_comparison(
     `length` is in steps or epochs, and in rounds; nothing: as the task says. `score` is measured of each trained model.
     """
     # Imported here so that help texts do not wait for torch.
-    from manyhands.engine.slowdown import Slowdown
+    from manyhands.engine.options import Slowdown
     from manyhands.lab.compare.bandwidth import Rate, enter, inside
     from manyhands.lab.compare.figures import Prices
     from manyhands.lab.compare.findings import Conditions

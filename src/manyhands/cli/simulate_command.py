@@ -90,7 +90,7 @@ def parse_seconds(option: str, text: str) -> float:
 
 
 def _conditions(common: _Common) -> SimulatedConditions:
-    from manyhands.engine.slowdown import Slowdown
+    from manyhands.engine.options import Slowdown
     from manyhands.foresight.simulate.conditions import SimulatedConditions
     from manyhands.foresight.simulate.network import NetworkModel
     from manyhands.lab.compare.bandwidth import Rate

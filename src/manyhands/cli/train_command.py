@@ -229,8 +229,7 @@ def _asked(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Commo
     """The task with its options, and the call of `fit`; UserError for what makes no sense before anything starts."""
     from manyhands.engine.fitting import fit
     from manyhands.engine.loggers import CsvLogger
-    from manyhands.engine.options import Options
-    from manyhands.engine.slowdown import Slowdown
+    from manyhands.engine.options import Options, Slowdown
     from manyhands.places.place import find_place
 
     task = entry.build(**task_options)

@@ -20,11 +20,10 @@ from torch import nn
 
 from manyhands.data.store.checkpoint import CheckpointStore, Loaded
 from manyhands.data.store.rundir import RunDirectory
-from manyhands.engine.booking import StepBook
 from manyhands.engine.computing import TrainingPlan
 from manyhands.engine.exchange import Meter, Traffic
 from manyhands.engine.kernel_task import KernelStep, KernelTask, Taken
-from manyhands.engine.reporting import Reporter, WorkerContext, WorkerNote
+from manyhands.engine.reporting import Reporter, StepBook, WorkerContext, WorkerNote
 from manyhands.engine.worker import Trained
 from manyhands.errors import NonFinite, UserError
 from manyhands.native.counters import Counter

@@ -11,8 +11,8 @@ from manyhands.data.store.checkpoint import CheckpointStore, Loaded
 from manyhands.data.store.rundir import RunDirectory
 from manyhands.engine.compiled_worker import Control, KernelTrainer, kernel_task, require_same_options
 from manyhands.engine.exchange import SentFor
+from manyhands.engine.history_rows import overlap_told
 from manyhands.engine.kernel_task import KernelStep, KernelTask
-from manyhands.engine.read_write_overlap import overlap_told
 from manyhands.engine.reporting import WorkerContext
 from manyhands.engine.training import Result, Stage
 from manyhands.engine.worker import Trained

@@ -16,8 +16,7 @@ from typing import Any
 
 from manyhands.data.store.rundir import RunDirectory
 from manyhands.engine.compiled_worker import Control, KernelTrainer, kernel_task, require_same_options
-from manyhands.engine.history_rows import RowsInOrder
-from manyhands.engine.read_write_overlap import overlap_told
+from manyhands.engine.history_rows import RowsInOrder, overlap_told
 from manyhands.engine.reporting import WorkerNote
 from manyhands.engine.training import Result, Stage, Training
 from manyhands.engine.worker import Trained

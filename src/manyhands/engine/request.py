@@ -15,8 +15,7 @@ from manyhands.data.store.fingerprint import parameter_shapes
 from manyhands.engine.clipping import check_clipping
 from manyhands.engine.computing import TrainingPlan
 from manyhands.engine.kernel_task import AnyTask
-from manyhands.engine.options import SYNCHRONIZE, Options
-from manyhands.engine.stopping import EarlyStopping
+from manyhands.engine.options import SYNCHRONIZE, EarlyStopping, Options
 from manyhands.errors import UserError, nearest
 from manyhands.native.version import __version__
 from manyhands.strategy import Strategy, check_count

@@ -22,7 +22,7 @@ from manyhands.data.store.rundir import IN_PYTHON, ON_COMMAND_LINE, RunDirectory
 from manyhands.engine.callbacks import Beginning, Listeners
 from manyhands.engine.device import sharing_sentence
 from manyhands.engine.footprint import cost_of, sizes_of
-from manyhands.engine.passes import PassLosses
+from manyhands.engine.history_rows import PassLosses
 from manyhands.engine.request import Request
 from manyhands.engine.run import History, Run
 from manyhands.engine.training import Result, Stage, Training, training_class

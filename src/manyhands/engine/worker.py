@@ -19,21 +19,18 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands.data.store.checkpoint import CheckpointStore, Loaded
 from manyhands.data.store.optimizer_state import restore_optimizer
-from manyhands.engine.batch_norm import synchronize_batch_norms
-from manyhands.engine.booking import StepBook
-from manyhands.engine.buffers import WorkerBuffers
+from manyhands.engine.buffers import make_alike, synchronize_batch_norms
 from manyhands.engine.clipping import clip
 from manyhands.engine.computing import Computer, TrainingPlan
 from manyhands.engine.desync_check import Agreement
-from manyhands.engine.diagnosis import Course, diagnose
 from manyhands.engine.exchange import Exchange, LocalStep, SentFor, SharedStep, Traffic
-from manyhands.engine.options import SYNCHRONIZE
+from manyhands.engine.options import MEAN, SYNCHRONIZE
 from manyhands.engine.reduction import require_reduction
-from manyhands.engine.reporting import Reporter, WorkerContext, WorkerNote, is_due
+from manyhands.engine.reporting import Reporter, StepBook, WorkerContext, WorkerNote, is_due
 from manyhands.errors import NonFinite
 from manyhands.places.local.status import State
 
-__all__ = ["Trained", "Trainer"]
+__all__ = ["Course", "Trained", "Trainer", "diagnose"]
 
 _T = TypeVar("_T")
 
@@ -80,11 +77,12 @@ class Trainer:
             keeps_rows=self._members is not None,
             facts=exchange.rounds.evaluation_facts if exchange.rounds is not None else dict,
         )
+        self._clips = self._computer.task.clips
         self._model: nn.Module | None = None
         self._samples = 0
         self._agreed_step = 0  # after which all held the same parameters
         self._course = Course()
-        self._buffers = WorkerBuffers(plan.buffers)
+        self._weight = 0.0  # shares of global batches computed since buffers were last made alike
         self._sent = Traffic()  # up to the last exchange that was booked
         self._in_steps = Traffic()
         self._unsettled: list[dict[str, Any]] = []  # rows of steps whose loss is not agreed on yet
@@ -202,7 +200,9 @@ class Trainer:
         part = self._exchange.part
         if part.count > 1:
             total = part.total_of_copies or self._exchange.total
-            self._buffers.make_alike(list(part.buffers(model)), total, first=part.index == 0)
+            weight = self._weight if self._plan.buffers == MEAN else None
+            make_alike(list(part.buffers(model)), total, first=part.index == 0, weight=weight)
+            self._weight = 0.0
 
     def _step(self, step: int, model: nn.Module, scheduler: LRScheduler | None) -> SharedStep:
         """Train on global batch `step`, from 0."""
@@ -218,7 +218,7 @@ class Trainer:
             step=step,
             last=step + 1 == self._plan.steps,
         )
-        self._buffers.computed(mine.share)
+        self._weight += mine.share
         computed = time.monotonic_ns()
         during = meter.take_times()
         overlapped = during.exchange_ns
@@ -227,7 +227,7 @@ class Trainer:
         agreed = time.monotonic_ns()
         times = meter.take_times()
         if not shared.bad_workers:
-            if self._computer.task.clips:
+            if self._clips:
                 assert self._model is not None, "a step comes after the model"
                 clip(self._computer.task, exchange, self._model)
             exchange.apply()
@@ -324,3 +324,85 @@ class Trainer:
             stopped_early=stopped,
             weights=weights,
         )
+
+
+_GROWN_LOSS = 10.0  # times the first one
+_GROWN_WEIGHT = 1e3  # trained weights are some orders smaller
+
+
+@dataclass(slots=True)
+class Course:
+    """The course of a run's loss so far."""
+
+    first: float | None = None
+    last: float | None = None
+
+    def add(self, loss: float) -> None:
+        """Add the next loss."""
+        if self.first is None:
+            self.first = loss
+        self.last = loss
+
+    @property
+    def has_grown(self) -> bool:
+        """Whether the loss has grown far beyond where it began."""
+        if self.first is None or self.last is None:
+            return False
+        return self.last > _GROWN_LOSS * max(abs(self.first), 1e-3)
+
+
+def diagnose(
+    model: nn.Module, course: Course, *, what: str = "loss", since: str = "", clip: bool = False
+) -> str:
+    """What broke first and what to try, as a part of a sentence; from the weights and the earlier losses.
+
+    No step is taken with a loss that is not finite, so the weights are those of the step before. If they are not
+    finite, the last update broke them. If they or the loss have grown without bounds, training diverges. Else it is
+    this batch, or what the loss function does with it.
+
+    `what` is not finite now; `since` names the update that the weights are of, where that is known (empty: the model
+    was built with them); `clip` says whether clipping is something to try.
+    """
+    bad, largest, where = _weights(model)
+    grown = (
+        f", and the loss had grown from {course.first:.3g} to {course.last:.3g}" if course.has_grown else ""
+    )
+    rate = "lower the learning rate" + (" or clip the gradient (Task(clip_norm=1.0))" if clip else "")
+    if bad is not None and not since:
+        return f"the model began with weights that are not finite, the first in {bad!r}; start from others"
+    if bad is not None:
+        return f"the weights are not finite since {since}, the first in {bad!r}{grown}; {rate}"
+    if course.has_grown or largest > _GROWN_WEIGHT:
+        return (
+            f"the {what} is the first that is not: training diverges, the weights are up to {largest:.3g} "
+            f"({where!r}){grown}; {rate}"
+        )
+    reached = _first_gradient(model)
+    so = f", and so its gradient is not, the first in {reached!r}" if reached is not None else ""
+    return (
+        f"the {what} is the first that is not: the weights are finite, up to {largest:.3g} ({where!r}){so}; look at "
+        "that batch, and at what the loss divides by or takes the logarithm of; a lower learning rate may help"
+    )
+
+
+@torch.no_grad()
+def _weights(model: nn.Module) -> tuple[str | None, float, str]:
+    """The first parameter with a value that is not finite; else the largest value and where it is."""
+    largest, where = 0.0, ""
+    for name, parameter in model.named_parameters():
+        if not parameter.numel():
+            continue
+        most = float(parameter.detach().abs().max())  # a NaN comes through
+        if not math.isfinite(most):
+            return name, most, name
+        if most >= largest:
+            largest, where = most, name
+    return None, largest, where
+
+
+def _first_gradient(model: nn.Module) -> str | None:
+    """The first parameter whose gradient is not finite, where the model holds gradients."""
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None and not torch.isfinite(parameter.grad).all():
+            return name
+    return None

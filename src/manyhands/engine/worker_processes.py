@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._C._distributed_c10d import FileStore, Store
@@ -34,6 +33,7 @@ from manyhands.engine.reporting import NOTES, WorkerContext
 from manyhands.engine.training import Result, Stage, Training
 from manyhands.engine.worker import Trained
 from manyhands.engine.worker_resources import Resources
+from manyhands.native.closeable import Closeable
 from manyhands.native.group.shared_group import SharedGroup, SharedGroupFiles, warm
 from manyhands.native.threads import use_threads
 from manyhands.observe.record.event_ring import BlackBoxes, EventRing
@@ -281,7 +281,7 @@ def watched(deadline_s: float, rings: Sequence[EventRing]) -> Watched:
     return Watched(deadline_s=deadline_s, count_events=boxes.counts, last_events=boxes.last)
 
 
-class WorkerFiles:
+class WorkerFiles(Closeable):
     """The resources that the workers of a run share, in the process that starts them; a context manager."""
 
     def __init__(self, workers: int, strategy: Strategy) -> None:
@@ -331,14 +331,6 @@ class WorkerFiles:
     def close(self) -> None:
         """Release all resources; idempotent."""
         self._stack.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _work(context: RoleContext, job: WorkerJob, training: type[ProcessTraining]) -> Mapping[str, Any]:

@@ -24,8 +24,7 @@ from manyhands.engine.dynamo import optimizer_of
 from manyhands.errors import UserError
 from manyhands.facts import LayerFootprint, ModelFootprint
 from manyhands.strategies.common.sharding.layer_units import Unit, units_of
-from manyhands.strategies.common.sharding.optimizers import is_elementwise
-from manyhands.strategies.common.sharding.state_sizes import kept_by
+from manyhands.strategies.common.sharding.optimizers import is_elementwise, kept_by
 from manyhands.task import Task
 
 __all__ = ["Estimate", "Tell", "estimate"]

@@ -94,9 +94,7 @@ JOBS: Mapping[str, CompileJob] = {
     "c10d": CompileJob(
         (
             "manyhands.transport.hub.areas",
-            "manyhands.interop.c10d.layout_rounds",
-            "manyhands.interop.c10d.compiled_allreduce",
-            "manyhands.interop.c10d.exchange",
+            "manyhands.interop.c10d.compiled_calls",
         ),
         after="group",
     ),
@@ -155,7 +153,6 @@ def missing_jobs(*families: str) -> list[str]:
 
 @cache
 def _mark(job: str) -> Path:
-    """The file that marks a job as done."""
     root = cache_folder()
     assert root is not None, "the callers have asked"
     files = [module_file(call.partition(":")[0]) for call in JOBS[job].calls]
@@ -292,7 +289,6 @@ def _tell(line: str) -> None:
 
 
 def _something(value: int) -> int:
-    """Something to compile."""
     return abs(value)
 
 

@@ -139,7 +139,6 @@ class Heartbeats:
             thread.start()
 
     def mark(self, progress: int) -> None:
-        """Set the progress of this rank, which its heartbeats carry."""
         self._progress.set(progress)
 
     def close(self) -> None:

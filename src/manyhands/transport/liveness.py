@@ -102,7 +102,6 @@ class LivenessMonitor(Generic[K]):
         self._spared.discard(peer)
 
     def left(self, peer: K) -> None:
-        """Stop monitoring a peer that has left."""
         self._until_s.pop(peer, None)
         self._newcomers.discard(peer)
         self._spared.discard(peer)
@@ -171,13 +170,11 @@ class PeerLiveness:
 
     @property
     def next_look_s(self) -> float:
-        """When to call `look`, at the latest."""
         return self._liveness.next_look_s
 
     def frame(
         self, to: int, kind: HeartbeatKind, count: int = 0, progress: int = 0, blamed: int = -1
     ) -> bytes:
-        """What to send to rank `to`."""
         return FRAME.pack(_MAGIC, self._token(self._rank, to), kind, self._rank, count, progress, blamed)
 
     def handle(self, datagram: bytes, now_s: float) -> PeerLost | None:
@@ -205,7 +202,6 @@ class PeerLiveness:
         return None
 
     def left(self, rank: int) -> None:
-        """Stop monitoring a rank that has left."""
         self._gone.add(rank)
         self._liveness.left(rank)
 

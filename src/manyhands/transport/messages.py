@@ -143,14 +143,12 @@ def _hints(message: type) -> dict[str, Any]:
 
 
 def _code(hint: Any) -> str | None:
-    """The struct code of a plain number."""
     if hint == U32:
         return "I"
     return "q" if isinstance(hint, type) and issubclass(hint, IntEnum) else _CODES.get(hint)
 
 
 def _allowed(hint: Any) -> dict[int, Any] | None:
-    """The values of a truth value or an Enum, by what is sent; None for other types."""
     if hint is bool:
         return {0: False, 1: True}
     if isinstance(hint, type) and issubclass(hint, Enum):
@@ -252,7 +250,6 @@ def _wrong_size(message: type, expected: int, body: Buffer) -> None:
 
 
 def _rules(hint: Any, where: str) -> tuple[_Write, _Read]:
-    """The functions that write and read the values of one annotation."""
     origin, arguments = get_origin(hint), get_args(hint)
     if _code(hint) is not None or _allowed(hint) is not None:
         return _number_rules(hint)
@@ -299,8 +296,6 @@ def _number_rules(hint: Any) -> tuple[_Write, _Read]:
 
 
 def _sized_rules(hint: Any) -> tuple[_Write, _Read]:
-    """Text and bytes."""
-
     def write(value: Any) -> bytes:
         if type(value) is not hint:
             raise TypeError(f"{_quote(value)} is no {hint.__name__}")

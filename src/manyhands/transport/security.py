@@ -89,7 +89,6 @@ def validity(pem: str) -> Validity:
 
 
 def _open(data: bytes, kind: int) -> tuple[bytes, bytes]:
-    """The content of the element at the beginning of `data`, and what follows it."""
     if len(data) < 2 or data[0] != kind:
         raise ValueError("it is no X.509 certificate")
     length, at = data[1], 2
@@ -158,7 +157,6 @@ class Security:
 
     @classmethod
     def loopback(cls) -> Security:
-        """Connections of this host only, in the clear."""
         return _LOOPBACK
 
     @classmethod
@@ -179,12 +177,10 @@ class Security:
 
     @property
     def tls(self) -> bool:
-        """Whether TCP connections are encrypted."""
         return self._contexts is not None
 
     @property
     def anywhere(self) -> bool:
-        """Whether connections may leave this host."""
         return self._anywhere
 
     def check_address(self, host: str) -> None:
@@ -207,7 +203,6 @@ class Security:
         return self._wrapped(end, peer, timeout_s, server_side=True)
 
     def wrap_client(self, end: socket.socket, peer: str, timeout_s: float = HANDSHAKE_S) -> End:
-        """The connecting end; see `wrap_server`."""
         return self._wrapped(end, peer, timeout_s, server_side=False)
 
     def _wrapped(self, end: socket.socket, peer: str, timeout_s: float, *, server_side: bool) -> End:
@@ -237,7 +232,6 @@ _INSECURE: Final = Security(anywhere=True)
 
 
 def _made(anywhere: bool, directory: str | None) -> Security:
-    """What `__reduce__` says."""
     if directory is not None:
         return Security.from_directory(directory)
     return _INSECURE if anywhere else _LOOPBACK

@@ -217,7 +217,6 @@ class SecureSocket:
         return filled
 
     def pending(self) -> int:
-        """How many bytes are decrypted and not yet received."""
         return 0 if self._tls is None else self._tls.pending()
 
     def fileno(self) -> int:
@@ -225,15 +224,12 @@ class SecureSocket:
         return self._end.fileno()
 
     def getsockopt(self, level: int, option: int) -> int:
-        """See socket.getsockopt."""
         return self._end.getsockopt(level, option)
 
     def setsockopt(self, level: int, option: int, value: int) -> None:
-        """See socket.setsockopt."""
         self._end.setsockopt(level, option, value)
 
     def getpeername(self) -> tuple[str, int]:
-        """The address of the other end."""
         host, port = self._end.getpeername()[:2]
         return host, port
 

@@ -23,6 +23,7 @@ from manyhands.data.store.atomic import (
     write_atomically,
 )
 from manyhands.errors import DataError, UserError
+from manyhands.native.closeable import Closeable
 
 __all__ = ["Backlog", "LineFile", "MetricsLog"]
 
@@ -156,7 +157,7 @@ def _count_lines(descriptor: int) -> tuple[int, int, int]:
     return num_lines, keep, offset
 
 
-class MetricsLog:
+class MetricsLog(Closeable):
     """The metrics of one run; a context manager, `close` is idempotent. `append` opens the file."""
 
     def __init__(self, path: Path) -> None:
@@ -198,12 +199,6 @@ class MetricsLog:
             self._file.sync()
         finally:
             self._file.close()
-
-    def __enter__(self) -> MetricsLog:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def _records(self) -> Iterator[tuple[dict[str, Any], bytes]]:
         try:

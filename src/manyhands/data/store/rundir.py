@@ -43,6 +43,7 @@ from manyhands.data.store.checkpoint import CheckpointStore
 from manyhands.data.store.fingerprint import fingerprint
 from manyhands.data.store.line_files import LineFile, MetricsLog
 from manyhands.errors import DataError, Hang, ManyhandsError, UserError, WorkerFailed
+from manyhands.native.closeable import Closeable
 
 __all__ = [
     "IN_PYTHON",
@@ -72,7 +73,7 @@ _VERSION = 1
 _UNFINISHED = {_LOCK, f".{_CONFIG}.writing"}
 
 
-class RunDirectory:
+class RunDirectory(Closeable):
     """One run's directory; `create` starts it, `open` resumes or reads it. A context manager.
 
     A run that creates it, or opens it with its lock, is the only one that writes there until `close`.
@@ -227,12 +228,6 @@ class RunDirectory:
         finally:
             if self.lock is not None:
                 self.lock.close()
-
-    def __enter__(self) -> RunDirectory:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def _with_folders(self) -> RunDirectory:
         try:

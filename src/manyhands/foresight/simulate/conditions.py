@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from manyhands.engine.slowdown import Slowdown
+from manyhands.engine.options import Slowdown
 from manyhands.errors import UserError
 from manyhands.foresight.simulate.network import NetworkModel
 from manyhands.foresight.simulate.simulated_spec import ComputeModel, Timing

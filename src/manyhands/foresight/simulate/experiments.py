@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from manyhands.foresight.simulate.driver import simulate
 from manyhands.foresight.simulate.models import SimulatedTrained
 from manyhands.foresight.simulate.simulated_spec import ComputeModel, SimulationSpec
-from manyhands.strategies.common.consistency.parse import parse_consistency
+from manyhands.strategies.common.consistency import parse_consistency
 from manyhands.workloads.tasks.digits import read_digits
 
 __all__ = [

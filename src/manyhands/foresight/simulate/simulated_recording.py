@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from manyhands.engine.booking import StepBook
 from manyhands.engine.exchange import Traffic
+from manyhands.engine.reporting import StepBook
 from manyhands.foresight.simulate.faults import FaultRole
 from manyhands.foresight.simulate.observer import Observer
 from manyhands.foresight.simulate.task_model import SimulatedTask

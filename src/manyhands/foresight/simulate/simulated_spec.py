@@ -8,13 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from manyhands.engine.slowdown import Slowdown
+from manyhands.engine.options import Slowdown
 from manyhands.errors import UserError
 from manyhands.foresight.simulate.faults import Fault
 from manyhands.foresight.simulate.models import Ledger, Model
 from manyhands.foresight.simulate.network import NetworkModel
-from manyhands.strategies.common.consistency.parse import parse_consistency
-from manyhands.strategies.common.consistency.policy import Policy
+from manyhands.strategies.common.consistency import Policy, parse_consistency
 from manyhands.strategies.ps.ps_messages import Work
 from manyhands.transport.liveness import SILENT_AFTER_S
 

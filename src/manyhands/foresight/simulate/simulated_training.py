@@ -31,7 +31,7 @@ from manyhands.foresight.simulate.simulated_run import SimulatedRun
 from manyhands.foresight.simulate.simulated_spec import SimulationSpec
 from manyhands.foresight.simulate.task_model import SimulatedTask, TaskStore
 from manyhands.observe.record.event_ring import EventRing
-from manyhands.strategies.common.consistency.policy import Policy
+from manyhands.strategies.common.consistency import Policy
 from manyhands.strategies.ps.digests import layout_digest
 from manyhands.strategies.ps.live.live_training import server_summary
 from manyhands.strategies.ps.live.ps_launcher import LaunchOutcome

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from manyhands.engine.slowdown import Slowdown
+from manyhands.engine.options import Slowdown
 from manyhands.lab.compare.figures import CompareRow, Figures, Spread
 
 __all__ = ["Conditions", "paragraph"]

@@ -20,12 +20,11 @@ from manyhands.data.store.atomic import require_empty
 from manyhands.data.store.rundir import RunDirectory
 from manyhands.engine.device import check_device
 from manyhands.engine.fitting import fit
+from manyhands.engine.history_rows import PASS_LOSS
 from manyhands.engine.kernel_task import AnyTask
-from manyhands.engine.options import Options
-from manyhands.engine.passes import PASS_LOSS
+from manyhands.engine.options import Options, Slowdown
 from manyhands.engine.request import Length, Request
 from manyhands.engine.session import check_capacity_for
-from manyhands.engine.slowdown import Slowdown
 from manyhands.errors import DataError, ManyhandsError, UserError
 from manyhands.lab.compare.comparison import Target, Trial, parse_strategies, trials, workers_of
 from manyhands.lab.compare.figures import FailedTrial, Figures, Measured, Point, Prices, figures

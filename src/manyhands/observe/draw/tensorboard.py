@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from manyhands.errors import ManyhandsError, UserError
+from manyhands.native.closeable import Closeable
 from manyhands.observe.analyse.follow import RunFollower, read_interleaved
 from manyhands.observe.analyse.run_view import Gather
 from manyhands.observe.analyse.view import RunView
@@ -34,7 +35,7 @@ _VIEWS = 100  # views of a finished run
 _NS_PER_S = 1_000_000_000
 
 
-class TensorboardFiles:
+class TensorboardFiles(Closeable):
     """The TensorBoard files of one run in `directory`; a context manager, `close` is idempotent."""
 
     def __init__(self, directory: Path | str) -> None:
@@ -87,12 +88,6 @@ class TensorboardFiles:
         if not self._is_closed:
             self._is_closed = True
             self._writer.close()
-
-    def __enter__(self) -> TensorboardFiles:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def _scalar(self, tag: str, value: float, step: int, wall_s: float) -> None:
         if math.isfinite(value):

@@ -24,6 +24,7 @@ from numba import types
 
 from manyhands.errors import UserError
 from manyhands.native.atomics import array_at, fence, load_i64, store_i64
+from manyhands.native.closeable import Closeable
 from manyhands.native.decorators import njit
 from manyhands.native.segment import CACHE_LINE, PAGE, Segment
 from manyhands.observe.record.events import (
@@ -50,7 +51,7 @@ _RECORDS = PAGE
 _SIZE = RECORD.itemsize
 
 
-class EventRing:
+class EventRing(Closeable):
     """One role's events: `create`d by the parent, `attach`ed and written by the role, read by the parent.
 
     Any thread of the writing process may `record` (the call holds the GIL, which makes the process one
@@ -176,12 +177,6 @@ class EventRing:
         self._address = 0
         self._records = np.empty(0, RECORD)
         self._segment.close()
-
-    def __enter__(self) -> EventRing:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def _word(self, offset: int) -> int:
         if self._address == 0:

@@ -21,9 +21,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from manyhands.errors import Aborted, ManyhandsError, PeerTimeout, UserError, printable
+from manyhands.native.closeable import Closeable
 from manyhands.observe.record.clocks import Bracket, Offset, clock_id, offset_from
 from manyhands.observe.record.event_ring import EventRing
 from manyhands.places.external.control_messages import (
@@ -121,7 +122,6 @@ def open_control_connection(
 def _introduce(
     hub: Hub, place: ProcessPlace, contact: Contact, terms: Sequence[Term], timeout_s: float
 ) -> tuple[ControlWelcome, list[HubEvent]]:
-    """Send the hello; return the leader's welcome and the events that arrived directly after it."""
     deadline = time.monotonic() + timeout_s
     while True:
         left_s = deadline - time.monotonic()
@@ -148,7 +148,7 @@ def _introduce(
                     raise ManyhandsError(f"the leader, {contact.name}, says something before it greets")
 
 
-class ControlConnection:
+class ControlConnection(Closeable):
     """One process's end of the control connection; a context manager, `close` is idempotent. Thread-safe."""
 
     def __init__(self, place: ProcessPlace, hub: Hub, *, leader: str, same_clock: bool) -> None:
@@ -228,7 +228,6 @@ class ControlConnection:
 
     @property
     def stopping(self) -> bool:
-        """The same as `stop_requested`, as an attribute."""
         return self.stop_requested()
 
     def control_fileno(self) -> int:
@@ -256,7 +255,6 @@ class ControlConnection:
 
     @property
     def over(self) -> Broken | None:
-        """Why the run ended early, or None."""
         return self._over
 
     def wait_over(self, timeout_s: float) -> Broken | None:
@@ -328,7 +326,6 @@ class ControlConnection:
     # ── its life ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def begin(self, rest: Sequence[HubEvent] = ()) -> None:
-        """Handle the events that followed the welcome, compare clocks, and start the connection's thread."""
         self._take(rest)
         for _ in range(0 if self._same_clock else _FIRST_PINGS):
             self._ping()
@@ -349,12 +346,6 @@ class ControlConnection:
             self._thread.join()
         self._bag.close()
         self._stack.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _run(self) -> None:
         """Run the thread's loop; an exception here ends all waits and is reported to the leader, or it would be
@@ -488,28 +479,22 @@ class ControlStore:
         self._line = line
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """See `key_value_store.KeyValueStore.compare_set`."""
         return self._line.ask_store("compare_set", [key], [expected, desired]).value.encode()
 
     def check(self, keys: Sequence[str]) -> bool:
-        """See `key_value_store.KeyValueStore.check`."""
         return self._line.ask_store("check", keys).found
 
     def get(self, key: str) -> bytes:
-        """See `key_value_store.KeyValueStore.get`."""
         answer = self._line.ask_store("get", [key])
         if not answer.found:
             raise UserError(f"the run's store has no {key!r}")
         return answer.value.encode()
 
     def set(self, key: str, value: str) -> None:
-        """See `key_value_store.KeyValueStore.set`."""
         self._line.ask_store("set", [key], [value])
 
     def add(self, key: str, amount: int) -> int:
-        """See `key_value_store.KeyValueStore.add`."""
         return int(self._line.ask_store("add", [key], [str(amount)]).value)
 
     def delete_key(self, key: str) -> bool:
-        """See `key_value_store.KeyValueStore.delete_key`."""
         return self._line.ask_store("delete_key", [key]).found

@@ -18,11 +18,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import numpy as np
 
 from manyhands.errors import UserError, printable
+from manyhands.native.closeable import Closeable
 from manyhands.observe.record.clocks import clock_id
 from manyhands.observe.record.event_files import good_records
 from manyhands.observe.record.event_ring import EventRing
@@ -94,7 +95,6 @@ ControlEvent = Started | Said | Ended | ProcessRejected | Warned | Delivered
 
 
 def hello_of(place: ProcessPlace, terms: Sequence[Term]) -> ControlHello:
-    """The hello of this process."""
     return ControlHello(
         rank=place.rank,
         world=place.world,
@@ -127,7 +127,7 @@ class _Member:
         return f"{self.hello.name} (process {self.hello.pid})"
 
 
-class ControlServer:
+class ControlServer(Closeable):
     """All control connections of one run, at its leader; a context manager, `close` is idempotent."""
 
     def __init__(
@@ -175,33 +175,27 @@ class ControlServer:
             self.rings = before
 
     def listen(self, address: str = "unix") -> str:
-        """Accept connections; return the address for the members."""
         return self._hub.listen(address)
 
     # ── who is there ──────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The ranks that have joined and have not ended."""
         return tuple(rank for rank, member in self._members.items() if not member.ended)
 
     @property
     def known(self) -> tuple[int, ...]:
-        """The ranks that have ever joined."""
         return tuple(self._members)
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """The ranks that have not joined."""
         return self._register.missing
 
     def late(self, deed: str, waited_s: float, named: Callable[[int], str] = "rank {}".format) -> str:
-        """The sentence on the ranks that did not join in time."""
         return self._register.late(deed, waited_s, named)
 
     @property
     def rejected(self) -> Sequence[str]:
-        """One sentence for each process that was rejected."""
         return self._register.rejected
 
     def name_of(self, rank: int) -> str:
@@ -278,12 +272,6 @@ class ControlServer:
         for member in self._members.values():
             member.bag.close()
         self._stack.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _connected(self) -> tuple[int, ...]:
         return tuple(rank for rank, member in self._members.items() if member.connected)

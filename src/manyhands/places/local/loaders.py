@@ -17,11 +17,11 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
-from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, TypeVar
 
 from manyhands.data.loading import Loading
 from manyhands.errors import ManyhandsError, UserError
+from manyhands.native.closeable import Closeable
 from manyhands.places.local.child_descriptors import LoaderSpec
 from manyhands.places.local.failure import describe_exit
 from manyhands.places.local.forking import born_loaders
@@ -47,7 +47,7 @@ _LEAVE_S = 1.0
 _Key = TypeVar("_Key", bound=Hashable)
 
 
-class Loaders(Generic[_Key]):
+class Loaders(Closeable, Generic[_Key]):
     """Up to `count` loader processes with a reader each; started when something is first asked for.
 
     `owner` is whose they are, for error messages. `prepare` is applied to everything that was read, by a thread. For
@@ -113,14 +113,6 @@ class Loaders(Generic[_Key]):
         if self._preparing is not None:
             self._preparing.shutdown()
         self._files.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _start(self) -> None:
         try:

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol, Self
 
 from manyhands.errors import ManyhandsError, PeerTimeout, UserError
+from manyhands.native.closeable import Closeable
 from manyhands.native.version import __version__
 from manyhands.native.wait_sign import LongWait
 from manyhands.places.local import lifelines
@@ -105,7 +106,7 @@ def hosts_of(identities: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(members) for members in ranks.values())
 
 
-class Rendezvous:
+class Rendezvous(Closeable):
     """The ranks that met, and the sockets between those of this host; a context manager, `close` is idempotent.
 
     `hosts` are the ranks of each host, `here` those of this one, `local_rank` this rank's index among them. The
@@ -165,12 +166,6 @@ class Rendezvous:
             except OSError:  # the other one left first
                 pass
             end.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _receive(self, purpose: str, deadline: float) -> tuple[int, ...]:
         leader = self.here[0]

@@ -20,9 +20,9 @@ import mmap
 import os
 from dataclasses import dataclass
 from enum import IntEnum, unique
-from types import TracebackType
 
 from manyhands.native.atomics import clock_ns, load_i64, store_i64
+from manyhands.native.closeable import Closeable
 from manyhands.native.decorators import njit
 
 __all__ = [
@@ -95,7 +95,7 @@ class StatusRow:
         return f"{self.state.name.lower()} step {self.step}{where}"
 
 
-class StatusTable:
+class StatusTable(Closeable):
     """The mapped status table; a context manager, `close` is idempotent.
 
     The launcher calls `create` and passes `descriptor` to its children, which map it too. The launcher assigns the
@@ -172,17 +172,6 @@ class StatusTable:
             self._map.close()
             self._map = None
             os.close(self.descriptor)
-
-    def __enter__(self) -> StatusTable:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def pack_mark(step: int, state: State, waiting_for: int = NOBODY) -> int:

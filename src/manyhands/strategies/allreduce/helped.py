@@ -16,9 +16,8 @@ from typing import Final
 
 import torch
 
-from manyhands.engine.booking import StepBook
 from manyhands.engine.exchange import PeerTraffic, Traffic
-from manyhands.engine.reporting import WorkerContext
+from manyhands.engine.reporting import StepBook, WorkerContext
 from manyhands.engine.worker_resources import Resources
 from manyhands.errors import ManyhandsError, WorkerFailed
 from manyhands.native.dtypes import BY_CODE, CODES, SUMMED

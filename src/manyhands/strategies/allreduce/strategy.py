@@ -79,6 +79,7 @@ class AllReduce(Strategy):
             strategy=self.word,
             feedback=self.feedback,
             algorithm=self.algorithm,
+            chooses=True,
         )
         check_buckets(self.buckets)
         if self.link == NCCL and self.instead_of_nccl:

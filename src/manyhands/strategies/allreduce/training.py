@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from manyhands.engine.codec_report import ChoosingTraining
 from manyhands.engine.exchange import Exchange, SentFor, SingleExchange
+from manyhands.engine.exchanging import ExchangeTraining
 from manyhands.engine.reporting import WorkerContext
 from manyhands.engine.training import Training
 from manyhands.engine.worker_resources import Resources
@@ -23,7 +23,7 @@ from manyhands.strategy import Strategy
 __all__ = ["AllReduceTraining"]
 
 
-class AllReduceTraining(ChoosingTraining):
+class AllReduceTraining(ExchangeTraining):
     """Training in which every worker holds the model."""
 
     @classmethod
@@ -88,10 +88,3 @@ class AllReduceTraining(ChoosingTraining):
         """Return the notices of the run; on GPUs these say how gradients were summed, and why."""
         told = finished[0].get(SUMS)
         return (*super().said(finished), *((sums_sentence(told),) if told is not None else ()))
-
-    @property
-    def codec(self) -> str:
-        """The codec of the gradients."""
-        strategy = self._request.strategy
-        assert isinstance(strategy, AllReduce), "the registry leads here from it alone"
-        return strategy.codec

@@ -155,7 +155,15 @@ class Federated(Strategy):
         self._check_whole_batches(algorithm)
         if Partition.parse(self.partition).word != NATURAL:
             algorithm.check_round(self.per_round(self.clients))
-        check_codec(self.codec, link="", strategy=self.word, feedback=self.feedback)
+        one_by_one = "factors are summed over workers, and a server weighs clients one by one; use topk"
+        check_codec(
+            self.codec,
+            link="",
+            strategy=self.word,
+            feedback=self.feedback,
+            sends_changes=True,
+            refused={"powersgd": one_by_one},
+        )
         if self.keep != EVERYTHING_SHARED and algorithm.cannot_keep_layers:
             raise UserError(
                 f"federated keep={self.keep}: not with algorithm={self.algorithm}: {algorithm.cannot_keep_layers}; "

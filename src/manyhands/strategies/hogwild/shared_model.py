@@ -20,8 +20,7 @@ from manyhands.errors import UserError
 from manyhands.native.counters import Counter
 from manyhands.native.group.shared_group import SharedGroup
 from manyhands.native.segment import CACHE_LINE, round_up
-from manyhands.strategies.common.sharding.optimizers import stepping_for
-from manyhands.strategies.common.sharding.state_sizes import KeptState, kept_by
+from manyhands.strategies.common.sharding.optimizers import KeptState, kept_by, stepping_for
 from manyhands.strategies.hogwild.strategy import Hogwild
 
 __all__ = ["SharedModel", "SharedStateSlot"]

@@ -20,15 +20,14 @@ from torch import Tensor, nn
 
 from manyhands.data.store.checkpoint import CheckpointStore, Loaded
 from manyhands.data.store.optimizer_state import restore_optimizer
-from manyhands.engine.booking import StepBook
-from manyhands.engine.buffers import WorkerBuffers
+from manyhands.engine.buffers import make_alike
 from manyhands.engine.clipping import clip_own
 from manyhands.engine.computing import Built, Computed, Computer, TrainingPlan
-from manyhands.engine.diagnosis import Course, diagnose
 from manyhands.engine.exchange import Meter
+from manyhands.engine.options import MEAN
 from manyhands.engine.reduction import require_reduction
-from manyhands.engine.reporting import Reporter, WorkerContext
-from manyhands.engine.worker import Trained
+from manyhands.engine.reporting import Reporter, StepBook, WorkerContext
+from manyhands.engine.worker import Course, Trained, diagnose
 from manyhands.errors import NonFinite
 from manyhands.native.counters import Counter
 from manyhands.native.group.shared_group import SharedGroup
@@ -71,12 +70,12 @@ class HogwildTrainer:
         evaluate = partial(self._computer.evaluate, part=self.rank, parts=self.world, total=self.total)
         self._reporter = Reporter(plan, self, worker_context, checkpoints, evaluate)
         self._samples = 0
+        self._samples_since_alike = 0
         self._since_met = (0.0, 0)  # this worker's sum of losses, and its samples
         self._stepper: SharedStepper | None = None
         self._broken = ""
         self._cause = ""
         self._course = Course()
-        self._buffers = WorkerBuffers(plan.buffers)
 
     def run(self, start: Loaded | None = None) -> Trained:
         """Train from `start`, or from scratch, to the last step; raises NonFinite on the worker whose loss broke.
@@ -111,7 +110,9 @@ class HogwildTrainer:
             stopped = stopped and step < self._plan.steps
             last = stopped or step == self._plan.steps
             # buffers are in shared memory, except one that a module has replaced
-            self._buffers.make_alike(list(model.buffers()), self.total, first=self.rank == 0)
+            weight = float(self._samples_since_alike) if self._plan.buffers == MEAN else None
+            make_alike(list(model.buffers()), self.total, first=self.rank == 0, weight=weight)
+            self._samples_since_alike = 0
             ends = self._reporter.after(step, model, loop.called, last=last)
             stopped = stopped or (ends and not last)
         if first >= self._plan.steps:
@@ -227,7 +228,7 @@ class HogwildTrainer:
         book.compute(end)
         book.end(end, mine.samples, mine.loss)
         self._samples += mine.samples
-        self._buffers.computed(mine.samples)
+        self._samples_since_alike += mine.samples
         if not self._broken:
             loss, samples = self._since_met
             self._course.add(mine.loss)

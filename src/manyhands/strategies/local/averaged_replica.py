@@ -29,7 +29,7 @@ from manyhands.strategies.common.collectives.piggyback import (
     room_for_buffers,
     total,
 )
-from manyhands.strategies.common.sharding.state_sizes import kept_by
+from manyhands.strategies.common.sharding.optimizers import kept_by
 from manyhands.strategies.local.outer import Mean, OuterStep
 from manyhands.wire.flat_layout import BucketLayout, bucket_of, trainable
 from manyhands.wire.names import rounds_hops

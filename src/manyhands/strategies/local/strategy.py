@@ -63,7 +63,16 @@ class Local(Strategy):
 
     def __post_init__(self) -> None:
         check_link(self.link)
-        check_codec(self.codec, link=self.link, strategy=self.word, feedback=self.feedback)
+        more = "optimizers keep more than matrices of gradients; use allreduce link=tcp"
+        check_codec(
+            self.codec,
+            link=self.link,
+            strategy=self.word,
+            feedback=self.feedback,
+            sends_changes=True,
+            chooses=True,
+            refused={"powersgd": more},
+        )
         check_outer(self.outer)
         if self.first < 0 or self.first != int(self.first):
             raise UserError(f"local first={self.first}: must be a whole number, 0 or more")

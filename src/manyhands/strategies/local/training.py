@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from manyhands.engine.codec_report import ChoosingTraining
 from manyhands.engine.exchange import Exchange, SingleExchange
+from manyhands.engine.exchanging import ExchangeTraining
 from manyhands.engine.worker_resources import Resources
 from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
 from manyhands.strategies.common.collectives.collective import (
@@ -24,7 +24,7 @@ from manyhands.transport.link.interface import Link
 __all__ = ["LocalTraining"]
 
 
-class LocalTraining(ChoosingTraining):
+class LocalTraining(ExchangeTraining):
     """Every worker holds the model, and a separate optimizer state until the next average."""
 
     @classmethod
@@ -52,13 +52,6 @@ class LocalTraining(ChoosingTraining):
             ALGORITHMS["ring"], resources, strategy.codec, feedback=strategy.feedback
         )
         return _end(strategy, replicas, links, resources.timeout_s), words
-
-    @property
-    def codec(self) -> str:
-        """The codec of averages."""
-        strategy = self._request.strategy
-        assert isinstance(strategy, Local), "the registry leads here from local alone"
-        return strategy.codec
 
 
 def _end(

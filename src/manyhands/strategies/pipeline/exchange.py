@@ -28,29 +28,32 @@ from manyhands.engine.footprint import sizes_of
 from manyhands.engine.worker_resources import Resources
 from manyhands.native.heap import keep_freed_memory
 from manyhands.places.local.status import State
-from manyhands.strategies.common.grid.grid_gradients import agree_on, sum_gradients
-from manyhands.strategies.common.grid.grid_group import LinkGroup, waits_of
+from manyhands.strategies.common.grid.grid_group import LinkGroup, agree_on, sum_gradients, waits_of
 from manyhands.strategies.common.grid.grid_layout import GridAxis
 from manyhands.strategies.common.grid.held import Held, HeldModel, Outline
 from manyhands.strategies.common.sharding.optimizers import stepping_for
 from manyhands.strategies.pipeline.borders import Passed, StageBorders
-from manyhands.strategies.pipeline.check import most_held
-from manyhands.strategies.pipeline.ends import MeasureEnds, TrainingEnds
-from manyhands.strategies.pipeline.holding import Holding, holding_of, require_own_statistics
-from manyhands.strategies.pipeline.layer_costs import layer_costs
-from manyhands.strategies.pipeline.schedule_table import Schedule
-from manyhands.strategies.pipeline.split import part_bytes, planned
+from manyhands.strategies.pipeline.ends import MeasureEnds, TrainingEnds, input_of
+from manyhands.strategies.pipeline.schedule_cost import most_held
+from manyhands.strategies.pipeline.schedules import Schedule
+from manyhands.strategies.pipeline.split import (
+    Holding,
+    holding_of,
+    layer_costs,
+    part_bytes,
+    planned,
+    require_own_statistics,
+)
 from manyhands.strategies.pipeline.stage_messages import StageMessages
 from manyhands.strategies.pipeline.stage_worker import PipelineStage
-from manyhands.strategies.pipeline.standin import input_of
 from manyhands.strategies.pipeline.strategy import Pipeline
 from manyhands.strategies.pipeline.wave import WaveStage
 from manyhands.strategies.tensor.find_plan import find_plan
+from manyhands.strategies.tensor.moves import layer_traffic
 from manyhands.strategies.tensor.slicing import slice_modules
 from manyhands.strategies.tensor.slicing_plan import Slicing
-from manyhands.strategies.tensor.traffic_report import layer_traffic
 
-__all__ = ["PipelineExchange", "ShowsPlace"]
+__all__ = ["PipelineExchange"]
 
 _ALL, _REPLICAS, _SLICES, _TIED = 0x60, 0x61, 0x62, 0x100
 """Message kinds of the groups, which share links with the stages' messages; from the last on, one per group."""
@@ -74,9 +77,7 @@ class PipelineExchange(Exchange):
         self, strategy: Pipeline, resources: Resources, plan: TrainingPlan, mark: ShowsPlace
     ) -> None:
         self.rank, self.world = resources.rank, resources.world
-        self._strategy = strategy
-        self._plan = plan
-        self._mark = mark
+        self._strategy, self._plan, self._mark = strategy, plan, mark
         self._grid = strategy.grid(self.world)
         self._place = self._grid.place(self.rank)
         self.part = WorkerPart(
@@ -112,7 +113,6 @@ class PipelineExchange(Exchange):
 
     @property
     def table(self) -> Schedule:
-        """The schedule that all stages follow."""
         return self._table
 
     @property
@@ -121,7 +121,6 @@ class PipelineExchange(Exchange):
         return self._stage.most_kept
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Collective: cut the model, broadcast worker 0's weights, and keep this worker's layers."""
         self._model, self._optimizer = model, optimizer
         outline, chain = Outline.of(model), chain_of(model)
         self.cuts = self._agree_on_cuts(model, chain)
@@ -158,7 +157,6 @@ class PipelineExchange(Exchange):
         keep_freed_memory()  # every step frees what the next one allocates
 
     def compute(self, computer: Computer, model: nn.Module, step: int) -> Computed:
-        """Execute this worker's work items of the schedule, on its replica's share of the batch."""
         del model  # the stage's parts are used instead
         waits_of(self._groups())  # drop what was counted between steps
         asked_ns = time.monotonic_ns()
@@ -218,20 +216,16 @@ class PipelineExchange(Exchange):
         return shared
 
     def apply(self) -> None:
-        """Step the optimizer on this stage's parameters."""
         self._optimizer.step()
         self._optimizer.zero_grad()
 
     def optimizer_state(self) -> dict[str, Any] | None:
-        """Collective: assemble the optimizer state on worker 0."""
         return self._held.optimizer_state(self._all)
 
     def model_state(self, model: nn.Module) -> Mapping[str, Tensor] | None:
-        """Collective: assemble the model state on worker 0."""
         return self._held.model_state(self._all, model)
 
     def total(self, values: Tensor) -> Tensor:
-        """Collective: the sum over all workers."""
         return self._all.all_reduce(values)
 
     def _buffers(self, _model: nn.Module) -> Iterable[Tensor]:
@@ -253,11 +247,9 @@ class PipelineExchange(Exchange):
         return sum((group.traffic() for group in self._groups()), self._post.traffic())
 
     def summary(self) -> Mapping[str, Any]:
-        """What a training step of this worker sends for each sliced layer."""
         return {"layers": layer_traffic(self._sliced.traffic, self._steps)}
 
     def close(self) -> None:
-        """Close the links."""
         for link in self._links.values():
             link.close()
 
@@ -267,7 +259,6 @@ class PipelineExchange(Exchange):
         return self._place.stage == self._strategy.stages - 1 and self._place.slice == 0
 
     def _passed(self) -> Passed:
-        """Time spent on communication between the slices of layers since the last call."""
         spent_ns = self._sliced.clock.spent_ns
         passed = Passed(spent_ns - self._passed_ns, self._slices.take_waits())
         self._passed_ns = spent_ns
@@ -306,7 +297,6 @@ class PipelineExchange(Exchange):
                 self._posts.setdefault(worker, PeerTraffic()).add(post)
 
     def _agree_on_cuts(self, model: nn.Module, chain: Sequence[nn.Module]) -> tuple[int, ...]:
-        """Collective: the user's cuts, or those that worker 0 finds best."""
         strategy, parts = self._strategy, self._table.parts
         if strategy.cuts:
             return strategy.cuts
@@ -318,7 +308,6 @@ class PipelineExchange(Exchange):
         return tuple(self._all.broadcast(cuts).tolist())
 
     def _measured_cuts(self, model: nn.Module, chain: Sequence[nn.Module]) -> tuple[int, ...]:
-        """On worker 0: measure the layers on one micro-batch of the first global batch, and return the best cuts."""
         computer = Computer(self._plan, self.rank)
         piece = computer.share(0, 0, self.part.count).pieces[0]
         ends = TrainingEnds(computer, computer.share(0, 0, self.part.count), 0, 0)

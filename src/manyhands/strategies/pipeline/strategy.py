@@ -9,10 +9,8 @@ from typing import ClassVar
 from manyhands.errors import UserError
 from manyhands.facts import IN_STEP, Facts, ModelFootprint, Split, Stepping, Truth, WorkerMemory
 from manyhands.strategies.common.grid.grid_layout import Grid
-from manyhands.strategies.pipeline.check import most_held
-from manyhands.strategies.pipeline.schedule_cost import cost, equal_times
-from manyhands.strategies.pipeline.schedule_table import Schedule
-from manyhands.strategies.pipeline.schedules import SCHEDULES
+from manyhands.strategies.pipeline.schedule_cost import cost, equal_times, most_held
+from manyhands.strategies.pipeline.schedules import SCHEDULES, Schedule
 from manyhands.strategies.pipeline.split import balanced, check_cuts, parts_of
 from manyhands.strategy import (
     Strategy,
@@ -51,7 +49,6 @@ class Pipeline(Strategy):
         "codec": "stages send each other outputs and gradients as they are; allreduce link=tcp, local link=tcp and "
         "ps link=tcp have a codec"
     }
-
     stages: int = setting(2, whole_number)
     """Into how many stages the model's layers are cut."""
     microbatches: int = setting(4, whole_number)
@@ -100,7 +97,6 @@ class Pipeline(Strategy):
         return Grid.of(workers, stages=self.stages, slices=self.tensor, data=self.data or None)
 
     def assignment(self, cuts: tuple[int, ...], layers: int) -> tuple[int, ...]:
-        """The stage of each layer of a chain that is cut so."""
         return tuple(part % self.stages for part, places in enumerate(parts_of(cuts, layers)) for _ in places)
 
     def stages_of(self, costs: Sequence[float], workers: int) -> tuple[int, ...]:
@@ -169,7 +165,6 @@ class Pipeline(Strategy):
         )
 
     def planned_waits(self) -> str:
-        """The schedule's bubble."""
         table = self.table()
         bubble = cost(table, equal_times(table)).bubble
         if not bubble:

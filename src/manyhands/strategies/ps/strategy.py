@@ -21,9 +21,7 @@ from manyhands.facts import (
     Waits,
     WorkerMemory,
 )
-from manyhands.strategies.common.consistency.parse import parse_consistency
-from manyhands.strategies.common.consistency.policy import Policy
-from manyhands.strategies.common.consistency.sync import Sync
+from manyhands.strategies.common.consistency import Policy, Sync, parse_consistency
 from manyhands.strategy import Strategy, check_choice, check_link, link_setting, setting, whole_number
 from manyhands.wire.names import RAW, check_codec, codec_setting, feedback_setting, rounds_hops, votes
 
@@ -73,7 +71,14 @@ class Ps(Strategy):
         if self.replicas not in (0, 1):
             raise UserError(f"replicas={self.replicas} must be 0, or 1: every shard on two servers")
         check_link(self.link)
-        check_codec(self.codec, link=self.link, strategy=self.word, feedback=self.feedback)
+        no_sum = "factors are summed over workers, and a server gets those of one at a time; use allreduce link=tcp"
+        check_codec(
+            self.codec,
+            link=self.link,
+            strategy=self.word,
+            feedback=self.feedback,
+            refused={"powersgd": no_sum},
+        )
         check_choice("push", self.push, _PUSHED)
         if self.averages and self.codec != RAW:
             raise UserError(

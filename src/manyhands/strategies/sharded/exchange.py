@@ -31,10 +31,18 @@ from manyhands.facts import Stepping
 from manyhands.native.heap import keep_freed_memory
 from manyhands.strategies.common.grid.grid_group import LinkGroup
 from manyhands.strategies.common.grid.held import Held, HeldModel, Outline
-from manyhands.strategies.common.sharding.flow import Action, Await, Fetch, Hand, Release, UnitFlow
 from manyhands.strategies.common.sharding.layer_units import UnitMemory, move_buffers, units_of
 from manyhands.strategies.common.sharding.optimizers import stepping_for
-from manyhands.strategies.common.sharding.visits import FlowListener, UnitVisits
+from manyhands.strategies.common.sharding.visits import (
+    Action,
+    Await,
+    Fetch,
+    FlowListener,
+    Hand,
+    Release,
+    UnitFlow,
+    UnitVisits,
+)
 from manyhands.strategies.sharded.sharded_units import KeptPieces
 from manyhands.strategies.sharded.strategy import Sharded
 from manyhands.strategies.sharded.unit_rounds import UnitRequest, UnitRounds, Want

@@ -28,11 +28,18 @@ from torch.optim import Optimizer
 from manyhands.engine.computing import Computed, Computer
 from manyhands.engine.exchange import Exchange, GradientParts, LocalStep, SharedStep, WorkerPart
 from manyhands.errors import UserError
-from manyhands.strategies.common.sharding.flow import Action, Await, Fetch, Hand, Release, UnitFlow
 from manyhands.strategies.common.sharding.layer_units import Unit, UnitMemory, move_buffers, units_of
-from manyhands.strategies.common.sharding.optimizers import stepping_for
-from manyhands.strategies.common.sharding.state_sizes import kept_by
-from manyhands.strategies.common.sharding.visits import FlowListener, UnitVisits
+from manyhands.strategies.common.sharding.optimizers import kept_by, stepping_for
+from manyhands.strategies.common.sharding.visits import (
+    Action,
+    Await,
+    Fetch,
+    FlowListener,
+    Hand,
+    Release,
+    UnitFlow,
+    UnitVisits,
+)
 from manyhands.strategies.single.budget import UnitBytes, plan_budget
 from manyhands.strategies.single.offload_streams import Move, Mover, mover_for
 from manyhands.strategies.single.strategy import Single

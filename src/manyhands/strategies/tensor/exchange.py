@@ -26,14 +26,13 @@ from manyhands.engine.exchange import (
     WorkerPart,
 )
 from manyhands.native.heap import keep_freed_memory
-from manyhands.strategies.common.grid.grid_gradients import agree_on, sum_gradients
-from manyhands.strategies.common.grid.grid_group import LinkGroup, waits_of
+from manyhands.strategies.common.grid.grid_group import LinkGroup, agree_on, sum_gradients, waits_of
 from manyhands.strategies.common.grid.grid_layout import Grid, GridAxis
 from manyhands.strategies.common.grid.held import Held, HeldModel, Outline
 from manyhands.strategies.common.sharding.optimizers import stepping_for
+from manyhands.strategies.tensor.moves import layer_traffic
 from manyhands.strategies.tensor.slicing import Sliced, slice_modules
 from manyhands.strategies.tensor.strategy import Tensor
-from manyhands.strategies.tensor.traffic_report import layer_traffic
 from manyhands.transport.link.interface import Link
 from manyhands.transport.link.wire import Wire, wire_of
 
@@ -89,7 +88,6 @@ class TensorExchange(Exchange):
         self._steps = 0
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Collective: broadcast worker 0's weights, then keep this worker's slice of them on its device."""
         for tensor in (*model.parameters(), *model.buffers()):
             self._everyone.broadcast(tensor.detach())
         outline = Outline.of(model)
@@ -122,7 +120,6 @@ class TensorExchange(Exchange):
         keep_freed_memory()  # every step frees what the next one allocates
 
     def compute(self, computer: Computer, model: nn.Module, step: int) -> Computed:
-        """Compute one step together with the other slices of this replica."""
         for group in self._groups:
             group.take_traffic()  # drop what was counted between steps
         waits_of(self._groups)
@@ -152,21 +149,17 @@ class TensorExchange(Exchange):
         return self._need().gradients(lambda one: one.cut is not None or self._place.slice == 0)
 
     def apply(self) -> None:
-        """Step the optimizer on the parameters that this worker holds."""
         assert self._optimizer is not None, "attach comes before apply"
         self._optimizer.step()
         self._optimizer.zero_grad()
 
     def optimizer_state(self) -> dict[str, Any] | None:
-        """Collective: assemble the optimizer state from the slices."""
         return self._need().optimizer_state(self._everyone)
 
     def model_state(self, model: nn.Module) -> Mapping[str, torch.Tensor] | None:
-        """Collective: assemble the model state from the slices."""
         return self._need().model_state(self._everyone, model)
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
-        """Collective: the sum over all workers."""
         return self._everyone.all_reduce(values.clone())
 
     def _take_times(self) -> Times:
@@ -184,12 +177,10 @@ class TensorExchange(Exchange):
         return sum((group.traffic() for group in self._groups), Traffic())
 
     def summary(self) -> Mapping[str, Any]:
-        """What a training step of this worker sends for each layer."""
         traffic = self._sliced.traffic if self._sliced is not None else {}
         return {"layers": layer_traffic(traffic, self._steps)}
 
     def close(self) -> None:
-        """Close the links."""
         for link in self._links.values():
             link.close()
 

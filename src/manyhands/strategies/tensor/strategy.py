@@ -25,7 +25,7 @@ class Tensor(Strategy):
     slices: int = setting(0, whole_number)
     """How many workers share each layer; 0: all of them, or as many as `data` leaves."""
     data: int = setting(0, whole_number)
-    """How many such crews share each batch; 0: as many as the workers make."""
+    """How many replicas of the sliced model share each batch; 0: as many as the workers make."""
     link: str = link_setting()
 
     def __post_init__(self) -> None:
@@ -45,11 +45,9 @@ class Tensor(Strategy):
         return Grid(data=data, slices=workers // data)
 
     def shares(self, workers: int) -> int:
-        """One for each replica."""
         return self.grid(workers).data
 
     def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
-        """A slice of every layer each."""
         grid = self.grid(workers)
         return [
             WorkerMemory(
@@ -65,7 +63,6 @@ class Tensor(Strategy):
         ]
 
     def check(self, workers: int, device: str, *, compiled: bool = False) -> None:
-        """The workers must fill the grid; compiled steps have one replica and no links."""
         super().check(workers, device, compiled=compiled)
         grid = self.grid(workers)
         if compiled and (grid.data > 1 or self.uses_network):

@@ -60,7 +60,6 @@ def listen(address: str, security: Security) -> tuple[socket.socket, str]:
 
 
 def dial(address: str, security: Security) -> socket.socket:
-    """A socket that is connected or connecting; OSError if nobody listens, UserError for a malformed address."""
     target = check(address, security)
     is_unix = isinstance(target, str)
     end = socket.socket(socket.AF_UNIX if is_unix else socket.AF_INET, socket.SOCK_STREAM)

@@ -46,7 +46,6 @@ class Newcomers(Generic[K]):
         self._rooms: tuple[tuple[dict[K, float], int], ...] = (({}, silent), ({}, knocked))
 
     def has_room(self, now_s: float) -> bool:
-        """Whether a connection can be accepted now."""
         inside, places = self._rooms[0]
         return len(inside) < places or now_s - next(iter(inside.values())) >= _GRACE_S
 
@@ -60,7 +59,6 @@ class Newcomers(Generic[K]):
         return self._enter(one, 1, now_s)
 
     def left(self, one: K) -> None:
-        """Remove a connection that was closed or admitted."""
         for inside, _ in self._rooms:
             inside.pop(one, None)
 
@@ -90,12 +88,10 @@ class Tally:
         self._not_before_s = float("-inf")
 
     def add(self, reason: str, claimed: int | None) -> None:
-        """Count a rejected connection."""
         self.total += 1
         self._reason, self._claimed = reason, claimed
 
     def due(self, now_s: float) -> Rejected | None:
-        """What to report now, or None."""
         if self.total == self._told or now_s < self._not_before_s:
             return None
         count, self._told = self.total - self._told, self.total
@@ -125,7 +121,6 @@ class Entrance(Generic[K]):
         return descriptor in self._listening
 
     def listen(self, address: str) -> str:
-        """Open a listening socket; return the address at which others reach it."""
         listening, reached_at = addresses.listen(address, self._security)
         self._listening[listening.fileno()] = listening
         self._epoll.register(listening, select.EPOLLIN)
@@ -165,7 +160,6 @@ class Entrance(Generic[K]):
         return self.newcomers.oldest() if lacked else None
 
     def close(self) -> None:
-        """Close the listening sockets; idempotent."""
         for listening in self._listening.values():
             listening.close()
         self._listening.clear()
@@ -244,7 +238,6 @@ class Calls:
         return None
 
     def end(self, member: int) -> None:
-        """Cancel the call to a member."""
         self._calls.pop(member, None)
         self._answered.pop(member, None)
         self._look()

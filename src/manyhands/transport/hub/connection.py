@@ -99,7 +99,6 @@ class Outbox:
             return True
 
     def pump(self) -> None:
-        """Send as much of the queue as the kernel accepts now."""
         with self._lock:
             self._take_in_later()
             if self._queue and not self._closed:
@@ -107,7 +106,6 @@ class Outbox:
                 self._tell_pending()
 
     def close(self) -> None:
-        """Drop the queue and accept nothing more; idempotent."""
         with self._lock:
             self._close()
 
@@ -167,7 +165,6 @@ class Outbox:
         return sent
 
     def _drop(self, sent: int) -> None:
-        """Remove `sent` bytes from the queue."""
         self.pending_bytes -= sent
         queue = self._queue
         while sent:
@@ -245,7 +242,6 @@ class Connection:
         return int(struct.unpack("i", fcntl.ioctl(self.descriptor, _SIOCOUTQNSD, bytes(4)))[0])
 
     def is_call_to(self, member: int) -> bool:
-        """Whether this is a connection to `member` that is not established yet."""
         return self.member is None and self.handshake.outgoing and self.handshake.claimed == member
 
     def shake(self) -> int:
@@ -260,7 +256,6 @@ class Connection:
         self.member, self._decoder.limits, self.limits = member, limits, limits
 
     def send_control(self, message: object, descriptor: int = -1) -> bool:
-        """Queue a message of the transport itself."""
         kind, body = CONTROL.encode(message)
         return self.outbox.offer(
             [encode_header(kind, OF_TRANSPORT, len(body), 0) + body], HEADER_BYTES + len(body), descriptor
@@ -313,7 +308,6 @@ class Connection:
         return True
 
     def take_segment(self) -> Segment:
-        """Map the next segment that the peer passed."""
         if not self._passed:
             raise ProtocolError("descriptor", "a shared segment was announced and none passed")
         descriptor = self._passed.popleft()
@@ -326,11 +320,9 @@ class Connection:
             raise ProtocolError("descriptor", f"what was passed cannot be mapped: {error}") from error
 
     def use_arenas(self, segment: Segment, end: int) -> None:
-        """Send payloads through `segment`, which this object now owns, as its end 0 or 1."""
         self._arenas = Arenas(segment, end)
 
     def payload_in_arena(self, header: FrameHeader) -> tuple[memoryview, ArenaReader]:
-        """The payload that `header` announces, and the reader to release it to."""
         if self._arenas is None:
             raise ProtocolError("flags", "a payload in shared memory, and no memory is shared")
         return self._arenas.reader.take(header.position, header.payload_bytes), self._arenas.reader
@@ -341,7 +333,6 @@ class Connection:
         return self._secure is None and self._decoder.unfinished(len(_TLS_ALERT)) == _TLS_ALERT
 
     def why_ended(self) -> str:
-        """A sentence that says why the stream ended."""
         if self.farewell:
             return self.farewell
         if self.met_tls:
@@ -351,7 +342,6 @@ class Connection:
         return "the connection was cut in the middle of a message"
 
     def close(self) -> None:
-        """Close the socket and release the shared memory; idempotent."""
         self.outbox.close()
         self.end.close()
         while self._passed:

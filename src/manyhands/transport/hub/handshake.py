@@ -189,7 +189,6 @@ class Handshake:
         self.peer: Claim | None = None
 
     def knock(self) -> Knock:
-        """The first message of the connecting end."""
         return Knock(nonce=self._nonce, seal=self._sign(b"knock", self._nonce))
 
     @property

@@ -26,9 +26,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from manyhands.errors import OutOfSharedMemory, UserError, printable
+from manyhands.native.closeable import Closeable
 from manyhands.native.segment import Segment
 from manyhands.transport.hub import addresses
 from manyhands.transport.hub.admission import Calls, Entrance
@@ -87,7 +88,7 @@ bytes and stay untouched until the message is received. Raise ProtocolError to e
 """
 
 
-class Hub:
+class Hub(Closeable):
     """All connections of one process; a context manager, `close` is idempotent."""
 
     def __init__(
@@ -146,7 +147,6 @@ class Hub:
             self._forget(connection)
 
     def members(self) -> tuple[int, ...]:
-        """The connected members."""
         return tuple(self._members)
 
     @property
@@ -274,12 +274,6 @@ class Hub:
         self._entrance.close()
         self._epoll.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     # ── one look at everything ────────────────────────────────────────────────────────────────────────────────────
 
     def _poll(self, timeout_s: float) -> None:
@@ -321,7 +315,6 @@ class Hub:
             self._events.append(away)
 
     def _dial(self) -> None:
-        """Dial every member that is due."""
         now_s = self._clock()
         for member, address in self._calls.due(now_s):
             try:
@@ -520,7 +513,6 @@ class Hub:
             self._heartbeat_thread.start()
 
     def let_go_in_child(self) -> None:
-        """Close a parent's sockets in its forked child."""
         if not self._closed:
             self._closed = True
             for connection in self._connections.values():

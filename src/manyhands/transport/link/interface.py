@@ -34,12 +34,12 @@ import struct
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import IntEnum
-from types import TracebackType
-from typing import ClassVar, Final, NamedTuple, Self
+from typing import ClassVar, Final, NamedTuple
 
 import torch
 
 from manyhands.errors import UserError, format_bytes
+from manyhands.native.closeable import Closeable
 from manyhands.native.dtypes import CODES, LINKED
 from manyhands.transport.link.wire import Wire
 from manyhands.transport.messages import ProtocolError
@@ -134,7 +134,6 @@ class Message:
 
     @property
     def payload_bytes(self) -> int:
-        """Size of the payload; 0 where there is none."""
         return 0 if self.payload is None else self.payload.nbytes
 
 
@@ -165,7 +164,6 @@ class Header(NamedTuple):
 
     @classmethod
     def of(cls, message: Message, sequence: int) -> Header:
-        """The header that announces `message` as number `sequence` of its direction."""
         kind, tag, step, payload = message.kind, message.tag, message.step, message.payload
         if payload is None:
             return cls(FrameKind.MESSAGE, kind, tag, step, sequence, None, 0)
@@ -173,16 +171,13 @@ class Header(NamedTuple):
 
     @classmethod
     def goodbye(cls, sequence: int) -> Header:
-        """The header that ends a direction after `sequence` messages."""
         return cls(FrameKind.GOODBYE, 0, 0, 0, sequence, None, 0)
 
     @property
     def items(self) -> int:
-        """Number of items in the payload."""
         return 0 if self.dtype is None else self.payload_bytes // self.dtype.itemsize
 
     def encode(self) -> bytes:
-        """These fields as 64 bytes."""
         code = _NO_PAYLOAD if self.dtype is None else _DTYPE_CODES[self.dtype]
         return _LAYOUT.pack(
             MAGIC,
@@ -301,7 +296,7 @@ class LinkCounters:
     full_count: int = 0
 
 
-class Link(ABC):
+class Link(Closeable, ABC):
     """One end of a connection between two roles; a context manager.
 
     One thread may send and flush while another receives; two threads must not do the same at once. `peer`
@@ -346,14 +341,6 @@ class Link(ABC):
         What is still queued may be dropped, and the peer then sees PeerDied and not Closed: flush first. A
         receive or flush in another thread returns Closed.
         """
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def room_for(header: Header, into: torch.Tensor | None, peer: str) -> torch.Tensor | None:

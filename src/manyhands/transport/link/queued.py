@@ -126,7 +126,6 @@ class Outgoing:
             return Queued(self._pending_bytes)
 
     def flush(self, timeout_s: float) -> FlushOutcome:
-        """Wait until the queue is empty."""
         if not self._queue:  # nobody else puts anything there, and what has not left is not taken out
             return _FLUSHED
         start = time.monotonic()
@@ -298,7 +297,6 @@ class QueuedLink(Link):
         forget_in_children(self)
 
     def send(self, message: Message) -> SendOutcome:
-        """Give the medium what it takes, queue the rest; see `Link.send`."""
         counters = self.counters
         header = Header.of(message, counters.messages_sent)
         num_bytes = header.payload_bytes
@@ -314,7 +312,6 @@ class QueuedLink(Link):
         return outcome
 
     def receive(self, timeout_s: float, into: torch.Tensor | None = None) -> ReceiveOutcome:
-        """Take the next message out of the medium; see `Link.receive`."""
         with self._receiving:
             if self._closed:
                 return Closed()
@@ -325,11 +322,9 @@ class QueuedLink(Link):
         return outcome
 
     def flush(self, timeout_s: float) -> FlushOutcome:
-        """Wait until the medium has every queued byte; see `Link.flush`."""
         return self._outgoing.flush(timeout_s)
 
     def close(self) -> None:
-        """Say goodbye if nothing is still queued, stop the thread if there is one; see `Link.close`."""
         self._leave(silently=False)
 
     def abandon(self) -> None:

@@ -82,7 +82,6 @@ class TcpLink(QueuedLink):
         )
 
     def receive(self, timeout_s: float, into: torch.Tensor | None = None) -> ReceiveOutcome:
-        """Read the next message out of the stream; see `Link.receive`."""
         outcome = super().receive(timeout_s, into)
         if self._peer_end() == Closed() and not isinstance(outcome, Received):
             return Closed()

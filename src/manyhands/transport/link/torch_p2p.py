@@ -91,7 +91,6 @@ class SumGroup:
         return self._backend.allreduce([tensor])
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Any:
-        """Make it that of rank `root`."""
         return self._backend.broadcast(tensor, root)
 
     def abort(self) -> None:
@@ -129,7 +128,6 @@ def nccl_backend(store: c10d.Store, rank: int, world: int, timeout: timedelta) -
 
 
 def gloo_backend(store: c10d.Store, rank: int, world: int, timeout: timedelta) -> Any:
-    """Collective: one rank's end of Gloo."""
     return c10d.ProcessGroupGloo(c10d.PrefixStore("gloo/", store), rank, world, timeout=timeout)
 
 
@@ -203,7 +201,6 @@ class TorchLink(Link):
         _links.add(self)
 
     def send(self, message: Message) -> SendOutcome:
-        """Give the message to Gloo, which sends it as the peer reads; see `Link.send`."""
         num_bytes = message.payload_bytes
         check_size(num_bytes, self._max_payload_bytes, self.peer)
         total = HEADER_BYTES + num_bytes
@@ -224,7 +221,6 @@ class TorchLink(Link):
             return Queued(self._pending_bytes)
 
     def receive(self, timeout_s: float, into: torch.Tensor | None = None) -> ReceiveOutcome:
-        """Hand out the next message; see `Link.receive`."""
         start = time.monotonic()
         deadline = start + timeout_s
         with self._changed:
@@ -251,7 +247,6 @@ class TorchLink(Link):
             return Closed()
 
     def flush(self, timeout_s: float) -> FlushOutcome:
-        """Wait until the peer has taken everything; see `Link.flush`."""
         start = time.monotonic()
         with self._changed:
             self._changed.wait_for(
@@ -271,11 +266,9 @@ class TorchLink(Link):
 
     @property
     def left_in_peace(self) -> bool:
-        """Whether the peer has said goodbye."""
         return isinstance(self._end, Closed)
 
     def close(self) -> None:
-        """Say goodbye and wait, at most `close_timeout_s`, for the peer's; see `Link.close`."""
         with self._changed:
             if self._closing:
                 return
@@ -299,7 +292,6 @@ class TorchLink(Link):
             thread.join(_LEAVING_S)
 
     def _post(self, tensors: list[torch.Tensor], num_bytes: int) -> PeerDied | None:
-        """Start sending what counts as `num_bytes`; the lock is held, so header and payload stay together."""
         try:
             works = [self._group.send([tensor], self._peer_rank, self._tag) for tensor in tensors]
         except RuntimeError as error:
@@ -390,7 +382,6 @@ class TorchLink(Link):
         self._group.recv([tensor], self._peer_rank, self._tag).wait(_NEVER)
 
     def _died(self, error: RuntimeError) -> PeerDied:
-        """Note that Gloo lost the peer, with the first sentence of what it says; the lock is held."""
         sentence = str(error).split(". ")[0].split("] ", 1)[-1]
         self._end = died = PeerDied(f"{self.peer} is gone: {sentence}")
         self._changed.notify_all()

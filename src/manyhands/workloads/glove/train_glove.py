@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from torch import nn
 
 from manyhands.engine.fitting import fit_or_kept
+from manyhands.engine.history_rows import PASS_LOSS
 from manyhands.engine.interrupted_run import Keeping, Kept
 from manyhands.engine.kernel_task import AnyTask
 from manyhands.engine.options import Options
-from manyhands.engine.passes import PASS_LOSS
 from manyhands.engine.run import Run
 from manyhands.native.warming import prepare
 from manyhands.observe.draw.bars import Bars, bar_view

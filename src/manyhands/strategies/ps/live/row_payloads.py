@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from manyhands.native.segment import round_up
-from manyhands.strategies.common.tables.placement import Placement
+from manyhands.strategies.common.tables.row_tables import Placement
 from manyhands.strategies.common.tables.rowsets import Given, Named, RowSets, Unknown
 from manyhands.strategies.ps.shard_layout import FlatLayout, Table
 from manyhands.transport.messages import ProtocolError

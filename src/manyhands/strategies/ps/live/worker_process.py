@@ -11,10 +11,10 @@ from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from typing import Any
 
-from manyhands.engine.booking import StepBook
 from manyhands.engine.computing import Computed
 from manyhands.engine.exchange import Traffic
 from manyhands.engine.reduction import require_reduction
+from manyhands.engine.reporting import StepBook
 from manyhands.errors import Aborted, NonFinite, PeerTimeout
 from manyhands.native.threads import use_threads
 from manyhands.native.wait_sign import LongWait

@@ -7,16 +7,18 @@ which each contribution stands exactly once. The same expression means the same 
 the type and the operation: no law of arithmetic makes two expressions equal, neither a + b = b + a, which
 `max` breaks for the two zeros, nor that a fold of three is two additions, which rounding may break.
 
-Deadlock: a rank posts a step's sends before it waits, so it can wait for ever only for a message that
-nobody sends in that step. `replay` refuses that, and any message that nobody receives or that carries other
-chunks.
+Deadlock: a rank posts a step's sends before it waits, so it can wait for ever only for a message that nobody sends in
+that step. `replay` refuses that, and any message that nobody receives or that carries other chunks.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from manyhands.errors import UserError
 from manyhands.strategies.common.collectives.schedule import (
     Algorithm,
     How,
@@ -24,9 +26,10 @@ from manyhands.strategies.common.collectives.schedule import (
     ScheduleError,
     Step,
     Table,
+    span_bounds,
 )
 
-__all__ = ["prove", "replay"]
+__all__ = ["cost", "prove", "replay"]
 
 _V = TypeVar("_V")
 
@@ -75,39 +78,35 @@ def replay(
     chunks = algorithm.chunks(world)
     tables = algorithm.tables(world)
     where = f"{algorithm.name} on {world} ranks"
-    _check_aligned(tables, where)
+    for rank, table in enumerate(tables):
+        if len(table) != len(tables[0]):
+            raise ScheduleError(f"{where}: rank {rank} has {len(table)} rounds, rank 0 has {len(tables[0])}")
     ranks = [
-        _Rank(
-            rank,
-            [start(rank, chunk) for chunk in range(chunks)],
-            add,
-            gives=algorithm.gives(rank, world),
-        )
+        _Rank(rank, [start(rank, chunk) for chunk in range(chunks)], add, algorithm.gives(rank, world))
         for rank in range(world)
     ]
     for number, steps in enumerate(zip(*tables, strict=True), start=1):
         _play_round(ranks, steps, f"{where}, round {number}")
-        yield [rank.held for rank in ranks]
-    for rank in ranks:
-        if rank.kept:
-            kept, source = next(iter(rank.kept))
+        yield [one.held for one in ranks]
+    for one in ranks:
+        if one.kept:
+            kept, source = next(iter(one.kept))
             raise ScheduleError(
-                f"{where}: rank {rank.rank} never folds chunks {_text(kept)} kept from rank {source}"
+                f"{where}: rank {one.rank} never folds chunks {_text(kept)} kept from rank {source}"
             )
 
 
+@dataclass(slots=True)
 class _Rank(Generic[_V]):
     """What one rank holds, and its slots by (chunks, source)."""
 
-    def __init__(self, rank: int, held: list[_V], add: Callable[[Sequence[_V]], _V], *, gives: bool) -> None:
-        self.rank = rank
-        self.gives = gives
-        self.held = held
-        self.kept: dict[tuple[range, int], list[_V]] = {}
-        self._add = add
+    rank: int
+    held: list[_V]
+    add: Callable[[Sequence[_V]], _V]
+    gives: bool
+    kept: dict[tuple[range, int], list[_V]] = field(default_factory=dict)
 
     def take(self, receive: Receive, values: list[_V], where: str) -> None:
-        """One received message, as its Receive says."""
         chunks, source = receive.chunks, receive.source
         if receive.how is How.KEEP:
             if (chunks, source) in self.kept:
@@ -120,22 +119,15 @@ class _Rank(Generic[_V]):
         else:
             for chunk, value in zip(chunks, values, strict=True):
                 mine = self.held[chunk]
-                self.held[chunk] = self._add((value, mine) if source < self.rank else (mine, value))
+                self.held[chunk] = self.add((value, mine) if source < self.rank else (mine, value))
 
     def fold(self, chunks: range) -> None:
-        """Own values and kept ones, summed in rank order."""
         sources = [source for kept, source in self.kept if kept == chunks]
         slots = {source: self.kept.pop((chunks, source)) for source in sources}
         if self.gives:
             slots[self.rank] = self.held[chunks.start : chunks.stop]
         columns = zip(*(slots[source] for source in sorted(slots)), strict=True)
-        self.held[chunks.start : chunks.stop] = [self._add(column) for column in columns]
-
-
-def _check_aligned(tables: Sequence[Table], where: str) -> None:
-    for rank, table in enumerate(tables):
-        if len(table) != len(tables[0]):
-            raise ScheduleError(f"{where}: rank {rank} has {len(table)} rounds, rank 0 has {len(tables[0])}")
+        self.held[chunks.start : chunks.stop] = [self.add(column) for column in columns]
 
 
 def _play_round(ranks: Sequence[_Rank[_V]], steps: Sequence[Step], where: str) -> None:
@@ -168,8 +160,7 @@ _Wires = dict[tuple[int, int], list[tuple[range, list[_V]]]]
 
 
 def _post(ranks: Sequence[_Rank[_V]], steps: Sequence[Step], where: str) -> _Wires[_V]:
-    """All sends of the round, with the values held at its beginning."""
-    wires: _Wires[_V] = {}
+    wires: _Wires[_V] = defaultdict(list)
     for rank, step in zip(ranks, steps, strict=True):
         for send in step.sends:
             if send.to == rank.rank or not 0 <= send.to < len(ranks):
@@ -179,11 +170,7 @@ def _post(ranks: Sequence[_Rank[_V]], steps: Sequence[Step], where: str) -> _Wir
                     f"{where}: rank {rank.rank} sends chunks {_text(send.chunks)} of {len(rank.held)}"
                 )
             values = rank.held[send.chunks.start : send.chunks.stop]
-            wire = wires.get((rank.rank, send.to))
-            if wire is None:
-                wires[rank.rank, send.to] = [(send.chunks, values)]
-            else:
-                wire.append((send.chunks, values))
+            wires[rank.rank, send.to].append((send.chunks, values))
     return wires
 
 
@@ -205,7 +192,6 @@ class _Expressions:
         return self._intern((~rank,), 1 << rank, 0)
 
     def add(self, addends: Sequence[int]) -> int:
-        """The sum of expressions in this order; a sum of one is itself."""
         if len(addends) == 1:
             return addends[0]
         known = self._numbers.get(tuple(addends))
@@ -222,12 +208,10 @@ class _Expressions:
         return self._once[number] == (1 << world) - 1 and not self._twice[number]
 
     def faults(self, number: int, world: int) -> tuple[list[int], list[int]]:
-        """The contributions that are missing, and those that stand there more than once."""
         missing = [rank for rank in range(world) if not self._once[number] >> rank & 1]
         return missing, [rank for rank in range(world) if self._twice[number] >> rank & 1]
 
     def text(self, number: int) -> str:
-        """The expression written out, cut short where it is long."""
         first, *rest = self._addends[number]
         whole = f"r{~first}" if not rest else f"({'+'.join(map(self.text, (first, *rest)))})"
         return whole if len(whole) <= 120 else whole[:117] + "..."
@@ -238,3 +222,90 @@ class _Expressions:
         self._once.append(once)
         self._twice.append(twice)
         return len(self._addends) - 1
+
+
+# What a schedule costs, counted from its table: steps, messages, bytes, and alpha-beta-gamma time.
+#
+# A message of b bytes takes alpha + b * beta, reducing b bytes takes b * gamma (Hockney's model with
+# reduction, as in Thakur, Rabenseifner and Gropp 2005). A rank has one port out and one port in, which work
+# at the same time and each carry one message after the other; it reduces when its round's messages are in,
+# and goes on to its next round without waiting for ranks it exchanges nothing with. So the time is that of
+# the longest chain of waits, found by playing the rounds through.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """The cost of one all-reduce.
+
+    `steps` is the sum over rounds of the most messages that any rank sends or receives in that round;
+    `messages` and `bytes_sent` are what each rank sends.
+    """
+
+    steps: int
+    messages: tuple[int, ...]
+    bytes_sent: tuple[int, ...]
+    _tables: tuple[Table, ...] = field(repr=False)
+    _sizes: _Sizes = field(repr=False)
+
+    def time(self, alpha: float, beta: float, gamma: float) -> float:
+        """Time until the last rank is done; alpha per message, beta per byte sent, gamma per byte reduced."""
+        clocks = [0.0] * len(self._tables)
+        for steps in zip(*self._tables, strict=True):
+            clocks = _play(steps, clocks, self._sizes, (alpha, beta, gamma))
+        return max(clocks)
+
+
+def cost(algorithm: Algorithm, world: int, num_bytes: int, item_bytes: int = 1) -> Cost:
+    """Count one all-reduce of `num_bytes`, cut between items of `item_bytes` as the executor cuts them."""
+    if num_bytes < 0 or item_bytes < 1 or num_bytes % item_bytes:
+        raise UserError(
+            f"num_bytes={num_bytes}, item_bytes={item_bytes}: a vector is a whole number of items"
+        )
+    tables = algorithm.tables(world)
+    sizes = _Sizes(count=num_bytes // item_bytes, item_bytes=item_bytes, chunks=algorithm.chunks(world))
+    return Cost(
+        steps=sum(
+            max(max(len(step.sends), len(step.receives)) for step in steps)
+            for steps in zip(*tables, strict=True)
+        ),
+        messages=tuple(sum(len(step.sends) for step in table) for table in tables),
+        bytes_sent=tuple(sum(sizes.of(s.chunks) for step in table for s in step.sends) for table in tables),
+        _tables=tables,
+        _sizes=sizes,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sizes:
+    """How many bytes a run of chunks has."""
+
+    count: int
+    item_bytes: int
+    chunks: int
+
+    def of(self, span: range) -> int:
+        begin, end = span_bounds(self.count, self.chunks, span)
+        return (end - begin) * self.item_bytes
+
+
+def _play(
+    steps: tuple[Step, ...], clocks: list[float], sizes: _Sizes, rates: tuple[float, float, float]
+) -> list[float]:
+    alpha, beta, gamma = rates
+    left: dict[tuple[int, int], deque[float]] = {}
+    finished = []
+    for rank, step in enumerate(steps):
+        out = clocks[rank]
+        for send in step.sends:
+            out += alpha + sizes.of(send.chunks) * beta
+            left.setdefault((rank, send.to), deque()).append(out)
+        finished.append(out)
+    for rank, step in enumerate(steps):
+        port = clocks[rank]
+        for receive in step.receives:
+            carried = port + alpha + sizes.of(receive.chunks) * beta
+            port = max(carried, left[receive.source, rank].popleft())
+        # Bytes added in a round; what is kept counts when it arrives, although its fold may come later.
+        added = sum(sizes.of(receive.chunks) for receive in step.receives if receive.how is not How.COPY)
+        finished[rank] = max(finished[rank], port) + gamma * added
+    return finished
