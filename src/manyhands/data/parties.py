@@ -59,6 +59,7 @@ class Parties:
             yield (data.samples, data.indices) if isinstance(data, _Chosen) else (data, None)
 
     def split(self) -> list[NDArray[np.int64]]:
+        """The numbers of each party's samples."""
         begins = [0, *self._ends[:-1]]
         return [np.arange(begin, end) for begin, end in zip(begins, self._ends, strict=True)]
 
