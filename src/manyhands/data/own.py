@@ -62,6 +62,7 @@ class PerWorker(WorkerData):
         return self
 
     def stream(self, part: int, parts: int) -> Iterable[Any]:
+        """What the function makes."""
         made = self.make(part, parts)
         if isinstance(made, Iterator) or not isinstance(made, Iterable):
             raise UserError(
@@ -115,6 +116,7 @@ class Files(WorkerData):
         return "{rank}" in self.pattern
 
     def dealt(self, parts: int) -> Files:
+        """Each part needs at least one file."""
         if not self.is_local and len(self.paths) < parts:
             raise UserError(
                 f"Files: {self.pattern!r} matches {len(self.paths)} of the {parts} files that {parts} workers need, "
@@ -123,6 +125,7 @@ class Files(WorkerData):
         return self
 
     def stream(self, part: int, parts: int) -> Iterable[Any]:
+        """The files of one part, one after another."""
         if self.is_local:
             pattern = self.pattern.replace("{rank}", str(part)).replace("{world}", str(parts))
             return _FileStream(_found(pattern, f"worker {part} finds no file"), self.read)
@@ -176,6 +179,7 @@ class RayShards(WorkerData):
         return RayShards(self.dataset, shards)
 
     def stream(self, part: int, parts: int) -> Iterable[Any]:
+        """One shard's rows."""
         assert len(self.shards) == parts, "a dataset is dealt before it is read"
         return _Rows(self.shards[part])
 
