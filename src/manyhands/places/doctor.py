@@ -43,7 +43,6 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """Look at cores, memory, accelerators and engines."""
     return [
         _python(),
         _cores(),

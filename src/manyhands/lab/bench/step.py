@@ -49,7 +49,6 @@ _TOLERANCE = 5e-3  # of the first loss
 
 
 def named_workloads(text: str) -> list[Workload]:
-    """The workloads of a list like `mlp,cnn`."""
     words = [word.strip() for word in text.split(",")]
     for word in words:
         if word not in WORKLOADS:

@@ -68,12 +68,10 @@ class Workload(ABC):
         """The task, with the global batch of `workers`; the same on every rank."""
 
     def to_json(self) -> str:
-        """One line that `from_json` reads."""
         return json.dumps({"word": self.word, **asdict(self)})
 
     @staticmethod
     def from_json(text: str) -> Workload:
-        """What `to_json` gave."""
         fields = json.loads(text)
         return type(WORKLOADS[fields.pop("word")])(**fields)
 
@@ -147,7 +145,6 @@ class Language(Workload):
     heads: int = 8
 
     def task(self, workers: int) -> Task:
-        """The built-in task."""
         options = LanguageOptions(
             context=self.context,
             layers=self.layers,
@@ -196,11 +193,9 @@ class StepPlan:
 
     @classmethod
     def from_json(cls, text: str) -> StepPlan:
-        """What `to_json` gave."""
         return cls(**json.loads(text))
 
     def to_json(self) -> str:
-        """One line."""
         return json.dumps(asdict(self))
 
 
@@ -305,7 +300,6 @@ class StepWorker:
             self._contenders[ALONE] = ExchangeContender(task, fetch_share, plan.threads, SingleExchange())
 
     def measure(self) -> StepMeasured:
-        """Every contender, taking turns."""
         for contender in self._contenders.values():
             self._meet()
             if contender is not None:
@@ -337,7 +331,6 @@ class StepWorker:
 
 
 def main(plan: StepPlan) -> None:
-    """Join the others, measure, and print."""
     torch.set_num_threads(plan.threads)
     with ExitStack() as stack:
 

@@ -196,7 +196,6 @@ def _may_be_reached(place: ProcessPlace, security: Security) -> bool:
 
 
 def _own_address(place: ProcessPlace, security: Security) -> str:
-    """The address at which other hosts reach this one."""
     assert place.master is not None, "who has a store is told where it is"
     address = address_towards(place.master)
     if is_loopback(address):

@@ -82,7 +82,6 @@ class ProcessGroup:
             self.control_server.poll(_TICK_S)
 
     def _named(self, rank: int) -> str:
-        """The name of a rank that has not joined."""
         spec = self.place.cluster
         if spec is None:
             return f"rank {rank}"
@@ -90,7 +89,6 @@ class ProcessGroup:
         return f"{role} at {spec.address(role)}"
 
     def tell_all(self, payload: Mapping[str, Any]) -> None:
-        """Send every other process the same message."""
         for rank in range(1, self.place.world):
             self.control_server.tell(rank, payload)
 
@@ -116,7 +114,6 @@ class ProcessGroup:
         self.control_server.shutdown(_BREAK_OFF_S)
 
     def close(self) -> None:
-        """Close all control connections; idempotent."""
         self.control_server.close()
 
     def __enter__(self) -> Self:
@@ -165,7 +162,6 @@ def lead_group(
     timeout_s: float,
     comes_again: bool = False,
 ) -> ProcessGroup:
-    """Become the leader of the run `name`; no member has joined yet."""
     leading = lead(place, terms, name, security=security, timeout_s=timeout_s, comes_again=comes_again)
     return ProcessGroup(place, leading, security, timeout_s)
 
@@ -179,6 +175,5 @@ def join_group(
     timeout_s: float,
     comes_again: bool = False,
 ) -> GroupMember:
-    """Find the leader of the run `name` and join it."""
     following = follow(place, terms, name, security=security, timeout_s=timeout_s, comes_again=comes_again)
     return GroupMember(place, following, security, timeout_s)
