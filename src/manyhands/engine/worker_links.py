@@ -14,11 +14,10 @@ from manyhands.engine.worker_resources import Resources
 from manyhands.errors import UserError, WorkerFailed
 from manyhands.native.group.shared_group import SharedGroup, SharedGroupFiles
 from manyhands.native.threads import with_threads
-from manyhands.places.external.host_heartbeats import open_heartbeats
-from manyhands.places.external.links import open_links
+from manyhands.places.external.key_value_store import comes_true
+from manyhands.places.external.links import open_heartbeats, open_links
 from manyhands.places.external.process_group import GroupMember, ProcessGroup
 from manyhands.places.external.sharing import attach_group, no_group, share_group_files, share_links
-from manyhands.places.external.store_waiting import comes_true
 from manyhands.places.external.torch_store import RunStore
 from manyhands.places.local.host import threads_per_role
 from manyhands.places.local.rendezvous import Rendezvous, RendezvousStore, meet

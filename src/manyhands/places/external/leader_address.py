@@ -27,10 +27,10 @@ from manyhands.native.version import __version__
 from manyhands.places.external.control_connection import Contact, ControlConnection, open_control_connection
 from manyhands.places.external.control_messages import Term
 from manyhands.places.external.control_server import ControlServer
+from manyhands.places.external.key_value_store import comes_true
 from manyhands.places.external.links import address_towards
 from manyhands.places.external.process_place import ProcessPlace
 from manyhands.places.external.specification import listening_at
-from manyhands.places.external.store_waiting import comes_true
 from manyhands.places.local.host import host_identity
 from manyhands.places.local.rendezvous import hosts_of
 from manyhands.transport.hub.hub_events import Settings

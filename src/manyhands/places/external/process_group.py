@@ -55,11 +55,12 @@ class ProcessGroup:
         """
         began = time.monotonic()
         needed = self.place.world - self.place.later
-        while any(rank < needed for rank in self.control_server.missing):
+        while any(rank < needed for rank in self.control_server.register.missing):
             waited_s = time.monotonic() - began
             if waited_s >= self.timeout_s:
                 raise PeerTimeout(
-                    self.control_server.late("join", waited_s, self._named), self.control_server.missing[0]
+                    self.control_server.register.late("join", waited_s, self._named),
+                    self.control_server.register.missing[0],
                 )
             for event in self.control_server.poll(_TICK_S):
                 match event:
@@ -78,7 +79,7 @@ class ProcessGroup:
     def _await_those_who_start(self) -> None:
         """Before the run is given up, let processes that are about to join do so: they are then told why."""
         deadline = time.monotonic() + min(_STARTING_S, self.timeout_s)
-        while self.control_server.missing and time.monotonic() < deadline:
+        while self.control_server.register.missing and time.monotonic() < deadline:
             self.control_server.poll(_TICK_S)
 
     def _named(self, rank: int) -> str:
