@@ -23,23 +23,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from manyhands.errors import UserError
-from manyhands.transport.tls import End, SecureSocket, TlsRefused, why_refused
-
-__all__ = [
-    "AUTHORITY",
-    "CERTIFICATE",
-    "FILES",
-    "HANDSHAKE_S",
-    "KEY",
-    "TOKEN",
-    "End",
-    "SecureSocket",
-    "Security",
-    "TlsRefused",
-    "Validity",
-    "is_loopback",
-    "validity",
-]
+from manyhands.transport.tls import End, SecureSocket, why_refused
 
 _SEQUENCE, _VERSION, _UTC_TIME, _TIME = 0x30, 0xA0, 0x17, 0x18
 _BEGIN: Final = "-----BEGIN CERTIFICATE-----"

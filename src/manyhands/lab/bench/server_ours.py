@@ -49,7 +49,8 @@ from manyhands.strategies.ps.push_pull import PushPull, PushPullAnswer, in_push_
 from manyhands.strategies.ps.shard_layout import FlatLayout
 from manyhands.strategies.ps.strategy import Ps
 from manyhands.task import Task
-from manyhands.transport.hub.hub import Arrived, Hub, Lost
+from manyhands.transport.hub.hub import Hub
+from manyhands.transport.hub.hub_events import Arrived, Lost
 
 __all__ = ["OurPeer", "OurServer", "WorkerEnd"]
 

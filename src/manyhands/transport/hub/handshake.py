@@ -28,23 +28,6 @@ from manyhands.errors import UserError, printable
 from manyhands.native.version import __version__
 from manyhands.transport.messages import MessageCoder, ProtocolError
 
-__all__ = [
-    "CONTROL",
-    "NO_PROOF",
-    "Challenge",
-    "Claim",
-    "Credentials",
-    "Goodbye",
-    "Handshake",
-    "HandshakeRefused",
-    "HandshakeWelcome",
-    "Heartbeat",
-    "Knock",
-    "Proof",
-    "Refusal",
-    "ShareSegment",
-]
-
 _SECRET_BYTES: Final = 32  # size of a nonce, and of an HMAC
 _Secret = Annotated[bytes, _SECRET_BYTES]
 _LEAST_TOKEN_BYTES: Final = 16

@@ -44,29 +44,6 @@ from manyhands.native.dtypes import CODES, LINKED
 from manyhands.transport.link.wire import Wire
 from manyhands.transport.messages import ProtocolError
 
-__all__ = [
-    "DEFAULT_MAX_PAYLOAD_BYTES",
-    "DEFAULT_QUEUE_BYTES",
-    "HEADER_BYTES",
-    "MAGIC",
-    "PROTOCOL_VERSION",
-    "Closed",
-    "FlushOutcome",
-    "Flushed",
-    "FrameKind",
-    "Full",
-    "Header",
-    "Link",
-    "LinkCounters",
-    "Message",
-    "PeerDied",
-    "Queued",
-    "ReceiveOutcome",
-    "Received",
-    "SendOutcome",
-    "TimedOut",
-]
-
 MAGIC: Final = 0x4B4C484D
 PROTOCOL_VERSION: Final = 1
 DEFAULT_MAX_PAYLOAD_BYTES: Final = 1 << 34

@@ -49,7 +49,8 @@ from manyhands.strategies.ps.live.worker_state import WorkerState
 from manyhands.strategies.ps.ps_messages import Parameters, RowsUnknown, RowValues, View, Welcome, Work
 from manyhands.strategies.ps.push_pull import PushPullAnswer, in_push_pulls
 from manyhands.strategies.ps.update_files import ComputedRow
-from manyhands.transport.hub.hub import Arrived, Hub, Joined, Lost
+from manyhands.transport.hub.hub import Hub
+from manyhands.transport.hub.hub_events import Arrived, Joined, Lost
 from manyhands.transport.link.wire import Wire
 from manyhands.transport.messages import ProtocolError
 
