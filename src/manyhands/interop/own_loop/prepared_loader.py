@@ -123,7 +123,7 @@ class SharedStreamLoader(_GroupLoader):
                     found = self._read(batches, draws)
             finally:
                 if draws is not None and reader.rank == 0:
-                    draws.keep()  # the next reading goes on where this one ended
+                    draws.keep()  # the next reading continues where this one ended
 
     def _read(self, batches: Iterator[Any], draws: Draws | None) -> BatchShare | None:
         with draws.lent() if draws is not None and self._draws_here else nullcontext():

@@ -56,7 +56,7 @@ class Draws:
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """Whoever draws inside goes on from here; afterwards the process has its own states back."""
+        """Whoever draws inside continues from here; afterwards the process has its own states back."""
         own = [(index, GENERATORS[index][0]()) for index in self._lent]
         for index in self._lent:
             GENERATORS[index][1](self._states[index])

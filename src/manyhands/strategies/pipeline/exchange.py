@@ -85,7 +85,7 @@ class PipelineExchange(Exchange):
         # A parameter that several stages hold counts once.
         self.parts = GradientParts(
             held=lambda: self._held.gradients(),
-            counted=lambda: self._held.gradients(lambda one: one.tells),
+            counted=lambda: self._held.gradients(lambda one: one.reports),
             total=self.total,
         )
         self.meter = Meter(
@@ -186,7 +186,7 @@ class PipelineExchange(Exchange):
                         output = self._borders.forward_only(part, number % _MOST_EVALUATIONS, ends)
                         if self._borders.is_last(part):
                             totals[column] += ends.measured(output)
-                    self._post.settle()
+                    self._post.flush()
                     number += 1
                 totals[-1] += piece.samples
         if not self._counts:
@@ -230,9 +230,9 @@ class PipelineExchange(Exchange):
     def _take_times(self) -> Times:
         """Times of the last step's work items; once the step is agreed on, also its traffic and waits."""
         posts, self._posts = self._posts, {}
-        waits, turns = waits_of(self._groups()), self._borders.take_times()
-        passed_ns = sum(turn.exchange_ns for turn in turns)
-        return Times(exchange_ns=passed_ns, wait_ns=waits, posts=posts, turns=turns)
+        waits, items = waits_of(self._groups()), self._borders.take_times()
+        passed_ns = sum(item.exchange_ns for item in items)
+        return Times(exchange_ns=passed_ns, wait_ns=waits, posts=posts, turns=items)
 
     def summary(self) -> Mapping[str, Any]:
         return {"layers": layer_traffic(self._sliced.traffic, self._steps)}
@@ -269,9 +269,9 @@ class PipelineExchange(Exchange):
         place, held = self._place, []
         for one in holding.parameters:
             mine = self._sliced.cut.get(id(one))
-            tells = place.data == 0 and id(one) in holding.first and (mine is not None or place.slice == 0)
+            reports = place.data == 0 and id(one) in holding.first and (mine is not None or place.slice == 0)
             local, where = (one, None) if mine is None else (mine.local, mine.cut)
-            held.append(Held(whole=one, local=local, shape=one.shape, cut=where, tells=tells))
+            held.append(Held(whole=one, local=local, shape=one.shape, cut=where, reports=reports))
         return held
 
     def _agree_on_cuts(self, model: nn.Module, chain: Sequence[nn.Module]) -> tuple[int, ...]:

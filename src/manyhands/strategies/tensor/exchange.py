@@ -104,8 +104,8 @@ class TensorExchange(Exchange):
         for identity, parameter in whole.items():
             mine = self._sliced.cut.get(identity)
             local, cut = (parameter, None) if mine is None else (mine.local, mine.cut)
-            tells = first and (cut is not None or self._place.slice == 0)
-            held.append(Held(whole=parameter, local=local, shape=parameter.shape, cut=cut, tells=tells))
+            reports = first and (cut is not None or self._place.slice == 0)
+            held.append(Held(whole=parameter, local=local, shape=parameter.shape, cut=cut, reports=reports))
         buffers = {
             key: value
             for key, value in model.named_buffers()

@@ -113,8 +113,8 @@ def cannot_step(optimizer: Optimizer, way: Stepping) -> str:
         with preserved(), torch.no_grad():
             together, _ = _tried(optimizer, chosen, Stepping.TOGETHER)
     except Exception as error:  # whatever the user's class raises
-        told = str(error).strip().partition("\n")[0]
-        return f"a trial on small parameters with dense gradients raised {type(error).__name__} ({told})"
+        first = str(error).strip().partition("\n")[0]
+        return f"a trial on small parameters with dense gradients raised {type(error).__name__} ({first})"
     try:
         with preserved(), torch.no_grad():
             apart, keeps_shapes = _tried(optimizer, chosen, way)
