@@ -27,7 +27,7 @@ from manyhands.places.external.process_place import Launched, ProcessPlace, join
 from manyhands.places.local.context import RoleContext
 from manyhands.strategy import Strategy
 
-__all__ = ["join", "open_group"]
+__all__ = ["join"]
 
 _open: dict[str, str] = {}
 """The groups of this process by name, with where each was joined."""

@@ -31,7 +31,7 @@ from manyhands.errors import UserError
 from manyhands.interop.own_loop.backward_rounds import Rounds
 from manyhands.interop.own_loop.readings import END, FILLERS, Draws, LoaderPart, Move, remade
 
-__all__ = ["OwnStreamLoader", "SharedStreamLoader", "SplitLoader", "mark_of", "prepare_loader"]
+__all__ = ["prepare_loader"]
 
 _MARKED: Final = 4096  # bytes of a tensor that go into the mark of a batch, at each of its ends
 

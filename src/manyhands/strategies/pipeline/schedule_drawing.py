@@ -21,7 +21,7 @@ from manyhands.strategies.common.collectives.collective_drawing import write_fig
 from manyhands.strategies.pipeline.schedule_cost import Boundary, PipelineCost
 from manyhands.strategies.pipeline.schedules import SCHEDULES, Pass, Schedule, StageWork
 
-__all__ = ["FIGURES", "LETTERS", "as_svg", "as_text", "costs_text", "figure", "heading"]
+__all__ = ["LETTERS", "as_svg", "as_text", "costs_text", "heading"]
 
 LETTERS: Final = {Pass.FORWARD: "F", Pass.BACKWARD: "B", Pass.WEIGHTS: "W"}
 """The letter of a work item in a drawing, before the number of its micro-batch."""

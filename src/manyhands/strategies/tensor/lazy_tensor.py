@@ -20,7 +20,7 @@ from manyhands.errors import UserError
 from manyhands.native.dtypes import HALVES
 from manyhands.strategies.tensor.moves import Port, gathered
 
-__all__ = ["LazyWhole", "as_whole", "cross_entropy"]
+__all__ = ["LazyWhole", "as_whole"]
 
 _ABOUT = (
     *("shape", "dtype", "device", "ndim", "layout"),

@@ -18,7 +18,7 @@ from manyhands.data.randomness import preserved, seed_all
 from manyhands.errors import UserError
 from manyhands.facts import Stepping
 
-__all__ = ["KeptState", "cannot_step", "is_elementwise", "kept_by", "may_fuse", "positions", "stepping_for"]
+__all__ = ["KeptState", "is_elementwise", "kept_by", "may_fuse", "positions", "stepping_for"]
 
 _FUSED = frozenset({SGD, Adagrad, Adam, AdamW})
 _FUSED_DTYPES = (torch.float32, torch.float64)  # 16-bit ones would be rounded once where torch rounds often
