@@ -200,11 +200,7 @@ def _open_local(
     post = PointToPoint(rings, stage, f"process group {place.name}", place.label)
     resources.callback(post.close)
 
-    def on_end(rank: int, in_peace: bool) -> None:
-        if not in_peace:
-            stage.abort(rank, StageReason.DIED)
-
-    rendezvous.watch(on_end)
+    rendezvous.watch(lambda rank, in_peace: None if in_peace else stage.abort(rank, StageReason.DIED))
     return LocalSession(stage=stage, collectives=Collectives(stage, executor), post=post)
 
 

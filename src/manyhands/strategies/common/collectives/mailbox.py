@@ -175,13 +175,10 @@ class Mailbox:
         return True
 
     def _link(self, peer: int) -> Link:
-        try:
-            return self._links[peer]
-        except KeyError:
-            raise UserError(
-                f"{self._where()}: there is no link to rank {self._role(peer)}, only to "
-                f"{sorted(map(self._role, self._links))}"
-            ) from None
+        if peer not in self._links:
+            there = sorted(map(self._role, self._links))
+            raise UserError(f"{self._where()}: no link leads to rank {self._role(peer)}, only to {there}")
+        return self._links[peer]
 
     def _late(self, peer: int, what: str) -> NoReturn:
         role = self._role(peer)
