@@ -30,7 +30,7 @@ from manyhands.places.local.context import RoleContext
 from manyhands.places.local.host import threads_per_role
 from manyhands.places.local.supervisor import Ended, Role, Said, Supervisor
 from manyhands.task import Task
-from manyhands.workloads.precision import in_precision
+from manyhands.workloads.predictor import in_precision
 from manyhands.workloads.tasks import build
 
 __all__ = ["MODELS", "AskedModel", "format_table", "measured_together", "run_bench"]

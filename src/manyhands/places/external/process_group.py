@@ -30,10 +30,10 @@ from manyhands.native.version import __version__
 from manyhands.places.external.control_connection import Contact, ControlConnection, open_control_connection
 from manyhands.places.external.control_messages import Term
 from manyhands.places.external.control_server import ControlEvent, ControlServer, ProcessRejected, Warned
+from manyhands.places.external.key_value_store import comes_true
 from manyhands.places.external.links import address_towards
 from manyhands.places.external.process_place import ProcessPlace
 from manyhands.places.external.specification import listening_at
-from manyhands.places.external.store_waiting import comes_true
 from manyhands.places.local.host import host_identity
 from manyhands.places.local.rendezvous import hosts_of
 from manyhands.places.local.roster import Ended, Started
@@ -79,11 +79,12 @@ class ProcessGroup:
         """
         began = time.monotonic()
         needed = self.place.world - self.place.later
-        while any(rank < needed for rank in self.control_server.missing):
+        while any(rank < needed for rank in self.control_server.register.missing):
             waited_s = time.monotonic() - began
             if waited_s >= self.timeout_s:
                 raise PeerTimeout(
-                    self.control_server.late("join", waited_s, self._named), self.control_server.missing[0]
+                    self.control_server.register.late("join", waited_s, self._named),
+                    self.control_server.register.missing[0],
                 )
             for event in self.control_server.poll(_TICK_S):
                 match event:
@@ -94,7 +95,7 @@ class ProcessGroup:
                     case ProcessRejected(sentence, field) if field != "rank":
                         # Before the run is given up, let processes that are about to join do so: they are told why.
                         deadline = time.monotonic() + min(_STARTING_S, self.timeout_s)
-                        while self.control_server.missing and time.monotonic() < deadline:
+                        while self.control_server.register.missing and time.monotonic() < deadline:
                             self.control_server.poll(_TICK_S)
                         raise UserError(sentence)
                     case Ended(failure=failure) if failure is not None:
