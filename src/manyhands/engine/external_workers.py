@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -63,6 +63,8 @@ _log = logging.getLogger("manyhands")
 _TICK_S: Final = 0.1
 _CAUSE_S: Final = 1.0
 _TOLD_S: Final = 3.0
+_ALL_MET_S: Final = 3.0
+_THIS_HOST: Final = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,15 +186,11 @@ class ControlListener:
                 with self._changed:
                     self.finished[rank] = payload or {}
                     self._changed.notify_all()
-            case Ended(failure=Failure() as failure):
-                self._suspected(failure)
-
-    def _suspected(self, failure: Failure) -> None:
-        """Hold back a failure that may follow from another's; it is reported if no cause arrives."""
-        if failure.is_consequence and self._suspect is None:
-            self._suspect = failure, time.monotonic() + _CAUSE_S
-        elif not failure.is_consequence:
-            self._settle(failure)
+            case Ended(failure=Failure() as failure) if not failure.is_consequence:
+                self._settle(failure)
+            case Ended(failure=Failure() as failure) if self._suspect is None:
+                # It may follow from another's failure: it is reported if no cause arrives.
+                self._suspect = failure, time.monotonic() + _CAUSE_S
 
     def _settle(self, failure: Failure) -> None:
         with self._changed:
@@ -222,10 +220,6 @@ class ExternalWorker(ABC):
         """Connect this worker's waits to its links: a worker that fails or misses heartbeats ends them."""
         self._worker_links = worker_links
         self.on_failure(worker_links.abort)
-
-    @property
-    def _silent(self) -> tuple[int, str] | None:
-        return self._worker_links.silent if self._worker_links is not None else None
 
     @abstractmethod
     def mark(self, step: int, state: State, *, place: tuple[int, int] | None = None) -> None:
@@ -318,7 +312,7 @@ class LeadingWorker(ExternalWorker):
         return wanted
 
     def _end(self, error: BaseException) -> BaseException:
-        silent = self._silent
+        silent = self._worker_links.silent if self._worker_links is not None else None
         follows = isinstance(error, Aborted | PeerTimeout | WorkerFailed)
         patience_s = 0.0 if not follows else _CAUSE_S if silent is not None else _TOLD_S
         failure = self._listener.wait_for_failure(patience_s)
@@ -330,7 +324,13 @@ class LeadingWorker(ExternalWorker):
             return WorkerFailed(silent[1], worker_rank=silent[0])
         if failure is not None:
             return failure.error()
-        return _as_failure(error, self._process_group.place.name, self._step)
+        if not isinstance(error, Exception) or isinstance(error, WorkerFailed):
+            return error
+        # An error of the leader becomes a WorkerFailed, like any worker's, with its traceback.
+        reported = report(error, self._step)
+        raised = f"raised {reported.error} at step {self._step}: {printable(reported.message)}"
+        sentence = f"{self._process_group.place.name} {raised}"
+        return Failure(rank=0, sentence=sentence, name="worker 0", reported=reported).error()
 
 
 class MemberWorker(ExternalWorker):
@@ -354,58 +354,44 @@ class MemberWorker(ExternalWorker):
         return self._line.stop_requested()
 
     def _end(self, error: BaseException) -> BaseException:
-        return _tell_failure(error, self._line, self._silent)
+        """Report to the leader what ended this process; what to raise is the run's failure if this follows from it.
 
-
-def _tell_failure(
-    error: BaseException, line: ControlConnection, silent: tuple[int, str] | None
-) -> BaseException:
-    """Report to the leader what ended this process; returns what to raise, the run's failure if this follows.
-
-    A peer without heartbeat is named if the leader, which may be cut off as well, does not say what happened.
-    """
-    over, follows = line.over, isinstance(error, Aborted | PeerTimeout | WorkerFailed)
-    missed = silent if follows else None
-    if over is None:
-        told = Aborted(f"{line.name} was ended by a signal") if _is_signal(error) else error
-        line.fail(told if missed is None else Aborted(missed[1]))
-    if over is None and follows:
-        over = line.wait_over(_TOLD_S if missed is None else _CAUSE_S)
-    if missed is not None and (over is None or over.is_lost):
-        return WorkerFailed(missed[1], worker_rank=missed[0])
-    if over is None or _is_signal(error):
-        return error
-    return WorkerFailed(over.sentence, worker_rank=over.rank)
+        A peer without heartbeat is named if the leader, which may be cut off as well, does not say what happened.
+        """
+        line, follows = self._line, isinstance(error, Aborted | PeerTimeout | WorkerFailed)
+        over, missed = line.over, self._worker_links.silent if follows and self._worker_links else None
+        if over is None:
+            told = Aborted(f"{line.name} was ended by a signal") if _is_signal(error) else error
+            line.fail(told if missed is None else Aborted(missed[1]))
+            if follows:
+                over = line.wait_over(_TOLD_S if missed is None else _CAUSE_S)
+        if missed is not None and (over is None or over.is_lost):
+            return WorkerFailed(missed[1], worker_rank=missed[0])
+        if over is None or _is_signal(error):
+            return error
+        return WorkerFailed(over.sentence, worker_rank=over.rank)
 
 
 def _is_signal(error: BaseException) -> bool:
     return isinstance(error, SystemExit | KeyboardInterrupt)
 
 
-def _as_failure(error: BaseException, name: str, step: int) -> BaseException:
-    """An error of the leader as WorkerFailed, like any worker's, with its traceback."""
-    if not isinstance(error, Exception) or isinstance(error, WorkerFailed):
-        return error
-    reported = report(error, step)
-    sentence = f"{name} raised {reported.error} at step {step}: {printable(reported.message)}"
-    return Failure(rank=0, sentence=sentence, name="worker 0", reported=reported).error()
-
-
-_ALL_MET_S: Final = 3.0
-_THIS_HOST: Final = "127.0.0.1"
-
-
 class WorkerLinks:
     """One worker's connections to the others; made by `connect_worker`."""
 
     def __init__(
-        self, resources: Resources, rendezvous: Rendezvous, files: SharedGroupFiles | None, alarm: Alarm
+        self,
+        resources: Resources,
+        rendezvous: Rendezvous,
+        files: SharedGroupFiles | None,
+        alarm: Alarm,
+        far: Sequence[TcpLink],
     ) -> None:
         self.resources = resources
         self._rendezvous = rendezvous
         self._files = files
         self._alarm = alarm
-        self._far: list[TcpLink] = []
+        self._far = far
         self._lock = threading.Lock()
         self._closed = False
         self.silent: tuple[int, str] | None = None
@@ -428,10 +414,6 @@ class WorkerLinks:
         self.silent = rank, sentence
         _log.warning("%s", sentence)
         self.abort(rank, sentence)
-
-    def watch(self, link: TcpLink) -> None:
-        """Have `abort` end waits for this link, too."""
-        self._far.append(link)
 
     def close(self) -> None:
         """Close the connections; no wait may be under way. Idempotent."""
@@ -471,7 +453,17 @@ def connect_worker(
             group = partial(attach_group, files, rendezvous, timeout_s)
         if several:
             links.update(share_links(rendezvous, timeout_s))
-            links.update(_open_far(party, store, rendezvous, timeout_s))
+            links.update(
+                open_links(
+                    rendezvous.rank,
+                    [rank for rank in range(rendezvous.world) if rank not in rendezvous.here],
+                    store,
+                    address=party.address,
+                    token=party.token,
+                    security=party.security,
+                    timeout_s=timeout_s,
+                )
+            )
         elif strategy.facts.uses_links:
             links.update(share_links(rendezvous, timeout_s, network=strategy.uses_network))
         resources = Resources(
@@ -490,11 +482,9 @@ def connect_worker(
             in_the_clear=party.security.anywhere and not party.security.tls,
             alarm=alarm,
         )
-        worker_links = WorkerLinks(resources, rendezvous, files, alarm)
+        far = [link for link in links.values() if isinstance(link, TcpLink)]
+        worker_links = WorkerLinks(resources, rendezvous, files, alarm, far)
         stack.callback(worker_links.close)
-        for link in links.values():
-            if isinstance(link, TcpLink):
-                worker_links.watch(link)
         heartbeats = open_heartbeats(
             rendezvous.rank,
             rendezvous.world,
@@ -528,20 +518,6 @@ def _require_hosts(strategy: Strategy, rendezvous: Rendezvous, store: Rendezvous
         store.add("refused", 1)
         comes_true(lambda: int(store.get("refused")) >= rendezvous.world, _ALL_MET_S)
         raise
-
-
-def _open_far(
-    party: ProcessGroup | GroupMember, store: RendezvousStore, rendezvous: Rendezvous, timeout_s: float
-) -> dict[int, TcpLink]:
-    return open_links(
-        rendezvous.rank,
-        [rank for rank in range(rendezvous.world) if rank not in rendezvous.here],
-        store,
-        address=party.address,
-        token=party.token,
-        security=party.security,
-        timeout_s=timeout_s,
-    )
 
 
 def _let_go(links: Mapping[int, Link], kind: type[BaseException] | None, *_: object) -> None:
