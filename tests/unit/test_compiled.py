@@ -15,7 +15,8 @@ import pytest
 
 from manyhands.native import cache_folder, warming
 from manyhands.native.sources import ROOT, digest_of, imported_files, module_file
-from manyhands.native.warming import FAMILIES, JOBS
+from manyhands.native.warming import FAMILIES, job_named, jobs_of
+from manyhands.workloads.registry import WORKLOADS
 
 
 def _package(root: Path, **files: str) -> Path:
@@ -121,18 +122,20 @@ def test_every_kernel_is_kept_by_our_own_decorators():
 
 
 def test_jobs_name_what_is_there_and_cover_every_module_that_compiles_when_imported():
-    for job in JOBS.values():
-        assert job.after is None or job.after in JOBS
+    names = jobs_of("all")
+    jobs = [job_named(name) for name in names]
+    for job in jobs:
+        assert job.after is None or job.after in names
         for call in job.calls:
             module, _, function = call.partition(":")
             file = module_file(module)
             assert file is not None, call
             assert not function or f"def {function}(" in file.read_text(), call
-    for family in FAMILIES.values():
-        assert set(family) <= set(JOBS)
+    for family in [*FAMILIES, *WORKLOADS]:
+        assert set(jobs_of(family)) <= set(names)
     reached = {
         file
-        for job in JOBS.values()
+        for job in jobs
         for call in job.calls
         for file in imported_files(module_file(call.partition(":")[0]))
     }

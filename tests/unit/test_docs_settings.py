@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import manyhands as mh
-from manyhands.cli.trainable import train_app
+from manyhands.cli.train_command import train_app
 from manyhands.errors import UserError
 from manyhands.foresight.simulate.simulated_spec import SimulationSpec
 from manyhands.interop.own_loop import connect

@@ -33,7 +33,7 @@ from manyhands.workloads.glove.vector_files import Vectors
 from manyhands.workloads.logreg.labels import Labels
 from manyhands.workloads.logreg.model import MODEL_FILE, LogregModel
 from manyhands.workloads.predictor import Predictor, ReadAs
-from manyhands.workloads.registry import PREDICTORS, found_at
+from manyhands.workloads.registry import WORKLOADS, load
 from manyhands.workloads.svd.model import SvdModel
 from manyhands.workloads.svd.predicting import SvdPredictor
 from manyhands.workloads.tasks import TASKS
@@ -63,10 +63,10 @@ def write_idx(path: Path, images: np.ndarray[Any, Any], compressed: bool = False
 
 
 def test_every_task_that_can_be_trained_can_be_asked() -> None:
-    assert set(TASKS) <= set(PREDICTORS)
-    for use in PREDICTORS.values():
-        assert callable(found_at(use.predictor))
-        assert callable(found_at(use.exporter))
+    assert set(TASKS) <= set(WORKLOADS)
+    for use in WORKLOADS.values():
+        assert callable(load(use.predictor))
+        assert callable(load(use.exporter))
 
 
 def test_images_are_the_same_from_every_kind_of_file(tmp_path: Path, pixels: np.ndarray[Any, Any]) -> None:
@@ -325,7 +325,7 @@ def test_sparse_lines_are_asked_one_by_one(tmp_path: Path) -> None:
 def test_words_are_asked(tmp_path: Path) -> None:
     directions = np.array([[1, 0], [0.9, 0.1], [0, 1]], np.float32)
     Vectors(["king", "queen", "cat"], directions).save_text(tmp_path / "vectors.txt")
-    predictor = found_at(PREDICTORS["glove"].predictor)(tmp_path)
+    predictor = load(WORKLOADS["glove"].predictor)(tmp_path)
     (inputs,) = predictor.blocks("king", ReadAs())
     assert [line.split()[0] for line in predictor.lines(inputs)] == ["queen", "cat"]
     with pytest.raises(UserError, match="'dog' is not among the 3 words"):

@@ -33,7 +33,6 @@ class KernelProcesses(ProcessTraining):
         """Collective, in a worker's process: its compiled step, and the control block that the workers share."""
 
     def resume(self, directory: RunDirectory, config: Mapping[str, Any]) -> int | None:
-        """Resume from the newest checkpoint, with the same options."""
         require_same_options(directory, config)
         return super().resume(directory, config)
 
@@ -43,7 +42,6 @@ class KernelProcesses(ProcessTraining):
         return super().run(stage)
 
     def gather(self, finished: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, Any]]:
-        """Gather the results of workers that each count their samples."""
         told = overlap_told([one["overlap"] for one in finished])
         return sum(one["samples"] for one in finished), told
 
@@ -56,7 +54,6 @@ class KernelProcesses(ProcessTraining):
         worker_context: WorkerContext,
         checkpoints: CheckpointStore | None,
     ) -> Iterator[Train]:
-        """Run one worker, from joining the group to the last step."""
         with closing(resources.group()) as group:
             step, control = cls.assemble(kernel_task(job.plan), job.strategy, group)
             with closing(step):

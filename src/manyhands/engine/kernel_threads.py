@@ -36,7 +36,6 @@ class KernelThreads(Training):
     """Trains a kernel task in threads, in the strategy's order."""
 
     def resume(self, directory: RunDirectory, config: Mapping[str, Any]) -> int | None:
-        """Resume from the newest checkpoint, with the same options."""
         require_same_options(directory, config)
         return super().resume(directory, config)
 
@@ -46,7 +45,7 @@ class KernelThreads(Training):
         workers = self._request.workers
         rows = RowsInOrder(self._start.step if self._start is not None else 0)
         with ExitStack() as stack:
-            files = stack.enter_context(SharedGroup.create(workers))
+            files = stack.enter_context(SharedGroupFiles.create(workers))
             rings = [stack.enter_context(EventRing.create(role=rank)) for rank in range(workers)]
             named = {f"worker-{rank}": ring for rank, ring in enumerate(rings)}
             collector = stack.enter_context(stage.collector(named))
@@ -67,7 +66,6 @@ class KernelThreads(Training):
             )
 
     def _work(self, rank: int, hands: _Hands, stage: Stage) -> Trained:
-        """Run one thread, from joining the group to the last step."""
         request, worker_context = self._request, _Thread(hands, rank)
         task, order = kernel_task(request.plan), request.strategy.facts.record_order
         assert order is not None, "threads share one memory"

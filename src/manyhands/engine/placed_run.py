@@ -47,7 +47,6 @@ _COME_AGAIN_S: Final = 30.0
 
 @contextmanager
 def spoken_by(leads: bool) -> Iterator[None]:
-    """Context in which only the process that leads issues warnings."""
     if leads:
         yield
         return

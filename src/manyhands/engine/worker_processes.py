@@ -143,7 +143,6 @@ class ProcessTraining(Training):
         return f"{kind}-{number}"
 
     def _result(self, finished: Sequence[Mapping[str, Any]], observed: Mapping[str, Any]) -> Result:
-        """The result from the workers' final reports, worker 0 first."""
         samples, besides = self.gather(finished)
         return Result(
             model=self._model,
@@ -219,7 +218,7 @@ class ProcessTraining(Training):
         start: Loaded | None,
     ) -> dict[str, Any]:
         """One worker's part, in this process; returns its report. Worker 0's weights become the model's."""
-        from manyhands.engine.worker_links import connect_worker
+        from manyhands.engine.external_workers import connect_worker
 
         joined = time.monotonic_ns()
         job = self._job(None)
@@ -274,7 +273,6 @@ class ProcessTraining(Training):
 
 
 def watched(deadline_s: float, rings: Sequence[EventRing]) -> Watched:
-    """What the watchdog of a run observes."""
     from manyhands.places.local.watchdog import Watched
 
     boxes = BlackBoxes(dict(enumerate(rings)))
@@ -301,7 +299,6 @@ class WorkerFiles(Closeable):
             self._stack = stack.pop_all()
 
     def descriptors(self, rank: int) -> dict[str, int]:
-        """The descriptors that the process of `rank` inherits, by name."""
         links = {}
         if self._mesh is not None:
             links = {
@@ -325,16 +322,13 @@ class WorkerFiles(Closeable):
             self._mesh.close()  # a lifeline kept open here would hide the death
 
     def read_weights(self) -> dict[str, torch.Tensor]:
-        """The final weights that worker 0 left."""
         return read_tensors(Path(f"/proc/self/fd/{self._weights}"))
 
     def close(self) -> None:
-        """Release all resources; idempotent."""
         self._stack.close()
 
 
 def _work(context: RoleContext, job: WorkerJob, training: type[ProcessTraining]) -> Mapping[str, Any]:
-    """Run a worker process, from joining to its report."""
     joined = time.monotonic_ns()
     use_threads(job.threads)
     with ExitStack() as stack:
@@ -359,7 +353,6 @@ def _work(context: RoleContext, job: WorkerJob, training: type[ProcessTraining])
 
 
 def _help(context: RoleContext, job: WorkerJob, training: type[ProcessTraining]) -> Mapping[str, Any]:
-    """Run a helper's process."""
     joined = time.monotonic_ns()
     use_threads(job.threads)
     with EventRing.attach(context.descriptor("events")) as ring:
@@ -371,7 +364,6 @@ def _help(context: RoleContext, job: WorkerJob, training: type[ProcessTraining])
 
 
 def _report(trained: Trained, told: Mapping[str, Any]) -> dict[str, Any]:
-    """A worker's final report."""
     return {
         "steps_done": trained.steps_done,
         "samples": trained.samples,

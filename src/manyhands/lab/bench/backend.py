@@ -70,7 +70,6 @@ def run_bench(
 def _run_workers(
     workers: int, sizes_bytes: tuple[int, ...], repeats: tuple[int, ...], timeout_s: float
 ) -> list[dict[str, list[list[float]]]]:
-    """What each rank measured: contender, size, repetition."""
     with (
         tempfile.TemporaryDirectory(prefix="manyhands-bench-") as folder,
         Workers("manyhands.lab.bench.backend_worker") as processes,

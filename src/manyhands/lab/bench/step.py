@@ -31,12 +31,12 @@ from manyhands.lab.bench.step_worker import (
     SINGLE,
     STRATEGIES,
     WORKLOADS,
+    BenchWorkload,
     StepMeasured,
     StepPlan,
-    Workload,
 )
 from manyhands.lab.bench.workers import Workers
-from manyhands.native.group.shared_group import SharedGroup, warm
+from manyhands.native.group.shared_group import SharedGroupFiles, warm
 from manyhands.places.local.capacity import check_capacity, of_processes
 from manyhands.places.local.host import threads_per_role
 
@@ -48,8 +48,7 @@ _COMPARED_STEPS = 50  # later ones drift apart: training enlarges float32's roun
 _TOLERANCE = 5e-3  # of the first loss
 
 
-def named_workloads(text: str) -> list[Workload]:
-    """The workloads of a list like `mlp,cnn`."""
+def named_workloads(text: str) -> list[BenchWorkload]:
     words = [word.strip() for word in text.split(",")]
     for word in words:
         if word not in WORKLOADS:
@@ -59,7 +58,7 @@ def named_workloads(text: str) -> list[Workload]:
 
 def run_bench(
     workers: int,
-    workloads: Sequence[Workload] = tuple(WORKLOADS.values()),
+    workloads: Sequence[BenchWorkload] = tuple(WORKLOADS.values()),
     steps: int = DEFAULT_STEPS,
     timeout_s: float = 300.0,
     allow_overload: bool = False,
@@ -117,7 +116,7 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _measure(workers: int, workload: Workload, steps: int, timeout_s: float) -> dict[str, Any]:
+def _measure(workers: int, workload: BenchWorkload, steps: int, timeout_s: float) -> dict[str, Any]:
     rounds, block = -(-steps // _BLOCK), min(steps, _BLOCK)
     ranks = _run_workers(workers, workload, rounds, block, timeout_s)
     losses, difference = agreed_losses(ranks)
@@ -175,12 +174,13 @@ def _summaries(ranks: Sequence[StepMeasured], batch: int, block: int) -> dict[st
 
 
 def _run_workers(
-    workers: int, workload: Workload, rounds: int, block: int, timeout_s: float
+    workers: int, workload: BenchWorkload, rounds: int, block: int, timeout_s: float
 ) -> list[StepMeasured]:
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="manyhands-bench-"))
         rendezvous, *groups = [
-            stack.enter_context(SharedGroup.create(workers)).descriptors for _ in range(1 + len(STRATEGIES))
+            stack.enter_context(SharedGroupFiles.create(workers)).descriptors
+            for _ in range(1 + len(STRATEGIES))
         ]
         processes = stack.enter_context(Workers("manyhands.lab.bench.step_worker"))
         for rank in range(workers):

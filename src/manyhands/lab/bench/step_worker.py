@@ -42,19 +42,19 @@ __all__ = [
     "SINGLE",
     "STRATEGIES",
     "WORKLOADS",
+    "BenchWorkload",
     "Cnn",
     "Language",
     "Mlp",
     "StepMeasured",
     "StepPlan",
-    "Workload",
 ]
 
 _EPOCH_BATCHES = 8  # made-up data come round again soon, so that the loss visibly falls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workload(ABC):
+class BenchWorkload(ABC):
     """Something to train, with `batch` samples per worker in every step."""
 
     word: ClassVar[str]
@@ -68,18 +68,16 @@ class Workload(ABC):
         """The task, with the global batch of `workers`; the same on every rank."""
 
     def to_json(self) -> str:
-        """One line that `from_json` reads."""
         return json.dumps({"word": self.word, **asdict(self)})
 
     @staticmethod
-    def from_json(text: str) -> Workload:
-        """What `to_json` gave."""
+    def from_json(text: str) -> BenchWorkload:
         fields = json.loads(text)
         return type(WORKLOADS[fields.pop("word")])(**fields)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mlp(Workload):
+class Mlp(BenchWorkload):
     """A perceptron with many weights and a small batch: little but communication and the optimizer."""
 
     word: ClassVar[str] = "mlp"
@@ -110,7 +108,7 @@ class Mlp(Workload):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cnn(Workload):
+class Cnn(BenchWorkload):
     """The classifier of `digits` and `mnist` on larger images: few weights and much arithmetic."""
 
     word: ClassVar[str] = "cnn"
@@ -134,7 +132,7 @@ class Cnn(Workload):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Language(Workload):
+class Language(BenchWorkload):
     """The transformer of `language` with a few million weights, on the text of Python's standard library."""
 
     word: ClassVar[str] = "language"
@@ -147,7 +145,6 @@ class Language(Workload):
     heads: int = 8
 
     def task(self, workers: int) -> Task:
-        """The built-in task."""
         options = LanguageOptions(
             context=self.context,
             layers=self.layers,
@@ -160,7 +157,7 @@ class Language(Workload):
         )
 
 
-WORKLOADS: dict[str, Workload] = {workload.word: workload for workload in (Mlp(), Cnn(), Language())}
+WORKLOADS: dict[str, BenchWorkload] = {workload.word: workload for workload in (Mlp(), Cnn(), Language())}
 
 
 def _labelled(shape: tuple[int, ...], classes: int, count: int) -> tuple[Tensor, Tensor]:
@@ -187,7 +184,7 @@ class StepPlan:
     groups: dict[str, tuple[int, int]]  # control and arena of each strategy's group
     store: str  # the file through which Gloo's ranks find each other
     parent_pid: int
-    workload: str  # a Workload as JSON
+    workload: str  # a BenchWorkload as JSON
     rounds: int
     block: int  # measured steps of each contender in a round
     threads: int  # of torch, in each worker
@@ -196,11 +193,9 @@ class StepPlan:
 
     @classmethod
     def from_json(cls, text: str) -> StepPlan:
-        """What `to_json` gave."""
         return cls(**json.loads(text))
 
     def to_json(self) -> str:
-        """One line."""
         return json.dumps(asdict(self))
 
 
@@ -282,7 +277,7 @@ class StepWorker:
     """One rank of the benchmark, with all contenders at hand; those it has no part in are None."""
 
     def __init__(self, plan: StepPlan, meet: Callable[[], None], exchanges: dict[str, Exchange]) -> None:
-        task = Workload.from_json(plan.workload).task(plan.world)
+        task = BenchWorkload.from_json(plan.workload).task(plan.world)
         source = BatchSource(task.data, task.collate)
         batches = BatchPlan(len(source), task.batch_size, _SEED)
 
@@ -305,7 +300,6 @@ class StepWorker:
             self._contenders[ALONE] = ExchangeContender(task, fetch_share, plan.threads, SingleExchange())
 
     def measure(self) -> StepMeasured:
-        """Every contender, taking turns."""
         for contender in self._contenders.values():
             self._meet()
             if contender is not None:
@@ -337,7 +331,6 @@ class StepWorker:
 
 
 def main(plan: StepPlan) -> None:
-    """Join the others, measure, and print."""
     torch.set_num_threads(plan.threads)
     with ExitStack() as stack:
 

@@ -46,7 +46,6 @@ __all__ = [
 
 
 def machine() -> dict[str, str]:
-    """Cores, system and versions, by name."""
     return {
         "cores": f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}",
         "processor": torch.backends.cpu.get_cpu_capability(),
@@ -80,7 +79,6 @@ def columns(found: Figures) -> list[str]:
 
 
 def cells(found: Figures, row: CompareRow) -> list[str]:
-    """One strategy's cells, in the order of the columns."""
     if not row.runs:
         return ["failed" if row.failures else "not run", *["–"] * (len(columns(found)) - 1)]
     partly = "" if row.always_reached or found.target is None else f" ({row.reached} of {len(row.runs)})"
@@ -108,7 +106,6 @@ def promise_cells(promises: Promises, *, words: bool = False) -> list[str]:
 
 
 def measures_table(found: Figures) -> Table:
-    """What was measured, readable at 100 columns."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
     table.add_column("strategy", overflow="fold", min_width=_NARROWEST)
     for head in columns(found):
@@ -119,7 +116,6 @@ def measures_table(found: Figures) -> Table:
 
 
 def promises_table(found: Figures) -> Table:
-    """What the strategies promise."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("strategy")
     for question in PROMISES:
@@ -144,7 +140,6 @@ def score_cells(found: Figures, row: CompareRow) -> list[str]:
 
 
 def scores_table(found: Figures) -> Table:
-    """The scores, where there are any."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("strategy")
     for name in found.scores:
@@ -159,7 +154,6 @@ def _show(spread: Spread | None, form: str) -> str:
 
 
 def _with_spread(spread: Spread) -> str:
-    """The median, and how far the repeats lie from it."""
     away = max(spread.high - spread.median, spread.median - spread.low)
     return f"{spread.median:.2f}" + (f" ±{away:.2f}" if away > 0 else "")
 
@@ -187,7 +181,6 @@ class Made:
 
 
 def report(found: Figures, sentences: Sequence[str], made: Made) -> str:
-    """The page; it needs nothing from elsewhere."""
     rows = [row for row in found.rows if row.runs]
     head = ["strategy", *(name.replace("\n", " ") for name in columns(found))]
     table = data_table(head, [[row.name, *cells(found, row)] for row in found.rows], title=_caption(found))
@@ -219,7 +212,6 @@ def report(found: Figures, sentences: Sequence[str], made: Made) -> str:
 
 
 def _scores(found: Figures) -> list[str]:
-    """What was measured of the models at the end besides."""
     if not found.scores:
         return []
     cells = [[row.name, *score_cells(found, row)] for row in found.rows]

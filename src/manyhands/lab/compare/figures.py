@@ -85,7 +85,6 @@ class Measured:
         )
 
     def reached(self, target: Target) -> Point | None:
-        """Where the target was first seen to be reached, if it was."""
         return next(
             (
                 point
@@ -115,7 +114,6 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Of at least one value."""
         return cls(median=statistics.median(values), low=min(values), high=max(values))
 
     def apart_from(self, other: Spread) -> bool:
@@ -187,7 +185,6 @@ class Figures:
     """What was measured of each run's model at its end besides."""
 
     def to_dict(self) -> dict[str, Any]:
-        """For `--json`."""
         return {
             "target": dataclasses.asdict(self.target) if self.target else None,
             "evaluate_every": self.evaluate_every,
@@ -299,7 +296,6 @@ def _ratio(part: float, whole: float) -> float:
 
 
 def _row_dict(row: CompareRow) -> dict[str, Any]:
-    """The numbers of a row, without its curves."""
     numbers = {
         name: dataclasses.asdict(value) if isinstance(value := getattr(row, name), Spread) else value
         for name in (
@@ -337,7 +333,6 @@ class Prices:
 
     @classmethod
     def parse(cls, text: str) -> Prices:
-        """Read `worker=10,helper=1`; a UserError names the part that is wrong."""
         prices: dict[str, float] = {}
         for part in text.split(","):
             kind, _, value = part.strip().partition("=")
@@ -372,7 +367,6 @@ class Prices:
 
     @staticmethod
     def for_seconds(per_hour: float, seconds: float) -> float:
-        """What so many seconds cost."""
         return per_hour * seconds / _HOUR_S
 
     def __str__(self) -> str:

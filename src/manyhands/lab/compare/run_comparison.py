@@ -236,7 +236,6 @@ class Comparison:
 
     @property
     def failed(self) -> bool:
-        """Whether a run came to nothing."""
         return any(row.failures for row in self.figures.rows)
 
 
@@ -380,7 +379,6 @@ def _request(
 def _all_runs(
     requests: Sequence[Request], order: Sequence[Trial], out: Path, tell: Tell, score: Score | None
 ) -> Iterator[Measured | FailedTrial]:
-    """What came out of each run, as soon as it has ended."""
     began = time.monotonic()
     for done, trial in enumerate(order):
         request = requests[trial.place]

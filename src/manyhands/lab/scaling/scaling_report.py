@@ -61,7 +61,6 @@ class ScalingPoint:
         return self.speedup / self.workers
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
         return {name: getattr(self, name) for name in self.__slots__} | {"efficiency": self.efficiency}
 
 
@@ -87,7 +86,6 @@ class ScalingCurve:
         return 1 / self.serial_share if self.serial_share > 0 else math.inf
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
         limit = self.limit if self.limit is not None and math.isfinite(self.limit) else None
         return {
             "cores": self.cores,
@@ -100,7 +98,6 @@ class ScalingCurve:
 
 
 def amdahl_speedup(serial_share: float, workers: float) -> float:
-    """S(n) = 1 / (s + (1 - s) / n)."""
     return 1 / (serial_share + (1 - serial_share) / workers)
 
 
@@ -175,7 +172,6 @@ _HOW = (
 
 
 def scaling_cells(curve: ScalingCurve) -> list[list[str]]:
-    """The rows of the table."""
     return [
         [
             f"{point.workers}",
@@ -250,7 +246,6 @@ def _about_amdahl(curve: ScalingCurve) -> str:
 def scaling_page(
     title: str, curve: ScalingCurve, told: Sequence[str], command: str, facts: Mapping[str, str]
 ) -> str:
-    """The whole page; it needs nothing from elsewhere."""
     counts = [float(point.workers) for point in curve.points]
     series = [Series(name="measured", xs=counts, ys=[point.speedup for point in curve.points])]
     if curve.serial_share is not None:

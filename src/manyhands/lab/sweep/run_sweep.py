@@ -104,7 +104,6 @@ def read_plan(path: Path) -> SweepPlan:
 
 
 def sweep_rows(plan: SweepPlan, out: Path, failures: dict[int, str] | None = None) -> list[SweepRow]:
-    """What each trial has come to so far, in the order of their numbers."""
     told = failures or {}
     return [read_row(one, out / _RUNS / one.folder, told.get(one.number, "")) for one in plan.trials()]
 
@@ -203,7 +202,6 @@ class _Children:
         return len(self._free) >= min(cores_of(trial), len(self._all))
 
     def start(self, trial: SweepTrial) -> None:
-        """Start a trial, or go on with it where it was cut."""
         folder = self._runs / trial.folder
         count = min(cores_of(trial), len(self._all))
         cores, self._free = tuple(self._free[:count]), self._free[count:]
@@ -227,7 +225,6 @@ class _Children:
         self.running.append(_Running(trial, process, cores))
 
     def collect(self) -> bool:
-        """Take in trials that have ended; whether there was one."""
         ended = [one for one in self.running if one.process.poll() is not None]
         for one in ended:
             self.running.remove(one)
@@ -260,14 +257,12 @@ def end_processes(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def last_said(log: Path) -> str:
-    """The last that a failed run said."""
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     told = [line.removeprefix("manyhands: ") for line in lines if line.startswith("manyhands: ")]
     return (told or lines or ["it said nothing"])[-1][:_TOLD_LETTERS]
 
 
 def usable_cores() -> list[int]:
-    """The cores that this process may use."""
     found = sorted(os.sched_getaffinity(0))
     if not found:
         raise ManyhandsError("this process may use no core")

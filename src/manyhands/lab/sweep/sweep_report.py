@@ -33,11 +33,9 @@ class SweepRow:
 
     @property
     def done(self) -> bool:
-        """Whether it came to its end."""
         return bool(self.final)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
         measured = {"seconds": self.seconds, "samples_per_s": self.samples_per_s} if self.done else {}
         return {
             "number": self.trial.number,
@@ -151,7 +149,6 @@ _AT_THE_SAME_TIME = (
 
 
 def sweep_cells(plan: SweepPlan, rows: Sequence[SweepRow]) -> tuple[list[str], list[list[str]]]:
-    """The head and the rows of the table, the best first."""
     varying = [setting.name for setting in plan.varying]
     others = list(dict.fromkeys(name for row in rows for name in row.final if name != plan.metric))
     head = [
@@ -200,7 +197,6 @@ def sweep_picture(plan: SweepPlan, rows: Sequence[SweepRow]) -> str:
 def sweep_page(
     plan: SweepPlan, rows: Sequence[SweepRow], told: Sequence[str], command: str, facts: Mapping[str, str]
 ) -> str:
-    """The whole page; it needs nothing from elsewhere."""
     head, cells = sweep_cells(plan, rows)
     words = [0, *(place for place, name in enumerate(head) if name in ("strategy", "failed"))]
     return document(

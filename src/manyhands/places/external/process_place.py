@@ -90,12 +90,10 @@ class ProcessPlace:
 
     @property
     def leads(self) -> bool:
-        """Whether this process is the leader, which keeps the run directory, the terminal and the web page."""
         return self.rank == 0
 
     @property
     def name(self) -> str:
-        """`worker 1 on hostB`."""
         return f"{self.role} {self.rank if self.index is None else self.index} on {self.host}"
 
 

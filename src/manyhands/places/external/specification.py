@@ -130,7 +130,6 @@ class ClusterSpec:
 
     @property
     def leader(self) -> ClusterRole:
-        """Who keeps the run directory and the terminal, and whom all others look for."""
         return ClusterRole("chief" if "chief" in self.addresses else "worker", 0)
 
     def roles(self, *kinds: str) -> tuple[ClusterRole, ...]:
@@ -234,7 +233,6 @@ def _checked_address(field: str, address: Any) -> str:
 
 
 def _check_apart(kinds: Mapping[str, Sequence[str]]) -> None:
-    """Check that no two roles listen at one address."""
     taken: dict[str, str] = {}
     for kind, listed in kinds.items():
         for index, address in enumerate(listed):
@@ -289,7 +287,6 @@ def listening_at(address: str, resolve: Resolve = socket.gethostbyname) -> str:
 
 
 def _is_ours(address: str) -> bool:
-    """Whether an interface of this host has the address."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as trial:
         try:
             trial.bind((address, 0))

@@ -134,7 +134,6 @@ def check_room(cost: MemoryCost, workers: int, room: Room) -> None:
 
 
 def _short_of(need: Amount, room: Room) -> list[str]:
-    """What there is too little of, by name."""
     return [
         one.name
         for one in fields(Room)

@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 from typing import IO, Any, Literal, Self
 
 from manyhands.errors import ManyhandsError, UserError
@@ -51,12 +50,10 @@ class Output:
         self._kept = b""
 
     def fileno(self) -> int:
-        """The descriptor, for a selector."""
         return self._pipe.fileno()
 
     @property
     def last_words(self) -> str:
-        """The last 4 KiB that came."""
         return self._kept.decode(errors="replace")
 
     def pump(self) -> bool:
@@ -137,7 +134,6 @@ class Child:
 
     @property
     def pidfd(self) -> int:
-        """Readable when the process has ended."""
         return self.process.pidfd
 
     def ask_for_stacks(self) -> None:
@@ -157,7 +153,6 @@ class Child:
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def bury(self) -> int:
-        """Kill what is left of the group of an ended process, reap it, and return its status."""
         self.kill()
         return self.process.wait()
 
@@ -229,12 +224,7 @@ class Children:
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     @contextmanager
@@ -300,7 +290,6 @@ class Children:
             self._children[rank].ask_for_stacks()
 
     def read_stacks(self, rank: int) -> str:
-        """What `rank` has written since it was asked."""
         return self._children[rank].read_stacks() if rank in self._children else ""
 
     def kill(self, rank: int) -> None:

@@ -103,7 +103,6 @@ def encoded(message: Message, coder: MessageCoder = _CODER) -> tuple[int, bytes]
 
 
 def encode(message: Message) -> bytes:
-    """One frame; see `encoded`."""
     kind, body = encoded(message)
     return _HEAD.pack(kind, len(body)) + body
 
@@ -151,7 +150,6 @@ class Channel:
         self.ended = False
 
     def fileno(self) -> int:
-        """The descriptor, for a selector."""
         return self._connection.fileno()
 
     def send(self, message: Message, timeout_s: float) -> None:
@@ -179,7 +177,6 @@ class Channel:
         self.flush()
 
     def flush(self) -> None:
-        """Send what is queued, as far as the socket accepts it."""
         with self._sending:
             try:
                 self._push()
@@ -188,7 +185,6 @@ class Channel:
 
     @property
     def has_more(self) -> bool:
-        """Whether something waits for room in the socket."""
         return bool(self._queue)
 
     def receive(self) -> list[Message]:
@@ -207,7 +203,6 @@ class Channel:
         return messages
 
     def close(self) -> None:
-        """Close this end."""
         self._connection.close()
 
     def _push(self) -> bool:

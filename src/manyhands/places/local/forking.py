@@ -105,7 +105,6 @@ class TemplateSpec:
     path: tuple[str, ...]
 
     def to_text(self) -> str:
-        """The form in the environment variable."""
         return json.dumps(asdict(self))
 
 
@@ -127,7 +126,6 @@ class ForkRequest:
     num_descriptors: int
 
     def to_bytes(self) -> bytes:
-        """As it is sent."""
         return json.dumps(asdict(self)).encode()
 
 
@@ -139,7 +137,6 @@ class BatchRequest:
     """What the template imports first, where it has not: they will need it, and so may those after them."""
 
     def to_bytes(self) -> bytes:
-        """As it is sent."""
         return json.dumps({"batch": self.modules}).encode()
 
 
@@ -148,7 +145,6 @@ class BatchEnd:
     """That is all: what was forked gets the launcher as its parent."""
 
     def to_bytes(self) -> bytes:
-        """As it is sent."""
         return json.dumps({"end": True}).encode()
 
 
@@ -159,7 +155,6 @@ class ImportRequest:
     modules: tuple[str, ...]
 
     def to_bytes(self) -> bytes:
-        """As it is sent."""
         return json.dumps({"imports": self.modules}).encode()
 
 
@@ -332,7 +327,6 @@ def _poll_for(control: socket.socket, spec: TemplateSpec) -> select.poll:
 
 
 def _next_of(control: socket.socket, spec: TemplateSpec, ready: Sequence[tuple[int, int]]) -> _Asked | None:
-    """What the launcher asks, of which `ready` tells; None once it is gone."""
     if any(descriptor == spec.launcher for descriptor, _ in ready):
         return None
     data, passed, _, _ = socket.recv_fds(control, FRAME_BYTES, MOST_PASSED)

@@ -76,7 +76,6 @@ class Loaders(Closeable, Generic[_Key]):
 
     @property
     def window(self) -> int:
-        """How many things they read ahead."""
         return self._count * self._loading.ahead
 
     def get(self, key: _Key, upcoming: Sequence[_Key], kept_from: int = 0) -> Any:
@@ -149,7 +148,6 @@ class Loaders(Closeable, Generic[_Key]):
         ]
 
     def _forked(self) -> list[_Loader[_Key]]:
-        """Of a template."""
         template, loaders = obtain(inherited_environment()), []
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         with template.batch():
@@ -209,7 +207,6 @@ class Loaders(Closeable, Generic[_Key]):
                     raise ManyhandsError(loader.ended())
 
     def _receive(self, loader: _Loader[_Key]) -> bool:
-        """One thing that was read, if there is one."""
         try:
             data, descriptors, _, _ = socket.recv_fds(loader.line, 4096, 1)
         except (BlockingIOError, ConnectionResetError):

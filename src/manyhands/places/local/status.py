@@ -111,7 +111,6 @@ class StatusTable(Closeable):
 
     @classmethod
     def create(cls, num_lines: int) -> StatusTable:
-        """A new table of `num_lines` rows."""
         descriptor = os.memfd_create("manyhands:board", os.MFD_CLOEXEC)
         try:
             os.posix_fallocate(descriptor, 0, num_lines * _LINE_BYTES)
@@ -146,11 +145,9 @@ class StatusTable(Closeable):
         _write_mark(self.control_address(line), pack_mark(step, state, waiting_for), at)
 
     def wipe(self, line: int) -> None:
-        """Clear the row of a process that is gone."""
         ctypes.memset(self.control_address(line), 0, _LINE_BYTES)
 
     def read(self, line: int) -> StatusRow:
-        """Read the row."""
         pid, heartbeat_ns, marked_ns, mark, since_ns, waited_for, place = _read_line(
             self.control_address(line)
         )
@@ -167,7 +164,6 @@ class StatusTable(Closeable):
         )
 
     def close(self) -> None:
-        """Unmap, and close the descriptor."""
         if self._map is not None:
             self._map.close()
             self._map = None

@@ -121,11 +121,9 @@ class Template:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
         return self._process.pid
 
     def fileno(self) -> int:
-        """The socket on which it is asked."""
         return self._control.fileno()
 
     def is_alive(self) -> bool:
@@ -276,13 +274,11 @@ def inherited_environment() -> dict[str, str]:
 
 
 def kept_pid() -> int | None:
-    """The process id of the template that is kept for the next run, if there is one."""
     kept = _kept
     return kept.pid if kept is not None and kept.is_alive() else None
 
 
 def kept_descriptor() -> int | None:
-    """The one descriptor that is kept for it."""
     kept = _kept
     return kept.fileno() if kept is not None and kept.is_alive() else None
 
@@ -365,7 +361,6 @@ class AdoptedProcess:
         return self.returncode
 
     def close(self) -> None:
-        """Let go of the descriptor; idempotent."""
         pidfd, self.pidfd = self.pidfd, -1
         if pidfd >= 0:
             os.close(pidfd)

@@ -29,7 +29,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Any, ClassVar, Self
 
 from manyhands.errors import ManyhandsError, PeerTimeout, UserError, first_line
@@ -132,11 +131,9 @@ class Casting:
 
     @property
     def world(self) -> int:
-        """How many processes there may be."""
         return 1 + sum(len(indices) for indices in self.actors.values()) + self.later
 
     def lead(self, master: str) -> ActorSeat:
-        """The leader's own seat."""
         role, index = self.leader
         return ActorSeat(rank=0, world=self.world, role=role, index=index, master=master, later=self.later)
 
@@ -157,7 +154,6 @@ class Casting:
 
 
 def _lead(run: PlacedRun, cluster: RayCluster) -> Any:
-    """Lead a run from this process, which is on a node of the cluster."""
     bounds = _bounds(run)
     if bounds is not None:
         run = run.following(run.commands or queue.SimpleQueue())
@@ -285,9 +281,7 @@ class ActorKeeper:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._over.set()
         self._thread.join(_JOIN_S)
         if self._thread.is_alive():
@@ -354,7 +348,6 @@ class ActorKeeper:
 
 
 def ray_module() -> Any:
-    """Ray, imported when it is first needed; UserError where it is not installed."""
     try:
         import ray
     except ImportError as error:
@@ -395,7 +388,6 @@ def connected(cluster: str, cpus: int) -> Iterator[Any]:
 
 
 def _why_not(cluster: str, error: Exception, address: str) -> str:
-    """A sentence for whatever Ray raised."""
     if address == "local":
         return (
             f"cluster={cluster}: Ray could not start on this host ({first_line(error)}); its logs in "

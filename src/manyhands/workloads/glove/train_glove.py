@@ -23,9 +23,10 @@ from manyhands.native.warming import prepare
 from manyhands.observe.draw.bars import Bars, bar_view
 from manyhands.places.local.capacity import Amount, MemoryCost, check_capacity, of_processes
 from manyhands.strategy import Strategy
-from manyhands.workloads.glove.glove_model import GloveModel, GloveOptions
+from manyhands.workloads.glove.glove_model import GloveModel
 from manyhands.workloads.glove.glove_server import GloveTables
 from manyhands.workloads.glove.glove_task import GloveTask, check_together
+from manyhands.workloads.glove.options import GloveOptions
 
 __all__ = [
     "AfterPass",

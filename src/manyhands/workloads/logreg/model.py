@@ -16,15 +16,14 @@ import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
+from manyhands.data.matrix import Rows
 from manyhands.data.row_files import Reading, RowFile
-from manyhands.data.sparse_rows import Rows
 from manyhands.data.store.atomic import write_atomically
 from manyhands.data.store.exported import narrow, widen
 from manyhands.data.store.tensorfile import encode_tensors
 from manyhands.errors import UserError
 from manyhands.workloads.logreg import logreg_kernels
-from manyhands.workloads.logreg.labels import PAIRS, Labels
-from manyhands.workloads.logreg.metrics import Metrics, measure
+from manyhands.workloads.logreg.labels import PAIRS, Labels, Metrics, measure
 
 __all__ = ["MODEL_FILE", "LogregModel"]
 

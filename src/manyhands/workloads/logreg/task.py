@@ -23,9 +23,9 @@ from manyhands.native.group.gate import Turn, require_turn
 from manyhands.native.segment import Segment
 from manyhands.strategy import Strategy
 from manyhands.workloads.logreg.batch_task import logreg_task
+from manyhands.workloads.logreg.examples import Parsed
 from manyhands.workloads.logreg.logreg_kernels import BETA, LOSS, RULES, WEIGHT, WIDTHS, train, warm
 from manyhands.workloads.logreg.options import LogregOptions
-from manyhands.workloads.logreg.parsed import Parsed
 
 __all__ = ["LogregMemory", "LogregTask", "check_strategy"]
 
