@@ -1,11 +1,11 @@
 """Encoding of typed messages by their annotations alone: nothing is pickled, and nothing received is executed.
 
-A `MessageCoder` is given the message classes, which are frozen dataclasses, and the number of each. A class made of
-int, float, bool and IntEnum, and of dataclasses made of these, is one little-endian struct, compiled when the coder
-is made: int and IntEnum are 8 bytes signed, float 8 bytes, bool 1 byte, in the order of the fields. A NamedTuple of
-int and float is such a struct too, for frequent messages: it is much faster to construct. Any other class (text,
-bytes, tuples, None, unions of dataclasses) is JSON: a list of the fields in order, a nested dataclass again as a
-list, a union as a list that begins with the class name, and bytes as hexadecimal digits.
+A `MessageCoder` is given the message classes, frozen dataclasses or NamedTuples (which are much faster to
+construct), and the number of each. A class made of int, float, bool and IntEnum, and of classes made of these, is one
+little-endian struct, compiled when the coder is made: int and IntEnum are 8 bytes signed, float 8 bytes, bool 1 byte,
+in the order of the fields. Any other class (text, bytes, tuples, None, unions of classes) is JSON: a list of the
+fields in order, a nested class again as a list, a union as a list that begins with the class name, and bytes as
+hexadecimal digits.
 
 Whatever bytes arrive, `decode` returns a message whose every field has its annotated type and which `encode` would
 accept, or raises ProtocolError. Text must be valid UTF-8: a lone surrogate is refused in both directions, because
@@ -80,17 +80,20 @@ class MessageCoder:
 
 
 def _compile(message: type) -> tuple[_Encode, _Decode]:
-    if issubclass(message, tuple):
-        return _as_tuple(message)
     flat = _flat_fields(message, "")
     return _as_json(message) if flat is None else _as_struct(message, flat)
 
 
 def _hints(message: type) -> dict[str, Any]:
-    if not is_dataclass(message):
-        raise UserError(f"{message.__name__} is no dataclass")
+    if not _is_record(message):
+        raise UserError(f"{message.__name__} is no dataclass and no NamedTuple")
     hints = get_type_hints(message)
-    return {field.name: hints[field.name] for field in fields(message)}
+    names = getattr(message, "_fields", None) or [field.name for field in fields(message)]
+    return {name: hints[name] for name in names}
+
+
+def _is_record(hint: Any) -> bool:
+    return isinstance(hint, type) and (is_dataclass(hint) or hasattr(hint, "_fields"))
 
 
 # ── structs ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -104,7 +107,7 @@ def _flat_fields(message: type, prefix: str) -> list[tuple[str, Any]] | None:
     for name, hint in _hints(message).items():
         if hint in _CODES or _is_enum(hint):
             flat.append((prefix + name, hint))
-        elif isinstance(hint, type) and is_dataclass(hint):
+        elif _is_record(hint):
             inner = _flat_fields(hint, f"{prefix}{name}.")
             if inner is None:
                 return None
@@ -112,27 +115,6 @@ def _flat_fields(message: type, prefix: str) -> list[tuple[str, Any]] | None:
         else:
             return None
     return flat
-
-
-def _as_tuple(message: Any) -> tuple[_Encode, _Decode]:
-    """The encoder and decoder of a NamedTuple of plain numbers, packed and unpacked without conversion."""
-    hints = get_type_hints(message)
-    names: tuple[str, ...] = getattr(message, "_fields", ())
-    wrong = [name for name in names if hints[name] not in (int, float)]
-    if wrong or not names:
-        raise UserError(f"{message.__name__}: a tuple that travels has names and plain numbers, not {wrong}")
-    layout = struct.Struct("<" + "".join(_CODES[hints[name]] for name in names))
-    pack, unpack, make, size = layout.pack, layout.unpack, message._make, layout.size
-
-    def encode(value: Any) -> bytes:
-        return pack(*value)
-
-    def decode(body: Buffer) -> Any:
-        if len(body) != size:
-            _wrong_size(message, size, body)
-        return make(unpack(body))
-
-    return encode, decode
 
 
 def _as_struct(message: type, flat: list[tuple[str, Any]]) -> tuple[_Encode, _Decode]:
@@ -156,21 +138,22 @@ def _as_struct(message: type, flat: list[tuple[str, Any]]) -> tuple[_Encode, _De
 
 def _builder(message: type, places: Any) -> Callable[[tuple[Any, ...]], Any]:
     """Return a function that builds `message` from unpacked numbers, using the next `places`."""
-    plain: list[tuple[str, int]] = []
-    checked: list[tuple[str, Callable[[tuple[Any, ...]], Any]]] = []
-    for name, hint in _hints(message).items():
+    hints = _hints(message)
+    makers: list[tuple[int, Callable[[tuple[Any, ...]], Any] | None]] = []
+    for name, hint in hints.items():
         if hint in (int, float):
-            plain.append((name, next(places)))
-        elif isinstance(hint, type) and is_dataclass(hint):
-            checked.append((name, _builder(hint, places)))
+            makers.append((next(places), None))
+        elif _is_record(hint):
+            makers.append((0, _builder(hint, places)))
         else:
-            checked.append((name, _checker(message, name, hint, next(places))))
+            makers.append((0, _checker(message, name, hint, next(places))))
+    make_tuple = getattr(message, "_make", None)
 
     def build(numbers: tuple[Any, ...]) -> Any:
-        values = {name: numbers[place] for name, place in plain}
-        for name, make in checked:
-            values[name] = make(numbers)
-        return _built(message, values)
+        values = [numbers[place] if make is None else make(numbers) for place, make in makers]
+        if make_tuple is not None:
+            return make_tuple(values)
+        return _built(message, dict(zip(hints, values, strict=True)))
 
     return build
 
@@ -222,18 +205,18 @@ def _rules(hint: Any, where: str) -> tuple[_Pack, _Unpack]:
         return _pack_int, _enum_unpacker(hint)
     if hint in _SCALARS:
         return _SCALARS[hint]
-    if isinstance(hint, type) and is_dataclass(hint):
+    if _is_record(hint):
         return _dataclass_rules(hint)
     if get_origin(hint) is tuple and get_args(hint)[1:] == (...,):
         return _tuple_rules(get_args(hint)[0], where)
     arms = get_args(hint) if get_origin(hint) in (UnionType, Union) else ()
     if len(arms) == 2 and arms[1] is NoneType:
         return _optional_rules(arms[0], where)
-    if arms and all(isinstance(arm, type) and is_dataclass(arm) for arm in arms):
+    if arms and all(map(_is_record, arms)):
         return _union_rules(arms)
     raise UserError(
-        f"{where}: {hint} cannot travel; allowed are int, float, bool, str, bytes, IntEnum, dataclasses of these, "
-        "one of several dataclasses, tuple[..., ...] of any of these, and any of these or None"
+        f"{where}: {hint} cannot travel; allowed are int, float, bool, str, bytes, IntEnum, dataclasses and NamedTuples "
+        "of these, one of several such, tuple[..., ...] of any of these, and any of these or None"
     )
 
 
