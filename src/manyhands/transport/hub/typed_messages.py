@@ -215,8 +215,8 @@ def _rules(hint: Any, where: str) -> tuple[_Pack, _Unpack]:
     if arms and all(map(_is_record, arms)):
         return _union_rules(arms)
     raise UserError(
-        f"{where}: {hint} cannot travel; allowed are int, float, bool, str, bytes, IntEnum, dataclasses and NamedTuples "
-        "of these, one of several such, tuple[..., ...] of any of these, and any of these or None"
+        f"{where}: {hint} cannot travel; allowed are int, float, bool, str, bytes, IntEnum, dataclasses and "
+        "NamedTuples of these, one of several such, tuple[..., ...] of any of these, and any of these or None"
     )
 
 

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from manyhands.facts import Waits
 
@@ -53,8 +52,7 @@ class Book(Protocol):
         """The first `count` waiting updates as (slot, clock), in the order of arrival."""
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
+class Group(NamedTuple):
     """The updates (slot, clock) of one optimizer step, in the order of their sum."""
 
     step: int
@@ -62,8 +60,7 @@ class Group:
     updates: tuple[tuple[int, int], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class BatchPlace:
+class BatchPlace(NamedTuple):
     """Part `part` of `parts` of a batch."""
 
     batch: int
