@@ -28,13 +28,11 @@ from torch import Tensor, nn
 
 import manyhands as mh
 from manyhands.data.store.rundir import RunDirectory
-from manyhands.lab.compare.compare_report import Made, report
+from manyhands.lab.compare.compare_report import Made, machine, report
 from manyhands.lab.compare.comparison import Target, trials
 from manyhands.lab.compare.figures import Figures, figures
 from manyhands.lab.compare.findings import Conditions, paragraph
-from manyhands.lab.compare.machine import machine
-from manyhands.lab.compare.measured_run import measure
-from manyhands.lab.compare.run_comparison import CompareSettings, compare
+from manyhands.lab.compare.run_comparison import CompareSettings, compare, measure
 from manyhands.strategies.federated.clients import held
 from manyhands.strategies.federated.partition import Partition, labels_of
 from manyhands.strategies.federated.personal import fine_tuned, models_kept

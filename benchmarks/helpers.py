@@ -1,6 +1,6 @@
 """All-reduce with helpers beside its formula: `python benchmarks/helpers.py [--rate 100mbit] [--rounds 3]`; needs root.
 
-Played through: every schedule in the model of ports (`strategies.common.collectives.collective_cost`), for 4 and 8
+Played through: every schedule in the model of ports (`strategies.common.collectives.schedule_proof`), for 4 and 8
 workers and 0 to as many helpers, beside the formula and a ring. Live: every process in a network namespace of its
 own, all on one switch, each with a cable that a token bucket holds to the rate in both directions. The same
 perceptron is trained with and without helpers: what a step takes, and what the busiest cable carries, as the switch
@@ -32,7 +32,7 @@ from cables import inside, places, run_ranks
 from manyhands.places.local.signals import ending
 from manyhands.strategies.allreduce.helpers import helped, segments_for, split_load
 from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
-from manyhands.strategies.common.collectives.collective_cost import cost
+from manyhands.strategies.common.collectives.schedule_proof import cost
 
 RESULT = Path(__file__).parent / "results" / "helpers.json"
 WIDTH, LAYERS, BATCH, STEPS, WARM = 512, 4, 32, 9, 3

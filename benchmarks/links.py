@@ -26,8 +26,7 @@ import torch
 import torch.distributed as dist
 
 from manyhands.errors import format_bytes
-from manyhands.transport.link.interface import Flushed, Link, Queued, Received
-from manyhands.transport.link.message import Message
+from manyhands.transport.link.interface import Flushed, Link, Message, Queued, Received
 from manyhands.transport.link.shared_link import LinkDescriptors, SharedLink, SharedLinkFiles
 from manyhands.transport.link.torch_p2p import TorchLink
 

@@ -34,7 +34,7 @@ from cables import inside, places, run_ranks
 from hosts import ADDRESS, two_hosts
 from manyhands.foresight.simulate.bursts import push_at_once
 from manyhands.foresight.simulate.overlap_model import ORDERS, LayeredStep, gain_bound, step_seconds
-from manyhands.strategies.ps.staggering import round_of_shards
+from manyhands.strategies.ps.client_core import round_of_shards
 
 RESULT = Path(__file__).parent / "results" / "priority.json"
 WIDTH, LAYERS, STEPS, WARM, WORLD = 1024, 8, 16, 4, 2

@@ -36,12 +36,10 @@ from sklearn.linear_model import SGDClassifier
 from manyhands.data.row_files import Reading, RowFile
 from manyhands.data.sparse_rows import Rows
 from manyhands.engine.fitting import fit
-from manyhands.workloads.logreg.examples import Labelled
-from manyhands.workloads.logreg.labels import Labels
-from manyhands.workloads.logreg.metrics import measure
+from manyhands.workloads.logreg.examples import Labelled, ParsedBlocks
+from manyhands.workloads.logreg.labels import Labels, measure
 from manyhands.workloads.logreg.model import LogregModel
 from manyhands.workloads.logreg.options import LogregOptions
-from manyhands.workloads.logreg.parsed import ParsedBlocks
 from manyhands.workloads.logreg.task import LogregTask
 from manyhands.workloads.logreg.training import train_logreg
 

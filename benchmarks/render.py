@@ -22,13 +22,12 @@ from render_federated import (
 )
 from render_gpu_nccl import nccl_steps
 from render_inference import inference_speed
-from render_links import helpers_live, helpers_played, hosts_speed, links_speed, ray_actor, tls_cost
+from render_links import helpers_live, hosts_speed, links_speed, ray_actor, tls_cost
 from render_loading import loading_rates
 from render_models import codecs_speed, offload, pipeline_bubbles, pipeline_speed, wavefronts
 from render_priority import priority_gain
 from render_startup import startup_times
 from render_wire import local_steps, wire_time
-from render_workbench import workbench
 from results_read import RESULTS, ROOT, load, markdown, show_percent, show_ratio, show_time
 
 
@@ -64,22 +63,32 @@ def backend_speed() -> str:
     return markdown(rows)
 
 
-def allreduce_table(name: str) -> Callable[[], str]:
-    """All contenders of one result: median time and ratio to Gloo."""
-
-    def render() -> str:
-        result = load(name)
-        sizes = result["results"]
-        rows = [["", *(format_bytes(row["size_bytes"]) for row in sizes)]]
-        for contender in sizes[0]["contenders"]:
-            cells = [row["contenders"][contender] for row in sizes]
-            rows.append(
-                [contender, *(f"{show_time(c['median_us'])} ({show_ratio(c['times_gloo'])})" for c in cells)]
-            )
-        title = f"**{result['workers']} workers on {result['cores']} cores** (torch {result['torch']})"
-        return f"{title}\n\n{markdown(rows)}"
-
-    return render
+def allreduce_schedules() -> str:
+    """At each size and number of workers: the bucket, the fastest schedule over links, and Gloo."""
+    names = ["allreduce-2", "allreduce-4", *(f"allreduce-16core-{workers}" for workers in (2, 4, 8, 16))]
+    results = [load(name) for name in names]
+    sizes = [row["size_bytes"] for row in results[0]["results"]]
+    rows = [["workers on cores", "", *(format_bytes(size) for size in sizes)]]
+    for result in results:
+        cells = [row["contenders"] for row in result["results"]]
+        schedules = [
+            min(cell.keys() - {"bucket", "gloo"}, key=lambda name: float(cell[name]["median_us"]))
+            for cell in cells
+        ]
+        shown = {
+            "bucket": ["bucket"] * len(cells),
+            "fastest schedule": schedules,
+            "gloo": ["gloo"] * len(cells),
+        }
+        for title, chosen in shown.items():
+            row = [f"{result['workers']} on {result['cores']}" if title == "bucket" else "", title]
+            for cell, name in zip(cells, chosen, strict=True):
+                which = f"{name} " if title == "fastest schedule" else ""
+                row.append(
+                    f"{which}{show_time(cell[name]['median_us'])} ({show_ratio(cell[name]['times_gloo'])})"
+                )
+            rows.append(row)
+    return markdown(rows)
 
 
 def step_table(name: str) -> Callable[[], str]:
@@ -87,16 +96,15 @@ def step_table(name: str) -> Callable[[], str]:
 
     def render() -> str:
         result = load(name)
-        rows = [["", "step", "10th to 90th percentile", "samples/s", "to DDP", "efficiency"]]
+        rows = [["", "step", "samples/s", "to DDP", "efficiency"]]
         for row in result["results"]:
             about = f"**{row['workload']}**, {row['parameters'] / 1e6:.1f} M parameters, {row['optimizer']}"
-            rows.append([f"{about}, {row['batch_per_worker']} samples per worker", *[""] * 5])
+            rows.append([f"{about}, {row['batch_per_worker']} samples per worker", *[""] * 4])
             for contender, cell in row["contenders"].items():
                 rows.append(
                     [
                         contender,
                         f"{cell['median_ms']:.1f} ms",
-                        f"{cell['p10_ms']:.1f} to {cell['p90_ms']:.1f} ms",
                         f"{cell['samples_per_s']:.0f}",
                         f"{cell['times_ddp']:.2f}×",
                         show_percent(cell.get("efficiency")),
@@ -131,17 +139,15 @@ def server_table(name: str) -> Callable[[], str]:
 
     def render() -> str:
         result = load(name)
-        rows = [["", "round trip", "10th to 90th percentile", "per second", "moved", "to the Ray actor"]]
+        rows = [["", "round trip", "moved", "to the Ray actor"]]
         for row in result["results"]:
             about = f"**{row['exchange']}**, {format_bytes(row['gradient_bytes'])} each way, {row['about']}"
-            rows.append([about, *[""] * 5])
+            rows.append([about, *[""] * 3])
             for contender, cell in row["contenders"].items():
                 rows.append(
                     [
                         contender,
                         show_time(cell["median_us"]),
-                        f"{show_time(cell['p10_us'])} to {show_time(cell['p90_us'])}",
-                        f"{cell['round_trips_per_s']:,.0f}",
                         f"{cell['moved_bytes_per_s'] / 1e9:.2f} GB/s",
                         show_ratio(cell["times_ray"]),
                     ]
@@ -149,21 +155,6 @@ def server_table(name: str) -> Callable[[], str]:
         versions = f"torch {result['torch']}, ray {result['ray']}"
         title = f"**One worker and one server on {result['cores']} cores** ({versions})"
         return f"{title}\n\n{markdown(rows)}"
-
-    return render
-
-
-def server_memory(name: str) -> Callable[[], str]:
-    """What servers keep beside the parameters and the optimizer's state."""
-
-    def render() -> str:
-        rows = [["link", "workers", "parameters", "optimizer state", "private, measured", "shared, measured"]]
-        for row in load(name)["memory"]:
-            sizes = ("parameters_bytes", "state_bytes", "private_bytes", "shared_bytes")
-            rows.append(
-                [row["link"], str(row["workers"]), *(format_bytes(max(row[size], 0)) for size in sizes)]
-            )
-        return markdown(rows)
 
     return render
 
@@ -412,7 +403,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "links": links_speed,
     "tls": tls_cost,
     "hosts": hosts_speed,
-    "helpers played": helpers_played,
     "helpers live": helpers_live,
     "nccl": nccl_steps,
     "priority": priority_gain,
@@ -425,7 +415,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "step-2": step_table("step-2"),
     "step-16core": step_scaling,
     "server": server_table("server"),
-    "server memory": server_memory("server"),
     "glove training": glove_training,
     "glove counting": glove_counting,
     "glove workers": glove_workers,
@@ -448,15 +437,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "stragglers passing": stragglers("passing"),
     "wavefronts": wavefronts,
     "wire time": wire_time,
-    "workbench": workbench,
-    **{
-        name: allreduce_table(name)
-        for name in (
-            "allreduce-2",
-            "allreduce-4",
-            *(f"allreduce-16core-{workers}" for workers in (2, 4, 8, 16)),
-        )
-    },
+    "allreduce schedules": allreduce_schedules,
 }
 
 

@@ -86,25 +86,6 @@ def hosts_speed() -> str:
     return f"{about}\n\n{markdown(table)}"
 
 
-def helpers_played() -> str:
-    """All-reduce with helpers in the model of ports, beside the formula and a ring."""
-    result = load("helpers")
-    table = [["workers", "helpers", "busiest link, × gradient", "by formula", "time, × ring", "by formula"]]
-    for row in result["simulated"]:
-        ring = 2 * (row["workers"] - 1) / row["workers"]
-        table.append(
-            [
-                str(row["workers"]),
-                str(row["helpers"]),
-                f"{row['played_share']:.3f}",
-                f"{row['formula_share']:.3f}",
-                f"{row['played_s'] / row['ring_s']:.2f}",
-                f"{row['formula_share'] / ring:.2f}",
-            ]
-        )
-    return markdown(table)
-
-
 def helpers_live() -> str:
     """The same between namespaces with a cable each: bytes on the busiest one, and a step."""
     result = load("helpers")

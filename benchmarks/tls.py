@@ -34,7 +34,7 @@ import torch
 
 from cables import inside, namespaces_are_permitted, two_namespaces
 from manyhands.errors import format_bytes
-from manyhands.transport.link.authority import make_certificates
+from manyhands.transport.certificates import make_certificates
 from tls_carriers import TIMEOUT_S, Carrier, OverSockets, Rendezvous, hold_to
 
 SIZES = {1 << 16: 200, 1 << 20: 32, 1 << 26: 2}  # bytes, and messages per measurement

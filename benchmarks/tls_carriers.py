@@ -21,11 +21,10 @@ import torch
 from cables import pace, pace_every_connection
 from manyhands.transport.hub.handshake import Credentials
 from manyhands.transport.hub.hub import Arrived, Hub, Joined, Settings
-from manyhands.transport.hub.typed_messages import MessageCoder
-from manyhands.transport.link.interface import Full, Link, Queued, Received
-from manyhands.transport.link.message import Message
-from manyhands.transport.link.secure import Security
+from manyhands.transport.link.interface import Full, Link, Message, Queued, Received
 from manyhands.transport.link.tcp import TcpLink
+from manyhands.transport.messages import MessageCoder
+from manyhands.transport.security import Security
 
 TIMEOUT_S = 120.0
 TOKEN = b"the secret of this benchmark, no other"

@@ -28,6 +28,10 @@ Everything that `import manyhands as mh` offers, from the docstrings of the sour
 """
 
 
+_CALLED = {"Callback", "ClusterSpec", "History", "Parties", "Running", "WorkerGroup"}
+"""Values whose methods a user calls or overrides; those of the others are for who extends the library."""
+
+
 def render() -> str:
     """The page."""
     offered = {name: getattr(manyhands, name) for name in manyhands.__all__ if not name.startswith("__")}
@@ -68,7 +72,7 @@ def _value(name: str, kind: type) -> Iterator[str]:
         rows = _fields(kind)
         if rows:
             yield _table(["field", "type", "default", ""], rows)
-    methods = _methods(kind)
+    methods = _methods(kind) if name in _CALLED else []
     if methods:
         yield _table(["method or property", ""], methods)
 
@@ -82,11 +86,11 @@ def _strategies() -> Iterator[str]:
         kind = home.load_value()
         yield f"### `{word}`: `mh.{kind.__name__}`\n\n{_text(kind)}"
         rows = []
-        for name, kind_of, _, about in _fields(kind):
+        for name, _, _, about in _fields(kind):
             field = next(one for one in dataclasses.fields(kind) if one.name == name.strip("`"))
             shown = field.metadata["show"](field.default)
-            rows.append([name, kind_of, f"`{shown}`", about])
-        yield _table(["setting", "type", "default", ""], rows) if rows else "It has no settings."
+            rows.append([name, f"`{shown}`", about])
+        yield _table(["setting", "default", ""], rows) if rows else "It has no settings."
 
 
 def _fields(kind: Any) -> list[list[str]]:
@@ -142,16 +146,22 @@ def _methods(kind: type) -> list[list[str]]:
         if isinstance(one, property):
             rows.append([f"`.{name}`", _one_line(inspect.getdoc(one) or "")])
         elif inspect.isfunction(called):
-            rows.append(
-                [f"`.{name}{_signature(called, drop_first=True)}`", _sentence(inspect.getdoc(called) or "")]
-            )
+            rows.append([f"`.{name}({_names(called)})`", _sentence(inspect.getdoc(called) or "")])
     return rows
 
 
-def _signature(one: Any, drop_first: bool = False) -> str:
+def _names(method: Any) -> str:
+    """The parameters of a method by name; its types are in the source."""
+    parameters = list(inspect.signature(method).parameters.values())[1:]
+    return ", ".join(
+        f"{one.name}={one.default!r}" if one.default is not one.empty else one.name for one in parameters
+    )
+
+
+def _signature(one: Any) -> str:
     signature = inspect.signature(one)
     shown, kind = [], None
-    for parameter in list(signature.parameters.values())[1 if drop_first else 0 :]:
+    for parameter in signature.parameters.values():
         if parameter.kind is parameter.KEYWORD_ONLY and kind not in (
             parameter.KEYWORD_ONLY,
             parameter.VAR_POSITIONAL,
@@ -170,7 +180,7 @@ def _signature(one: Any, drop_first: bool = False) -> str:
         else f" -> {_annotation(signature.return_annotation)}"
     )
     whole = f"({', '.join(shown)}){result}"
-    if len(whole) <= 100 or drop_first:
+    if len(whole) <= 100:
         return whole
     return "(\n" + "".join(f"    {one},\n" if one != "*" else "    *,\n" for one in shown) + f"){result}"
 

@@ -25,9 +25,9 @@ from PIL import Image
 from selenium import webdriver
 from selenium.webdriver.support.wait import WebDriverWait
 
-from manyhands.observe.analyse.source import ComingRun
+from manyhands.observe.analyse.follow import ComingRun
 from manyhands.observe.draw.prometheus import metrics_text
-from manyhands.serving.dashboard import Dashboard
+from manyhands.serving.hosting import Dashboard
 
 FIGURES = Path(__file__).parent / "figures"
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"

@@ -7,8 +7,8 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from manyhands.transport.link.authority import make_certificates
-from manyhands.transport.link.secure import Security
+from manyhands.transport.certificates import make_certificates
+from manyhands.transport.security import Security
 
 __all__ = ["HOSTS", "careless", "careless_security", "folders", "run_security"]
 

@@ -10,11 +10,14 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from manyhands.engine.run_commands import AddWorker, RemoveWorker
-from manyhands.strategies.allreduce.elastic.channel import StepChannel
+from manyhands.errors import UserError
+from manyhands.foresight.simulate import draw_storm
+from manyhands.foresight.simulate.faults import FaultRole, Kill, Pause, WorkerComes, WorkerGoes
+from manyhands.places.run_commands import AddWorker, RemoveWorker
 from manyhands.strategies.allreduce.elastic.elastic_membership import ElasticMembership, ElasticPlan
 from manyhands.strategies.allreduce.elastic.elastic_messages import (
     Abort,
@@ -26,16 +29,13 @@ from manyhands.strategies.allreduce.elastic.elastic_messages import (
     Done,
     EpochView,
     GatherEpoch,
-    GiveUp,
-    KillWorker,
     LeaveEpoch,
     LeftEpoch,
     MemberReady,
     RunOver,
-    StartMember,
-    WorkerLost,
-    WorkerSilent,
 )
+from manyhands.strategies.allreduce.elastic.epoch_collective import StepChannel
+from manyhands.strategies.common.membership import Died, Fail, KillMember, MemberSilent, StartWorker
 
 Trained = list[tuple[int, tuple[int, ...]]]
 Wait = Generator[None, None, Any]
@@ -323,21 +323,21 @@ class Run:
             heard_all = not any(getattr(event, "member", None) == member for event in self.told)
             if ticks <= 0 and heard_all:  # what it said before is heard first
                 del self.dying[member]
-                self._do(self.core.handle(WorkerLost(member=member, sentence=f"member {member} was killed")))
+                self._do(self.core.handle(Died(member=member, sentence=f"member {member} was killed")))
             else:
                 self.dying[member] = ticks - 1
 
     def silent(self, worker: Worker) -> None:
         """It was stopped, and the launcher has noticed."""
         worker.stopped = True
-        self._do(self.core.handle(WorkerSilent(member=worker.member)))
+        self._do(self.core.handle(MemberSilent(member=worker.member)))
 
     def _do(self, actions: list[Any]) -> None:
         for action in actions:
             match action:
-                case StartMember(member=member, slot=slot):
+                case StartWorker(member=member, slot=slot):
                     self.workers[member] = Worker(self, member, slot)
-                case KillWorker(member=member):
+                case KillMember(member=member):
                     self.kill(self.workers[member])
                 case Ask(epoch=epoch, members=members):
                     self._post(members, GatherEpoch(epoch=epoch))
@@ -349,7 +349,7 @@ class Run:
                     self._post([seat.member for seat in view.seats], view)
                 case Dismiss(member=member):
                     self._post([member], Depart())
-                case GiveUp(sentence=sentence):
+                case Fail(sentence=sentence):
                     self.failed = sentence
                 case RunOver():
                     self.is_over = True
@@ -357,3 +357,69 @@ class Run:
     def _post(self, members: Any, order: Any) -> None:
         for member in members:
             self.workers[member].inbox.append(order)
+
+
+# ── runs of a seed, with the simulator's faults ───────────────────────────────────────────────────────────────────────
+
+TICKS_PER_S = 250
+STEPS = 8
+BY_DESIGN = ("nobody who has the state", "left, and min_workers=", "times in a row without taking a step")
+
+
+def _strikes(seed: int) -> Callable[[Run], None]:
+    """Strikes with the faults of `draw_storm`, whose seconds are ticks here.
+
+    There are no servers: a fault that would strike one strikes the lowest slot, which donates the state and leaves the
+    weights. Whoever is stopped for long is noticed; a slow link is a stop that nobody notices.
+    """
+    faults = deque(draw_storm(seed, 2.5))
+    wakes: dict[int, int] = {}
+
+    def strike(run: Run) -> None:
+        for member, tick in list(wakes.items()):
+            if run.ticks >= tick:
+                del wakes[member]
+                run.workers[member].stopped = False
+        while faults and run.ticks >= faults[0].at_s * TICKS_PER_S:
+            fault = faults.popleft()
+            if not run.present():
+                continue
+            if isinstance(fault, WorkerComes):
+                run.change(AddWorker())
+                continue
+            pick = fault.pick
+            if isinstance(fault, WorkerGoes):
+                slots = sorted({worker.slot for worker in run.present()})
+                with suppress(UserError):  # it is gone already, or too few would be left
+                    run.change(RemoveWorker(slot=slots[pick % len(slots)]))
+                continue
+            present = sorted(run.present(), key=lambda worker: worker.slot)
+            worker = present[0 if fault.role is FaultRole.SERVER else pick % len(present)]
+            if isinstance(fault, Kill):
+                run.kill(worker, noticed_after=pick % 20)
+            elif isinstance(fault, Pause) and fault.seconds > 0.3:
+                run.silent(worker)
+            else:
+                worker.stopped = True
+                wakes[worker.member] = run.ticks + int(min(fault.seconds, 1.0) * TICKS_PER_S)
+
+    return strike
+
+
+def elastic_complaints(seed: int) -> list[str]:
+    """What is wrong with the run of a seed, in which workers die, stop, come and go."""
+    draw = random.Random(f"elastic {seed}")
+    workers = draw.randint(1, 6)
+    run = Run(workers=workers, steps=STEPS, seed=seed, min_workers=draw.randint(1, workers))
+    run.go(_strikes(seed))
+    if run.failed:
+        by_design = run.losses > 0 and any(words in run.failed for words in BY_DESIGN)
+        return [] if by_design else [run.failed]
+    left = [worker.trained for worker in run.workers.values() if worker.left_weights]
+    found = [] if left else ["nobody left the weights"]
+    found += [
+        f"trained {trained}" for trained in left if [step for step, _ in trained] != list(range(run.steps))
+    ]
+    if run.core.redone > run.core.changes:
+        found.append(f"{run.core.redone} steps were computed again for {run.core.changes} changes")
+    return found

@@ -97,10 +97,10 @@ def _matrix(folder: Path) -> object:
 
 
 def _learn(folder: Path) -> object:
-    from manyhands.workloads.logreg import room
+    from manyhands.workloads.logreg import training
     from manyhands.workloads.logreg.training import train_logreg
 
-    room.available_bytes = lambda: (
+    training.available_bytes = lambda: (
         256 << 20
     )  # as on a machine that has no more: what is asked for must fit in it
     result = train_logreg(folder / "sample")

@@ -85,7 +85,7 @@ def _events(folder: Path, role: int, name: str) -> None:
 
 
 def _report(folder: Path) -> object:
-    from manyhands.observe.analyse.source import existing_run
+    from manyhands.observe.analyse.follow import existing_run
     from manyhands.observe.draw.page import report
     from manyhands.observe.draw.prometheus import metrics_text
 
@@ -128,7 +128,7 @@ def _tensorboard(folder: Path) -> object:
 
 def _measure(folder: Path) -> object:
     from manyhands.lab.compare.comparison import Trial
-    from manyhands.lab.compare.measured_run import measure
+    from manyhands.lab.compare.run_comparison import measure
     from manyhands.strategy import Strategy
 
     return measure(Trial(place=0, repeat=0), folder / "run", Strategy.parse("ps servers=2 consistency=async"))
@@ -165,9 +165,8 @@ def _sweep(folder: Path) -> None:
 
 
 def _sweep_rows(folder: Path) -> object:
-    from manyhands.lab.sweep.results import sentences
     from manyhands.lab.sweep.run_sweep import open_sweep, read_plan, sweep_rows
-    from manyhands.lab.sweep.sweep_report import sweep_page
+    from manyhands.lab.sweep.sweep_report import sentences, sweep_page
 
     plan = read_plan(folder / "sweep.json")
     rows = sweep_rows(plan, folder)

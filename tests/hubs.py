@@ -14,9 +14,9 @@ from manyhands.native.version import __version__
 from manyhands.transport.hub.frames import HEADER_BYTES, encode_header
 from manyhands.transport.hub.handshake import CONTROL, Claim, Credentials, Handshake
 from manyhands.transport.hub.hub import Hub, HubEvent, Joined
-from manyhands.transport.hub.settings import Settings
-from manyhands.transport.hub.typed_messages import MessageCoder
-from manyhands.transport.link.liveness import LivenessTimes
+from manyhands.transport.hub.hub_events import Settings
+from manyhands.transport.liveness import LivenessTimes
+from manyhands.transport.messages import MessageCoder
 
 __all__ = [
     "CLAIM",

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from manyhands.interop.own_loop.join import open_group
 from manyhands.interop.own_loop.worker_group import WorkerGroup
-from manyhands.places.external.process_place import Place
+from manyhands.places.external.process_place import ProcessPlace
 
 T = TypeVar("T")
 
@@ -36,7 +36,7 @@ def on_workers(
     results: list[T | BaseException] = [RuntimeError("never ran")] * world
 
     def work(rank: int) -> None:
-        place = Place(rank=rank, world=world, open_store=lambda _: store)
+        place = ProcessPlace(rank=rank, world=world, open_store=lambda _: store)
         try:
             options: dict[str, Any] = {
                 "strategy": strategy,

@@ -27,8 +27,8 @@ from manyhands.errors import WorkerFailed
 from manyhands.strategies.pipeline.borders import StageBorders
 from manyhands.strategies.pipeline.ends import TrainingEnds
 from manyhands.strategies.pipeline.exchange import PipelineExchange
-from manyhands.strategies.pipeline.holding import holding_of
-from manyhands.strategies.pipeline.schedule_table import Schedule
+from manyhands.strategies.pipeline.schedules import Schedule
+from manyhands.strategies.pipeline.split import holding_of
 from manyhands.strategies.pipeline.stage_messages import StageMessages
 from manyhands.strategies.pipeline.stage_worker import PipelineStage
 from manyhands.strategies.pipeline.strategy import Pipeline

@@ -9,7 +9,7 @@ from typing import Any
 from manyhands.foresight.simulate import SimulatedRun, SimulationSpec, Witness, simulate
 from manyhands.foresight.simulate.models import LedgerStore
 from manyhands.foresight.simulate.simulated_run import SimulatedHappening
-from manyhands.strategies.common.consistency.policy import Policy, blend
+from manyhands.strategies.common.consistency import Policy, blend
 from manyhands.strategies.ps.actions import Ack
 from manyhands.strategies.ps.audit import Audit, Evidence, audit
 from manyhands.strategies.ps.log_rows import RestoredRow, Row, StepRow

@@ -29,7 +29,7 @@ class Played:
     @property
     def traffic(self) -> Traffic:
         """Of all clients."""
-        return self.exchange.traffic()
+        return self.exchange.meter.traffic()
 
 
 def play_rounds(
@@ -52,7 +52,7 @@ def play_rounds(
         begin = len(after.losses)
     exchange.attach(model, optimizer)
     if after is not None:
-        exchange.load_state(after.exchange.memory())
+        exchange.kept.load(after.exchange.kept.gather())
     losses = list(after.losses) if after is not None else []
     plan = TrainingPlan(
         task=task, steps=rounds, seed=seed, evaluate_every=1, checkpoint_every=0, autocast=autocast

@@ -20,8 +20,8 @@ from manyhands.foresight.simulate import (
 )
 from manyhands.foresight.simulate.faults import FaultRole, Kill, Pause
 from manyhands.foresight.simulate.models import LedgerStore
+from manyhands.strategies.common.membership import MAX_DEATHS
 from manyhands.strategies.ps.audit import Evidence, Verdict, audit
-from manyhands.strategies.ps.membership import MAX_DEATHS
 from manyhands.strategies.ps.server_core import ServerCore
 
 STEPS = 30

@@ -13,7 +13,7 @@ from typing import Any
 
 from manyhands.foresight.simulate import SimulationSpec
 from manyhands.foresight.simulate.driver import new_server
-from manyhands.strategies.common.consistency.bounded import Bounded
+from manyhands.strategies.common.consistency import Bounded
 from manyhands.strategies.ps.actions import Action, Outcome, SendMessage
 from manyhands.strategies.ps.pending_steps import ShardConfig, Steps
 from manyhands.strategies.ps.ps_messages import Chosen, ChosenKept, Hello, Push, Read, ReadRows

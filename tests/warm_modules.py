@@ -23,7 +23,7 @@ for _name in (
     "engine.fitting",
     "lab.compare.run_comparison",
     "lab.compare.compare_report",
-    "observe.draw.run_report",
+    "observe.draw.page",
     "observe.draw.page",
     "interop.own_loop.join",
     "engine.loaded",

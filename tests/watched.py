@@ -8,7 +8,7 @@ from urllib.parse import parse_qs, urlsplit
 import httpx
 
 from manyhands.cli.watch_command import serving
-from manyhands.observe.analyse.source import existing_run
+from manyhands.observe.analyse.follow import existing_run
 
 __all__ = ["watched"]
 

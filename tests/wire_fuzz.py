@@ -32,6 +32,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from manyhands.native.dtypes import LINKED
 from manyhands.strategies.ps.live.ps_job import CODEC
+from manyhands.transport.hub.admission import Tally
 from manyhands.transport.hub.connection import BEFORE_HANDSHAKE
 from manyhands.transport.hub.frames import (
     HEADER_BYTES,
@@ -51,27 +52,23 @@ from manyhands.transport.hub.handshake import (
     Proof,
 )
 from manyhands.transport.hub.hub import Arrived, Hub, Joined, Lost, Rejected, Settings, Shared
-from manyhands.transport.hub.pending_connections import Tally
-from manyhands.transport.hub.typed_messages import MessageCoder
-from manyhands.transport.link.message import Header as LinkHeader
-from manyhands.transport.link.message import ProtocolError
+from manyhands.transport.link.interface import Header as LinkHeader
+from manyhands.transport.messages import MessageCoder, ProtocolError
 
 __all__ = ["TARGETS", "Failure", "LiveHub", "a_frame", "damaged", "dialled", "frame", "fuzz", "send"]
 
 TOKEN = b"the secret of this run, 32 bytes"
 NUMBERS = (0, 1, -1, 2**7, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, -(2**63), 2**63, 2**64 - 1, 10**400)
 TEXTS = (
-    *(
-        '"\\ud800"',
-        '"\\udfff\\ud800"',
-        '"\\u0000"',
-        '"\\u001b[2J"',
-        '"\\u202e"',
-        '"' + "x" * 3000 + '"',
-        '""',
-        '"ab"',
-    ),
-    *("[]", "{}", "null", "true", "NaN", "-Infinity", "1e999", "0.5", "[" * 900, '"', "9" * 5000, '{"a":1}'),
+    b"",
+    b"ab",
+    b"\0",
+    b"\x1b[2J",
+    "\u202e".encode(),
+    b"x" * 3000,
+    b"\xed\xa0\x80",
+    b"\xff\xfe",
+    b"\xf0\x9f",
 )
 _MESSAGES, _CONTROL = [*CODEC._encoders], [*CONTROL._encoders]
 _GROWTH_BYTES = 256 << 20
@@ -175,15 +172,27 @@ def _renumber(data: bytes, rng: random.Random, _: Callable[[], bytes]) -> bytes:
 
 
 def _reword(data: bytes, rng: random.Random, _: Callable[[], bytes]) -> bytes:
-    """Another value for one item of the JSON behind the header; the length is made right."""
+    """Another text, number or count somewhere in the body behind the header; the length of the body is made right."""
     body = data[HEADER_BYTES:]
-    if not body.startswith(b"["):
+    if not body:
         return data
-    places = [place for place, byte in enumerate(body) if byte in b",[]"]
-    begin = rng.choice(places) + 1
-    end = next((place for place in places if place >= begin), len(body))
-    value = rng.choice(TEXTS) if rng.random() < 0.7 else str(rng.choice(NUMBERS))
-    body = body[:begin] + value.encode() + body[end:]
+    sized = [
+        place
+        for place in range(len(body) - 3)
+        if int.from_bytes(body[place : place + 4], "little") <= len(body) - place - 4
+    ]
+    begin = rng.choice(sized) if sized and rng.random() < 0.7 else rng.randrange(len(body))
+    length = int.from_bytes(body[begin : begin + 4], "little") if begin in sized else rng.randrange(9)
+    word = rng.choice(TEXTS)
+    number = rng.choice(NUMBERS)
+    value = rng.choice(
+        (
+            struct.pack("<I", len(word)) + word,
+            struct.pack("<I", number % (1 << 32)),
+            struct.pack("<Q", number % (1 << 64)),
+        )
+    )
+    body = body[:begin] + value + body[begin + 4 + length :]
     return data[:12] + struct.pack("<I", len(body)) + data[16:HEADER_BYTES] + body
 
 

@@ -26,16 +26,14 @@ if TYPE_CHECKING:
     from manyhands.engine.fitting import fit
     from manyhands.engine.kernel_task import KernelTask
     from manyhands.engine.loggers import CsvLogger, MlflowLogger, WandbLogger
-    from manyhands.engine.options import Options
+    from manyhands.engine.options import EarlyStopping, Options, Slowdown
     from manyhands.engine.placement.placed import place
     from manyhands.engine.run import History, Run
-    from manyhands.engine.slowdown import Slowdown
-    from manyhands.engine.stopping import EarlyStopping
     from manyhands.errors import ManyhandsError, UserError
     from manyhands.interop.own_loop.join import join
     from manyhands.places.external.specification import ClusterSpec
     from manyhands.places.local.template import warm
-    from manyhands.places.ray.cluster import RayCluster
+    from manyhands.places.ray.ray_place import RayCluster
     from manyhands.strategies.allreduce.strategy import AllReduce, Mirrored
     from manyhands.strategies.central.strategy import Central
     from manyhands.strategies.federated.strategy import Federated
@@ -96,7 +94,7 @@ _HOMES = {
     "Callback": "engine.callbacks",
     "ClusterSpec": "places.external.specification",
     "CsvLogger": "engine.loggers",
-    "EarlyStopping": "engine.stopping",
+    "EarlyStopping": "engine.options",
     "Files": "data.own",
     "History": "engine.run",
     "KernelTask": "engine.kernel_task",
@@ -106,11 +104,11 @@ _HOMES = {
     "Options": "engine.options",
     "Parties": "data.parties",
     "PerWorker": "data.own",
-    "RayCluster": "places.ray.cluster",
+    "RayCluster": "places.ray.ray_place",
     "Replayed": "strategies.ps.replay",
     "Run": "engine.run",
     "Running": "engine.background_run",
-    "Slowdown": "engine.slowdown",
+    "Slowdown": "engine.options",
     "Strategy": "strategy",
     "Task": "task",
     "UserError": "errors",

@@ -5,7 +5,8 @@ Whoever wants to know something about a strategy asks the value for a fact; nobo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum, unique
 
 __all__ = [
@@ -17,10 +18,12 @@ __all__ = [
     "NOTHING_TRAVELS",
     "NO_SERVERS",
     "ONE_DEVICE",
+    "ONE_HOST",
     "ONE_ORDER",
     "ROUNDED",
     "TO_ROUNDING",
     "Answer",
+    "Facts",
     "LayerFootprint",
     "ModelFootprint",
     "Promise",
@@ -141,6 +144,9 @@ ONE_ORDER = (
 ONE_DEVICE = "only single keeps layers off its device; sharded splits them over the workers instead"
 """Why a strategy has no limit on the memory of a device."""
 
+ONE_HOST = "its workers share the memory of one host"
+"""Why workers of a strategy cannot be on several hosts."""
+
 ENDS = Promise(
     answer=Answer.NO, words="the run ends with an error that names it; resume from the last checkpoint"
 )
@@ -171,6 +177,79 @@ ELASTIC = Promises(
     same_numbers=TO_ROUNDING,
 )
 """Of strategies whose workers take every step together, whoever is there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What the rest of the library knows about a strategy with its settings, besides its word; a default each.
+
+    A `cannot_…` is a sentence on why something cannot be, and empty where it can.
+    """
+
+    promises: Promises
+    """What its users may rely on."""
+    stepping: tuple[Stepping, ...] = (Stepping.TOGETHER,)
+    """How several workers have the optimizer step: the preferred way first, of which an optimizer must fit one."""
+    waits_for: Waits = Waits.ALL
+    stepwise: bool = True
+    """Whether every step of every worker waits for all the others."""
+    splits_batches: bool = True
+    """Whether each global batch is split over the workers; otherwise a batch is one worker's, whole."""
+    counts_rounds: bool = False
+    """Whether its runs are counted in rounds of many steps each, and not in global batches."""
+    saves_each_step: bool = False
+    """Whether a run that is kept saves a checkpoint after every step, since what one gave away must be counted."""
+    meets_to_evaluate: bool = True
+    """Whether nobody takes a step while somebody evaluates."""
+    when_evaluating: str = ""
+    """A sentence on what an evaluation costs, where that is special."""
+    record_order: str | None = None
+    """In which order compiled steps take single records on one memory; None where they work on batches."""
+    in_threads: bool = False
+    """Whether workers whose steps are compiled are threads of the caller's process."""
+    can_change_workers: bool = False
+    """Whether workers may be added and removed while it runs."""
+    continues_with_fewer: bool = False
+    """Whether a run continues with those who are left when a worker is lost, down to `Options.min_workers`."""
+    can_skip_updates: bool = False
+    """Whether one worker's part can be left out of a step, as where its gradient is not finite."""
+    moves_rows: bool = False
+    """Whether rows of `Task.sparse` are read for each batch and stepped apart from the rest."""
+    logs_updates: bool = False
+    """Whether each update that was applied is in a log, for `audit` and `replay`."""
+    kernels: tuple[str, ...] = ()
+    """Families of compiled code that its workers need besides what every run does: compiled before they start."""
+    uses_links: bool = False
+    """Whether the workers of one host exchange over links, besides the memory they share."""
+    model_parts: int = 1
+    """Over how many workers one copy of the parameters, their gradients and the optimizer's state is split."""
+    kept_copies: int = 1
+    """How many copies of parameters and optimizer state servers keep."""
+    straggler_advice: str = (
+        "a bound on staleness would not hide a lasting straggler, ps consistency=async would"
+    )
+    """What would keep a lasting straggler from holding the others up; empty where nothing in the strategy would."""
+    cannot_clip: str = ""
+    cannot_compile: str = ""
+    """By torch.compile."""
+    cannot_stream: str = ""
+    """Train on samples that can only be iterated."""
+    cannot_read_apart: str = ""
+    """Have each worker read data of its own."""
+    cannot_heed_evaluations: str = ""
+    """Have an evaluation end a run or set its learning rate."""
+    cannot_stop: str = ""
+    """Have somebody outside end all workers after one step."""
+    cannot_cross_hosts: str = ONE_HOST
+    """Have workers on several hosts."""
+    instead_of_own_loop: str = ""
+    """What to do instead, where it is not for a loop of one's own; empty where it is."""
+    refused_buffers: Mapping[str, str] = field(
+        default_factory=lambda: {
+            "synchronize": "its workers do not compute on parts of the same batch at the same time"
+        }
+    )
+    """Choices of `Options.buffers` that it does not have, and why; a sentence each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

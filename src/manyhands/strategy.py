@@ -23,12 +23,10 @@ from manyhands.facts import (
     NOTHING_TRAVELS,
     ONE_DEVICE,
     ONE_ORDER,
+    Facts,
     ModelFootprint,
-    Promises,
     Split,
-    Stepping,
     Truth,
-    Waits,
     WorkerMemory,
 )
 from manyhands.strategies.registry import ALIASES, STRATEGIES
@@ -74,10 +72,11 @@ def setting(default: Any, read: Callable[[str], Any], show: Callable[[Any], str]
 
 
 def settings_of(kind: type[Any]) -> dict[str, Setting]:
-    """The settings of a strategy's class, in the order of its fields."""
+    """The settings that a strategy's class offers, in the order of its fields."""
     return {
         field.name: Setting(default=field.default, read=field.metadata["read"], show=field.metadata["show"])
         for field in dataclasses.fields(kind)
+        if kind.offers is None or field.name in kind.offers
     }
 
 
@@ -203,99 +202,20 @@ class Strategy(ABC):
     }
     """Settings of other strategies that make no sense in one that has them not, and why; a sentence each."""
 
+    offers: ClassVar[tuple[str, ...] | None] = None
+    """The settings that a preset of another strategy leaves open; None: all of its fields."""
+
     most_workers: ClassVar[int | None] = None
     """How many workers it can have; None: any number."""
 
-    can_skip_updates: ClassVar[bool] = False
-    """Whether one worker's part can be left out of a step, as where its gradient is not finite."""
-
-    moves_rows: ClassVar[bool] = False
-    """Whether rows of `Task.sparse` are read for each batch and stepped apart from the rest."""
-
-    cannot_stream: ClassVar[str] = ""
-    """A sentence on why samples that can only be iterated cannot be trained on; empty where they can."""
-
-    cannot_read_apart: ClassVar[str] = ""
-    """A sentence on why its workers cannot each read data of their own; empty where they can."""
-
-    cannot_heed_evaluations: ClassVar[str] = ""
-    """A sentence on why an evaluation can neither end a run nor set its learning rate; empty where it can."""
-
-    cannot_stop: ClassVar[str] = ""
-    """A sentence on why nobody outside can have all workers end after one step; empty where that can be."""
-
-    logs_updates: ClassVar[bool] = False
-    """Whether each update that was applied is in a log, for `audit` and `replay`."""
-
-    cannot_cross_hosts: ClassVar[str] = "its workers share the memory of one host"
-    """A sentence on why its workers cannot be on several hosts; empty where they can."""
-
-    when_evaluating: ClassVar[str] = ""
-    """A sentence on what an evaluation costs, where that is special."""
-
-    @property
-    def cannot_clip(self) -> str:
-        """A sentence on why gradients cannot be clipped; empty where they can."""
-        return ""
-
     @property
     @abstractmethod
-    def promises(self) -> Promises:
-        """What its users may rely on, with these settings."""
-
-    @property
-    def stepping(self) -> tuple[Stepping, ...]:
-        """How several workers have the optimizer step: the preferred way first, of which an optimizer must fit one."""
-        return (Stepping.TOGETHER,)
-
-    @property
-    def waits_for(self) -> Waits:
-        """Whom a worker waits for."""
-        return Waits.ALL
-
-    @property
-    def stepwise(self) -> bool:
-        """Whether every step of every worker waits for all the others."""
-        return True
-
-    @property
-    def splits_batches(self) -> bool:
-        """Whether each global batch is split over the workers; otherwise a batch is one worker's, whole."""
-        return True
-
-    @property
-    def saves_each_step(self) -> bool:
-        """Whether a run that is kept saves a checkpoint after every step, since what one gave away must be counted."""
-        return False
-
-    @property
-    def counts_rounds(self) -> bool:
-        """Whether its runs are counted in rounds of many steps each, and not in global batches."""
-        return False
-
-    @property
-    def record_order(self) -> str | None:
-        """In which order compiled steps take single records on one memory; None where they work on batches."""
-        return None
-
-    @property
-    def in_threads(self) -> bool:
-        """Whether workers whose steps are compiled are threads of the caller's process."""
-        return False
+    def facts(self) -> Facts:
+        """What the rest of the library asks about it, with these settings."""
 
     def forks_workers(self, *, compiled: bool) -> bool:
         """Whether the workers of a task, whose step is compiled or is not, are processes of their own."""
-        return self.most_workers != 1 and not (compiled and self.in_threads)
-
-    @property
-    def can_change_workers(self) -> bool:
-        """Whether workers may be added and removed while it runs."""
-        return False
-
-    @property
-    def goes_on_with_fewer(self) -> bool:
-        """Whether a run goes on with those who are left when a worker is lost, down to `Options.min_workers`."""
-        return False
+        return self.most_workers != 1 and not (compiled and self.facts.in_threads)
 
     @property
     def trains_compiled(self) -> bool:
@@ -303,60 +223,12 @@ class Strategy(ABC):
         return bool(STRATEGIES[self.word].kernel)
 
     @property
-    def meets_to_evaluate(self) -> bool:
-        """Whether nobody takes a step while somebody evaluates."""
-        return True
-
-    @property
     def uses_network(self) -> bool:
         """Whether workers of one host talk by TCP, where its setting `link` says so; every other way is memory."""
         return getattr(self, "link", "") == "tcp"
 
-    @property
-    def kernels(self) -> tuple[str, ...]:
-        """Families of compiled code that its workers need besides what every run does: compiled before they start."""
-        return ()
-
-    @property
-    def cannot_compile(self) -> str:
-        """A sentence on why torch.compile cannot be used; empty where it can."""
-        return ""
-
-    @property
-    def refused_buffers(self) -> Mapping[str, str]:
-        """Choices of `Options.buffers` that it does not have, and why; a sentence each."""
-        return {"synchronize": "its workers do not compute on parts of the same batch at the same time"}
-
-    @property
-    def uses_links(self) -> bool:
-        """Whether the workers of one host exchange over links, besides the memory they share."""
-        return False
-
-    @property
-    def model_parts(self) -> int:
-        """Over how many workers one copy of the parameters, their gradients and the optimizer's state is split."""
-        return 1
-
-    @property
-    def kept_copies(self) -> int:
-        """How many copies of parameters and optimizer state servers keep."""
-        return 1
-
-    @property
-    def straggler_advice(self) -> str:
-        """What would keep a lasting straggler from holding the others up; empty where nothing in the strategy would."""
-        if self.waits_for is not Waits.ALL:
-            return ""
-        return "a bound on staleness would not hide a lasting straggler, ps consistency=async would"
-
-    @property
     def planned_waits(self) -> str:
         """A sentence about waiting that is the strategy's own, and no worker's fault; empty where there is none."""
-        return ""
-
-    @property
-    def instead_of_own_loop(self) -> str:
-        """What to do instead, where it is not for a loop of one's own; empty where it is."""
         return ""
 
     def across_hosts(self, hosts: Sequence[Sequence[int]]) -> Strategy:
@@ -364,11 +236,11 @@ class Strategy(ABC):
 
         UserError says why that cannot be.
         """
-        if self.cannot_cross_hosts:
+        if self.facts.cannot_cross_hosts:
             ranks = ", ".join(str(list(host)) for host in hosts)
             raise UserError(
                 f"strategy={self} is for the workers of one host, but there are {len(hosts)} hosts (with the ranks "
-                f"{ranks}): {self.cannot_cross_hosts}; use allreduce there"
+                f"{ranks}): {self.facts.cannot_cross_hosts}; use allreduce there"
             )
         return self
 
@@ -395,7 +267,7 @@ class Strategy(ABC):
 
     def shares(self, workers: int) -> int:
         """Into how many shares so many workers split a global batch; those who have parts of one model share one."""
-        return workers if self.splits_batches else 1
+        return workers if self.facts.splits_batches else 1
 
     def processes(self, workers: int) -> dict[str, int]:
         """How many processes of which kind it starts for so many workers."""

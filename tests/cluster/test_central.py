@@ -259,7 +259,7 @@ def test_autograd_notices_that_the_weights_have_changed() -> None:
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
         exchange.attach(model, optim.SGD(model.parameters(), lr=0.1))
         loss = model(torch.ones(1, 3)).sum()
-        with exchange.accumulate():
+        with exchange.hooks.holding():
             (loss / 2).backward(retain_graph=True)
         exchange.agree(LocalStep(loss=0.0, share=0.5))
         exchange.apply()
@@ -274,13 +274,13 @@ def test_slices_cross_once_where_an_all_reduce_crosses_twice() -> None:
         model = nn.Linear(64, 64, bias=False)
         exchange.attach(model, optim.SGD(model.parameters(), lr=0.1))
         exchange.total(torch.zeros(1, dtype=torch.float64))
-        before = exchange.traffic()
+        before = exchange.meter.traffic()
         exchange.total(torch.zeros(1, dtype=torch.float64))
-        status = exchange.traffic() - before
+        status = exchange.meter.traffic() - before
         exchange.backward(model(torch.ones(1, 64)).sum(), 1.0)
         exchange.agree(LocalStep(loss=0.0, share=1.0))
         exchange.apply()
-        return (exchange.traffic() - before).bytes_sent - 2 * status.bytes_sent
+        return (exchange.meter.traffic() - before).bytes_sent - 2 * status.bytes_sent
 
     world, num_bytes = 3, 64 * 64 * 4
     assert sum(with_exchanges("central", world, act)) == (world - 1) * num_bytes

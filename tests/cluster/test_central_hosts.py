@@ -114,10 +114,10 @@ def test_a_host_sends_what_the_formula_says_and_only_its_leader_does(places: str
         model = nn.Linear(96, 96, bias=False)
         exchange.attach(model, optim.SGD(model.parameters(), lr=0.1))
         exchange.total(torch.zeros(1, dtype=torch.float64))
-        status = sum(post.bytes_sent for post in exchange.take_times().posts.values())
+        status = sum(post.bytes_sent for post in exchange.meter.take_times().posts.values())
         exchange.backward(model(torch.ones(1, 96)).sum(), 1.0)
         exchange.agree(LocalStep(loss=0.0, share=1.0))
-        posts = exchange.take_times().posts
+        posts = exchange.meter.take_times().posts
         exchange.apply()
         return posts, sum(post.bytes_sent for post in posts.values()) - status
 
@@ -147,7 +147,7 @@ def test_a_bucket_leaves_for_other_hosts_while_backward_goes_on() -> None:
         assert isinstance(exchange, CentralExchange)
         first, last = nn.Linear(8, 64), nn.Linear(64, 64)
         exchange.attach(nn.Sequential(first, last), optim.SGD([*first.parameters(), *last.parameters()]))
-        between, reducer, crossed = exchange._between, exchange._need().reducer, []
+        between, reducer, crossed = exchange._between, exchange.hooks, []
         assert between is not None
         before = between.traffic().bytes_sent
 
@@ -189,11 +189,11 @@ def test_copies_that_came_apart_are_named_by_the_leaders_of_their_hosts() -> Non
         model = nn.Linear(3, 2)
         exchange.attach(model, optim.SGD(model.parameters(), lr=0.1))
         agreement = Agreement(
-            partial(exchange.held_parameters, model),
+            partial(exchange.part.parameters, model),
             rank=exchange.rank,
             world=exchange.world,
             total=exchange.total,
-            copies=exchange.copies,
+            copies=exchange.part.copies,
         )
         agreement.check(1)
         if exchange.rank == 3:  # no leader: it writes to its host's copy

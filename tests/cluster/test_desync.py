@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 import manyhands as mh
 from equality import OPTIMIZERS, Silent, make_task
@@ -35,16 +36,21 @@ def flip_lowest_bit(tensor: torch.Tensor) -> None:
 def spoil(exchange: Exchange, name: str, after_step: int) -> None:
     """Flip a bit of this worker's parameter right after a step."""
     assert isinstance(exchange, AllReduceExchange)
-    apply, steps = exchange.apply, 0
+    attach, apply, steps = exchange.attach, exchange.apply, 0
+    parameters: dict[str, nn.Parameter] = {}
+
+    def attach_and_keep(model: nn.Module, optimizer: Optimizer) -> None:
+        attach(model, optimizer)
+        parameters.update(model.named_parameters())
 
     def apply_and_flip() -> None:
         nonlocal steps
         apply()
         steps += 1
         if steps == after_step:
-            assert exchange._model is not None
-            flip_lowest_bit(dict(exchange._model.named_parameters())[name])
+            flip_lowest_bit(parameters[name])
 
+    exchange.attach = attach_and_keep  # type: ignore[method-assign]
     exchange.apply = apply_and_flip  # type: ignore[method-assign]
 
 

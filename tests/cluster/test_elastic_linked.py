@@ -22,7 +22,7 @@ from manyhands.strategies.allreduce.elastic.epoch_collective import LOST
 from manyhands.strategies.allreduce.elastic.linked import LinkedEpochs, Wiring
 from manyhands.strategies.allreduce.elastic.member_control import ORDERS, MemberLine
 from manyhands.strategies.allreduce.strategy import AllReduce
-from manyhands.transport.link.secure import Security
+from manyhands.transport.security import Security
 from manyhands.wire.parcels import Parcel
 
 pytestmark = pytest.mark.timeout(60)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import nn, optim
 
 from equality import Awkward, distance, loss, same_bits
+from manyhands.engine.clipping import clip_norm
 from manyhands.engine.exchange import Exchange, LocalStep
 from manyhands.errors import UserError
 from manyhands.strategies.allreduce.exchange import AllReduceExchange
@@ -100,7 +102,7 @@ def train(
     for tokens, targets in batches(steps):
         pieces = [part[exchange.rank :: exchange.world] for part in torch.arange(BATCH).chunk(micro)]
         shares = [len(piece) / BATCH for piece in pieces]
-        with exchange.accumulate():
+        with exchange.hooks.holding() if exchange.hooks is not None else nullcontext():
             for piece, share in zip(pieces[:-1], shares, strict=False):
                 exchange.backward(loss(model, (tokens[piece], targets[piece])), share)
         if shares[-1]:
@@ -108,7 +110,7 @@ def train(
             exchange.backward(loss(model, (tokens[last], targets[last])), shares[-1])
         assert not exchange.agree(LocalStep(loss=0.0, share=sum(shares))).bad_workers
         if max_norm is not None:
-            norms.append(exchange.clip(max_norm))
+            norms.append(clip_norm(exchange, model, max_norm))
         exchange.apply()
         scheduler.step()
     state = exchange.optimizer_state()
@@ -232,6 +234,6 @@ def test_a_gradient_that_is_not_finite_keeps_its_norm(way: str) -> None:
         exchange.attach(model, optim.SGD(model.parameters()))
         exchange.backward(model(torch.full((1, 3), float("inf"))).sum(), 1.0)
         exchange.agree(LocalStep(loss=0.0, share=1.0))
-        return exchange.clip(1.0)
+        return clip_norm(exchange, model, 1.0)
 
     assert with_exchanges(way, 1, act) == [float("inf")]

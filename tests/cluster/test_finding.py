@@ -23,28 +23,27 @@ from manyhands.places.external.key_value_store import KeyValueStore
 from manyhands.places.external.leader_address import follow, lead
 from manyhands.places.external.links import _admit, open_links
 from manyhands.places.external.process_group import join_group, lead_group
-from manyhands.places.external.process_place import Place, current
+from manyhands.places.external.process_place import ProcessPlace, under_torchrun
 from manyhands.places.external.register import terms_of
 from manyhands.places.local.host import host_identity
-from manyhands.transport.link.interface import Received
-from manyhands.transport.link.message import Message
-from manyhands.transport.link.secure import Security
+from manyhands.transport.link.interface import Message, Received
+from manyhands.transport.security import Security
 
 TERMS = terms_of({"task": "toy"})
 TOKEN = b"the secret of this run, 32 bytes"
 
 
-def places(world: int, store: HashStore | None = None, master: str = "127.0.0.1") -> list[Place]:
+def places(world: int, store: HashStore | None = None, master: str = "127.0.0.1") -> list[ProcessPlace]:
     shared = store or HashStore()
     return [
-        Place(rank=rank, world=world, kind="torchrun", open_store=lambda _: shared, master=master)
+        ProcessPlace(rank=rank, world=world, kind="torchrun", open_store=lambda _: shared, master=master)
         for rank in range(world)
     ]
 
 
 def seat(store: HashStore, run: str, rank: int, **fields: str) -> None:
     """A process that has come, as far as the store knows."""
-    mine = {**leader_address._mine(Place(rank=rank, world=rank + 1)), **fields}
+    mine = {**leader_address._mine(ProcessPlace(rank=rank, world=rank + 1)), **fields}
     PrefixStore(f"manyhands/{run}", store).set(f"here/{rank}", json.dumps(mine))
 
 
@@ -72,7 +71,7 @@ def test_on_one_host_a_company_gathers_without_listening_on_the_network() -> Non
             process_group.shutdown()
             return process_group.address, members
 
-    def joins(place: Place) -> bytes:
+    def joins(place: ProcessPlace) -> bytes:
         with join_group(place, TERMS, "a", security=Security.loopback(), timeout_s=10.0) as member:
             return bytes(member.line.take("run", 10.0))
 
@@ -191,10 +190,10 @@ def test_a_port_in_use_and_a_store_that_nobody_opens_are_one_sentence_each() -> 
         with pytest.raises(
             ManyhandsError, match=f"MASTER_PORT={port} cannot be opened .*another MASTER_PORT"
         ):
-            current(environment).open_store(1.0)
+            under_torchrun(environment).open_store(1.0)
     began = time.monotonic()
     with pytest.raises(ManyhandsError, match=f"MASTER_PORT={port} cannot be reached within 1 s"):
-        current({**environment, "RANK": "1"}).open_store(1.0)
+        under_torchrun({**environment, "RANK": "1"}).open_store(1.0)
     assert time.monotonic() - began < 20.0
 
 

@@ -12,8 +12,8 @@ from hosts import Hosts, Wiretap, standing_on, two_hosts
 from hubs import TOKEN, Number, Party
 from manyhands.errors import UserError
 from manyhands.transport.hub.hub import Arrived, Hub, Joined, Lost, Rejected
-from manyhands.transport.hub.settings import Settings
-from manyhands.transport.link.secure import Security
+from manyhands.transport.hub.hub_events import Settings
+from manyhands.transport.security import Security
 
 __all__ = ["two_hosts"]
 

@@ -19,11 +19,11 @@ import pytest
 from certificates import HOSTS, careless, careless_security, folders, run_security
 from descriptors import open_descriptors
 from hubs import FAST, PATIENCE_S, TOKEN, Clock, Number, Party, control, dial
+from manyhands.transport.certificates import make_certificates
 from manyhands.transport.hub.handshake import Credentials, Handshake
 from manyhands.transport.hub.hub import Arrived, Joined, Lost, Rejected
-from manyhands.transport.hub.settings import Settings
-from manyhands.transport.link.authority import make_certificates
-from manyhands.transport.link.secure import Security
+from manyhands.transport.hub.hub_events import Settings
+from manyhands.transport.security import Security
 from relay import Relay
 
 pytestmark = pytest.mark.timeout(60)

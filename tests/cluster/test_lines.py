@@ -19,9 +19,9 @@ import pytest
 
 from hubs import FAST, dial
 from manyhands.errors import Aborted, ManyhandsError, PeerTimeout, UserError
+from manyhands.observe.analyse.collect import Collector
 from manyhands.observe.record.event_files import read_events
 from manyhands.observe.record.events import NO_STEP, NOBODY, RECORD, EventKind
-from manyhands.observe.record.keeper import EventKeeper
 from manyhands.places.external.control_connection import Contact, ControlConnection, open_control_connection
 from manyhands.places.external.control_messages import ControlEvents
 from manyhands.places.external.control_server import (
@@ -32,7 +32,7 @@ from manyhands.places.external.control_server import (
     Warned,
     hello_of,
 )
-from manyhands.places.external.process_place import Place
+from manyhands.places.external.process_place import ProcessPlace
 from manyhands.places.external.register import terms_of
 from manyhands.places.local.rendezvous import meet
 from manyhands.places.local.roster import Ended, Said, Started
@@ -48,7 +48,7 @@ class Party:
     def __init__(self, world: int, how: str = "unix") -> None:
         self.world = world
         self.control_server = ControlServer(
-            Place(rank=0, world=world, kind="torchrun"), TERMS, TOKEN, settings=FAST
+            ProcessPlace(rank=0, world=world, kind="torchrun"), TERMS, TOKEN, settings=FAST
         )
         self.address = self.control_server.listen(how)
         self.events: list[ControlEvent] = []
@@ -68,7 +68,7 @@ class Party:
     def join(
         self, rank: int, *, terms: Any = TERMS, token: bytes = TOKEN, world: int = 0
     ) -> ControlConnection:
-        place = Place(rank=rank, world=world or self.world, kind="torchrun", host=f"host{rank}")
+        place = ProcessPlace(rank=rank, world=world or self.world, kind="torchrun", host=f"host{rank}")
         contact = Contact(name="worker 0 on hostA", address=self.address, token=token)
         return self._stack.enter_context(
             open_control_connection(place, contact, terms, timeout_s=5.0, settings=FAST)
@@ -209,10 +209,7 @@ def test_a_record_that_no_role_makes_ends_its_line_and_leaves_the_events_whole(
         failure = party.one(Ended).failure
         assert "it broke the rules of the line: link protocol, field 'events'" in failure.sentence
         line.close()
-    keeper = EventKeeper({"worker-1": ring}, tmp_path)
-    keeper.open()
-    assert [len(records) for _, records in keeper.take()] == [len(bad)]
-    keeper.close()
+    Collector({"worker-1": ring}, workers=2, directory=tmp_path).start().close()
     assert read_events(tmp_path / "worker-1.bin")["id"].tolist() == list(range(len(bad)))
 
 
@@ -330,7 +327,7 @@ def test_silence_is_noticed_on_both_sides(make: Callable[..., Party]) -> None:
     line = party.join(1)
     party.one(Started)
     for hub in (line._hub, party.control_server._hub):
-        hub._heartbeat_sender.end()  # nothing is sent any more, though both connections stand
+        hub._stop_heartbeats.set()  # nothing is sent any more, though both connections stand
     began = time.monotonic()
     ended = party.one(Ended)
     party.until(lambda: line.over is not None)
@@ -344,7 +341,7 @@ def test_a_leader_that_does_not_answer_is_named(make: Callable[..., Party]) -> N
     party = make(2, "tcp")
     address = party.address
     party.close()
-    place = Place(rank=1, world=2, kind="torchrun", host="hostB")
+    place = ProcessPlace(rank=1, world=2, kind="torchrun", host="hostB")
     contact = Contact(name="worker 0 on hostA", address=address, token=TOKEN)
     with pytest.raises((PeerTimeout, ManyhandsError), match="worker 0 on hostA"):
         open_control_connection(place, contact, TERMS, timeout_s=0.3, settings=FAST)
@@ -372,7 +369,7 @@ def test_who_breaks_the_rules_of_the_line_is_lost_and_others_are_not(make: Calla
 def test_who_says_twice_who_it_is_is_lost_and_takes_no_second_rank(make: Callable[..., Party]) -> None:
     party = make(4)
     line = party.join(1)
-    line._bag.put(hello_of(Place(rank=2, world=4, kind="torchrun", host="hostB"), TERMS))
+    line._bag.put(hello_of(ProcessPlace(rank=2, world=4, kind="torchrun", host="hostB"), TERMS))
     assert "is lost: it says twice who it is" in party.one(Ended).failure.sentence
     assert (party.control_server.members, party.control_server.missing) == ((), (1, 2, 3))
     party.join(2)
@@ -406,7 +403,7 @@ def test_events_of_another_clock_are_put_on_the_leaders(make: Callable[..., Part
 
 def test_a_wall_clock_hours_off_is_told_and_ends_nothing(make: Callable[..., Party]) -> None:
     party = make(2)
-    hello = hello_of(Place(rank=1, world=2, kind="torchrun", host="hostB"), TERMS)
+    hello = hello_of(ProcessPlace(rank=1, world=2, kind="torchrun", host="hostB"), TERMS)
     started, remarked = party.control_server._greet(77, replace(hello, unix_s=time.time() - 7200))
     assert isinstance(started, Started)
     assert isinstance(remarked, Warned)

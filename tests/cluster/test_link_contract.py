@@ -29,18 +29,20 @@ from manyhands.transport.link.interface import (
     Closed,
     Flushed,
     Full,
+    Header,
     Link,
+    Message,
     PeerDied,
     Queued,
     Received,
     TimedOut,
 )
 from manyhands.transport.link.mesh import SharedMesh, TcpMesh
-from manyhands.transport.link.message import Header, Message, ProtocolError
 from manyhands.transport.link.shared_link import LinkDescriptors, SharedLink, SharedLinkFiles
 from manyhands.transport.link.simulated_network import SimulatedNetwork
 from manyhands.transport.link.tcp import TcpLink
 from manyhands.transport.link.torch_p2p import TorchLink
+from manyhands.transport.messages import ProtocolError
 
 QUEUE_BYTES = 1 << 20
 RING_BYTES = 1 << 16

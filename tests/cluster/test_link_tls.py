@@ -16,11 +16,10 @@ import pytest
 import torch
 
 from certificates import HOSTS, careless_security, folders, run_security
-from manyhands.transport.link.interface import PeerDied, Queued, Received
-from manyhands.transport.link.message import Message
-from manyhands.transport.link.secure import End, Security, TlsRefused
+from manyhands.transport.link.interface import Message, PeerDied, Queued, Received
 from manyhands.transport.link.tcp import TcpLink, connected
-from manyhands.transport.link.tls import SecureSocket
+from manyhands.transport.security import End, Security, TlsRefused
+from manyhands.transport.tls import SecureSocket
 from relay import Relay
 
 PATIENCE_S = 20.0

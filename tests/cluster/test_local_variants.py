@@ -68,7 +68,7 @@ def train(
             {peer: list(map(os.dup, one)) for peer, one in mesh.descriptors(rank).items()}
             for rank in range(world)
         ]
-        if not strategy.uses_links:
+        if not strategy.facts.uses_links:
             for descriptor in [one for end in ends for link in end.values() for one in link]:
                 os.close(descriptor)
 
@@ -261,5 +261,5 @@ def test_settings_that_make_no_sense_are_refused(text: str, sentence: str) -> No
 def test_text_form() -> None:
     text = "local steps=50 first=100 outer=nesterov:0.7:0.9 gossip=yes link=tcp codec=bf16"
     assert str(Strategy.parse(text)) == text
-    assert Strategy.parse("local outer=elastic").instead_of_own_loop
-    assert not Strategy.parse("local steps=50 outer=nesterov").instead_of_own_loop
+    assert Strategy.parse("local outer=elastic").facts.instead_of_own_loop
+    assert not Strategy.parse("local steps=50 outer=nesterov").facts.instead_of_own_loop

@@ -15,11 +15,10 @@ from certificates import HOSTS, folders
 from manyhands.engine.options import TLS_VARIABLE, Options
 from manyhands.errors import UserError
 from manyhands.interop.own_loop import connect
-from manyhands.places.external.process_place import Place
-from manyhands.transport.link.interface import Received
-from manyhands.transport.link.message import Message
+from manyhands.places.external.process_place import ProcessPlace
+from manyhands.transport.link.interface import Message, Received
 from manyhands.transport.link.tcp import TcpLink
-from manyhands.transport.link.tls import SecureSocket
+from manyhands.transport.tls import SecureSocket
 
 
 class NoGloo(Exception):
@@ -29,7 +28,7 @@ class NoGloo(Exception):
 def reach(store: Any, rank: int) -> Any:
     """The links of one of two workers, each on a host of its own as far as they know."""
     rendezvous: Any = SimpleNamespace(world=2, here=(rank,), hosts=((0,), (1,)), name="main", rank=rank)
-    return connect._reach_others(rendezvous, store, Place(rank=rank, world=2), "", "127.0.0.1", 20.0)
+    return connect._reach_others(rendezvous, store, ProcessPlace(rank=rank, world=2), "", "127.0.0.1", 20.0)
 
 
 def both(store: Any) -> list[Any]:

@@ -14,8 +14,8 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 
 from manyhands.errors import Aborted, UserError
-from manyhands.interop.own_loop.alignment import align
 from manyhands.interop.own_loop.join import open_group
+from manyhands.interop.own_loop.loop_events import align
 from manyhands.interop.own_loop.worker_group import WorkerGroup
 from manyhands.observe.analyse.explain import explain
 from manyhands.observe.analyse.timeline import build_timeline
@@ -23,7 +23,7 @@ from manyhands.observe.record.clocks import Bracket, Offset, offset_from
 from manyhands.observe.record.event_files import EventFileWriter
 from manyhands.observe.record.events import RECORD, EventKind
 from manyhands.observe.record.recorded import read_run_events
-from manyhands.places.external.process_place import Place
+from manyhands.places.external.process_place import ProcessPlace
 from own_loop import mlp, on_workers, regression, shuffled
 
 pytestmark = pytest.mark.timeout(60)
@@ -113,7 +113,7 @@ def test_workers_that_do_not_all_keep_their_events_are_told_so(tmp_path: Path) -
     raised: list[BaseException | None] = [None, None]
 
     def work(rank: int) -> None:
-        place = Place(rank=rank, world=2, open_store=lambda _: store)
+        place = ProcessPlace(rank=rank, world=2, open_store=lambda _: store)
         out = tmp_path / "run" if rank == 0 else None
         try:
             with open_group(place, "test", timeout_s=20.0, out=out) as group:

@@ -129,7 +129,7 @@ def test_what_is_sent_is_sent_once_a_step(way: str) -> None:
 
         def act(exchange: Any) -> tuple[int, int]:
             Trainer(plan, exchange, Silent()).run()
-            sent = exchange.traffic()
+            sent = exchange.meter.traffic()
             return sent.bytes_sent, sent.messages_sent
 
         return with_exchanges(way, 2, act)

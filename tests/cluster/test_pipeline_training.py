@@ -113,7 +113,7 @@ def flip_a_bit(exchange: PipelineExchange) -> None:
         apply()
         done += 1
         if exchange.rank == 2 and done == 2:
-            named = dict(exchange.held_parameters(nn.Identity()))
+            named = dict(exchange.part.parameters(nn.Identity()))
             held = named["0.weight"]
             assert held is not None
             assert named["8.weight"] is None, "another stage's"

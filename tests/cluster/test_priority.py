@@ -174,7 +174,9 @@ def test_a_forward_begins_while_the_last_layer_is_on_its_way() -> None:
 
                 def watching(model: nn.Sequential, optimizer: Any) -> None:
                     attach(model, optimizer)
-                    model[0].register_forward_hook(lambda *_: computed.set() if exchange._step else None)
+                    model[0].register_forward_hook(
+                        lambda *_: computed.set() if exchange._gradients.step else None
+                    )
                     sender = exchange._sender
                     agree = sender.agree
 
@@ -194,7 +196,7 @@ def test_a_forward_begins_while_the_last_layer_is_on_its_way() -> None:
 
                 exchange.attach, exchange._collective.sum_part = watching, hold_the_last
                 exchange._fill = lambda number: (
-                    exchange._sender.fill(number) if exchange._step else full.append(number)
+                    exchange._sender.fill(number) if exchange._gradients.step else full.append(number)
                 )
                 Trainer(plan, exchange, Silent()).run()
 

@@ -23,7 +23,7 @@ from manyhands.places.external.control_connection import Broken, Contact, open_c
 from manyhands.places.external.control_server import ControlServer
 from manyhands.places.external.leader_address import Leading
 from manyhands.places.external.process_group import ProcessGroup
-from manyhands.places.external.process_place import Place
+from manyhands.places.external.process_place import ProcessPlace
 from manyhands.places.external.register import terms_of
 from manyhands.strategies.ps.audit import Audit
 from manyhands.strategies.ps.audit_files import audit_run
@@ -42,7 +42,7 @@ from manyhands.strategies.ps.live.snapshots import ShardSnapshots
 from manyhands.strategies.ps.strategy import Ps
 from manyhands.strategy import Strategy
 from manyhands.task import Task
-from manyhands.transport.link.secure import Security
+from manyhands.transport.security import Security
 from threaded_ps import job_for
 
 TOKEN = b"the secret of this run, 32 bytes"
@@ -128,7 +128,7 @@ class Roles:
         self._listens = threading.Event()
 
     def _process_group(self) -> ProcessGroup:
-        place = Place(
+        place = ProcessPlace(
             rank=0, world=len(self.ranks.names), kind="specification", role="chief", index=0, host="a"
         )
         control_server = ControlServer(place, TERMS, TOKEN, settings=FAST)
@@ -146,7 +146,9 @@ class Roles:
     def _run(self, rank: int, act: Callable[[Any], None] | None) -> None:
         assert self._listens.wait(20)
         host = f"another{rank}" if self.moves and rank in self.deaths else f"h{rank}"
-        place = Place(rank=rank, world=len(self.ranks.names), kind="specification", index=rank, host=host)
+        place = ProcessPlace(
+            rank=rank, world=len(self.ranks.names), kind="specification", index=rank, host=host
+        )
         contact = Contact(name="the chief", address=self._leader, token=TOKEN)
         strategy = replace(self.job.strategy, link="tcp")
         # It is the leader that loses its patience first.

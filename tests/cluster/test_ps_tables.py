@@ -19,7 +19,7 @@ from manyhands.data.batches import BatchSource
 from manyhands.strategies.ps.live.ps_job import Job
 from manyhands.strategies.ps.live.reports import Evaluated, Notice, StepComputed
 from manyhands.strategies.ps.ps_messages import Hello, Installed, ReadRows, RowsUnknown, RowValues
-from manyhands.transport.hub.arrivals import Arrived, Joined, Lost
+from manyhands.transport.hub.hub_events import Arrived, Joined, Lost
 from threaded_ps import ThreadedRun, job_for
 
 pytestmark = pytest.mark.timeout(120)

@@ -181,7 +181,7 @@ def test_each_slice_is_compared_with_its_copies(monkeypatch: pytest.MonkeyPatch)
     def apply_and_flip(exchange: TensorExchange) -> None:
         apply(exchange)
         if exchange.rank == 3:
-            held = dict(exchange.held_parameters(nn.Identity()))["blocks.0.expand.weight"]
+            held = dict(exchange.part.parameters(nn.Identity()))["blocks.0.expand.weight"]
             assert held is not None
             held.detach().view(-1)[:1].view(torch.int64).bitwise_xor_(1)
 

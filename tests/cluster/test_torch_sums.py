@@ -30,9 +30,9 @@ from manyhands.strategies.allreduce.strategy import Mirrored
 from manyhands.strategies.allreduce.training import AllReduceTraining
 from manyhands.strategies.common.collectives.collective import SharedCollective
 from manyhands.strategies.common.collectives.torch_sums import TorchCollective, done_in_time
-from manyhands.transport.link.alarm import Alarm
 from manyhands.transport.link.tcp import TcpLink
-from manyhands.transport.link.torch_groups import SumGroup
+from manyhands.transport.link.torch_p2p import SumGroup
+from manyhands.transport.liveness import Alarm
 from ways import BUCKET_BYTES, in_threads, join
 
 CPU = torch.device("cpu")
@@ -99,14 +99,15 @@ def test_a_full_bucket_is_on_its_way_before_backward_ends_and_bytes_are_counted(
         exchange.attach(model, momentum(model))
         collective = exchange._collective
         assert isinstance(collective, TorchCollective)
-        before = exchange.traffic()
+        before = exchange.meter.traffic()
         begun: list[int] = []
         model.embed.weight.register_hook(lambda _: begun.append(len(collective._under_way)))
-        exchange.begin(0)
+        assert exchange.hooks is not None
+        exchange.hooks.begin_step(0)
         tokens = torch.zeros(2, 4, dtype=torch.int64)
         exchange.backward(model(tokens).sum(), 0.5)
         exchange.agree(LocalStep(loss=0.0, share=0.5))
-        sent = exchange.traffic() - before
+        sent = exchange.meter.traffic() - before
         if exchange.rank == 0:
             sizes.extend(bucket.nbytes for bucket in collective._buckets)
         return begun[0], sent.bytes_sent
@@ -244,9 +245,9 @@ def stuck(files: SharedGroupFiles, timeout_s: float, alarm: Alarm | None = None)
 def one_step(collective: TorchCollective) -> None:
     exchange = AllReduceExchange(collective, BUCKET_BYTES)
     model = nn.Linear(3, 3, bias=False)
-    exchange.lay_out(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    hooks = exchange.lay_out(model, torch.optim.SGD(model.parameters(), lr=0.1))
     try:
-        exchange.begin(0)
+        hooks.begin_step(0)
         exchange.backward(model(torch.ones(1, 3)).sum(), 1.0)
         exchange.agree(LocalStep(loss=0.0, share=1.0))
     finally:

@@ -9,8 +9,7 @@ import pytest
 
 from manyhands.errors import ManyhandsError, UserError
 from manyhands.lab.bench.step import agreed_losses, format_table, named_workloads, run_bench
-from manyhands.lab.bench.step_worker import StepMeasured
-from manyhands.lab.bench.workloads import WORKLOADS, Cnn, Language, Mlp, Workload
+from manyhands.lab.bench.step_worker import WORKLOADS, BenchWorkload, Cnn, Language, Mlp, StepMeasured
 
 SMALL = (
     Mlp(inputs=12, width=24, hidden=2, classes=5),  # SGD with momentum
@@ -82,8 +81,8 @@ def test_bad_input_gets_a_sentence() -> None:
 
 
 @pytest.mark.parametrize("workload", [*SMALL, Cnn(side=8), *WORKLOADS.values()])
-def test_workloads_travel_as_text(workload: Workload) -> None:
-    assert Workload.from_json(workload.to_json()) == workload
+def test_workloads_travel_as_text(workload: BenchWorkload) -> None:
+    assert BenchWorkload.from_json(workload.to_json()) == workload
 
 
 @pytest.mark.parametrize(("word", "millions"), [("mlp", 25.1), ("cnn", 0.097), ("language", 3.24)])

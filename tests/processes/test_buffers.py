@@ -105,7 +105,7 @@ class Way:
         return self.by_workers[workers - 1] if self.by_workers else self.text
 
     def length(self, steps: int) -> dict[str, Any]:
-        return {"rounds" if Strategy.parse(self.text).counts_rounds else "steps": steps}
+        return {"rounds" if Strategy.parse(self.text).facts.counts_rounds else "steps": steps}
 
 
 PIPELINES = tuple(f"pipeline stages={stages} microbatches=2" for stages in (1, 2, 1, 2))

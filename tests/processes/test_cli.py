@@ -67,7 +67,7 @@ def wrong_idx(folder: Path) -> Path:
         (["train", "digits", "--workers", "0"], ["workers=0"]),
         (["train", "digits", "--strategy", "allreduce algorithm=rign"], ["'rign'", "did you mean 'ring'?"]),
         (["train", "digits", "--slow", "worker=9,factor=2"], ["no worker 9"]),
-        (["train", "digits", "--batch-size", "zero"], ["batch_size", "'zero'", "whole number"]),
+        (["train", "digits", "--batch-size", "zero"], ["batch_size", "'zero'", "an integer"]),
         (["train", "digits", "--resume"], ["--resume needs --out"]),
         (["train", "digits", "--resume", "--out", "nowhere"], ["nowhere", "holds no run"]),
         (["train", "mnist"], ["mnist", "path"]),

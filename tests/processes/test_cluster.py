@@ -28,7 +28,7 @@ from manyhands.errors import NonFinite, UserError, WorkerFailed
 from manyhands.places.local import template
 from manyhands.places.local.context import RoleContext
 from manyhands.places.local.control import Finished
-from manyhands.places.local.cores import threads_per_role
+from manyhands.places.local.host import threads_per_role
 from manyhands.places.local.local import LocalCluster, Role
 from manyhands.places.local.template import kept_pid
 
@@ -432,7 +432,7 @@ def test_a_job_that_can_not_be_loaded_or_returned_is_told() -> None:
         run(lambda context: {"x": sly}, 1)
     with pytest.raises(WorkerFailed, match="the job of worker 0 returned a int, not a dict or None"):
         run(lambda context: 3, 1)  # type: ignore[arg-type, return-value]
-    with pytest.raises(WorkerFailed, match="a message holds a set"):
+    with pytest.raises(UserError, match="a Finished cannot be sent: it holds a set"):
         run(lambda context: {"x": {1}}, 1)
 
 

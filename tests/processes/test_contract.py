@@ -46,7 +46,7 @@ class Row:
 
     def length(self, number: int) -> dict[str, Any]:
         """So many steps, or rounds where it counts those."""
-        return {"rounds" if Strategy.parse(self.text).counts_rounds else "steps": number}
+        return {"rounds" if Strategy.parse(self.text).facts.counts_rounds else "steps": number}
 
 
 ROWS = {
@@ -89,7 +89,7 @@ def test_numbers_are_promised_but_for_a_few() -> None:
 
 
 def promised(row: Row) -> Answer:
-    return Strategy.parse(row.text).promises.same_numbers.answer
+    return Strategy.parse(row.text).facts.promises.same_numbers.answer
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_killed_worker_ends_the_run_by_name_or_is_replaced_as_promised(row: Row,
     task = make_task(OPTIMIZERS[row.optimizer])
     mark = tmp_path / "killed"
     fatal = replace(task, loss=killing_loss(task, mark))
-    if Strategy.parse(row.text).promises.worker_dies.answer is Answer.YES:
+    if Strategy.parse(row.text).facts.promises.worker_dies.answer is Answer.YES:
         run = mh.fit(fatal, row.text, workers=row.workers, steps=STEPS, out=tmp_path / "run")
         assert run.summary["recoveries"]
         assert distance(run.model.state_dict(), train_plainly(task, STEPS)) < 1e-9

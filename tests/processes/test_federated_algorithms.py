@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import manyhands as mh
 from manyhands.errors import UserError
-from manyhands.observe.draw.run_report import write_report
+from manyhands.observe.draw.page import write_report
 
 RATE = 0.05
 TRUE = torch.tensor([[2.0], [-1.0], [0.5]], dtype=torch.float64)

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from manyhands.engine.background_run import start
-from manyhands.engine.options import Options
-from manyhands.engine.slowdown import Slowdown
+from manyhands.engine.options import Options, Slowdown
 from manyhands.observe.analyse.follow import RunFollower
 from manyhands.observe.analyse.view import Phase
 from manyhands.observe.draw.time_table import end_text

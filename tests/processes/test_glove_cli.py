@@ -120,7 +120,7 @@ def test_an_interrupted_run_is_resumed_to_the_bytes_of_an_uninterrupted_one(
     assert command(10**7, out) == 130
     told = capfd.readouterr().err
     found = re.search(
-        r"holds the vectors after (\d+) of 10000000 passes; go on with: .* --resume$", told.strip()
+        r"holds the vectors after (\d+) of 10000000 passes; continue with: .* --resume$", told.strip()
     )
     assert found is not None, told
     assert (out / "shuffled.bin").exists(), "what to go on with"
@@ -181,12 +181,12 @@ def test_compare_ends_with_its_report(
         (["--corpus", "latin.txt"], ["latin.txt", "not UTF-8", "byte 1"]),
         (["--corpus", "empty.txt"], ["empty.txt", "empty"]),
         (["--corpus", "one.txt"], ["1 word", "min_count=5"]),
-        (["--corpus", "good.txt", "--x-max", "0"], ["x_max=0"]),
-        (["--corpus", "good.txt", "--x-max", "-3"], ["x_max=-3"]),
+        (["--corpus", "good.txt", "--x-max", "0"], ["x_max is 0"]),
+        (["--corpus", "good.txt", "--x-max", "-3"], ["x_max is -3"]),
         (["--corpus", "good.txt", "--strategy", "hogwyld"], ["'hogwyld'", "did you mean 'hogwild'?"]),
         (["--corpus", "good.txt", "--workers", "0"], ["workers=0"]),
-        (["--corpus", "good.txt", "--window", "0"], ["window=0"]),
-        (["--corpus", "good.txt", "--min-count", "0"], ["min_count=0"]),
+        (["--corpus", "good.txt", "--window", "0"], ["window is 0"]),
+        (["--corpus", "good.txt", "--min-count", "0"], ["min_count is 0"]),
         (["--corpus", "good.txt", "--memory", "lots"], ["'lots'", "25MiB"]),
         (["--corpus", "good.txt", "--memory", "1kB"], ["memory=1000 B", "at least"]),
         (["--corpus", "good.txt", "--json", "no/folder/s.json"], ["no/folder"]),

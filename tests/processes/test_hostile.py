@@ -21,7 +21,7 @@ from assassin import events
 from equality import OPTIMIZERS, distance, make_task, train_plainly
 from hostile import Strangers, listening_ports
 from manyhands.cli.main import app
-from manyhands.observe.draw.run_report import write_report
+from manyhands.observe.draw.page import write_report
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -17,9 +17,9 @@ import pytest
 import warm
 from manyhands.transport.hub.handshake import Credentials
 from manyhands.transport.hub.hub import Arrived, Hub, HubEvent, Joined, Lost
-from manyhands.transport.hub.settings import Settings
-from manyhands.transport.hub.typed_messages import MessageCoder
-from manyhands.transport.link.liveness import LivenessTimes
+from manyhands.transport.hub.hub_events import Settings
+from manyhands.transport.liveness import LivenessTimes
+from manyhands.transport.messages import MessageCoder
 
 pytestmark = pytest.mark.timeout(100)
 
@@ -38,11 +38,11 @@ CODEC = MessageCoder({1: Number})
 CHILD = """
 import os, sys, time
 from dataclasses import dataclass
-from manyhands.transport.hub.typed_messages import MessageCoder
+from manyhands.transport.messages import MessageCoder
 from manyhands.transport.hub.handshake import Credentials
 from manyhands.transport.hub.hub import Hub, Joined, Lost, Arrived
-from manyhands.transport.hub.settings import Settings
-from manyhands.transport.link.liveness import LivenessTimes
+from manyhands.transport.hub.hub_events import Settings
+from manyhands.transport.liveness import LivenessTimes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Number:

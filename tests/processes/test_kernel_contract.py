@@ -16,8 +16,8 @@ import torch
 
 import manyhands as mh
 from manyhands.data.store.rundir import RunDirectory
+from manyhands.engine.history_rows import PassLosses
 from manyhands.engine.kernel_task import KernelStep, Portion, Taken
-from manyhands.engine.passes import PassLosses
 from manyhands.errors import UserError, WorkerFailed
 from manyhands.native.group.shared_group import SharedGroup
 from manyhands.observe.record.events import EventKind
@@ -25,9 +25,9 @@ from manyhands.observe.record.recorded import read_run_events
 from manyhands.strategies.registry import STRATEGIES
 from manyhands.workloads.glove.cooccurrence_files import RECORD
 from manyhands.workloads.glove.glove_batches import TensorStep
-from manyhands.workloads.glove.glove_model import GloveOptions
 from manyhands.workloads.glove.glove_steps import RecordStep
 from manyhands.workloads.glove.glove_task import GloveTask
+from manyhands.workloads.glove.options import GloveOptions
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -18,9 +18,8 @@ import torch.distributed as dist
 
 import warm
 from descriptors import open_descriptors
-from manyhands.transport.link.interface import Closed, Link, PeerDied, Received, TimedOut
+from manyhands.transport.link.interface import Closed, Link, Message, PeerDied, Received, TimedOut
 from manyhands.transport.link.mesh import mesh_kind
-from manyhands.transport.link.message import Message
 from manyhands.transport.link.shared_link import LinkDescriptors, SharedLink, SharedLinkFiles
 from manyhands.transport.link.torch_p2p import TorchLink
 
@@ -30,7 +29,7 @@ pytestmark = pytest.mark.timeout(150)
 
 PREAMBLE = """
 import os, sys, torch
-from manyhands.transport.link.message import Message
+from manyhands.transport.link.interface import Message
 from manyhands.transport.link.shared_link import LinkDescriptors, SharedLink
 def attach(arguments, end):
     return SharedLink.attach(LinkDescriptors(*map(int, arguments)), end=end, peer="the test")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import manyhands as mh
-from manyhands.observe.analyse.source import existing_run
+from manyhands.observe.analyse.follow import existing_run
 from manyhands.observe.draw.page import report
 from manyhands.strategies.ps.audit_files import audit_run
 from manyhands.workloads.svd.predicting import open_svd

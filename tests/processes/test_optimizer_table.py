@@ -155,7 +155,7 @@ def test_an_optimizer_gives_the_weights_of_one_process_or_is_rejected(
     reference = expected(name, way)
     assert distance(reference, model().state_dict()) > 1e-3, "it learned something"
     looks_at = next((what for what, names in LOOKS_AT.items() if name in names), "an item")
-    if FITS[looks_at].intersection(Strategy.parse(way).stepping):
+    if FITS[looks_at].intersection(Strategy.parse(way).facts.stepping):
         assert distance(train(name, way, workers), reference) < 1e-9
     else:
         reason = r"it (looks across|keeps state that) .*; use strategy=mirrored or allreduce"

@@ -13,7 +13,7 @@ import pytest
 from browsing import CUT, awaited, browsing, complaints, needs_a_browser, sized, text_of
 from compared import measured
 from manyhands.observe.analyse.view import Phase, RunView, Staleness
-from manyhands.serving.dashboard import Dashboard
+from manyhands.serving.hosting import Dashboard
 from views import run_view, starting_view
 
 pytestmark = [needs_a_browser, pytest.mark.timeout(120)]

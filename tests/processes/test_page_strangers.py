@@ -19,7 +19,7 @@ import pytest
 import warm
 from assassin import events
 from manyhands.serving.connections import MAX_CONNECTIONS
-from manyhands.serving.dashboard import Dashboard
+from manyhands.serving.hosting import Dashboard
 from manyhands.serving.page_app import MAX_STREAMS
 from views import run_view
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import manyhands as mh
 from manyhands.errors import UserError
-from manyhands.observe.analyse.privacy import privacy_words
-from manyhands.observe.draw.run_report import write_report
+from manyhands.observe.analyse.summary_facts import privacy_words
+from manyhands.observe.draw.page import write_report
 from manyhands.strategies.federated.privacy.accountant import RoundKind, epsilon_of, most_rounds
 
 TRUE = torch.tensor([[2.0], [-1.0], [0.5]], dtype=torch.float64)

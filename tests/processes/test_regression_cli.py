@@ -22,11 +22,10 @@ from manyhands.engine.interrupted_run import Keeping
 from manyhands.engine.options import Options
 from manyhands.engine.run import Run
 from manyhands.workloads.logreg.batch_task import logreg_task, table_of
-from manyhands.workloads.logreg.examples import Examples
+from manyhands.workloads.logreg.examples import Examples, Spool, SpooledRows, parse_examples
 from manyhands.workloads.logreg.model import LogregModel
 from manyhands.workloads.logreg.options import LogregOptions
-from manyhands.workloads.logreg.spool import Spool, SpooledRows
-from manyhands.workloads.logreg.training import parse_examples, train_logreg
+from manyhands.workloads.logreg.training import train_logreg
 from watched import watched
 
 pytestmark = pytest.mark.timeout(300)
@@ -218,13 +217,15 @@ def test_ctrl_c_keeps_what_is_done_and_resume_goes_on(
     assert process.returncode == 130, error
     summary = json.loads((tmp_path / "s.json").read_text())
     assert summary["interrupted"]
-    told = f"ended by SIGINT; the model is that after {summary['passes']} of 100000000 passes; go on with: "
+    told = (
+        f"ended by SIGINT; the model is that after {summary['passes']} of 100000000 passes; continue with: "
+    )
     assert told in error.decode()
     assert LogregModel.load(out).weight.size == 41
     passes = str(summary["passes"] + 2)
     again = ["train", "logreg", "--train", path, "--passes", passes, "--out", out]
     assert run_command(monkeypatch, *again) == 2
-    refused = "already holds a run of 'logreg'; add --resume to go on with it, or choose another --out"
+    refused = "already holds a run of 'logreg'; add --resume to continue it, or choose another --out"
     assert refused in capfd.readouterr().err
     assert run_command(monkeypatch, *again, "--resume") == 0, capfd.readouterr().err
     whole = train_logreg(path, LogregOptions(passes=int(passes)))

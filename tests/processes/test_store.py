@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import warm
-from manyhands.data.store import RunDirectory
+from manyhands.data.store.rundir import RunDirectory
 from manyhands.errors import UserError
 
 pytestmark = pytest.mark.timeout(60)
@@ -23,7 +23,9 @@ PREAMBLE = """
 import json, os, random, resource, shutil, signal, sys, time
 from pathlib import Path
 import torch
-from manyhands.data.store import CheckpointStore, MetricsLog, Snapshot, WriteFailed
+from manyhands.data.store.atomic import WriteFailed
+from manyhands.data.store.checkpoint import CheckpointStore, Snapshot
+from manyhands.data.store.line_files import MetricsLog
 
 def snapshot(step, revision=0, count=2000):
     value = float(1000 * step + revision)
@@ -205,7 +207,7 @@ def assert_nothing_lost(told: dict[str, Any], why: str) -> None:
 
 HOLD_THE_LOCK = """
 import sys
-from manyhands.data.store import RunDirectory
+from manyhands.data.store.rundir import RunDirectory
 config = {"task": "t", "seed": 0, "batch_size": 1, "samples": 1, "parameters": {}}
 directory = RunDirectory.create(sys.argv[1], config)
 print("held", flush=True)

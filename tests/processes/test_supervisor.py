@@ -22,7 +22,7 @@ import pytest
 from descriptors import open_descriptors
 from kills import Run, await_that
 from manyhands.errors import ManyhandsError, UserError
-from manyhands.places.local.child import Child
+from manyhands.places.local.children import Child
 from manyhands.places.local.context import RoleContext
 from manyhands.places.local.control import MAX_FRAME_BYTES, Unread
 from manyhands.places.local.status import State

@@ -153,7 +153,7 @@ BAD = {
     ),
     "too little memory": (("--memory", "100KiB"), r"memory=100.0 KiB is too little"),
     "no size": (("--memory", "much"), "much"),
-    "no tolerance": (("--tolerance", "0"), "tolerance=0.0 must be"),
+    "no tolerance": (("--tolerance", "0"), "tolerance is 0.0; it must be"),
     "a strategy": (("--strategy", "hogwild"), "does not train svd; allowed: single, allreduce, mirrored"),
     "nothing to resume": (("--resume",), "--resume needs --out"),
 }

@@ -81,7 +81,7 @@ def test_a_run_may_follow_one_of_another_thread() -> None:
 _LARGE = """
 import mmap
 from pathlib import Path
-from manyhands.places.local.pages import LARGE_BYTES, use_large_pages
+from manyhands.places.local.forking import LARGE_BYTES, use_large_pages
 def large_kb():
     text = Path("/proc/self/smaps_rollup").read_text()
     return int(text.partition("AnonHugePages:")[2].split()[0])

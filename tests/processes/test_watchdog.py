@@ -102,7 +102,7 @@ def require_named(text: str, path: Path) -> tuple[str, str]:
     """The first line of the error, and what follows its page."""
     strategy = mh.Strategy.parse(text)
     # So many that worker 1 has a fourth one, where each takes the next that is left.
-    length = {"rounds": 200} if strategy.counts_rounds else {"steps": 200}
+    length = {"rounds": 200} if strategy.facts.counts_rounds else {"steps": 200}
     options = mh.Options(watchdog_s=3, checkpoint_every=1)
     with pytest.raises(Hang) as caught:
         mh.fit(blocking_task(), strategy, workers=2, out=path, options=options, **length)

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from manyhands.strategies.pipeline.check import check
+from manyhands.strategies.pipeline.schedule_cost import check
 from manyhands.strategies.pipeline.schedules import SCHEDULES
 
 

@@ -31,6 +31,13 @@ def test_every_promise_is_kept_whatever_goes_wrong(capsys: pytest.CaptureFixture
     assert sum(done[consistency] for consistency in CHOSEN_BY_ARRIVAL) >= RUNS // 3
 
 
+def test_elastic_runs_and_federated_rounds_keep_theirs(capsys: pytest.CaptureFixture[str]) -> None:
+    with capsys.disabled():
+        done, broken = campaign(FIRST_SEED, RUNS, os.cpu_count() or 1, ("elastic", "rounds"))
+    assert [(str(case), found) for case, found in broken] == []
+    assert done == {"elastic": RUNS // 2, "rounds": RUNS // 2}
+
+
 @pytest.mark.parametrize("name", [*MUTANTS, *GUARDS])
 def test_a_broken_server_is_caught_within_a_thousand_runs(name: str) -> None:
     mutant = (MUTANTS | GUARDS)[name]

@@ -9,8 +9,8 @@ import pytest
 
 from manyhands.errors import UserError
 from manyhands.strategies.common.collectives.algorithms import ALGORITHMS, grouped
-from manyhands.strategies.common.collectives.collective_cost import cost
 from manyhands.strategies.common.collectives.schedule import Algorithm
+from manyhands.strategies.common.collectives.schedule_proof import cost
 
 ALPHA, BETA, GAMMA = 7919, 13, 5  # whole numbers: sums of them are exact in floating point
 WORLDS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 13, 16, 32, 33)

@@ -31,7 +31,6 @@ def test_the_page_shows_every_algorithm_as_it_is() -> None:
     page = (DOCS / "allreduce.md").read_text()
     assert re.findall(r"<!-- figure: (\S+) -->", page) == list(ALGORITHMS), REDRAW
     assert refresh(page, figure) == page, REDRAW
-    assert page.count("[37] [37] [36] [43]  |  [37] [37] [36] [43]") >= len(ALGORITHMS)
 
 
 @EVERY
@@ -90,6 +89,6 @@ def test_the_command_prints_all_and_writes_the_docs(
     collective_drawing.main([str(tmp_path)])
     page = (tmp_path / "allreduce.md").read_text()
     assert "old" not in page
-    assert as_text(watch(ALGORITHMS["tree"], EXAMPLE)) in page
+    assert figure("tree") in page
     assert (page.startswith("before\n"), page.endswith("after\n")) == (True, True)
     assert len(list((tmp_path / "figures").iterdir())) == len(ALGORITHMS)

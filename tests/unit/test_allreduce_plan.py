@@ -5,8 +5,16 @@ from __future__ import annotations
 import pytest
 
 from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
-from manyhands.strategies.common.collectives.schedule import Algorithm, How, Receive, Send, Step
-from manyhands.strategies.common.collectives.vector_plan import Fold, Plan, lay_plan
+from manyhands.strategies.common.collectives.schedule import (
+    Algorithm,
+    Fold,
+    How,
+    Plan,
+    Receive,
+    Send,
+    Step,
+    lay_plan,
+)
 
 
 def plans(algorithm: Algorithm, world: int, count: int) -> list[Plan]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from manyhands.native.segment import PAGE, Segment
 from manyhands.transport.hub.areas import Arenas
-from manyhands.transport.link.message import ProtocolError
+from manyhands.transport.messages import ProtocolError
 
 CAPACITY = 2 * PAGE
 

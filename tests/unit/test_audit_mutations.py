@@ -22,7 +22,7 @@ from manyhands.foresight.simulate import (
     Witness,
 )
 from manyhands.foresight.simulate.models import LedgerStore
-from manyhands.strategies.common.consistency.policy import Policy
+from manyhands.strategies.common.consistency import Policy
 from manyhands.strategies.ps.audit import Verdict
 from manyhands.strategies.ps.log_rows import LostRow, Row, SlotsRow, StepRow
 from recorded import Recorded, changed, record

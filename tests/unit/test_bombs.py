@@ -18,8 +18,8 @@ from manyhands.data.store.fingerprint import fingerprint
 from manyhands.data.store.rundir import RunDirectory
 from manyhands.errors import DataError, UserError
 from manyhands.lab.compare.comparison import Trial
-from manyhands.lab.compare.measured_run import measure
-from manyhands.observe.analyse.source import existing_run
+from manyhands.lab.compare.run_comparison import measure
+from manyhands.observe.analyse.follow import existing_run
 from manyhands.observe.draw.charts import Series, line_chart
 from manyhands.observe.draw.page import report
 from manyhands.observe.draw.prometheus import metrics_text
@@ -32,7 +32,7 @@ from manyhands.strategies.ps.update_files import RunRecord, write_record
 from manyhands.strategy import Strategy
 from manyhands.workloads.glove.vector_files import Vectors
 from manyhands.workloads.glove.vocabulary import Vocabulary
-from manyhands.workloads.logreg import room, training
+from manyhands.workloads.logreg import training
 from manyhands.workloads.logreg.labels import Labels
 from manyhands.workloads.logreg.model import LogregModel
 from manyhands.workloads.logreg.training import train_logreg
@@ -294,7 +294,7 @@ def test_an_absurd_feature_is_refused_with_the_figure_and_all_copies_counted(
     path.write_bytes(b"1 1000000000:1\n-1 1:1")
     assert path.stat().st_size == 21
     # Room for the table alone, as on a machine of 16 GiB: the copies of it would not fit.
-    monkeypatch.setattr(room, "available_bytes", lambda: 17 << 30)
+    monkeypatch.setattr(training, "available_bytes", lambda: 17 << 30)
     workers = 1 if strategy == "single" else 2
     with (
         at_most(200 << 20),

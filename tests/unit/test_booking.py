@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from manyhands.engine.booking import StepBook
 from manyhands.engine.exchange import MicrobatchTime, PeerTraffic, Traffic
+from manyhands.engine.reporting import StepBook
 from manyhands.observe.record.events import EventKind
 
 

@@ -13,8 +13,8 @@ import pytest
 from manyhands.data.sparse_rows import Rows
 from manyhands.errors import DataError, UserError
 from manyhands.serving.opening import open_predictor
+from manyhands.workloads.gbdt import bin_kernels
 from manyhands.workloads.gbdt import model as model_module
-from manyhands.workloads.gbdt import predict_kernels
 from manyhands.workloads.gbdt.model import GbdtModel
 from manyhands.workloads.gbdt.options import GbdtOptions
 from manyhands.workloads.gbdt.row_sources import ArraySource, RowBlock
@@ -144,13 +144,13 @@ def test_sparse_rows_of_many_columns_are_predicted_some_at_a_time(monkeypatch: p
     )
     monkeypatch.setattr(model_module, "_CHUNK_NUMBERS", 35)
     made: list[int] = []
-    add_trees = predict_kernels.add_trees
+    add_trees = bin_kernels.add_trees
 
     def counted(dense: np.ndarray, *more: Any) -> None:
         made.append(dense.size)
         add_trees(dense, *more)
 
-    monkeypatch.setattr(predict_kernels, "add_trees", counted)
+    monkeypatch.setattr(bin_kernels, "add_trees", counted)
     given = found.predict(RowBlock(labels=None, sparse=rows))
     assert made == [35] * 7 + [5]
     monkeypatch.undo()

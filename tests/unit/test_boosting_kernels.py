@@ -221,14 +221,14 @@ def test_many_categories_are_sorted_by_gradient() -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"trees": 0}, "trees=0 must be a whole number of at least 1"),
-        ({"num_leaves": 1}, "num_leaves=1"),
-        ({"max_bin": 256}, "max_bin=256 must be at most 255"),
-        ({"rate": 0.0}, "rate=0.0 must be a number above 0"),
-        ({"lambda_l2": -1.0}, "lambda_l2=-1.0"),
+        ({"trees": 0}, "trees is 0; it must be an integer of at least 1"),
+        ({"num_leaves": 1}, "num_leaves is 1;"),
+        ({"max_bin": 256}, "max_bin is 256; it must be an integer of at least 2 and at most 255"),
+        ({"rate": 0.0}, "rate is 0.0; it must be a number above 0"),
+        ({"lambda_l2": -1.0}, "lambda_l2 is -1.0;"),
         ({"objective": "binery"}, "did you mean 'binary'"),
-        ({"parallel": "feature"}, "unknown parallel 'feature'"),
-        ({"min_data_in_leaf": 2.5}, "min_data_in_leaf=2.5"),
+        ({"parallel": "feature"}, "parallel is 'feature'; allowed: data, voting"),
+        ({"min_data_in_leaf": 2.5}, "min_data_in_leaf is 2.5;"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(changed: dict[str, object], message: str) -> None:

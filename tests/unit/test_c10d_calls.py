@@ -20,9 +20,9 @@ from manyhands.interop.c10d.collective_calls import (
     describe_uneven,
     dtype_code,
 )
-from manyhands.interop.c10d.options import Options
+from manyhands.interop.c10d.collectives import check_reduction, combine, compiled_reducer
+from manyhands.interop.c10d.group_session import Options
 from manyhands.interop.c10d.point_to_point import capacity_bytes, ring_index
-from manyhands.interop.c10d.reductions import check_reduction, combine, compiled_reducer
 from manyhands.native.dtypes import CODES
 from manyhands.native.segment import CACHE_LINE, PAGE
 

@@ -29,10 +29,13 @@ from manyhands.places.local.capacity import (
     MemoryCost,
     Room,
     check_room,
+    free_memory,
+    free_tasks,
+    group_folders,
     most_workers,
     of_processes,
+    read_room,
 )
-from manyhands.places.local.capacity_check import free_memory, free_tasks, group_folders, read_room
 from manyhands.strategy import Strategy
 from manyhands.workloads.glove.learning import Learning
 from manyhands.workloads.glove.train_glove import GloveOptions

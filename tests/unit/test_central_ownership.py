@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.strategies.central.ownership import Ownership, cut, keep_whole
-from manyhands.strategies.common.sharding.pieces import Piece
+from manyhands.strategies.common.sharding.sliced_optimizer import Piece
 from manyhands.wire.flat_layout import BucketLayout, lay_out
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)

@@ -16,11 +16,11 @@ from manyhands.observe.draw.charts import (
     line_chart,
     loss_chart,
     matrix,
+    overlapping,
     section,
     share_bars,
     short_number,
 )
-from manyhands.observe.draw.hidden_curves import overlapping
 
 SVG = "{http://www.w3.org/2000/svg}"
 HOSTILE = "<script>alert('1')</script>\"&x"

@@ -14,17 +14,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from manyhands.data.store import (
+from manyhands.data.store.atomic import FileDigest, WriteFailed
+from manyhands.data.store.checkpoint import (
     CheckpointStore,
     Loaded,
     NoCheckpoint,
     NonFiniteSnapshot,
+    SavedStep,
     Snapshot,
-    WriteFailed,
+    rotated_out,
 )
-from manyhands.data.store.atomic import FileDigest
 from manyhands.data.store.manifest import CONTENT_FILES, MANIFEST_FILE, Manifest
-from manyhands.data.store.rotation import SavedStep, rotated_out
 from manyhands.errors import CorruptCheckpoint, UserError
 
 FILES = (*CONTENT_FILES, MANIFEST_FILE)

@@ -17,9 +17,9 @@ from manyhands.cli.command_options import print_next
 from manyhands.cli.early import usual_workers
 from manyhands.cli.lazy_commands import forks_workers
 from manyhands.cli.main import COMMANDS, app
-from manyhands.cli.trainable import train_app
+from manyhands.cli.train_command import train_app
 from manyhands.strategy import Strategy
-from manyhands.workloads.registry import PREDICTORS
+from manyhands.workloads.registry import WORKLOADS
 
 
 def test_the_list_of_commands_waits_for_nothing_heavy() -> None:
@@ -80,7 +80,7 @@ def test_mistakes_that_words_alone_show_are_refused_before_anything_heavy_is_imp
 
 
 def test_every_task_that_can_be_trained_passes_the_early_check_and_no_other() -> None:
-    assert sorted(PREDICTORS) == sorted(str(command.name) for command in train_app.registered_commands)
+    assert sorted(WORKLOADS) == sorted(str(command.name) for command in train_app.registered_commands)
 
 
 @pytest.mark.parametrize(

@@ -51,9 +51,7 @@ def test_commands_that_start_workers_say_that_it_is_not_read(
 def test_train_is_the_role_that_it_names(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(
-        "manyhands.places.external.started_externally._alone", False
-    )  # commands before may have said otherwise
+    monkeypatch.setattr("manyhands.places.place._alone", False)  # commands before may have said otherwise
     cluster = {"worker": ["a:1", "b:1"]}
     for index, sentence in (
         (2, "TF_CONFIG: task.index=2: the cluster lists 2 of type worker"),

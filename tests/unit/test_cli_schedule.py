@@ -14,8 +14,8 @@ from manyhands.cli.main import app
 from manyhands.cli.schedule_command import RATES
 from manyhands.errors import UserError
 from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
-from manyhands.strategies.common.collectives.collective_cost import cost
 from manyhands.strategies.common.collectives.collective_drawing import EXAMPLE, as_text, watch
+from manyhands.strategies.common.collectives.schedule_proof import cost
 from manyhands.strategies.pipeline import schedule_drawing
 from manyhands.strategies.pipeline.schedules import SCHEDULES, interleaved
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import manyhands as mh
-from manyhands.engine.row_gradients import clippable
+from manyhands.engine.clipping import clippable
 
 CLIPS: dict[str, Callable[[list[torch.Tensor]], object]] = {
     "a norm that is exceeded": lambda given: nn.utils.clip_grad_norm_(given, 0.3),

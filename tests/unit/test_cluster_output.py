@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from manyhands.places.local.output import KEPT_BYTES, Output
+from manyhands.places.local.children import KEPT_BYTES, Output
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import torch
 
 from manyhands.engine.exchange import LocalStep
 from manyhands.errors import UserError
-from manyhands.observe.analyse.codecs import codec_words
+from manyhands.observe.analyse.summary_facts import codec_words
 from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
 from manyhands.strategies.common.collectives.codec_choice import CodecChooser
 from manyhands.strategies.common.collectives.collective import ScheduleCollective, carrier
@@ -127,7 +127,7 @@ def test_the_setting_says_how_large_an_error_may_be(text: str, error: float | No
     if error is not None:
         strategy = Strategy.parse(f"allreduce link=tcp codec={text}")
         assert str(strategy) == f"allreduce link=tcp codec={text}"
-        assert strategy.kernels == ("codecs",)
+        assert strategy.facts.kernels == ("codecs",)
         assert not rounds_hops(text)
         assert momentum_of(text) == 0.0
 
@@ -293,7 +293,7 @@ def averaged(setting: str, bandwidth: float) -> list[tuple[list[torch.Tensor], d
             exchange.backward(model(x).sin().sum(), 1 / WORLD)
             exchange.agree(LocalStep(loss=0.0, share=1 / WORLD, step=step))
             exchange.apply()
-            if exchange.settle():
+            if exchange.average is not None and exchange.average(False):
                 found.append(torch.cat([one.detach().flatten() for one in model.parameters()]))
         told = {**exchange.summary(), "codec": codec_of(exchange.wire >> 8)}
         exchange.close()

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +28,12 @@ from manyhands.wire.parcels import Parcel
 
 pytestmark = pytest.mark.timeout(60)
 
-ROUNDED = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+ROOT = Path(__file__).parents[2]
+ROUNDED = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+}
 HALVES = ("bf16", "fp16")
 WIDE = (torch.float32, torch.float64)
 
@@ -203,8 +213,8 @@ def test_a_codec_is_no_longer_the_numbers_of_the_plain_loop() -> None:
         "local steps=1 link=tcp codec=bf16",
         "ps link=tcp codec=bf16",
     ):
-        assert Strategy.parse(text).promises.same_numbers.answer is Answer.PARTLY
-        assert Strategy.parse(text[: text.index(" codec")]).promises.same_numbers.answer is Answer.YES
+        assert Strategy.parse(text).facts.promises.same_numbers.answer is Answer.PARTLY
+        assert Strategy.parse(text[: text.index(" codec")]).facts.promises.same_numbers.answer is Answer.YES
 
 
 @pytest.mark.parametrize(
@@ -270,3 +280,37 @@ def test_a_setting_that_makes_no_sense_gets_a_sentence(text: str, said: str) -> 
 def test_a_strategy_that_a_codec_makes_no_sense_with_says_why(text: str, said: str) -> None:
     with pytest.raises(UserError, match=re.escape(said)):
         Strategy.parse(text)
+
+
+def test_a_codec_is_a_file_a_line_and_a_row(tmp_path: Path) -> None:
+    """The recipe of docs/extending.md, word by word, in a copy of the sources; nothing else is touched."""
+    recipe = (ROOT / "docs" / "extending.md").read_text().partition("## A codec\n")[2]
+    file = recipe.partition("```python\n")[2].partition("```")[0]
+    _, line, row = (part.partition("```")[0] for part in recipe.split("```text\n")[:3])
+    for folder in ("src", "tests"):
+        shutil.copytree(
+            ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info")
+        )
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    (tmp_path / "src/manyhands/wire/codecs/coarse.py").write_text(file)
+    for path, added in (
+        (tmp_path / "src/manyhands/wire/names.py", ('    "fp8": Listed(', line)),
+        (tmp_path / "tests/unit/test_codecs.py", ('    "bf16": torch.bfloat16,', row)),
+    ):
+        before, found, after = path.read_text().partition(added[0])
+        path.write_text(f"{before}{added[1]}{found}{after}")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "src")}
+    asked = (
+        "import manyhands as mh, manyhands.wire.names as names\n"
+        "from manyhands.transport.link.wire import Wire, codec_of, wire_of\n"
+        "strategy = mh.Strategy.parse('allreduce link=tcp codec=coarse')\n"
+        "number = wire_of(Wire.TCP, 'topk+coarse') >> 8\n"
+        "print(names.__file__.startswith('{}'), strategy, codec_of(number))"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", asked.format(tmp_path)], env=environment, capture_output=True, text=True
+    )
+    assert told.stdout == "True allreduce link=tcp codec=coarse topk+coarse\n", told.stderr
+    rows = [sys.executable, "-m", "pytest", "tests/unit/test_codecs.py", "-n0", "-q", "-k", "coarse"]
+    tested = subprocess.run(rows, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert tested.returncode == 0, tested.stdout

@@ -11,8 +11,16 @@ from compared import TWO, found, measured, told
 from manyhands.errors import UserError
 from manyhands.facts import Answer, Promises
 from manyhands.lab.compare.bandwidth import Rate, shaped_command, why_not
-from manyhands.lab.compare.compare_report import Made, report, smooth
-from manyhands.lab.compare.compare_table import cells, columns, measures_table, promises_table, scores_table
+from manyhands.lab.compare.compare_report import (
+    Made,
+    cells,
+    columns,
+    measures_table,
+    promises_table,
+    report,
+    scores_table,
+    smooth,
+)
 from manyhands.lab.compare.comparison import (
     Target,
     Trial,
@@ -21,10 +29,9 @@ from manyhands.lab.compare.comparison import (
     trials,
     workers_of,
 )
-from manyhands.lab.compare.figures import FailedTrial, Figures, Point, Spread, figures
+from manyhands.lab.compare.figures import FailedTrial, Figures, Point, Prices, Spread, figures
 from manyhands.lab.compare.findings import Conditions, paragraph
-from manyhands.lab.compare.measured_run import Stops
-from manyhands.lab.compare.price import Prices
+from manyhands.lab.compare.run_comparison import Stops
 from manyhands.observe.draw.paper import PART_COLOURS
 from manyhands.strategies.allreduce.strategy import AllReduce
 from manyhands.strategies.hogwild.strategy import Hogwild
@@ -238,8 +245,8 @@ def test_one_who_evaluates_while_others_go_on_stops_its_share_of_the_clock() -> 
     stops = Stops.of({5: {1: 0.5}, 10: {0: 0.25}}, 2, together=False)
     assert [stops.before_s(step, inclusive=True) for step in (4, 5, 10)] == [0, 0.25, 0.375]
     rendezvous = ("allreduce", "ps", "hogwild")
-    assert all(Strategy.parse(text).meets_to_evaluate for text in rendezvous)
-    assert not Strategy.parse("ps consistency=async").meets_to_evaluate
+    assert all(Strategy.parse(text).facts.meets_to_evaluate for text in rendezvous)
+    assert not Strategy.parse("ps consistency=async").facts.meets_to_evaluate
 
 
 # ── what is shown ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -300,7 +307,7 @@ def test_smoothing_keeps_the_number_of_points_and_the_mean_of_a_constant() -> No
 
 @pytest.mark.parametrize("word", STRATEGIES)
 def test_every_strategy_states_what_it_promises(word: str) -> None:
-    promises = Strategy.parse(word).promises
+    promises = Strategy.parse(word).facts.promises
     for one in dataclasses.fields(Promises):
         promise = getattr(promises, one.name)
         assert isinstance(promise.answer, Answer)
@@ -309,7 +316,7 @@ def test_every_strategy_states_what_it_promises(word: str) -> None:
 
 def test_promises_depend_on_the_settings() -> None:
     def answers(text: str) -> str:
-        promises = Strategy.parse(text).promises
+        promises = Strategy.parse(text).facts.promises
         return " ".join(getattr(promises, one.name).answer.value for one in dataclasses.fields(promises))
 
     expected = {
@@ -322,7 +329,7 @@ def test_promises_depend_on_the_settings() -> None:
         "hogwild order=turns": "no – no yes",
     }
     assert {text: answers(text) for text in expected} == expected
-    assert Hogwild(order="locked").promises.same_numbers.answer is Answer.NO
+    assert Hogwild(order="locked").facts.promises.same_numbers.answer is Answer.NO
 
 
 # ── a slower network ──────────────────────────────────────────────────────────────────────────────────────────────

@@ -3,7 +3,7 @@
 import dataclasses
 
 from compared import found, measured, told
-from manyhands.engine.slowdown import Slowdown
+from manyhands.engine.options import Slowdown
 from manyhands.lab.compare.comparison import Target, parse_strategies
 
 

@@ -15,7 +15,8 @@ import pytest
 
 from manyhands.native import cache_folder, warming
 from manyhands.native.sources import ROOT, digest_of, imported_files, module_file
-from manyhands.native.warming import FAMILIES, JOBS
+from manyhands.native.warming import FAMILIES, job_named, jobs_of
+from manyhands.workloads.registry import WORKLOADS
 
 
 def _package(root: Path, **files: str) -> Path:
@@ -121,18 +122,20 @@ def test_every_kernel_is_kept_by_our_own_decorators():
 
 
 def test_jobs_name_what_is_there_and_cover_every_module_that_compiles_when_imported():
-    for job in JOBS.values():
-        assert job.after is None or job.after in JOBS
+    names = jobs_of("all")
+    jobs = [job_named(name) for name in names]
+    for job in jobs:
+        assert job.after is None or job.after in names
         for call in job.calls:
             module, _, function = call.partition(":")
             file = module_file(module)
             assert file is not None, call
             assert not function or f"def {function}(" in file.read_text(), call
-    for family in FAMILIES.values():
-        assert set(family) <= set(JOBS)
+    for family in [*FAMILIES, *WORKLOADS]:
+        assert set(jobs_of(family)) <= set(names)
     reached = {
         file
-        for job in JOBS.values()
+        for job in jobs
         for call in job.calls
         for file in imported_files(module_file(call.partition(":")[0]))
     }
@@ -225,24 +228,3 @@ def test_what_compiles_too_long_is_ended(monkeypatch, capsys):
     warming._compile_elsewhere(["svd"])
     assert "kernels were not compiled within 0 s; going on without them" in capsys.readouterr().err
     assert begun[0].returncode == -signal.SIGKILL
-
-
-_WITHOUT_SCIPY = """
-import sys
-import manyhands.native.counters  # kernels, loaded or compiled
-assert "numba.np.arraymath" in sys.modules
-assert not [name for name in sys.modules if name.startswith("scipy.linalg")], "nothing multiplies matrices"
-import numba, numpy
-ours = numba.njit(lambda a, b: numpy.dot(a, b))(numpy.full((2, 3), 2.0), numpy.eye(3))
-assert (ours == 2.0).all() and ours.shape == (2, 3)
-assert sys.modules["scipy.linalg.cython_blas"].__file__, "the real one"
-"""
-
-
-@pytest.mark.timeout(60)
-def test_kernels_do_without_scipy_and_matrices_can_be_multiplied_all_the_same():
-    environment = {**os.environ, "PYTHONPATH": str(ROOT.parent)}
-    done = subprocess.run(
-        [sys.executable, "-c", _WITHOUT_SCIPY], env=environment, capture_output=True, text=True, timeout=50
-    )
-    assert done.returncode == 0, done.stderr

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -10,14 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manyhands.errors import UserError
-from manyhands.strategies.common.consistency.asynchronous import Async
-from manyhands.strategies.common.consistency.bounded import Bounded
-from manyhands.strategies.common.consistency.buffered import Buffered
-from manyhands.strategies.common.consistency.parse import parse_consistency
-from manyhands.strategies.common.consistency.policy import BatchPlace, Group, Policy, blend
-from manyhands.strategies.common.consistency.rates import StalenessAware, StalenessDamped
-from manyhands.strategies.common.consistency.softsync import SoftSync
-from manyhands.strategies.common.consistency.sync import Sync
+from manyhands.strategies.common.consistency import (
+    Async,
+    BatchPlace,
+    Bounded,
+    Buffered,
+    Group,
+    Policy,
+    SoftSync,
+    Sync,
+    blend,
+    parse_consistency,
+)
 
 TEXTS = {
     "sync": Sync(),
@@ -25,8 +29,8 @@ TEXTS = {
     "bounded:3": Bounded(3),
     "async": Async(),
     "softsync:4": SoftSync(4),
-    "aware:softsync:30": StalenessAware(SoftSync(30)),
-    "damped:bounded:2": StalenessDamped(Bounded(2)),
+    "aware:softsync:30": SoftSync(30, rates="aware"),
+    "damped:bounded:2": Bounded(2, rates="damped"),
 }
 
 
@@ -48,7 +52,7 @@ def test_words_that_people_know_are_other_words_for_ours(text: str, ours: str) -
 def test_a_bound_of_zero_is_sync() -> None:
     assert parse_consistency("bounded:0") == Sync()
     assert parse_consistency("sync:0") == Sync()
-    assert parse_consistency("aware:bounded:0") == StalenessAware(Sync())
+    assert parse_consistency("aware:bounded:0") == Sync(rates="aware")
 
 
 @pytest.mark.parametrize(
@@ -57,13 +61,13 @@ def test_a_bound_of_zero_is_sync() -> None:
         ("assync", "did you mean 'async'"),
         ("", "allowed: sync, bounded, async, softsync, aware, damped"),
         ("async:1", "takes no number"),
-        ("bounded", "'' is not a whole number"),
+        ("bounded", "'' is not an integer"),
         ("bounded:", "nothing follows the colon"),
-        ("bounded:-1", "'-1' is not a whole number"),
-        ("bounded:1.5", "'1.5' is not a whole number"),
-        ("bounded:²", "is not a whole number"),
+        ("bounded:-1", "'-1' is not an integer"),
+        ("bounded:1.5", "'1.5' is not an integer"),
+        ("bounded:²", "is not an integer"),
         ("softsync:0", "must be 1 or more"),
-        ("softsync:99999999999", "is not a whole number"),
+        ("softsync:99999999999", "is not an integer"),
         ("aware", "as in aware:async"),
         ("aware:aware:async", "once only"),
         ("damped:aware:async", "once only"),
@@ -134,8 +138,8 @@ ROWS: list[tuple[Policy, Arrivals, tuple[tuple[int, int], ...] | None]] = [
     (Buffered(2), Arrivals(ALL), ((2, 0), (0, 0))),
     (Buffered(3), Arrivals(TWO, drained=True), ((2, 0), (0, 0))),
     (Buffered(3), Arrivals((), drained=True), None),
-    (StalenessDamped(Buffered(3)), Arrivals(ALL, num_active=1), ALL),
-    (StalenessAware(Sync()), Arrivals(ALL), ((0, 0), (1, 0), (2, 0))),
+    (Buffered(3, rates="damped"), Arrivals(ALL, num_active=1), ALL),
+    (Sync(rates="aware"), Arrivals(ALL), ((0, 0), (1, 0), (2, 0))),
 ]
 
 
@@ -161,7 +165,7 @@ def test_what_makes_a_step(
 def test_what_a_shard_is_told(
     policy: Policy, lag: int | None, by_clock: bool, chosen_by_lead: bool, outlives_read: bool
 ) -> None:
-    for one in (policy, StalenessAware(policy), StalenessDamped(policy)):
+    for one in (policy, replace(policy, rates="aware"), replace(policy, rates="damped")):
         assert (one.lag, one.by_clock) == (lag, by_clock)
         assert (one.chosen_by_lead, one.outlives_read) == (chosen_by_lead, outlives_read)
         assert one.stepwise is isinstance(policy, Sync)
@@ -193,7 +197,7 @@ def test_what_is_left_of_a_batch_is_divided_by_its_weight() -> None:
 def test_stale_gradients_move_sgd_by_the_mean_of_their_rated_steps(staleness: list[int]) -> None:
     count = len(staleness)
     gradients = torch.randn(count, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    factors, rate = blend(StalenessAware(SoftSync(1)), [1.0] * count, staleness, parts=1)
+    factors, rate = blend(SoftSync(1, rates="aware"), [1.0] * count, staleness, parts=1)
     step = rate * sum(factor * gradient for factor, gradient in zip(factors, gradients, strict=True))
     paper = sum(gradient / max(tau, 1) for gradient, tau in zip(gradients, staleness, strict=True)) / count
     torch.testing.assert_close(step, paper, rtol=1e-12, atol=1e-12)
@@ -201,9 +205,9 @@ def test_stale_gradients_move_sgd_by_the_mean_of_their_rated_steps(staleness: li
 
 
 def test_a_fresh_update_keeps_its_whole_rate() -> None:
-    aware = StalenessAware(Async())
+    aware = Async(rates="aware")
     assert [aware.rate(tau) for tau in (0, 1, 2, 4)] == [1.0, 1.0, 0.5, 0.25]
     assert Async().rate(9) == 1.0
-    damped = StalenessDamped(Buffered(2))
+    damped = Buffered(2, rates="damped")
     assert [damped.rate(tau) for tau in (0, 3, 8)] == [1.0, 0.5, 1 / 3]
     assert [Buffered(size).includes_own(9) for size in (1, 2)] == [True, False]

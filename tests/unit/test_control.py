@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import socket
 import struct
@@ -13,11 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.errors import Aborted, PeerTimeout
+from manyhands.errors import Aborted, PeerTimeout, UserError
 from manyhands.places.local.control import (
     MAX_FRAME_BYTES,
     Channel,
-    ControlError,
     Decoder,
     Failed,
     Finished,
@@ -28,6 +26,7 @@ from manyhands.places.local.control import (
     Unread,
     encode,
 )
+from manyhands.transport.messages import ProtocolError
 
 MESSAGES: list[Message] = [
     RoleStarted(pid=4242),
@@ -56,10 +55,8 @@ def test_every_message_survives_in_any_pieces(cuts: list[int]) -> None:
     assert received == MESSAGES
 
 
-def test_a_frame_is_a_big_endian_length_and_json() -> None:
-    frame = encode(RoleStarted(pid=7))
-    assert struct.unpack("!I", frame[:4]) == (len(frame) - 4,)
-    assert json.loads(frame[4:]) == {"message type": "RoleStarted", "pid": 7}
+def test_a_frame_is_a_kind_a_length_and_the_body() -> None:
+    assert encode(RoleStarted(pid=7)) == struct.pack("<HIq", 1, 8, 7)
 
 
 def test_values_that_are_not_finite_arrive_as_they_are() -> None:
@@ -70,35 +67,32 @@ def test_values_that_are_not_finite_arrive_as_they_are() -> None:
 
 
 def test_a_length_beyond_the_bound_is_refused_before_its_bytes_come() -> None:
-    with pytest.raises(ControlError, match=f"announces {MAX_FRAME_BYTES + 1} bytes"):
-        Decoder().feed(struct.pack("!I", MAX_FRAME_BYTES + 1))
+    with pytest.raises(ProtocolError, match=f"announces {MAX_FRAME_BYTES + 1} bytes"):
+        Decoder().feed(struct.pack("<HI", 1, MAX_FRAME_BYTES + 1))
 
 
 @pytest.mark.parametrize(
-    "body",
+    ("kind", "body"),
     [
-        b"",
-        b"\xff\xfe",
-        b"not json",
-        b"[]",
-        b'"RoleStarted"',
-        b"{}",
-        b'{"message type": "Exec", "pid": 1}',
-        b'{"message type": "RoleStarted"}',
-        b'{"message type": "RoleStarted", "pid": "1"}',
-        b'{"message type": "Finished", "payload": [1]}',
-        b'{"message type": ["RoleStarted"], "pid": 1}',
+        (0, b""),
+        (6, b""),
+        (1, b""),
+        (1, b"\xff\xfe"),
+        (2, struct.pack("<I", 2) + b"[]"),
+        (2, struct.pack("<I", 3) + b"not"),
+        (2, struct.pack("<I", 9) + b"{}"),
+        (5, b"{}"),
     ],
 )
-def test_what_is_no_message_is_refused(body: bytes) -> None:
-    with pytest.raises(ControlError, match="not a message of this channel"):
-        Decoder().feed(struct.pack("!I", len(body)) + body)
+def test_what_is_no_message_is_refused(kind: int, body: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        Decoder().feed(struct.pack("<HI", kind, len(body)) + body)
 
 
 def test_what_can_not_be_sent_is_refused_by_name() -> None:
-    with pytest.raises(TypeError, match="holds a complex"):
+    with pytest.raises(UserError, match="holds a complex"):
         encode(Note(payload={"x": 1j}))
-    with pytest.raises(ControlError, match="shared memory or a file"):
+    with pytest.raises(ProtocolError, match="shared memory or a file"):
         encode(Finished(payload={"x": "y" * MAX_FRAME_BYTES}))
 
 

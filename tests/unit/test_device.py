@@ -3,7 +3,8 @@ from collections import namedtuple
 import pytest
 import torch
 
-from manyhands.engine.device import NumberReader, check_device, device_of, moved, sharing_sentence
+from manyhands.engine.computing import NumberReader
+from manyhands.engine.device import check_device, device_of, moved, sharing_sentence
 from manyhands.errors import UserError
 
 Pair = namedtuple("Pair", "x y")

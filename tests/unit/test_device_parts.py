@@ -35,7 +35,7 @@ from manyhands.strategies.federated.deployed.enrolment import Enrolment
 from manyhands.strategies.federated.deployed.http_client import BackOff, HttpsAsker, Unreached
 from manyhands.strategies.federated.deployed.protocol import MessageRejected, TensorForm
 from manyhands.strategies.federated.deployed.schema import DataSchema, read_columns
-from manyhands.transport.link.authority import make_certificates
+from manyhands.transport.certificates import make_certificates
 from manyhands.workloads.tasks import TASKS
 
 SCHEMA = "inputs=float32:4,labels=int64"

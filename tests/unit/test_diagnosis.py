@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import manyhands as mh
-from manyhands.engine.diagnosis import Course, diagnose
+from manyhands.engine.worker import Course, diagnose
 from manyhands.errors import NonFinite
 
 

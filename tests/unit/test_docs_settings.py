@@ -6,21 +6,18 @@ strategy, with a value that it takes; any other `name=value` must name a paramet
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import re
 from collections.abc import Callable, Iterator
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import manyhands as mh
-from manyhands.cli.export_command import export_command
-from manyhands.cli.trainable import train_app
+from manyhands.cli.train_command import train_app
 from manyhands.errors import UserError
 from manyhands.foresight.simulate.simulated_spec import SimulationSpec
 from manyhands.interop.own_loop import connect
-from manyhands.strategies.common.consistency.softsync import SoftSync
+from manyhands.strategies.common.consistency import SoftSync
 from manyhands.strategies.registry import STRATEGIES
 from manyhands.strategy import Strategy, settings_of
 from manyhands.workloads.gbdt.options import GbdtOptions
@@ -204,7 +201,6 @@ DEFAULTS = {
     ("own-loop.md", "mirrored"): lambda: connect._BY_DEFAULT,
     ("regression.md", "adagrad"): lambda: LogregOptions().learner,
     ("simulator.md", "Ledger"): lambda: type(SimulationSpec(workers=1, steps=1).model).__name__,
-    ("run-directory.md", "fp32"): lambda: _parameter(export_command, "precision"),
 }
 """What pages call a default that is not a setting of a strategy, and what it is."""
 
@@ -237,34 +233,6 @@ def test_what_fit_takes_where_nothing_is_said() -> None:
     assert said == _parameter(mh.fit, "strategy")
 
 
-def _tables(page: str, first: str) -> list[list[tuple[str, str]]]:
-    """The first and the last cell of the rows below each head that begins with `first` and ends with default."""
-    lines = (ROOT / "docs" / page).read_text().splitlines()
-    heads = (n for n, line in enumerate(lines) if re.match(rf"\| {first} \|.*\| default \|$", line))
-    tables = []
-    for head in heads:
-        rows = takewhile(lambda line: line.startswith("|"), lines[head + 2 :])
-        cells = ([cell.strip() for cell in row.strip("|").split(" |")] for row in rows)
-        tables.append([(row[0].strip("|` "), row[-1].strip("|` ")) for row in cells])
-    return tables
-
-
-def test_tables_of_defaults_are_right() -> None:
-    settings = settings_of(mh.Ps)
-    (of_ps,) = _tables("parameter-server.md", "setting")
-    named = {name.partition("=")[0]: default for name, default in of_ps}
-    shown = {name: settings[name].show(settings[name].default) for name in settings}
-    assert named == {name: shown[name] for name in named}
-    for kind, rows in zip((mh.Task, mh.Loading), _tables("tasks.md", "field"), strict=True):
-        fields = {one.name: one.default for one in dataclasses.fields(kind)}
-        for name, default in rows:
-            for field in re.findall(r"\w+", name):
-                if default == "none":
-                    assert fields[field] in (None, {}) or fields[field] is dataclasses.MISSING, field
-                elif re.fullmatch(r'\d+|".*"', default):
-                    assert type(fields[field])(default.strip('"')) == fields[field], field
-
-
 _PAGE_OF = {
     "allreduce.md": "allreduce",
     "central.md": "central",
@@ -278,7 +246,7 @@ _PAGE_OF = {
 
 
 def test_pages_say_one_host_where_a_strategy_cannot_cross_hosts_and_nowhere_else() -> None:
-    confined = {page for page, word in _PAGE_OF.items() if Strategy.parse(word).cannot_cross_hosts}
+    confined = {page for page, word in _PAGE_OF.items() if Strategy.parse(word).facts.cannot_cross_hosts}
     says = re.compile(r"^- (?:One host\b|It is for the workers of one host\b)", re.MULTILINE)
     assert {page for page in _PAGE_OF if says.search((ROOT / "docs" / page).read_text())} == confined
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_model import Run
-from manyhands.engine.run_commands import AddWorker, RemoveWorker
+from elastic_model import Run, elastic_complaints
 from manyhands.errors import UserError
-from manyhands.strategies.allreduce.elastic.elastic_membership import (
-    MAX_DEATHS,
-    ElasticMembership,
-    ElasticPlan,
-)
+from manyhands.places.run_commands import AddWorker, RemoveWorker
+from manyhands.strategies.allreduce.elastic.elastic_membership import ElasticMembership, ElasticPlan
+from manyhands.strategies.common.membership import MAX_DEATHS
 
 STEPS = 8
 
@@ -162,3 +159,29 @@ def test_what_makes_no_sense_is_refused_by_name() -> None:
         core.handle(RemoveWorker(slot=7))
     with pytest.raises(UserError, match="slot=0: 1 workers would be left, and min_workers=2"):
         core.handle(RemoveWorker(slot=0))
+
+
+@pytest.mark.parametrize("block", range(3))
+def test_the_simulators_faults_leave_every_run_as_promised(block: int) -> None:
+    seeds = range(block * 50, block * 50 + 50)
+    assert {seed: found for seed in seeds if (found := elastic_complaints(seed))} == {}
+
+
+@pytest.mark.parametrize("seed", [29, 145, 216, 286, 1160, 1449, 2408, 2903])
+def test_seeds_that_hung_once(seed: int) -> None:
+    """A worker dismissed while it said that it is ready; all who had the state removed while others came."""
+    assert elastic_complaints(seed) == []
+
+
+def test_the_last_who_has_the_state_stays_until_a_new_member_has_it() -> None:
+    run = Run(workers=1, steps=40, seed=3)
+
+    def change(run: Run) -> None:
+        if run.ticks == 30:
+            run.change(AddWorker())
+            run.change(RemoveWorker(slot=0))
+
+    run.go(change)
+    _finished(run)
+    slots = [slots for _, slots in next(w for w in run.workers.values() if w.left_weights).trained]
+    assert set(slots) == {(0,), (0, 1), (1,)}

@@ -18,20 +18,25 @@ from manyhands.engine.exchanging import exchanging
 from manyhands.engine.training import training_class
 from manyhands.errors import Aborted, PeerTimeout, UserError
 from manyhands.facts import Answer
-from manyhands.strategies.allreduce.elastic.channel import StepChannel
+from manyhands.strategies.allreduce.elastic.elastic_launcher import ElasticLog
 from manyhands.strategies.allreduce.elastic.elastic_membership import ElasticMembership, ElasticPlan
 from manyhands.strategies.allreduce.elastic.elastic_messages import ArrivedInEpoch, EpochSeat, EpochView
 from manyhands.strategies.allreduce.elastic.elastic_training import ElasticTraining, FirstRows
-from manyhands.strategies.allreduce.elastic.epoch_collective import ElasticCollective, MembersChanged
-from manyhands.strategies.allreduce.elastic.epoch_files import EpochFiles, receive_files, send_files
-from manyhands.strategies.allreduce.elastic.state import (
+from manyhands.strategies.allreduce.elastic.epoch_collective import (
+    ElasticCollective,
+    MembersChanged,
+    StepChannel,
+)
+from manyhands.strategies.allreduce.elastic.epochs import (
+    EpochFiles,
     read_state,
+    receive_files,
     restore_buffers,
+    send_files,
     state_tree,
     write_file,
     write_state,
 )
-from manyhands.strategies.allreduce.elastic.story import MemberStory
 from manyhands.strategies.common.collectives.collective import Collective
 from manyhands.strategy import Strategy
 from manyhands.wire.parcels import Parcel
@@ -105,7 +110,7 @@ def test_a_newcomer_goes_on_with_the_very_bits_of_its_donor() -> None:
 def test_files_of_an_epoch_reach_a_member_and_those_of_earlier_ones_are_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("manyhands.strategies.allreduce.elastic.epoch_files._MOST_IN_A_PACKET", 5)
+    monkeypatch.setattr("manyhands.strategies.allreduce.elastic.epochs._MOST_IN_A_PACKET", 5)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     strategy = Strategy.parse("allreduce algorithm=ring elastic=yes")
     with ours, theirs:
@@ -180,9 +185,11 @@ def test_settings_lead_to_the_training_and_what_cannot_be_elastic_is_refused() -
     assert str(elastic) == "allreduce algorithm=ring elastic=yes"
     assert training_class(elastic) is ElasticTraining
     assert training_class(Strategy.parse("allreduce elastic=no")) is not ElasticTraining
-    assert elastic.can_change_workers
-    assert not Strategy.parse("allreduce").can_change_workers
-    assert elastic.promises.worker_dies.answer is elastic.promises.workers_join.answer is Answer.YES
+    assert elastic.facts.can_change_workers
+    assert not Strategy.parse("allreduce").facts.can_change_workers
+    assert (
+        elastic.facts.promises.worker_dies.answer is elastic.facts.promises.workers_join.answer is Answer.YES
+    )
     with pytest.raises(UserError, match=r"elastic=yes is not for a loop of your own; .* give mh.fit a Task"):
         exchanging(elastic)
     with pytest.raises(UserError, match="elastic=yes: a compiled step cannot be taken back"):
@@ -204,24 +211,24 @@ def test_rows_that_are_told_twice_count_once() -> None:
 def test_the_story_says_who_was_lost_who_came_and_how_long_it_took() -> None:
     events: list[dict[str, Any]] = []
     now = [100.0]
-    story = MemberStory(events.append, clock=lambda: now[0])
+    story = ElasticLog(events.append, clock=lambda: now[0])
     core = ElasticMembership(ElasticPlan(workers=3))
     story.names |= {0: "worker 0", 1: "worker 1", 2: "worker 2", 3: "worker 1"}
     all_three = tuple(EpochSeat(slot=slot, member=slot) for slot in range(3))
     story.published(EpochView(epoch=1, seats=all_three))
     for member in range(3):
-        story.arrived(ArrivedInEpoch(member=member, epoch=1, step=0), core)
+        story.arrived(ArrivedInEpoch(member=member, epoch=1, step=0), core.redone)
     now[0] += 2
-    story.died(1, "worker 1 was killed")
-    story.died(2, "worker 2 was killed")
+    story.lose("died", 1, "worker 1 was killed")
+    story.lose("died", 2, "worker 2 was killed")
     core.redone = 1
     now[0] += 0.25
     story.published(EpochView(epoch=2, seats=all_three[:1], donor=0))
-    story.arrived(ArrivedInEpoch(member=0, epoch=2, step=7), core)
+    story.arrived(ArrivedInEpoch(member=0, epoch=2, step=7), core.redone)
     joined = EpochSeat(slot=1, member=3, fresh=True)
     story.published(EpochView(epoch=3, seats=(all_three[0], joined), donor=0))
-    story.arrived(ArrivedInEpoch(member=0, epoch=2, step=7), core)  # of an epoch that is over
-    story.arrived(ArrivedInEpoch(member=3, epoch=3, step=9), core)
+    story.arrived(ArrivedInEpoch(member=0, epoch=2, step=7), core.redone)  # of an epoch that is over
+    story.arrived(ArrivedInEpoch(member=3, epoch=3, step=9), core.redone)
     sentences = [event["sentence"] for event in events if "sentence" in event]
     assert sentences == [
         "worker 1 was killed",

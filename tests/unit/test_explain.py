@@ -13,12 +13,11 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from manyhands.cli.main import app
-from manyhands.data.store import RunDirectory
+from manyhands.data.store.rundir import RunDirectory
 from manyhands.errors import UserError
-from manyhands.observe.analyse.explain import Explanation, Parts, WorkerPath, explain
-from manyhands.observe.analyse.explained_in_words import paragraph
-from manyhands.observe.analyse.layer_traffic import LayerSent, layers_sent
-from manyhands.observe.draw.explained import layers_table, workers_table
+from manyhands.observe.analyse.explain import Explanation, Parts, WorkerPath, explain, paragraph
+from manyhands.observe.analyse.summary_facts import LayerSent, layers_sent
+from manyhands.observe.draw.time_table import layers_table, workers_table
 from manyhands.observe.record.event_files import EventFileWriter
 from manyhands.observe.record.events import NOBODY, RECORD, EventKind
 from manyhands.observe.record.recorded import RoleEvents

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import manyhands as mh
 from manyhands.errors import UserError
-from manyhands.strategies.common.consistency.policy import blend
+from manyhands.strategies.common.consistency import blend
 from manyhands.strategies.federated.algorithms.algorithm import FederatedFacts
 from manyhands.strategies.federated.algorithms.buff import (
     ClientArrivals,

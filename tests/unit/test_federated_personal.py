@@ -235,7 +235,10 @@ def test_a_client_counts_for_so_many_samples_whatever_it_says() -> None:
         ("federated codec=dgc", "it keeps the momentum of gradients, and federated sends changes"),
         ("federated codec=powersgd", "federated codec=powersgd: factors are summed"),
         ("federated codec=sign:vote", "federated codec=sign:vote: a vote says nothing"),
-        ("federated codec=auto", "only allreduce and local measure and choose"),
+        (
+            "federated codec=auto",
+            "only workers that exchange at the same steps, as of allreduce, measure and choose",
+        ),
         ("federated codec=bf16 feedback=no", "feedback=no: codec=bf16 keeps nothing"),
         ("federated codec=bf16 secure=yes", "codec=bf16: words under a mask .* use fewer bits="),
         ("federated algorithm=ditto:-1", "at least 0"),
@@ -326,7 +329,7 @@ def test_the_function_gives_the_models_that_a_run_has_measured() -> None:
     run = play_rounds(task(), words, 2)
     strategy = mh.Federated.parse(words)
     assert isinstance(strategy, mh.Federated)
-    layers = models_kept(run.exchange.memory(), "layers")
+    layers = models_kept(run.exchange.kept.gather(), "layers")
     found = dict(fine_tuned(task(), strategy, run.model, kept=layers))
     _, held = held_back(mh.Parties(PARTIES).split(), 0.3, 0)
     begins = mh.Parties(PARTIES).split()
@@ -376,8 +379,8 @@ def test_what_is_held_out_is_not_trained_on_and_measures() -> None:
 
 def test_what_clients_had_kept_is_read_from_a_checkpoint() -> None:
     ditto = play_rounds(task(), "federated partition=natural batch=all algorithm=ditto", 2)
-    models = models_kept(ditto.exchange.memory())
+    models = models_kept(ditto.exchange.kept.gather())
     for client in range(4):
         same(models[client], ditto.exchange.personal(client), within=0)
     heads = play_rounds(task(), "federated partition=natural batch=all keep=1", 2)
-    assert [one.shape for one in models_kept(heads.exchange.memory(), "layers")[2]] == [(1, 2), (1,)]
+    assert [one.shape for one in models_kept(heads.exchange.kept.gather(), "layers")[2]] == [(1, 2), (1,)]

@@ -8,11 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from manyhands.data.store import RunDirectory
+from manyhands.data.store.rundir import RunDirectory
 from manyhands.errors import UserError
 from manyhands.observe.analyse import follow
-from manyhands.observe.analyse.follow import RunFollower
-from manyhands.observe.analyse.source import ComingRun
+from manyhands.observe.analyse.follow import ComingRun, RunFollower
 from manyhands.observe.analyse.view import Phase, Presence
 from manyhands.observe.record.event_files import EventFileWriter
 from manyhands.observe.record.events import NOBODY, RECORD, EventKind, Records

@@ -20,7 +20,7 @@ from manyhands.transport.hub.frames import (
     WholeFrame,
     encode_header,
 )
-from manyhands.transport.link.message import ProtocolError
+from manyhands.transport.messages import ProtocolError
 
 LIMITS = Limits(body_bytes=200_000, payload_bytes=1 << 20)
 Message = tuple[int, bytes]
@@ -51,7 +51,7 @@ def frame_bytes(kind: int, body: bytes, payload: bytes) -> bytes:
 
 
 def test_the_header_is_the_documented_32_bytes() -> None:
-    expected = b"MHUB" + struct.pack("<HHHHIQQ", 2, 513, 2, 0, 7, 1 << 40, 9)
+    expected = b"MHUB" + struct.pack("<HHHHIQQ", 3, 513, 2, 0, 7, 1 << 40, 9)
     assert encode_header(513, IN_ARENA, 7, 1 << 40, 9) == expected
     assert len(expected) == HEADER_BYTES == 32
 
@@ -123,8 +123,8 @@ def test_a_payload_in_shared_memory_is_not_in_the_stream() -> None:
     [
         (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", "magic"),
         (b"MHUB" + struct.pack("<HHHHIQQ", 1, 1, 0, 0, 0, 0, 0), "version"),
-        (b"MHUB" + struct.pack("<HHHHIQQ", 2, 1, 4, 0, 0, 0, 0), "flags"),
-        (b"MHUB" + struct.pack("<HHHHIQQ", 2, 1, 0, 1, 0, 0, 0), "reserved"),
+        (b"MHUB" + struct.pack("<HHHHIQQ", 3, 1, 4, 0, 0, 0, 0), "flags"),
+        (b"MHUB" + struct.pack("<HHHHIQQ", 3, 1, 0, 1, 0, 0, 0), "reserved"),
         (encode_header(1, 0, LIMITS.body_bytes + 1, 0), "body_bytes"),
         (encode_header(1, 0, 0, LIMITS.payload_bytes + 1), "payload_bytes"),
         (encode_header(1, IN_ARENA, 0, (1 << 64) - 1), "payload_bytes"),

@@ -244,7 +244,7 @@ def test_steps_that_take_long_are_not_quiet() -> None:
 def test_a_run_that_nobody_holds_was_stopped() -> None:
     view = at(gathered(joined(training(2, [20])), 1), 2.5, held=False)
     assert view.phase is Phase.QUIET
-    assert "it was stopped; --resume goes on with it" in view.warnings[0]
+    assert "it was stopped; --resume continues it" in view.warnings[0]
 
 
 def test_the_end_shows_who_was_slow_and_no_silence() -> None:
@@ -434,7 +434,7 @@ def test_what_happened_to_members_has_its_place_among_the_events_however_long_th
     gather = server_run()
     gather.add_members(rows)
     assert [one.at_s for one in at(gather, 6).happenings] == [0.0, 0.0, 2.0, 2.5]
-    gather.set_clock(round(first_s * S) - BEGIN)
+    gather.offset_ns = round(first_s * S) - BEGIN
     assert [one.at_s for one in at(gather, 6).happenings] == pytest.approx([0.0, 48.0, 50.0, 2.5])
 
 

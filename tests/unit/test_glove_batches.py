@@ -17,9 +17,10 @@ from manyhands.errors import UserError
 from manyhands.native.group.shared_group import SharedGroup
 from manyhands.workloads.glove.cooccurrence_files import RECORD
 from manyhands.workloads.glove.glove_batches import AllReduceStep, TensorStep
-from manyhands.workloads.glove.glove_model import GloveModel, GloveOptions, GloveSnapshot
+from manyhands.workloads.glove.glove_model import GloveModel, GloveSnapshot
 from manyhands.workloads.glove.glove_server import GloveTables, glove_tables
 from manyhands.workloads.glove.glove_task import GloveTask
+from manyhands.workloads.glove.options import GloveOptions
 from manyhands.workloads.glove.train_glove import train_glove
 
 SIZE = 120

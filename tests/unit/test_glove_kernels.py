@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from manyhands.errors import DataError, UserError
 from manyhands.workloads.glove.cooccurrence_files import RECORD
 from manyhands.workloads.glove.glove_kernels import prepare
-from manyhands.workloads.glove.glove_model import GloveModel, GloveOptions
+from manyhands.workloads.glove.glove_model import GloveModel
+from manyhands.workloads.glove.options import GloveOptions
 from manyhands.workloads.glove.train_glove import train_glove
 
 
@@ -121,5 +122,5 @@ def test_a_bad_record_is_named(
      ("batch", 0), ("seed", -1), ("dtype", "float16")],
 )  # fmt: skip
 def test_options_that_make_no_sense_are_refused_by_name(field: str, value: object) -> None:
-    with pytest.raises(UserError, match=f"^{field}="):
+    with pytest.raises(UserError, match=f"^{field} is "):
         GloveOptions(**{field: value})  # type: ignore[arg-type]

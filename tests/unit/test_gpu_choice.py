@@ -99,7 +99,7 @@ def test_link_nccl_and_another_way_are_refused_in_a_sentence(setting: str, why: 
 def test_link_nccl_is_text_that_reads_back_and_is_for_gpus_and_for_fit() -> None:
     strategy = Strategy.parse("allreduce link=nccl")
     assert str(strategy) == "allreduce link=nccl"
-    assert "link=nccl" in strategy.instead_of_own_loop
+    assert "link=nccl" in strategy.facts.instead_of_own_loop
     strategy.check(2, "cuda")
     with pytest.raises(UserError, match="link=nccl device=cpu: NCCL sums on GPUs; use device=cuda"):
         strategy.check(2, "cpu")

@@ -9,7 +9,7 @@ import pytest
 
 import manyhands
 from manyhands.errors import UserError
-from manyhands.observe.record.blackbox import describe_event
+from manyhands.observe.record.event_ring import describe_event
 from manyhands.observe.record.events import Event, EventKind
 from manyhands.places.local.hang import Being, End, SeenRole, Stall, details, headline, is_busy, judge, page
 from manyhands.places.local.patience import check_watchdog_s

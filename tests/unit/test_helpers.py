@@ -16,16 +16,15 @@ from manyhands.engine.exchange import LocalStep, Traffic
 from manyhands.engine.worker_resources import Resources
 from manyhands.errors import ManyhandsError, UserError
 from manyhands.places.external.sharing import no_group
-from manyhands.places.ray.lead import Casting
+from manyhands.places.ray.ray_place import Casting
 from manyhands.strategies.allreduce.exchange import AllReduceExchange
 from manyhands.strategies.allreduce.helped import help_workers, helped_collective
 from manyhands.strategies.allreduce.helpers import HelperSplit, helped, segments_for, split_load
 from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
-from manyhands.strategies.common.collectives.collective_cost import cost
 from manyhands.strategies.common.collectives.executor import ScheduleExecutor
-from manyhands.strategies.common.collectives.symbolic import prove
+from manyhands.strategies.common.collectives.schedule_proof import cost, prove
 from manyhands.strategy import Strategy
-from manyhands.transport.link.message import Message
+from manyhands.transport.link.interface import Message
 from manyhands.transport.link.simulated_network import SimulatedNetwork
 
 NUMBERS = [(n, k) for n in (2, 3, 4, 5, 8, 16) for k in (*range(n + 1), n + 3)]
@@ -202,7 +201,7 @@ def test_a_step_with_helpers_is_that_of_one_process(workers: int, helpers: int, 
             assert not exchange.agree(LocalStep(loss=0.0, share=share, step=step)).bad_workers
             exchange.apply()
         assert exchange.total(torch.ones(2, dtype=torch.float64)).tolist() == [workers] * 2
-        traffic = exchange.traffic()
+        traffic = exchange.meter.traffic()
         exchange.close()
         return model.state_dict(), traffic
 
@@ -286,7 +285,7 @@ def test_what_a_strategy_with_helpers_says_of_itself() -> None:
         ("worker", 0), ("worker", 2), ("helper", 0), ("helper", 1),
     ]  # fmt: skip
     assert strategy.placed(6, {}) == (strategy, 4)
-    assert strategy.uses_links
+    assert strategy.facts.uses_links
     assert "from three workers on" in strategy.advice(2, sparse=False)
     assert strategy.advice(3, sparse=False) == ""
     for refused, sentence in (
@@ -298,4 +297,4 @@ def test_what_a_strategy_with_helpers_says_of_itself() -> None:
     ):
         with pytest.raises(UserError, match=sentence):
             refused()
-    assert "mh.fit a Task" in strategy.instead_of_own_loop
+    assert "mh.fit a Task" in strategy.facts.instead_of_own_loop

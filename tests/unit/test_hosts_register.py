@@ -13,12 +13,13 @@ from manyhands.errors import PeerTimeout, UserError
 from manyhands.observe.record.event_ring import EventRing
 from manyhands.observe.record.events import RECORD
 from manyhands.places.external.control_messages import ControlHello, StoreCall
+from manyhands.places.external.external_place import SpecificationPlace, TorchrunPlace
 from manyhands.places.external.key_value_store import KeyValueStore
-from manyhands.places.external.process_place import Place, current
+from manyhands.places.external.process_place import ProcessPlace
 from manyhands.places.external.register import Register, clock_notice, terms_of
 from manyhands.places.external.send_queue import PIECE_BYTES, SendQueue, pieces
-from manyhands.places.external.started_externally import standing
-from manyhands.transport.link.message import ProtocolError
+from manyhands.places.place import find_place, standing
+from manyhands.transport.messages import ProtocolError
 
 TERMS = {"task": "digits", "strategy": "allreduce", "steps": 10, "seed": 0, "manyhands": "1.0"}
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
@@ -156,7 +157,7 @@ def test_who_takes_nothing_is_named() -> None:
     for _ in range(4096):
         bag.put("x")
     with pytest.raises(PeerTimeout, match="worker 0 on hostA has read nothing"):
-        bag.put_when_room("y", [], 0.01, "worker 0 on hostA")
+        bag.put_when_room("y", 0.01, "worker 0 on hostA")
 
 
 def test_a_ring_takes_events_that_were_recorded_elsewhere_and_counts_what_finds_no_room() -> None:
@@ -176,15 +177,17 @@ def test_a_ring_takes_events_that_were_recorded_elsewhere_and_counts_what_finds_
 
 
 def test_fit_is_alone_unless_somebody_else_starts_processes() -> None:
-    assert not current({}).is_one_of_many
-    place = current(TORCHRUN)
+    assert find_place(environment={}).world is None
+    found = find_place(environment=TORCHRUN)
+    assert isinstance(found, TorchrunPlace)
+    place = found.process
     assert (place.rank, place.world, place.kind, place.leads) == (1, 2, "torchrun", False)
     assert place.name == f"worker 1 on {place.host}"
-    given = Place(rank=0, world=3, kind="specification", role="chief", index=0, host="a", leader="a:1")
-    with standing(given):
-        assert current(TORCHRUN) is given
-        assert (given.name, given.leads, given.is_one_of_many) == ("chief 0 on a", True, True)
-    assert not current({**TORCHRUN, "MANYHANDS_LAUNCHER": "1"}).is_one_of_many
+    given = ProcessPlace(rank=0, world=3, kind="specification", role="chief", index=0, host="a", leader="a:1")
+    with standing(SpecificationPlace(given)) as declared:
+        assert find_place(environment=TORCHRUN) is declared
+        assert (given.name, declared.leads, declared.world) == ("chief 0 on a", True, 3)
+    assert find_place(environment={**TORCHRUN, "MANYHANDS_LAUNCHER": "1"}).world is None
 
 
 @pytest.mark.parametrize(
@@ -198,11 +201,9 @@ def test_fit_is_alone_unless_somebody_else_starts_processes() -> None:
 )
 def test_an_environment_that_says_it_by_halves_is_refused(change: dict[str, str], told: str) -> None:
     with pytest.raises(UserError, match=told):
-        current({**TORCHRUN, **change})
+        find_place(environment={**TORCHRUN, **change})
 
 
 def test_a_place_that_cannot_be_is_refused() -> None:
     with pytest.raises(UserError, match="rank=3"):
-        Place(rank=3, world=3)
-    with pytest.raises(UserError, match="did you mean 'torchrun'"):
-        Place(rank=0, world=1, kind="torchrn")
+        ProcessPlace(rank=3, world=3)

@@ -23,7 +23,6 @@ LAUNCHERS = (
     "manyhands.places.external.control_server",
 )
 """Packages and modules that start processes, hear them, and show what they do."""
-LIGHT = ("manyhands.observe.draw", "manyhands.observe.draw.asked")
 
 
 def file_of(module: str) -> Path | None:
@@ -76,7 +75,7 @@ def of_launchers(modules: tuple[str, ...]) -> dict[str, str]:
     return {
         name: by
         for name, by in ways_to(modules).items()
-        if name not in LIGHT and any(name == one or name.startswith(f"{one}.") for one in LAUNCHERS)
+        if any(name == one or name.startswith(f"{one}.") for one in LAUNCHERS)
     }
 
 

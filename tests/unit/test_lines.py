@@ -11,7 +11,7 @@ import pytest
 
 from disks import fill, small_disk
 from manyhands.data.store.atomic import WriteFailed
-from manyhands.data.store.lines import Backlog, LineFile
+from manyhands.data.store.line_files import Backlog, LineFile
 
 
 def test_a_torn_tail_is_dropped_on_opening(tmp_path: Path) -> None:

@@ -22,10 +22,14 @@ from torch.utils.data import (
 )
 
 from manyhands.errors import UserError
-from manyhands.interop.own_loop.prepared_loader import SplitLoader, prepare_loader
-from manyhands.interop.own_loop.random_state import Draws
-from manyhands.interop.own_loop.readings import LoaderPart, Readings
-from manyhands.interop.own_loop.streams import OwnStreamLoader, SharedStreamLoader, mark_of
+from manyhands.interop.own_loop.prepared_loader import (
+    OwnStreamLoader,
+    SharedStreamLoader,
+    SplitLoader,
+    mark_of,
+    prepare_loader,
+)
+from manyhands.interop.own_loop.readings import Draws, LoaderPart, Readings
 
 
 class Worker:

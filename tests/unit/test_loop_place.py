@@ -14,20 +14,20 @@ import manyhands as mh
 from manyhands.errors import UserError
 from manyhands.interop.own_loop.connect import choose
 from manyhands.interop.own_loop.launch_script import launch
-from manyhands.places.external.process_place import find_place
-from manyhands.places.external.started_externally import LAUNCHER_VARIABLE
+from manyhands.places.external.process_place import joining_place
+from manyhands.places.place import LAUNCHER_VARIABLE
 from manyhands.strategy import Strategy
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 
 
 def test_without_a_launcher_a_process_is_alone() -> None:
-    place = find_place({})
+    place = joining_place({})
     assert (place.rank, place.world, place.launched) == (0, 1, None)
 
 
 def test_torchrun_says_rank_and_world() -> None:
-    place = find_place(TORCHRUN)
+    place = joining_place(TORCHRUN)
     assert (place.rank, place.world, place.master) == (3, 4, "10.0.0.1")
 
 
@@ -44,7 +44,7 @@ def test_torchrun_says_rank_and_world() -> None:
 )
 def test_where_joining_makes_no_sense_one_sentence_says_why(environment: dict[str, str], told: str) -> None:
     with pytest.raises(UserError) as raised:
-        find_place(environment)
+        joining_place(environment)
     assert told in str(raised.value)
     assert "\n" not in str(raised.value)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands.strategies.common.sharding.merging import MergedState, Part
+from manyhands.strategies.common.sharding.sliced_optimizer import MergedState, Part
 
 
 def adam_state() -> tuple[list[nn.Parameter], dict[int, dict[str, torch.Tensor]]]:

@@ -29,14 +29,13 @@ from manyhands.observe.draw.serving_page import (
     serving_sections,
     serving_title,
 )
-from manyhands.serving import replicas
+from manyhands.serving import model_server
 from manyhands.serving.access import Guard
 from manyhands.serving.batching import BatchLimits
 from manyhands.serving.model_app import BodyLimits, ModelApp, RequestRefused, checked_body
 from manyhands.serving.model_replica import LENGTH, answer_batch, answers_frame
-from manyhands.serving.model_server import ServeOptions
+from manyhands.serving.model_server import Replicas, ServeOptions, Staffing
 from manyhands.serving.page_app import Drawn, PageApp
-from manyhands.serving.replicas import Replicas, Staffing
 from manyhands.serving.switchboard import Switchboard
 from manyhands.wire.nesting import MOST_NESTED, json_depth
 from manyhands.workloads.predictor import Predictor
@@ -347,7 +346,7 @@ def test_who_waits_when_the_server_ends_is_told() -> None:
         switchboard = Switchboard(BatchLimits(), ServingTally(0.0), lambda worker: None)
         asking = asyncio.create_task(switchboard.ask(b'{"inputs": [1]}', 1))
         await asyncio.sleep(0)
-        assert switchboard.waiting == 1
+        assert switchboard.core.waiting_inputs == 1
         switchboard.close()
         return [await asyncio.wait_for(asking, 1), await asyncio.wait_for(switchboard.ask(b"{}", 1), 1)]
 
@@ -378,7 +377,7 @@ def test_ctrl_c_while_the_first_worker_loads_takes_the_workers_down(monkeypatch:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Replicas, "_run", run)
-    monkeypatch.setattr(replicas, "warm", lambda: None)
+    monkeypatch.setattr(model_server, "warm", lambda: None)
     started = Replicas(None, 1, lambda *_: None, lambda *_: None)  # type: ignore[arg-type]
     monkeypatch.setattr(started._answers, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):

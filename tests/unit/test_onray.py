@@ -15,23 +15,31 @@ import torch
 from torch.distributed import HashStore, PrefixStore
 
 import manyhands as mh
-from manyhands.engine.run_commands import MORE_WORKERS, AddWorker, Command, RemoveWorker
 from manyhands.errors import ManyhandsError, PeerTimeout, UserError
+from manyhands.places.external.external_place import TorchrunPlace
 from manyhands.places.external.leader_address import follow
-from manyhands.places.external.process_place import Place
-from manyhands.places.external.started_externally import standing
-from manyhands.places.ray.actor_placement import Again, Bounds, GivenUp, Staff, room_for, seats
+from manyhands.places.external.process_place import ProcessPlace
+from manyhands.places.place import standing
+from manyhands.places.ray.actor_placement import (
+    Again,
+    Bounds,
+    GivenUp,
+    Less,
+    More,
+    SizeFollower,
+    Staff,
+    room_for,
+    seats,
+)
 from manyhands.places.ray.actor_store import ActorStore, RayStore
-from manyhands.places.ray.cluster import RayCluster
-from manyhands.places.ray.following import Less, More, SizeFollower
-from manyhands.places.ray.lead import ActorGift, ActorKeeper, Casting
-from manyhands.places.ray.ray_connection import connected, ray_module
+from manyhands.places.ray.ray_place import ActorGift, ActorKeeper, Casting, RayCluster, connected, ray_module
 from manyhands.places.ray.role_actors import RoleEnded
+from manyhands.places.run_commands import MORE_WORKERS, AddWorker, Command, RemoveWorker
 from manyhands.strategies.ps.external_roles import ps_ranks
 from manyhands.strategies.ps.strategy import Ps
 from manyhands.strategies.ps.training import most_workers
 from manyhands.strategy import Strategy
-from manyhands.transport.link.secure import Security
+from manyhands.transport.security import Security
 
 
 def test_a_cluster_is_read_from_its_text() -> None:
@@ -51,7 +59,7 @@ def test_a_cluster_is_read_from_its_text() -> None:
         ("ray://head", "cluster='ray://head' is no Ray cluster"),
         ("ray workers=near", "unknown workers 'near'"),
         ("ray worker=pack", "cluster ray has no setting 'worker'; allowed: workers, servers, cpus"),
-        ("auto cpus=0", "cpus=0 must be a whole number of at least 1"),
+        ("auto cpus=0", "cpus=0 must be an integer of at least 1"),
         ("auto cpus=x", "cluster auto cpus=x: 'x' is not an integer"),
     ],
 )
@@ -95,8 +103,8 @@ def test_workers_follow_the_room_within_their_bounds() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_noticeboard_answers_as_torchs_store_does(seed: int) -> None:
-    status_table, chance = ActorStore(), random.Random(seed)
-    kept = RayStore(lambda call, *given: getattr(status_table, call)(*given), 1.0)
+    store, chance = ActorStore(), random.Random(seed)
+    kept = RayStore(lambda call, *given: getattr(store, call)(*given), 1.0)
     ours = PrefixStore("run", kept)
     theirs = PrefixStore("run", HashStore())
     for _ in range(200):
@@ -118,8 +126,8 @@ def test_the_noticeboard_answers_as_torchs_store_does(seed: int) -> None:
 
 
 def test_who_waits_in_the_store_hears_that_somebody_will_not_come() -> None:
-    status_table, troubles = ActorStore(), [None, "worker 1 on Ray: died"]
-    ask = lambda call, *given: getattr(status_table, call)(*given)  # noqa: E731
+    actor, troubles = ActorStore(), [None, "worker 1 on Ray: died"]
+    ask = lambda call, *given: getattr(actor, call)(*given)  # noqa: E731
     kept, impatient = RayStore(ask, 5.0, lambda: troubles.pop(0)), RayStore(ask, 0.1)
     store = PrefixStore("run", kept)
     store.set("here/0", "a")
@@ -144,7 +152,7 @@ def test_who_comes_from_another_host_to_a_run_of_one_is_told_how_to_begin_it() -
         "token": "aa",
     }
     store.set("manyhands/run/leader", json.dumps(told))
-    place = Place(rank=3, world=4, kind="ray", later=1, host="hostB", open_store=lambda _: store)
+    place = ProcessPlace(rank=3, world=4, kind="ray", later=1, host="hostB", open_store=lambda _: store)
     with pytest.raises(
         UserError, match=r"worker 3 on hostB comes to a run that began on one host.*--tls DIR"
     ):
@@ -177,7 +185,7 @@ def test_what_fails_where_roles_are_started_again_is_told_to_who_waits_for_them(
             raise ConnectionError("Ray is gone")
 
     casting = Casting(leader=("worker", 0), actors={})
-    given = ActorGift(master="here", status_table=None, asked=None)
+    given = ActorGift(master="here", store=None, run=None)
     follower = SizeFollower(None, 1, None)
     with ActorKeeper(Gone(), casting, given, Staff(survives=True), follower) as keeper:  # type: ignore[arg-type]
         deadline = time.monotonic() + 10.0
@@ -268,7 +276,7 @@ def test_what_makes_no_sense_is_refused_before_anything_starts(monkeypatch: pyte
     ):
         mh.fit(task, "allreduce elastic=yes", workers=2, options=bounded, cluster="ray")
     with (
-        standing(Place(rank=0, world=2, kind="torchrun")),
+        standing(TorchrunPlace(ProcessPlace(rank=0, world=2, kind="torchrun"))),
         pytest.raises(UserError, match="torchrun has started"),
     ):
         mh.fit(task, cluster="auto")
@@ -288,7 +296,7 @@ def test_who_leads_and_who_is_which_rank() -> None:
     assert ranks == [2, 3, 8], "later workers follow the first ones"
     strategy = Strategy.parse("ps servers=2")
     assert isinstance(strategy, Ps)
-    place = Place(rank=0, world=served.world, kind="ray", role="chief", later=served.later)
+    place = ProcessPlace(rank=0, world=served.world, kind="ray", role="chief", later=served.later)
     found = ps_ranks(strategy, place)
     assert most_workers(3, place, can_ask=True) == len(found.workers), "each has a place in the run's memory"
     assert most_workers(3, None, can_ask=True) == 3 + MORE_WORKERS
@@ -325,7 +333,7 @@ def test_a_ray_that_cannot_start_is_one_sentence_and_leaves_nothing(
     monkeypatch.setitem(sys.modules, "ray", fake)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    with pytest.raises(UserError) as told, connected(RayCluster.parse(address), cpus=2):
+    with pytest.raises(UserError) as told, connected(address, cpus=2):
         raise AssertionError("nothing is trained")
     said = str(told.value)
     assert said.startswith(f"cluster={address}: {sentence} (")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from manyhands.data.store.origin import shown_command
+from manyhands.data.store.rundir import shown_command
 
 
 @pytest.mark.parametrize(

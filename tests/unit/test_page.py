@@ -2,8 +2,11 @@
 
 import json
 import math
+import os
 import re
+import shutil
 import socket
+import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ET
@@ -21,6 +24,7 @@ KEYS = [
     "now", "wrong", "loss", "metrics", "throughput", "workers", "servers", "waits", "traffic", "staleness",
     "members", "notes", "made",
 ]  # fmt: skip
+ROOT = Path(__file__).parents[2]
 HOSTILE = '<script>alert(1)</script>"onload="x'
 
 
@@ -38,9 +42,38 @@ def test_every_section_keeps_its_place_whatever_there_is_to_say() -> None:
             assert root.find("h2") is not None
 
 
-def test_without_servers_their_sections_are_last() -> None:
-    assert list(sections(empty_view(strategy="mirrored")))[-2:] == ["servers", "staleness"]
-    assert sorted(sections(empty_view(strategy="mirrored"))) == sorted(KEYS)
+def test_without_servers_their_sections_keep_their_place_unseen() -> None:
+    found = sections(empty_view(strategy="mirrored"))
+    assert list(found) == KEYS
+    for key in ("servers", "staleness"):
+        assert ET.fromstring(found[key]).get("class") == "absent"
+
+
+def test_a_section_is_a_file_and_a_line(tmp_path: Path) -> None:
+    """The recipe of docs/extending.md, word by word, in a copy of the sources."""
+    recipe = (ROOT / "docs" / "extending.md").read_text().partition("## A section of a run's page\n")[2]
+    file = recipe.partition("```python\n")[2].partition("```")[0]
+    line = recipe.partition("```text\n")[2].partition("```")[0]
+    shutil.copytree(
+        ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info")
+    )
+    draw = tmp_path / "src" / "manyhands" / "observe" / "draw"
+    (draw / "samples_section.py").write_text(file)
+    page, (before, after) = draw / "page.py", ((draw / "page.py").read_text().split('    "notes": ', 1))
+    page.write_text(f'{before}{line}    "notes": {after}')
+    asked = (
+        "from manyhands.observe.analyse.run_view import Gather\n"
+        "from manyhands.observe.draw.page import report, sections\n"
+        "view = Gather(task='digits', workers=2).view(0)\n"
+        "print(list(sections(view)), 'Of each worker' in report(view))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", asked],
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "src")},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == f"{[*KEYS[:-2], 'samples', *KEYS[-2:]]} True\n", done.stderr
 
 
 def test_the_page_says_what_the_view_holds() -> None:

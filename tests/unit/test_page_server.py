@@ -15,7 +15,7 @@ from manyhands.errors import UserError
 from manyhands.observe.analyse.view import RunView
 from manyhands.serving.access import Guard
 from manyhands.serving.connections import Admission, room_here
-from manyhands.serving.dashboard import Dashboard
+from manyhands.serving.hosting import Dashboard
 from manyhands.serving.page_app import MAX_STREAMS, PageApp
 from views import empty_view, run_view
 

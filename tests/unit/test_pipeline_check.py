@@ -8,10 +8,16 @@ from dataclasses import replace
 import pytest
 
 from manyhands.strategies.common.collectives.schedule import ScheduleError
-from manyhands.strategies.pipeline.check import check, held_during
-from manyhands.strategies.pipeline.play import PartTimes, play
-from manyhands.strategies.pipeline.schedule_table import Pass, Schedule, StageWork
-from manyhands.strategies.pipeline.schedules import MOST_HELD, SCHEDULES
+from manyhands.strategies.pipeline.schedule_cost import check, held_during
+from manyhands.strategies.pipeline.schedules import (
+    MOST_HELD,
+    SCHEDULES,
+    PartTimes,
+    Pass,
+    Schedule,
+    StageWork,
+    play,
+)
 
 EVERY = pytest.mark.parametrize("name", SCHEDULES)
 
@@ -258,6 +264,6 @@ def test_slices_of_time_wait_for_each_other(order: list[tuple[Pass, int, int]]) 
     one = PartTimes(forward=(1,), backward=(1,), weights=(1,), send=(0,))
     assert play(shape, [order], one)
     with pytest.raises(
-        ScheduleError, match=r"no stage can go on; stage 0 waits with (forward of micro-batch 1|backward)"
+        ScheduleError, match=r"no stage can continue; stage 0 waits with (forward of micro-batch 1|backward)"
     ):
         play(replace(shape, over_time=True), [order], one)

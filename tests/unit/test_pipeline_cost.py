@@ -10,8 +10,7 @@ import pytest
 
 from manyhands.errors import UserError
 from manyhands.strategies.pipeline.schedule_cost import Boundary, PartTimes, cost, equal_times
-from manyhands.strategies.pipeline.schedule_table import Schedule
-from manyhands.strategies.pipeline.schedules import SCHEDULES, interleaved
+from manyhands.strategies.pipeline.schedules import SCHEDULES, Schedule, interleaved
 
 SIZES = [(1, 1), (1, 5), (2, 2), (3, 7), (4, 8), (4, 3), (8, 8), (8, 32), (16, 64)]
 TIMES = [(1, 1, 1), (6, 6, 0), (12, 18, 6), (6, 18, 30)]

@@ -20,8 +20,7 @@ from manyhands.strategies.pipeline.schedule_drawing import (
     figure,
     heading,
 )
-from manyhands.strategies.pipeline.schedule_table import Schedule
-from manyhands.strategies.pipeline.schedules import SCHEDULES, interleaved
+from manyhands.strategies.pipeline.schedules import SCHEDULES, Schedule, interleaved
 
 DOCS = Path(__file__).resolve().parent.parent.parent / "docs"
 REDRAW = "draw it again: python -m manyhands.strategies.pipeline.schedule_drawing docs"

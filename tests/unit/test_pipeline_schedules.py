@@ -8,9 +8,8 @@ from itertools import product
 import pytest
 
 from manyhands.errors import UserError
-from manyhands.strategies.pipeline.check import check
-from manyhands.strategies.pipeline.schedule_table import Pass, Schedule
-from manyhands.strategies.pipeline.schedules import MOST_HELD, SCHEDULES, interleaved
+from manyhands.strategies.pipeline.schedule_cost import check
+from manyhands.strategies.pipeline.schedules import MOST_HELD, SCHEDULES, Pass, Schedule, interleaved
 
 STAGES = range(1, 17)
 MICROBATCHES = (1, 2, 3, 4, 5, 6, 8, 13, 16, 17, 32, 33, 64)

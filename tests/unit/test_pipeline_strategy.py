@@ -11,8 +11,7 @@ from torch import nn
 
 import manyhands as mh
 from manyhands.errors import UserError
-from manyhands.strategies.pipeline.ends import require_call
-from manyhands.strategies.pipeline.standin import GivesOutput, input_of
+from manyhands.strategies.pipeline.ends import GivesOutput, input_of
 from manyhands.strategies.pipeline.strategy import Pipeline
 from manyhands.strategies.pipeline.training import check_model
 from manyhands.strategy import Strategy
@@ -143,7 +142,7 @@ def test_first_stage_takes_the_input_and_leaves_the_loss() -> None:
 def test_last_stage_goes_on_from_the_output() -> None:
     model = GivesOutput(torch.tensor([3.0]))
     assert float(model("whatever") * 2) == 6.0
-    require_call(model, "task.loss")
+    model.require_call()
     with pytest.raises(UserError, match=r"task\.loss calls the model twice"):
         model("again")
 

@@ -8,9 +8,10 @@ from collections.abc import Mapping
 import pytest
 
 from manyhands.errors import UserError
-from manyhands.places.external.process_place import Place, place_from, place_of
-from manyhands.places.external.specification import ClusterSpec
-from manyhands.places.external.specified import check_hosts, listening_at
+from manyhands.places.external.external_place import SpecificationPlace
+from manyhands.places.external.process_place import ProcessPlace
+from manyhands.places.external.specification import ClusterSpec, check_hosts, listening_at
+from manyhands.places.place import find_place
 from manyhands.strategies.ps.external_roles import ps_ranks
 from manyhands.strategies.ps.strategy import Ps
 from manyhands.strategy import Strategy
@@ -30,7 +31,7 @@ def counts(spec: ClusterSpec) -> Mapping[str, int]:
 
 
 def test_the_chief_is_rank_0_and_servers_come_last() -> None:
-    places = [place_of(CHIEF, role) for role in CHIEF.roles()]
+    places = [SpecificationPlace.of(CHIEF, role).process for role in CHIEF.roles()]
     assert [(place.rank, place.role, place.index) for place in places] == [
         (0, "chief", 0),
         (1, "worker", 0),
@@ -45,7 +46,7 @@ def test_the_chief_is_rank_0_and_servers_come_last() -> None:
 
 
 def test_without_a_chief_worker_0_leads_and_works() -> None:
-    place = place_of(PLAIN, PLAIN.leader)
+    place = SpecificationPlace.of(PLAIN, PLAIN.leader).process
     assert (place.rank, place.leads, place.leader) == (0, True, "b:1")
     ranks = ps_ranks(ps("ps"), place)
     assert (ranks.servers, ranks.workers, ranks.others) == ((2,), (0, 1), (1, 2))
@@ -55,7 +56,7 @@ def test_without_a_chief_worker_0_leads_and_works() -> None:
 def test_under_torchrun_the_first_ranks_serve() -> None:
     strategy, workers = ps("ps servers=2").placed(5, {})
     assert workers == 3
-    ranks = ps_ranks(strategy, Place(rank=0, world=5, kind="torchrun"))
+    ranks = ps_ranks(strategy, ProcessPlace(rank=0, world=5, kind="torchrun"))
     assert (ranks.servers, ranks.workers) == ((0, 1), (2, 3, 4))
     assert ranks.names[2] == "worker 0 (rank 2)"
     with pytest.raises(
@@ -95,14 +96,15 @@ def test_tf_config_says_where_this_process_stands() -> None:
     text = json.dumps(
         {"cluster": {"worker": ["b:1", "c:1"], "ps": ["d:1"]}, "task": {"type": "worker", "index": 1}}
     )
-    place = place_from({"TF_CONFIG": text})
-    assert place is not None
+    found = find_place(environment={"TF_CONFIG": text})
+    assert isinstance(found, SpecificationPlace)
+    place = found.process
     assert (place.rank, place.world, place.role, place.index, place.cluster) == (1, 3, "worker", 1, PLAIN)
-    assert place_from({}) is None
-    assert place_from({"TF_CONFIG": " {} "}) is None
+    assert find_place(environment={}).world is None
+    assert find_place(environment={"TF_CONFIG": " {} "}).world is None
     evaluator = text.replace('"type": "worker", "index": 1', '"type": "evaluator", "index": 0')
     with pytest.raises(UserError, match="an evaluator has nothing to do here"):
-        place_from({"TF_CONFIG": evaluator})
+        find_place(environment={"TF_CONFIG": evaluator})
 
 
 def test_a_name_that_means_loopback_here_is_refused_where_others_are_elsewhere() -> None:

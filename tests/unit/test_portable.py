@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from manyhands.data.store.checkpoint import Loaded
-from manyhands.data.store.portable import pack_tree, unpack_tree
+from manyhands.data.store.state_tree import pack_tree, unpack_tree
 from manyhands.errors import ManyhandsError
 
 
@@ -47,7 +47,7 @@ def test_other_bytes_are_refused(data: bytes) -> None:
     ],
 )
 def test_a_tree_that_is_no_state_is_refused_by_name(tree: object) -> None:
-    with pytest.raises(ManyhandsError, match="no state to go on from"):
+    with pytest.raises(ManyhandsError, match="no state to continue from"):
         Loaded.of(unpack_tree(b"".join(pack_tree(tree))))
 
 

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from manyhands.data.store import CheckpointStore, MetricsLog, RunDirectory, Snapshot
+from manyhands.data.store.checkpoint import CheckpointStore, Snapshot
+from manyhands.data.store.line_files import MetricsLog
+from manyhands.data.store.rundir import RunDirectory
 from manyhands.strategies.ps.live.snapshots import ShardSnapshot, ShardSnapshots
 from manyhands.strategies.ps.log_rows import LateRow
 from manyhands.strategies.ps.shard_state import ShardState

@@ -16,7 +16,7 @@ from manyhands.lab.bench import inference
 from manyhands.lab.bench.inference import format_table, measured_together, run_bench
 from manyhands.places.local.supervisor import Ended, Event, Said
 from manyhands.serving.predict_text import TextGenerator
-from manyhands.workloads.precision import in_precision
+from manyhands.workloads.predictor import in_precision
 from manyhands.workloads.tasks.language import Transformer
 from manyhands.workloads.tasks.recurrent import RecurrentNetwork
 from manyhands.workloads.tasks.vision import ImageClassifier

@@ -21,8 +21,7 @@ from manyhands.data.image_files import ImageShape, read_images
 from manyhands.data.store.exported import write_exported
 from manyhands.errors import DataError, UserError
 from manyhands.serving.opening import open_predictor
-from manyhands.serving.predict_images import ImagePredictor
-from manyhands.serving.predict_numbers import NumberPredictor
+from manyhands.serving.predict_arrays import ImagePredictor, NumberPredictor
 from manyhands.serving.predict_text import Prompt, TextGenerator, chosen
 from manyhands.workloads.exporting import export_run
 from manyhands.workloads.gbdt.options import GbdtOptions
@@ -34,7 +33,7 @@ from manyhands.workloads.glove.vector_files import Vectors
 from manyhands.workloads.logreg.labels import Labels
 from manyhands.workloads.logreg.model import MODEL_FILE, LogregModel
 from manyhands.workloads.predictor import Predictor, ReadAs
-from manyhands.workloads.registry import PREDICTORS, found_at
+from manyhands.workloads.registry import WORKLOADS, load
 from manyhands.workloads.svd.model import SvdModel
 from manyhands.workloads.svd.predicting import SvdPredictor
 from manyhands.workloads.tasks import TASKS
@@ -64,10 +63,10 @@ def write_idx(path: Path, images: np.ndarray[Any, Any], compressed: bool = False
 
 
 def test_every_task_that_can_be_trained_can_be_asked() -> None:
-    assert set(TASKS) <= set(PREDICTORS)
-    for use in PREDICTORS.values():
-        assert callable(found_at(use.predictor))
-        assert callable(found_at(use.exporter))
+    assert set(TASKS) <= set(WORKLOADS)
+    for use in WORKLOADS.values():
+        assert callable(load(use.predictor))
+        assert callable(load(use.exporter))
 
 
 def test_images_are_the_same_from_every_kind_of_file(tmp_path: Path, pixels: np.ndarray[Any, Any]) -> None:
@@ -275,7 +274,7 @@ def test_a_seed_fixes_what_is_written() -> None:
         ("", "prompt is ''"),
         ({"length": 3}, "prompt is ''"),
         ({"prompt": "a", "lenght": 3}, "did you mean 'length'"),
-        ({"prompt": "a", "length": 10**9}, "length is 1000000000; it must be a whole number from 1 to 4096"),
+        ({"prompt": "a", "length": 10**9}, "length is 1000000000; it must be an integer from 1 to 4096"),
         ({"prompt": "a", "length": True}, "length is True"),
         ({"prompt": "a", "temperature": float("nan")}, "temperature is nan"),
         ({"prompt": "a", "temperature": "hot"}, "temperature is 'hot'"),
@@ -326,7 +325,7 @@ def test_sparse_lines_are_asked_one_by_one(tmp_path: Path) -> None:
 def test_words_are_asked(tmp_path: Path) -> None:
     directions = np.array([[1, 0], [0.9, 0.1], [0, 1]], np.float32)
     Vectors(["king", "queen", "cat"], directions).save_text(tmp_path / "vectors.txt")
-    predictor = found_at(PREDICTORS["glove"].predictor)(tmp_path)
+    predictor = load(WORKLOADS["glove"].predictor)(tmp_path)
     (inputs,) = predictor.blocks("king", ReadAs())
     assert [line.split()[0] for line in predictor.lines(inputs)] == ["queen", "cat"]
     with pytest.raises(UserError, match="'dog' is not among the 3 words"):

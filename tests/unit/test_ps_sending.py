@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands.data.store.lines import LineFile
+from manyhands.data.store.line_files import LineFile
 from manyhands.engine.computing import Computer, TrainingPlan
 from manyhands.strategies.ps.live.sending import (
     BUFFERS,
@@ -26,7 +26,7 @@ from manyhands.strategies.ps.shard_layout import FlatLayout
 from manyhands.strategies.ps.shard_store import ShardStore
 from manyhands.strategies.ps.update_files import record_files, record_mark, take_record
 from manyhands.task import Task
-from manyhands.transport.link.message import ProtocolError
+from manyhands.transport.messages import ProtocolError
 
 SHARDS = 2
 

@@ -14,7 +14,7 @@ from itertools import pairwise
 
 import pytest
 
-from manyhands.transport.link.heartbeats import (
+from manyhands.transport.heartbeats import (
     BeatPlace,
     Heartbeats,
     address_of_interface,
@@ -22,7 +22,7 @@ from manyhands.transport.link.heartbeats import (
     exchange_places,
     is_stopped,
 )
-from manyhands.transport.link.peer_liveness import BETWEEN_HOSTS, FRAME, HeartbeatKind, PeerLiveness, PeerLost
+from manyhands.transport.liveness import BETWEEN_HOSTS, FRAME, HeartbeatKind, PeerLiveness, PeerLost
 
 SECRET = b"s" * 32
 B, C = "b (10.0.0.2)", "c (10.0.0.3)"

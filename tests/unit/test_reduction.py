@@ -13,7 +13,8 @@ from torch.utils.data import IterableDataset
 
 import manyhands as mh
 from equality import distance, train, train_plainly
-from manyhands.engine.exchange import SingleExchange
+from manyhands.engine.computing import Computed, Computer
+from manyhands.engine.exchange import SingleExchange, WorkerPart
 from manyhands.errors import UserError
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -125,9 +126,10 @@ def test_what_is_no_sum_is_trained(name: str, batch_size: int) -> None:
 class Splitting(SingleExchange):
     """One worker, who says that batches are split whether they are or not."""
 
-    def splits(self, task: mh.Task) -> bool:
-        del task
-        return True
+    part = WorkerPart(index=0, count=2)
+
+    def compute(self, computer: Computer, model: nn.Module, step: int) -> Computed:
+        return computer.compute(model, step, 0, 1, self.backward)
 
 
 class Stream(IterableDataset[Any]):

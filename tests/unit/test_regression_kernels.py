@@ -15,9 +15,8 @@ from manyhands.data.sparse_rows import Rows
 from manyhands.engine.fitting import fit
 from manyhands.errors import NonFinite, UserError
 from manyhands.workloads.logreg.batch_task import Bag
-from manyhands.workloads.logreg.examples import Labelled
+from manyhands.workloads.logreg.examples import Labelled, ParsedBlocks
 from manyhands.workloads.logreg.options import LogregOptions
-from manyhands.workloads.logreg.parsed import ParsedBlocks
 from manyhands.workloads.logreg.task import LogregTask
 
 FEATURES = 50
@@ -173,12 +172,12 @@ def test_a_loss_that_breaks_is_named(strategy: str, workers: int) -> None:
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
-        ({"learner": "adam"}, "unknown learner 'adam'"),
-        ({"passes": 0}, "passes=0 must be a whole number of at least 1"),
-        ({"batch": 0}, "batch=0 must be"),
-        ({"rate": 0.0}, "rate=0.0 must be a number above 0"),
-        ({"l1": -1.0}, "l1=-1.0 must be a number of at least 0"),
-        ({"l2": math.nan}, "l2=nan must be"),
+        ({"learner": "adam"}, "learner is 'adam'; allowed: sgd"),
+        ({"passes": 0}, "passes is 0; it must be an integer of at least 1"),
+        ({"batch": 0}, "batch is 0; it must be"),
+        ({"rate": 0.0}, "rate is 0.0; it must be a number above 0"),
+        ({"l1": -1.0}, "l1 is -1.0; it must be a number of at least 0"),
+        ({"l2": math.nan}, "l2 is nan; it must be"),
     ],
 )
 def test_options_are_checked(wrong: dict[str, Any], sentence: str) -> None:

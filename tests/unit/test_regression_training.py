@@ -20,9 +20,8 @@ from manyhands.data.row_files import Reading, RowFile
 from manyhands.engine.interrupted_run import Keeping
 from manyhands.errors import DataError, UserError
 from manyhands.places.local.signals import ending
-from manyhands.workloads.logreg import room
-from manyhands.workloads.logreg.labels import Labels, labels_of
-from manyhands.workloads.logreg.metrics import Metrics, measure
+from manyhands.workloads.logreg import training
+from manyhands.workloads.logreg.labels import Labels, Metrics, labels_of, measure
 from manyhands.workloads.logreg.model import MODEL_FILE, LogregModel
 from manyhands.workloads.logreg.options import LogregOptions
 from manyhands.workloads.logreg.task import LogregTask
@@ -165,7 +164,7 @@ def test_stdin_is_read_once_and_kept_in_memory_or_in_files(
 def test_an_absurd_index_is_refused_before_it_fills_the_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room, "available_bytes", lambda: 10**9)
+    monkeypatch.setattr(training, "available_bytes", lambda: 10**9)
     (tmp_path / "absurd").write_text("1 1:1\n-1 2000000000:1\n")
     for strategy, workers in (("single", 1), ("ps", 2)):
         with pytest.raises(UserError, match=r"up to 2000000000 takes .* only 953.7 MiB is available; hash"):

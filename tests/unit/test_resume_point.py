@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from manyhands.data.store import MetricsLog
-from manyhands.strategies.common.consistency.parse import parse_consistency
+from manyhands.data.store.line_files import MetricsLog
+from manyhands.strategies.common.consistency import parse_consistency
 from manyhands.strategies.ps.actions import Action, SendMessage
 from manyhands.strategies.ps.live.losses import LossBook
 from manyhands.strategies.ps.live.reports import Evaluated, StepComputed

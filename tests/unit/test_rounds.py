@@ -37,6 +37,7 @@ from manyhands.strategies.federated.rounds.round_events import (
     TakeReport,
     TimePassed,
 )
+from rounds_model import rounds_complaints
 
 TERMS = RoundTerms(
     rounds=2, clients=6, goal=3, minimum=2, over=1.3, deadline_s=10, select_s=5, present_s=20, patience_s=100
@@ -324,3 +325,9 @@ class Course(RuleBasedStateMachine):
 
 Course.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 test_any_course_keeps_its_promises = Course.TestCase
+
+
+@pytest.mark.parametrize("block", range(3))
+def test_the_simulators_faults_leave_every_run_as_promised(block: int) -> None:
+    seeds = range(block * 30, block * 30 + 30)
+    assert {seed: found for seed in seeds if (found := rounds_complaints(seed))} == {}

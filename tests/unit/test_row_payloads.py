@@ -21,7 +21,7 @@ from manyhands.strategies.ps.ps_messages import Push
 from manyhands.strategies.ps.shard_layout import FlatLayout
 from manyhands.strategies.ps.shard_store import ShardStore
 from manyhands.task import Task
-from manyhands.transport.link.message import ProtocolError
+from manyhands.transport.messages import ProtocolError
 
 SERVER, OTHER_SERVER = 1, 2
 NO_ROWS = torch.empty(0, dtype=torch.int64)

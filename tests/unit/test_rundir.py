@@ -15,14 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from manyhands.data.store import (
-    MetricsLog,
-    RunDirectory,
-    WriteFailed,
-    fingerprint,
-    parameter_shapes,
-    write_json,
-)
+from manyhands.data.store.atomic import WriteFailed, write_json
+from manyhands.data.store.fingerprint import fingerprint, parameter_shapes
+from manyhands.data.store.line_files import MetricsLog
+from manyhands.data.store.rundir import RunDirectory
 from manyhands.errors import DataError, UserError, WorkerFailed
 
 CONFIG: dict[str, Any] = {
@@ -59,7 +55,7 @@ def test_a_run_that_goes_on_keeps_what_is_asked_for_now(tmp_path: Path) -> None:
     with RunDirectory.create(tmp_path / "run", CONFIG) as run:
         began = run.origin
         assert set(began) == {"command", "host", "unix_s"}
-        run.go_on_as(longer)
+        run.update_config(longer)
         assert run.config == longer
         assert run.origin == began
     assert RunDirectory.open(tmp_path / "run", lock=False).config == longer
@@ -70,9 +66,9 @@ def test_what_ended_a_run_is_blamed_on_whom_it_happened_to(tmp_path: Path) -> No
     server.blamed = "server 0"
     with RunDirectory.create(tmp_path, CONFIG) as directory:
         began_s = time.time()
-        directory.tell_end(server, 1.5)
-        directory.tell_end(WorkerFailed("rank 1 is gone", worker_rank=1), 2.0)
-        directory.tell_end(WorkerFailed("a server is gone", worker_rank=-1), 2.5)
+        directory.record_end(server, 1.5)
+        directory.record_end(WorkerFailed("rank 1 is gone", worker_rank=1), 2.0)
+        directory.record_end(WorkerFailed("a server is gone", worker_rank=-1), 2.5)
         rows = [json.loads(line) for line in directory.members_path.read_text().splitlines()]
     assert all(began_s <= row.pop("unix_s") <= time.time() for row in rows)
     assert rows == [
@@ -272,7 +268,7 @@ def test_a_damaged_line_is_named_with_its_place(line: bytes, tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("record", "named"),
-    [({"loss": 1.0}, "no whole number as its `step`"), ({"step": 1, "x": {2}}, "record.x is a set")],
+    [({"loss": 1.0}, "no integer as its `step`"), ({"step": 1, "x": {2}}, "record.x is a set")],
 )
 def test_a_record_that_is_none_is_refused(record: Any, named: str, tmp_path: Path) -> None:
     with MetricsLog(tmp_path / "metrics.jsonl") as log, pytest.raises(UserError, match=named):

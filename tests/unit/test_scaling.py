@@ -12,14 +12,21 @@ from typer.testing import CliRunner
 from manyhands.cli.main import app
 from manyhands.errors import ManyhandsError, UserError
 from manyhands.foresight.simulate import NetworkModel
-from manyhands.lab.scaling.curve import amdahl_speedup, find_knee, fit_amdahl, scaling_curve
 from manyhands.lab.scaling.run_scaling import (
     ScalingSettings,
     forecast_speedups,
     measure_scaling,
     require_counts,
 )
-from manyhands.lab.scaling.scaling_report import scaling_cells, scaling_page, scaling_sentences
+from manyhands.lab.scaling.scaling_report import (
+    amdahl_speedup,
+    find_knee,
+    fit_amdahl,
+    scaling_cells,
+    scaling_curve,
+    scaling_page,
+    scaling_sentences,
+)
 from manyhands.strategy import Strategy
 from manyhands.workloads.tasks import build
 

@@ -22,7 +22,7 @@ from manyhands.strategies.common.collectives.schedule import (
     chunk_bounds,
     span_bounds,
 )
-from manyhands.strategies.common.collectives.symbolic import prove
+from manyhands.strategies.common.collectives.schedule_proof import prove
 
 EVERY = pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=lambda algorithm: algorithm.name)
 WHOLE = range(1)

@@ -28,11 +28,10 @@ from manyhands.cli.main import app
 from manyhands.engine.fitting import fit
 from manyhands.engine.options import TLS_VARIABLE, Options
 from manyhands.errors import UserError
+from manyhands.transport.certificates import AUTHORITY_KEY, make_certificates
 from manyhands.transport.hub import addresses
-from manyhands.transport.link.authority import AUTHORITY_KEY, make_certificates
-from manyhands.transport.link.certificate import validity
-from manyhands.transport.link.secure import FILES, Security, is_loopback
-from manyhands.transport.link.tls import _pieces
+from manyhands.transport.security import FILES, Security, is_loopback, validity
+from manyhands.transport.tls import _pieces
 from manyhands.workloads.tasks.digits import digits
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from manyhands.data.store.rundir import RunDirectory
 from manyhands.errors import DataError
-from manyhands.strategies.common.consistency.parse import parse_consistency
+from manyhands.strategies.common.consistency import parse_consistency
 from manyhands.strategies.ps.actions import Action, Apply, Log, SendMessage
 from manyhands.strategies.ps.audit import Audit, audit
 from manyhands.strategies.ps.audit_files import audit_run

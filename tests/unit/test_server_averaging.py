@@ -84,9 +84,9 @@ def test_what_no_worker_steps_keeps_its_bits() -> None:
 def test_settings() -> None:
     strategy = Strategy.parse("ps push=parameters")
     assert str(strategy) == "ps push=parameters"
-    assert strategy.promises.same_numbers.answer is Answer.PARTLY
-    assert "optimizer begins anew" in strategy.promises.worker_dies.words
-    assert "anew" not in Strategy.parse("ps").promises.worker_dies.words
+    assert strategy.facts.promises.same_numbers.answer is Answer.PARTLY
+    assert "optimizer begins anew" in strategy.facts.promises.worker_dies.words
+    assert "anew" not in Strategy.parse("ps").facts.promises.worker_dies.words
     for text, sentence in (
         ("ps push=weights", "unknown push 'weights'"),
         ("ps link=tcp codec=bf16 push=parameters", "would round it away"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from manyhands.errors import ManyhandsError
-from manyhands.strategies.common.consistency.sync import Sync
+from manyhands.strategies.common.consistency import Sync
 from manyhands.strategies.ps.actions import SendMessage
 from manyhands.strategies.ps.client_core import ClientAction, ClientCore, Compute, Leave, Wait
 from manyhands.strategies.ps.pending_steps import ShardConfig

@@ -11,7 +11,7 @@ from manyhands.strategies.ps.live.payloads import Gradients
 from manyhands.strategies.ps.live.shard_encoding import RangeCoding, as_tensor
 from manyhands.strategies.ps.ps_messages import Push
 from manyhands.strategies.ps.shard_layout import FlatLayout, ShardRange
-from manyhands.transport.link.message import ProtocolError
+from manyhands.transport.messages import ProtocolError
 from manyhands.wire.names import RAW
 
 PUSH = Push(shard=1, slot=0, member=5, clock=3, read_version=0, batch=3, part=0, parts=1, weight=1.0)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manyhands.errors import UserError
-from manyhands.strategies.common.consistency.parse import parse_consistency
+from manyhands.strategies.common.consistency import parse_consistency
 from manyhands.strategies.ps.actions import Apply, Drop, Log, Outcome
 from manyhands.strategies.ps.log_rows import LateRow, LostRow, Row, SkippedRow, StepRow
 from manyhands.strategies.ps.pending_steps import Change

@@ -5,30 +5,32 @@ from __future__ import annotations
 import pytest
 
 from manyhands.errors import UserError
-from manyhands.strategies.ps.client_core import Reason
-from manyhands.strategies.ps.member_events import (
-    AddSlot,
-    Assign,
+from manyhands.places.run_commands import AddWorker, RemoveWorker
+from manyhands.strategies.common.membership import (
+    MAX_DEATHS,
     Died,
     Fail,
     KillMember,
-    Left,
     MemberJoined,
-    MembershipAction,
-    MembershipEvent,
     MemberSilent,
+    StartWorker,
+)
+from manyhands.strategies.ps.client_core import Reason
+from manyhands.strategies.ps.member_events import (
+    Assign,
+    Left,
     Over,
     Progressed,
+    PsAction,
+    PsEvent,
     Publish,
     Recovered,
     Rejoin,
-    RemoveSlot,
     ShardLost,
     SlotFinished,
     StartServer,
-    StartWorker,
 )
-from manyhands.strategies.ps.membership import MAX_DEATHS, Membership, MembershipPlan
+from manyhands.strategies.ps.ps_membership import MembershipPlan, PsMembership
 from manyhands.strategies.ps.ps_messages import Concluded, Installed, Update, View
 
 
@@ -37,28 +39,28 @@ class Play:
 
     def __init__(self, shards: int = 2, workers: int = 2, replicas: int = 1, *, restore: bool = True) -> None:
         plan = MembershipPlan(num_shards=shards, num_workers=workers, replicas=replicas, can_restore=restore)
-        self.core = Membership(plan)
+        self.core = PsMembership(plan)
         self.hold = False
         self.starting: list[int] = []
         self.view = self.core.view
-        self.seen: list[MembershipAction] = []
+        self.seen: list[PsAction] = []
         self._obey(self.core.begin())
 
-    def do(self, event: MembershipEvent) -> list[MembershipAction]:
+    def do(self, event: PsEvent) -> list[PsAction]:
         """Every action that `event` leads to."""
         self.seen = []
         self._obey(self.core.handle(event))
         return self.seen
 
-    def install(self) -> list[MembershipAction]:
+    def install(self) -> list[PsAction]:
         """Every backup gets its copy, every primary its snapshot."""
-        seen: list[MembershipAction] = []
+        seen: list[PsAction] = []
         for shard in self.view.shards:
             for member in (shard.primary, shard.backup):
                 seen += self.do(Installed(shard=shard.shard, epoch=shard.epoch, member=member))
         return seen
 
-    def join(self) -> list[MembershipAction]:
+    def join(self) -> list[PsAction]:
         """Everybody who was held back joins."""
         self.hold, held, self.starting = False, self.starting, []
         return [action for member in held for action in self.do(MemberJoined(member=member))]
@@ -66,7 +68,7 @@ class Play:
     def holder(self, slot: int) -> int:
         return next(place.member for place in self.view.slots if place.slot == slot)
 
-    def _obey(self, actions: list[MembershipAction]) -> None:
+    def _obey(self, actions: list[PsAction]) -> None:
         for action in actions:
             self.seen.append(action)
             match action:
@@ -80,7 +82,7 @@ class Play:
                         self._obey(self.core.handle(MemberJoined(member=member)))
 
 
-def kinds(actions: list[MembershipAction]) -> list[str]:
+def kinds(actions: list[PsAction]) -> list[str]:
     return [type(action).__name__ for action in actions]
 
 
@@ -217,12 +219,12 @@ def test_a_process_that_comes_back_to_a_slot_with_a_higher_number_gets_one_too()
 def test_slots_are_added_when_their_worker_is_there_and_removed_at_once() -> None:
     play = Play(workers=2)
     play.hold = True
-    assert kinds(play.do(AddSlot())) == ["StartWorker"]
+    assert kinds(play.do(AddWorker())) == ["StartWorker"]
     assert [place.slot for place in play.view.slots] == [0, 1]
     assert kinds(play.join()) == ["Assign", "Publish"]
     assert [place.slot for place in play.view.slots] == [0, 1, 2]
     retiring = play.holder(1)
-    assert kinds(play.do(RemoveSlot(slot=1))) == ["Publish"]
+    assert kinds(play.do(RemoveWorker(slot=1))) == ["Publish"]
     assert [place.slot for place in play.view.slots] == [0, 2]
     seen = play.do(Died(member=retiring))
     assert kinds(seen) == ["Publish", "StartWorker", "Assign", "Publish", "Recovered"], (
@@ -234,23 +236,23 @@ def test_slots_are_added_when_their_worker_is_there_and_removed_at_once() -> Non
         assert play.do(SlotFinished(member=member, reason=Reason.FINISHED)) == []
     assert play.do(SlotFinished(member=worker.member, reason=Reason.RETIRED)) == [Over(shards=(0, 1))]
     with pytest.raises(UserError, match="slot=1"):
-        Play(workers=1).do(RemoveSlot(slot=1))
+        Play(workers=1).do(RemoveWorker(slot=1))
     with pytest.raises(UserError, match="last active slot"):
-        Play(workers=1).do(RemoveSlot(slot=0))
+        Play(workers=1).do(RemoveWorker(slot=0))
 
 
 def test_before_a_run_begins_only_slots_that_were_added_can_be_removed() -> None:
-    core = Membership(MembershipPlan(num_shards=1, num_workers=2))
+    core = PsMembership(MembershipPlan(num_shards=1, num_workers=2))
     started = [action.member for action in core.begin() if isinstance(action, StartServer | StartWorker)]
-    core.handle(AddSlot())
+    core.handle(AddWorker())
     with pytest.raises(
         UserError, match="slot=1: the run has not begun; remove it when every worker has come"
     ):
-        core.handle(RemoveSlot(slot=1))
+        core.handle(RemoveWorker(slot=1))
     assert not [
         a for member in started for a in core.handle(MemberJoined(member=member)) if isinstance(a, Publish)
     ]
-    (published,) = core.handle(RemoveSlot(slot=2))
+    (published,) = core.handle(RemoveWorker(slot=2))
     assert isinstance(published, Publish), "nobody else is waited for"
     assert [place.slot for place in published.view.slots] == [0, 1]
 
@@ -258,8 +260,8 @@ def test_before_a_run_begins_only_slots_that_were_added_can_be_removed() -> None
 def test_an_added_slot_that_is_removed_before_its_worker_came_was_never_there() -> None:
     play = Play(workers=1)
     play.hold = True
-    play.do(AddSlot())
-    assert play.do(RemoveSlot(slot=1)) == []
+    play.do(AddWorker())
+    assert play.do(RemoveWorker(slot=1)) == []
     assert play.join() == []
     assert [place.slot for place in play.view.slots] == [0]
     assert play.do(SlotFinished(member=play.holder(0), reason=Reason.FINISHED)) == [Over(shards=(0, 1))]
@@ -272,7 +274,7 @@ def test_the_run_is_over_when_every_slot_has_finished() -> None:
     assert play.do(Died(member=first)) == [], "it was done"
     assert play.do(SlotFinished(member=second, reason=Reason.FINISHED)) == [Over(shards=(0, 1))]
     assert play.do(Died(member=second)) == [], "it was done, too"
-    assert play.do(AddSlot()) == []
+    assert play.do(AddWorker()) == []
 
 
 def test_a_server_that_dies_when_all_is_done_is_followed_by_its_backup() -> None:

@@ -15,7 +15,7 @@ from manyhands.strategies.ps.live.payloads import Gradients
 from manyhands.strategies.ps.live.validation import require_sense
 from manyhands.strategies.ps.ps_messages import Hello, Install, Push, Welcome, Yield
 from manyhands.strategies.ps.shard_layout import FlatLayout
-from manyhands.transport.link.message import ProtocolError
+from manyhands.transport.messages import ProtocolError
 
 OLD, NEW = 5, 8
 SERVERS: list[Gradients] = []

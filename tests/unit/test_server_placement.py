@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from manyhands.strategies.common.tables.placement import place
+from manyhands.strategies.common.tables.row_tables import place
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3, 8])

@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 
-from manyhands.strategies.common.consistency.parse import parse_consistency
-from manyhands.strategies.common.consistency.policy import Policy
+from manyhands.strategies.common.consistency import Policy, parse_consistency
 from manyhands.strategies.ps.actions import Ack, Action, Apply, SendMessage
 from manyhands.strategies.ps.log_rows import row_from_json, row_to_json
 from manyhands.strategies.ps.pending_steps import ShardConfig

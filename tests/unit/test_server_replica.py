@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from manyhands.strategies.common.consistency.parse import parse_consistency
+from manyhands.strategies.common.consistency import parse_consistency
 from manyhands.strategies.ps.actions import (
     Ack,
     Action,

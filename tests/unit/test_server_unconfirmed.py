@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from manyhands.strategies.common.consistency.parse import parse_consistency
+from manyhands.strategies.common.consistency import parse_consistency
 from manyhands.strategies.ps.actions import Ack, Action, Apply, Drop, Keep, SendMessage
 from manyhands.strategies.ps.client_core import ClientAction, ClientCore, Compute, Flush
 from manyhands.strategies.ps.pending_steps import ShardConfig

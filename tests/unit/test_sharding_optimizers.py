@@ -12,10 +12,14 @@ from torch import nn, optim
 
 from manyhands.errors import UserError
 from manyhands.facts import Stepping
-from manyhands.strategies.common.sharding.optimizers import is_elementwise, may_fuse, stepping_for
-from manyhands.strategies.common.sharding.pieces import Piece
-from manyhands.strategies.common.sharding.probe import _stand_ins, cannot_step
-from manyhands.strategies.common.sharding.sliced_optimizer import SlicedOptimizer
+from manyhands.strategies.common.sharding.optimizers import (
+    _stand_ins,
+    cannot_step,
+    is_elementwise,
+    may_fuse,
+    stepping_for,
+)
+from manyhands.strategies.common.sharding.sliced_optimizer import Piece, SlicedOptimizer
 from published_optimizers import ClippedByAll, Lamb, Muon, Prodigy, Shampoo
 
 ELEMENTWISE: dict[str, Callable[[Any], optim.Optimizer]] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from manyhands.errors import UserError
-from manyhands.transport.link.liveness import LivenessMonitor, LivenessTimes
+from manyhands.transport.liveness import LivenessMonitor, LivenessTimes
 
 SILENCE = LivenessTimes(heartbeat_s=0.5, silence_s=5.0, handshake_s=2.0)
 

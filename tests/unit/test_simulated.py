@@ -10,8 +10,17 @@ import pytest
 import torch
 
 from manyhands.errors import ManyhandsError, UserError
-from manyhands.transport.link.interface import Closed, Flushed, Full, PeerDied, Queued, Received, TimedOut
-from manyhands.transport.link.message import HEADER_BYTES, Message
+from manyhands.transport.link.interface import (
+    HEADER_BYTES,
+    Closed,
+    Flushed,
+    Full,
+    Message,
+    PeerDied,
+    Queued,
+    Received,
+    TimedOut,
+)
 from manyhands.transport.link.simulated_network import SimulatedNetwork, TraceEvent
 
 

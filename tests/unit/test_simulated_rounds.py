@@ -246,7 +246,7 @@ def test_a_run_without_trouble_has_the_bits_of_clients_drawn_and_averaged_by_han
     drawn = [selected(5, number, 10, 5) for number in range(4)]
     for mine, theirs in zip(held(run.model), by_hand(drawn, 10, 5), strict=True):
         assert torch.equal(mine, theirs)
-    assert run.exchange.memory() == {}
+    assert run.exchange.kept.gather() == {}
     assert run.exchange.row_facts() == {"clients": drawn[-1]}
     assert "participation" not in run.exchange.summary()
 

@@ -12,9 +12,8 @@ from typer.testing import CliRunner
 import manyhands as mh
 from manyhands.cli.main import app
 from manyhands.cli.simulate_command import parse_seconds
-from manyhands.engine.options import Options
+from manyhands.engine.options import Options, Slowdown
 from manyhands.engine.request import Length
-from manyhands.engine.slowdown import Slowdown
 from manyhands.errors import NonFinite, UserError
 from manyhands.foresight.simulate.conditions import SimulatedConditions
 from manyhands.foresight.simulate.network import NetworkModel

@@ -1,6 +1,6 @@
 import pytest
 
-from manyhands.engine.slowdown import Slowdown
+from manyhands.engine.options import Slowdown
 from manyhands.errors import UserError
 
 

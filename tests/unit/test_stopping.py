@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from manyhands.engine.stopping import EarlyStopping, StoppingCount
+from manyhands.engine.options import EarlyStopping, StoppingCount
 from manyhands.errors import UserError
 
 

@@ -136,10 +136,10 @@ def test_every_strategy_says_what_it_is_and_has_a_training(word: str) -> None:
 def test_tensor_splits_dimensions_of_word_vectors_and_layers_of_networks() -> None:
     tensor = Strategy.parse("tensor")
     assert tensor.split is Split.DIMENSIONS
-    assert not tensor.splits_batches, "every worker sees all samples"
-    assert tensor.waits_for is Waits.ALL
-    assert tensor.promises.worker_dies.answer is Answer.NO
-    assert tensor.instead_of_own_loop
+    assert not tensor.facts.splits_batches, "every worker sees all samples"
+    assert tensor.facts.waits_for is Waits.ALL
+    assert tensor.facts.promises.worker_dies.answer is Answer.NO
+    assert tensor.facts.instead_of_own_loop
     for workers in (1, 2, 5):
         tensor.check(workers, device="cpu")
         tensor.check(workers, device="cpu", compiled=True)
@@ -193,9 +193,9 @@ def test_workers_that_do_not_fill_the_slices_are_refused(
 )
 def test_strategy_knows_whom_its_workers_wait_for(text: str, waits_for: Waits, stepwise: bool) -> None:
     strategy = Strategy.parse(text)
-    assert strategy.waits_for is waits_for
-    assert strategy.stepwise is stepwise
-    assert bool(strategy.straggler_advice) == (waits_for is not Waits.NOBODY)
+    assert strategy.facts.waits_for is waits_for
+    assert strategy.facts.stepwise is stepwise
+    assert bool(strategy.facts.straggler_advice) == (waits_for is not Waits.NOBODY)
 
 
 @pytest.mark.parametrize(
@@ -262,4 +262,4 @@ def test_compiling_is_refused_before_anything_starts_where_no_worker_has_a_whole
     workers = 1 if text.startswith("single") else 2
     with pytest.raises(UserError, match=r"^compile: .*; leave it out$"):
         manyhands.fit(task, text, workers=workers, steps=1, options=manyhands.Options(compile=True))
-    assert not Strategy.parse(text.split()[0] if workers == 1 else "mirrored").cannot_compile
+    assert not Strategy.parse(text.split()[0] if workers == 1 else "mirrored").facts.cannot_compile

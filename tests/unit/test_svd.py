@@ -256,13 +256,13 @@ def test_a_smaller_memory_takes_a_smaller_space_and_smaller_blocks() -> None:
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ({"rank": 0}, "rank=0 must be a whole number of at least 1"),
-        ({"rank": 2.5}, "rank=2.5 must be"),
-        ({"passes": 0}, "passes=0 must be"),
-        ({"tolerance": 0.0}, "tolerance=0.0 must be a number above 0 and below 1"),
-        ({"tolerance": float("nan")}, "tolerance=nan must be"),
-        ({"seed": -1}, "seed=-1 must be"),
-        ({"memory_bytes": 0}, "memory_bytes=0 must be"),
+        ({"rank": 0}, "rank is 0; it must be an integer of at least 1"),
+        ({"rank": 2.5}, "rank is 2.5; it must be"),
+        ({"passes": 0}, "passes is 0; it must be"),
+        ({"tolerance": 0.0}, "tolerance is 0.0; it must be a number above 0 and below 1"),
+        ({"tolerance": float("nan")}, "tolerance is nan; it must be"),
+        ({"seed": -1}, "seed is -1; it must be"),
+        ({"memory_bytes": 0}, "memory_bytes is 0; it must be"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(given: dict[str, Any], sentence: str) -> None:

@@ -16,11 +16,9 @@ import pytest
 from typer.testing import CliRunner
 
 from manyhands.cli.main import app
-from manyhands.data.store.lock import RunLock
-from manyhands.data.store.rundir import RunDirectory
+from manyhands.data.store.rundir import RunDirectory, RunLock
 from manyhands.errors import DataError, UserError
 from manyhands.lab.compare.comparison import lower_is_better
-from manyhands.lab.sweep.results import SweepRow, best_first, sentences
 from manyhands.lab.sweep.run_sweep import (
     SweepProgress,
     cores_of,
@@ -29,7 +27,7 @@ from manyhands.lab.sweep.run_sweep import (
     run_sweep,
     sweep_rows,
 )
-from manyhands.lab.sweep.sweep_report import sweep_cells, sweep_page
+from manyhands.lab.sweep.sweep_report import SweepRow, best_first, sentences, sweep_cells, sweep_page
 from manyhands.lab.sweep.trials import SweepPlan, SweepSetting, SweepTrial, parse_values
 from manyhands.observe.draw.parallel import ParallelAxis, parallel_coordinates
 from manyhands.workloads.tasks import TASKS
@@ -355,7 +353,7 @@ def test_directories_that_are_in_the_way_get_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"it has 'mine\.txt' in it"):
         open_sweep(tmp_path, found, resume=False)
     open_sweep(tmp_path / "s", found, resume=False)
-    with pytest.raises(UserError, match="add --resume to go on with it, or choose another"):
+    with pytest.raises(UserError, match="add --resume to continue it, or choose another"):
         open_sweep(tmp_path / "s", found, resume=False)
     with pytest.raises(
         UserError, match="--width was 4,8,16, and is left out now; give what it was begun with"

@@ -14,8 +14,9 @@ from torch import nn
 
 from manyhands.errors import UserError
 from manyhands.task import Task
+from manyhands.workloads.task_options import Option, check_options, option
 from manyhands.workloads.tasks import TASKS, build
-from manyhands.workloads.tasks.builtin import BuiltinTask, Option, about, check_options
+from manyhands.workloads.tasks.builtin import BuiltinTask
 from manyhands.workloads.tasks.vision import accuracy
 
 
@@ -127,8 +128,8 @@ def test_unknown_names_are_refused_with_the_nearest() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("digits", {"batch_size": 0}, "batch_size is 0; it must be a whole number of at least 1"),
-        ("digits", {"batch_size": "64"}, "batch_size is '64'; it must be a whole number"),
+        ("digits", {"batch_size": 0}, "batch_size is 0; it must be an integer of at least 1"),
+        ("digits", {"batch_size": "64"}, "batch_size is '64'; it must be an integer"),
         ("digits", {"batch_size": True}, "batch_size is True"),
         ("digits", {"learning_rate": 0}, "learning_rate is 0.0; it must be a number above 0"),
         ("digits", {"learning_rate": math.nan}, "learning_rate is nan"),
@@ -148,11 +149,11 @@ def test_options_are_checked(name: str, options: dict[str, Any], message: str) -
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choices:
-    where: Path = dataclasses.field(metadata=about("a required path"))
-    count: int = dataclasses.field(default=3, metadata=about("a count", at_least=1))
-    rate: float = dataclasses.field(default=0.5, metadata=about("a rate", above=0))
-    on: bool = dataclasses.field(default=False, metadata=about("a switch"))
-    word: str | None = dataclasses.field(default=None, metadata=about("may be absent"))
+    where: Path = option(..., "a required path")
+    count: int = option(3, "a count", at_least=1)
+    rate: float = option(0.5, "a rate", above=0)
+    on: bool = option(False, "a switch")
+    word: str | None = option(None, "may be absent")
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -195,8 +196,8 @@ def test_options_are_read_from_text(name: str, text: str, value: object) -> None
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("count", "seven", "count is 'seven'; it must be a whole number of at least 1"),
-        ("count", "0", "count is 0; it must be a whole number of at least 1"),
+        ("count", "seven", "count is 'seven'; it must be an integer of at least 1"),
+        ("count", "0", "count is 0; it must be an integer of at least 1"),
         ("rate", "inf", "rate is inf; it must be a number above 0"),
         ("on", "maybe", "on is 'maybe'; it must be true or false"),
     ],

@@ -354,7 +354,7 @@ def test_depth_is_the_number_of_convolutions(tmp_path: Path) -> None:
         model = build("mnist", path=tmp_path, depth=depth).model()
         assert sum(isinstance(one, nn.Conv2d) for one in model.modules()) == depth
         assert model(torch.zeros(2, 1, 28, 28)).shape == (2, 10)
-    with pytest.raises(UserError, match="depth is 2; it must be a whole number of at least 3"):
+    with pytest.raises(UserError, match="depth is 2; it must be an integer of at least 3"):
         build("mnist", path=tmp_path, depth=2)
 
 
@@ -363,7 +363,7 @@ def test_recurrent_takes_its_layers_and_width() -> None:
     assert isinstance(model, RecurrentNetwork)
     assert len(model.layers) == 4
     assert model(torch.zeros(2, 7, dtype=torch.long)).shape == (2, 7, 256)
-    with pytest.raises(UserError, match="layers is 7; it must be a whole number of at least 1 and at most 4"):
+    with pytest.raises(UserError, match="layers is 7; it must be an integer of at least 1 and at most 4"):
         build("recurrent", layers=7)
 
 

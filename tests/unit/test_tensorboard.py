@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from disks import fill as fill_disk
 from disks import small_disk
 from manyhands.cli.main import app
-from manyhands.data.store import RunDirectory
+from manyhands.data.store.rundir import RunDirectory
 from manyhands.errors import UserError
 from manyhands.observe.draw.tensorboard import LiveTensorboard, write_run
 from manyhands.observe.record.event_files import EventFileWriter, read_header

@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from manyhands.cli.main import app
-from manyhands.data.store import RunDirectory
+from manyhands.data.store.rundir import RunDirectory
 from manyhands.errors import DataError, UserError
 from manyhands.observe.analyse.picture import Row, Timeline
 from manyhands.observe.analyse.timeline import build_timeline

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from manyhands.errors import UserError
-from manyhands.observe.analyse.explain import explain
-from manyhands.observe.analyse.explained_in_words import paragraph
+from manyhands.observe.analyse.explain import explain, paragraph
 from manyhands.observe.analyse.remarks import about_imbalance, about_workers, straggler_advice
 from manyhands.observe.analyse.slowness import Late
 from manyhands.observe.analyse.totals import TimeSplit, Totals, TotalsSnapshot, WorkerTotals
@@ -282,7 +281,7 @@ def test_a_run_whose_other_workers_train_on_is_not_evaluating() -> None:
 
 
 def said(totals: Totals, strategy: str = "mirrored") -> list[str]:
-    return about_workers(totals.slow_ever(), totals.late_ever(), strategy)
+    return about_workers(totals.slowness.ever(), totals.slowness.late_ever(), strategy)
 
 
 ADVICE = "; a bound on staleness would not hide a lasting straggler, ps consistency=async would"
@@ -408,7 +407,7 @@ def test_explain_names_who_is_late_in_the_words_of_the_table() -> None:
 
 
 def test_who_was_late_is_in_the_summary_and_comes_back_from_it() -> None:
-    late = synchronous_run([10, 10, 10], elsewhere_ms=[15, 0, 0]).late_ever()
+    late = synchronous_run([10, 10, 10], elsewhere_ms=[15, 0, 0]).slowness.late_ever()
     assert late is not None
     assert Late.from_dict(late.to_dict() | {"more": 1}) == late == Late(worker=0, others_wait=15 / 26)
 

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-import manyhands.transport.hub.typed_messages as codec
+from manyhands.transport import messages, tls
 from manyhands.transport.hub.frames import FrameDecoder
 from manyhands.transport.hub.handshake import Handshake
-from manyhands.transport.link import tls
 from wire_fuzz import TARGETS, Failure, fuzz
 
 SEED = 20_261_115
@@ -37,7 +36,7 @@ def _allocates_first(self: FrameDecoder[Any], header: Any, target: memoryview) -
 @pytest.mark.parametrize(
     ("target", "place", "name", "broken"),
     [
-        ("frames", codec, "_is_utf8", lambda text: True),
+        ("frames", messages, "_text", lambda data, where: data.decode(errors="surrogateescape")),
         ("frames", FrameDecoder, "_fill", _allocates_first),
         ("handshakes", Handshake, "_compare", _believes_all),
         ("handshakes", Handshake, "_compare", _stumbles),

@@ -28,8 +28,8 @@ from manyhands.workloads.glove.train_glove import GloveOptions
             "workers=51: tensor gives each",
         ),
         ({"strategy": "allreduce algorithm=ring", "glove": GloveOptions(batch=8)}, "use allreduce"),
-        ({"window": 0}, "window=0 must be at least 1"),
-        ({"max_vocab": 1}, "max_vocab=1 must be at least 2"),
+        ({"window": 0}, "window is 0; it must be an integer of at least 1"),
+        ({"max_vocab": 1}, "max_vocab is 1; it must be an integer of at least 2"),
     ],
 )
 def test_what_can_not_work_is_refused(asked: dict[str, Any], sentence: str) -> None:

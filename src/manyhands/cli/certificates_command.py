@@ -20,7 +20,7 @@ def certificates_command(
     ] = False,
 ) -> None:
     """Make a short-lived authority and a certificate for each host of a run, which know each other by it."""
-    from manyhands.transport.link.authority import AUTHORITY_KEY, make_certificates
+    from manyhands.transport.certificates import AUTHORITY_KEY, make_certificates
 
     named = [host.strip() for host in hosts.split(",") if host.strip()]
     made = make_certificates(directory, named, days=days, keep_authority=keep_authority)

@@ -14,20 +14,20 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 import typer
 
 if TYPE_CHECKING:
-    from manyhands.workloads.tasks.builtin import BuiltinTask, Option
+    from manyhands.workloads.task_options import Option
+    from manyhands.workloads.tasks.builtin import BuiltinTask
 
 __all__ = [
     "AllowOverload",
     "add_command",
     "add_task_command",
+    "add_workload_command",
     "check_writable",
     "command_elsewhere",
     "command_to_resume",
     "fresh_directory",
     "half",
-    "option_parameters",
     "own_command",
-    "parameter",
     "print_next",
     "write_json",
 ]
@@ -52,39 +52,76 @@ def add_command(app: typer.Typer, name: str, options: type[Asked], run: Callable
 def add_task_command(
     app: typer.Typer,
     entry: BuiltinTask[Any],
-    common: Sequence[inspect.Parameter],
-    run: Callable[[BuiltinTask[Any], dict[str, Any], dict[str, Any]], None],
+    common: type[Asked],
+    run: Callable[[BuiltinTask[Any], dict[str, Any], Asked], None],
     help_text: str,
     parse: Callable[[Option, str], Any] = lambda option, text: option.parse(text),
 ) -> None:
-    """Offer the task's name as a command, with the task's own options before those that all tasks have.
+    """Offer the task's name as a command: `run` gets its own options that were given, as `parse` reads them."""
 
-    `run` gets the task, its own options that were given, as `parse` reads them, and the values of the `common` ones.
-    """
-    own = {option.name: option for option in entry.options}
-
-    def command(**values: Any) -> None:
-        shared = {one.name: values.pop(one.name) for one in common}
-        given = {name: parse(own[name], text) for name, text in values.items() if text is not None}
+    def command(given: dict[str, Any], shared: Asked) -> None:
         run(entry, given, shared)
 
-    _offer(app, entry.name, command, [*map(_own_parameter, own.values()), *common], help_text)
+    add_workload_command(app, entry.name, entry.options_type, common, command, help_text, parse)
+
+
+def add_workload_command(
+    app: typer.Typer,
+    name: str,
+    own_type: type,
+    common: type[Asked],
+    run: Callable[[dict[str, Any], Asked], None],
+    help_text: str,
+    parse: Callable[[Option, str], Any] = lambda option, text: option.parse(text),
+) -> None:
+    """Offer a workload's name as a command, with its own options before the `common` ones.
+
+    `run` gets the own options that were given, and the common ones. An option that is both has the workload's default,
+    and its value is for both.
+    """
+    from manyhands.workloads.task_options import options_of
+
+    own = {one.name: one for one in options_of(own_type) if not one.hidden}
+    shared = [
+        one.replace(default=own[one.name].default) if one.name in own else one
+        for one in option_parameters(common)
+    ]
+    both = {one.name for one in shared}
+
+    def command(**values: Any) -> None:
+        asked = common(**{name: values[name] for name in both})
+        given = {name: values[name] for name in both if name in own}
+        for name, option in own.items():
+            if name not in both and values[name] not in (None, False):
+                given[name] = _given(option, values[name], parse)
+        run(given, asked)
+
+    # What has to be given comes first in the help, then what is read.
+    first = sorted(
+        (one for one in own.values() if one.name not in both),
+        key=lambda one: (not one.required, one.metavar != "FILE"),
+    )
+    _offer(app, name, command, [*map(_own_parameter, first), *shared], help_text)
+
+
+def _given(option: Option, value: Any, parse: Callable[[Option, str], Any]) -> Any:
+    if value is True:  # a flag
+        return not option.default
+    return tuple(parse(option, one) for one in value) if option.many else parse(option, value)
 
 
 def option_parameters(options: type) -> list[inspect.Parameter]:
     """The fields of an options dataclass as parameters of a command."""
     kinds = get_type_hints(options, include_extras=True)
     return [
-        parameter(
-            one.name, kinds[one.name], inspect.Parameter.empty if one.default is MISSING else one.default
+        inspect.Parameter(
+            one.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            annotation=kinds[one.name],
+            default=inspect.Parameter.empty if one.default is MISSING else one.default,
         )
         for one in fields(options)
     ]
-
-
-def parameter(name: str, kind: Any, default: Any) -> inspect.Parameter:
-    """One option of a command."""
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=default)
 
 
 def _offer(
@@ -102,14 +139,25 @@ def _offer(
 
 
 def _own_parameter(option: Option) -> inspect.Parameter:
-    """A task's own option; its text is parsed by the task, which knows what is allowed."""
-    shown = "required" if option.required else "none" if option.default is None else str(option.default)
-    flag = f"--{option.name.replace('_', '-')}"
-    kind = Annotated[
-        str | None,
-        typer.Option(flag, help=f"{option.help}.", metavar=option.kind.__name__.upper(), show_default=shown),
-    ]
-    return parameter(option.name, kind, None)
+    """A workload's own option; its text is parsed by the workload, which knows what is allowed."""
+    flag = option.flag or f"--{option.name.replace('_', '-')}"
+    help_text = f"{option.help[0].upper()}{option.help[1:]}."
+    kind: Any
+    if option.kind is bool and option.flag:
+        kind, default = Annotated[bool, typer.Option(flag, help=help_text)], False
+    else:
+        shown = "required" if option.required else "none" if option.default is None else str(option.default)
+        about = typer.Option(
+            flag,
+            help=help_text,
+            metavar=option.metavar or option.kind.__name__.upper(),
+            show_default=option.shown or shown,
+        )
+        kind, default = (
+            (Annotated[list[str] | None, about] if option.many else Annotated[str | None, about]),
+            None,
+        )
+    return inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=default)
 
 
 def check_writable(path: Path | None, option: str = "--json") -> None:

@@ -1,4 +1,7 @@
-"""`manyhands compare TASK`: one task under several strategies, as a table, a paragraph and a report."""
+"""`manyhands compare TASK`: one task under several strategies, as a table, a paragraph and a report.
+
+`compare sparse` shows HOGWILD! against update density, on examples that are made for it.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,8 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,27 +18,34 @@ import typer
 
 from manyhands.cli.command_options import (
     AllowOverload,
+    add_command,
     add_task_command,
+    add_workload_command,
     check_writable,
     command_elsewhere,
     fresh_directory,
     half,
-    option_parameters,
     print_next,
     write_json,
 )
 from manyhands.cli.environment import start_own_workers
+from manyhands.cli.leaving import Findings, leave_findings
 from manyhands.cli.program import spare_the_compiler
 from manyhands.cli.status_line import status_line, table_console, time_left
+from manyhands.errors import UserError
 from manyhands.lab.compare.comparison import DEFAULT_STRATEGIES, Target, Trial, parse_strategies
 from manyhands.lab.sweep.trials import parse_values
-from manyhands.workloads.tasks import TASKS
+from manyhands.workloads.compiled_workload import CompiledWorkload
+from manyhands.workloads.registry import TASK_NAMES, offered
+from manyhands.workloads.task_options import chosen
 from manyhands.workloads.tasks.builtin import BuiltinTask
 
 if TYPE_CHECKING:
     from manyhands.engine.kernel_task import AnyTask
     from manyhands.lab.compare.findings import Conditions
     from manyhands.lab.compare.run_comparison import Comparison, Progress, Score, Tell
+    from manyhands.lab.compare.update_density import DensityRow
+    from manyhands.workloads.logreg.synthetic import SparseProblem
 
 __all__ = ["Compared", "compare_app", "run_comparison", "show_progress"]
 
@@ -100,35 +111,34 @@ class _Common(Compared):
     rounds: Annotated[int | None, typer.Option(help="Rounds of each run that is counted in them.")] = None
 
 
-def _compare(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[str, Any]) -> None:
-    common = _Common(**shared)
+def _compare(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Common) -> None:
     steps, epochs = common.steps, common.epochs
     if steps is None and epochs is None:
         steps, epochs = half(entry.steps), half(entry.epochs)
 
     @contextmanager
-    def build(_out: Path) -> Iterator[AnyTask]:
-        yield entry.build(**task_options)
+    def build(_out: Path) -> Iterator[tuple[AnyTask, None]]:
+        yield entry.build(**task_options), None
 
     run_comparison(entry.name, build, common, {"steps": steps, "epochs": epochs, "rounds": common.rounds})
 
 
 def run_comparison(
     name: str,
-    build: Callable[[Path], AbstractContextManager[AnyTask]],
+    build: Callable[[Path], AbstractContextManager[tuple[AnyTask, Score | None]]],
     common: Compared,
     length: Mapping[str, int | None] | None = None,
-    score: Score | None = None,
 ) -> None:
     """Compare strategies on the task that `build` makes, with what it needs beside the directory that it is given.
 
-    `length` is in steps or epochs, and in rounds; nothing: as the task says. `score` is measured of each trained model.
+    The score that comes with it is measured of each trained model. `length` is in steps or epochs, and in rounds;
+    nothing: as the task says.
     """
     # Imported here so that help texts do not wait for torch.
-    from manyhands.engine.slowdown import Slowdown
+    from manyhands.engine.options import Slowdown
     from manyhands.lab.compare.bandwidth import Rate, enter, inside
+    from manyhands.lab.compare.figures import Prices
     from manyhands.lab.compare.findings import Conditions
-    from manyhands.lab.compare.price import Prices
     from manyhands.lab.compare.run_comparison import CompareSettings, compare
     from manyhands.places.local.signals import ending
 
@@ -150,7 +160,7 @@ def run_comparison(
     if rate is not None and not inside():
         enter(rate, [sys.executable, "-m", "manyhands", *sys.argv[1:]])
     out = common.out or fresh_directory(f"compare-{name}")
-    with ending() as end, build(out) as task, show_progress() as tell:
+    with ending() as end, build(out) as (task, score), show_progress() as tell:
         found = compare(task, common.strategies, out=out, settings=settings, tell=tell, score=score)
     conditions = Conditions(slow=settings.slow, bandwidth=str(rate) if rate is not None else None)
     for note in found.left_out:
@@ -170,10 +180,15 @@ def run_comparison(
 def _leave(found: Comparison, conditions: Conditions, task: str, out: Path, json_file: Path | None) -> None:
     """Write report and JSON, print the tables, the paragraph and the report's path."""
     from manyhands.data.store.atomic import write_atomically
-    from manyhands.lab.compare.compare_report import Made, report
-    from manyhands.lab.compare.compare_table import measures_table, promises_table, scores_table
+    from manyhands.lab.compare.compare_report import (
+        Made,
+        machine,
+        measures_table,
+        promises_table,
+        report,
+        scores_table,
+    )
     from manyhands.lab.compare.findings import paragraph
-    from manyhands.lab.compare.machine import machine
 
     sentences = paragraph(found.figures, conditions)
     made = Made(
@@ -217,7 +232,7 @@ def _print_next(found: Comparison, task: str, out: Path) -> None:
         "where_the_time_of_the_fastest_goes": ("explain", folder),
         "its_page": ("watch", folder),
     }
-    if task in TASKS:
+    if task in TASK_NAMES:
         commands["how_far_more_workers_help"] = ("scaling", task)
     print_next(**commands)
 
@@ -234,7 +249,178 @@ def show_progress(before: str = "") -> Iterator[Tell]:
         yield tell
 
 
-for _entry in TASKS.values():
-    add_task_command(
-        compare_app, _entry, option_parameters(_Common), _compare, f"Compare strategies on {_entry.help}."
+def _compare_workload(workload: CompiledWorkload[Any], given: dict[str, Any], asked: Compared) -> None:
+    options: Any = chosen(workload.name, workload.compared_type, given)
+
+    @contextmanager
+    def build(out: Path) -> Iterator[tuple[AnyTask, Score | None]]:
+        from manyhands.lab.compare.run_comparison import Score
+
+        with workload.compared(options, out) as made:
+            score = Score(names=made.scores, of=made.score) if made.score is not None else None
+            yield made.task, score
+
+    run_comparison(workload.name, build, asked)
+
+
+_MOST_EXAMPLES = 200_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class _CompareSparse:
+    """The options of `compare sparse`."""
+
+    density: Annotated[
+        str, typer.Option(help="Shares of the features that an example has, separated by commas.")
+    ] = "0.002,0.02,0.2"
+    features: Annotated[int, typer.Option(help="Features in all.")] = 1000
+    nonzeros: Annotated[int, typer.Option(help="Features of all examples together: the work of a pass.")] = (
+        2_000_000
     )
+    strategies: Annotated[
+        str, typer.Option(help="What to compare with the first, separated by semicolons.")
+    ] = "single; hogwild; hogwild order=locked"
+    workers: Annotated[int, typer.Option(help="Workers of those that have several.")] = 2
+    repeats: Annotated[int, typer.Option(help="Runs of each strategy, interleaved.")] = 1
+    passes: Annotated[int, typer.Option(help="Passes over the examples.")] = 5
+    learner: Annotated[str, typer.Option(help="sgd, adagrad or ftrl.")] = "adagrad"
+    seed: Annotated[int, typer.Option(help="Fixes the examples and everything random.")] = 0
+    allow_overload: AllowOverload = False
+    out: Annotated[
+        Path | None, typer.Option(help="Directory of all runs.", show_default="runs/compare-sparse-TIME")
+    ] = None
+    json: Annotated[Path | None, typer.Option(help="Write the figures to this file.")] = None
+
+
+def _compare_sparse(asked: _CompareSparse) -> None:
+    """Compare strategies on sparse problems of several densities: HOGWILD! against update density."""
+    # Imported here so that help texts do not wait for torch.
+    from manyhands.data.store.atomic import make_output, require_empty
+    from manyhands.lab.compare.update_density import density_rows
+    from manyhands.native.warming import prepare
+    from manyhands.places.local.signals import ending
+    from manyhands.workloads.logreg.synthetic import shared_chance
+
+    check_writable(asked.json)
+    parse_strategies(asked.strategies)
+    problems = _problems(asked)
+    out = asked.out or fresh_directory("compare-sparse")
+    require_empty(out)
+    make_output(out)
+    prepare("logreg")
+    found, failed = {}, False
+    with ending() as end:
+        for problem in problems:
+            done = _one(asked, problem, out)
+            if done.interrupted:
+                again = command_elsewhere(sys.argv)
+                print(f"manyhands: ended by {end.name}; begin again with: {again}", file=sys.stderr)
+                raise typer.Exit(end.status)
+            failed = failed or done.failed
+            shared = shared_chance(problem.features, problem.nonzeros)
+            found[problem.density] = (shared, done.figures)
+            for row in done.figures.rows:
+                for sentence in row.failures:
+                    print(f"manyhands: {row.name} at {problem.density:g} failed: {sentence}", file=sys.stderr)
+    _leave_sparse(asked, density_rows(found), out)
+    if failed:
+        raise typer.Exit(1)
+
+
+def _problems(asked: _CompareSparse) -> list[SparseProblem]:
+    from manyhands.workloads.logreg.synthetic import SparseProblem
+
+    problems: dict[str, SparseProblem] = {}
+    for text in parse_values(asked.density, ","):
+        try:
+            density = float(text)
+        except ValueError:
+            raise UserError(f"--density {text!r} is no number; list several as in 0.002,0.02,0.2") from None
+        problem = SparseProblem(features=asked.features, examples=2, density=density, seed=asked.seed)
+        examples = max(2, min(_MOST_EXAMPLES, asked.nonzeros // problem.nonzeros))
+        name = f"{density:g}"  # of its files, too
+        if name in problems:
+            raise UserError(f"--density has {name} twice; leave one of them out")
+        problems[name] = replace(problem, examples=examples)
+    return list(problems.values())
+
+
+def _one(asked: _CompareSparse, problem: SparseProblem, out: Path) -> Comparison:
+    """All strategies at one density."""
+    from manyhands.data.row_files import Reading, RowFile
+    from manyhands.lab.compare.run_comparison import CompareSettings, compare
+    from manyhands.workloads.logreg.examples import Examples, Spool, parse_examples
+    from manyhands.workloads.logreg.options import LogregOptions
+    from manyhands.workloads.logreg.synthetic import write_examples
+    from manyhands.workloads.logreg.task import LogregTask
+
+    path = out / f"density-{problem.density:g}.libsvm"
+    options = LogregOptions(
+        learner=asked.learner,
+        passes=asked.passes,
+        bias=False,  # every example would share it, whatever the density
+        seed=asked.seed,
+        allow_overload=asked.allow_overload,
+    )
+    settings = CompareSettings(
+        workers=asked.workers,
+        seed=asked.seed,
+        repeats=asked.repeats,
+        allow_overload=asked.allow_overload,
+    )
+    with Spool() as spool, show_progress(f"density {problem.density:g} · ") as tell:
+        write_examples(problem, path)
+        parsed = parse_examples(Examples(RowFile(str(path), Reading())), 0, spool)
+        task = LogregTask.of(parsed, options)
+        return compare(task, asked.strategies, out=out / path.stem, settings=settings, tell=tell)
+
+
+def _leave_sparse(asked: _CompareSparse, rows: list[DensityRow], out: Path) -> None:
+    from manyhands.lab.compare.update_density import (
+        DENSITY_HEAD,
+        density_cells,
+        density_page,
+        density_sentences,
+    )
+
+    told = density_sentences(rows)
+    title = (
+        f"Update density · {asked.features:,} features · {asked.workers} worker{'s' * (asked.workers != 1)}"
+    )
+    about = {"features": asked.features, "workers": asked.workers, "repeats": asked.repeats}
+    found = Findings(
+        title=title,
+        head=DENSITY_HEAD,
+        cells=density_cells(rows),
+        told=told,
+        figures={**about, "rows": [row.to_dict() for row in rows]},
+        page=lambda command, facts: density_page(title, rows, told, command, facts),
+    )
+    leave_findings(found, out, asked.json)
+    largest = max(out.glob("*.libsvm"), key=lambda path: path.stat().st_size)
+    print_next(
+        one_of_the_problems_alone=(
+            "train",
+            "logreg",
+            "--strategy",
+            "hogwild",
+            "--no-bias",
+            "--train",
+            largest,
+        ),
+        other_densities=("compare", "sparse", "--density", "0.001,0.01,0.1,1"),
+    )
+
+
+for _entry in offered("task"):
+    add_task_command(compare_app, _entry, _Common, _compare, f"Compare strategies on {_entry.help}.")
+for _workload in offered("training"):
+    add_workload_command(
+        compare_app,
+        _workload.name,
+        _workload.compared_type,
+        Compared,
+        partial(_compare_workload, _workload),
+        _workload.compare_help,
+    )
+add_command(compare_app, "sparse", _CompareSparse, _compare_sparse)

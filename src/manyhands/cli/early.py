@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from manyhands.errors import UserError, nearest
-from manyhands.places.external.started_externally import may_be_started_externally
+from manyhands.places.place import may_be_started_externally
 from manyhands.strategy import Strategy, check_count
-from manyhands.workloads.registry import PREDICTORS
+from manyhands.workloads.registry import find, names
 
 __all__ = ["check_counts", "check_training", "given_options", "usual_workers"]
 
@@ -39,15 +39,17 @@ def check_counts(words: Sequence[str], names: Sequence[str]) -> None:
             check_count(name, value)
 
 
-def check_training(words: Sequence[str], compiled: bool) -> None:
+def check_training(words: Sequence[str]) -> None:
     """UserError for a task that does not exist, and for a strategy that is wrong or cannot have so many workers."""
     task, given = words[0], given_options(words)
-    if not task.startswith("-") and task not in PREDICTORS:
-        raise UserError(f"there is no task {task!r}; {nearest(task, PREDICTORS)}")
+    workload = None if task.startswith("-") else find(task)
+    if workload is None and not task.startswith("-"):
+        raise UserError(f"there is no task {task!r}; {nearest(task, names())}")
     if not given.get("strategy"):
         return
     strategy = Strategy.parse(given["strategy"])
     by_others = "cluster" in given or may_be_started_externally()
+    compiled = workload is not None and bool(workload.training)
     if not compiled and not by_others and given.get("device", "cpu") == "cpu":
         workers = given.get("workers")
         strategy.check(int(workers) if workers else usual_workers(strategy), "cpu")

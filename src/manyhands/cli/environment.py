@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import typer
 
 from manyhands.places.external.specification import EVALUATOR, ClusterSpec
-from manyhands.places.external.started_externally import TF_CONFIG, stand_alone
+from manyhands.places.place import TF_CONFIG, stand_alone
 
 __all__ = ["ignored_variables", "leave_if_evaluator", "start_own_workers"]
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from manyhands.observe.analyse.explain import Explanation
-    from manyhands.observe.analyse.layer_traffic import LayerSent
+    from manyhands.observe.analyse.summary_facts import LayerSent
 
 __all__ = ["explain_command"]
 
@@ -27,11 +27,8 @@ def explain_command(
     """Say why a run is as fast as it is, from its events."""
     # Imported here so that help texts do not wait for torch.
     from manyhands.data.store.rundir import RunDirectory
-    from manyhands.observe.analyse.codecs import codec_words
-    from manyhands.observe.analyse.explain import explain
-    from manyhands.observe.analyse.explained_in_words import paragraph
-    from manyhands.observe.analyse.layer_traffic import layers_sent
-    from manyhands.observe.analyse.privacy import privacy_words
+    from manyhands.observe.analyse.explain import explain, paragraph
+    from manyhands.observe.analyse.summary_facts import codec_words, layers_sent, privacy_words
     from manyhands.observe.record.checked_values import text
     from manyhands.observe.record.recorded import read_run_events
     from manyhands.strategy import Strategy
@@ -40,7 +37,7 @@ def explain_command(
     directory = RunDirectory.open(run, lock=False)
     strategy = Strategy.parse(str(directory.config.get("strategy")))
     events = read_run_events(directory.events_path)
-    found = explain(events.roles, synchronous=strategy.stepwise)
+    found = explain(events.roles, synchronous=strategy.facts.stepwise)
     for note in events.notes:
         print(f"manyhands: {note}", file=sys.stderr)
     words = paragraph(found, str(strategy))
@@ -53,7 +50,7 @@ def explain_command(
 
 
 def _print(found: Explanation, title: str, words: str, layers: Sequence[LayerSent]) -> None:
-    from manyhands.observe.draw.explained import layers_table, parts_table, workers_table
+    from manyhands.observe.draw.time_table import layers_table, parts_table, workers_table
 
     out = Console(highlight=False)
     out.print(f"{title} · {len(found.workers)} workers · {found.steps} steps", soft_wrap=True)

@@ -53,20 +53,20 @@ def export_command(
 
     from manyhands.cli.command_options import write_json
     from manyhands.errors import UserError, nearest
-    from manyhands.serving.opening import use_of
+    from manyhands.serving.opening import workload_of
     from manyhands.workloads.exporting import ExportAsked
-    from manyhands.workloads.registry import found_at
+    from manyhands.workloads.registry import load
 
     check_writable(out, "--out")
     check_writable(json_file)
     asked = ExportAsked(run=run, out=out, precision=precision, test=test)
     formats = {
-        "torch-export": "serving.exported_program:export_program",
-        "safetensors": use_of(run)[1].exporter,
+        "torch-export": "manyhands.serving.exported_program:export_program",
+        "safetensors": workload_of(run)[1].exporter,
     }
     if file_format not in formats:
         raise UserError(f"--format {file_format!r}: {nearest(file_format, formats)}")
-    export: Export = found_at(formats[file_format])(asked)
+    export: Export = load(formats[file_format])(asked)
     write_json(json_file, {**asdict(export), "path": str(export.path)})
     _print_end(export)
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from manyhands.cli.command_options import add_task_command, fresh_directory, parameter
+from manyhands.cli.command_options import add_task_command, fresh_directory
 from manyhands.cli.program import spare_the_compiler
-from manyhands.workloads.tasks import TASKS
+from manyhands.workloads.registry import offered
 from manyhands.workloads.tasks.builtin import BuiltinTask
 
 __all__ = ["federated_app"]
@@ -24,105 +23,57 @@ serve_app = typer.Typer(
 )
 federated_app.add_typer(serve_app, name="serve")
 
-_COMMON: dict[str, tuple[Any, Any]] = {
-    "rounds": (Annotated[int, typer.Option(help="Rounds that must count.")], ...),
-    "strategy": (
-        Annotated[
-            str,
-            typer.Option(
-                help="How: 'federated clients=20 fraction=0.5 epochs=2 secure=yes', as in simulation."
-            ),
-        ],
-        "federated",
-    ),
-    "data_schema": (
-        Annotated[
-            str | None,
-            typer.Option(
-                help="What a device's file holds, as in images=uint8:1x8x8,labels=int64.",
-                show_default="0=…,1=…",
-            ),
-        ],
-        None,
-    ),
-    "host": (Annotated[str, typer.Option(help="Listen on this address.")], "127.0.0.1"),
-    "port": (Annotated[int, typer.Option(help="Listen on this port; 0: a free one.")], 0),
-    "tls": (
-        Annotated[
-            Path | None,
-            typer.Option(
-                help="This host's folder of `manyhands certificates`.",
-                show_default="made in the run directory",
-            ),
-        ],
-        None,
-    ),
-    "over": (Annotated[float, typer.Option(help="Ask so many times as many devices as are needed.")], 1.3),
-    "min_reports": (
-        Annotated[
-            int | None,
-            typer.Option(
-                help="Reports without which a round is abandoned.", show_default="half of those needed"
-            ),
-        ],
-        None,
-    ),
-    "deadline": (Annotated[float, typer.Option(help="Seconds that a round waits for reports.")], 600.0),
-    "select": (Annotated[float, typer.Option(help="Seconds to wait for more devices than the least.")], 30.0),
-    "present": (
-        Annotated[float, typer.Option(help="Seconds for which a silent device counts as there.")],
-        60.0,
-    ),
-    "patience": (
-        Annotated[
-            float | None,
-            typer.Option(help="Give up after so many seconds without a round.", show_default="never"),
-        ],
-        None,
-    ),
-    "stage": (
-        Annotated[float, typer.Option(help="With secure=yes, seconds for each message after the first.")],
-        30.0,
-    ),
-    "hold": (
-        Annotated[float, typer.Option(help="Seconds for which a question for work is held back.")],
-        20.0,
-    ),
-    "linger": (
-        Annotated[float, typer.Option(help="Seconds to wait at the end for devices to fetch the model.")],
-        30.0,
-    ),
-    "seed": (Annotated[int, typer.Option(help="Fixes weights, selection and everything random.")], 0),
-    "out": (Annotated[Path | None, typer.Option(help="Run directory.", show_default="runs/TASK-TIME")], None),
-    "resume": (Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")], False),
-}
-
 
 @dataclass(frozen=True, kw_only=True)
 class _Served:
     """The options of `serve` that every task has."""
 
-    rounds: int
-    strategy: str
-    data_schema: str | None
-    host: str
-    port: int
-    tls: Path | None
-    over: float
-    min_reports: int | None
-    deadline: float
-    select: float
-    present: float
-    patience: float | None
-    stage: float
-    hold: float
-    linger: float
-    seed: int
-    out: Path | None
-    resume: bool
+    rounds: Annotated[int, typer.Option(help="Rounds that must count.")]
+    strategy: Annotated[
+        str,
+        typer.Option(help="How: 'federated clients=20 fraction=0.5 epochs=2 secure=yes', as in simulation."),
+    ] = "federated"
+    data_schema: Annotated[
+        str | None,
+        typer.Option(
+            help="What a device's file holds, as in images=uint8:1x8x8,labels=int64.",
+            show_default="0=…,1=…",
+        ),
+    ] = None
+    host: Annotated[str, typer.Option(help="Listen on this address.")] = "127.0.0.1"
+    port: Annotated[int, typer.Option(help="Listen on this port; 0: a free one.")] = 0
+    tls: Annotated[
+        Path | None,
+        typer.Option(
+            help="This host's folder of `manyhands certificates`.",
+            show_default="made in the run directory",
+        ),
+    ] = None
+    over: Annotated[float, typer.Option(help="Ask so many times as many devices as are needed.")] = 1.3
+    min_reports: Annotated[
+        int | None,
+        typer.Option(help="Reports without which a round is abandoned.", show_default="half of those needed"),
+    ] = None
+    deadline: Annotated[float, typer.Option(help="Seconds that a round waits for reports.")] = 600.0
+    select: Annotated[float, typer.Option(help="Seconds to wait for more devices than the least.")] = 30.0
+    present: Annotated[float, typer.Option(help="Seconds for which a silent device counts as there.")] = 60.0
+    patience: Annotated[
+        float | None,
+        typer.Option(help="Give up after so many seconds without a round.", show_default="never"),
+    ] = None
+    stage: Annotated[
+        float, typer.Option(help="With secure=yes, seconds for each message after the first.")
+    ] = 30.0
+    hold: Annotated[float, typer.Option(help="Seconds for which a question for work is held back.")] = 20.0
+    linger: Annotated[
+        float, typer.Option(help="Seconds to wait at the end for devices to fetch the model.")
+    ] = 30.0
+    seed: Annotated[int, typer.Option(help="Fixes weights, selection and everything random.")] = 0
+    out: Annotated[Path | None, typer.Option(help="Run directory.", show_default="runs/TASK-TIME")] = None
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False
 
 
-def _serve(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[str, Any]) -> None:
+def _serve(entry: BuiltinTask[Any], task_options: dict[str, Any], asked: _Served) -> None:
     # Imported here so that help texts do not wait for torch.
     import math
 
@@ -131,7 +82,6 @@ def _serve(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[s
     from manyhands.strategies.federated.deployed.device_job import FederatedJob, RoundSettings
     from manyhands.strategies.federated.deployed.device_server import ServingPlace, serve_devices
 
-    asked = _Served(**shared)
     if asked.resume and asked.out is None:
         raise UserError("--resume needs --out, the directory of the run to go on with")
     spare_the_compiler()
@@ -207,9 +157,5 @@ def _say(sentence: str) -> None:
     print(sentence, flush=True)
 
 
-_PARAMETERS = [
-    parameter(name, kind, inspect.Parameter.empty if default is ... else default)
-    for name, (kind, default) in _COMMON.items()
-]
-for _entry in TASKS.values():
-    add_task_command(serve_app, _entry, _PARAMETERS, _serve, f"Serve {_entry.help}.")
+for _entry in offered("task"):
+    add_task_command(serve_app, _entry, _Served, _serve, f"Serve {_entry.help}.")

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from manyhands.cli.command_options import add_task_command, check_writable, parameter
+from manyhands.cli.command_options import add_task_command, check_writable
 from manyhands.cli.early import usual_workers
 from manyhands.errors import UserError, format_bytes
 from manyhands.strategy import check_count
-from manyhands.workloads.tasks import TASKS
+from manyhands.workloads.registry import offered
 from manyhands.workloads.tasks.builtin import BuiltinTask
 
 if TYPE_CHECKING:
@@ -29,43 +30,40 @@ graph_app = typer.Typer(
     no_args_is_help=True,
 )
 
-_COMMON: dict[str, tuple[Any, Any]] = {
-    "strategy": (Annotated[str, typer.Option(help="How it is to be trained, as for `train`.")], "mirrored"),
-    "workers": (
-        Annotated[
-            int | None,
-            typer.Option(help="Processes that share the work.", show_default="2, or what the strategy takes"),
-        ],
-        None,
-    ),
-    "place": (
-        Annotated[
-            list[str] | None,
-            typer.Option(
-                help="Instead of --strategy: modules on a device, as 'blocks.*=cuda:0'; may be given several times, "
-                "and nothing has to be there.",
-                metavar="PATTERN=DEVICE",
-                show_default=False,
-            ),
-        ],
-        None,
-    ),
-    "svg": (Annotated[Path | None, typer.Option(help="Write the picture to this file, too.")], None),
-}
+
+@dataclass(frozen=True, kw_only=True)
+class _Common:
+    """The options of every graph."""
+
+    strategy: Annotated[str, typer.Option(help="How it is to be trained, as for `train`.")] = "mirrored"
+    workers: Annotated[
+        int | None,
+        typer.Option(help="Processes that share the work.", show_default="2, or what the strategy takes"),
+    ] = None
+    place: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Instead of --strategy: modules on a device, as 'blocks.*=cuda:0'; may be given several times, "
+            "and nothing has to be there.",
+            metavar="PATTERN=DEVICE",
+            show_default=False,
+        ),
+    ] = None
+    svg: Annotated[Path | None, typer.Option(help="Write the picture to this file, too.")] = None
 
 
-def _graph(entry: BuiltinTask[Any], task_options: dict[str, Any], common: dict[str, Any]) -> None:
+def _graph(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Common) -> None:
     # Imported here so that help texts do not wait for it.
     from manyhands.data.store.atomic import write_atomically
     from manyhands.foresight.graph_drawing import graph_svg, graph_text
     from manyhands.strategy import Strategy
 
-    check_writable(common["svg"], "--svg")
-    strategy = Strategy.parse(common["strategy"])
-    workers = usual_workers(strategy) if common["workers"] is None else common["workers"]
+    check_writable(common.svg, "--svg")
+    strategy = Strategy.parse(common.strategy)
+    workers = usual_workers(strategy) if common.workers is None else common.workers
     check_count("workers", workers)
     strategy.check(workers, "cpu")
-    where = _patterns(common["place"])
+    where = _patterns(common.place)
     task = entry.build(**task_options)
     if where is not None:
         graph, model = _traced(task, task.batch_size)
@@ -79,9 +77,9 @@ def _graph(entry: BuiltinTask[Any], task_options: dict[str, Any], common: dict[s
     print(title, end="\n\n")
     print(graph_text(graph, places), end="")
     print(f"\n{graph.parameters:,} parameters, {format_bytes(graph.parameter_bytes)}")
-    if common["svg"] is not None:
-        write_atomically(common["svg"], [graph_svg(graph, places, title).encode()])
-        print(f"picture in {common['svg']}")
+    if common.svg is not None:
+        write_atomically(common.svg, [graph_svg(graph, places, title).encode()])
+        print(f"picture in {common.svg}")
 
 
 def _patterns(given: list[str] | None) -> dict[str, str] | None:
@@ -134,8 +132,5 @@ def _split(graph: Graph, strategy: Strategy, workers: int) -> tuple[str, ...]:
     return ("the only worker" if workers == 1 else f"each of {workers} workers",) * len(graph.nodes)
 
 
-_PARAMETERS = [parameter(name, kind, default) for name, (kind, default) in _COMMON.items()]
-for _entry in TASKS.values():
-    add_task_command(
-        graph_app, _entry, _PARAMETERS, _graph, f"Draw the model of {_entry.name}: {_entry.help}."
-    )
+for _entry in offered("task"):
+    add_task_command(graph_app, _entry, _Common, _graph, f"Draw the model of {_entry.name}: {_entry.help}.")

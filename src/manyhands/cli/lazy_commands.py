@@ -15,11 +15,9 @@ from typer.main import get_command, get_group
 from manyhands.cli.early import check_counts, check_training, given_options
 from manyhands.errors import UserError
 from manyhands.strategy import Strategy
+from manyhands.workloads.registry import find
 
 __all__ = ["LazyCommand", "add_lazily", "forks_workers", "group_of"]
-
-_COMPILED = {"glove": False, "logreg": False, "svd": True, "gbdt": False}
-"""Tasks with kernels of their own, and whether their usual strategy has workers in processes."""
 
 _PLAIN: dict[str, Any] = {
     "add_completion": False,
@@ -62,7 +60,7 @@ def group_of(commands: Mapping[str, LazyCommand]) -> type[TyperGroup]:
                 if len(args) > 1 and "--help" not in args:
                     check_counts(args[1:], command.counts)
                     if args[0] == "train":
-                        check_training(args[1:], compiled=args[1] in _COMPILED)
+                        check_training(args[1:])
                     if command.trains:
                         _prepare(args[1:])
                 self.add_command(_made(args[0], command), args[0])
@@ -82,12 +80,14 @@ def forks_workers(words: Sequence[str]) -> bool:
     given = given_options(words)
     if not words or "--help" in words or "cluster" in given:
         return False
+    workload = find(words[0])
     if "strategy" in given:
         try:
-            return Strategy.parse(given["strategy"]).forks_workers(compiled=words[0] in _COMPILED)
+            compiled = workload is not None and bool(workload.training)
+            return Strategy.parse(given["strategy"]).forks_workers(compiled=compiled)
         except UserError:  # which the command will say
             return False
-    return _COMPILED.get(words[0], True)
+    return workload is None or workload.forks_workers
 
 
 def _listed() -> None:
@@ -97,7 +97,8 @@ def _listed() -> None:
 def _prepare(words: Sequence[str]) -> None:
     """Before anything else is imported: kernels, if any are missing, and then what workers are forked from."""
     forks = forks_workers(words)
-    own = [words[0]] if words[0] in _COMPILED else []
+    workload = find(words[0])
+    own = [words[0]] if workload is not None and workload.kernels else []
     import_module("manyhands.native.warming").prepare(*own, *(["fit"] if forks or not own else []))
     if forks:
         import_module("manyhands.places.local.template").warm()

@@ -37,7 +37,7 @@ class Findings:
 def leave_findings(found: Findings, out: Path, json_file: Path | None) -> None:
     """Write report and figures into `out`, the figures also where asked for, and print the table and what it shows."""
     from manyhands.data.store.atomic import write_atomically
-    from manyhands.lab.compare.machine import machine
+    from manyhands.lab.compare.compare_report import machine
     from manyhands.observe.draw.time_table import words_table
 
     command, facts = shlex.join(["manyhands", *sys.argv[1:]]), machine()

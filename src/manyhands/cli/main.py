@@ -21,7 +21,7 @@ _LENGTHS = ("workers", "steps", "epochs", "rounds")
 
 COMMANDS = {
     "train": LazyCommand(
-        home="manyhands.cli.trainable:train_app",
+        home="manyhands.cli.train_command:train_app",
         help="Train a built-in task.",
         counts=_LENGTHS,
         trains=True,
@@ -31,7 +31,7 @@ COMMANDS = {
         home="manyhands.cli.bench_command:bench_app", help="Measure, side by side with peers."
     ),
     "compare": LazyCommand(
-        home="manyhands.cli.trainable:compare_app",
+        home="manyhands.cli.compare_command:compare_app",
         help="Train a built-in task under several strategies, side by side.",
         counts=_LENGTHS,
         trains=True,

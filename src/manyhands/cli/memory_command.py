@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,11 +10,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from manyhands.cli.command_options import add_task_command, check_writable, parameter, write_json
+from manyhands.cli.command_options import add_task_command, check_writable, write_json
 from manyhands.cli.status_line import status_line
 from manyhands.errors import UserError, format_bytes
 from manyhands.strategy import check_count
-from manyhands.workloads.tasks import TASKS
+from manyhands.workloads.registry import offered
 from manyhands.workloads.tasks.builtin import BuiltinTask
 
 if TYPE_CHECKING:
@@ -30,26 +30,26 @@ memory_app = typer.Typer(
     no_args_is_help=True,
 )
 
-_COMMON: dict[str, tuple[Any, Any]] = {
-    "strategy": (
-        Annotated[
-            str | None, typer.Option(help="How, as for train; several, with ';' between.", show_default="all")
-        ],
-        None,
-    ),
-    "workers": (Annotated[int, typer.Option(help="Processes on this host.")], 2),
-    "json_file": (Annotated[Path | None, typer.Option("--json", help="Write it to this file.")], None),
-}
+
+@dataclass(frozen=True, kw_only=True)
+class _Common:
+    """The options of every estimate."""
+
+    strategy: Annotated[
+        str | None, typer.Option(help="How, as for train; several, with ';' between.", show_default="all")
+    ] = None
+    workers: Annotated[int, typer.Option(help="Processes on this host.")] = 2
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write it to this file.")] = None
 
 
-def _tell(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[str, Any]) -> None:
+def _tell(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Common) -> None:
     # Imported here so that help texts do not wait for torch.
     from manyhands.foresight.estimate import estimate
 
-    check_writable(shared["json_file"])
-    workers = shared["workers"]
+    check_writable(common.json_file)
+    workers = common.workers
     check_count("workers", workers)
-    asked = _asked(shared["strategy"], workers)
+    asked = _asked(common.strategy, workers)
     with status_line() as say:
         say("reading the data")
         task = entry.build(**task_options)
@@ -82,15 +82,13 @@ def _tell(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[st
         highlight=False,
     )
     write_json(
-        shared["json_file"],
+        common.json_file,
         {
             "task": entry.name,
             "workers": workers,
-            "model": dataclasses.asdict(model),
+            "model": asdict(model),
             "activations": found.how,
-            "memory": [
-                {"strategy": text, **dataclasses.asdict(one), "total": one.total} for text, one in rows
-            ],
+            "memory": [{"strategy": text, **asdict(one), "total": one.total} for text, one in rows],
         },
     )
 
@@ -120,7 +118,7 @@ def _needs(task: AnyTask, strategy: Strategy, workers: int, found: Estimate) -> 
     from manyhands.engine.training import training_class
 
     count = _of(strategy, workers)
-    shortest = Length(rounds=1) if strategy.counts_rounds else Length(steps=1)
+    shortest = Length(rounds=1) if strategy.facts.counts_rounds else Length(steps=1)
     request = Request.make(task, strategy, count, shortest, 0, Options(), "cpu")
     training_class(strategy, compiled=request.plan.task.compiled)(request, found.model)
     return strategy.needs(found.footprint, count)
@@ -147,6 +145,5 @@ def _table(rows: list[tuple[str, Any]]) -> Table:
     return table
 
 
-_PARAMETERS = [parameter(name, kind, default) for name, (kind, default) in _COMMON.items()]
-for _entry in TASKS.values():
-    add_task_command(memory_app, _entry, _PARAMETERS, _tell, f"What training {_entry.help} needs.")
+for _entry in offered("task"):
+    add_task_command(memory_app, _entry, _Common, _tell, f"What training {_entry.help} needs.")

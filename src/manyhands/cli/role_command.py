@@ -31,9 +31,9 @@ def role_command(
     As in `manyhands role --spec cluster.toml --type ps --index 1 -- train digits --strategy ps`.
     """
     from manyhands.errors import UserError
-    from manyhands.places.external.process_place import place_of
+    from manyhands.places.external.external_place import SpecificationPlace
     from manyhands.places.external.specification import EVALUATOR, ClusterSpec
-    from manyhands.places.external.started_externally import standing
+    from manyhands.places.place import standing
 
     cluster = ClusterSpec.from_file(spec)
     role = cluster.role(role_type, index)
@@ -45,7 +45,7 @@ def role_command(
     if role.type == "evaluator":
         print(f"manyhands: {EVALUATOR}", file=sys.stderr)
         return
-    with standing(place_of(cluster, role)):
+    with standing(SpecificationPlace.of(cluster, role)):
         if word == "train":
             from manyhands.cli.main import app
 

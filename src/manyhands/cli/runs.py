@@ -59,8 +59,8 @@ def live_page(
     if not shown:
         return nullcontext()
     from manyhands.cli.watch_command import serving
-    from manyhands.observe.analyse.source import ComingRun
-    from manyhands.serving.dashboard import LOOPBACK
+    from manyhands.observe.analyse.follow import ComingRun
+    from manyhands.serving.hosting import LOOPBACK
 
     farewell = f"The run has ended; manyhands watch {out} opens this page again."
     return serving(ComingRun(out, task, strategy, workers).poll, LOOPBACK, port, farewell)
@@ -76,7 +76,7 @@ def live_tensorboard(out: Path, directory: Path | None) -> AbstractContextManage
 def leave_report(out: Path, table: TaskTable | None = None) -> None:
     """The run's report, and the picture of a task's table; a disk that takes neither fails no run that ended well."""
     from manyhands.errors import ManyhandsError
-    from manyhands.observe.draw.run_report import write_report
+    from manyhands.observe.draw.page import write_report
     from manyhands.workloads.tasks.task_picture import write_picture
 
     try:

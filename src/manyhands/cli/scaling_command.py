@@ -18,7 +18,6 @@ from manyhands.cli.command_options import (
     check_writable,
     command_elsewhere,
     fresh_directory,
-    option_parameters,
     print_next,
 )
 from manyhands.cli.command_process import child_command
@@ -30,12 +29,12 @@ from manyhands.cli.simulate_command import parse_seconds
 from manyhands.cli.status_line import status_line, time_left
 from manyhands.errors import UserError
 from manyhands.lab.sweep.trials import flag, parse_values
-from manyhands.workloads.tasks import TASKS
+from manyhands.workloads.registry import offered
 from manyhands.workloads.tasks.builtin import BuiltinTask
 
 if TYPE_CHECKING:
-    from manyhands.lab.scaling.curve import ScalingCurve
     from manyhands.lab.scaling.run_scaling import ScalingProgress, ScalingSettings
+    from manyhands.lab.scaling.scaling_report import ScalingCurve
 
 __all__ = ["scaling_app"]
 
@@ -74,15 +73,14 @@ class _Common:
     json: Annotated[Path | None, typer.Option(help="Write the figures to this file.")] = None
 
 
-def _scaling(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[str, Any]) -> None:
+def _scaling(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Common) -> None:
     # Imported here so that help texts do not wait for torch.
-    from manyhands.data.store.outputs import require_empty
-    from manyhands.lab.scaling.curve import scaling_curve
+    from manyhands.data.store.atomic import require_empty
     from manyhands.lab.scaling.run_scaling import forecast_speedups, measure_scaling, require_counts
+    from manyhands.lab.scaling.scaling_report import scaling_curve
     from manyhands.lab.sweep.run_sweep import usable_cores
     from manyhands.strategy import Strategy
 
-    common = _Common(**shared)
     spare_the_compiler()
     check_writable(common.json)
     for name, value in (("steps", common.steps), ("repeats", common.repeats)):
@@ -171,5 +169,5 @@ def _told() -> Iterator[Callable[[ScalingProgress], None]]:
         yield tell
 
 
-for _entry in TASKS.values():
-    add_task_command(scaling_app, _entry, option_parameters(_Common), _scaling, f"Scaling of {_entry.help}.")
+for _entry in offered("task"):
+    add_task_command(scaling_app, _entry, _Common, _scaling, f"Scaling of {_entry.help}.")

@@ -15,7 +15,7 @@ from manyhands.errors import UserError, format_bytes, nearest
 from manyhands.strategy import parse_size
 
 if TYPE_CHECKING:
-    from manyhands.strategies.pipeline.schedule_table import Schedule
+    from manyhands.strategies.pipeline.schedules import Schedule
 
 __all__ = ["schedule_command"]
 
@@ -98,8 +98,7 @@ def _list() -> None:
 
 
 def _pipeline(name: str, asked: _Asked) -> None:
-    from manyhands.strategies.pipeline.check import check
-    from manyhands.strategies.pipeline.schedule_cost import cost, equal_times
+    from manyhands.strategies.pipeline.schedule_cost import check, cost, equal_times
     from manyhands.strategies.pipeline.schedule_drawing import as_svg, costs_text, heading
     from manyhands.strategies.pipeline.schedules import SCHEDULES, interleaved
 

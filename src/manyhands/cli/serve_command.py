@@ -70,7 +70,7 @@ def serve_command(
 
 def _say_how(server: ModelServer, example: object, host: str) -> None:
     """Where the page is, a request to paste into a shell, and who else can ask."""
-    from manyhands.transport.link.secure import is_loopback
+    from manyhands.transport.security import is_loopback
 
     print(f"page  {server.url}", file=sys.stderr)
     print(_how(server.address, server.token, example), file=sys.stderr, flush=True)

@@ -16,14 +16,13 @@ from manyhands.cli.command_options import (
     command_elsewhere,
     fresh_directory,
     half,
-    option_parameters,
     print_next,
 )
 from manyhands.cli.ended_by_signal import ended_by_signal
 from manyhands.cli.program import spare_the_compiler
 from manyhands.cli.train_command import end_run, task_table
 from manyhands.errors import UserError
-from manyhands.workloads.tasks import TASKS
+from manyhands.workloads.registry import offered
 from manyhands.workloads.tasks.builtin import BuiltinTask
 
 if TYPE_CHECKING:
@@ -90,7 +89,7 @@ def parse_seconds(option: str, text: str) -> float:
 
 
 def _conditions(common: _Common) -> SimulatedConditions:
-    from manyhands.engine.slowdown import Slowdown
+    from manyhands.engine.options import Slowdown
     from manyhands.foresight.simulate.conditions import SimulatedConditions
     from manyhands.foresight.simulate.network import NetworkModel
     from manyhands.lab.compare.bandwidth import Rate
@@ -109,13 +108,12 @@ def _conditions(common: _Common) -> SimulatedConditions:
     )
 
 
-def _simulate(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[str, Any]) -> None:
+def _simulate(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Common) -> None:
     # Imported here so that help texts do not wait for torch.
     from manyhands.engine.options import Options
     from manyhands.engine.request import Length
     from manyhands.foresight.simulating import fit_simulated
 
-    common = _Common(**shared)
     spare_the_compiler()
     check_writable(common.json)
     conditions = _conditions(common)
@@ -146,11 +144,11 @@ def _simulate(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dic
     )
 
 
-for _entry in TASKS.values():
+for _entry in offered("task"):
     add_task_command(
         simulate_app,
         _entry,
-        option_parameters(_Common),
+        _Common,
         _simulate,
         f"Simulate workers and parameter servers that train {_entry.help}.",
     )

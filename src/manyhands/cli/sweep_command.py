@@ -17,7 +17,6 @@ from manyhands.cli.command_options import (
     command_to_resume,
     fresh_directory,
     half,
-    option_parameters,
     print_next,
 )
 from manyhands.cli.command_process import child_command
@@ -30,12 +29,13 @@ from manyhands.cli.status_line import status_line, time_left
 from manyhands.errors import UserError, nearest
 from manyhands.lab.compare.comparison import check_separators
 from manyhands.lab.sweep.trials import SweepPlan, SweepSetting, parse_values
-from manyhands.workloads.tasks import TASKS
-from manyhands.workloads.tasks.builtin import BuiltinTask, Option
+from manyhands.workloads.registry import offered
+from manyhands.workloads.task_options import Option
+from manyhands.workloads.tasks.builtin import BuiltinTask
 
 if TYPE_CHECKING:
-    from manyhands.lab.sweep.results import SweepRow
     from manyhands.lab.sweep.run_sweep import SweepProgress
+    from manyhands.lab.sweep.sweep_report import SweepRow
     from manyhands.task import Task
 
 __all__ = ["sweep_app"]
@@ -77,11 +77,10 @@ class _Common:
     json: Annotated[Path | None, typer.Option(help="Write the figures to this file.")] = None
 
 
-def _sweep(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[str, Any]) -> None:
+def _sweep(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Common) -> None:
     # Imported here so that help texts do not wait for torch.
     from manyhands.lab.sweep.run_sweep import open_sweep, run_sweep, usable_cores
 
-    common = _Common(**shared)
     spare_the_compiler()
     check_writable(common.json)
     if common.resume and common.out is None:
@@ -189,8 +188,7 @@ def _values(option: Option, text: str) -> tuple[str, ...]:
 
 
 def _leave(plan: SweepPlan, rows: list[SweepRow], out: Path, json_file: Path | None) -> None:
-    from manyhands.lab.sweep.results import best_first, sentences
-    from manyhands.lab.sweep.sweep_report import sweep_cells, sweep_page
+    from manyhands.lab.sweep.sweep_report import best_first, sentences, sweep_cells, sweep_page
 
     ranked, told = best_first(rows, plan.metric), sentences(plan, rows)
     head, cells = sweep_cells(plan, rows)
@@ -223,11 +221,11 @@ def _told() -> Iterator[Callable[[SweepProgress], None]]:
         yield tell
 
 
-for _entry in TASKS.values():
+for _entry in offered("task"):
     add_task_command(
         sweep_app,
         _entry,
-        option_parameters(_Common),
+        _Common,
         _sweep,
         f"Sweep settings of {_entry.help}; every option takes several values, separated by commas.",
         parse=_values,

@@ -18,7 +18,6 @@ from manyhands.cli.command_options import (
     check_writable,
     command_to_resume,
     fresh_directory,
-    parameter,
     print_next,
     write_json,
 )
@@ -39,10 +38,11 @@ from manyhands.cli.runs import (
     live_page,
     live_tensorboard,
 )
+from manyhands.cli.workload_command import add_trainings
 from manyhands.errors import format_bytes
 from manyhands.strategies.registry import STRATEGIES
 from manyhands.strategy import Strategy
-from manyhands.workloads.tasks import TASKS
+from manyhands.workloads.registry import offered
 from manyhands.workloads.tasks.builtin import BuiltinTask, TaskEnd, TaskTable
 
 if TYPE_CHECKING:
@@ -53,128 +53,71 @@ __all__ = ["end_run", "task_table", "train_app"]
 
 train_app = typer.Typer(help="Train a built-in task.", no_args_is_help=True, callback=leave_if_evaluator)
 
-_COMMON: dict[str, tuple[Any, Any]] = {
-    "strategy": (
-        Annotated[
-            str,
-            typer.Option(
-                help=f"How: {', '.join(STRATEGIES)}; with settings: 'ps servers=2', 'pipeline stages=2'."
-            ),
-        ],
-        "mirrored",
-    ),
-    "workers": (
-        Annotated[
-            int | None,
-            typer.Option(
-                help="Processes on this host; under torchrun, the processes it started.",
-                show_default="2, or what the strategy takes",
-            ),
-        ],
-        None,
-    ),
-    "cluster": (
-        Annotated[
-            str | None,
-            typer.Option(
-                help="Have Ray start the processes: ray (one of this run's own), auto, ray://HOST:PORT or HOST:PORT."
-            ),
-        ],
-        None,
-    ),
-    "min_workers": (
-        Annotated[
-            int | None,
-            typer.Option(help="Go on with so few, or end: 'allreduce elastic=yes'; ps with --cluster."),
-        ],
-        None,
-    ),
-    "max_workers": (
-        Annotated[int | None, typer.Option(help="With --cluster and ps: up to so many as it grows.")],
-        None,
-    ),
-    "steps": (Annotated[int | None, typer.Option(help="Global batches to train.")], None),
-    "epochs": (Annotated[int | None, typer.Option(help="Passes over the data, instead of --steps.")], None),
-    "rounds": (
-        Annotated[int | None, typer.Option(help="Rounds to train, of a strategy that counts them.")],
-        None,
-    ),
-    "seed": (Annotated[int, typer.Option(help="Fixes weights, data order and everything random.")], 0),
-    "out": (
-        Annotated[Path | None, typer.Option(help="Run directory.", show_default="runs/TASK-TIME")],
-        None,
-    ),
-    "resume": (Resume, False),
-    "device": (Annotated[str, typer.Option(help="cpu, or cuda: one GPU per worker in turn.")], "cpu"),
-    "autocast": (Annotated[bool, typer.Option("--autocast", help="Compute in bfloat16 where safe.")], False),
-    "compile_model": (Annotated[bool, typer.Option("--compile", help="Use torch.compile.")], False),
-    "evaluate_every": (Annotated[int | None, typer.Option(help="Steps between evaluations.")], None),
-    "checkpoint_every": (CheckpointEvery, None),
-    "allow_overload": (AllowOverload, False),
-    "watchdog": (Watchdog, 60.0),
-    "slow": (
-        Annotated[
-            str | None,
-            typer.Option(help="Slow a worker on purpose: worker=1,factor=5[,probability=0.1][,from=400]."),
-        ],
-        None,
-    ),
-    "progress": (
-        Annotated[
-            str,
-            typer.Option(
-                help="bar, lines (one every few seconds) or none; auto: a bar in a terminal, lines elsewhere."
-            ),
-        ],
-        "auto",
-    ),
-    "tls": (Tls, None),
-    "insecure": (Insecure, False),
-    "dashboard": (Dashboard, False),
-    "dashboard_port": (DashboardPort, 0),
-    "json_file": (
-        Annotated[Path | None, typer.Option("--json", help="Write the summary to this file.")],
-        None,
-    ),
-    "tensorboard": (Tensorboard, None),
-    "csv_file": (
-        Annotated[Path | None, typer.Option("--csv", help="Write steps and evaluations to this file.")],
-        None,
-    ),
-}
-
 
 @dataclass(frozen=True, kw_only=True)
 class _Common:
     """The options that every task has."""
 
-    strategy: str
-    workers: int | None
-    cluster: str | None
-    min_workers: int | None
-    max_workers: int | None
-    steps: int | None
-    epochs: int | None
-    rounds: int | None
-    seed: int
-    out: Path | None
-    resume: bool
-    device: str
-    autocast: bool
-    compile_model: bool
-    evaluate_every: int | None
-    checkpoint_every: int | None
-    allow_overload: bool
-    watchdog: float
-    slow: str | None
-    progress: str
-    tls: Path | None
-    insecure: bool
-    dashboard: bool
-    dashboard_port: int
-    json_file: Path | None
-    tensorboard: Path | None
-    csv_file: Path | None
+    strategy: Annotated[
+        str,
+        typer.Option(
+            help=f"How: {', '.join(STRATEGIES)}; with settings: 'ps servers=2', 'pipeline stages=2'."
+        ),
+    ] = "mirrored"
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            help="Processes on this host; under torchrun, the processes it started.",
+            show_default="2, or what the strategy takes",
+        ),
+    ] = None
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            help="Have Ray start the processes: ray (one of this run's own), auto, ray://HOST:PORT or HOST:PORT."
+        ),
+    ] = None
+    min_workers: Annotated[
+        int | None,
+        typer.Option(help="Go on with so few, or end: 'allreduce elastic=yes'; ps with --cluster."),
+    ] = None
+    max_workers: Annotated[
+        int | None, typer.Option(help="With --cluster and ps: up to so many as it grows.")
+    ] = None
+    steps: Annotated[int | None, typer.Option(help="Global batches to train.")] = None
+    epochs: Annotated[int | None, typer.Option(help="Passes over the data, instead of --steps.")] = None
+    rounds: Annotated[int | None, typer.Option(help="Rounds to train, of a strategy that counts them.")] = (
+        None
+    )
+    seed: Annotated[int, typer.Option(help="Fixes weights, data order and everything random.")] = 0
+    out: Annotated[Path | None, typer.Option(help="Run directory.", show_default="runs/TASK-TIME")] = None
+    resume: Resume = False
+    device: Annotated[str, typer.Option(help="cpu, or cuda: one GPU per worker in turn.")] = "cpu"
+    autocast: Annotated[bool, typer.Option("--autocast", help="Compute in bfloat16 where safe.")] = False
+    compile_model: Annotated[bool, typer.Option("--compile", help="Use torch.compile.")] = False
+    evaluate_every: Annotated[int | None, typer.Option(help="Steps between evaluations.")] = None
+    checkpoint_every: CheckpointEvery = None
+    allow_overload: AllowOverload = False
+    watchdog: Watchdog = 60.0
+    slow: Annotated[
+        str | None,
+        typer.Option(help="Slow a worker on purpose: worker=1,factor=5[,probability=0.1][,from=400]."),
+    ] = None
+    progress: Annotated[
+        str,
+        typer.Option(
+            help="bar, lines (one every few seconds) or none; auto: a bar in a terminal, lines elsewhere."
+        ),
+    ] = "auto"
+    tls: Tls = None
+    insecure: Insecure = False
+    dashboard: Dashboard = False
+    dashboard_port: DashboardPort = 0
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the summary to this file.")] = None
+    tensorboard: Tensorboard = None
+    csv_file: Annotated[
+        Path | None, typer.Option("--csv", help="Write steps and evaluations to this file.")
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,11 +134,10 @@ class _Asked:
     """How many processes there are, as the page shows them before the run has said so."""
 
 
-def _train(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[str, Any]) -> None:
+def _train(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Common) -> None:
     # Imported here so that help texts do not wait for torch.
     from manyhands.errors import ManyhandsError, UserError
 
-    common = _Common(**shared)
     if common.resume and common.out is None:
         raise UserError("--resume needs --out, the directory of the run to go on with")
     spare_the_compiler()
@@ -227,16 +169,16 @@ def _train(entry: BuiltinTask[Any], task_options: dict[str, Any], shared: dict[s
 
 def _asked(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Common) -> _Asked:
     """The task with its options, and the call of `fit`; UserError for what makes no sense before anything starts."""
-    from manyhands.engine.fitting import fit, place_among_others
+    from manyhands.engine.fitting import fit
     from manyhands.engine.loggers import CsvLogger
-    from manyhands.engine.options import Options
-    from manyhands.engine.slowdown import Slowdown
+    from manyhands.engine.options import Options, Slowdown
+    from manyhands.places.place import find_place
 
     task = entry.build(**task_options)
-    place = place_among_others()
-    leads = place is None or place.leads
+    place = find_place()
+    leads = place.leads
     usual = usual_workers(Strategy.parse(common.strategy))
-    workers = common.workers if common.workers is not None or place is not None else usual
+    workers = common.workers if common.workers is not None or place.world is not None else usual
     out = common.out or (fresh_directory(entry.name) if leads else Path("runs"))  # the leader's to keep
     if leads:
         check_writable(common.json_file)
@@ -268,13 +210,13 @@ def _asked(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Commo
             callbacks=[CsvLogger(common.csv_file)] if common.csv_file is not None and leads else [],
         ),
     )
-    count = workers if place is None or workers is not None else place.world
+    count = workers if workers is not None else place.world
     return _Asked(task=task, fit=fit_here, out=out, leads=leads, count=count or usual)
 
 
 def task_table(entry: BuiltinTask[Any], task: Task, run: Run) -> TaskTable | None:
     """What the task itself shows at the end of a run; None where it has nothing to show of one like this."""
-    if entry.table is None or Strategy.parse(run.summary["strategy"]).counts_rounds:
+    if entry.table is None or Strategy.parse(run.summary["strategy"]).facts.counts_rounds:
         return None
     return entry.table(task, TaskEnd(model=run.model, workers=run.summary["workers"]))
 
@@ -300,7 +242,7 @@ def _length(entry: BuiltinTask[Any], common: _Common) -> dict[str, int | None]:
     asked = {"steps": common.steps, "epochs": common.epochs, "rounds": common.rounds}
     if any(value is not None for value in asked.values()):
         return asked
-    if Strategy.parse(common.strategy).counts_rounds:
+    if Strategy.parse(common.strategy).facts.counts_rounds:
         return {}
     return {"steps": entry.steps, "epochs": entry.epochs}
 
@@ -338,6 +280,6 @@ def _print_end(summary: dict[str, Any], path: Path | None, table: Any) -> None:
         out.print(f"run directory  {path}", highlight=False, soft_wrap=True)
 
 
-_PARAMETERS = [parameter(name, kind, default) for name, (kind, default) in _COMMON.items()]
-for _entry in TASKS.values():
-    add_task_command(train_app, _entry, _PARAMETERS, _train, f"Train {_entry.help}.")
+for _entry in offered("task"):
+    add_task_command(train_app, _entry, _Common, _train, f"Train {_entry.help}.")
+add_trainings(train_app)

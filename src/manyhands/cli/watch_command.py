@@ -34,7 +34,7 @@ def watch_command(
 ) -> None:
     """Show a run as a page in the browser, live while it goes on or as it was when it ended."""
     # Imported here so that help texts do not wait for torch.
-    from manyhands.observe.analyse.source import existing_run
+    from manyhands.observe.analyse.follow import existing_run
     from manyhands.places.local.signals import ending
 
     source = existing_run(run).poll
@@ -57,7 +57,7 @@ def report_command(
     out: Annotated[Path | None, typer.Option(help="Write to this file; RUN/report.html otherwise.")] = None,
 ) -> None:
     """Write what the live page shows of a run into one file that needs nothing else."""
-    from manyhands.observe.draw.run_report import write_report
+    from manyhands.observe.draw.page import write_report
 
     check_writable(out, "--out")
     print(f"report  {write_report(run, out)}")
@@ -67,8 +67,8 @@ def report_command(
 def serving(source: Callable[[], RunView], host: str, port: int, farewell: str) -> Iterator[str]:
     """The page of a run for as long as this lasts; its address is printed once, and given."""
     from manyhands.observe.draw.prometheus import metrics_text
-    from manyhands.serving.dashboard import Dashboard
-    from manyhands.transport.link.secure import is_loopback
+    from manyhands.serving.hosting import Dashboard
+    from manyhands.transport.security import is_loopback
 
     with Dashboard(source, metrics_text, host=host, port=port, farewell=farewell) as dashboard:
         print(f"page  {dashboard.url}", file=sys.stderr, flush=True)

@@ -6,7 +6,6 @@ import gzip
 import io
 import zlib
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from manyhands.errors import DataError, format_bytes
@@ -42,9 +41,7 @@ class DataFile:
             self._gzip = gzip.GzipFile(fileobj=self._raw, mode="rb")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -41,8 +41,7 @@ WRONG = {
     BAD_VALUE: "feature {token} has no finite number as its value",
     TOO_LARGE: "feature {token} has too large an index for a table of its own; give a number of bits to hash into",
     TWICE: "feature {token} comes twice in this line; give each feature once",
-}
-"""By code, what is wrong with a line."""
+}  # by code, what is wrong with a line
 
 _COLON, _HASH, _MINUS, _LINE_FEED, _SPACE, _ZERO = 58, 35, 45, 10, 32, 48
 _LONGEST = 10**17  # an index beyond this is read no further, so that it cannot wrap round

@@ -20,8 +20,7 @@ from manyhands.errors import DataError
 
 __all__ = ["BLOCK_BYTES", "MatrixBlock", "MatrixFile", "OnBytes"]
 
-OnBytes = Callable[[int], None]
-"""Told of the bytes that have been read, a block at a time."""
+OnBytes = Callable[[int], None]  # told of the bytes that have been read, a block at a time
 
 BLOCK_BYTES: Final = 1 << 24
 
@@ -30,11 +29,9 @@ BLOCK_BYTES: Final = 1 << 24
 class MatrixBlock:
     """Some rows in a row; `rows` is a table of float32 or float64, or CSR where the file leaves zeros out."""
 
-    begin: int
-    """The number of the first, from 0."""
+    begin: int  # the number of the first, from 0
     rows: NDArray[Any] | Rows
-    labels: NDArray[Any] | None = None
-    """One for each row; None where the file has none."""
+    labels: NDArray[Any] | None = None  # one for each row; None where the file has none
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -57,12 +54,9 @@ class MatrixFile(ABC):
     """A file of rows. Missing values, where a format has them, are NaN; the caller checks for them."""
 
     path: Path
-    rows: int | None
-    """None where only reading tells, as of text."""
-    columns: int | None
-    """Of the matrix, without labels; None where only reading tells."""
-    names: tuple[str, ...] | None = None
-    """Of the columns, where they have some."""
+    rows: int | None  # None where only reading tells, as of text
+    columns: int | None  # of the matrix, without labels; None where only reading tells
+    names: tuple[str, ...] | None = None  # of the columns, where they have some
 
     @abstractmethod
     def blocks(

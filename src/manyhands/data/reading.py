@@ -38,9 +38,7 @@ class BatchReading:
     """The data of a task, and how its batches are made of them."""
 
     data: Any
-    streams: bool
-    """Whether the data can only be iterated."""
-
+    streams: bool  # whether the data can only be iterated
     collate: Callable[[list[Any]], Any] | None
     batch_size: int
     microbatches: int
@@ -124,14 +122,9 @@ def _apart(seed: int, fetch: Callable[[], Any]) -> Any:
 class ReadShare:
     """One worker's share of a global batch, as a loader process delivers it."""
 
-    batch_samples: int
-    """In the global batch."""
-
-    share: Share
-    """Whose pieces fetch nothing any more: see `batches`."""
-
-    batches: list[Any]
-    """Of each piece."""
+    batch_samples: int  # in the global batch
+    share: Share  # whose pieces fetch nothing any more: see `batches`
+    batches: list[Any]  # of each piece
 
 
 class ShareReader:

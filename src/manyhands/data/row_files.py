@@ -67,14 +67,10 @@ _GZIP_MAGIC = b"\x1f\x8b"
 class Reading:
     """How files of examples are read; checked when made."""
 
-    format: str = "auto"
-    """`libsvm`, `vw`, or `auto`: Vowpal Wabbit's where the first line has a bar."""
-    bits: int | None = None
-    """Hash features into a table of 2^bits rows; None: the index is the row."""
-    hash: str = "numbers"
-    """Which names of vw files are hashed: `numbers` stand for themselves, or `all` are."""
-    skip_bad: bool = False
-    """Leave out lines that are wrong and count them, instead of refusing the file."""
+    format: str = "auto"  # `libsvm`, `vw`, or `auto`: Vowpal Wabbit's where the first line has a bar
+    bits: int | None = None  # hash features into a table of 2^bits rows; None: the index is the row
+    hash: str = "numbers"  # which names of vw files are hashed: `numbers` stand for themselves, or `all` are
+    skip_bad: bool = False  # leave out lines that are wrong and count them, instead of refusing the file
     threads: int = 2
     block_bytes: int = 1 << 22
 

@@ -39,12 +39,8 @@ class Microbatch:
     """Samples that are computed at once."""
 
     samples: int
-    weight: float
-    """In the share."""
-
-    fetch: Callable[[], Any]
-    """Gives them collated."""
-
+    weight: float  # in the share
+    fetch: Callable[[], Any]  # gives them collated
     sample_weights: NDArray[np.float64] | None = None
     """Of each sample in the piece, of which the sum is 1; None: all weigh the same."""
 
@@ -54,11 +50,8 @@ class Share:
     """One worker's part of one global batch."""
 
     samples: int
-    weight: float
-    """In the batch."""
-
-    pieces: tuple[Microbatch, ...]
-    """None where there is nothing to compute."""
+    weight: float  # in the batch
+    pieces: tuple[Microbatch, ...]  # none where there is nothing to compute
 
 
 class BatchShares(ABC):

@@ -18,7 +18,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, Final, Self
 
 import numpy as np
@@ -38,12 +37,10 @@ _CSR: Final[dict[str, Any]] = {"starts": np.int64, "indices": np.int32, "values"
 class StoredMatrix(ABC):
     """The location of a matrix: a plain value, which is sent to other processes."""
 
-    path: str
-    """The file, or the folder of several."""
+    path: str  # the file, or the folder of several
     rows: int
     columns: int
-    entries: int
-    """Numbers that are there; of a sparse matrix, those that are not left out."""
+    entries: int  # numbers that are there; of a sparse matrix, those that are not left out
 
     @property
     @abstractmethod
@@ -83,9 +80,7 @@ class MatrixStore:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stack.close()
         self._folder = None
 

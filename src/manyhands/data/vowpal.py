@@ -55,11 +55,9 @@ WRONG = {
         "feature {token} is a number, and so are features of another namespace before it; give hash=all and a number "
         "of bits, and they are kept apart"
     ),
-}
-"""By code, what is wrong with a line."""
+}  # by code, what is wrong with a line
 
-NUMBERED, NUMBERED_IN = 12, 13
-"""In a report: whether names are numbers, and the hash of their namespace."""
+NUMBERED, NUMBERED_IN = 12, 13  # in a report: whether names are numbers, and the hash of their namespace
 
 NUMBERS, ALL = 0, 1  # how names that are all digits are taken: as they stand, or hashed like the others
 

@@ -13,11 +13,11 @@ from typing import Any
 from manyhands.engine.fitting import fit
 from manyhands.engine.options import Options
 from manyhands.engine.run import Run
-from manyhands.engine.run_commands import MORE_WORKERS, AddWorker, Command, RemoveWorker
 from manyhands.errors import Aborted, UserError
 from manyhands.observe.analyse.totals import TotalsSnapshot
 from manyhands.observe.draw.showing import showing
 from manyhands.places.local.template import warm
+from manyhands.places.run_commands import MORE_WORKERS, AddWorker, Command, RemoveWorker
 from manyhands.strategy import Strategy
 from manyhands.task import Task
 
@@ -110,13 +110,13 @@ class Running:
         self.stop()
 
     def __repr__(self) -> str:
-        from manyhands.observe.draw.under_way import running_line
+        from manyhands.observe.draw.notebook import running_line
 
         return f"Running({self._ended or running_line(str(self._strategy), self._slots, self._steps, self._now)})"
 
     def _repr_html_(self) -> str:
         """What a notebook shows: how far it is, and every slot; the run itself once it has ended."""
-        from manyhands.observe.draw.under_way import ended_html, running_html
+        from manyhands.observe.draw.notebook import ended_html, running_html
 
         if self._ended is None:
             return running_html(str(self._strategy), self._slots, self._steps, self._now)
@@ -138,7 +138,7 @@ class Running:
         return f"ended with {type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
     def _require_changeable(self) -> None:
-        if not self._strategy.can_change_workers:
+        if not self._strategy.facts.can_change_workers:
             raise UserError(
                 f"strategy {self._strategy} has a fixed number of workers; use ps or allreduce elastic=yes to change it"
             )

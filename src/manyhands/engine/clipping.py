@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable
 from typing import Final
 
 import torch
@@ -10,12 +11,11 @@ from torch import Tensor, nn
 
 from manyhands.engine.exchange import Exchange
 from manyhands.engine.kernel_task import AnyTask
-from manyhands.engine.row_gradients import clippable
 from manyhands.errors import UserError
 from manyhands.strategy import Strategy
 from manyhands.task import Task
 
-__all__ = ["check_clipping", "clip", "clip_own", "scale_down", "squares_of"]
+__all__ = ["check_clipping", "clip", "clip_norm", "clip_own", "clippable"]
 
 _EPSILON: Final = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
@@ -27,9 +27,9 @@ def check_clipping(task: AnyTask, strategy: Strategy) -> None:
     what = (
         f"clip_norm={task.clip_norm:g}" if task.clip_norm is not None else f"clip_value={task.clip_value:g}"
     )
-    if strategy.cannot_clip:
-        raise UserError(f"task.{what}: {strategy.cannot_clip}; use another strategy, or leave it out")
-    if task.sparse and strategy.moves_rows:
+    if strategy.facts.cannot_clip:
+        raise UserError(f"task.{what}: {strategy.facts.cannot_clip}; use another strategy, or leave it out")
+    if task.sparse and strategy.facts.moves_rows:
         raise UserError(
             f"task.{what}: strategy {strategy} moves rows of task.sparse apart from the rest, so that nobody sees the "
             "whole gradient; leave one of the two out"
@@ -39,29 +39,32 @@ def check_clipping(task: AnyTask, strategy: Strategy) -> None:
 def clip(task: Task, exchange: Exchange, model: nn.Module) -> None:
     """Collective, between `agree` and `apply`: clip the gradient of the whole batch, wherever its parts are held."""
     if task.clip_norm is not None:
-        exchange.clip(task.clip_norm)
-    elif task.clip_value is not None and exchange.steps_itself:
-        for part in exchange.held_gradients():
+        clip_norm(exchange, model, task.clip_norm)
+    elif task.clip_value is not None and exchange.steps_itself and exchange.parts is not None:
+        for part in exchange.parts.held():
             part.clamp_(-task.clip_value, task.clip_value)
     else:
         clip_own(task, model)
 
 
-def squares_of(gradients: Sequence[Tensor]) -> float:
-    """The sum of the squares of `gradients`, accumulated in more than 16 bits."""
-    total = 0.0
-    for gradient in gradients:
+def clip_norm(exchange: Exchange, model: nn.Module, max_norm: float) -> float:
+    """Collective, between `agree` and `apply`: scale the gradient down to `max_norm`; returns the norm that it had.
+
+    As `torch.nn.utils.clip_grad_norm_` on all parameters of the model in one process; a norm of NaN propagates.
+    """
+    parts = exchange.parts
+    if parts is None:
+        return float(nn.utils.clip_grad_norm_(clippable(model.parameters()), max_norm))
+    squares = 0.0
+    for gradient in parts.counted():  # accumulated in more than 16 bits
         wide = torch.float64 if gradient.dtype == torch.float64 else torch.float32
-        total += float(torch.linalg.vector_norm(gradient, dtype=wide)) ** 2
-    return total
-
-
-def scale_down(gradients: Sequence[Tensor], norm: float, max_norm: float) -> None:
-    """Scale parts of a gradient whose norm is known, as torch does; a norm of NaN propagates."""
+        squares += float(torch.linalg.vector_norm(gradient, dtype=wide)) ** 2
+    norm = math.sqrt(float(parts.total(torch.tensor([squares], dtype=torch.float64))) / parts.holders)
     scale = max_norm / (norm + _EPSILON)
     if not scale >= 1:
-        for gradient in gradients:
+        for gradient in parts.held():
             gradient.mul_(scale)
+    return norm
 
 
 def clip_own(task: Task, model: nn.Module) -> None:
@@ -70,3 +73,22 @@ def clip_own(task: Task, model: nn.Module) -> None:
         nn.utils.clip_grad_norm_(clippable(model.parameters()), task.clip_norm)
     elif task.clip_value is not None:
         nn.utils.clip_grad_value_(clippable(model.parameters()), task.clip_value)
+
+
+def clippable(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """The parameters for torch's clipping functions; a row-sparse gradient, as of an embedding, becomes its rows.
+
+    An absent row is 0: it adds nothing to a norm, and lies within every bound.
+    """
+    return [_rows_of(one) if one.grad is not None and one.grad.is_sparse else one for one in parameters]
+
+
+@torch.no_grad()
+def _rows_of(parameter: Tensor) -> Tensor:
+    """A stand-in parameter whose gradient is the memory of the coalesced rows."""
+    assert parameter.grad is not None, "only of those that have one"
+    parameter.grad = parameter.grad.coalesce()
+    rows = parameter.grad._values()
+    stand_in = torch.empty_like(rows)
+    stand_in.grad = rows
+    return stand_in

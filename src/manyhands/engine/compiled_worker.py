@@ -20,11 +20,10 @@ from torch import nn
 
 from manyhands.data.store.checkpoint import CheckpointStore, Loaded
 from manyhands.data.store.rundir import RunDirectory
-from manyhands.engine.booking import StepBook
 from manyhands.engine.computing import TrainingPlan
-from manyhands.engine.exchange import Traffic
+from manyhands.engine.exchange import Meter, Traffic
 from manyhands.engine.kernel_task import KernelStep, KernelTask, Taken
-from manyhands.engine.reporting import Reporter, WorkerContext, WorkerNote
+from manyhands.engine.reporting import Reporter, StepBook, WorkerContext, WorkerNote
 from manyhands.engine.worker import Trained
 from manyhands.errors import NonFinite, UserError
 from manyhands.native.counters import Counter
@@ -75,6 +74,8 @@ class KernelTrainer:
     The caller closes the step and the group.
     """
 
+    kept = None
+
     def __init__(
         self,
         plan: TrainingPlan,
@@ -95,15 +96,13 @@ class KernelTrainer:
         self._reporter = Reporter(plan, self, worker_context, checkpoints)
         self._samples = 0
         self._since_met = (0.0, 0.0)  # this worker's sums of losses and of weights
-        self._sent = Traffic()
+        self.sent = Traffic()
+        """What other workers have read from this one, and in how many pieces; all of it counts as step traffic."""
+        self.meter = Meter(traffic=lambda: self.sent)
         self._broken = ""
         self._ends = ""
         self.overlap: collections.Counter[int] = collections.Counter()
         """Where nobody waits: how many steps of this worker had so many of others come between begin and end."""
-
-    def traffic(self) -> Traffic:
-        """What other workers have read from this one, and in how many pieces; all of it counts as step traffic."""
-        return self._sent
 
     def run(self, start: Loaded | None = None) -> Trained:
         """Train from `start` (or from nothing) to the last step; raises NonFinite on a worker where the loss broke."""
@@ -145,10 +144,6 @@ class KernelTrainer:
     def model_state(self, model: nn.Module) -> Mapping[str, torch.Tensor] | None:
         """The model's state, complete on worker 0 once `optimizer_state` has run."""
         return model.state_dict() if self.rank == 0 else None
-
-    def memory(self) -> Mapping[str, Any]:
-        """Nothing: a resumed run needs no state besides the model."""
-        return {}
 
     def _until_met(self, step: int) -> tuple[int, bool]:
         """Train from `step` on until all meet; where they are then, and whether somebody wants to stop there."""
@@ -232,7 +227,7 @@ class KernelTrainer:
         book.compute(end)
         book.end(end, taken.samples, loss)
         self._samples += taken.samples
-        self._sent += Traffic(bytes_sent=taken.bytes_sent, messages_sent=taken.messages_sent)
+        self.sent += Traffic(bytes_sent=taken.bytes_sent, messages_sent=taken.messages_sent)
 
     def _refuse(self, rank: int) -> None:
         """On worker `rank`, raise NonFinite for its loss; all workers have stopped.

@@ -23,16 +23,23 @@ from manyhands.data.batches import BatchSource
 from manyhands.data.randomness import mix, seed_all
 from manyhands.data.reading import BatchReading
 from manyhands.data.shares import Microbatch, Share
-from manyhands.engine.device import NumberReader, device_of, moved
+from manyhands.engine.device import device_of, moved
 from manyhands.engine.dynamo import optimizer_of
 from manyhands.engine.kernel_task import AnyTask
-from manyhands.engine.slowdown import Slowdown
-from manyhands.engine.stopping import EarlyStopping
+from manyhands.engine.options import EarlyStopping, Slowdown
 from manyhands.errors import UserError
 from manyhands.places.local.forking import LOADERS_VARIABLE
 from manyhands.task import Metric, Task
 
-__all__ = ["Built", "Computed", "Computer", "TrainingPlan", "require_loss", "worker_environment"]
+__all__ = [
+    "Built",
+    "Computed",
+    "Computer",
+    "NumberReader",
+    "TrainingPlan",
+    "require_loss",
+    "worker_environment",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,6 +289,31 @@ class Computer:
         if not self.plan.autocast:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=torch.bfloat16)
+
+
+class NumberReader:
+    """Reads one number from a device without waiting for work that was queued after it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._host: dict[torch.dtype, Tensor] = {}
+
+    def ask(self, value: Tensor) -> Callable[[], float]:
+        """Begin to read `value`; the returned function waits for the number."""
+        value = value.detach()
+        copied = self._copied
+        if copied is None or value.device.type == "cpu":
+            return lambda: float(value)
+        if value.dtype not in self._host:
+            self._host[value.dtype] = torch.empty((), dtype=value.dtype, pin_memory=True)
+        host = self._host[value.dtype].copy_(value.reshape(()), non_blocking=True)
+        copied.record()
+
+        def answer() -> float:
+            copied.synchronize()
+            return float(host)
+
+        return answer
 
 
 def worker_environment(plan: TrainingPlan, threads: int, *, loads: bool = True) -> dict[str, str]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from manyhands.errors import UserError
 
-__all__ = ["NumberReader", "check_device", "device_of", "moved", "sharing_sentence"]
+__all__ = ["check_device", "device_of", "moved", "sharing_sentence"]
 
 
 def check_device(name: str) -> str:
@@ -46,31 +46,6 @@ def sharing_sentence(name: str, workers: int) -> str | None:
         return None
     gpus = torch.cuda.device_count() if name == "cuda" else 1
     return f"{workers} workers share {gpus} GPU{'s' if gpus > 1 else ''}" if workers > gpus else None
-
-
-class NumberReader:
-    """Reads one number from a device without waiting for work that was queued after it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._copied = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._host: dict[torch.dtype, torch.Tensor] = {}
-
-    def ask(self, value: torch.Tensor) -> Callable[[], float]:
-        """Begin to read `value`; the returned function waits for the number."""
-        value = value.detach()
-        copied = self._copied
-        if copied is None or value.device.type == "cpu":
-            return lambda: float(value)
-        if value.dtype not in self._host:
-            self._host[value.dtype] = torch.empty((), dtype=value.dtype, pin_memory=True)
-        host = self._host[value.dtype].copy_(value.reshape(()), non_blocking=True)
-        copied.record()
-
-        def answer() -> float:
-            copied.synchronize()
-            return float(host)
-
-        return answer
 
 
 def moved(batch: Any, device: torch.device) -> Any:

@@ -1,7 +1,17 @@
 """One worker's side of a strategy: how its gradients become the step that everyone takes.
 
 The training loop (`worker.py`) knows this interface and nothing else of strategies; each strategy's package has one
-implementation. All methods marked *collective* are called by every worker, in the same order.
+implementation. All methods marked *collective* are called by every worker, in the same order. Every strategy has the
+methods of `Exchange`; what only some can do is a capability, a small value that an exchange has or leaves out:
+
+    part      which part of a batch this worker computes on, and of the model it holds
+    meter     what it measures: times and traffic
+    hooks     where gradients arrive, for a caller's own loop and for accumulation
+    parts     the gradient, where a worker holds parts of it
+    kept      what a resumed run needs besides model and optimizer
+    average   parameters that are synchronized after some steps, not after each
+    members   workers that come and go
+    rounds    steps that are rounds of clients
 """
 
 from __future__ import annotations
@@ -12,7 +22,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Final, Protocol
 
 import torch
 from torch import nn
@@ -20,14 +30,18 @@ from torch.optim import Optimizer
 
 from manyhands.engine.computing import Computed, Computer
 from manyhands.engine.options import SYNCHRONIZE
-from manyhands.engine.row_gradients import clippable
 from manyhands.errors import UserError
-from manyhands.task import Task
 from manyhands.transport.link.wire import Wire
 
 __all__ = [
+    "NO_GRADIENT",
+    "ChangingWorkers",
     "Exchange",
+    "ExchangeState",
+    "GradientHooks",
+    "GradientParts",
     "LocalStep",
+    "Meter",
     "MicrobatchTime",
     "PeerTraffic",
     "SentFor",
@@ -35,9 +49,9 @@ __all__ = [
     "SingleExchange",
     "Times",
     "Traffic",
+    "TrainingRounds",
+    "WorkerPart",
 ]
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -194,11 +208,133 @@ class SentFor:
         return cls(**{name: Traffic(**sent) for name, sent in told.items()})
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerPart:
+    """Which part of each batch a worker computes on, and which part of the model it holds."""
+
+    index: int
+    """Which part of each global batch this worker computes on."""
+
+    count: int
+    """How many parts a batch has: fewer than workers where several share the work on one."""
+
+    copies: Sequence[Sequence[int]] = ()
+    """Groups of workers whose parameters must be equal after every step; empty where none holds copies."""
+
+    parameters: Callable[[nn.Module], Iterable[tuple[str, torch.Tensor | None]]] = nn.Module.named_parameters
+    """After `attach`: every parameter by name, in one order on all workers; None for one that is remote."""
+
+    buffers: Callable[[nn.Module], Iterable[torch.Tensor]] = nn.Module.buffers
+    """After `attach`: the buffers that this worker computes with, in one order on all workers that use them."""
+
+    total_of_copies: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """Collective: the sum over the workers that hold the same part of the model; None: that is over all."""
+
+    total_in_step: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """Collective, inside a forward and backward in which all compute: the sum over workers; None: as `total`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Meter:
+    """What an exchange measures."""
+
+    take_times: Callable[[], Times] = Times
+    """Where time went since the last call."""
+
+    traffic: Callable[[], Traffic] = Traffic
+    """The traffic that this worker has sent so far."""
+
+
+class GradientHooks(Protocol):
+    """Where gradients arrive while backward runs, also one that is not run by the exchange."""
+
+    weight: float
+    """The factor for every gradient of a backward that `Exchange.backward` does not run."""
+
+    on_next_gradient: Callable[[], None] | None
+    """Called once, at the next gradient: this detects a backward that is not run by the exchange."""
+
+    def begin_step(self, step: int) -> None:
+        """Gradients that come from here on are of step `step`."""
+
+    def holding(self) -> AbstractContextManager[None]:
+        """While this is open, gradients of several backwards only add up; nothing is sent before the one after it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GradientParts:
+    """Between `agree` and `apply`: the gradient of the whole batch, of which a worker holds parts."""
+
+    held: Callable[[], Sequence[torch.Tensor]]
+    """The parts that this worker holds, to be changed in place."""
+
+    counted: Callable[[], Sequence[torch.Tensor]]
+    """Those that this worker counts towards the norm: every item is counted on `holders` workers."""
+
+    total: Callable[[torch.Tensor], torch.Tensor]
+    """Collective: the sum over the workers that hold the whole gradient together."""
+
+    holders: int = 1
+
+
+NO_GRADIENT: Final = GradientParts(held=tuple, counted=tuple, total=torch.Tensor.clone)
+"""No gradient is left between `agree` and `apply` that anyone could clip."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExchangeState:
+    """What a resumed run needs besides model and optimizer: kept with the checkpoint, ignored by other strategies."""
+
+    gather: Callable[[], Mapping[str, Any]]
+    """Collective, between steps: a tree of plain values and tensors on worker 0, and nothing on the others."""
+
+    load: Callable[[Mapping[str, Any]], None]
+    """After `attach`, on every worker of a resumed run: load what `gather` gave."""
+
+
+class ChangingWorkers(Protocol):
+    """Where workers join and leave: when any is lost the others continue, and repeat what was interrupted.
+
+    Since worker 0 may be lost, every worker keeps what worker 0 alone reports.
+    """
+
+    slot: int
+    """The identity of this worker, whatever its rank becomes."""
+
+    def atomically(self, work: Callable[[], Any], *, steps_done: int, at_border: bool) -> Any:
+        """Collective: do `work` completely on every worker, or on none; returns what it returns.
+
+        Interrupted work is repeated by the remaining workers. So `work` must change nothing of this worker before the
+        last exchange in it is over. `steps_done` says what was trained before it. `at_border` says whether it is a
+        step, before which new workers may join.
+        """
+
+    def on_join(self, state: Callable[[], Mapping[str, Any]]) -> None:
+        """`state` gives what a worker that joins needs besides model and optimizer, as a checkpoint's `extra`."""
+
+
+class TrainingRounds(Protocol):
+    """Where a step is a round of clients, each of which computes on whole batches of its own."""
+
+    def cannot_continue(self, computer: Computer, step: int) -> str:
+        """Between steps, with `step` of them done: why no step may follow, the same sentence on every worker."""
+
+    def step_samples(self) -> int:
+        """How many samples all clients together computed in the step that was agreed on."""
+
+    def row_facts(self) -> Mapping[str, Any]:
+        """Extra fields for the history's row of the last step, the same on every worker: plain values."""
+
+    def evaluation_facts(self) -> Mapping[str, Any]:
+        """Extra fields for the history's row of the last evaluation, the same on every worker: plain values."""
+
+
 class Exchange(ABC):
     """One worker's end of the exchange; `close` is idempotent."""
 
     rank: int
     world: int
+    part: WorkerPart
 
     wire: int = Wire.NONE
     """What carries the gradients, and in which codec: made by `wire_of`."""
@@ -209,150 +345,76 @@ class Exchange(ABC):
     builds_on_host: ClassVar[bool] = False
     """Whether the model is built in the host's memory, and `attach` moves to a GPU what belongs there."""
 
-    may_lose_workers: ClassVar[bool] = False
-    """Whether the others go on when any of them is lost: what one alone has told may then be another's to tell."""
-
     steps_itself: ClassVar[bool] = False
     """Whether `apply` moves the parameters without the optimizer's own `step`, which must then do nothing."""
 
-    @property
-    def worker(self) -> int:
-        """The identity of this worker; its rank, where the set of workers is fixed."""
-        return self.rank
+    meter: Meter = Meter()
+    hooks: GradientHooks | None = None
+    """Set by `attach`."""
 
-    @property
-    def part(self) -> int:
-        """Which part of each global batch this worker computes on."""
-        return self.rank
+    parts: GradientParts | None = None
+    """None: between `agree` and `apply` each parameter's `grad` is the whole."""
 
-    @property
-    def parts(self) -> int:
-        """How many parts a batch has: fewer than workers where several share the work on one."""
-        return self.world
+    kept: ExchangeState | None = None
+    average: Callable[[bool], bool] | None = None
+    """Collective when due: after the optimizer's step, synchronize the parameters; returns whether it was due.
 
-    @property
-    def copies(self) -> Sequence[Sequence[int]]:
-        """Groups of workers whose parameters must be equal after every step; empty where none holds copies."""
-        return ()
+    With True, at the end of a caller's loop, it is due if any step was taken since the last synchronization.
+    """
 
-    def held_parameters(self, model: nn.Module) -> Iterable[tuple[str, torch.Tensor | None]]:
-        """After `attach`: every parameter by name, in one order on all workers; None for one that is remote."""
-        return model.named_parameters()
-
-    def held_buffers(self, model: nn.Module) -> Iterable[torch.Tensor]:
-        """After `attach`: the buffers that this worker computes with, in one order on all workers that use them."""
-        return model.buffers()
-
-    def total_of_copies(self, values: torch.Tensor) -> torch.Tensor:
-        """Collective: the sum over the workers that hold the same part of the model, one for each part of a batch."""
-        return self.total(values)
+    members: ChangingWorkers | None = None
+    rounds: TrainingRounds | None = None
 
     @abstractmethod
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Collective: take over the model's gradients and give every worker worker 0's weights."""
 
-    def whole(self, work: Callable[[], _T], *, steps_done: int, at_border: bool) -> _T:
-        """Collective: do `work` completely on every worker, or on none.
-
-        Where workers join and leave, interrupted work is repeated by the remaining ones. So `work` must change
-        nothing of this worker before the last exchange in it is over. `steps_done` says what was trained before it.
-        `at_border` says whether it is a step, before which new workers may join.
-        """
-        del steps_done, at_border
-        return work()
-
-    def on_join(self, tell: Callable[[], Mapping[str, Any]]) -> None:  # noqa: B027 - where nobody joins, nobody asks
-        """`tell` says what a worker that joins has to know besides model and optimizer, as a checkpoint's `extra`."""
-
     def compute(self, computer: Computer, model: nn.Module, step: int) -> Computed:
         """Forward and backward of this worker's part of batch `step`."""
-        compute = partial(computer.compute, model, step, self.part, self.parts, self.backward)
-        if computer.plan.buffers != SYNCHRONIZE or self.parts == 1:
-            return compute(accumulate=self.accumulate)
-        with self.accumulate():  # no other sum is under way while layers sum their statistics
+        part, hooks = self.part, self.hooks
+        holding: Callable[[], AbstractContextManager[None]] = nullcontext
+        if hooks is not None:
+            hooks.begin_step(step)
+            holding = hooks.holding
+        compute = partial(computer.compute, model, step, part.index, part.count, self.backward)
+        if computer.plan.buffers != SYNCHRONIZE or part.count == 1:
+            return compute(accumulate=holding)
+        with holding():  # no other sum is under way while layers sum their statistics
             found = compute()
         if not found.samples:
             raise UserError(
-                f"buffers=synchronize: worker {self.worker} has no sample in step {step + 1}, and every worker needs "
+                f"buffers=synchronize: worker {self.rank} has no sample in step {step + 1}, and every worker needs "
                 "one; use fewer workers, larger batches, or buffers=mean"
             )
         return found
 
-    def total_in_step(self, values: torch.Tensor) -> torch.Tensor:
-        """Collective, inside the forward and backward of a step in which all compute: the sum over workers."""
-        return self.total(values)
-
-    def cannot_go_on(self, computer: Computer, step: int) -> str:
-        """Between steps, with `step` of them done: why no step may follow, the same sentence on every worker.
-
-        Usually empty: the run continues.
-        """
-        del computer, step
-        return ""
-
-    def step_samples(self, computer: Computer, step: int) -> int:
-        """How many samples all workers together computed in step `step`, which they have agreed on."""
-        return computer.batch_samples(step)
-
-    def evaluate(self, computer: Computer, model: nn.Module) -> tuple[dict[str, float], int] | None:
-        """Collective: means over the evaluation data and the number of samples; each worker evaluates its part."""
-        return computer.evaluate(model, self.rank, self.world, self.total)
-
-    def splits(self, task: Task) -> bool:
-        """Whether a loss or a gradient is combined from those of parts of a batch."""
-        return self.parts > 1 or task.microbatches > 1
-
-    def evaluate_alike(self, computer: Computer, model: nn.Module) -> tuple[dict[str, float], int] | None:
-        """After `attach`, on every worker: means over all of the evaluation data, which must be small."""
-        return computer.evaluate(model)
-
-    def begin(self, step: int) -> None:  # noqa: B027 - not everybody sends before `agree`
-        """Gradients that come from here on are of step `step`; where `compute` is not called, before the first."""
-
-    @abstractmethod
     def backward(self, loss: torch.Tensor, share: float) -> None:
         """Run backward for this worker's part of the batch, which weighs `share` of the whole."""
-
-    def weigh(self, share: float) -> None:  # noqa: B027 - the whole has no shares
-        """Weigh backwards that are not run by `backward` as `share` of the whole, from the next one on."""
-
-    def on_next_gradient(self, listener: Callable[[], None]) -> None:  # noqa: B027 - a single worker needs none
-        """Call `listener` once, at the next gradient: this detects a backward that is not run here."""
-
-    def accumulate(self) -> AbstractContextManager[None]:
-        """While this is open, gradients of several backwards only add up; nothing is sent before the one after it."""
-        return nullcontext()
+        weighted = loss if share == 1 else loss * share
+        weighted.backward()  # type: ignore[no-untyped-call]
 
     @abstractmethod
     def agree(self, local: LocalStep) -> SharedStep:
         """Collective: exchange gradients and learn what all workers brought; changes no parameter."""
 
     @abstractmethod
-    def clip(self, max_norm: float) -> float:
-        """Collective, between `agree` and `apply`: scale the gradient down to `max_norm`; the norm that it had.
-
-        As `torch.nn.utils.clip_grad_norm_` on all parameters of the model in one process.
-        """
-
-    def held_gradients(self) -> Sequence[torch.Tensor]:
-        """Between `agree` and `apply`: what this worker holds of the gradient, in place, where it `steps_itself`.
-
-        None elsewhere: there each parameter's `grad` is the whole.
-        """
-        return ()
-
-    @abstractmethod
     def apply(self) -> None:
         """Collective: take the agreed step; skipped when a worker's loss was not finite."""
 
-    def settle(self, *, end: bool = False) -> bool:
-        """Collective when due: after the optimizer's step, synchronize the parameters; says whether it was due.
+    def evaluate(
+        self, computer: Computer, model: nn.Module, *, alike: bool = False
+    ) -> tuple[dict[str, float], int] | None:
+        """Collective: means over the evaluation data and the number of samples; each worker evaluates its part.
 
-        At the `end` of a caller's training loop it is due if any step was taken since the last synchronization.
-        Strategies that take every step together have nothing to do.
+        With `alike`, after `attach`, each evaluates all of the data, which must be small.
         """
-        del end
-        return False
+        return (
+            computer.evaluate(model) if alike else computer.evaluate(model, self.rank, self.world, self.total)
+        )
+
+    @abstractmethod
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        """Collective: the sum over all workers of a small float64 vector."""
 
     @abstractmethod
     def optimizer_state(self) -> dict[str, Any] | None:
@@ -365,37 +427,6 @@ class Exchange(ABC):
     def model_state(self, model: nn.Module) -> Mapping[str, torch.Tensor] | None:
         """Collective, between steps: the whole model's `state_dict()` on worker 0, None on the others."""
         return model.state_dict() if self.rank == 0 else None
-
-    def memory(self) -> Mapping[str, Any]:
-        """Collective, between steps: what a resumed run needs besides model and optimizer, on worker 0.
-
-        A tree of plain values and tensors, kept with the checkpoint; other strategies ignore it. Other workers get
-        nothing.
-        """
-        return {}
-
-    def load_state(self, memory: Mapping[str, Any]) -> None:  # noqa: B027 - most remember nothing
-        """After `attach`, on every worker of a resumed run: load the state that `memory` gave."""
-
-    @abstractmethod
-    def total(self, values: torch.Tensor) -> torch.Tensor:
-        """Collective: the sum over all workers of a small float64 vector."""
-
-    def take_times(self) -> Times:
-        """Where time went since the last call."""
-        return Times()
-
-    def traffic(self) -> Traffic:
-        """The traffic that this worker has sent so far."""
-        return Traffic()
-
-    def row_facts(self) -> Mapping[str, Any]:
-        """Extra fields for the history's row of the last step, the same on every worker: plain values."""
-        return {}
-
-    def evaluation_facts(self) -> Mapping[str, Any]:
-        """Extra fields for the history's row of the last evaluation, the same on every worker: plain values."""
-        return {}
 
     def summary(self) -> Mapping[str, Any]:
         """What this worker reports at the end of a run besides its traffic: plain values."""
@@ -410,40 +441,27 @@ class SingleExchange(Exchange):
 
     rank = 0
     world = 1
-
-    def __init__(self) -> None:
-        self._model: nn.Module | None = None
-        self._optimizer: Optimizer | None = None
+    part = WorkerPart(index=0, count=1)
+    _optimizer: Optimizer
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Keep the model and the optimizer for the steps."""
-        self._model, self._optimizer = model, optimizer
-
-    def backward(self, loss: torch.Tensor, share: float) -> None:
-        """Plain backward; the share is the whole, unless gradients are accumulated."""
-        weighted = loss if share == 1 else loss * share
-        weighted.backward()  # type: ignore[no-untyped-call]
+        """Keep the optimizer for the steps."""
+        del model
+        self._optimizer = optimizer
 
     def agree(self, local: LocalStep) -> SharedStep:
         """The agreed step of one worker: what it brought."""
         return SharedStep(loss=local.loss, bad_workers=() if local.is_finite else (0,), stop=local.stop)
 
-    def clip(self, max_norm: float) -> float:
-        """Clip by torch's function."""
-        assert self._model is not None, "attach comes before clip"
-        return float(nn.utils.clip_grad_norm_(clippable(self._model.parameters()), max_norm))
-
     def apply(self) -> None:
         """Take one optimizer step."""
-        assert self._optimizer is not None, "attach comes before apply"
         self._optimizer.step()
         self._optimizer.zero_grad()
-
-    def optimizer_state(self) -> dict[str, Any] | None:
-        """The optimizer's `state_dict()`."""
-        assert self._optimizer is not None, "attach comes before optimizer_state"
-        return self._optimizer.state_dict()
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
         """The sum over one worker: `values`."""
         return values
+
+    def optimizer_state(self) -> dict[str, Any] | None:
+        """The optimizer's `state_dict()`."""
+        return self._optimizer.state_dict()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from typing import Any
 
@@ -16,12 +16,30 @@ from manyhands.engine.worker_processes import ProcessTraining, Train, WorkerJob
 from manyhands.engine.worker_resources import Resources
 from manyhands.errors import UserError
 from manyhands.strategy import Strategy
+from manyhands.wire.choice import CHOSEN, codec_sentence
+from manyhands.wire.names import RAW, auto_error
 
 __all__ = ["ExchangeTraining", "exchange_for", "exchanging"]
 
 
 class ExchangeTraining(ProcessTraining):
-    """Trains by the common loop with the strategy's exchange."""
+    """Trains by the common loop with the strategy's exchange.
+
+    Where its workers choose a codec (`codec=auto`), the choice stands in the summary.
+    """
+
+    @property
+    def _chooses(self) -> bool:
+        return auto_error(getattr(self._request.strategy, "codec", RAW)) is not None
+
+    def gather(self, finished: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, Any]]:
+        """The gathered results, with the codec that the workers chose."""
+        samples, besides = super().gather(finished)
+        return samples, {**besides, CHOSEN: finished[0].get(CHOSEN)} if self._chooses else besides
+
+    def said(self, finished: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+        """A sentence on which codec was chosen, and why."""
+        return (codec_sentence(finished[0].get(CHOSEN)),) if self._chooses else ()
 
     @classmethod
     @abstractmethod
@@ -68,10 +86,10 @@ class ExchangeTraining(ProcessTraining):
 def exchanging(strategy: Strategy) -> type[ExchangeTraining]:
     """The training of a strategy that is one exchange; UserError, naming alternatives, for any other."""
     kind = training_class(strategy)
-    if not issubclass(kind, ExchangeTraining) or strategy.instead_of_own_loop:
+    if not issubclass(kind, ExchangeTraining) or strategy.facts.instead_of_own_loop:
         raise UserError(
             f"strategy={strategy} is not for a loop of your own; use mirrored, central or allreduce there, or "
-            f"{strategy.instead_of_own_loop}"
+            f"{strategy.facts.instead_of_own_loop}"
         )
     return kind
 

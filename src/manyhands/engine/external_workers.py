@@ -271,11 +271,9 @@ class LeadingWorker(ExternalWorker):
         self._asked_to_stop = False
 
     def on_failure(self, act: Callable[[int, str], None]) -> None:
-        """Register `act` with the thread that listens to the others."""
         self._listener.on_failure(act)
 
     def mark(self, step: int, state: State, *, place: tuple[int, int] | None = None) -> None:
-        """Record the status in this process; no message is needed."""
         del state, place
         self._step = step
 
@@ -284,7 +282,6 @@ class LeadingWorker(ExternalWorker):
         self._stage.hear(note, self._rows)
 
     def hear_others(self) -> None:
-        """Deliver what other workers reported meanwhile, in this thread."""
         said = self._listener.said
         while not said.empty():
             told = said.get()
@@ -328,19 +325,15 @@ class MemberWorker(ExternalWorker):
         self._line = line
 
     def mark(self, step: int, state: State, *, place: tuple[int, int] | None = None) -> None:
-        """Send the status over the control connection, a few times a second at most."""
         self._line.mark(step, state, place=place)
 
     def note(self, note: WorkerNote) -> None:
-        """Send a note over the control connection, in order."""
         self._line.send(NOTES.write(note))
 
     def on_failure(self, act: Callable[[int, str], None]) -> None:
-        """Register `act` with the thread of the control connection."""
         self._line.on_over(lambda broken: act(broken.rank, broken.sentence))
 
     def stop_requested(self) -> bool:
-        """Whether the leader requested a stop."""
         self._raise_signals()
         return self._line.stop_requested()
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from manyhands.errors import UserError, limits_named, named_arguments
-from manyhands.places.external.started_externally import may_be_started_externally
 from manyhands.places.local.template import expect, warm
+from manyhands.places.place import Place, find_place
 from manyhands.strategies.registry import STRATEGIES
 from manyhands.strategy import Strategy
 
@@ -22,10 +22,8 @@ if TYPE_CHECKING:
     from manyhands.engine.kernel_task import AnyTask
     from manyhands.engine.options import Options
     from manyhands.engine.run import Run
-    from manyhands.places.external.process_place import Place
-    from manyhands.places.ray.cluster import RayCluster
 
-__all__ = ["await_workers", "fit", "fit_or_kept", "place_among_others"]
+__all__ = ["await_workers", "fit", "fit_or_kept"]
 
 
 @named_arguments
@@ -43,7 +41,7 @@ def fit(
     out: str | Path | None = None,
     resume: bool = False,
     options: Options | None = None,
-    cluster: str | RayCluster | None = None,
+    cluster: str | Place | None = None,
 ) -> Run:
     """Train `task` with `strategy` on `workers` processes of this host (default: one), and return what came out.
 
@@ -52,10 +50,10 @@ def fit(
     where a process is the role that the cluster specification gives it.
 
     `steps` counts global batches; `epochs` says the same in passes over the data (default: one); `federated` is counted
-    in `rounds`. `device` is `cpu`, or
-    `cuda` for one GPU per worker in turn. With `out`, the run is kept in that directory, and `resume=True` goes on
-    from its newest good checkpoint to the weights that an uninterrupted run would have. With `cluster`, Ray starts the
-    processes: `ray` for one of this run's own, `auto` for the one that runs here, or its address.
+    in `rounds`. `device` is `cpu`, or `cuda` for one GPU per worker in turn. With `out`, the run is kept in that
+    directory, and `resume=True` continues from its newest good checkpoint to the weights that an uninterrupted run
+    would have. With `cluster`, Ray starts the processes: `ray` for one of this run's own, `auto` for the one that runs
+    here, or its address; or the place of that name in `manyhands.places.registry` does.
 
     Raises UserError for what makes no sense, NonFinite when the loss breaks, and WorkerFailed naming the first worker
     that failed; when it returns or raises, no worker is left; the template process stays for the next call.
@@ -63,50 +61,36 @@ def fit(
     chosen = Strategy.parse(strategy)
     if resume and out is None:
         raise UserError("resume=True needs out=, the directory of the run to go on with")
-    if chosen.kernels:
-        import_module("manyhands.native.warming").prepare(*chosen.kernels)
-    if cluster is None:
+    if chosen.facts.kernels:
+        import_module("manyhands.native.warming").prepare(*chosen.facts.kernels)
+    place = find_place(cluster)
+    if place.forks:
         # before all that is imported here: the workers wait for it
         await_workers(chosen, compiled=getattr(task, "compiled", False))
     from manyhands.engine.device import check_device
     from manyhands.engine.options import Options
-    from manyhands.places.ray.cluster import RayCluster
 
     options = options or Options()
     options.security()  # a bad certificate is reported before anything is trained
-    ray_cluster = RayCluster.parse(cluster) if cluster is not None else None
-    place = place_among_others()
-    if place is not None and ray_cluster is not None:
-        raise UserError(
-            f"cluster={cluster}: {place.kind} has started the processes of this run; leave it out"
-        )
-    if ray_cluster is None:
+    if not place.changes_size:
         _require_fixed_size(chosen, options)
+    from manyhands.engine.placed_run import RequestedRun, spoken_by
     from manyhands.engine.request import Length, Request
-    from manyhands.engine.session import run_session
 
     length, device = Length(steps=steps, epochs=epochs, rounds=rounds), check_device(device)
-    if place is None:
-        asked = Request.make(task, chosen, 1 if workers is None else workers, length, seed, options, device)
-        if ray_cluster is None:
-            return run_session(asked, out, resume)
-        from manyhands.places.ray.afar import fit_on
-
-        return fit_on(ray_cluster, asked, out, resume)
-    from manyhands.engine.external_run import on_processes, run_externally, spoken_by
-
-    with spoken_by(place):
-        chosen, count = on_processes(chosen, place, workers)
+    with spoken_by(place.leads):
+        chosen, count = place.fitted(chosen, workers)
         request = Request.make(task, chosen, count, length, seed, options, device)
-    return run_externally(request, place, out, resume)
+    run: Run = place.run(RequestedRun(request=request, out=out, resume=resume))
+    return run
 
 
 def _require_fixed_size(strategy: Strategy, options: Options) -> None:
     """UserError where a run without a cluster is asked to follow the size of one."""
     follows = options.max_workers is not None or (
-        options.min_workers is not None and not strategy.goes_on_with_fewer
+        options.min_workers is not None and not strategy.facts.continues_with_fewer
     )
-    if follows and (strategy.can_change_workers or options.max_workers is not None):
+    if follows and (strategy.facts.can_change_workers or options.max_workers is not None):
         raise UserError("min_workers and max_workers follow the size of a cluster; give cluster= as well")
 
 
@@ -147,16 +131,6 @@ def await_workers(strategy: Strategy, modules: Sequence[str] = (), *, compiled: 
     Returns at once; does nothing where the strategy starts no processes. `fit` calls it first. A caller that reads
     data before `fit` calls it before reading.
     """
-    if strategy.forks_workers(compiled=compiled) and place_among_others() is None:
+    if strategy.forks_workers(compiled=compiled) and find_place().forks:
         expect((*STRATEGIES[strategy.word].modules, *modules))
         warm()
-
-
-def place_among_others() -> Place | None:
-    """This process's place among several that were started externally; None where it is not one of them."""
-    if not may_be_started_externally():
-        return None
-    from manyhands.places.external.process_place import current
-
-    place = current()
-    return place if place.is_one_of_many else None

@@ -68,7 +68,7 @@ def sizes_of(task: Task | KernelTask, model: nn.Module, *, on_host: bool = True)
 
 def cost_of(strategy: Strategy, sizes: Sizes, *, threads: int, compiled: bool = False) -> MemoryCost:
     """What a `fit` by `strategy` takes, for any number of workers; `single` starts none and costs nothing here."""
-    if compiled and strategy.in_threads:
+    if compiled and strategy.facts.in_threads:
         return MemoryCost(per_worker=Amount(memory_bytes=_RING_BYTES, tasks=1))
     if strategy.truth is Truth.ONE_PROCESS:
         return MemoryCost()
@@ -77,7 +77,7 @@ def cost_of(strategy: Strategy, sizes: Sizes, *, threads: int, compiled: bool = 
         parameters=sizes.parameters, gradients=sizes.gradients, state=sizes.state, buffers=sizes.buffers
     )
     if strategy.truth is Truth.EVERYONE:
-        own, kept = model.weights + (sizes.gradients + sizes.state) // strategy.model_parts, 0
+        own, kept = model.weights + (sizes.gradients + sizes.state) // strategy.facts.model_parts, 0
     else:
         two, four = (sum(row.count * row.total for row in strategy.needs(model, n)) for n in (2, 4))
         own = (four - two) // 2
@@ -87,7 +87,7 @@ def cost_of(strategy: Strategy, sizes: Sizes, *, threads: int, compiled: bool = 
     once = Amount(memory_bytes=kept)
     others = sum(strategy.processes(1).values())  # but one worker; and the template of all forks
     cost = of_processes(memory_bytes=own + _RING_BYTES, threads=threads, others=others, once=once + data)
-    return replace(cost, per_pair=PER_LINK) if strategy.uses_links else cost
+    return replace(cost, per_pair=PER_LINK) if strategy.facts.uses_links else cost
 
 
 def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:

@@ -11,8 +11,8 @@ from manyhands.data.store.checkpoint import CheckpointStore, Loaded
 from manyhands.data.store.rundir import RunDirectory
 from manyhands.engine.compiled_worker import Control, KernelTrainer, kernel_task, require_same_options
 from manyhands.engine.exchange import SentFor
+from manyhands.engine.history_rows import overlap_told
 from manyhands.engine.kernel_task import KernelStep, KernelTask
-from manyhands.engine.read_write_overlap import overlap_told
 from manyhands.engine.reporting import WorkerContext
 from manyhands.engine.training import Result, Stage
 from manyhands.engine.worker import Trained
@@ -33,7 +33,6 @@ class KernelProcesses(ProcessTraining):
         """Collective, in a worker's process: its compiled step, and the control block that the workers share."""
 
     def resume(self, directory: RunDirectory, config: Mapping[str, Any]) -> int | None:
-        """Resume from the newest checkpoint, with the same options."""
         require_same_options(directory, config)
         return super().resume(directory, config)
 
@@ -43,7 +42,6 @@ class KernelProcesses(ProcessTraining):
         return super().run(stage)
 
     def gather(self, finished: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, Any]]:
-        """Gather the results of workers that each count their samples."""
         told = overlap_told([one["overlap"] for one in finished])
         return sum(one["samples"] for one in finished), told
 
@@ -56,7 +54,6 @@ class KernelProcesses(ProcessTraining):
         worker_context: WorkerContext,
         checkpoints: CheckpointStore | None,
     ) -> Iterator[Train]:
-        """Run one worker, from joining the group to the last step."""
         with closing(resources.group()) as group:
             step, control = cls.assemble(kernel_task(job.plan), job.strategy, group)
             with closing(step):
@@ -64,7 +61,7 @@ class KernelProcesses(ProcessTraining):
                 def train(start: Loaded | None) -> tuple[Trained, Mapping[str, Any]]:
                     trainer = KernelTrainer(job.plan, step, control, worker_context, checkpoints)
                     trained = trainer.run(start)
-                    sent = SentFor(gradients=trainer.traffic())
+                    sent = SentFor(gradients=trainer.sent)
                     return trained, {"sent": sent.to_dict(), "overlap": dict(trainer.overlap)}
 
                 yield train

@@ -16,8 +16,7 @@ from typing import Any
 
 from manyhands.data.store.rundir import RunDirectory
 from manyhands.engine.compiled_worker import Control, KernelTrainer, kernel_task, require_same_options
-from manyhands.engine.history_rows import RowsInOrder
-from manyhands.engine.read_write_overlap import overlap_told
+from manyhands.engine.history_rows import RowsInOrder, overlap_told
 from manyhands.engine.reporting import WorkerNote
 from manyhands.engine.training import Result, Stage, Training
 from manyhands.engine.worker import Trained
@@ -37,7 +36,6 @@ class KernelThreads(Training):
     """Trains a kernel task in threads, in the strategy's order."""
 
     def resume(self, directory: RunDirectory, config: Mapping[str, Any]) -> int | None:
-        """Resume from the newest checkpoint, with the same options."""
         require_same_options(directory, config)
         return super().resume(directory, config)
 
@@ -68,9 +66,8 @@ class KernelThreads(Training):
             )
 
     def _work(self, rank: int, hands: _Hands, stage: Stage) -> Trained:
-        """Run one thread, from joining the group to the last step."""
         request, worker_context = self._request, _Thread(hands, rank)
-        task, order = kernel_task(request.plan), request.strategy.record_order
+        task, order = kernel_task(request.plan), request.strategy.facts.record_order
         assert order is not None, "threads share one memory"
         joined = time.monotonic_ns()
         files = hands.files

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import queue
 from collections.abc import Callable, Mapping, Sequence
@@ -10,24 +11,35 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+from manyhands.data.randomness import mix
 from manyhands.engine.callbacks import Callback
-from manyhands.engine.slowdown import Slowdown
-from manyhands.engine.stopping import EarlyStopping
 from manyhands.errors import UserError, named_arguments, nearest
-from manyhands.observe.draw.asked import PROGRESS
 from manyhands.places.local.patience import check_watchdog_s
 
 if TYPE_CHECKING:
-    from manyhands.engine.run_commands import Command
     from manyhands.observe.analyse.totals import TotalsSnapshot
-    from manyhands.transport.link.secure import Security
+    from manyhands.places.run_commands import Command
+    from manyhands.transport.security import Security
 
-__all__ = ["BUFFERS", "MEAN", "SYNCHRONIZE", "TLS_VARIABLE", "Options", "View"]
+__all__ = [
+    "BUFFERS",
+    "MEAN",
+    "SYNCHRONIZE",
+    "TLS_VARIABLE",
+    "EarlyStopping",
+    "Options",
+    "Slowdown",
+    "StoppingCount",
+    "View",
+]
 
 MEAN: Final = "mean"
 SYNCHRONIZE: Final = "synchronize"
 BUFFERS: Final = ("broadcast", MEAN, SYNCHRONIZE)
 """What `Options.buffers` may be."""
+
+PROGRESS: Final = ("auto", "bar", "lines", "none")
+"""What `Options.progress` may be."""
 
 TLS_VARIABLE = "MANYHANDS_TLS"
 """Where the environment names the folder of this host's certificate."""
@@ -155,7 +167,7 @@ class Options:
 
         Without `tls`, MANYHANDS_TLS or `insecure` nothing may leave this host.
         """
-        from manyhands.transport.link.secure import Security
+        from manyhands.transport.security import Security
 
         folder = self.tls if self.tls is not None else environment.get(TLS_VARIABLE) or None
         if self.insecure and folder is not None:
@@ -163,3 +175,148 @@ class Options:
         if folder is not None:
             return Security.from_directory(folder)
         return Security.insecure() if self.insecure else Security.loopback()
+
+
+_FIELDS = ("worker", "factor", "probability", "from")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slowdown:
+    """Worker `worker` takes `factor` times as long to compute, at each step from `from_step` on with `probability`."""
+
+    worker: int
+    """Which one, from 0."""
+    factor: float
+    """How many times as long it computes."""
+    probability: float = 1.0
+    """How likely each step is to be slow."""
+    from_step: int = 0
+    """The first step that may be."""
+
+    def __post_init__(self) -> None:
+        if self.worker < 0:
+            raise UserError(f"slow: worker={self.worker} must not be negative")
+        if not self.factor >= 1:
+            raise UserError(f"slow: factor={self.factor} must be at least 1 (5 means five times as long)")
+        if not 0 < self.probability <= 1:
+            raise UserError(f"slow: probability={self.probability} must be above 0 and at most 1")
+        if self.from_step < 0:
+            raise UserError(f"slow: from={self.from_step} must not be negative; steps count from 0")
+
+    @classmethod
+    def parse(cls, text: str) -> Slowdown:
+        """Read `worker=1,factor=5[,probability=0.1][,from=400]`."""
+        values: dict[str, str] = {}
+        for part in text.split(","):
+            name, equals, value = part.strip().partition("=")
+            if name not in _FIELDS or not equals:
+                raise UserError(f"slow: {part.strip()!r} is not a setting; {nearest(name, _FIELDS)}")
+            values[name] = value
+        if not {"worker", "factor"} <= values.keys():
+            raise UserError(f"slow: {text!r} must name worker and factor, as in worker=1,factor=5")
+        try:
+            return cls(
+                worker=int(values["worker"]),
+                factor=float(values["factor"]),
+                probability=float(values.get("probability", "1")),
+                from_step=int(values.get("from", "0")),
+            )
+        except ValueError as error:
+            if isinstance(error, UserError):
+                raise
+            raise UserError(f"slow: {text!r} has a value that is no number ({error})") from error
+
+    def extra_s(self, *, seed: int, step: int, worker_rank: int, compute_s: float) -> float:
+        """How much longer this worker's step must take, having taken `compute_s`."""
+        if worker_rank != self.worker or step < self.from_step:
+            return 0.0
+        draw = mix(seed, step, worker_rank, 0x510) / 2**64
+        return (self.factor - 1) * compute_s if draw < self.probability else 0.0
+
+
+@named_arguments
+@dataclass(frozen=True, kw_only=True)
+class EarlyStopping:
+    """End a run after `patience` evaluations in a row that were not better than the best before them."""
+
+    metric: str = "evaluation_loss"
+    """The name of a metric of the task, or `evaluation_loss`."""
+
+    patience: int = 3
+    """How many evaluations in a row without a better one end the run."""
+    min_delta: float = 0.0
+    """What counts as better is better by more than this."""
+
+    mode: str = "min"
+    """Whether lower (`min`) or higher (`max`) is better."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.patience, int) or self.patience < 1:
+            raise UserError(
+                f"early_stopping: patience is {self.patience!r}; it must be a whole number from 1 on"
+            )
+        if not 0 <= self.min_delta < math.inf:
+            raise UserError(f"early_stopping: min_delta is {self.min_delta!r}; it must be a number from 0 on")
+        if self.mode not in ("min", "max"):
+            raise UserError(
+                f"early_stopping: mode is {self.mode!r}; {nearest(str(self.mode), ('min', 'max'))}"
+            )
+
+
+class StoppingCount:
+    """Counts the evaluations of one run; every worker that sees the same ones comes to the same end."""
+
+    def __init__(self, rule: EarlyStopping) -> None:
+        self._rule = rule
+        self._best, self._best_step, self._left = math.nan, 0, rule.patience
+
+    def add(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """The evaluation after `step` steps; whether the run ends with it."""
+        value = metrics[self._rule.metric]
+        if self._is_better(value):
+            self._best, self._best_step, self._left = value, step, self._rule.patience
+        else:
+            self._left -= 1
+        return self._left <= 0
+
+    @property
+    def best_step(self) -> int:
+        """After which step the best evaluation was; 0 where none was a number."""
+        return self._best_step
+
+    @property
+    def sentence(self) -> str:
+        """Why the run ended."""
+        rule = self._rule
+        word = "fallen" if rule.mode == "min" else "risen"
+        by = f" by more than {rule.min_delta:g}" if rule.min_delta else ""
+        best = (
+            f"the best was {self._best:.6g} after step {self._best_step}"
+            if self._best_step
+            else "it was never a number"
+        )
+        return f"{rule.metric} has not {word}{by} in {rule.patience} evaluations; {best}"
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run goes on from."""
+        best = None if math.isnan(self._best) else self._best
+        return {"metric": self._rule.metric, "best": best, "best_step": self._best_step, "left": self._left}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from there; a run that had ended may be resumed to see the next evaluations.
+
+        Of another metric nothing is known yet.
+        """
+        if state["metric"] != self._rule.metric:
+            return
+        self._best = math.nan if state["best"] is None else float(state["best"])
+        self._best_step = int(state["best_step"])
+        self._left = int(state["left"]) or self._rule.patience
+
+    def _is_better(self, value: float) -> bool:
+        if math.isnan(value):
+            return False
+        if math.isnan(self._best):
+            return True
+        gained = self._best - value if self._rule.mode == "min" else value - self._best
+        return gained > self._rule.min_delta

@@ -1,10 +1,10 @@
-"""What a worker does besides its steps, for every strategy: evaluate, save, and report the history."""
+"""What a worker does besides its steps, for every strategy: evaluate, save, report the history, and book times."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,14 +15,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from manyhands.data.store.atomic import WriteFailed
 from manyhands.data.store.checkpoint import CheckpointStore, Snapshot
 from manyhands.engine.computing import TrainingPlan
-from manyhands.engine.exchange import Traffic
-from manyhands.engine.stopping import StoppingCount
+from manyhands.engine.exchange import ExchangeState, Meter, MicrobatchTime, PeerTraffic, Traffic
+from manyhands.engine.options import StoppingCount
 from manyhands.observe.record.events import NO_STEP, NOBODY, EventKind
 from manyhands.places.local.notes import TypedNotes
 from manyhands.places.local.status import State
 from manyhands.task import Task
 
-__all__ = ["NOTES", "Peers", "Reporter", "Saved", "WorkerContext", "WorkerNote", "is_due"]
+__all__ = ["NOTES", "Peers", "Reporter", "Saved", "StepBook", "WorkerContext", "WorkerNote", "is_due"]
 
 _ROWS_EVERY_S = 0.1
 _ROWS_KEPT = 4096  # kept by a worker that may have to report them for another: more than arrive in that time
@@ -100,11 +100,13 @@ class Peers(Protocol):
     def model_state(self, model: nn.Module) -> Mapping[str, torch.Tensor] | None:
         """Collective: the whole model's `state_dict()` on worker 0, None on the others."""
 
-    def traffic(self) -> Traffic:
-        """What this worker has sent so far."""
+    @property
+    def meter(self) -> Meter:
+        """What measures the traffic of this worker."""
 
-    def memory(self) -> Mapping[str, Any]:
-        """Collective: the state that the exchange keeps from step to step, on worker 0."""
+    @property
+    def kept(self) -> ExchangeState | None:
+        """What the strategy keeps from step to step besides model and optimizer."""
 
 
 class Reporter:
@@ -248,10 +250,10 @@ class Reporter:
     def _save(self, step: int, model: nn.Module, checkpoints: CheckpointStore) -> None:
         """Collective: worker 0 writes the checkpoint, of whose state the others may hold parts."""
         self._worker_context.mark(step, State.SAVING)
-        begin, before = time.monotonic_ns(), self._peers.traffic()
+        begin, before = time.monotonic_ns(), self._peers.meter.traffic()
         optimizer_state, model_state = self._peers.optimizer_state(), self._peers.model_state(model)
-        memory = self._peers.memory()
-        self.saving += self._peers.traffic() - before
+        memory = self._peers.kept.gather() if self._peers.kept is not None else {}
+        self.saving += self._peers.meter.traffic() - before
         if optimizer_state is None or model_state is None:
             self._owed = step
             return
@@ -321,3 +323,102 @@ class Reporter:
 def is_due(before: int, step: int, every: int) -> bool:
     """Whether an action of interval `every` (0: never) is due in the steps after `before` up to `step`."""
     return every > 0 and step // every > before // every
+
+
+class StepBook:
+    """Books the parts of one step in order: each part begins where the one before it ended.
+
+    `step` is the global batch, from 0, and `record` is that of `WorkerContext`. Time that no call books is left
+    unaccounted.
+    """
+
+    def __init__(self, record: Callable[..., bool], step: int, begin_ns: int) -> None:
+        self._record, self._step, self._begin_ns = record, step, begin_ns
+        self._at_ns = begin_ns
+
+    @property
+    def at_ns(self) -> int:
+        """The moment at which the last part ended, in nanoseconds."""
+        return self._at_ns
+
+    def go_on_at(self, moment_ns: int) -> None:
+        """Let the next part begin at `moment_ns` instead of where the last one ended."""
+        self._at_ns = moment_ns
+
+    def input(self, duration_ns: int, samples: int) -> None:
+        """Book reading `samples` samples."""
+        self._record(EventKind.INPUT, self._at_ns, duration_ns, step=self._step, count=samples)
+        self._at_ns += duration_ns
+
+    def compute(self, until_ns: int, less_ns: int = 0) -> None:
+        """Book computing up to `until_ns`, less the time `less_ns` that is booked as something else."""
+        duration_ns = max(0, until_ns - self._at_ns - less_ns)
+        self._record(EventKind.COMPUTE, self._at_ns, duration_ns, step=self._step)
+        self._at_ns = until_ns
+
+    def turns(self, turns: Sequence[MicrobatchTime]) -> None:
+        """Book the work items that computing was made of, each at its time, where workers share micro-batches."""
+        for turn in turns:
+            kind = EventKind.COMPUTE if turn.waited_for is None else EventKind.WAIT
+            who = {} if turn.waited_for is None else {"peer": turn.waited_for}
+            duration_ns = turn.end_ns - turn.begin_ns
+            self._record(kind, turn.begin_ns, duration_ns, step=self._step, count=turn.microbatch + 1, **who)
+            self._at_ns = turn.end_ns + turn.exchange_ns
+
+    def waits(self, waited_ns: Mapping[int, int]) -> None:
+        """Book the waits for late workers, one after another."""
+        for peer, duration_ns in waited_ns.items():
+            self._record(EventKind.WAIT, self._at_ns, duration_ns, step=self._step, peer=peer)
+            self._at_ns += duration_ns
+
+    def exchange(self, until_ns: int, sent: Traffic, wire: int, hidden_ns: int = 0) -> None:
+        """Book the exchange up to `until_ns`, plus `hidden_ns` that computing overlapped, with the traffic `sent`."""
+        self._record(
+            EventKind.EXCHANGE,
+            self._at_ns,
+            max(0, until_ns - self._at_ns) + hidden_ns,
+            step=self._step,
+            num_bytes=sent.bytes_sent,
+            count=sent.messages_sent,
+            wire=wire,
+        )
+        self._at_ns = until_ns
+
+    def posts(self, posts: Mapping[int, PeerTraffic], wire: int) -> None:
+        """Book the traffic with each other worker: all of a step in one direction counts as one message.
+
+        The message has the same number at both ends.
+        """
+        message = (self._step + 1) & 0xFFFFFFFF
+        for peer, post in posts.items():
+            if post.messages_sent:
+                self._record(
+                    EventKind.SEND,
+                    post.sent_ns,
+                    step=self._step,
+                    peer=peer,
+                    num_bytes=post.bytes_sent,
+                    count=post.messages_sent,
+                    message=message,
+                    wire=wire,
+                )
+            if post.received_ns:
+                self._record(
+                    EventKind.RECEIVE,
+                    post.received_ns,
+                    step=self._step,
+                    peer=peer,
+                    message=message,
+                    wire=wire,
+                )
+
+    def end(self, end_ns: int, samples: int, loss: float = 0.0) -> None:
+        """Book the whole step, from its beginning to `end_ns`."""
+        self._record(
+            EventKind.STEP,
+            self._begin_ns,
+            end_ns - self._begin_ns,
+            step=self._step,
+            count=samples,
+            value=loss,
+        )

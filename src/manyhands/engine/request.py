@@ -15,8 +15,7 @@ from manyhands.data.store.fingerprint import parameter_shapes
 from manyhands.engine.clipping import check_clipping
 from manyhands.engine.computing import TrainingPlan
 from manyhands.engine.kernel_task import AnyTask
-from manyhands.engine.options import SYNCHRONIZE, Options
-from manyhands.engine.stopping import EarlyStopping
+from manyhands.engine.options import SYNCHRONIZE, EarlyStopping, Options
 from manyhands.errors import UserError, nearest
 from manyhands.native.version import __version__
 from manyhands.strategy import Strategy, check_count
@@ -77,13 +76,13 @@ class Request:
         task = task.for_strategy(strategy, workers)
         strategy.check(workers, device, compiled=task.compiled)
         check_clipping(task, strategy)
-        if options.compile and strategy.cannot_compile:
-            raise UserError(f"compile: {strategy.cannot_compile}; leave it out")
+        if options.compile and strategy.facts.cannot_compile:
+            raise UserError(f"compile: {strategy.facts.cannot_compile}; leave it out")
         _check_microbatches(task, strategy)
         _check_buffers(task, strategy, workers, options)
         _check_schedule(task, strategy)
         _check_stopping(task, strategy, options.early_stopping)
-        if options.skip_nonfinite and not strategy.can_skip_updates:
+        if options.skip_nonfinite and not strategy.facts.can_skip_updates:
             raise UserError(f"skip_nonfinite: strategy {strategy} cannot leave one worker's part out; ps can")
         _check_fewest(strategy, workers, options.min_workers)
         if options.slow is not None and options.slow.worker >= workers:
@@ -92,7 +91,7 @@ class Request:
             )
         samples = task.samples
         length.require_one()
-        if strategy.counts_rounds:
+        if strategy.facts.counts_rounds:
             steps, per_epoch = _number_of_rounds(length, strategy), 1
         elif length.rounds is not None:
             raise UserError(
@@ -105,7 +104,7 @@ class Request:
             per_epoch = BatchPlan(samples, task.batch_size, seed).batches_per_epoch
             steps = _number_of_steps(length, per_epoch, task.epochs)
         smallest = min(task.batch_size, samples) if samples else task.batch_size
-        if workers > smallest and strategy.splits_batches and not task.compiled:
+        if workers > smallest and strategy.facts.splits_batches and not task.compiled:
             warnings.warn(
                 f"{workers} workers share batches of {smallest} samples: {workers - smallest} of them have nothing "
                 "to do in each step",
@@ -117,7 +116,7 @@ class Request:
             seed=seed,
             evaluate_every=options.evaluate_every or per_epoch,
             checkpoint_every=1
-            if strategy.saves_each_step
+            if strategy.facts.saves_each_step
             else options.checkpoint_every or task.checkpoint_every(steps),
             stopping=options.early_stopping,
             slow=options.slow,
@@ -157,7 +156,7 @@ def _check_fewest(strategy: Strategy, workers: int, fewest: int | None) -> None:
         return
     if fewest > workers:
         raise UserError(f"min_workers={fewest}: there are {workers} workers to begin with; ask for fewer")
-    if not (strategy.goes_on_with_fewer or strategy.can_change_workers):
+    if not (strategy.facts.continues_with_fewer or strategy.facts.can_change_workers):
         raise UserError(
             f"min_workers={fewest}: strategy {strategy} has a use for all its workers; allreduce elastic=yes goes on "
             "with fewer"
@@ -165,7 +164,7 @@ def _check_fewest(strategy: Strategy, workers: int, fewest: int | None) -> None:
 
 
 def _check_microbatches(task: AnyTask, strategy: Strategy) -> None:
-    if isinstance(task, Task) and task.microbatches > 1 and task.sparse and strategy.moves_rows:
+    if isinstance(task, Task) and task.microbatches > 1 and task.sparse and strategy.facts.moves_rows:
         raise UserError(
             f"task.microbatches={task.microbatches}: strategy {strategy} reads the rows of task.sparse once for a "
             "whole batch; leave one of the two out"
@@ -173,7 +172,7 @@ def _check_microbatches(task: AnyTask, strategy: Strategy) -> None:
 
 
 def _check_buffers(task: AnyTask, strategy: Strategy, workers: int, options: Options) -> None:
-    why = strategy.refused_buffers.get(options.buffers)
+    why = strategy.facts.refused_buffers.get(options.buffers)
     if why is not None:
         raise UserError(
             f"buffers={options.buffers}: strategy {strategy} does not have it: {why}; leave it out"
@@ -199,19 +198,23 @@ def _check_buffers(task: AnyTask, strategy: Strategy, workers: int, options: Opt
 
 
 def _check_schedule(task: AnyTask, strategy: Strategy) -> None:
-    if isinstance(task, Task) and task.scheduler_metric is not None and strategy.cannot_heed_evaluations:
+    if (
+        isinstance(task, Task)
+        and task.scheduler_metric is not None
+        and strategy.facts.cannot_heed_evaluations
+    ):
         raise UserError(
-            f"task.scheduler_metric={task.scheduler_metric}: {strategy.cannot_heed_evaluations}; use another strategy, "
-            "or a schedule by steps"
+            f"task.scheduler_metric={task.scheduler_metric}: {strategy.facts.cannot_heed_evaluations}; use another "
+            "strategy, or a schedule by steps"
         )
 
 
 def _check_stopping(task: AnyTask, strategy: Strategy, stopping: EarlyStopping | None) -> None:
     if stopping is None:
         return
-    if strategy.cannot_heed_evaluations:
+    if strategy.facts.cannot_heed_evaluations:
         raise UserError(
-            f"early_stopping: {strategy.cannot_heed_evaluations}; use another strategy, or leave it out"
+            f"early_stopping: {strategy.facts.cannot_heed_evaluations}; use another strategy, or leave it out"
         )
     if task.evaluation is None:
         raise UserError(
@@ -225,7 +228,7 @@ def _check_stopping(task: AnyTask, strategy: Strategy, stopping: EarlyStopping |
 
 
 def _steps_of_stream(task: Task, length: Length, strategy: Strategy) -> int:
-    reason = strategy.cannot_stream if task.own is None else strategy.cannot_read_apart
+    reason = strategy.facts.cannot_stream if task.own is None else strategy.facts.cannot_read_apart
     if reason:
         raise UserError(
             f"data is {task.stream_name}: {reason}; use another strategy, or samples that can be looked up"

@@ -17,12 +17,12 @@ from manyhands.data.randomness import preserved, seed_all
 from manyhands.data.store.atomic import WriteFailed
 from manyhands.data.store.checkpoint import NoCheckpoint
 from manyhands.data.store.fingerprint import fingerprint
-from manyhands.data.store.lines import Backlog
+from manyhands.data.store.line_files import Backlog
 from manyhands.data.store.rundir import IN_PYTHON, ON_COMMAND_LINE, RunDirectory
 from manyhands.engine.callbacks import Beginning, Listeners
 from manyhands.engine.device import sharing_sentence
 from manyhands.engine.footprint import cost_of, sizes_of
-from manyhands.engine.passes import PassLosses
+from manyhands.engine.history_rows import PassLosses
 from manyhands.engine.request import Request
 from manyhands.engine.run import History, Run
 from manyhands.engine.training import Result, Stage, Training, training_class
@@ -35,8 +35,8 @@ from manyhands.errors import (
 )
 from manyhands.observe.record.final import final_loss, final_metrics
 from manyhands.places.external.process_group import ProcessGroup
-from manyhands.places.local.capacity_check import check_capacity
-from manyhands.places.local.cores import threads_per_role
+from manyhands.places.local.capacity import check_capacity
+from manyhands.places.local.host import threads_per_role
 from manyhands.places.local.signals import signal_of
 from manyhands.strategies.registry import STRATEGIES
 from manyhands.strategy import Strategy
@@ -108,7 +108,7 @@ def _advise(request: Request, model: nn.Module) -> None:
     sparse = sparse or any(getattr(m, "sparse", False) is True for m in model.modules())
     advice = request.strategy.advice(request.workers, sparse=sparse)
     if advice:
-        warnings.warn(advice, stacklevel=4)
+        warnings.warn(advice, stacklevel=6)
 
 
 def _open_directory(
@@ -130,7 +130,7 @@ def _open_directory(
             raise UserError(f"{out} cannot be resumed: it was simulated, in no time; begin another run")
         _hand_over(directory, request, config)
         done = training.resume(directory, config)
-        directory.go_on_as(config)
+        directory.update_config(config)
         return directory, done
     except BaseException:
         directory.close()
@@ -205,7 +205,7 @@ class _Session:
             result = training.run(stage)
         except ManyhandsError as error:
             if self._directory is not None:
-                self._directory.tell_end(error, self._clock.seconds)
+                self._directory.record_end(error, self._clock.seconds)
             if isinstance(error, NonFinite):
                 raise NonFinite(f"{error}; {self._last_good()}") from error
             if not isinstance(error, UserError):
@@ -220,7 +220,7 @@ class _Session:
             if self._directory is not None and self._listeners.broken is not None:
                 name = type(self._listeners.broken).__name__
                 told = ManyhandsError(f"{name}, a callback, raised {type(error).__name__}: {error}")
-                self._directory.tell_end(told, self._clock.seconds)
+                self._directory.record_end(told, self._clock.seconds)
             raise
         self._notes += result.notes
         if self._who_stops and result.stopped_early:
@@ -261,7 +261,7 @@ class _Session:
         if stop_request is not None:
             self._who_stops = self._who_stops or stop_request.name
         if (
-            commands is not None and not self._request.strategy.can_change_workers
+            commands is not None and not self._request.strategy.facts.can_change_workers
         ):  # else the training handles them
             while not commands.empty():
                 commands.get().done.set_result(-1)
@@ -270,7 +270,7 @@ class _Session:
 
     def _require_stoppable(self) -> None:
         """A stop request ends the run where the strategy cannot end all workers after one step."""
-        stop_request, reason = self._listeners.stop_request, self._request.strategy.cannot_stop
+        stop_request, reason = self._listeners.stop_request, self._request.strategy.facts.cannot_stop
         if reason and stop_request is not None and stop_request.step < self._request.plan.steps:
             how = (
                 "resume it from its directory"

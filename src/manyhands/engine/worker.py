@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -19,21 +19,20 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands.data.store.checkpoint import CheckpointStore, Loaded
 from manyhands.data.store.optimizer_state import restore_optimizer
-from manyhands.engine.batch_norm import synchronize_batch_norms
-from manyhands.engine.booking import StepBook
-from manyhands.engine.buffers import WorkerBuffers
+from manyhands.engine.buffers import make_alike, synchronize_batch_norms
 from manyhands.engine.clipping import clip
 from manyhands.engine.computing import Computer, TrainingPlan
 from manyhands.engine.desync_check import Agreement
-from manyhands.engine.diagnosis import Course, diagnose
 from manyhands.engine.exchange import Exchange, LocalStep, SentFor, SharedStep, Traffic
-from manyhands.engine.options import SYNCHRONIZE
+from manyhands.engine.options import MEAN, SYNCHRONIZE
 from manyhands.engine.reduction import require_reduction
-from manyhands.engine.reporting import Reporter, WorkerContext, WorkerNote, is_due
+from manyhands.engine.reporting import Reporter, StepBook, WorkerContext, WorkerNote, is_due
 from manyhands.errors import NonFinite
 from manyhands.places.local.status import State
 
-__all__ = ["Trained", "Trainer"]
+__all__ = ["Course", "Trained", "Trainer", "diagnose"]
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +64,9 @@ class Trainer:
         self._plan = plan
         self._exchange = exchange
         self._worker_context = worker_context
-        self._computer = Computer(plan, exchange.worker)
+        self._members = exchange.members
+        self._worker = exchange.rank if exchange.members is None else exchange.members.slot
+        self._computer = Computer(plan, self._worker)
         evaluate = partial(exchange.evaluate, self._computer)
         self._reporter = Reporter(
             plan,
@@ -73,14 +74,15 @@ class Trainer:
             worker_context,
             checkpoints,
             evaluate,
-            keeps_rows=exchange.may_lose_workers,
-            facts=exchange.evaluation_facts,
+            keeps_rows=self._members is not None,
+            facts=exchange.rounds.evaluation_facts if exchange.rounds is not None else dict,
         )
+        self._clips = self._computer.task.clips
         self._model: nn.Module | None = None
         self._samples = 0
         self._agreed_step = 0  # after which all held the same parameters
         self._course = Course()
-        self._buffers = WorkerBuffers(plan.buffers)
+        self._weight = 0.0  # shares of global batches computed since buffers were last made alike
         self._sent = Traffic()  # up to the last exchange that was booked
         self._in_steps = Traffic()
         self._unsettled: list[dict[str, Any]] = []  # rows of steps whose loss is not agreed on yet
@@ -102,13 +104,13 @@ class Trainer:
             restore_optimizer(optimizer, start.optimizer)
             start.model.clear()  # or every worker would hold the whole checkpoint for the length of the run
             start.optimizer.clear()
-        self._exchange.attach(model, optimizer)
-        if start is not None:
-            self._exchange.load_state(start.extra.get("exchange", {}))
-        if self._plan.buffers == SYNCHRONIZE and self._exchange.parts > 1:
-            synchronize_batch_norms(
-                model, self._exchange.total_in_step, self._exchange.part, self._exchange.parts
-            )
+        exchange = self._exchange
+        exchange.attach(model, optimizer)
+        if start is not None and exchange.kept is not None:
+            exchange.kept.load(start.extra.get("exchange", {}))
+        part = exchange.part
+        if self._plan.buffers == SYNCHRONIZE and part.count > 1:
+            synchronize_batch_norms(model, part.total_in_step or exchange.total, part.index, part.count)
         self._model = model
         model.train()
         self._agreed_step = first
@@ -116,16 +118,18 @@ class Trainer:
         extra = start.extra if start is not None else None
         self._reporter.begin(first, extra, built.metric_scheduler)
         self._samples = (extra or {}).get("samples", 0)
-        self._exchange.on_join(self._for_newcomers)
-        if start is None and self._exchange.splits(self._computer.task):
+        if self._members is not None:
+            self._members.on_join(lambda: {**self._reporter.for_newcomers(), "samples": self._samples})
+        splits = exchange.rounds is None and (part.count > 1 or self._computer.task.microbatches > 1)
+        if start is None and splits:  # a loss or a gradient is combined from those of parts of a batch
             self._worker_context.mark(first, State.EVALUATING)
-            alike = partial(self._exchange.evaluate_alike, model=called)
-            require_reduction(self._computer, self._exchange.worker, model, alike)
-            self._exchange.take_times()  # not part of the first step
+            alike = partial(exchange.evaluate, model=called, alike=True)
+            require_reduction(self._computer, self._worker, model, alike)
+            exchange.meter.take_times()  # not part of the first step
         step, settled, stopped = first, first, self._is_over(first)
         while step < self._plan.steps and not stopped:
-            shared = self._exchange.whole(
-                partial(self._attempt, step, model, called, scheduler), steps_done=step, at_border=True
+            shared = self._atomically(
+                partial(self._attempt, step, model, called, scheduler), step, at_border=True
             )
             step += 1
             if shared.bad_workers:
@@ -139,33 +143,41 @@ class Trainer:
             settled = step
             if self._reporter.uses_model(step, last=last):
                 same = partial(self._make_buffers_alike, model)
-                self._exchange.whole(same, steps_done=step, at_border=False)
+                self._atomically(same, step)
             together = partial(self._together, step, model, called, checks=checks, last=last)
-            ends = self._exchange.whole(together, steps_done=step, at_border=False)
+            ends = self._atomically(together, step)
             stopped = stopped or (ends and not last)
-            self._exchange.take_times()  # collective work is not part of the next step
+            exchange.meter.take_times()  # collective work is not part of the next step
         if step == first:
-            evaluate = partial(self._reporter.evaluate, step, called)
-            self._exchange.whole(evaluate, steps_done=step, at_border=False)
+            self._atomically(partial(self._reporter.evaluate, step, called), step)
         self._reporter.send(now=True)
         self._worker_context.mark(step, State.FINISHED)
-        before = self._exchange.traffic()
-        weights = self._exchange.model_state(model)
-        self._reporter.saving += self._exchange.traffic() - before
+        before = exchange.meter.traffic()
+        weights = exchange.model_state(model)
+        self._reporter.saving += exchange.meter.traffic() - before
         return self._trained(model, step, stopped, weights)
 
     def sent(self) -> SentFor:
         """The bytes that this worker has sent so far, by purpose."""
         steps, saving = self._in_steps, self._reporter.saving
-        between = self._exchange.traffic() - steps - saving
+        between = self._exchange.meter.traffic() - steps - saving
         return SentFor(gradients=steps, control=between, checkpoints=saving)
 
     def _is_over(self, step: int) -> bool:
         """Whether the exchange ends the run after `step` steps, before the last; worker 0 reports why."""
-        why = self._exchange.cannot_go_on(self._computer, step) if step < self._plan.steps else ""
+        rounds = self._exchange.rounds
+        if rounds is None or step >= self._plan.steps:
+            return False
+        why = rounds.cannot_continue(self._computer, step)
         if why and self._exchange.rank == 0:
             self._worker_context.note(WorkerNote(notice=why))
         return bool(why)
+
+    def _atomically(self, work: Callable[[], _T], steps_done: int, *, at_border: bool = False) -> _T:
+        """Collective: do `work` completely on every worker, or on none; again where somebody was lost meanwhile."""
+        if self._members is None:
+            return work()
+        return cast(_T, self._members.atomically(work, steps_done=steps_done, at_border=at_border))
 
     def leave_owed(self, step: int, model: nn.Module) -> None:
         """Write the checkpoint of `step` that the old worker 0 lost, if this is worker 0 now."""
@@ -185,20 +197,18 @@ class Trainer:
 
     def _make_buffers_alike(self, model: nn.Module) -> None:
         """Collective: synchronize the buffers before the model is evaluated, saved or handed over."""
-        exchange = self._exchange
-        if exchange.parts > 1:
-            self._buffers.make_alike(
-                list(exchange.held_buffers(model)), exchange.total_of_copies, first=exchange.part == 0
-            )
-
-    def _for_newcomers(self) -> dict[str, Any]:
-        return {**self._reporter.for_newcomers(), "samples": self._samples}
+        part = self._exchange.part
+        if part.count > 1:
+            total = part.total_of_copies or self._exchange.total
+            weight = self._weight if self._plan.buffers == MEAN else None
+            make_alike(list(part.buffers(model)), total, first=part.index == 0, weight=weight)
+            self._weight = 0.0
 
     def _step(self, step: int, model: nn.Module, scheduler: LRScheduler | None) -> SharedStep:
         """Train on global batch `step`, from 0."""
         exchange, worker_context = self._exchange, self._worker_context
         worker_context.mark(step + 1, State.COMPUTING)
-        before = exchange.traffic()
+        meter, before = exchange.meter, exchange.meter.traffic()
         begin = time.monotonic_ns()
         mine = exchange.compute(self._computer, model, step)
         local = LocalStep(
@@ -208,16 +218,16 @@ class Trainer:
             step=step,
             last=step + 1 == self._plan.steps,
         )
-        self._buffers.computed(mine.share)
+        self._weight += mine.share
         computed = time.monotonic_ns()
-        during = exchange.take_times()
+        during = meter.take_times()
         overlapped = during.exchange_ns
         worker_context.mark(step + 1, State.EXCHANGING)
         shared = exchange.agree(local)
         agreed = time.monotonic_ns()
-        times = exchange.take_times()
+        times = meter.take_times()
         if not shared.bad_workers:
-            if self._computer.task.clips:
+            if self._clips:
                 assert self._model is not None, "a step comes after the model"
                 clip(self._computer.task, exchange, self._model)
             exchange.apply()
@@ -232,26 +242,27 @@ class Trainer:
         book.waits(during.wait_ns)
         book.waits(times.wait_ns)
         if exchange.world > 1:
-            self._sent = exchange.traffic()
+            self._sent = meter.traffic()
             self._in_steps += self._sent - before
             book.exchange(agreed, self._sent - before, exchange.wire, hidden_ns=overlapped)
             book.posts(times.posts, exchange.wire)
-        closing = exchange.take_times().wait_ns
+        closing = meter.take_times().wait_ns
         book.compute(max(agreed, end - sum(closing.values())))
         book.waits(closing)
-        if not shared.bad_workers and exchange.settle():
-            end = self._book_settling(book)
+        if exchange.average is not None and not shared.bad_workers and exchange.average(False):
+            end = self._book_average(book)
         book.end(end, mine.samples, shared.loss if shared.settled else mine.loss)
-        self._samples += exchange.step_samples(self._computer, step)
+        rounds = exchange.rounds
+        self._samples += self._computer.batch_samples(step) if rounds is None else rounds.step_samples()
         self._add_row(step, (end - begin) / 1e9, shared)
         return shared
 
-    def _book_settling(self, book: StepBook) -> int:
+    def _book_average(self, book: StepBook) -> int:
         """Book the synchronization after a step as exchange and waits for late workers; returns when it ended."""
         exchange, end = self._exchange, time.monotonic_ns()
-        times = exchange.take_times()
+        times = exchange.meter.take_times()
         book.waits(times.wait_ns)
-        sent = exchange.traffic() - self._sent
+        sent = exchange.meter.traffic() - self._sent
         self._in_steps += sent
         book.exchange(end, sent, exchange.wire)
         book.posts(times.posts, exchange.wire)
@@ -259,7 +270,8 @@ class Trainer:
 
     def _add_row(self, step: int, seconds: float, shared: SharedStep) -> None:
         """Add the step's row to the history, once all have agreed on its loss."""
-        facts = self._exchange.row_facts()
+        rounds = self._exchange.rounds
+        facts = rounds.row_facts() if rounds is not None else {}
         self._unsettled.append(
             {"step": step + 1, "seconds": seconds, "at_s": self._reporter.seconds, **facts}
         )
@@ -268,21 +280,21 @@ class Trainer:
         self._reporter.loss = shared.loss
         self._course.add(shared.loss)
         rows, self._unsettled = self._unsettled, []
-        if self._exchange.rank == 0 or self._exchange.may_lose_workers:
+        if self._exchange.rank == 0 or self._members is not None:
             for row, loss in zip(rows, (*shared.earlier, shared.loss), strict=True):
                 self._reporter.add(**{**row, "loss": None if math.isnan(loss) else loss})
 
     def _check(self, model: nn.Module, step: int) -> None:
         """Compare the workers' parameters, where there are several copies and the check is enabled."""
-        exchange = self._exchange
-        if not (self._plan.check_every and any(len(group) > 1 for group in exchange.copies)):
+        exchange, part = self._exchange, self._exchange.part
+        if not (self._plan.check_every and any(len(group) > 1 for group in part.copies)):
             return
         Agreement(
-            partial(exchange.held_parameters, model),
+            partial(part.parameters, model),
             rank=exchange.rank,
             world=exchange.world,
             total=exchange.total,
-            copies=exchange.copies,
+            copies=part.copies,
             agreed_step=self._agreed_step,
         ).check(step)
         self._agreed_step = step
@@ -290,7 +302,7 @@ class Trainer:
     def _refuse(self, shared: SharedStep, step: int, first: int, model: nn.Module) -> None:
         """Stop every worker at this step; the first whose loss broke raises NonFinite."""
         self._reporter.send(now=True)
-        if shared.bad_workers[0] != self._exchange.worker:
+        if shared.bad_workers[0] != self._worker:
             return
         task, since = self._computer.task, "" if step == first + 1 else f"the update of step {step - 1}"
         cause = diagnose(model, self._course, since=since, clip=not task.clips)
@@ -312,3 +324,85 @@ class Trainer:
             stopped_early=stopped,
             weights=weights,
         )
+
+
+_GROWN_LOSS = 10.0  # times the first one
+_GROWN_WEIGHT = 1e3  # trained weights are some orders smaller
+
+
+@dataclass(slots=True)
+class Course:
+    """The course of a run's loss so far."""
+
+    first: float | None = None
+    last: float | None = None
+
+    def add(self, loss: float) -> None:
+        """Add the next loss."""
+        if self.first is None:
+            self.first = loss
+        self.last = loss
+
+    @property
+    def has_grown(self) -> bool:
+        """Whether the loss has grown far beyond where it began."""
+        if self.first is None or self.last is None:
+            return False
+        return self.last > _GROWN_LOSS * max(abs(self.first), 1e-3)
+
+
+def diagnose(
+    model: nn.Module, course: Course, *, what: str = "loss", since: str = "", clip: bool = False
+) -> str:
+    """What broke first and what to try, as a part of a sentence; from the weights and the earlier losses.
+
+    No step is taken with a loss that is not finite, so the weights are those of the step before. If they are not
+    finite, the last update broke them. If they or the loss have grown without bounds, training diverges. Else it is
+    this batch, or what the loss function does with it.
+
+    `what` is not finite now; `since` names the update that the weights are of, where that is known (empty: the model
+    was built with them); `clip` says whether clipping is something to try.
+    """
+    bad, largest, where = _weights(model)
+    grown = (
+        f", and the loss had grown from {course.first:.3g} to {course.last:.3g}" if course.has_grown else ""
+    )
+    rate = "lower the learning rate" + (" or clip the gradient (Task(clip_norm=1.0))" if clip else "")
+    if bad is not None and not since:
+        return f"the model began with weights that are not finite, the first in {bad!r}; start from others"
+    if bad is not None:
+        return f"the weights are not finite since {since}, the first in {bad!r}{grown}; {rate}"
+    if course.has_grown or largest > _GROWN_WEIGHT:
+        return (
+            f"the {what} is the first that is not: training diverges, the weights are up to {largest:.3g} "
+            f"({where!r}){grown}; {rate}"
+        )
+    reached = _first_gradient(model)
+    so = f", and so its gradient is not, the first in {reached!r}" if reached is not None else ""
+    return (
+        f"the {what} is the first that is not: the weights are finite, up to {largest:.3g} ({where!r}){so}; look at "
+        "that batch, and at what the loss divides by or takes the logarithm of; a lower learning rate may help"
+    )
+
+
+@torch.no_grad()
+def _weights(model: nn.Module) -> tuple[str | None, float, str]:
+    """The first parameter with a value that is not finite; else the largest value and where it is."""
+    largest, where = 0.0, ""
+    for name, parameter in model.named_parameters():
+        if not parameter.numel():
+            continue
+        most = float(parameter.detach().abs().max())  # a NaN comes through
+        if not math.isfinite(most):
+            return name, most, name
+        if most >= largest:
+            largest, where = most, name
+    return None, largest, where
+
+
+def _first_gradient(model: nn.Module) -> str | None:
+    """The first parameter whose gradient is not finite, where the model holds gradients."""
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None and not torch.isfinite(parameter.grad).all():
+            return name
+    return None

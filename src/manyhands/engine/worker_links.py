@@ -20,12 +20,12 @@ from manyhands.places.external.process_group import GroupMember, ProcessGroup
 from manyhands.places.external.sharing import attach_group, no_group, share_group_files, share_links
 from manyhands.places.external.store_waiting import comes_true
 from manyhands.places.external.torch_store import RunStore
-from manyhands.places.local.cores import threads_per_role
+from manyhands.places.local.host import threads_per_role
 from manyhands.places.local.rendezvous import Rendezvous, RendezvousStore, meet
 from manyhands.strategy import Strategy
-from manyhands.transport.link.alarm import Alarm
 from manyhands.transport.link.interface import Link
 from manyhands.transport.link.tcp import TcpLink
+from manyhands.transport.liveness import Alarm
 
 __all__ = ["WorkerLinks", "connect_worker"]
 
@@ -111,7 +111,7 @@ def connect_worker(
         if several:
             links.update(share_links(rendezvous, timeout_s))
             links.update(_open_far(party, store, rendezvous, timeout_s))
-        elif strategy.uses_links:
+        elif strategy.facts.uses_links:
             links.update(share_links(rendezvous, timeout_s, network=strategy.uses_network))
         resources = Resources(
             rank=place.rank,

@@ -16,15 +16,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._C._distributed_c10d import FileStore, Store
 
 from manyhands.data.store.checkpoint import CheckpointStore, Loaded
-from manyhands.data.store.portable import pack_tree, unpack_tree
 from manyhands.data.store.rundir import RunDirectory
+from manyhands.data.store.state_tree import pack_tree, unpack_tree
 from manyhands.data.store.tensorfile import encode_tensors, read_tensors
 from manyhands.engine.computing import TrainingPlan, worker_environment
 from manyhands.engine.device import device_of
@@ -34,14 +33,14 @@ from manyhands.engine.reporting import NOTES, WorkerContext
 from manyhands.engine.training import Result, Stage, Training
 from manyhands.engine.worker import Trained
 from manyhands.engine.worker_resources import Resources
+from manyhands.native.closeable import Closeable
 from manyhands.native.group.shared_group import SharedGroup, SharedGroupFiles, warm
 from manyhands.native.threads import use_threads
-from manyhands.observe.record.blackbox import BlackBoxes
-from manyhands.observe.record.event_ring import EventRing
+from manyhands.observe.record.event_ring import BlackBoxes, EventRing
 from manyhands.observe.record.events import EventKind
 from manyhands.observe.record.recorded import role_name
 from manyhands.places.local.context import RoleContext
-from manyhands.places.local.cores import threads_per_role
+from manyhands.places.local.host import threads_per_role
 from manyhands.strategy import Strategy
 from manyhands.transport.link.interface import Link
 from manyhands.transport.link.mesh import Mesh, mesh_kind
@@ -144,7 +143,6 @@ class ProcessTraining(Training):
         return f"{kind}-{number}"
 
     def _result(self, finished: Sequence[Mapping[str, Any]], observed: Mapping[str, Any]) -> Result:
-        """The result from the workers' final reports, worker 0 first."""
         samples, besides = self.gather(finished)
         return Result(
             model=self._model,
@@ -275,14 +273,13 @@ class ProcessTraining(Training):
 
 
 def watched(deadline_s: float, rings: Sequence[EventRing]) -> Watched:
-    """What the watchdog of a run observes."""
     from manyhands.places.local.watchdog import Watched
 
     boxes = BlackBoxes(dict(enumerate(rings)))
     return Watched(deadline_s=deadline_s, count_events=boxes.counts, last_events=boxes.last)
 
 
-class WorkerFiles:
+class WorkerFiles(Closeable):
     """The resources that the workers of a run share, in the process that starts them; a context manager."""
 
     def __init__(self, workers: int, strategy: Strategy) -> None:
@@ -293,7 +290,7 @@ class WorkerFiles:
             self.group = stack.enter_context(SharedGroupFiles.create(workers))
             self.rings = [stack.enter_context(EventRing.create(role=rank)) for rank in range(world)]
             self._mesh: Mesh | None = None
-            if strategy.uses_links:
+            if strategy.facts.uses_links:
                 self._mesh = stack.enter_context(mesh_kind(network=strategy.uses_network)(world))
             self._weights = os.memfd_create("manyhands:weights", os.MFD_CLOEXEC)
             stack.callback(os.close, self._weights)
@@ -302,7 +299,6 @@ class WorkerFiles:
             self._stack = stack.pop_all()
 
     def descriptors(self, rank: int) -> dict[str, int]:
-        """The descriptors that the process of `rank` inherits, by name."""
         links = {}
         if self._mesh is not None:
             links = {
@@ -326,24 +322,13 @@ class WorkerFiles:
             self._mesh.close()  # a lifeline kept open here would hide the death
 
     def read_weights(self) -> dict[str, torch.Tensor]:
-        """The final weights that worker 0 left."""
         return read_tensors(Path(f"/proc/self/fd/{self._weights}"))
 
     def close(self) -> None:
-        """Release all resources; idempotent."""
         self._stack.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _work(context: RoleContext, job: WorkerJob, training: type[ProcessTraining]) -> Mapping[str, Any]:
-    """Run a worker process, from joining to its report."""
     joined = time.monotonic_ns()
     use_threads(job.threads)
     with ExitStack() as stack:
@@ -368,7 +353,6 @@ def _work(context: RoleContext, job: WorkerJob, training: type[ProcessTraining])
 
 
 def _help(context: RoleContext, job: WorkerJob, training: type[ProcessTraining]) -> Mapping[str, Any]:
-    """Run a helper's process."""
     joined = time.monotonic_ns()
     use_threads(job.threads)
     with EventRing.attach(context.descriptor("events")) as ring:
@@ -380,7 +364,6 @@ def _help(context: RoleContext, job: WorkerJob, training: type[ProcessTraining])
 
 
 def _report(trained: Trained, told: Mapping[str, Any]) -> dict[str, Any]:
-    """A worker's final report."""
     return {
         "steps_done": trained.steps_done,
         "samples": trained.samples,

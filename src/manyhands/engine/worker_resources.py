@@ -10,8 +10,8 @@ from torch._C._distributed_c10d import Store
 
 from manyhands.errors import UserError
 from manyhands.native.group.shared_group import SharedGroup
-from manyhands.transport.link.alarm import Alarm
 from manyhands.transport.link.interface import Link
+from manyhands.transport.liveness import Alarm
 
 __all__ = ["Resources"]
 

@@ -24,8 +24,7 @@ from manyhands.engine.dynamo import optimizer_of
 from manyhands.errors import UserError
 from manyhands.facts import LayerFootprint, ModelFootprint
 from manyhands.strategies.common.sharding.layer_units import Unit, units_of
-from manyhands.strategies.common.sharding.optimizers import is_elementwise
-from manyhands.strategies.common.sharding.state_sizes import kept_by
+from manyhands.strategies.common.sharding.optimizers import is_elementwise, kept_by
 from manyhands.task import Task
 
 __all__ = ["Estimate", "Tell", "estimate"]
@@ -42,11 +41,8 @@ class Estimate:
     """The memory that a model needs, and how it was determined."""
 
     footprint: ModelFootprint
-    how: str
-    """Where the number of bytes of activations comes from, as a part of a sentence."""
-
-    model: nn.Module
-    """The task's, whose tensors may have no memory."""
+    how: str  # where the number of bytes of activations comes from, as a part of a sentence
+    model: nn.Module  # the task's, whose tensors may have no memory
 
 
 def estimate(task: Task, tell: Tell = lambda _: None) -> Estimate:

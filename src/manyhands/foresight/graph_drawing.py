@@ -7,6 +7,7 @@ arrow is what one module passes on to another; one between two places is thick, 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from importlib.resources import files
 from typing import Final
 from xml.sax.saxutils import escape
 
@@ -20,21 +21,7 @@ _HEAD: Final = ("module", "kind", "parameters", "output", "bytes", "place")
 _WIDTH, _LEFT, _BOX, _HIGH, _GAP = 900, 20, 460, 40, 34
 _TOP, _LINE, _LANE, _LANES = 64, 18, 16, 6  # tracks: how far to the right an arrow around other boxes goes
 _COLOURS: Final = 8
-_STYLE: Final = """
-:root { color-scheme: light dark; }
-svg { --paper: #ffffff; --ink: #1f2328; --faint: #59636e; --line: #8c959f; --cut: #cf222e;
-  --p0: #ddf4ff; --p1: #fff1e5; --p2: #dafbe1; --p3: #fbefff; --p4: #fff8c5; --p5: #e6e9ff; --p6: #f3ece6;
-  --p7: #eceff2; font: 13px system-ui, sans-serif; font-variant-numeric: tabular-nums; }
-@media (prefers-color-scheme: dark) {
-  svg { --paper: #0d1117; --ink: #e6edf3; --faint: #9198a1; --line: #6e7681; --cut: #ff7b72;
-    --p0: #12314f; --p1: #4a2c10; --p2: #12361f; --p3: #3a2050; --p4: #3d3408; --p5: #262d5c; --p6: #3a2e24;
-    --p7: #2a3038; }
-}
-.paper { fill: var(--paper); } text { fill: var(--ink); } .faint { fill: var(--faint); font-size: 12px; }
-.title { font-size: 15px; font-weight: 600; } .name { font-weight: 600; } .box { stroke: var(--line); }
-.edge { fill: none; stroke: var(--line); } .cut { stroke: var(--cut); stroke-width: 2.5; }
-.tip { fill: var(--line); } .cuttip { fill: var(--cut); } .bytes { fill: var(--cut); font-weight: 600; }
-"""
+_STYLE: Final = files("manyhands.foresight").joinpath("graph.css").read_text()
 
 
 def graph_text(graph: Graph, places: Sequence[str]) -> str:
@@ -57,7 +44,7 @@ def graph_svg(graph: Graph, places: Sequence[str], title: str) -> str:
     body = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" '
         f'height="{height}" role="img" aria-label="{escape(title, {chr(34): "&quot;"})}">',
-        f"<style>{_STYLE}</style>",
+        f"<style>\n{_STYLE}</style>",
         '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" '
         'markerUnits="userSpaceOnUse" orient="auto"><path class="tip" d="M0,0L8,4L0,8z"/></marker>'
         '<marker id="cuttip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="11" markerHeight="11" '

@@ -63,8 +63,7 @@ class _Buckets:
     """One worker's end of the hook: the codec state of its buckets."""
 
     def __init__(self, codec: ParcelCodec, seed: int, start: int) -> None:
-        self._codec = codec
-        self._seed = seed
+        self._codec, self._seed = codec, seed
         self._as_they_are = start  # steps
         self._step = 0
 
@@ -88,12 +87,16 @@ class _Buckets:
         values = buffer.detach().to("cpu", copy=True).div_(world)
         if as_it_is or not encodes(self._codec, parcel):
             buffer.div_(world)
-            return _whole(dist.all_reduce(buffer, group=group, async_op=True), buffer)
+            work: Any = dist.all_reduce(buffer, group=group, async_op=True)
+            whole: Future[torch.Tensor] = work.get_future().then(lambda _: buffer)
+            return whole
         feedback = self._codec if isinstance(self._codec, ErrorFeedback) else None
         codec = feedback.inner if feedback is not None else self._codec
         if isinstance(codec, PowerSgd):
             sum_factors(codec, feedback, parcel, values, lambda part: dist.all_reduce(part, group=group))
-            return _done(values.to(buffer.device))
+            done: Future[torch.Tensor] = Future()
+            done.set_result(values.to(buffer.device))
+            return done
         return self._gather(parcel, values, buffer, group)
 
     def _gather(
@@ -126,7 +129,6 @@ class _Buckets:
 
 
 def _parcel_of(bucket: GradBucket) -> Parcel:
-    """A bucket's place among all of them, and the matrices in it."""
     buffer = bucket.buffer()
     whole = Parcel.whole(bucket.index(), buffer.numel(), buffer.dtype)
     matrices, first = [], buffer.data_ptr()
@@ -135,14 +137,3 @@ def _parcel_of(bucket: GradBucket) -> Parcel:
             begin = (gradient.data_ptr() - first) // buffer.element_size()
             matrices.append(Matrix(begin, gradient.shape[0], gradient.numel() // gradient.shape[0]))
     return replace(whole, matrices=tuple(matrices))
-
-
-def _whole(work: Any, buffer: torch.Tensor) -> Future[torch.Tensor]:
-    future: Future[torch.Tensor] = work.get_future().then(lambda _: buffer)
-    return future
-
-
-def _done(result: torch.Tensor) -> Future[torch.Tensor]:
-    future: Future[torch.Tensor] = Future()
-    future.set_result(result)
-    return future

@@ -31,7 +31,6 @@ class Counter:
         return int(_load(self.address))
 
     def set(self, value: int) -> None:
-        """Set the number."""
         _store(self.address, value)
 
     def add(self, value: int = 1) -> int:

@@ -16,13 +16,10 @@ from numba.core.ccallback import CFunc
 from numba.core.registry import CPUDispatcher
 
 from manyhands.native.cache_folder import folder_of
-from manyhands.native.import_numba import import_numba
 
 __all__ = ["cfunc", "helper", "inlined", "njit"]
 
 Function = Callable[..., Any]
-
-import_numba()
 
 
 def njit(signature: Any = None, *, cache: bool = False, **options: Any) -> Callable[[Function], Any]:

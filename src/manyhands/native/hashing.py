@@ -24,7 +24,6 @@ _MASK = (1 << 64) - 1
 
 
 def warm() -> None:
-    """Compile, by hashing nothing."""
     xxh64(np.empty(0, np.uint8))
 
 

@@ -11,12 +11,12 @@ import ctypes
 import mmap
 import os
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from manyhands.errors import OutOfSharedMemory
+from manyhands.native.closeable import Closeable
 
 if TYPE_CHECKING:
     import torch
@@ -49,7 +49,7 @@ def available_bytes() -> int:
     return room
 
 
-class Segment:
+class Segment(Closeable):
     """Shared memory mapped into this process; a context manager, `close` is idempotent.
 
     `create` makes a new one, `attach` maps one whose descriptor this process holds. The mapping is readable and
@@ -103,7 +103,6 @@ class Segment:
         return memoryview(self._map)[offset:end]
 
     def array(self, offset: int, count: int, dtype: np.dtype | type) -> np.ndarray:
-        """A numpy array of `count` items at `offset`."""
         if count == 0 or self._map is None:
             return np.empty(0, dtype)
         return np.frombuffer(self._map, dtype, count, offset)
@@ -128,17 +127,6 @@ class Segment:
             except BufferError:  # a tensor still points here: the mapping goes with the last one
                 pass
             self._map = None
-
-    def __enter__(self) -> Segment:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def reserve(descriptor: int, num_bytes: int, purpose: str, kept_bytes: int = 0) -> None:

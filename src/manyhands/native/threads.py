@@ -39,7 +39,6 @@ def choose_functions() -> None:
 
 
 def use_threads(count: int) -> None:
-    """Have torch compute with `count` threads from here on."""
     choose_functions()
     torch.set_num_threads(count)
 

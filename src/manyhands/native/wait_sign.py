@@ -47,7 +47,6 @@ class LongWait:
 
     @property
     def is_long(self) -> bool:
-        """Whether the wait is long enough to be published."""
         return time.monotonic_ns() - self._began_ns >= LONG_WAIT_NS
 
     def goes_on(self, peer: int) -> None:
@@ -82,5 +81,4 @@ def put_up(sign: int, peer: int, since_ns: int) -> None:
 
 @njit("void(int64)", nogil=True, cache=True)
 def take_down(sign: int) -> None:
-    """Clear the marker."""
     store_i64(sign + _PEER, 0)

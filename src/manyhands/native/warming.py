@@ -18,14 +18,25 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from manyhands.native.cache_folder import cache_folder
-from manyhands.native.sources import digest_of, module_file
+from manyhands.native.sources import digest_of, imported_files, module_file
 
-__all__ = ["FAMILIES", "JOBS", "CompileJob", "missing_jobs", "prepare", "run_jobs", "spent_s"]
+__all__ = [
+    "FAMILIES",
+    "JOBS",
+    "CompileJob",
+    "job_named",
+    "jobs_of",
+    "missing_jobs",
+    "prepare",
+    "run_jobs",
+    "spent_s",
+]
 
 _PATIENCE_S = 600.0
 _SHOWN_EVERY_S = 1.0
@@ -52,7 +63,7 @@ JOBS: Mapping[str, CompileJob] = {
         (
             "manyhands.observe.record.event_ring:warm",
             "manyhands.transport.link.byte_ring",
-            "manyhands.transport.link.heartbeats",
+            "manyhands.transport.heartbeats",
             "manyhands.places.local.status",
             "manyhands.places.local.sentinel",
             "manyhands.native.counters",
@@ -61,19 +72,6 @@ JOBS: Mapping[str, CompileJob] = {
     ),
     "libsvm": CompileJob(("manyhands.data.row_files:warm_libsvm",)),
     "vowpal": CompileJob(("manyhands.data.row_files:warm_vowpal",)),
-    "logreg": CompileJob(("manyhands.workloads.logreg.logreg_kernels:warm",), after="waiting"),
-    "svd": CompileJob(("manyhands.workloads.svd.product_kernels:warm",)),
-    "boosting_rows": CompileJob(
-        ("manyhands.workloads.gbdt.bin_kernels:warm", "manyhands.workloads.gbdt.predict_kernels:warm")
-    ),
-    "boosting_histograms": CompileJob(("manyhands.workloads.gbdt.histogram_kernels:warm",)),
-    "boosting_splits": CompileJob(("manyhands.workloads.gbdt.split_kernels:warm",)),
-    "words": CompileJob(("manyhands.workloads.glove.word_table:warm",)),
-    "counting": CompileJob(
-        ("manyhands.workloads.glove.count_kernels:warm", "manyhands.workloads.glove.shuffle_kernels:warm")
-    ),
-    "glove": CompileJob(("manyhands.workloads.glove.glove_kernels:warm",), after="waiting"),
-    "glove_in_order": CompileJob(("manyhands.workloads.glove.glove_kernels:warm_in_order",), after="waiting"),
     "codecs": CompileJob(
         tuple(
             f"manyhands.wire.kernels.{name}"
@@ -94,27 +92,19 @@ JOBS: Mapping[str, CompileJob] = {
     "c10d": CompileJob(
         (
             "manyhands.transport.hub.areas",
-            "manyhands.interop.c10d.layout_rounds",
-            "manyhands.interop.c10d.compiled_allreduce",
-            "manyhands.interop.c10d.exchange",
+            "manyhands.interop.c10d.compiled_calls",
         ),
         after="group",
     ),
 }
 
-_CORE = ("waiting", "group", "records")
 FAMILIES: Mapping[str, tuple[str, ...]] = {
-    "fit": (*_CORE, "reductions", "reductions_double", "hashing"),
+    "fit": ("waiting", "group", "records", "reductions", "reductions_double", "hashing"),
     "codecs": ("codecs",),
-    "logreg": (*_CORE, "libsvm", "logreg"),
-    "svd": (*_CORE, "reductions_double", "libsvm", "svd"),
-    "gbdt": (*_CORE, "libsvm", "boosting_rows", "boosting_histograms", "boosting_splits"),
     "libsvm": ("libsvm",),
     "vowpal": ("vowpal",),
-    "glove": (*_CORE, "words", "counting", "glove"),
-    "all": tuple(JOBS),
 }
-"""What each kind of run needs."""
+"""What each kind of run needs; that of a workload is in its entry in workloads/registry.py."""
 
 
 def prepare(*families: str) -> float:
@@ -149,16 +139,61 @@ def spent_s() -> float:
 
 def missing_jobs(*families: str) -> list[str]:
     """The jobs of these families that have not been done here, with the sources as they are."""
-    needed = dict.fromkeys(job for family in families for job in FAMILIES[family])
-    return [job for job in needed if not _mark(job).exists()]
+    return [job for job in jobs_of(*families) if not _mark(job).exists()]
+
+
+def jobs_of(*families: str) -> list[str]:
+    """The jobs of these families, each once: a kind of run, a workload's name, or `all`."""
+    # The registry is a table of names, which is read from below.
+    from manyhands.workloads.registry import WORKLOADS
+
+    found: list[str] = []
+    for family in families:
+        if family == "all":
+            found += [*JOBS, *(job for name in WORKLOADS for job in _workload_jobs(name))]
+        elif family in FAMILIES:
+            found += FAMILIES[family]
+        else:
+            needed = _workload(family)
+            found += [*needed.uses, *map(partial(_job_name, family), needed.kernels)]
+    return list(dict.fromkeys(found))
+
+
+def job_named(name: str) -> CompileJob:
+    """One of `JOBS`, or of a workload."""
+    return JOBS[name] if name in JOBS else _workload_jobs(name.rpartition(".")[0])[name]
+
+
+def _workload(name: str) -> Any:
+    from manyhands.workloads.registry import WORKLOADS, find
+
+    found = WORKLOADS.get(name) or find(name)
+    assert found is not None, f"no workload {name}"
+    return found
+
+
+@cache
+def _workload_jobs(name: str) -> dict[str, CompileJob]:
+    """Each kernel of a workload is a job, which comes after the one of waiting where its code calls that."""
+    workload, waiting = _workload(name), module_file("manyhands.native.waiting")
+    found = {}
+    for call in (*workload.kernels, *workload.rare_kernels):
+        file = module_file(call.partition(":")[0])
+        waits = file is not None and waiting in imported_files(file)
+        found[_job_name(name, call)] = CompileJob((call,), after="waiting" if waits else None)
+    return found
+
+
+def _job_name(workload: str, call: str) -> str:
+    module, _, function = call.partition(":")
+    return f"{workload}.{module.rpartition('.')[2]}{'' if function == 'warm' else f'-{function}'}"
 
 
 @cache
 def _mark(job: str) -> Path:
-    """The file that marks a job as done."""
     root = cache_folder()
     assert root is not None, "the callers have asked"
-    files = [module_file(call.partition(":")[0]) for call in JOBS[job].calls]
+    files = [module_file(call.partition(":")[0]) for call in job_named(job).calls]
     sources = digest_of([file for file in files if file is not None])
     digest = hashlib.sha256(_machine() + sources.encode()).hexdigest()[:16]
     return root / f"{job}-{digest}.done"
@@ -249,7 +284,9 @@ def run_jobs(names: Sequence[str], slots: int) -> list[str]:
     running: dict[int, str] = {}
     while waiting or running:
         ready = [
-            name for name in waiting if JOBS[name].after in (None, *done) or JOBS[name].after not in names
+            name
+            for name in waiting
+            if (after := job_named(name).after) is None or after in done or after not in names
         ]
         while ready and len(running) < slots:
             name = ready.pop(0)
@@ -269,7 +306,7 @@ def _fork(name: str) -> int:
         return pid
     status = 1
     try:
-        _compile(JOBS[name])
+        _compile(job_named(name))
         _mark(name).touch()
         status = 0
     except BaseException:
@@ -292,7 +329,6 @@ def _tell(line: str) -> None:
 
 
 def _something(value: int) -> int:
-    """Something to compile."""
     return abs(value)
 
 

@@ -16,8 +16,8 @@ import torch
 from manyhands.errors import format_bytes
 from manyhands.native.cache_folder import cache_folder
 from manyhands.native.segment import available_bytes
-from manyhands.native.warming import JOBS, missing_jobs
-from manyhands.transport.link.torch_groups import nccl_version
+from manyhands.native.warming import jobs_of, missing_jobs
+from manyhands.transport.link.torch_p2p import nccl_version
 
 __all__ = ["DoctorVerdict", "Finding", "examine"]
 
@@ -43,7 +43,6 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """Look at cores, memory, accelerators and engines."""
     return [
         _python(),
         _cores(),
@@ -158,11 +157,11 @@ def _kernels() -> Finding:
             found="no folder to keep compiled code in",
             advice="every run compiles again; set NUMBA_CACHE_DIR to a folder of your own",
         )
-    missing = missing_jobs("all")
+    every, missing = jobs_of("all"), missing_jobs("all")
     return Finding(
         subject="kernels",
         verdict=DoctorVerdict.NOTE if missing else DoctorVerdict.GOOD,
-        found=f"{len(JOBS) - len(missing)} of {len(JOBS)} groups compiled, in {place}",
+        found=f"{len(every) - len(missing)} of {len(every)} groups compiled, in {place}",
         advice="the others are compiled when they are needed, or now with manyhands doctor --warm"
         if missing
         else "",

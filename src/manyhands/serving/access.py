@@ -19,8 +19,7 @@ from dataclasses import dataclass, field
 
 __all__ = ["Guard", "GuardRefusal"]
 
-READING = ("GET", "HEAD")
-"""Methods of what is shown."""
+READING = ("GET", "HEAD")  # methods of what is shown
 
 _DOES = {"GET": "shows", "POST": "answers what it is sent"}
 _HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([\w.-]+))(?::[0-9]{0,5})?", re.ASCII)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from bisect import insort_left
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from manyhands.errors import UserError
@@ -31,16 +31,12 @@ __all__ = ["BatchAction", "BatchLimits", "Dispatch", "KillReplica", "RefuseReque
 class BatchLimits:
     """Limits of batches and of the queue; validated on construction."""
 
-    batch: int = 64
-    """Inputs in a batch; a request that has more is a batch of its own."""
-    wait_s: float = 0.002
-    """How long a request waits for others to fill a batch."""
-    waiting: int = 4096
-    """Inputs that may wait; a request that would make them more is refused."""
+    batch: int = 64  # inputs in a batch; a request that has more is a batch of its own
+    wait_s: float = 0.002  # how long a request waits for others to fill a batch
+    waiting: int = 4096  # inputs that may wait; a request that would make them more is refused
     deadline_s: float = 30.0
     """From a request to its answer, and the longest that a worker may compute one batch."""
-    tries: int = 2
-    """Workers that a request may lose."""
+    tries: int = 2  # workers that a request may lose
 
     def __post_init__(self) -> None:
         for name in ("batch", "waiting", "tries"):
@@ -84,26 +80,14 @@ class _Request:
     number: int
     size: int
     asked_at: float
-    lost: int = 0
-    """Workers that died while they had it."""
+    lost: int = 0  # workers that died while they had it
 
 
 @dataclass(slots=True)
 class _Busy:
-    requests: deque[_Request]
-    """Those that still want their answer, the oldest first."""
-    until: float
-    """When it is killed."""
+    requests: deque[_Request]  # those that still want their answer, the oldest first
+    until: float  # when it is killed
     killed: bool = False
-
-
-@dataclass(slots=True)
-class _Held:
-    """The queue, oldest first, and the busy workers."""
-
-    queue: deque[_Request] = field(default_factory=deque)
-    free: deque[int] = field(default_factory=deque)
-    busy: dict[int, _Busy] = field(default_factory=dict)
 
 
 class Dispatch:
@@ -111,45 +95,29 @@ class Dispatch:
 
     def __init__(self, limits: BatchLimits) -> None:
         self.limits = limits
-        self._held = _Held()
-        self._waiting_inputs = 0
-
-    @property
-    def waiting_inputs(self) -> int:
-        """The number of inputs in the queue."""
-        return self._waiting_inputs
-
-    @property
-    def busy(self) -> frozenset[int]:
-        """The workers that are computing."""
-        return frozenset(self._held.busy)
-
-    @property
-    def free_workers(self) -> frozenset[int]:
-        """The workers that wait for requests."""
-        return frozenset(self._held.free)
+        self._queue: deque[_Request] = deque()  # the oldest first
+        self.free_workers: deque[int] = deque()
+        self.busy: dict[int, _Busy] = {}  # by worker
+        self.waiting_inputs = 0  # in the queue
 
     def asked(self, number: int, size: int, now: float) -> list[BatchAction]:
-        """A request of `size` inputs has arrived."""
-        if self._waiting_inputs and self._waiting_inputs + size > self.limits.waiting:
-            sentence = f"{self._waiting_inputs} inputs wait already; try again in a moment."
+        if self.waiting_inputs and self.waiting_inputs + size > self.limits.waiting:
+            sentence = f"{self.waiting_inputs} inputs wait already; try again in a moment."
             return [RefuseRequest(number, 503, sentence)]
-        self._held.queue.append(_Request(number, size, now))
-        self._waiting_inputs += size
+        self._queue.append(_Request(number, size, now))
+        self.waiting_inputs += size
         return self.look(now)
 
     def free(self, worker: int, now: float) -> list[BatchAction]:
-        """A worker has started, or has answered its batch."""
-        self._held.busy.pop(worker, None)
-        self._held.free.append(worker)
+        self.busy.pop(worker, None)
+        self.free_workers.append(worker)
         return self.look(now)
 
     def gone(self, worker: int, now: float) -> list[BatchAction]:
         """A worker has died: requeue its requests, unless past the deadline or out of tries."""
-        held = self._held
-        if worker in held.free:
-            held.free.remove(worker)
-        lost = held.busy.pop(worker, None)
+        if worker in self.free_workers:
+            self.free_workers.remove(worker)
+        lost = self.busy.pop(worker, None)
         actions: list[BatchAction] = []
         for request in reversed(lost.requests if lost is not None else ()):
             request.lost += 1
@@ -157,74 +125,63 @@ class Dispatch:
                 sentence = f"{request.lost} workers died while they computed this; it was given up."
                 actions.append(RefuseRequest(request.number, 503, sentence))
             else:
-                insort_left(held.queue, request, key=lambda one: one.asked_at)
-                self._waiting_inputs += request.size
+                insort_left(self._queue, request, key=lambda one: one.asked_at)
+                self.waiting_inputs += request.size
         return [*actions, *self.look(now)]
 
     def look(self, now: float) -> list[BatchAction]:
-        """Return the actions that are due at `now`."""
-        return [*self._too_late(now), *self._stuck(now), *self._batches(now)]
+        actions = self._too_late(now)
+        for worker, busy in self.busy.items():
+            if not busy.killed and now >= busy.until:
+                busy.killed = True
+                actions.append(KillReplica(worker))
+        return [*actions, *self._batches(now)]
 
     @property
     def wakes_at(self) -> float | None:
         """Return when the next action is due without a further event; None: never."""
-        held, limits = self._held, self.limits
-        times = [one.until for one in held.busy.values() if not one.killed]
-        times += [one.requests[0].asked_at + limits.deadline_s for one in held.busy.values() if one.requests]
-        if held.queue:
-            oldest = held.queue[0]
-            times.append(oldest.asked_at + (limits.wait_s if held.free else limits.deadline_s))
+        limits = self.limits
+        times = [one.until for one in self.busy.values() if not one.killed]
+        times += [one.requests[0].asked_at + limits.deadline_s for one in self.busy.values() if one.requests]
+        if self._queue:
+            oldest = self._queue[0]
+            times.append(oldest.asked_at + (limits.wait_s if self.free_workers else limits.deadline_s))
         return min(times, default=None)
 
     def _too_late(self, now: float) -> list[BatchAction]:
-        held, within, actions = self._held, f"within {self.limits.deadline_s:g} s", list[BatchAction]()
-        while held.queue and self._is_late(held.queue[0], now):
+        within, actions = f"within {self.limits.deadline_s:g} s", list[BatchAction]()
+        before = now - self.limits.deadline_s
+        while self._queue and self._queue[0].asked_at <= before:
             sentence = f"No worker was free {within}; try again later."
             actions.append(RefuseRequest(self._taken().number, 503, sentence))
-        for busy in held.busy.values():
-            while busy.requests and self._is_late(busy.requests[0], now):
+        for busy in self.busy.values():
+            while busy.requests and busy.requests[0].asked_at <= before:
                 sentence = (
                     f"The answer was not computed {within}; ask for less at a time, or try again later."
                 )
                 actions.append(RefuseRequest(busy.requests.popleft().number, 503, sentence))
         return actions
 
-    def _is_late(self, request: _Request, now: float) -> bool:
-        return now >= request.asked_at + self.limits.deadline_s
-
-    def _stuck(self, now: float) -> list[BatchAction]:
-        actions: list[BatchAction] = []
-        for worker, busy in self._held.busy.items():
-            if not busy.killed and now >= busy.until:
-                busy.killed = True
-                actions.append(KillReplica(worker))
-        return actions
-
     def _batches(self, now: float) -> list[BatchAction]:
-        held, actions = self._held, list[BatchAction]()
-        while held.queue and held.free and self._is_due(now):
-            worker, batch = held.free.popleft(), self._next_batch()
-            held.busy[worker] = _Busy(batch, now + self.limits.deadline_s)
+        actions: list[BatchAction] = []
+        while self._queue and self.free_workers:
+            oldest, limits = self._queue[0], self.limits
+            is_full = self.waiting_inputs >= limits.batch
+            if not (oldest.lost or is_full or now >= oldest.asked_at + limits.wait_s):
+                break
+            batch = deque([self._taken()])
+            size = batch[0].size
+            while not oldest.lost and self._queue and not self._queue[0].lost:
+                if size + self._queue[0].size > limits.batch:
+                    break
+                batch.append(self._taken())
+                size += batch[-1].size
+            worker = self.free_workers.popleft()
+            self.busy[worker] = _Busy(batch, now + limits.deadline_s)
             actions.append(SendBatch(worker, tuple(one.number for one in batch)))
         return actions
 
-    def _is_due(self, now: float) -> bool:
-        oldest = self._held.queue[0]
-        return (
-            oldest.lost > 0
-            or self._waiting_inputs >= self.limits.batch
-            or now >= oldest.asked_at + self.limits.wait_s
-        )
-
-    def _next_batch(self) -> deque[_Request]:
-        batch = deque([self._taken()])
-        size, queue = batch[0].size, self._held.queue
-        while not batch[0].lost and queue and not queue[0].lost and size + queue[0].size <= self.limits.batch:
-            batch.append(self._taken())
-            size += batch[-1].size
-        return batch
-
     def _taken(self) -> _Request:
-        request = self._held.queue.popleft()
-        self._waiting_inputs -= request.size
+        request = self._queue.popleft()
+        self.waiting_inputs -= request.size
         return request

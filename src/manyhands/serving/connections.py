@@ -24,11 +24,9 @@ from uvicorn.server import ServerState
 
 __all__ = ["ACCEPTED_AT_ONCE", "MAX_CONNECTIONS", "REQUEST_S", "Admission", "connections_of", "room_here"]
 
-MAX_CONNECTIONS = 64
-"""Connections of a page's server, where its process has descriptors to spare."""
+MAX_CONNECTIONS = 64  # connections of a page's server, where its process has descriptors to spare
 
-ACCEPTED_AT_ONCE = 8
-"""Connections that are accepted before the first of them is admitted."""
+ACCEPTED_AT_ONCE = 8  # connections that are accepted before the first of them is admitted
 
 REQUEST_S = 3.0
 """How long a request may take to come: from the connection, or from the end of the answer before it."""
@@ -57,13 +55,11 @@ class Admission(Generic[Who]):
         return oldest
 
     def know(self, who: Who) -> None:
-        """Mark a connection as authenticated."""
         if who in self._pending:
             del self._pending[who]
             self._known.add(who)
 
     def gone(self, who: Who) -> None:
-        """Remove a connection that has ended."""
         self._pending.pop(who, None)
         self._known.discard(who)
 
@@ -81,7 +77,6 @@ def room_here(most: int = MAX_CONNECTIONS, share: int = _SHARE) -> int:
 
 
 def connections_of(admission: Admission[Any]) -> Callable[..., asyncio.Protocol]:
-    """Return the uvicorn protocol factory for a server with these admission rules."""
     return partial(_Connection, admission)
 
 

@@ -11,7 +11,6 @@ import math
 import warnings
 
 import torch
-from torch import nn
 
 from manyhands.data.store.atomic import write_atomically
 from manyhands.errors import ManyhandsError, UserError
@@ -52,7 +51,7 @@ def export_program(asked: ExportAsked) -> Export:
         precision="fp32",
         steps=trained_steps(asked.run),
         num_bytes=len(content),
-        full_bytes=_weight_bytes(predictor.model),
+        full_bytes=sum(value.nbytes for value in predictor.model.state_dict().values()),
         largest_difference=difference,
     )
 
@@ -64,7 +63,7 @@ def _written(predictor: ModulePredictor[object]) -> bytes:
         made = torch.export.export(
             predictor.model,
             (predictor.example_batch(_MADE_FROM),),
-            dynamic_shapes=predictor.dynamic_shapes,
+            dynamic_shapes=({0: torch.export.Dim("batch")},),
         )
         torch.export.save(made, stream)
     return stream.getvalue()
@@ -79,7 +78,3 @@ def _largest_difference(predictor: ModulePredictor[object], content: bytes) -> f
             difference = (program(batch) - predictor.model(batch)).abs().max().item()
             largest = max(largest, math.inf if math.isnan(difference) else difference)
     return largest
-
-
-def _weight_bytes(model: nn.Module) -> int:
-    return sum(value.nbytes for value in model.state_dict().values())

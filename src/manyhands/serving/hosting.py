@@ -7,13 +7,17 @@ import logging
 import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from manyhands.errors import ManyhandsError, UserError
+from manyhands.observe.analyse.view import RunView
 from manyhands.serving.access import Guard
-from manyhands.transport.link.secure import is_loopback
+from manyhands.serving.page_app import PageApp, require_web
+from manyhands.transport.security import is_loopback
 
-__all__ = ["LOOPBACK", "Listening", "WebThread"]
+__all__ = ["LOOPBACK", "Dashboard", "Listening", "WebThread"]
+
 
 LOOPBACK = "127.0.0.1"
 _log = logging.getLogger("manyhands")
@@ -28,8 +32,7 @@ class Listening:
     """A listening socket, its guard, and the URL with the guard's token."""
 
     def __init__(self, host: str, port: int, what: str) -> None:
-        self.what = what
-        """What messages call it."""
+        self.what = what  # what messages call it
         self.socket = _listen(host, port, what)
         names = {host} if is_loopback(host) else {host, socket.gethostname()}
         self.guard = Guard(names=frozenset(map(str.lower, names)), any_address=not is_loopback(host))
@@ -111,3 +114,51 @@ def _listen(host: str, port: int, what: str) -> socket.socket:
         raise UserError(
             f"{what} cannot listen on {host}:{port} ({error.strerror}); port 0 takes a free one"
         ) from error
+
+
+_FAREWELL_S = 3.0
+
+
+class Dashboard:
+    """Serves views of a run while entered; `url` includes the token. A context manager.
+
+    On exit every open page gets the newest state and `farewell`, within at most three seconds; then the server stops,
+    and the pages keep their content.
+    """
+
+    def __init__(
+        self,
+        source: Callable[[], RunView],
+        metrics: Callable[[RunView], str],
+        *,
+        host: str = LOOPBACK,
+        port: int = 0,
+        farewell: str = "the server has ended",
+    ) -> None:
+        require_web()
+        self._listening = Listening(host, port, "the live page")
+        self._app = PageApp(source, self._listening.guard, metrics)
+        self._farewell = farewell
+        self.url = self._listening.url
+
+    def __enter__(self) -> Dashboard:
+        from manyhands.serving.connections import room_here
+
+        self._web = WebThread(self._app, self._listening, room_here())
+        self._web.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._app.end(self._farewell)
+        deadline = time.monotonic() + _FAREWELL_S
+        while self.num_pages and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
+        self.stop()
+
+    @property
+    def num_pages(self) -> int:
+        return self._app.num_streams
+
+    def stop(self) -> None:
+        """Stop at once, without notifying open pages."""
+        self._web.stop()

@@ -20,7 +20,7 @@ from typing import Any
 
 from manyhands.errors import format_bytes
 from manyhands.observe.analyse.serving_view import Answered, ServingTally
-from manyhands.serving.access import Guard, GuardRefusal
+from manyhands.serving.access import Guard
 from manyhands.serving.model_replica import MAX_FRAME_BYTES
 from manyhands.serving.page_app import SECURE_HEADERS, PageApp
 from manyhands.serving.switchboard import Switchboard
@@ -41,14 +41,11 @@ class BodyLimits:
 
     num_bytes: int = 8 << 20
     inputs: int = 1024
-    slowest_s: float = 10.0
-    """How long a body may take to come."""
+    slowest_s: float = 10.0  # how long a body may take to come
     held_bytes: int = MAX_FRAME_BYTES // 2
     """Of all requests that have no answer yet; what fits here fits into one batch, too."""
-    refused_bytes: int = 64 << 20
-    """That are still taken in, and dropped, after a request was refused."""
-    refused_s: float = 3.0
-    """For how long."""
+    refused_bytes: int = 64 << 20  # that are still taken in, and dropped, after a request was refused
+    refused_s: float = 3.0  # for how long
 
 
 class RequestRefused(Exception):
@@ -75,7 +72,6 @@ class ModelApp:
         self._held_bytes = 0
 
     async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: SendMessage) -> None:
-        """Handle one ASGI request."""
         if scope["type"] != "http" or scope["path"] != PREDICT:
             await self._page(scope, receive, send)
             return
@@ -83,7 +79,8 @@ class ModelApp:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         refused = self._guard.refusal(scope["method"], headers, methods=_POST)
         if refused is not None:  # of an unknown peer, and not counted
-            reply = _Reply(refused.status, _error(refused.sentence), _extra(refused))
+            allow = {"allow": "POST"} if refused.status == 405 else {}
+            reply = _Reply(refused.status, _error(refused.sentence), allow)
             await self._refuse_unread(reply, receive, send)
             return
         scope.get("state", {}).get("know", lambda: None)()
@@ -101,7 +98,8 @@ class ModelApp:
         self._tally.answered(Answered(time.monotonic(), time.monotonic() - begun, status, size))
         reply = _Reply(status, answer, {"retry-after": "1"} if status == 503 else {})
         if body.is_whole:
-            await _respond(send, reply)
+            await _begin(send, reply, {})
+            await send({"type": "http.response.body", "body": reply.body})
         else:
             await self._refuse_unread(reply, receive, send)
 
@@ -111,8 +109,8 @@ class ModelApp:
         too_large = RequestRefused(
             413, f"A request has at most {format_bytes(most)}; send fewer inputs at a time."
         )
-        told = headers.get("content-length", "")
-        if told.isdecimal() and int(told[:20]) > most:
+        length = headers.get("content-length", "")
+        if length.isdecimal() and int(length[:20]) > most:
             raise too_large
         try:
             async with asyncio.timeout(self._limits.slowest_s):
@@ -165,7 +163,6 @@ class _Body:
         self.is_whole = False
 
     def take(self, message: Mapping[str, Any]) -> int:
-        """Add the next piece; return its number of bytes."""
         piece: bytes = message.get("body", b"")
         self._pieces.append(piece)
         self.num_bytes += len(piece)
@@ -173,7 +170,6 @@ class _Body:
         return len(piece)
 
     def content(self) -> bytes:
-        """Return the whole body, and release its pieces."""
         content = b"".join(self._pieces)
         self._pieces.clear()
         return content
@@ -189,11 +185,6 @@ async def _begin(send: SendMessage, reply: _Reply, more: Mapping[str, str]) -> N
     }
     pairs = [(name.encode(), value.encode()) for name, value in shown.items()]
     await send({"type": "http.response.start", "status": reply.status, "headers": pairs})
-
-
-async def _respond(send: SendMessage, reply: _Reply) -> None:
-    await _begin(send, reply, {})
-    await send({"type": "http.response.body", "body": reply.body})
 
 
 def checked_body(body: bytes, limits: BodyLimits) -> int:
@@ -219,7 +210,3 @@ def checked_body(body: bytes, limits: BodyLimits) -> int:
 
 def _error(sentence: str) -> bytes:
     return json.dumps({"error": sentence}).encode()
-
-
-def _extra(refused: GuardRefusal) -> dict[str, str]:
-    return {"allow": "POST"} if refused.status == 405 else {}

@@ -25,10 +25,9 @@ from manyhands.workloads.predictor import Predictor
 __all__ = ["LENGTH", "MAX_FRAME_BYTES", "answer_batch", "answers_frame", "frame", "replica"]
 
 LENGTH = struct.Struct("!I")
-MAX_FRAME_BYTES = 1 << 28
-"""Of a batch, and of its answers."""
+MAX_FRAME_BYTES = 1 << 28  # of a batch, and of its answers
 
-_MOST_TOLD = 500  # characters of an error message
+_MOST_SAID = 500  # characters of an error message
 
 
 def replica(context: RoleContext) -> None:
@@ -54,11 +53,10 @@ def answer_batch(predictor: Predictor[Any], bodies: Sequence[Any]) -> list[dict[
         try:
             parts[number] = predictor.inputs(body["inputs"])
         except UserError as error:
-            said[number] = {"status": 400, "error": str(error)[:_MOST_TOLD]}
+            said[number] = {"status": 400, "error": str(error)[:_MOST_SAID]}
         except Exception as error:  # otherwise this worker would die of it, and the next one, too
             said[number] = _failed(error)
-    for number, answers in _computed(predictor, parts, [len(body["inputs"]) for body in bodies]).items():
-        said[number] = answers
+    said |= _computed(predictor, parts, [len(body["inputs"]) for body in bodies])
     return [said[number] for number in range(len(bodies))]
 
 
@@ -88,7 +86,7 @@ def _computed(
 def _failed(error: Exception) -> dict[str, Any]:
     """Return the error of a request; the traceback goes to the server's terminal."""
     traceback.print_exception(error, file=sys.stderr)
-    return {"status": 500, "error": f"the model failed: {type(error).__name__}: {error}"[:_MOST_TOLD]}
+    return {"status": 500, "error": f"the model failed: {type(error).__name__}: {error}"[:_MOST_SAID]}
 
 
 def answers_frame(said: Sequence[dict[str, Any]]) -> bytes:

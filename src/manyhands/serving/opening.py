@@ -1,4 +1,4 @@
-"""Opens a predictor from a path: finds the task of a run or model file, and its entry in `uses`."""
+"""Opens a predictor from a path: finds the task of a run or model file, and its entry in the registry."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from safetensors import SafetensorError, safe_open
 from manyhands.data.store.rundir import RunDirectory
 from manyhands.errors import UserError
 from manyhands.workloads.predictor import Predictor
-from manyhands.workloads.registry import PREDICTORS, Use, found_at
+from manyhands.workloads.registry import WORKLOADS, Workload, find, load
 
-__all__ = ["open_predictor", "task_name", "use_of"]
+__all__ = ["open_predictor", "task_name", "workload_of"]
 
 _MODEL_FILE = "model.safetensors"
 _FORMATS = "manyhands."  # as in manyhands.logreg.1
@@ -24,21 +24,22 @@ def open_predictor(path: str | Path) -> Predictor[Any]:
     UserError where it is neither, or belongs to a user-defined Task, whose inputs are unknown here.
     """
     place = Path(path)
-    name, use = use_of(place)
-    predictor: Predictor[Any] = found_at(use.predictor)(place)
+    name, workload = workload_of(place)
+    predictor: Predictor[Any] = load(workload.predictor)(place)
     predictor.task = name
     return predictor
 
 
-def use_of(place: Path) -> tuple[str, Use]:
-    """Return the name of the task of `place`, and its registry entry."""
+def workload_of(place: Path) -> tuple[str, Workload]:
+    """Return the name of the task of `place`, and its entry in the registry."""
     name = task_name(place)
-    if name not in PREDICTORS:
+    workload = find(name)
+    if workload is None or not workload.predictor:
         raise UserError(
             f"{place} is of the task {name!r}, which is not built in: what it takes only you know; in Python, "
             "mh.load(path, task=...) gives its module"
         )
-    return name, PREDICTORS[name]
+    return name, workload
 
 
 def task_name(place: Path) -> str:
@@ -58,13 +59,13 @@ def task_name(place: Path) -> str:
 
 
 def _begun_like(file: Path) -> str:
-    most = max(len(use.begins) for use in PREDICTORS.values())
+    most = max(len(use.begins) for use in WORKLOADS.values())
     try:
         with file.open("rb") as opened:
             start = opened.read(most)
     except OSError as error:
         raise UserError(f"model {file} cannot be read: {error.strerror}") from error
-    for name, use in PREDICTORS.items():
+    for name, use in WORKLOADS.items():
         if use.begins and start.startswith(use.begins):
             return name
     return ""

@@ -8,20 +8,29 @@
 All of them show one `RunView` that is made when somebody asks and is shared by all who ask at the same time; a
 server that nobody looks at does nothing. Nothing is queued for a slow reader: it gets the newest when it is ready.
 A connection that has shown no token is closed after one answer.
+
+The token is in the address's fragment (`/#token=…`), which browsers keep to themselves. The page's script (`live.js`)
+moves it into the tab's session storage, which belongs to this port alone, and sends it as a header. The script changes
+only what differs, element by element, so that the scroll position and the keyboard's focus stay. It asks nobody but its
+own server, and leaves the last content standing when that is gone.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
+import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from manyhands.errors import ManyhandsError, UserError
 from manyhands.observe.analyse.view import RunView
-from manyhands.observe.draw.live import POLICY, as_event, live_page
-from manyhands.observe.draw.page import report, sections, title_of
+from manyhands.observe.draw.page import PAGE_STYLE, report, sections, title_of
+from manyhands.observe.draw.paper import document
 from manyhands.serving.access import Guard
 
 if TYPE_CHECKING:
@@ -31,16 +40,36 @@ __all__ = ["SECURE_HEADERS", "Drawn", "PageApp", "require_web"]
 
 View = TypeVar("View")
 
-MAX_STREAMS = 16
-"""Pages that may be live at the same time."""
+MAX_STREAMS = 16  # pages that may be live at the same time
 
 _PERIOD_S = 0.5
 _HEARTBEAT_S = 5.0
 _FRESH_S = 0.4  # seconds for which a view is shared
 _END_CHECK_S = 0.05
 
+_STYLE = PAGE_STYLE + files("manyhands.serving").joinpath("live.css").read_text()
+_SCRIPT = files("manyhands.serving").joinpath("live.js").read_text()
+
+
+def _hash(text: str) -> str:
+    return "'sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() + "'"
+
+
+_POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        f"script-src {_hash(_SCRIPT)}",
+        f"style-src {_hash(_STYLE)}",
+        "connect-src 'self'",
+        "img-src data:",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+    )
+)  # what a browser lets the page do: run this script, use this style, ask its own server
+
 SECURE_HEADERS = {
-    "content-security-policy": POLICY,
+    "content-security-policy": _POLICY,
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "x-frame-options": "DENY",
@@ -68,8 +97,23 @@ class Drawn(Generic[View]):
     report: Callable[[View], str]
 
 
-RUN_PAGE: Drawn[RunView] = Drawn(title=title_of, sections=sections, report=report)
-"""That of a run."""
+RUN_PAGE: Drawn[RunView] = Drawn(title=title_of, sections=sections, report=report)  # that of a run
+
+
+def live_page() -> str:
+    """Return the page frame, the same for every run and requester; the event stream fills it."""
+    lead = (
+        '<div id="bar"><p id="line" class="quiet" role="status">connecting</p>'
+        '<button id="save" type="button">Save as a report</button></div>\n'
+        "<noscript><p>The live page needs its script; <code>manyhands report RUN</code> writes a page without one."
+        "</p></noscript>\n"
+    )
+    return document("manyhands", (), style=_STYLE, lead=lead, script=_SCRIPT)
+
+
+def as_event(name: str, value: object) -> bytes:
+    """Format one server-sent event; JSON keeps it on one line."""
+    return f"event: {name}\ndata: {json.dumps(value)}\n\n".encode()
 
 
 class PageApp(Generic[View]):
@@ -94,8 +138,7 @@ class PageApp(Generic[View]):
         self._sections: dict[str, str] = {}
         self._seen_at = -float("inf")
         self._farewell: str | None = None
-        self.num_streams = 0
-        """Pages that are live now."""
+        self.num_streams = 0  # pages that are live now
 
     def end(self, farewell: str) -> None:
         """Send every live page the newest state and this sentence, then end its stream; from any thread."""
@@ -107,7 +150,6 @@ class PageApp(Generic[View]):
         receive: Callable[[], Awaitable[Any]],
         send: Callable[[Any], Awaitable[None]],
     ) -> None:
-        """Handle one ASGI request."""
         if scope["type"] != "http":
             return
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
@@ -140,47 +182,31 @@ class PageApp(Generic[View]):
         if refused is not None:
             allow = {"allow": "GET, HEAD"} if refused.status == 405 else None
             return PlainTextResponse(refused.sentence + "\n", refused.status, allow)
-        answers = {
-            "/": self._page,
-            "/events": self._events,
-            "/metrics": self._scrape,
-            "/report": self._report,
-        }
-        answer = answers.get(path)
-        if answer is None:
+        if path not in ("/", "/events", "/metrics", "/report"):
             return PlainTextResponse("There is no such page here; / is the run.\n", 404)
         if path == "/events" and scope["method"] == "HEAD":
             return PlainTextResponse("", media_type="text/event-stream")
         if is_full:
             return PlainTextResponse(f"{MAX_STREAMS} pages are open already; close one.\n", 503)
         try:
-            return await answer()
+            return await self._content(path)
         except ManyhandsError as error:
             return PlainTextResponse(f"{error}\n", 500)
 
-    async def _page(self) -> Response:
-        from starlette.responses import HTMLResponse
+    async def _content(self, path: str) -> Response:
+        from starlette.responses import HTMLResponse, PlainTextResponse, StreamingResponse
 
-        return HTMLResponse(live_page())
-
-    async def _scrape(self) -> Response:
-        from starlette.responses import PlainTextResponse
-
-        text = self._metrics(await self._newest())
-        return PlainTextResponse(text, media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    async def _report(self) -> Response:
-        from starlette.responses import HTMLResponse
-
-        return HTMLResponse(
-            self._drawn.report(await self._newest()),
-            headers={"content-disposition": 'attachment; filename="report.html"'},
-        )
-
-    async def _events(self) -> Response:
-        from starlette.responses import StreamingResponse
-
-        return StreamingResponse(self.stream(), media_type="text/event-stream")
+        match path:
+            case "/":
+                return HTMLResponse(live_page())
+            case "/events":
+                return StreamingResponse(self.stream(), media_type="text/event-stream")
+            case "/metrics":
+                text = self._metrics(await self._newest())
+                return PlainTextResponse(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+            case _:
+                named = {"content-disposition": 'attachment; filename="report.html"'}
+                return HTMLResponse(self._drawn.report(await self._newest()), headers=named)
 
     async def stream(self) -> AsyncIterator[bytes]:
         """Yield the events of one live page: title, all sections, then changed ones, heartbeats, the farewell."""
@@ -201,12 +227,9 @@ class PageApp(Generic[View]):
             if farewell is not None:
                 yield as_event("end", farewell)
                 return
-            await self._pause()
-
-    async def _pause(self) -> None:
-        until = time.monotonic() + self._period_s
-        while self._farewell is None and (rest := until - time.monotonic()) > 0:
-            await asyncio.sleep(min(_END_CHECK_S, rest))
+            until = time.monotonic() + self._period_s
+            while self._farewell is None and (rest := until - time.monotonic()) > 0:
+                await asyncio.sleep(min(_END_CHECK_S, rest))
 
     async def _newest(self, *, at_once: bool = False) -> View:
         """Return the latest view, or a new one where it is too old; made in a thread, because it reads files."""

@@ -23,8 +23,7 @@ from manyhands.workloads.predictor import ModulePredictor, ReadAs
 
 __all__ = ["MOST_LENGTH", "Prompt", "TextGenerator", "open_text"]
 
-MOST_LENGTH = 4096
-"""Bytes that one request may ask for."""
+MOST_LENGTH = 4096  # bytes that one request may ask for
 
 MOST_TEMPERATURE = 100.0
 _FIELDS = ("prompt", "length", "temperature", "seed")
@@ -36,8 +35,7 @@ class Prompt:
     """A prompt and its sampling parameters."""
 
     prompt: str
-    length: int = 200
-    """Bytes to write."""
+    length: int = 200  # bytes to write
     temperature: float = 0.8
     """Scores are divided by it: 0 takes the likeliest byte, 1 draws as the model says."""
     seed: int = 0
@@ -52,9 +50,7 @@ class Prompt:
         for name, least, most in (("length", 1, MOST_LENGTH), ("seed", 0, 2**63 - 1)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-                raise UserError(
-                    f"{name} is {_short(value)}; it must be a whole number from {least} to {most}"
-                )
+                raise UserError(f"{name} is {_short(value)}; it must be an integer from {least} to {most}")
         warmth = self.temperature
         if (
             not isinstance(warmth, int | float)
@@ -67,7 +63,6 @@ class Prompt:
 
 
 def _short(value: Any) -> str:
-    """Shorten a value for an error message."""
     shown = repr(value)
     return shown if len(shown) <= _MOST_SHOWN else f"{shown[:_MOST_SHOWN]}…"
 
@@ -85,7 +80,7 @@ class TextGenerator(ModulePredictor[list[Prompt]]):
         """Raise UserError: this model generates text and does not read inputs from a file."""
         del read_as
         raise UserError(
-            f'this model writes text: manyhands generate RUN --prompt "{source[:40]}" goes on with it'
+            f'this model writes text: manyhands generate RUN --prompt "{source[:40]}" continues it'
         )
 
     def inputs(self, values: Sequence[Any]) -> list[Prompt]:
@@ -107,15 +102,12 @@ class TextGenerator(ModulePredictor[list[Prompt]]):
         return prompts
 
     def together(self, parts: Sequence[list[Prompt]]) -> list[Prompt]:
-        """Concatenate inputs."""
         return [prompt for part in parts for prompt in part]
 
     def answers(self, inputs: list[Prompt]) -> list[Any]:
-        """Return the continuation of each prompt."""
         return [{"text": decode(np.asarray(written, np.uint8))} for written in self.continued(inputs)]
 
     def continued(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """Return the bytes that follow each prompt, as many as it requests."""
         texts = [encode(prompt.prompt).tolist() for prompt in prompts]
         starts = [len(text) for text in texts]
         drawn_from = [torch.Generator().manual_seed(prompt.seed) for prompt in prompts]
@@ -137,20 +129,11 @@ class TextGenerator(ModulePredictor[list[Prompt]]):
 
     @property
     def example(self) -> Any:
-        """Return the beginning of a function."""
         return {"prompt": "def ", "length": 80}
 
     def example_batch(self, count: int, seed: int = 0) -> Tensor:
-        """Return random bytes of the context length."""
         drawn = torch.Generator().manual_seed(seed)
         return torch.randint(0, VOCABULARY, (count, self.context), generator=drawn)
-
-    @property
-    def dynamic_shapes(self) -> tuple[dict[int, Any]]:
-        """Mark the number of texts as dynamic; each has the context length."""
-        from torch.export import Dim  # a slow import that only exporting needs
-
-        return ({0: Dim("batch")},)
 
 
 def chosen(scores: Tensor, temperature: float, drawn_from: torch.Generator) -> int:
@@ -162,7 +145,6 @@ def chosen(scores: Tensor, temperature: float, drawn_from: torch.Generator) -> i
 
 
 def open_text(path: Path) -> TextGenerator:
-    """Open the predictor of a run, or of a file of `manyhands export`."""
     model = load(path)
     context = recorded_options(path).get("context")
     if type(context) is not int or context < 1:  # the header of an untrusted file

@@ -38,11 +38,10 @@ class _Asked:
 
 
 @dataclass(slots=True)
-class _Line:
+class _WorkerConnection:
     """The server's side of a worker connection."""
 
-    pid: int = 0
-    """0 until it is ready."""
+    pid: int = 0  # 0 until it is ready
     writer: asyncio.StreamWriter | None = None
     sent: Sequence[int] = ()
     batches: int = 0
@@ -54,37 +53,37 @@ class Switchboard:
     """Call all methods but `attach` from the event loop's thread; `kill` may be called there, too."""
 
     def __init__(self, limits: BatchLimits, tally: ServingTally, kill: Callable[[int], None]) -> None:
-        self._core = Dispatch(limits)
+        self.core = Dispatch(limits)
         self._tally = tally
         self._kill = kill
         self._asked: dict[int, _Asked] = {}
-        self._lines: dict[int, _Line] = {}
+        self._connections: dict[int, _WorkerConnection] = {}
         self._number = 0
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
 
-    @property
-    def waiting(self) -> int:
-        """The number of inputs in the queue."""
-        return self._core.waiting_inputs
-
     def replicas(self) -> tuple[ReplicaState, ...]:
-        """The current state of the workers."""
-        busy, free = self._core.busy, self._core.free_workers
+        # Copies: the page is drawn in another thread.
+        busy, free = self.core.busy.copy(), self.core.free_workers.copy()
         return tuple(
             ReplicaState(
                 number=number,
-                pid=line.pid,
+                pid=connection.pid,
                 state="computing" if number in busy else "free" if number in free else "starting",
-                batches=line.batches,
-                inputs=line.inputs,
+                batches=connection.batches,
+                inputs=connection.inputs,
             )
-            for number, line in sorted(self._lines.copy().items())  # the page is drawn in another thread
+            for number, connection in sorted(self._connections.copy().items())
         )
 
     def attach(self, loop: asyncio.AbstractEventLoop, worker: int, end: socket.socket) -> None:
         """Register a started worker; `end` is this side of its socket. From any thread."""
-        loop.call_soon_threadsafe(self._attach, worker, end)
+
+        def listen() -> None:
+            connection = self._connections[worker] = _WorkerConnection()
+            connection.listening = loop.create_task(self._listen(worker, connection, end))
+
+        loop.call_soon_threadsafe(listen)
 
     async def ask(self, body: bytes, size: int) -> tuple[int, bytes]:
         """Return status and JSON of the answer to a request of `size` inputs with body `body`."""
@@ -94,7 +93,7 @@ class Switchboard:
             return 503, _ENDING
         answer: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
         self._asked[number] = _Asked(body, size, answer)
-        self._do(self._core.asked(number, size, time.monotonic()))
+        self._do(self.core.asked(number, size, time.monotonic()))
         return await answer
 
     def close(self) -> None:
@@ -104,34 +103,30 @@ class Switchboard:
             self._timer.cancel()
         for number in list(self._asked):
             self._give(number, 503, _ENDING)
-        for line in self._lines.values():
-            if line.listening is not None:
-                line.listening.cancel()
-            if line.writer is not None:
-                line.writer.close()
+        for connection in self._connections.values():
+            if connection.listening is not None:
+                connection.listening.cancel()
+            if connection.writer is not None:
+                connection.writer.close()
 
-    def _attach(self, worker: int, end: socket.socket) -> None:
-        line = self._lines[worker] = _Line()
-        line.listening = asyncio.get_running_loop().create_task(self._listen(worker, line, end))
-
-    async def _listen(self, worker: int, line: _Line, end: socket.socket) -> None:
-        reader, line.writer = await asyncio.open_connection(sock=end)
+    async def _listen(self, worker: int, connection: _WorkerConnection, end: socket.socket) -> None:
+        reader, connection.writer = await asyncio.open_connection(sock=end)
         try:
-            line.pid = int(json.loads(await self._frame(reader))["ready"])
-            self._do(self._core.free(worker, time.monotonic()))
+            connection.pid = int(json.loads(await self._frame(reader))["ready"])
+            self._do(self.core.free(worker, time.monotonic()))
             while True:
                 answers = json.loads(await self._frame(reader))
-                for number, answer in zip(line.sent, answers, strict=True):
+                for number, answer in zip(connection.sent, answers, strict=True):
                     status = int(answer.pop("status"))
                     self._give(number, status, json.dumps(answer).encode())
-                line.sent = ()
-                self._do(self._core.free(worker, time.monotonic()))
+                connection.sent = ()
+                self._do(self.core.free(worker, time.monotonic()))
         except (asyncio.IncompleteReadError, OSError):  # it is gone; `Replicas` reports why
             pass
         finally:
-            line.writer.close()
-            if self._lines.pop(worker, None) is not None and not self._closed:
-                self._do(self._core.gone(worker, time.monotonic()))
+            connection.writer.close()
+            if self._connections.pop(worker, None) is not None and not self._closed:
+                self._do(self.core.gone(worker, time.monotonic()))
 
     @staticmethod
     async def _frame(reader: asyncio.StreamReader) -> bytes:
@@ -149,35 +144,32 @@ class Switchboard:
                     self._give(request, status, json.dumps({"error": sentence}).encode())
                 case KillReplica(worker):
                     self._kill(worker)
-        self._set_timer()
+        if self._timer is not None:
+            self._timer.cancel()
+        wakes_at, self._timer = self.core.wakes_at, None
+        if wakes_at is not None:
+            delay = max(0.0, wakes_at - time.monotonic())
+            self._timer = asyncio.get_running_loop().call_later(delay, self._look)
 
     def _send(self, worker: int, requests: Sequence[int]) -> None:
-        line = self._lines[worker]
-        line.sent = requests
+        connection = self._connections[worker]
+        connection.sent = requests
         asked = [self._asked[number] for number in requests]
         # Each body is JSON that was validated before, so the array is joined without encoding it again.
         batch = b"[" + b",".join(one.body for one in asked) + b"]"
         size = sum(one.size for one in asked)
-        line.batches += 1
-        line.inputs += size
+        connection.batches += 1
+        connection.inputs += size
         self._tally.batch(size)
-        assert line.writer is not None, "a worker that is free has one"
-        line.writer.write(LENGTH.pack(len(batch)))
-        line.writer.write(batch)
+        assert connection.writer is not None, "a worker that is free has one"
+        connection.writer.write(LENGTH.pack(len(batch)))
+        connection.writer.write(batch)
 
     def _give(self, number: int, status: int, answer: bytes) -> None:
         asked = self._asked.pop(number, None)
         if asked is not None and not asked.answer.done():
             asked.answer.set_result((status, answer))
 
-    def _set_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        wakes_at, self._timer = self._core.wakes_at, None
-        if wakes_at is not None:
-            delay = max(0.0, wakes_at - time.monotonic())
-            self._timer = asyncio.get_running_loop().call_later(delay, self._look)
-
     def _look(self) -> None:
         self._timer = None
-        self._do(self._core.look(time.monotonic()))
+        self._do(self.core.look(time.monotonic()))

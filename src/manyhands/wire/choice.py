@@ -67,7 +67,6 @@ class LinkCost:
         return cls(latency_s=small_s, seconds_per_byte=max(0.0, large_s - small_s) / large_bytes)
 
     def seconds(self, num_bytes: float) -> float:
-        """The seconds for `num_bytes`."""
         return self.latency_s + self.seconds_per_byte * num_bytes
 
 

@@ -92,7 +92,6 @@ class ParcelCodec(ABC):
         self.step = step
 
     def from_worker(self, seed: int, worker: int) -> None:
-        """Set the seed and the worker that this codec encodes for."""
         self.seed, self.worker = seed, worker
 
     def drawn(self, parcel: Parcel) -> int:

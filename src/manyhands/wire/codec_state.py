@@ -20,7 +20,6 @@ _WORD = 8
 
 
 def as_one(memory: Mapping[str, Tensor]) -> Tensor:
-    """Flat tensors by name, as bytes."""
     rows = [[name, str(one.dtype).removeprefix("torch."), one.numel()] for name, one in memory.items()]
     head = json.dumps(rows).encode()
     head += b" " * (-len(head) % _WORD)

@@ -30,11 +30,9 @@ class ErrorFeedback(ParcelCodec):
         self._kept: dict[str, Tensor] = {}
 
     def size(self, parcel: Parcel) -> int:
-        """The size that the codec gives."""
         return self.inner.size(parcel)
 
     def usual_size(self, parcel: Parcel) -> int:
-        """The typical size that the codec gives."""
         return self.inner.usual_size(parcel)
 
     def encode(self, parcel: Parcel, values: Tensor, into: Tensor) -> int:
@@ -46,24 +44,19 @@ class ErrorFeedback(ParcelCodec):
         return num_bytes
 
     def decode(self, parcel: Parcel, encoded: Tensor, into: Tensor) -> None:
-        """Decode by the codec."""
         self.inner.decode(parcel, encoded, into)
 
     def add(self, parcel: Parcel, encoded: Tensor, into: Tensor, alpha: float = 1.0) -> None:
-        """Decode by the codec and add to `into`."""
         self.inner.add(parcel, encoded, into, alpha)
 
     def settle(self, parcel: Parcel, total: Tensor) -> None:
-        """Finalize the sum by the codec."""
         self.inner.settle(parcel, total)
 
     def at(self, step: int) -> None:
-        """Set the step, here and in the codec."""
         super().at(step)
         self.inner.at(step)
 
     def from_worker(self, seed: int, worker: int) -> None:
-        """Set seed and worker, here and in the codec."""
         super().from_worker(seed, worker)
         self.inner.from_worker(seed, worker)
 
@@ -84,7 +77,6 @@ class ErrorFeedback(ParcelCodec):
         return {f"left/{key}": kept for key, kept in self._kept.items()} | self.inner.memory()
 
     def remember(self, memory: Mapping[str, Tensor]) -> None:
-        """Load the residuals and the codec's state."""
         mine = {name: kept for name, kept in memory.items() if name.startswith("left/")}
         self._kept = {name.removeprefix("left/"): kept.clone() for name, kept in mine.items()}
         self.inner.remember({name: kept for name, kept in memory.items() if name not in mine})

@@ -41,7 +41,6 @@ class FloatCodec(ParcelCodec):
         """Decode, or raise BadBytes."""
 
     def encode(self, parcel: Parcel, values: Tensor, into: Tensor) -> int:
-        """Convert to float32 and `pack`."""
         return self.pack(parcel, values.to(torch.float32).numpy(), into.numpy())
 
     def decode(self, parcel: Parcel, encoded: Tensor, into: Tensor) -> None:

@@ -48,7 +48,6 @@ class GpuCopies:
         self._stream.synchronize()
 
     def back(self, view: torch.Tensor) -> torch.Tensor:
-        """A bucket's content on the GPU."""
         return view.to(self._device, non_blocking=True)
 
     def close(self) -> None:

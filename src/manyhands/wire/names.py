@@ -10,7 +10,8 @@ needed.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Final
 
 from manyhands.errors import UserError, nearest
@@ -42,11 +43,6 @@ RAW: Final = "raw"
 
 AUTO: Final = "auto"
 """The word for a codec that workers choose themselves, by what they measure."""
-
-_CHOOSING: Final = (
-    "allreduce",
-    "local",
-)  # whose workers exchange at the same steps, and may change them together
 
 MOST_STAGES: Final = 2
 """Of a chain; events have room for three."""
@@ -92,8 +88,8 @@ class Listed:
     vectors: bool = True
     """Whether it may follow a sparse one."""
 
-    refused: Mapping[str, str] = field(default_factory=dict)
-    """Strategies that it makes no sense with, and why."""
+    of_gradients: str = ""
+    """Why it makes no sense for changes of parameters, and what would; empty where it does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,13 +144,11 @@ def _word(*allowed: str) -> Callable[[str], str]:
 
 _STEPS = _between(0, 10**9 - 1)
 _FEW = (CodecOption("fraction", 0.01, _fraction),)
-_NO_SUM = "factors are summed over workers, and a server gets those of one at a time; use allreduce link=tcp"
-_NO_CHANGES = "it keeps the momentum of gradients, and {} sends changes of parameters; use topk"
 
 CODECS: Final[dict[str, Listed]] = {
-    "fp32": Listed(number=3, home="fp32:Fp32", about="double precision as single", hops=True),
-    "bf16": Listed(number=1, home="bf16:Bf16", about="8 significant bits", hops=True),
-    "fp16": Listed(number=2, home="fp16:Fp16", about="11 significant bits, a smaller range", hops=True),
+    "fp32": Listed(number=3, home="casts:Fp32", about="double precision as single", hops=True),
+    "bf16": Listed(number=1, home="casts:Bf16", about="8 significant bits", hops=True),
+    "fp16": Listed(number=2, home="casts:Fp16", about="11 significant bits, a smaller range", hops=True),
     "fp8": Listed(
         number=4,
         home="fp8:Fp8",
@@ -208,7 +202,7 @@ CODECS: Final[dict[str, Listed]] = {
         remembers=True,
         sparse=True,
         vectors=False,
-        refused={word: _NO_CHANGES.format(word) for word in ("local", "federated")},
+        of_gradients="it keeps the momentum of gradients, and {} sends changes of parameters; use topk",
     ),
     "powersgd": Listed(
         number=12,
@@ -217,11 +211,6 @@ CODECS: Final[dict[str, Listed]] = {
         options=(CodecOption("rank", 2, _between(1, 1024)),),
         biased=True,
         vectors=False,
-        refused={
-            "ps": _NO_SUM,
-            "federated": "factors are summed over workers, and a server weighs clients one by one; use topk",
-            "local": "optimizers keep more than matrices of gradients; use allreduce link=tcp",
-        },
     ),
 }
 
@@ -313,7 +302,6 @@ def has_feedback(text: str) -> bool:
 
 
 def votes(text: str) -> bool:
-    """Whether sums become their signs."""
     return any(stage.options.get("kind") == "vote" for stage in parse_codec(text))
 
 
@@ -334,14 +322,24 @@ def feedback_setting() -> Any:
 
 
 def check_codec(
-    text: str, *, link: str, strategy: str, feedback: bool = True, algorithm: str = "direct"
+    text: str,
+    *,
+    link: str,
+    strategy: str,
+    feedback: bool = True,
+    algorithm: str = "direct",
+    sends_changes: bool = False,
+    chooses: bool = False,
+    refused: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Raise the UserError that says what `codec` may be; or why it makes no sense there.
 
-    Where nothing travels by `link`, none does.
+    Where nothing travels by `link`, none does. A strategy `sends_changes` of parameters, or gradients. It `chooses`
+    where its workers exchange at the same steps, and may change the codec together. `refused` has the codecs that
+    make no sense with it, and why.
     """
     if auto_error(text) is not None:
-        _check_auto(text, strategy=strategy, feedback=feedback, algorithm=algorithm)
+        _check_auto(text, strategy=strategy, feedback=feedback, algorithm=algorithm, chooses=chooses)
         return
     stages = parse_codec(text)
     if stages and link == "shared":
@@ -349,10 +347,11 @@ def check_codec(
             f"codec={text}: with link=shared, memory is shared, and nothing travels that could be made smaller; "
             "add link=tcp"
         )
-    for stage in stages:
-        if strategy in CODECS[stage.word].refused:
-            raise UserError(f"{strategy} codec={text}: {CODECS[stage.word].refused[strategy]}")
-    if strategy in ("local", "federated") and votes(text):
+    for word in (stage.word for stage in stages):
+        why = CODECS[word].of_gradients.format(strategy) if sends_changes else ""
+        if word in refused or why:
+            raise UserError(f"{strategy} codec={text}: {refused.get(word, why)}")
+    if sends_changes and votes(text):
         raise UserError(f"{strategy} codec={text}: a vote says nothing of how far to go; write sign")
     if not rounds_hops(text) and algorithm != "direct":
         raise UserError(
@@ -370,11 +369,11 @@ def check_feedback(text: str, feedback: bool) -> None:
         raise UserError(f"feedback=no: what {text} leaves out is what it is made of; write topk")
 
 
-def _check_auto(text: str, *, strategy: str, feedback: bool, algorithm: str) -> None:
-    if strategy not in _CHOOSING:
+def _check_auto(text: str, *, strategy: str, feedback: bool, algorithm: str, chooses: bool) -> None:
+    if not chooses:
         raise UserError(
-            f"{strategy} codec={text}: only {' and '.join(_CHOOSING)} measure and choose, all workers at once; name a "
-            "codec, as bf16"
+            f"{strategy} codec={text}: only workers that exchange at the same steps, as of allreduce, measure and "
+            "choose a codec together; name one, as bf16"
         )
     if algorithm != "direct":
         raise UserError(

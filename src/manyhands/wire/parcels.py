@@ -20,7 +20,6 @@ class Matrix(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Behind its last item."""
         return self.begin + self.rows * self.columns
 
 
@@ -49,7 +48,6 @@ class Parcel:
 
     @classmethod
     def whole(cls, number: int, count: int, dtype: torch.dtype, *, exact: bool = False) -> Parcel:
-        """All `count` items of a buffer."""
         return cls(
             number=number, begin=0, end=count * dtype.itemsize, dtype=dtype, priority=number, exact=exact
         )
@@ -61,7 +59,6 @@ class Parcel:
 
     @property
     def num_bytes(self) -> int:
-        """As it lies in memory."""
         return self.end - self.begin
 
     @property

@@ -59,11 +59,9 @@ class SparseCodec(ParcelCodec):
         """The places of those that are sent, ascending, and what is sent of them."""
 
     def place_bytes(self, parcel: Parcel, count: int) -> int:
-        """How many bytes say where so many items belong."""
         return index_bytes(parcel.count, count)
 
     def write_places(self, parcel: Parcel, indices: Indices, into: Bytes) -> None:
-        """Say where they belong."""
         write_indices(indices, low_bits(parcel.count, len(indices)), into)
 
     def read_places(self, parcel: Parcel, encoded: Bytes, count: int) -> Indices:
@@ -84,7 +82,6 @@ class SparseCodec(ParcelCodec):
         return self.write(parcel, indices, kept, into)
 
     def write(self, parcel: Parcel, indices: Indices, kept: Floats, into: Tensor) -> int:
-        """Write what was chosen; how many bytes that took."""
         count = len(indices)
         middle = _HEAD + self._value_bytes(parcel, count)
         into[:_HEAD].view(torch.int32)[0] = count
@@ -124,19 +121,16 @@ class SparseCodec(ParcelCodec):
         _add(into, indices, values, alpha)
 
     def at(self, step: int) -> None:
-        """Of the codec for values, too."""
         super().at(step)
         if self._values is not None:
             self._values.at(step)
 
     def from_worker(self, seed: int, worker: int) -> None:
-        """Of the codec for values, too."""
         super().from_worker(seed, worker)
         if self._values is not None:
             self._values.from_worker(mix(seed, 1), worker)  # or both would draw the same
 
     def _parcel_of(self, parcel: Parcel, count: int) -> Parcel:
-        """What the values are to the codec that follows."""
         return Parcel(
             number=parcel.number, begin=parcel.begin, end=parcel.begin + 4 * count, dtype=torch.float32
         )

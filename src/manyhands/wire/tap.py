@@ -31,7 +31,6 @@ class GradientTap:
             self._hooks.append(hook)
 
     def close(self) -> None:
-        """Take the hooks off."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

@@ -23,7 +23,8 @@ from manyhands.engine.interrupted_run import last_kept
 from manyhands.errors import UserError
 from manyhands.strategy import Strategy
 from manyhands.task import Task
-from manyhands.workloads.tasks import TASKS
+from manyhands.workloads.registry import find
+from manyhands.workloads.registry import load as load_text
 
 __all__ = [
     "Export",
@@ -189,13 +190,15 @@ def _options(text: str, place: Path) -> Mapping[str, Any]:
 
 
 def _builtin(name: str, options: Mapping[str, Any], place: Path, *, with_data: bool) -> Task:
-    if name not in TASKS:
+    workload = find(name)
+    if workload is None or not workload.task:
         raise UserError(
             f"{place} is of the task {name!r}, which is not built in; give the task that it was trained with: "
             "mh.load(path, task=...)"
         )
-    entry = TASKS[name]
-    return entry.build(**options) if with_data else entry.without_data(**options)
+    entry = load_text(workload.task)
+    made: Task = entry.build(**options) if with_data else entry.without_data(**options)
+    return made
 
 
 def _check_shapes(task: Task, weights: Mapping[str, Tensor], place: Path) -> None:

@@ -11,19 +11,24 @@ byte of a text and so all that follow, and with int8 by the scale of the activat
 
 from __future__ import annotations
 
+import copy
 import json
+import platform
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from manyhands.data.store.exported import check_precision
 from manyhands.errors import UserError, nearest
-from manyhands.workloads.precision import in_precision
 
-__all__ = ["ModulePredictor", "Predictor", "ReadAs"]
+__all__ = ["ModulePredictor", "Predictor", "ReadAs", "in_precision", "table_of"]
 
 Inputs = TypeVar("Inputs")
 
@@ -115,7 +120,52 @@ class ModulePredictor(Predictor[Inputs]):
     def example_batch(self, count: int, seed: int = 0) -> Tensor:
         """Inputs of the module that somebody might give, `count` of them."""
 
-    @property
-    @abstractmethod
-    def dynamic_shapes(self) -> tuple[dict[int, Any]]:
-        """Which dimensions of that tensor may have any size, for `torch.export`."""
+
+def table_of(
+    values: Sequence[Any], columns: int, takes: str, *, missing: bool = False
+) -> NDArray[np.float64]:
+    """Each value as one row of `columns` numbers; a UserError says which of them, from 0, is none.
+
+    With `missing`, null and what is not finite may stand for a number; null becomes NaN. `takes` says what a row is.
+    """
+    rows = [_row(number, value, columns, takes, missing) for number, value in enumerate(values)]
+    return np.stack(rows) if rows else np.empty((0, columns))
+
+
+def _row(number: int, value: Any, columns: int, takes: str, missing: bool) -> NDArray[np.float64]:
+    wanted = f"it must be {takes}, {columns} in all"
+    if not isinstance(value, list):
+        raise UserError(f"input {number} is no array; {wanted}")
+    if len(value) != columns:
+        raise UserError(f"input {number} has {len(value)} numbers; {wanted}")
+    for place, one in enumerate(value):
+        # bool is an int to Python, and text that looks like a number is one to numpy
+        if type(one) not in (int, float) and not (missing and one is None):
+            raise UserError(f"input {number} has {str(one)[:40]!r} at place {place}; {wanted}")
+    try:
+        row = np.array(value, np.float64)
+    except OverflowError:
+        raise UserError(f"input {number} has a number beyond double precision; {wanted}") from None
+    if not missing and not np.isfinite(row).all():
+        raise UserError(f"input {number} has a number that is not finite; {wanted}")
+    return row
+
+
+_ENGINES = {"aarch64": "qnnpack", "arm64": "qnnpack"}
+
+
+def in_precision(model: nn.Module, precision: str) -> nn.Module:
+    """A copy of `model` that computes so; the module itself for fp32. Called in the process that computes."""
+    check_precision(precision)
+    if precision == "fp32":
+        return model
+    warnings.filterwarnings("ignore", message=r"(?s).*mkldnn_matmul")  # it says which kernel it takes instead
+    if precision == "bf16":
+        return copy.deepcopy(model).to(torch.bfloat16)
+    torch.backends.quantized.engine = _ENGINES.get(platform.machine(), "x86")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it will move to another package
+        made: nn.Module = torch.ao.quantization.quantize_dynamic(  # type: ignore[no-untyped-call]
+            copy.deepcopy(model), {nn.Linear, nn.LSTM}, dtype=torch.qint8
+        )
+    return made

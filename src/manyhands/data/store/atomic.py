@@ -25,15 +25,19 @@ __all__ = [
     "FileDigest",
     "WriteFailed",
     "make_directory",
+    "make_output",
     "read_json",
+    "read_object",
     "reason",
     "render_json",
+    "require_empty",
     "sync_directory",
     "write_all",
     "write_atomically",
     "write_json",
     "write_synced",
 ]
+
 
 _ONE_LINE = json.JSONEncoder(allow_nan=False)
 _AS_THEY_ARE = frozenset({int, str, bool, type(None)})
@@ -122,16 +126,23 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in such a file; an empty one where there is none, DataError where it is damaged."""
+    """As `read_object`; an empty one where there is no such file."""
+    return read_object(path) if path.exists() else {}
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """A file with one JSON object, or DataError naming it; a missing one is the caller's business."""
     try:
-        found = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path} cannot be read: {error}") from error
-    if not isinstance(found, dict):
-        raise DataError(f"{path} holds no JSON object")
-    return found
+        content = json.loads(file.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        raise
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {reason(error)}") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{file} is damaged, it is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise DataError(f"{file} is damaged: it holds no JSON object")
+    return content
 
 
 def render_json(value: Any, where: str, indent: int | None = None) -> bytes:
@@ -179,3 +190,21 @@ def _plain(value: Any, where: str) -> Any:
         f"{where} is a {type(value).__name__}, which JSON cannot hold; allowed: numbers, strings, booleans, "
         "None, lists and mappings of them"
     )
+
+
+def require_empty(out: Path) -> None:
+    """UserError unless nothing is at `out`, or an empty directory; nothing is touched."""
+    try:
+        taken = next(out.iterdir(), None) if out.exists() else None
+    except OSError as error:
+        raise UserError(f"--out {out} cannot be used: {reason(error)}") from error
+    if taken is not None:
+        raise UserError(f"--out {out} is not empty (it has {taken.name!r} in it); choose another")
+
+
+def make_output(out: Path) -> None:
+    """Make the directory, where it is not there yet; UserError where the disk does not take it."""
+    try:
+        make_directory(out)
+    except OSError as error:
+        raise UserError(f"--out {out} cannot be used: {reason(error)}") from error

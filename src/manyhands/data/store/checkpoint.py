@@ -19,7 +19,8 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -39,18 +40,27 @@ from manyhands.data.store.manifest import (
     read_manifest,
     read_whole,
 )
-from manyhands.data.store.rotation import SavedStep, best, rotated_out
 from manyhands.data.store.state_tree import Json, flatten, unflatten
 from manyhands.data.store.tensorfile import (
     encode_tensors,
     first_non_finite,
     read_tensors,
     require_storable,
-    view_key,
+    without_aliases,
 )
 from manyhands.errors import CorruptCheckpoint, ManyhandsError, NonFinite, UserError, format_bytes
 
-__all__ = ["CheckpointStore", "Loaded", "NoCheckpoint", "NonFiniteSnapshot", "Snapshot"]
+__all__ = [
+    "CheckpointStore",
+    "Loaded",
+    "NoCheckpoint",
+    "NonFiniteSnapshot",
+    "SavedStep",
+    "Snapshot",
+    "best",
+    "rotated_out",
+]
+
 
 _NAME = re.compile(r"(step-(\d{8,}))(|\.writing|\.removing|\.replaced)")
 
@@ -119,7 +129,7 @@ class Loaded:
         """A `tree` that came from another process; ManyhandsError where it is none."""
         kinds = {"step": int, "model": dict, "optimizer": dict, "extra": dict}
         if not isinstance(tree, Mapping) or any(not isinstance(tree.get(k), v) for k, v in kinds.items()):
-            raise ManyhandsError(f"what another process sent is no state to go on from: {str(tree)[:60]}")
+            raise ManyhandsError(f"what another process sent is no state to continue from: {str(tree)[:60]}")
         return cls(**{name: tree[name] for name in kinds}, score=None, path=Path(os.devnull))
 
 
@@ -136,7 +146,6 @@ class CheckpointStore:
         self.keep = keep
 
     def path_of(self, step: int) -> Path:
-        """Where the checkpoint of a step is, or would be."""
         return self.folder / _name(step)
 
     def save(self, snapshot: Snapshot, spare_from: int | None = None) -> Path:
@@ -149,12 +158,19 @@ class CheckpointStore:
         content.require_finite(snapshot)
         target = self.path_of(snapshot.step)
         try:
-            self._prepare()
+            make_directory(self.folder)
+            self._sweep()
             writing = target.with_name(f"{target.name}.writing")
             _write(writing, snapshot, content)
-            self._install(writing, target)
+            replaced = target.with_name(f"{target.name}.replaced")
+            if os.path.lexists(target):
+                target.rename(replaced)
+            writing.rename(target)
+            sync_directory(self.folder)
+            _discard(replaced)
         except BaseException as error:
-            self._abandon()
+            with suppress(OSError):  # the error that brought us here is reported; the next save sweeps again
+                self._sweep()
             if not isinstance(error, OSError):
                 raise
             raise WriteFailed(self._complaint(snapshot.step, content.num_bytes, error)) from error
@@ -172,7 +188,9 @@ class CheckpointStore:
         except OSError as error:
             raise NoCheckpoint(f"{self.folder} cannot be read: {reason(error)}") from error
         if not candidates:
-            raise NoCheckpoint(self._absence(step))
+            steps = ", ".join(str(other) for other in self.steps())
+            others = f" of step {step}; there are: {steps}" if steps else ""
+            raise NoCheckpoint(f"{self.folder} holds no checkpoint{others}")
         skipped: list[Damage] = []
         for found_step, path in candidates:
             try:
@@ -207,18 +225,6 @@ class CheckpointStore:
         """The step with the lowest score, None where none has a score."""
         return best(self._entries())
 
-    def _prepare(self) -> None:
-        make_directory(self.folder)
-        self._sweep()
-
-    def _install(self, writing: Path, target: Path) -> None:
-        replaced = target.with_name(f"{target.name}.replaced")
-        if os.path.lexists(target):
-            target.rename(replaced)
-        writing.rename(target)
-        sync_directory(self.folder)
-        _discard(replaced)
-
     def _sweep(self) -> None:
         """Clear what a crashed writer left: its in-between names, and nothing else."""
         for step, suffix, path in list(self._scan()):
@@ -227,12 +233,6 @@ class CheckpointStore:
                 path.rename(self.folder / _name(step))
             elif suffix:
                 _discard(path)
-
-    def _abandon(self) -> None:
-        try:
-            self._sweep()
-        except OSError:  # the error that brought us here is the one to report; the next save sweeps again
-            pass
 
     def _rotate(self, saved_step: int, spare_from: int | None) -> None:
         for step in rotated_out(self._entries(), saved_step, self.keep, spare_from):
@@ -267,12 +267,6 @@ class CheckpointStore:
             if match and match[1] == _name(int(match[2])):
                 yield int(match[2]), match[3], self.folder / name
 
-    def _absence(self, step: int | None) -> str:
-        steps = ", ".join(str(other) for other in self.steps())
-        if not steps:
-            return f"{self.folder} holds no checkpoint"
-        return f"{self.folder} holds no checkpoint of step {step}; there are: {steps}"
-
     def _complaint(self, step: int, num_bytes: int, error: OSError) -> str:
         try:
             room = f" and {format_bytes(shutil.disk_usage(self.folder).free)} are free"
@@ -294,11 +288,11 @@ class _Content:
 
     @classmethod
     def of(cls, snapshot: Snapshot) -> _Content:
-        model, aliases = _unique(snapshot.model)
+        model, aliases = without_aliases(snapshot.model)
         others, tree = flatten({"optimizer": dict(snapshot.optimizer), "extra": dict(snapshot.extra)})
         require_storable(model)
         require_storable(others)
-        return cls(model=model, others=others, state={"aliases": aliases, "tree": tree})
+        return cls(model=model, others=others, state={"aliases": dict(aliases), "tree": tree})
 
     @property
     def num_bytes(self) -> int:
@@ -365,32 +359,47 @@ def _intact(folder: Path, step: int) -> Manifest | None:
     return None if damaged_files(folder, manifest, hashes=False) else manifest
 
 
-def _unique(model: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Json]]:
-    """Each tensor once, and for every further name of one (a tied weight) the name it is kept under."""
-    kept: dict[str, Tensor] = {}
-    aliases: dict[str, Json] = {}
-    names: dict[Hashable, str] = {}
-    for name, tensor in model.items():
-        key = view_key(tensor)
-        if key is not None and key in names:
-            aliases[name] = names[key]
-        else:
-            kept[name] = tensor
-            if key is not None:
-                names[key] = name
-    return kept, aliases
-
-
 def _discard(path: Path) -> None:
     """Remove whatever stands at `path`; what resists is left for the next save to try again."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
         return
-    try:
+    with suppress(OSError):
         path.unlink()
-    except OSError:
-        pass
 
 
 def _name(step: int) -> str:
     return f"step-{step:08d}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedStep:
+    """One checkpoint as rotation sees it; the lower the score the better."""
+
+    step: int
+    score: float | None = None
+    intact: bool = True
+
+
+def best(entries: Iterable[SavedStep]) -> int | None:
+    """The step of the intact checkpoint with the lowest score, the newest of equals; None if none has one."""
+    scored = [(entry.score, -entry.step) for entry in entries if entry.intact and entry.score is not None]
+    return -min(scored)[1] if scored else None
+
+
+def rotated_out(
+    entries: Iterable[SavedStep], saved_step: int, keep: int, spare_from: int | None = None
+) -> tuple[int, ...]:
+    """The steps to remove after `saved_step` was saved: all before the last `keep`, but never the best.
+
+    Those from `spare_from` on stay as well: others still need them.
+
+    A damaged checkpoint does not count as one of those kept. One newer than the step just saved (the run
+    went back to an earlier checkpoint) is neither counted nor removed: it goes once the run has passed it.
+    """
+    known = list(entries)
+    reached = sorted(entry.step for entry in known if entry.intact and entry.step <= saved_step)
+    if len(reached) < keep:
+        return ()
+    oldest_kept = reached[-keep] if spare_from is None else min(reached[-keep], spare_from)
+    return tuple(sorted({entry.step for entry in known if entry.step < oldest_kept} - {best(known)}))

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from manyhands.data.store.atomic import write_atomically
-from manyhands.data.store.tensorfile import encode_tensors, view_key
+from manyhands.data.store.tensorfile import encode_tensors, without_aliases
 from manyhands.errors import UserError, nearest
 
 __all__ = ["PRECISIONS", "Exported", "check_precision", "narrow", "read_exported", "widen", "write_exported"]
@@ -40,8 +40,7 @@ class Exported:
     """The contents of an exported file: weights in single precision again, and their metadata."""
 
     weights: dict[str, Tensor]
-    about: dict[str, str]
-    """Its header: `precision`, `task`, `options`, and what `write_exported` was given."""
+    about: dict[str, str]  # its header: `precision`, `task`, `options`, and what `write_exported` was given
 
 
 def check_precision(precision: str) -> None:
@@ -51,7 +50,6 @@ def check_precision(precision: str) -> None:
 
 
 def narrow(weights: Mapping[str, Tensor], precision: str) -> dict[str, Tensor]:
-    """The tensors that are written for these weights."""
     check_precision(precision)
     written: dict[str, Tensor] = {}
     for name, tensor in weights.items():
@@ -88,16 +86,7 @@ def widen(written: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def write_exported(
     path: Path, weights: Mapping[str, Tensor], precision: str, about: Mapping[str, str]
 ) -> None:
-    """Write the file, whole or not at all."""
-    first: dict[object, str] = {}
-    tied: dict[str, str] = {}
-    for name, tensor in weights.items():
-        key = view_key(tensor)
-        if key is not None and key in first:
-            tied[name] = first[key]
-        elif key is not None:
-            first[key] = name
-    once = {name: tensor for name, tensor in weights.items() if name not in tied}
+    once, tied = without_aliases(weights)
     header = {_FORMAT_KEY: FORMAT, "precision": precision, "tied": json.dumps(tied), **about}
     write_atomically(path, encode_tensors(narrow(once, precision), header))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,10 +75,8 @@ def fingerprint(config: Mapping[str, Any]) -> Fingerprint:
 
 def parameter_shapes(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
     """`model.named_parameters()` as `{"fc.weight": "float32 10×64"}`: the configuration's `parameters`."""
-    return {
-        name: f"{str(tensor.dtype).removeprefix('torch.')} {_shape(tensor.shape)}" for name, tensor in named
-    }
-
-
-def _shape(sizes: Sequence[int]) -> str:
-    return "×".join(str(size) for size in sizes) or "scalar"
+    shapes = {}
+    for name, tensor in named:
+        shape = "×".join(map(str, tensor.shape)) or "scalar"
+        shapes[name] = f"{str(tensor.dtype).removeprefix('torch.')} {shape}"
+    return shapes

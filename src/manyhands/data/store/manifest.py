@@ -88,7 +88,8 @@ class Manifest:
                 for name, digest in self.files.items()
             },
         }
-        body["sha256"] = hashlib.sha256(_canonical(body).encode()).hexdigest()
+        canonical = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
+        body["sha256"] = hashlib.sha256(canonical.encode()).hexdigest()
         return json.dumps(body, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
 
     @classmethod
@@ -185,7 +186,3 @@ def _digest(entry: object) -> FileDigest:
         case {"bytes": int(num_bytes), "sha256": str(sha256)}:
             return FileDigest(num_bytes=num_bytes, sha256=sha256)
     raise ValueError("does not give each file a length and a hash")
-
-
-def _canonical(body: Mapping[str, Any]) -> str:
-    return json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)

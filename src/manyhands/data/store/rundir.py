@@ -14,39 +14,53 @@ runs/digits/
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
+import os
+import re
+import shlex
 import shutil
+import socket
+import sys
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final
 
 from manyhands.data.store.atomic import (
     WriteFailed,
     make_directory,
+    read_object,
     reason,
     sync_directory,
+    write_all,
     write_atomically,
     write_json,
 )
 from manyhands.data.store.checkpoint import CheckpointStore
 from manyhands.data.store.fingerprint import fingerprint
-from manyhands.data.store.lines import LineFile
-from manyhands.data.store.lock import RunLock
-from manyhands.data.store.metrics_file import MetricsLog
-from manyhands.data.store.origin import origin
+from manyhands.data.store.line_files import LineFile, MetricsLog
 from manyhands.errors import DataError, Hang, ManyhandsError, UserError, WorkerFailed
+from manyhands.native.closeable import Closeable
 
-__all__ = ["IN_PYTHON", "ON_COMMAND_LINE", "RunDirectory", "require_free"]
+__all__ = [
+    "IN_PYTHON",
+    "ON_COMMAND_LINE",
+    "RunDirectory",
+    "RunLock",
+    "origin",
+    "require_free",
+    "shown_command",
+]
+
 
 _log = logging.getLogger("manyhands")
 IN_PYTHON: Final = "pass resume=True or choose another out"
 """What to do where a run is in the way, as Python has it."""
 
-ON_COMMAND_LINE: Final = "add --resume to go on with it, or choose another --out"
+ON_COMMAND_LINE: Final = "add --resume to continue it, or choose another --out"
 """The same on the command line."""
 
 _CONFIG, _SUMMARY, _METRICS, _LOCK = "config.json", "summary.json", "metrics.jsonl", "run.lock"
@@ -59,7 +73,7 @@ _VERSION = 1
 _UNFINISHED = {_LOCK, f".{_CONFIG}.writing"}
 
 
-class RunDirectory:
+class RunDirectory(Closeable):
     """One run's directory; `create` starts it, `open` resumes or reads it. A context manager.
 
     A run that creates it, or opens it with its lock, is the only one that writes there until `close`.
@@ -69,9 +83,14 @@ class RunDirectory:
     def __init__(self, path: Path, config: Mapping[str, Any], lock: RunLock | None) -> None:
         self.path = path
         self.config = config
-        self.metrics = MetricsLog(path / _METRICS)
+        self.events_path = path / "events"  # where the processes of the run put their events
+        self.checkpoints_path = path / "checkpoints"
+        self.metrics_path = path / _METRICS  # the history, a line a row
+        self.members_path = path / _MEMBERS  # what happened to processes, a line each; not every run has it
+        self.summary_path = path / _SUMMARY  # a run that has not ended has none, or an earlier one's
+        self.metrics = MetricsLog(self.metrics_path)
         self.lock = lock
-        self._members = LineFile(path / _MEMBERS)
+        self._members = LineFile(self.members_path)
 
     @classmethod
     def create(
@@ -105,7 +124,7 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: Path | str, *, lock: bool = True) -> RunDirectory:
-        """Go on with a run, or look at one (`lock=False`); UserError where there is none or it is in use."""
+        """Continue a run, or look at one (`lock=False`); UserError where there is none or it is in use."""
         path = Path(path)
         if lock and not cls.is_one(path) and not path.is_file():
             raise UserError(f"{path} holds no run ({_CONFIG} is missing); start one without resume")
@@ -120,7 +139,7 @@ class RunDirectory:
             held.close()
             raise
 
-    def go_on_as(self, config: Mapping[str, Any]) -> None:
+    def update_config(self, config: Mapping[str, Any]) -> None:
         """Write what is asked for from now on: a run that is resumed may have other workers and more steps."""
         if config != self.config:
             _write_config(self.path, config, self.origin)
@@ -128,13 +147,12 @@ class RunDirectory:
 
     @property
     def origin(self) -> Mapping[str, Any]:
-        """Command, host and time of day that the run was begun with; empty of a run that does not tell."""
-        found = _read_object(self.path / _CONFIG).get("origin")
+        """Command, host and time of day that the run was begun with; empty of a run that does not say."""
+        found = read_object(self.path / _CONFIG).get("origin")
         return found if isinstance(found, dict) else {}
 
     @staticmethod
     def is_one(path: Path) -> bool:
-        """Whether there is a run at `path`."""
         return (path / _CONFIG).exists()
 
     @staticmethod
@@ -142,40 +160,15 @@ class RunDirectory:
         """Whether a live run has the directory at `path`, or is about to make it a run."""
         return bool(RunLock.is_held(path / _LOCK))
 
-    @property
-    def events_path(self) -> Path:
-        """Where the processes of the run put their events."""
-        return self.path / "events"
-
-    @property
-    def checkpoints_path(self) -> Path:
-        """Where the checkpoints are."""
-        return self.path / "checkpoints"
-
     def checkpoints(self, keep: int = 3) -> CheckpointStore:
         """The run's checkpoints, of which the last `keep` and the best stay."""
         return CheckpointStore(self.checkpoints_path, keep)
-
-    @property
-    def metrics_path(self) -> Path:
-        """The history, a line a row."""
-        return self.path / _METRICS
-
-    @property
-    def members_path(self) -> Path:
-        """What happened to processes of the run, a line each; not every run has it."""
-        return self.path / _MEMBERS
-
-    @property
-    def summary_path(self) -> Path:
-        """What came out; a run that has not ended has none, or an earlier one's."""
-        return self.path / _SUMMARY
 
     def is_held(self) -> bool | None:
         """Whether a live run has the directory; None where none ever had."""
         return RunLock.is_held(self.path / _LOCK)
 
-    def tell_end(self, error: ManyhandsError, at_s: float) -> None:
+    def record_end(self, error: ManyhandsError, at_s: float) -> None:
         """Record what ended the run: in members.jsonl, and a hang in hang.txt.
 
         `at_s` is on the time base of the other rows there: seconds since training began. Raises nothing: a disk that
@@ -202,13 +195,12 @@ class RunDirectory:
         self._members.append(b"".join(json.dumps(row).encode() + b"\n" for row in rows))
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Put what came out into summary.json, in the place of an earlier one."""
         write_json(self.summary_path, summary)
 
     def read_summary(self) -> dict[str, Any] | None:
         """What came out, None for a run that has not ended; DataError if the file is damaged."""
         try:
-            return _read_object(self.summary_path)
+            return read_object(self.summary_path)
         except FileNotFoundError:
             return None
 
@@ -236,14 +228,6 @@ class RunDirectory:
         finally:
             if self.lock is not None:
                 self.lock.close()
-
-    def __enter__(self) -> RunDirectory:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _with_folders(self) -> RunDirectory:
         try:
@@ -285,7 +269,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     """The configuration of the run at `path`, or UserError with what is wrong."""
     file = path / _CONFIG
     try:
-        content = _read_object(file)
+        content = read_object(file)
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(_no_run(path)) from None
     match content:
@@ -310,16 +294,116 @@ def _no_run(path: Path) -> str:
     return f"{path} holds no run ({_CONFIG} is missing); {hint}"
 
 
-def _read_object(file: Path) -> dict[str, Any]:
-    """A file with one JSON object, or DataError naming it; a missing one is the caller's business."""
-    try:
-        content = json.loads(file.read_bytes())
-    except (FileNotFoundError, NotADirectoryError):
-        raise
-    except OSError as error:
-        raise DataError(f"{file} cannot be read: {reason(error)}") from error
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{file} is damaged, it is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise DataError(f"{file} is damaged: it holds no JSON object")
-    return content
+_HIDDEN = "***"
+_SECRET = re.compile(r"token|secret|passw|passphrase|credential|auth|api-?key|access-?key", re.IGNORECASE)
+_IN_ADDRESS = re.compile(r"(?<=://)[^/@\s]+@")
+_IN_WORD = re.compile(r"((?:token|secret|password|passwd|api_?key|access_?key)=)[^&\s;,]+", re.IGNORECASE)
+
+
+def origin() -> dict[str, Any]:
+    """The origin of a run that begins now, in this process."""
+    return {"command": shown_command(sys.argv), "host": socket.gethostname(), "unix_s": time.time()}
+
+
+def shown_command(arguments: Sequence[str]) -> str:
+    """The command line of a process without its secrets; empty where there is none.
+
+    Values of options whose names tell of a secret, and passwords in addresses, are kept as `***`. Of a program of the
+    user's own, whose options nobody here knows, its name alone is kept.
+    """
+    if not arguments or not arguments[0]:
+        return ""
+    program = Path(arguments[0])
+    if program.name != "manyhands" and program.parent.name != "manyhands":
+        return shlex.join(["python", program.name])
+    words = list(arguments[1:])
+    own = next((place for place, word in enumerate(words) if word.endswith(".py")), None)
+    if words[:1] == ["launch"] and own is not None and own + 1 < len(words):
+        words[own + 1 :] = ["..."]  # the options of the user's own program
+    return shlex.join(["manyhands", *_without_secrets(words)])
+
+
+def _without_secrets(words: Sequence[str]) -> list[str]:
+    kept: list[str] = []
+    hides_next = False
+    for word in words:
+        name, equals, _ = word.partition("=")
+        is_option = word.startswith("-")
+        if hides_next and not is_option:
+            kept.append(_HIDDEN)
+        elif is_option and _SECRET.search(name) and equals:
+            kept.append(f"{name}={_HIDDEN}")
+        else:
+            kept.append(_IN_WORD.sub(rf"\g<1>{_HIDDEN}", _IN_ADDRESS.sub(f"{_HIDDEN}@", word)))
+        hides_next = is_option and not equals and _SECRET.search(name) is not None
+    return kept
+
+
+_TRIES, _TRY_AGAIN_S = 3, 0.02
+
+
+class RunLock:
+    """The right to write into a run directory, held from `acquire` to `close`; `close` is idempotent.
+
+    An flock on a file in it, which the system releases however the holder dies. The lock belongs to the open file: a
+    child that inherits `descriptor` holds it on, should its parent die first.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.descriptor = -1
+
+    def acquire(self) -> None:
+        """Take the lock now, or raise UserError with the process that has it."""
+        try:
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise UserError(f"{self.path} cannot be opened: {reason(error)}") from error
+        try:
+            _lock(descriptor)
+            os.ftruncate(descriptor, 0)
+            write_all(descriptor, f"{os.getpid()} on {socket.gethostname()}\n".encode())
+        except BlockingIOError:
+            holder = os.read(descriptor, 256).decode(errors="replace").strip() or "unknown"
+            os.close(descriptor)
+            raise UserError(
+                f"{self.path.parent} is in use by another run (process {holder}); wait for it to end, or "
+                "choose another out"
+            ) from None
+        except OSError as error:
+            os.close(descriptor)
+            raise UserError(f"{self.path} cannot be locked: {reason(error)}") from error
+        self.descriptor = descriptor
+
+    @staticmethod
+    def is_held(path: Path) -> bool | None:
+        """Whether somebody has the lock at `path`; None where there is none to have. For viewers."""
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        finally:
+            os.close(descriptor)
+        return False
+
+    def close(self) -> None:
+        """Release the lock; the file stays, because a removed one could be locked by two."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+
+def _lock(descriptor: int) -> None:
+    """BlockingIOError where another run has it; a viewer that looks has it for a moment only, and is waited for."""
+    for _ in range(_TRIES - 1):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(_TRY_AGAIN_S)
+        else:
+            return
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -13,20 +13,24 @@ no word for is an object with one `$` key:
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Hashable, Iterable, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from typing import Any, Final, TypeAlias
 
 import numpy as np
+import safetensors
+import safetensors.torch
 from torch import Tensor
 
-from manyhands.data.store.tensorfile import view_key
-from manyhands.errors import UserError
+from manyhands.data.store.tensorfile import encode_tensors, view_key
+from manyhands.errors import ManyhandsError, UserError
 
-__all__ = ["Json", "flatten", "unflatten"]
+__all__ = ["Json", "flatten", "pack_tree", "unflatten", "unpack_tree"]
+
 
 _USUAL_NAN = struct.pack(">d", math.nan)
 
@@ -146,3 +150,30 @@ def _pairs(tensors: Mapping[str, Tensor], pairs: list[Json]) -> Iterable[tuple[s
                 yield key, unflatten(tensors, item)
             case _:
                 raise ValueError("a dict is not written as pairs of key and value")
+
+
+_LENGTH_BYTES: Final = 8
+
+
+def pack_tree(tree: Any) -> Iterator[bytes]:
+    """The bytes for another process, in chunks made as they are asked for; UserError names what cannot be stored.
+
+    The length of the JSON in 8 bytes, the JSON, and safetensors: nothing of it is executed when it is read.
+    """
+    tensors, meta = flatten(tree)
+    head = json.dumps(meta, allow_nan=False).encode()
+    yield len(head).to_bytes(_LENGTH_BYTES, "little") + head
+    yield from encode_tensors(tensors)
+
+
+def unpack_tree(data: bytes | bytearray) -> Any:
+    """What `pack_tree` packed; ManyhandsError for other bytes. Each tensor has memory of its own."""
+    end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
+    try:
+        if not _LENGTH_BYTES <= end <= len(data):
+            raise ValueError(f"{end} bytes announced, {len(data)} came")
+        meta = json.loads(data[_LENGTH_BYTES:end])
+        viewed = safetensors.torch.load(bytes(memoryview(data)[end:]))
+        return unflatten({name: tensor.clone() for name, tensor in viewed.items()}, meta)
+    except (ValueError, KeyError, TypeError, RecursionError, safetensors.SafetensorError) as error:
+        raise ManyhandsError(f"what came is no state of a run: {error}") from error

@@ -21,7 +21,14 @@ from torch import Tensor
 from manyhands.errors import UserError
 from manyhands.native.dtypes import STORED
 
-__all__ = ["encode_tensors", "first_non_finite", "read_tensors", "require_storable", "view_key"]
+__all__ = [
+    "encode_tensors",
+    "first_non_finite",
+    "read_tensors",
+    "require_storable",
+    "view_key",
+    "without_aliases",
+]
 
 CHUNK_BYTES = 4 << 20
 
@@ -88,6 +95,20 @@ def view_key(tensor: Tensor) -> Hashable | None:
     if not _is_dense(tensor) or tensor.numel() == 0:
         return None
     return (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+
+
+def without_aliases(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Each tensor once, and for every further name of one (a tied weight) the name it is kept under."""
+    kept: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    names: dict[Hashable, str] = {}
+    for name, tensor in tensors.items():
+        key = view_key(tensor)
+        if key is not None and names.setdefault(key, name) != name:
+            aliases[name] = names[key]
+        else:
+            kept[name] = tensor
+    return kept, aliases
 
 
 def first_non_finite(tensors: Mapping[str, Tensor], may_hold_infinity: frozenset[str]) -> str | None:

@@ -17,11 +17,8 @@ __all__ = ["Burst", "push_at_once"]
 class Burst:
     """The result of one push of every worker to every shard."""
 
-    messages: int
-    """The time until the last has come in, in messages' times."""
-
-    longest_queue: int
-    """The most messages that a server had to take in at one moment."""
+    messages: int  # the time until the last has come in, in messages' times
+    longest_queue: int  # the most messages that a server had to take in at one moment
 
 
 def push_at_once(workers: int, shards: int, order: Callable[[int, int], Sequence[int]]) -> Burst:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from manyhands.engine.slowdown import Slowdown
+from manyhands.engine.options import Slowdown
 from manyhands.errors import UserError
 from manyhands.foresight.simulate.network import NetworkModel
 from manyhands.foresight.simulate.simulated_spec import ComputeModel, Timing
@@ -20,15 +20,10 @@ class SimulatedConditions:
     step_s: float | None = None
     """Seconds in which one worker computes a whole global batch; None: as long as one takes here, measured."""
 
-    slow: tuple[Slowdown, ...] = ()
-    """Workers that are slowed on purpose."""
-
-    spread: float = 0.0
-    """By up to which share any computation is longer or shorter."""
-
+    slow: tuple[Slowdown, ...] = ()  # workers that are slowed on purpose
+    spread: float = 0.0  # by up to which share any computation is longer or shorter
     network: NetworkModel = field(default_factory=NetworkModel)
-    apply_s: float = 0.0
-    """Seconds of one optimizer step of one shard."""
+    apply_s: float = 0.0  # seconds of one optimizer step of one shard
 
     def __post_init__(self) -> None:
         self.compute(self.step_s or 1.0)

@@ -38,33 +38,34 @@ from manyhands.foresight.simulate.simulated_processes import (
 from manyhands.foresight.simulate.simulated_run import SimulatedHappening, SimulatedRun, WorkerTimes
 from manyhands.foresight.simulate.simulated_spec import SimulationSpec
 from manyhands.foresight.simulate.virtual_clock import Agenda
+from manyhands.places.run_commands import AddWorker, RemoveWorker
+from manyhands.strategies.common.membership import (
+    Died,
+    Fail,
+    KillMember,
+    MemberJoined,
+    MemberSilent,
+    StartWorker,
+)
 from manyhands.strategies.ps.actions import Ack
 from manyhands.strategies.ps.client_core import Leave, Reason
 from manyhands.strategies.ps.log_rows import StepRow
 from manyhands.strategies.ps.member_events import (
-    AddSlot,
     Assign,
-    Died,
-    Fail,
-    KillMember,
     Left,
-    MemberJoined,
-    MembershipAction,
-    MembershipEvent,
-    MemberSilent,
     Over,
     Progressed,
+    PsAction,
+    PsEvent,
     Publish,
     Recovered,
     Rejoin,
-    RemoveSlot,
     ShardLost,
     SlotFinished,
     StartServer,
-    StartWorker,
 )
-from manyhands.strategies.ps.membership import Membership, MembershipPlan
 from manyhands.strategies.ps.pending_steps import ShardConfig
+from manyhands.strategies.ps.ps_membership import MembershipPlan, PsMembership
 from manyhands.strategies.ps.ps_messages import (
     LAUNCHER,
     Concluded,
@@ -125,7 +126,7 @@ class _Simulation:
             replicas=spec.replicas,
             can_restore=spec.can_restore,
         )
-        self._membership = Membership(plan)
+        self._membership = PsMembership(plan)
         self._view: View | None = None
         self._processes: dict[int, Process] = {}
         self._servers: list[ServerProcess] = []  # including dead ones, whose logs are kept
@@ -238,7 +239,7 @@ class _Simulation:
 
     def left(self, worker: WorkerProcess, leave: Leave) -> None:
         """A worker has left its slot: tell the launcher."""
-        event: MembershipEvent
+        event: PsEvent
         match leave.reason:
             case Reason.FENCED:
                 event = Rejoin(member=worker.member)
@@ -311,7 +312,7 @@ class _Simulation:
 
     # ── what the launcher does ────────────────────────────────────────────────────────────────────────────────────────
 
-    def _tell(self, event: MembershipEvent) -> None:
+    def _tell(self, event: PsEvent) -> None:
         self._obey(self._membership.handle(event))
 
     def _installed(self, message: Installed) -> None:
@@ -322,7 +323,7 @@ class _Simulation:
             self._observer.happens(SimulatedHappening(self._agenda.now_s, "first copies", message.member))
         self._heal(first)
 
-    def _obey(self, actions: list[MembershipAction]) -> None:
+    def _obey(self, actions: list[PsAction]) -> None:
         for action in actions:
             match action:
                 case StartServer(member=member):
@@ -423,7 +424,7 @@ class _Simulation:
             return
         if isinstance(fault, WorkerComes):
             self._note("one more worker", LAUNCHER)
-            self._tell(AddSlot())
+            self._tell(AddWorker())
         elif isinstance(fault, WorkerGoes):
             self._remove(fault.pick)
         else:
@@ -438,7 +439,7 @@ class _Simulation:
     def _remove(self, pick: int) -> None:
         slots = [place.slot for place in self._membership.view.slots]
         try:
-            self._tell(RemoveSlot(slot=slots[pick % len(slots)]))
+            self._tell(RemoveWorker(slot=slots[pick % len(slots)]))
         except UserError as error:  # this was the last one
             self._note(f"refused: {error}", LAUNCHER)
         else:

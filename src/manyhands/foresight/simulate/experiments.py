@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from manyhands.foresight.simulate.driver import simulate
 from manyhands.foresight.simulate.models import SimulatedTrained
 from manyhands.foresight.simulate.simulated_spec import ComputeModel, SimulationSpec
-from manyhands.strategies.common.consistency.parse import parse_consistency
+from manyhands.strategies.common.consistency import parse_consistency
 from manyhands.workloads.tasks.digits import read_digits
 
 __all__ = [
@@ -51,10 +51,8 @@ class StragglerRow:
     """One row of a straggler table."""
 
     consistency: str
-    waiting_share: float
-    """Of all workers' time, waiting for parameters."""
-    updates_per_s: float
-    """Optimizer steps per second; each is of one global batch."""
+    waiting_share: float  # of all workers' time, waiting for parameters
+    updates_per_s: float  # optimizer steps per second; each is of one global batch
 
 
 def straggler_table(
@@ -87,13 +85,11 @@ class LearningRow:
     """The training result of one consistency."""
 
     consistency: str
-    accuracy: float
-    """On images that were not trained on."""
+    accuracy: float  # on images that were not trained on
     staleness: Counter[int]
 
 
-LEARNERS = 30
-"""The lambda of the paper: learners, and so the staleness under `softsync:30`."""
+LEARNERS = 30  # the lambda of the paper: learners, and so the staleness under `softsync:30`
 
 
 def learn_digits(

@@ -30,8 +30,7 @@ __all__ = [
     "Store",
 ]
 
-Gradient = Any
-"""What a worker pushes to one shard: whatever its `Model` makes and its `Store` takes."""
+Gradient = Any  # what a worker pushes to one shard: whatever its `Model` makes and its `Store` takes
 
 
 class Store(ABC):

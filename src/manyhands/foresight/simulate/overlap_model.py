@@ -30,15 +30,9 @@ class LayeredStep:
 
     forward_s: Sequence[float]
     backward_s: Sequence[float]
-    num_bytes: Sequence[int]
-    """Of each layer's gradient."""
-
-    bytes_per_s: float
-    """That an all-reduce gets through: with P workers, bandwidth · P / (2 (P - 1))."""
-
-    message_s: float = 0.0
-    """What each slice takes besides: reports and latencies."""
-
+    num_bytes: Sequence[int]  # of each layer's gradient
+    bytes_per_s: float  # that an all-reduce gets through: with P workers, bandwidth · P / (2 (P - 1))
+    message_s: float = 0.0  # what each slice takes besides: reports and latencies
     slice_bytes: int = 1 << 20
     credit_bytes: int = 1 << 20
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from manyhands.engine.booking import StepBook
 from manyhands.engine.exchange import Traffic
+from manyhands.engine.reporting import StepBook
 from manyhands.foresight.simulate.faults import FaultRole
 from manyhands.foresight.simulate.observer import Observer
 from manyhands.foresight.simulate.task_model import SimulatedTask
@@ -39,8 +39,7 @@ class EventBook:
     ) -> None:
         self._rings, self._begin_ns, self.flush = rings, begin_ns, flush
         self._num_recorded = 0
-        self.newest_ns = begin_ns
-        """When the newest event ended: the clock of those who look on."""
+        self.newest_ns = begin_ns  # when the newest event ended: the clock of those who look on
 
     def ns(self, at_s: float) -> int:
         """Convert virtual time to the clock of the events."""
@@ -75,8 +74,7 @@ class SimulatedNews:
 
     take_rows: Callable[[list[dict[str, Any]]], None]
     take_computed: Callable[[ComputedRow], None]
-    evaluate_every: int
-    """Global batches; 0: never."""
+    evaluate_every: int  # global batches; 0: never
 
 
 class RunBook(Observer):
@@ -99,10 +97,8 @@ class RunBook(Observer):
         self._losses = LossBook()
         self._began_s: float | None = None
         self._pushed: dict[int, int] = {}  # by slot: bytes pushed since it computed
-        self.sent = Traffic()
-        """By all workers."""
-        self.evaluated: set[int] = set()
-        """The steps after which there was an evaluation."""
+        self.sent = Traffic()  # by all workers
+        self.evaluated: set[int] = set()  # the steps after which there was an evaluation
 
     def starts(self, member: int, role: FaultRole) -> None:
         """Give a server its role; a replacement takes over its predecessor's."""

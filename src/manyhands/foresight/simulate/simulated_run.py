@@ -19,8 +19,7 @@ class SimulatedHappening:
     at_s: float
     what: str
     member: int
-    slot: int = -1
-    """Of a worker that was struck: the slot that it held, if any."""
+    slot: int = -1  # of a worker that was struck: the slot that it held, if any
 
 
 @dataclass(slots=True)
@@ -44,18 +43,15 @@ class SimulatedRun:
 
     began_s: float
     seconds: float
-    logs: Sequence[Sequence[Row]]
-    """The rows of each shard, as the last server that served it has them."""
+    logs: Sequence[Sequence[Row]]  # the rows of each shard, as the last server that served it has them
     written: Mapping[int, Sequence[Sequence[Row]]]
     """By shard: what each server that ever was wrote to its own log, for `audit`."""
-    stores: Sequence[Store]
-    """The store of each shard, likewise."""
+    stores: Sequence[Store]  # the store of each shard, likewise
     backups: Sequence[Store | None]
     """The store of each shard on its backup, where one was known to have all of it when the run ended."""
     held: Sequence[frozenset[tuple[int, int]]]
     """By shard: the updates (slot, clock) that were in no step when the run ended."""
-    times: Mapping[int, WorkerTimes]
-    """By slot."""
+    times: Mapping[int, WorkerTimes]  # by slot
     happenings: Sequence[SimulatedHappening] = field(default_factory=tuple)
     num_events: int = 0
 

@@ -8,15 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from manyhands.engine.slowdown import Slowdown
+from manyhands.engine.options import Slowdown
 from manyhands.errors import UserError
 from manyhands.foresight.simulate.faults import Fault
 from manyhands.foresight.simulate.models import Ledger, Model
 from manyhands.foresight.simulate.network import NetworkModel
-from manyhands.strategies.common.consistency.parse import parse_consistency
-from manyhands.strategies.common.consistency.policy import Policy
+from manyhands.strategies.common.consistency import Policy, parse_consistency
 from manyhands.strategies.ps.ps_messages import Work
-from manyhands.transport.link.liveness import SILENT_AFTER_S
+from manyhands.transport.liveness import SILENT_AFTER_S
 
 __all__ = ["ComputeModel", "SimulationSpec", "Timing"]
 
@@ -67,22 +66,14 @@ class ComputeModel:
 class Timing:
     """The durations of everything else, in seconds."""
 
-    apply_s: float = 0.0
-    """One optimizer step of one shard on its server."""
-    start_s: float = 1.0
-    """A new process, from being asked for until it has joined."""
-    death_noticed_s: float = 0.01
-    """From the end of a process until its launcher knows."""
-    silent_after_s: float = SILENT_AFTER_S
-    """From a process's last heartbeat until its launcher acts."""
-    leave_s: float = 0.02
-    """A server, at the end, for leaving its shards where they are wanted."""
-    retry_s: float = 0.005
-    """Until a worker asks a server again that did not know yet what it serves."""
-    snapshot_every_s: float = 10.0
-    """From one snapshot of a shard to the next."""
-    limit_s: float = 1e6
-    """A run that has not ended by then never will."""
+    apply_s: float = 0.0  # one optimizer step of one shard on its server
+    start_s: float = 1.0  # A new process, from being asked for until it has joined
+    death_noticed_s: float = 0.01  # from the end of a process until its launcher knows
+    silent_after_s: float = SILENT_AFTER_S  # from a process's last heartbeat until its launcher acts
+    leave_s: float = 0.02  # A server, at the end, for leaving its shards where they are wanted
+    retry_s: float = 0.005  # until a worker asks a server again that did not know yet what it serves
+    snapshot_every_s: float = 10.0  # from one snapshot of a shard to the next
+    limit_s: float = 1e6  # A run that has not ended by then never will
 
     def __post_init__(self) -> None:
         if not 0 <= self.apply_s < math.inf:

@@ -31,7 +31,7 @@ from manyhands.foresight.simulate.simulated_run import SimulatedRun
 from manyhands.foresight.simulate.simulated_spec import SimulationSpec
 from manyhands.foresight.simulate.task_model import SimulatedTask, TaskStore
 from manyhands.observe.record.event_ring import EventRing
-from manyhands.strategies.common.consistency.policy import Policy
+from manyhands.strategies.common.consistency import Policy
 from manyhands.strategies.ps.digests import layout_digest
 from manyhands.strategies.ps.live.live_training import server_summary
 from manyhands.strategies.ps.live.ps_launcher import LaunchOutcome
@@ -80,7 +80,7 @@ class SimulatedRequest(Request):
 
 def require_simulated(strategy: Strategy, task: Any) -> None:
     """Raise UserError where this strategy, or this task under it, cannot be simulated."""
-    if not strategy.logs_updates:
+    if not strategy.facts.logs_updates:
         raise UserError(
             f"strategy={strategy}: the simulator runs parameter servers; use ps, as in 'ps consistency=async'"
         )
@@ -251,8 +251,7 @@ class _Files:
     def __init__(self, run_path: Path | None, record: RunRecord) -> None:
         self._run_path, self._record = run_path, record
         self._workers: dict[int, Recorder] = {}
-        self.kept: dict[str, int] = {}
-        """How many rows each file has."""
+        self.kept: dict[str, int] = {}  # how many rows each file has
 
     def __enter__(self) -> _Files:
         if self._run_path is not None:

@@ -37,10 +37,8 @@ class SimulatedGradient:
     loss: float
     share: float
     samples: int
-    versions: tuple[int, ...]
-    """What it had read, by shard."""
-    hashes: tuple[str, ...]
-    """Of each shard's part."""
+    versions: tuple[int, ...]  # what it had read, by shard
+    hashes: tuple[str, ...]  # of each shard's part
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -124,8 +122,7 @@ class SimulatedTask(Model):
         self._stage, self.layout = stage, stage.layout
         self._parts = [stage.area.part(shard) for shard in range(self.layout.shards)]
         self._buffers = ProcessBuffers(stage.replica.model)
-        self.made: dict[int, SimulatedGradient] = {}
-        """By slot: the newest."""
+        self.made: dict[int, SimulatedGradient] = {}  # by slot: the newest
         self.samples = 0
 
     def store(self, shard: int, num_shards: int) -> TaskStore:

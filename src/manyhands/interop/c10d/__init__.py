@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from manyhands.errors import UserError
-from manyhands.interop.c10d.group_session import SessionPlace, open_session
-from manyhands.interop.c10d.options import SHARED, Options
+from manyhands.interop.c10d.group_session import SHARED, Options, SessionPlace, open_session
 from manyhands.interop.c10d.torch_group import BACKEND, ManyhandsGroup
 
 __all__ = ["BACKEND", "ManyhandsGroup", "Options", "new_group"]

@@ -28,7 +28,6 @@ __all__ = [
     "describe_mismatch",
     "describe_uneven",
     "dtype_code",
-    "ranks_text",
 ]
 
 Label = Callable[[int], str]
@@ -71,7 +70,7 @@ _SHOWN_DIMS: Final = 6
 RECORD_WORDS: Final = 16
 COMPARED_WORDS: Final = 7  # the first words of a record must be the same on all ranks
 EXTENT_WORD: Final = (
-    7  # the most bytes this rank lays out for any other: the longest decides how many rounds there are
+    7  # the most bytes this rank lays out for any other: the longest decides the number of rounds
 )
 
 
@@ -91,24 +90,19 @@ class CollectiveCall(NamedTuple):
     shape: tuple[int, ...] = ()
 
     def words(self) -> tuple[int, ...]:
-        """RECORD_WORDS integers of 64 bits."""
         return (*self[:-1], *self.shape, *(0,) * (_SHOWN_DIMS - len(self.shape)))
 
     @classmethod
     def from_words(cls, words: Sequence[int]) -> CollectiveCall:
-        """What `words` gave."""
         shown = min(words[9], _SHOWN_DIMS)
         return cls._make([*words[:10], tuple(words[10 : 10 + shown])])
 
     @property
     def name(self) -> str:
         """The collective, as in `all_reduce(sum)` or `broadcast(root 2)`."""
-        word = CallKind(self.kind).name.lower()
-        if self.reduction and self.root != _NO_ROOT:
-            return f"{word}({Reduction(self.reduction).name.lower()}, root {self.root})"
-        if self.reduction:
-            return f"{word}({Reduction(self.reduction).name.lower()})"
-        return f"{word}(root {self.root})" if self.root != _NO_ROOT else word
+        facts = [Reduction(self.reduction).name.lower()] if self.reduction else []
+        facts += [f"root {self.root}"] if self.root != _NO_ROOT else []
+        return CallKind(self.kind).name.lower() + (f"({', '.join(facts)})" if facts else "")
 
     @property
     def load(self) -> str:
@@ -134,28 +128,17 @@ def call_of(
     extent_bytes: int,
 ) -> CollectiveCall:
     """The record of a call; tensors to be reduced must have one shape (up to sizes of 1) on all ranks."""
-    first = tensors[0]
+    first, count = tensors[0], len(tensors)
     digest = 0
     if reduction:
         digest = hash(tuple([tuple([size for size in tensor.shape if size != 1]) for tensor in tensors]))
-    dims = first.dim()
+    code, shape = dtype_code(first.dtype), tuple(first.shape[:_SHOWN_DIMS])
     return CollectiveCall(
-        number,
-        kind,
-        dtype_code(first.dtype),
-        reduction,
-        root,
-        items,
-        digest,
-        extent_bytes,
-        len(tensors),
-        dims,
-        tuple(first.shape[:_SHOWN_DIMS]),
+        number, kind, code, reduction, root, items, digest, extent_bytes, count, first.dim(), shape
     )
 
 
 def dtype_code(dtype: torch.dtype) -> int:
-    """The number of a dtype in records; a UserError for one that cannot be sent."""
     code = CODES.get(dtype)
     if code is None:
         raise UserError(f"dtype={dtype}: allowed: {', '.join(map(str, CODES))}")
@@ -163,7 +146,6 @@ def dtype_code(dtype: torch.dtype) -> int:
 
 
 def ranks_text(ranks: Sequence[int], label: Label = str) -> str:
-    """`rank 3`, or `ranks 1, 3`."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(label, ranks))}"
 
 

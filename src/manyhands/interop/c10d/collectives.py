@@ -3,41 +3,103 @@
 Sums, means and maxima of floats are reduced by compiled code in rank order, halves in float32. Every other reduction
 is an exchange of slices, torch's own operation on them in rank order, and an exchange of the results. So a result has
 the same bits on every rank and in every run, and does not depend on how large the message is.
-
-All methods are collective, run to their end in the calling thread, and are called by one thread at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import Final
 
 import torch
 
 from manyhands.errors import UserError
 from manyhands.interop.c10d.collective_calls import CallKind, CollectiveCall, Reduction, call_of
-from manyhands.interop.c10d.exchange import Lane, Read
-from manyhands.interop.c10d.reductions import check_reduction, combine, compiled_reducer
+from manyhands.interop.c10d.compiled_calls import Lane, Read, RoundReducer
 from manyhands.interop.c10d.shared_stage import CollectiveStage, ReductionPlan, StageReason
+from manyhands.native.dtypes import HALVES, SUMMED
+from manyhands.native.group import reduction_kernels
 from manyhands.strategies.common.collectives.executor import Op, ScheduleExecutor
 
-__all__ = ["Collectives"]
+__all__ = ["Collectives", "check_reduction", "combine", "compiled_reducer"]
 
-_BY_SCHEDULE: Final[dict[Reduction, Op]] = {
-    Reduction.SUM: "sum",
-    Reduction.AVG: "mean",
-    Reduction.MAX: "max",
+_OPERATIONS: Final = {
+    Reduction.SUM: reduction_kernels.SUM,
+    Reduction.AVG: reduction_kernels.MEAN,
+    Reduction.MAX: reduction_kernels.MAX,
 }
+_BY_TORCH: Final[dict[Reduction, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]] = {
+    Reduction.SUM: torch.add,
+    Reduction.AVG: torch.add,
+    Reduction.PRODUCT: torch.mul,
+    Reduction.MIN: torch.minimum,
+    Reduction.MAX: torch.maximum,
+    Reduction.BAND: torch.bitwise_and,
+    Reduction.BOR: torch.bitwise_or,
+    Reduction.BXOR: torch.bitwise_xor,
+}
+_BITWISE: Final = (Reduction.BAND, Reduction.BOR, Reduction.BXOR)
+
+
+@cache
+def compiled_reducer(dtype: torch.dtype, reduction: Reduction) -> RoundReducer | None:
+    """The compiled reduction, compiled when it is first asked for; None where torch must do it."""
+    kind, operation = SUMMED.get(dtype), _OPERATIONS.get(reduction)
+    if kind is None or operation is None:
+        return None
+    return RoundReducer(reduction_kernels.reducer_address(kind), operation, dtype.itemsize)
+
+
+def check_reduction(dtype: torch.dtype, reduction: Reduction) -> None:
+    """Raise a UserError for a reduction that a dtype does not have, before anything is exchanged."""
+    reason = _refusal(dtype, reduction)
+    if reason:
+        raise UserError(f"reduction {reduction.name} of {dtype}: {reason}")
+
+
+@cache
+def _refusal(dtype: torch.dtype, reduction: Reduction) -> str:
+    """Why a reduction cannot be done, or nothing; asked of torch itself, on tensors of one item."""
+    if reduction in _BITWISE and (dtype.is_floating_point or dtype.is_complex):
+        return "only integers have bits to combine"
+    if reduction is Reduction.AVG and dtype is torch.bool:
+        return "truth values have no mean; sum them as int64"
+    if compiled_reducer(dtype, reduction) is not None:
+        return ""
+    one = torch.zeros(1, dtype=dtype)
+    try:
+        combine([one, one], reduction)
+    except RuntimeError as error:
+        return f"torch has none on the CPU ({str(error).splitlines()[0]})"
+    return ""
+
+
+def combine(parts: Sequence[torch.Tensor], reduction: Reduction) -> torch.Tensor:
+    """The parts of all ranks, combined in rank order; a mean of integers is truncated towards zero."""
+    dtype = parts[0].dtype
+    wide = torch.float32 if dtype in HALVES else dtype
+    total = parts[0].to(wide, copy=True)
+    for part in parts[1:]:
+        total = _BY_TORCH[reduction](total, part.to(wide))
+    if reduction is Reduction.AVG:
+        fractions = dtype.is_floating_point or dtype.is_complex
+        total = torch.div(total, len(parts), rounding_mode=None if fractions else "trunc")
+    return total.to(dtype)
+
+
+_BY_SCHEDULE: Final[dict[Reduction, Op]] = {Reduction.SUM: "sum", Reduction.AVG: "mean", Reduction.MAX: "max"}
 _MOST_PLANS: Final = 1024
 _Tensors = Sequence[torch.Tensor]
 
 
 class Collectives:
-    """One rank's collective calls on its stage; with an executor, supported all-reduces use its algorithm."""
+    """One rank's collective calls on its stage; with an executor, supported all-reduces use its algorithm.
+
+    All methods are collective, run to their end in the calling thread, and are called by one thread at a time.
+    """
 
     def __init__(self, stage: CollectiveStage, executor: ScheduleExecutor | None = None) -> None:
-        self._stage = stage
-        self._executor = executor
+        self._stage, self._executor = stage, executor
         self._rank = stage.rank
         self._world = stage.world
         self._others = tuple(rank for rank in range(self._world) if rank != self._rank)
@@ -45,7 +107,6 @@ class Collectives:
         self._plans: dict[tuple[object, ...], ReductionPlan] = {}
 
     def barrier(self, timeout_s: float) -> None:
-        """Collective: wait until every rank is here."""
         self._number += 1
         self._stage.exchange(CollectiveCall(self._number, CallKind.BARRIER), (), (), timeout_s)
 
@@ -66,7 +127,6 @@ class Collectives:
     def _all_reduce_whole(
         self, whole: torch.Tensor, tensors: _Tensors, reduction: Reduction, timeout_s: float
     ) -> None:
-        """All-reduce one run of bytes, which is or holds the `tensors` of the caller."""
         key = (whole.dtype, reduction, *[tensor.shape for tensor in tensors])
         plan = self._plans.get(key)
         if plan is not None:
@@ -79,7 +139,12 @@ class Collectives:
         if reducer is None:
             self._reduce_by_torch(call, whole.detach().view(-1), reduction, timeout_s)
         elif self._executor is not None:
-            self._reduce_by_schedule(self._executor, call, whole, reduction, timeout_s)
+            self._stage.exchange(call, (), (), timeout_s)  # the call is the same on all ranks, or rejected
+            try:
+                self._executor.all_reduce(whole.view(-1), _BY_SCHEDULE[reduction])
+            except BaseException:
+                self._stage.abort(self._rank, StageReason.FAILED)
+                raise
         else:
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.clear()
@@ -100,19 +165,18 @@ class Collectives:
             self._reduce_by_torch(call, flat, reduction, timeout_s)
         else:
             lanes = [] if here else [_lane(flat)]
-            reads = self._reads_from(self._others, 0, flat) if here else []
+            reads = _reads(self._others, 0, flat) if here else []
             self._stage.exchange(call, lanes, reads, timeout_s, reducer=reducer)
         if here:
             _give_back(flat, tensor)
 
     def broadcast(self, tensor: torch.Tensor, root: int, timeout_s: float) -> None:
-        """The tensor of `root` becomes everyone's."""
         flat = _dense(tensor).view(-1)
         here = self._rank == root
         call = self._call(
             CallKind.BROADCAST, [tensor], flat.numel(), root=root, extent_bytes=flat.nbytes if here else 0
         )
-        lanes, reads = ([_lane(flat)], []) if here else ([], self._reads_from([root], 0, flat))
+        lanes, reads = ([_lane(flat)], []) if here else ([], _reads([root], 0, flat))
         self._stage.exchange(call, lanes, reads, timeout_s)
         if not here:
             _give_back(flat, tensor)
@@ -132,16 +196,13 @@ class Collectives:
             _give_back(room, output)
 
     def all_gather_into(self, output: torch.Tensor, tensor: torch.Tensor, timeout_s: float) -> None:
-        """`output` becomes the tensors of all ranks, one after the other."""
         self._check_whole("output", output, tensor)
         room = _dense(output)
-        self.all_gather(
-            room.view(-1).chunk(self._world) if room.numel() else [room] * self._world, tensor, timeout_s
-        )
+        parts = room.view(-1).chunk(self._world) if room.numel() else [room] * self._world
+        self.all_gather(parts, tensor, timeout_s)
         _give_back(room, output)
 
     def gather(self, outputs: _Tensors, tensor: torch.Tensor, root: int, timeout_s: float) -> None:
-        """On `root`, output i becomes the tensor of rank i."""
         here = self._rank == root
         source = _dense(tensor).view(-1)
         rooms: list[torch.Tensor] = []
@@ -150,9 +211,8 @@ class Collectives:
             rooms = [_dense(output).view(-1) for output in outputs]
         extent = 0 if here else source.nbytes
         call = self._call(CallKind.GATHER, [tensor], tensor.numel(), root=root, extent_bytes=extent)
-        reads = (
-            [(rank, 0, rooms[rank].data_ptr(), rooms[rank].nbytes) for rank in self._others] if here else []
-        )
+        others = self._others if here else ()
+        reads = [(rank, 0, rooms[rank].data_ptr(), rooms[rank].nbytes) for rank in others]
         self._stage.exchange(call, [] if here else [_lane(source)], reads, timeout_s)
         if here:
             rooms[root].copy_(source)
@@ -160,7 +220,6 @@ class Collectives:
                 _give_back(room, output)
 
     def scatter(self, output: torch.Tensor, tensors: _Tensors, root: int, timeout_s: float) -> None:
-        """The output of rank i becomes tensor i of `root`."""
         here = self._rank == root
         room = _dense(output).view(-1)
         lanes: list[Lane] = []
@@ -168,11 +227,11 @@ class Collectives:
         if here:
             self._check_list("input", tensors, output, even=True)
             pieces = [_dense(tensor).view(-1) for tensor in tensors]
-            lanes = self._lanes_for_others(pieces)
+            lanes = _lanes(pieces, self._rank)
         call = self._call(
             CallKind.SCATTER, [output], output.numel(), root=root, extent_bytes=room.nbytes if here else 0
         )
-        reads = [] if here else self._reads_from([root], self._rank, room)
+        reads = [] if here else _reads([root], self._rank, room)
         self._stage.exchange(call, lanes, reads, timeout_s, per_rank=True)
         if here:
             room.copy_(pieces[root])
@@ -181,7 +240,6 @@ class Collectives:
     def reduce_scatter(
         self, output: torch.Tensor, tensors: _Tensors, reduction: Reduction, timeout_s: float
     ) -> None:
-        """The output of rank i becomes tensor i of all ranks, combined."""
         check_reduction(output.dtype, reduction)
         self._check_list("input", tensors, output)
         pieces, room = [_dense(tensor).view(-1) for tensor in tensors], _dense(output).view(-1)
@@ -193,29 +251,27 @@ class Collectives:
             room.copy_(combine(self._exchange_slices(call, pieces, timeout_s), reduction))
         else:
             room.copy_(pieces[self._rank])
-            reads = self._reads_from(self._others, self._rank, room)
-            lanes = self._lanes_for_others(pieces)
+            reads = _reads(self._others, self._rank, room)
+            lanes = _lanes(pieces, self._rank)
             self._stage.exchange(call, lanes, reads, timeout_s, per_rank=True, reducer=reducer)
         _give_back(room, output)
 
     def reduce_scatter_from(
         self, output: torch.Tensor, tensor: torch.Tensor, reduction: Reduction, timeout_s: float
     ) -> None:
-        """As `reduce_scatter`, of a tensor that holds the parts for all ranks one after the other."""
         self._check_whole("input", tensor, output)
         flat = _dense(tensor).view(-1)
         pieces = flat.chunk(self._world) if flat.numel() else [flat] * self._world
         self.reduce_scatter(output, pieces, reduction, timeout_s)
 
     def all_to_all(self, outputs: _Tensors, tensors: _Tensors, timeout_s: float) -> None:
-        """Output i becomes the tensor that rank i has for this rank; all sizes may differ."""
         for name, given in (("output", outputs), ("input", tensors)):
             self._check_list(name, given, (outputs if name == "input" else tensors)[self._rank])
         pieces, rooms = [_dense(one).view(-1) for one in tensors], [_dense(one).view(-1) for one in outputs]
         extent = max(piece.nbytes for piece in pieces)
         call = self._call(CallKind.ALL_TO_ALL, tensors, 0, extent_bytes=extent)
         reads = [(rank, self._rank, rooms[rank].data_ptr(), rooms[rank].nbytes) for rank in self._others]
-        lanes = self._lanes_for_others(pieces)
+        lanes = _lanes(pieces, self._rank)
         self._stage.exchange(call, lanes, reads, timeout_s, per_rank=True, even=False)
         rooms[self._rank].copy_(pieces[self._rank])
         for room, output in zip(rooms, outputs, strict=True):
@@ -256,22 +312,6 @@ class Collectives:
             extent_bytes=extent_bytes,
         )
 
-    def _reduce_by_schedule(
-        self,
-        executor: ScheduleExecutor,
-        call: CollectiveCall,
-        flat: torch.Tensor,
-        reduction: Reduction,
-        timeout_s: float,
-    ) -> None:
-        """Check the call on all ranks, then reduce by the group's algorithm."""
-        self._stage.exchange(call, (), (), timeout_s)
-        try:
-            executor.all_reduce(flat.view(-1), _BY_SCHEDULE[reduction])
-        except BaseException:
-            self._stage.abort(self._rank, StageReason.FAILED)
-            raise
-
     def _reduce_by_torch(
         self, call: CollectiveCall, flat: torch.Tensor, reduction: Reduction, timeout_s: float
     ) -> None:
@@ -281,10 +321,8 @@ class Collectives:
             for rank in range(self._world)
         ]
         pieces = flat.split_with_sizes(sizes)
-        extent = max(sizes) * flat.itemsize
-        result = combine(
-            self._exchange_slices(call._replace(extent_bytes=extent), pieces, timeout_s), reduction
-        )
+        cut = call._replace(extent_bytes=max(sizes) * flat.itemsize)
+        result = combine(self._exchange_slices(cut, pieces, timeout_s), reduction)
         reads: list[Read] = []
         if call.root in (-1, self._rank):
             pieces[self._rank].copy_(result)
@@ -294,30 +332,20 @@ class Collectives:
     def _exchange_slices(
         self, call: CollectiveCall, pieces: _Tensors, timeout_s: float
     ) -> list[torch.Tensor]:
-        """What each rank has for this rank, in rank order."""
         mine = pieces[self._rank]
         parts = [mine if rank == self._rank else torch.empty_like(mine) for rank in range(self._world)]
         reads = [(rank, self._rank, parts[rank].data_ptr(), mine.nbytes) for rank in self._others]
-        self._stage.exchange(call, self._lanes_for_others(pieces), reads, timeout_s, per_rank=True)
+        self._stage.exchange(call, _lanes(pieces, self._rank), reads, timeout_s, per_rank=True)
         return parts
 
-    def _lanes_for_others(self, pieces: _Tensors) -> list[Lane]:
-        """A lane for each rank; this rank's own part is not laid out."""
-        return [_lane(piece) if rank != self._rank else (0, 0) for rank, piece in enumerate(pieces)]
-
-    def _reads_from(self, ranks: Iterable[int], lane: int, target: torch.Tensor) -> list[Read]:
-        return [(rank, lane, target.data_ptr(), target.nbytes) for rank in ranks]
-
     def _check_list(self, name: str, tensors: _Tensors, like: torch.Tensor, *, even: bool = False) -> None:
-        """One tensor for each rank, this rank's as large as `like`, all of its dtype."""
         if len(tensors) != self._world:
             raise UserError(
                 f"{name} list of {len(tensors)} tensors: there must be one for each of {self._world} ranks"
             )
         for rank, tensor in enumerate(tensors):
-            if tensor.dtype != like.dtype or (
-                (even or rank == self._rank) and tensor.numel() != like.numel()
-            ):
+            has_size = (even or rank == self._rank) and tensor.numel() != like.numel()
+            if tensor.dtype != like.dtype or has_size:
                 raise UserError(
                     f"{name} {rank} is {tensor.dtype} of shape {tuple(tensor.shape)}, which does not fit "
                     f"{like.dtype} of shape {tuple(like.shape)}"
@@ -346,7 +374,6 @@ class Collectives:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the bytes of a tensor are its values, in order."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
@@ -364,3 +391,12 @@ def _give_back(dense: torch.Tensor, tensor: torch.Tensor) -> None:
 
 def _lane(tensor: torch.Tensor) -> Lane:
     return tensor.data_ptr(), tensor.nbytes
+
+
+def _lanes(pieces: _Tensors, rank: int) -> list[Lane]:
+    """One for each other rank; what a rank has for itself does not travel."""
+    return [_lane(piece) if number != rank else (0, 0) for number, piece in enumerate(pieces)]
+
+
+def _reads(ranks: Iterable[int], lane: int, target: torch.Tensor) -> list[Read]:
+    return [(rank, lane, target.data_ptr(), target.nbytes) for rank in ranks]

@@ -1,8 +1,9 @@
-"""The resources that one rank holds for one process group, from joining it to leaving it."""
+"""The resources that one rank holds for one process group, from joining it to leaving it, and its options."""
 
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -10,12 +11,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final
 
+import torch
+import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from manyhands.errors import UserError
+from manyhands.errors import UserError, nearest
 from manyhands.interop.c10d.collectives import Collectives
-from manyhands.interop.c10d.fallback import FallbackGroup
-from manyhands.interop.c10d.options import SHARED, Options
 from manyhands.interop.c10d.point_to_point import PointToPoint
 from manyhands.interop.c10d.shared_stage import CollectiveStage, StageReason, create_segment
 from manyhands.interop.c10d.works import Conductor
@@ -23,10 +24,78 @@ from manyhands.places.local.rendezvous import Rendezvous, meet
 from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
 from manyhands.strategies.common.collectives.executor import ScheduleExecutor
 from manyhands.transport.link.mesh import SharedMesh
+from manyhands.transport.link.torch_p2p import gloo_backend, nccl_backend
 
-__all__ = ["LocalSession", "Session", "SessionPlace", "open_session"]
+__all__ = ["SHARED", "Options", "Session", "SessionPlace", "open_session"]
 
+SHARED = "shared"
+"""The default: all-reduce in shared memory, without messages."""
 _PATIENCE_S: Final = 5.0  # calls under way when a group is closed may take this long to end
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Options of one group, for `pg_options` of `init_process_group` and `new_group`; the same on every rank.
+
+    `algorithm` says how floats are all-reduced: `shared` (directly in shared memory, the fastest), or one of the
+    schedules of `manyhands.strategies.allreduce`, which send messages over links and serve to study them.
+    """
+
+    algorithm: str = SHARED
+
+    def __post_init__(self) -> None:
+        allowed = (SHARED, *ALGORITHMS)
+        if self.algorithm not in allowed:
+            raise UserError(f"algorithm={self.algorithm!r}: {nearest(str(self.algorithm), allowed)}")
+
+
+class FallbackGroup:
+    """A plain process group of torch: NCCL for CUDA tensors, Gloo for what shared memory cannot take.
+
+    NCCL is made when the first CUDA tensor comes, and connects ranks as they need it. Gloo connects all ranks when it
+    is made, so it is made with the group where it will be needed (ranks on several hosts, or GPUs without NCCL), and
+    else when all ranks first bring something that shared memory does not take, such as sparse tensors.
+    """
+
+    def __init__(self, store: c10d.Store, rank: int, world: int, timeout: timedelta) -> None:
+        self._store = store
+        self._place = (rank, world)
+        self._timeout = timeout
+        self._lock = threading.Lock()
+        self._group: dist.ProcessGroup | None = None
+        self._made: set[str] = set()
+        self.has_cuda = torch.cuda.is_available()
+
+    def open(self, *, several_hosts: bool) -> None:
+        """Collective: create the backends that must exist before they are used."""
+        if several_hosts:
+            self.for_device(torch.device("cpu"))
+        if self.has_cuda and not dist.is_nccl_available():
+            self.for_device(torch.device("cuda"))
+
+    def for_device(self, device: torch.device) -> dist.ProcessGroup:
+        """The group, with a backend for `device`; collective when Gloo is needed for the first time."""
+        if device.type not in ("cpu", "cuda"):
+            raise UserError(f"device={device}: the manyhands backend takes tensors on cpu and cuda")
+        with self._lock:
+            if self._group is None:
+                self._group = dist.ProcessGroup(self._store, *self._place)
+                self._group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+            if device.type not in self._made:
+                nccl = device.type == "cuda" and dist.is_nccl_available()
+                types = dist.ProcessGroup.BackendType
+                kind, make = (types.NCCL, nccl_backend) if nccl else (types.GLOO, gloo_backend)
+                backend = make(self._store, *self._place, self._timeout)
+                self._group._register_backend(torch.device(device.type), kind, backend)
+                self._made.add(device.type)
+            return self._group
+
+    def close(self) -> None:
+        with self._lock:
+            group, self._group = self._group, None
+            self._made.clear()
+        if group is not None:
+            group.shutdown()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +108,6 @@ class SessionPlace:
     global_ranks: tuple[int, ...]
 
     def label(self, rank: int) -> str:
-        """The name of a rank of the group in a sentence."""
         known = rank < len(self.global_ranks) and self.global_ranks[rank] != rank
         return f"{rank} (global {self.global_ranks[rank]})" if known else str(rank)
 
@@ -59,15 +127,12 @@ class Session:
     def __init__(
         self, place: SessionPlace, local: LocalSession | None, fallback: FallbackGroup, resources: ExitStack
     ) -> None:
-        self.place = place
-        self.local = local
-        self.fallback = fallback
+        self.place, self.local, self.fallback = place, local, fallback
         self.conductor = Conductor(f"process group {place.name}")
         self._resources = resources
         _open_sessions.add(self)
 
     def abort(self) -> None:
-        """End every call of the group, on all ranks."""
         if self.local is not None:
             self.local.stage.abort(self.place.rank, StageReason.ENDED)
 
@@ -102,14 +167,9 @@ def open_session(store: c10d.Store, place: SessionPlace, options: Options, timeo
     timeout_s = timeout.total_seconds()
     fallback = FallbackGroup(store, place.rank, place.world, timeout)
     with ExitStack() as resources:
+        prefixed = c10d.PrefixStore("meeting/", store)
         rendezvous = resources.enter_context(
-            meet(
-                c10d.PrefixStore("meeting/", store),
-                rank=place.rank,
-                world=place.world,
-                name=place.name,
-                timeout_s=timeout_s,
-            )
+            meet(prefixed, rank=place.rank, world=place.world, name=place.name, timeout_s=timeout_s)
         )
         several_hosts = len(rendezvous.hosts) > 1
         if several_hosts and options.algorithm != SHARED:
@@ -126,7 +186,6 @@ def open_session(store: c10d.Store, place: SessionPlace, options: Options, timeo
 def _open_local(
     rendezvous: Rendezvous, place: SessionPlace, options: Options, timeout_s: float, resources: ExitStack
 ) -> LocalSession:
-    """Share memory with the other ranks, and monitor their liveness."""
     memory, letters, *ends = _share(rendezvous, options, timeout_s)
     peers = [rank for rank in range(place.world) if rank != place.rank]
     stage = CollectiveStage(memory, place.rank, place.world, place.label)

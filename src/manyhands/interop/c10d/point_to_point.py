@@ -15,21 +15,17 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Final
 
+import numpy as np
 import torch
 
 from manyhands.errors import ManyhandsError, PeerTimeout, UserError, WorkerFailed
-from manyhands.interop.c10d.collective_calls import CallKind
-from manyhands.interop.c10d.point_to_point_work import (
-    Inbox,
-    OutgoingMessage,
-    PendingReceive,
-    PointToPointWork,
-    Settled,
-)
+from manyhands.interop.c10d.collective_calls import CallKind, CollectiveCall, dtype_code
 from manyhands.interop.c10d.shared_stage import CollectiveStage, StageReason
+from manyhands.interop.c10d.works import PendingWork
 from manyhands.native.segment import PAGE, Segment, reserve, round_up
 from manyhands.native.waiting import REACHED, nudge, wait_until
 from manyhands.transport.link import byte_ring
@@ -44,12 +40,10 @@ _MOST_RING: Final = 1 << 20
 
 
 def capacity_bytes(world: int) -> int:
-    """The size of one ring among `world` ranks."""
     return max(_LEAST_RING, min(_MOST_RING, round_up(_MOST_BYTES // max(world * (world - 1), 1), PAGE)))
 
 
 def ring_index(sender: int, receiver: int, world: int) -> int:
-    """Which of the world × (world - 1) rings leads from `sender` to `receiver`."""
     return sender * (world - 1) + (receiver if receiver < sender else receiver - 1)
 
 
@@ -59,9 +53,7 @@ class PointToPoint:
     def __init__(
         self, descriptor: int, stage: CollectiveStage, name: str, label: Callable[[int], str] = str
     ) -> None:
-        self._descriptor = descriptor
-        self._stage = stage
-        self._name = name
+        self._descriptor, self._stage, self._name = descriptor, stage, name
         self._label = label
         self._rank, self._world = stage.rank, stage.world
         lock = threading.Lock()
@@ -69,6 +61,8 @@ class PointToPoint:
         self._needed = threading.Condition(lock)  # the thread has work, or is to end
         self._asleep = False  # the thread will not poll again by itself
         self._segment: Segment | None = None
+        self._rings: dict[int, int] = {}
+        """By peer: the address of the ring that leads to it."""
         self._letters: dict[int, deque[OutgoingMessage]] = {}
         self._requests: list[PendingReceive] = []
         self._inboxes: dict[int, Inbox] = {}
@@ -101,7 +95,6 @@ class PointToPoint:
         return self._posted(work, settled)
 
     def close(self) -> None:
-        """Fail the messages under way and release the memory; idempotent."""
         with self._changed:
             if self._closed:
                 return
@@ -130,7 +123,6 @@ class PointToPoint:
         self._changed = threading.Condition()
 
     def _open(self, work: PointToPointWork, timeout_s: float) -> None:
-        """Check that the message can be sent, and map the rings if it is the first."""
         if self._closed:
             raise UserError(f"{work.describe(self._label)}: {self._name} is closed")
         if self._stage.has_stopped:
@@ -142,11 +134,9 @@ class PointToPoint:
                 f"rank={work.peer}: must be one of {self._world} ranks, and not this rank, {self._rank}"
             )
         work.deadline_ns = time.monotonic_ns() + int(timeout_s * 1e9)
-        if self._segment is None:
-            self._map_rings()
-
-    def _map_rings(self) -> None:
-        """Reserve, map and prepare the rings: every rank does it, when it first needs them, in the same way."""
+        if self._segment is not None:
+            return
+        # Every rank reserves, maps and prepares the rings when it first needs them, in the same way.
         world, one = self._world, round_up(byte_ring.CONTROL_BYTES + capacity_bytes(self._world), PAGE)
         reserve(self._descriptor, one * world * (world - 1), "messages between ranks")
         segment = self._segment = Segment.attach(self._descriptor)
@@ -156,13 +146,8 @@ class PointToPoint:
                 incoming = segment.address + ring_index(peer, self._rank, world) * one
                 for address in (outgoing, incoming):
                     byte_ring.prepare(address, one - byte_ring.CONTROL_BYTES)
-                self._letters[peer] = deque()
+                self._rings[peer], self._letters[peer] = outgoing, deque()
                 self._inboxes[peer] = Inbox(peer, incoming, self._label)
-
-    def _ring_to(self, peer: int) -> int:
-        assert self._segment is not None
-        one = self._segment.num_bytes // (self._world * (self._world - 1))
-        return self._segment.address + ring_index(self._rank, peer, self._world) * one
 
     def _posted(self, work: PointToPointWork, settled: Settled) -> PointToPointWork:
         _complete(settled)
@@ -186,7 +171,7 @@ class PointToPoint:
         for peer, letters in self._letters.items():
             gone = True
             while letters and gone:
-                wrote, gone = letters[0].advance(self._ring_to(peer))
+                wrote, gone = letters[0].advance(self._rings[peer])
                 if wrote:
                     moved = True
                     nudge(self._stage.wakeup_address(peer))
@@ -217,10 +202,9 @@ class PointToPoint:
             self._wait_for_wakeup(lambda: not self._pending(), time.monotonic_ns() + _SLICE_NS)
 
     def _drive(self, work: PointToPointWork, timeout_s: float | None) -> None:
-        """Advance all messages until `work` is complete, or `timeout_s` have passed."""
-        until_ns = (
-            work.deadline_ns + _SLICE_NS if timeout_s is None else time.monotonic_ns() + int(timeout_s * 1e9)
-        )
+        until_ns = work.deadline_ns + _SLICE_NS
+        if timeout_s is not None:
+            until_ns = time.monotonic_ns() + int(timeout_s * 1e9)
         self._stage.waiting_in(work.kind, -1 if work.peer is None else work.peer, work.tag)
         try:
             while not work.is_completed() and time.monotonic_ns() < until_ns:
@@ -254,23 +238,19 @@ class PointToPoint:
                     break
                 if wait_until(wakeup, rung + 1, stop, until_ns, self._stage.spins) != REACHED:
                     break
-            self._look_around()
+            with self._changed:  # messages that can no longer complete fail
+                if self._closed:
+                    return
+                _, settled = self._advance()
+                settled += self._fail_all(self._doom)
+            _complete(settled)
         finally:
             with self._changed:
                 self._driven = False
                 self._changed.notify_all()
 
-    def _look_around(self) -> None:
-        """Fail messages that can no longer complete: the group has stopped, a peer has left, the time is over."""
-        with self._changed:
-            if self._closed:
-                return
-            _, settled = self._advance()
-            settled += self._fail_all(self._doom)
-        _complete(settled)
-
     def _doom(self, work: PointToPointWork) -> ManyhandsError | None:
-        """Why `work` can no longer complete, or None."""
+        """Why it can no longer complete: the group has stopped, a peer has left, or the time is over."""
         what = work.describe(self._label)
         if self._stage.has_stopped:
             return self._stage.stopped(what)
@@ -305,3 +285,180 @@ class PointToPoint:
 def _complete(settled: Settled) -> None:
     for work, error in settled:
         work.complete(error)
+
+
+# Messages under way between two ranks, without their waiting: from here on nothing blocks, and everything is called
+# with the lock of `PointToPoint` held.
+
+
+HEADER_WORDS: Final = 8  # tag, bytes, dtype, number of dimensions, the first four sizes
+HEADER_BYTES: Final = 8 * HEADER_WORDS
+_SHOWN_DIMS: Final = 4
+
+
+class PointToPointWork(PendingWork):
+    """A message under way; a thread that waits for it advances all messages."""
+
+    def __init__(
+        self,
+        kind: CallKind,
+        tensor: torch.Tensor,
+        peer: int | None,
+        tag: int,
+        drive: Callable[[PointToPointWork, float | None], None],
+    ) -> None:
+        super().__init__([tensor])
+        self.kind, self.peer, self.tag = kind, peer, tag
+        self.deadline_ns = 0
+        self.source = -1 if peer is None else peer
+        self._drive = drive
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait for the end, and raise what went wrong; TimeoutError after `timeout`, unless that is zero."""
+        if not self.is_completed():
+            self._drive(self, timeout.total_seconds() or None)
+        return super().wait(timeout)
+
+    def source_rank(self) -> int:
+        return self.source
+
+    _source_rank = source_rank
+
+    def describe(self, label: Callable[[int], str] = str) -> str:
+        whom = "any rank" if self.peer is None else f"rank {label(self.peer)}"
+        way = "to" if self.kind is CallKind.SEND else "from"
+        return f"{self.kind.name.lower()} of {_load(self.result()[0])} {way} {whom} (tag {self.tag})"
+
+
+Settled = list[tuple[PointToPointWork, BaseException | None]]
+"""Works that have ended, and how; completed once the lock is released."""
+
+
+class OutgoingMessage:
+    """A message sent through one ring; `tensor` is contiguous and must not change meanwhile."""
+
+    def __init__(self, work: PointToPointWork, tensor: torch.Tensor) -> None:
+        self.work, self._tensor = work, tensor
+        sizes = [*tensor.shape[:_SHOWN_DIMS], 0, 0, 0, 0][:_SHOWN_DIMS]
+        words = [work.tag, tensor.nbytes, dtype_code(tensor.dtype), tensor.dim(), *sizes]
+        self._header = np.array(words, np.int64)
+        self._done = 0
+
+    def advance(self, address: int) -> tuple[bool, bool]:
+        """Write what fits into the ring at `address`: whether anything moved, and whether all has left."""
+        tensor, before = self._tensor, self._done
+        self._done = byte_ring.write(
+            address, self._header.ctypes.data, HEADER_BYTES, tensor.data_ptr(), tensor.nbytes, before, 0, 0
+        )
+        return self._done > before, self._done == HEADER_BYTES + tensor.nbytes
+
+
+class PendingReceive:
+    """A receive: where a message of one tag goes, from one rank or from any; `tensor` is contiguous."""
+
+    def __init__(self, work: PointToPointWork, tensor: torch.Tensor) -> None:
+        self.work, self.tensor = work, tensor
+        self.begun = False  # its message is being read
+
+    def takes(self, source: int, tag: int) -> bool:
+        return self.work.tag == tag and self.may_come_from(source)
+
+    def may_come_from(self, source: int) -> bool:
+        """Whether this receive may still match a message of `source`."""
+        return not self.begun and self.work.peer in (None, source)
+
+    def refusal(self, header: Sequence[int], source: str) -> UserError | None:
+        tag, num_bytes, dtype = header[:3]
+        if num_bytes == self.tensor.nbytes and dtype == dtype_code(self.tensor.dtype):
+            return None
+        shown = min(header[3], _SHOWN_DIMS)
+        sent = CollectiveCall(
+            0, CallKind.SEND, dtype, dims=header[3], tensors=1, shape=tuple(header[4 : 4 + shown])
+        )
+        return UserError(
+            f"recv: rank {source} sends {sent.load} (tag {tag}), which does not fit into {_load(self.tensor)}; both "
+            "sides must agree on shape and dtype"
+        )
+
+
+class _Aside:
+    """A message that came before a receive for it."""
+
+    def __init__(self, header: Sequence[int]) -> None:
+        self.header = list(header)
+        self.bytes = torch.empty(header[1], dtype=torch.uint8)
+
+
+class Inbox:
+    """What comes in from one rank: the message being read, and those set aside."""
+
+    def __init__(self, source: int, address: int, label: Callable[[int], str]) -> None:
+        self.source, self._ring, self._label = source, address, label
+        self._header = np.zeros(HEADER_WORDS, np.int64)
+        self._header_address = self._header.ctypes.data
+        self._read = 0  # bytes of the header, and then of the payload
+        self._target: PendingReceive | _Aside | None = None
+        self._aside: deque[_Aside] = deque()
+
+    def take_aside(self, request: PendingReceive, settled: Settled) -> bool:
+        """Serve a new receive from what was set aside, if the first message of its tag is there."""
+        for message in self._aside:
+            if request.takes(self.source, message.header[0]):
+                self._aside.remove(message)
+                refusal = request.refusal(message.header, self._label(self.source))
+                if refusal is None:
+                    request.tensor.view(-1).view(torch.uint8).copy_(message.bytes)
+                request.work.source = self.source
+                settled.append((request.work, refusal))
+                return True
+        return False
+
+    def advance(self, requests: list[PendingReceive], settled: Settled) -> bool:
+        """Read what is there, as long as it may serve a receive; whether anything moved.
+
+        A receive that is served is removed from `requests`.
+        """
+        moved = False
+        while self._target is not None or any(request.may_come_from(self.source) for request in requests):
+            if self._target is None:
+                before, self._read = self._read, self._take(self._header_address, HEADER_BYTES)
+                moved |= self._read > before
+                if self._read < HEADER_BYTES:
+                    break
+                self._read = 0
+                self._target = self._receiver(requests, settled)
+            target = self._target
+            payload = target.tensor if isinstance(target, PendingReceive) else target.bytes
+            before, self._read = self._read, self._take(payload.data_ptr(), payload.nbytes)
+            moved |= self._read > before
+            if self._read < payload.nbytes:
+                break
+            self._read = 0
+            self._target = None
+            if isinstance(target, PendingReceive):
+                requests.remove(target)
+                settled.append((target.work, None))
+            elif target.header[0] >= 0:
+                self._aside.append(target)
+        return moved
+
+    def _take(self, address: int, num_bytes: int) -> int:
+        return int(byte_ring.read(self._ring, address, num_bytes, self._read, 0, 0)) if num_bytes else 0
+
+    def _receiver(self, requests: list[PendingReceive], settled: Settled) -> PendingReceive | _Aside:
+        header = self._header.tolist()
+        request = next((one for one in requests if one.takes(self.source, header[0])), None)
+        if request is not None:
+            request.work.source = self.source
+            refusal = request.refusal(header, self._label(self.source))
+            if refusal is None:
+                request.begun = True
+                return request
+            requests.remove(request)
+            settled.append((request.work, refusal))
+            header[0] = -1  # read to its end, and dropped
+        return _Aside(header)
+
+
+def _load(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

@@ -76,12 +76,10 @@ class MemoryLayout(NamedTuple):
     region_bytes: int
     areas: int
     """Offset of the first rank's area."""
-
     num_bytes: int
 
 
 def layout_of(world: int) -> MemoryLayout:
-    """The layout for `world` ranks."""
     region_bytes = round_up(TABLES + 2 * 2 * 8 * world, CACHE_LINE)
     areas = round_up(REGIONS + world * region_bytes, PAGE)
     return MemoryLayout(region_bytes, areas, areas + world * 2 * HALF_BYTES)

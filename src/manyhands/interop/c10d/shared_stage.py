@@ -16,7 +16,7 @@ from typing import Final, NoReturn
 import numpy as np
 
 from manyhands.errors import Aborted, ManyhandsError, PeerTimeout, UserError, WorkerFailed
-from manyhands.interop.c10d import compiled_allreduce, layout_rounds, shared_layout
+from manyhands.interop.c10d import compiled_calls, shared_layout
 from manyhands.interop.c10d.collective_calls import (
     COMPARED_WORDS,
     RECORD_WORDS,
@@ -26,8 +26,14 @@ from manyhands.interop.c10d.collective_calls import (
     describe_mismatch,
     describe_uneven,
 )
-from manyhands.interop.c10d.exchange import Lane, Read, exchange, exchange_words, most_words
-from manyhands.interop.c10d.layout_rounds import RoundReducer
+from manyhands.interop.c10d.compiled_calls import (
+    Lane,
+    Read,
+    RoundReducer,
+    exchange,
+    exchange_words,
+    most_words,
+)
 from manyhands.native.segment import Segment
 from manyhands.native.waiting import REACHED, TIMED_OUT, spins_for
 
@@ -58,9 +64,9 @@ class ReductionPlan:
 
     def __init__(self, call: CollectiveCall, reducer: RoundReducer, world: int) -> None:
         self.call = call
-        head = layout_rounds.call_head(call.words(), reducer)
+        head = compiled_calls.call_head(call.words(), reducer)
         block = shared_layout.block_items(call.items, reducer.item_bytes)
-        self.words = np.array(compiled_allreduce.all_reduce_words(head, call.items, block, world), np.int64)
+        self.words = np.array(compiled_calls.all_reduce_words(head, call.items, block, world), np.int64)
         self.address = self.words.ctypes.data
 
 
@@ -69,12 +75,8 @@ def create_segment(world: int, *, first_round: int = 1) -> Segment:
     where = shared_layout.layout_of(world)
     segment = Segment.create(where.num_bytes, "a process group")
     before = (first_round - 1) & 0xFFFFFFFF
-    segment.array(0, shared_layout.HEADER_WORDS, np.uint32)[:] = (
-        shared_layout.MAGIC,
-        shared_layout.VERSION,
-        world,
-        before,
-    )
+    header = (shared_layout.MAGIC, shared_layout.VERSION, world, before)
+    segment.array(0, shared_layout.HEADER_WORDS, np.uint32)[:] = header
     for rank in range(world):
         for which in (shared_layout.ARRIVED, shared_layout.DONE):
             offset = shared_layout.REGIONS + rank * where.region_bytes + which
@@ -90,59 +92,51 @@ class CollectiveStage:
     """
 
     def __init__(self, descriptor: int, rank: int, world: int, label: Callable[[int], str] = str) -> None:
-        self.rank = rank
-        self.world = world
-        self._label = label
+        self.rank, self.world, self._label = rank, world, label
         self.spins = _PATIENCE * spins_for(world)
         self._lock = threading.Lock()  # nobody unmaps what another thread is about to write
         self._closing = self._closed = False
         self._segment = Segment.attach(descriptor)
         where = shared_layout.layout_of(world)
-        header = (
-            self._u32(0, shared_layout.HEADER_WORDS) if self._segment.num_bytes == where.num_bytes else []
-        )
+        is_ours = self._segment.num_bytes == where.num_bytes
+        header = self._u32(0, shared_layout.HEADER_WORDS) if is_ours else []
         if header[:-1] != [shared_layout.MAGIC, shared_layout.VERSION, world]:
             self._segment.close()
             raise ManyhandsError(f"the shared memory is not that of a process group of {world}")
-        self._region_bytes = where.region_bytes
-        self._scratch = np.zeros(layout_rounds.SCRATCH_ROOM, np.uint8)
-        self._stage = np.array(
-            layout_rounds.stage_words(
-                control=self._segment.address,
-                where=where,
-                rank=rank,
-                world=world,
-                spins=self.spins,
-                scratch=self._scratch.ctypes.data,
-                before=header[-1],
-            ),
-            np.int64,
+        self._regions = [shared_layout.REGIONS + one * where.region_bytes for one in range(world)]
+        self._scratch = np.zeros(compiled_calls.SCRATCH_ROOM, np.uint8)
+        words = compiled_calls.stage_words(
+            control=self._segment.address,
+            where=where,
+            rank=rank,
+            world=world,
+            spins=self.spins,
+            scratch=self._scratch.ctypes.data,
+            before=header[-1],
         )
+        self._stage = np.array(words, np.int64)
         self._address = self._stage.ctypes.data
         self._call = np.zeros(most_words(world), np.int64)  # the exchange under way
         self._call_address = self._call.ctypes.data
 
     def wakeup_address(self, rank: int) -> int:
-        """The wake-up word of `rank` for messages."""
-        return self._segment.address + self._region(rank) + shared_layout.WAKEUP
+        return self._segment.address + self._regions[rank] + shared_layout.WAKEUP
 
     def wakeup_count(self) -> int:
-        """How often this rank was woken, modulo 2^32."""
-        return self._u32(self._region(self.rank) + shared_layout.WAKEUP, 1)[0]
+        return self._u32(self._regions[self.rank] + shared_layout.WAKEUP, 1)[0]
 
     @property
     def abort_address(self) -> int:
-        """The word that is not zero once the group has stopped."""
         return self._segment.address + shared_layout.ABORT_OFFSET
 
     def all_reduce(self, plan: ReductionPlan, number: int, address: int, timeout_s: float) -> None:
         """Collective: the items at `address` become those of all ranks, combined in rank order."""
         words = plan.words
         words[0] = number
-        words[layout_rounds.PHASE] = layout_rounds.BEGIN
-        words[layout_rounds.STEP] = 0
-        words[compiled_allreduce.ADDRESS] = address
-        self._run(compiled_allreduce.all_reduce, words, plan.address, plan.call, timeout_s)
+        words[compiled_calls.PHASE] = compiled_calls.BEGIN
+        words[compiled_calls.STEP] = 0
+        words[compiled_calls.ADDRESS] = address
+        self._run(compiled_calls.all_reduce, words, plan.address, plan.call, timeout_s)
 
     def exchange(
         self,
@@ -162,29 +156,27 @@ class CollectiveStage:
         reads are of one lane to one place, where this rank's own contribution lies.
         """
         room = shared_layout.lane_bytes(self.world if per_rank else 1)
-        head = layout_rounds.call_head(call.words(), reducer)
+        head = compiled_calls.call_head(call.words(), reducer)
         words = exchange_words(head, lanes, reads, even=even, lane_bytes=room)
         self._call[: len(words)] = words
         self._run(exchange, self._call, self._call_address, call, timeout_s)
 
     def waiting_in(self, kind: CallKind | None, peer: int = 0, tag: int = 0) -> None:
         """Show the others what this rank waits for outside collectives, or that it no longer does."""
-        offset = self._region(self.rank) + shared_layout.STATE_WAIT
+        offset = self._regions[self.rank] + shared_layout.STATE_WAIT
         self._segment.array(offset, 3, np.int64)[:] = kind or 0, peer, tag
 
     def abort(self, rank: int, reason: StageReason) -> None:
         """Stop the group because of `rank`, on all ranks; the first reason stands."""
         with self._lock:
             if not self._closed:
-                layout_rounds.abort(self._address, rank + 1 | reason << _REASON_SHIFT)
+                compiled_calls.abort(self._address, rank + 1 | reason << _REASON_SHIFT)
 
     @property
     def has_stopped(self) -> bool:
-        """Whether the group has been aborted."""
         return self._u32(shared_layout.ABORT_OFFSET, 1) != [0]
 
     def stopped(self, what: str) -> ManyhandsError:
-        """The error that says why the group has stopped."""
         (word,) = self._u32(shared_layout.ABORT_OFFSET, 1)
         rank, reason = (word & (1 << _REASON_SHIFT) - 1) - 1, StageReason(word >> _REASON_SHIFT)
         who = f"rank {self._label(rank)}"
@@ -196,19 +188,16 @@ class CollectiveStage:
             case StageReason.LATE:
                 return PeerTimeout(f"{what}: {who} did not come in time; it {self.last_seen(rank)}", rank)
             case StageReason.FAILED:
-                return Aborted(
-                    f"{what}: stopped, because {who} failed or was interrupted in the middle of a call"
-                )
+                cause = "failed or was interrupted in the middle of a call"
             case StageReason.ENDED:
-                return Aborted(f"{what}: stopped, because {who} aborted the group")
+                cause = "aborted the group"
+        return Aborted(f"{what}: stopped, because {who} {cause}")
 
     def has_left(self, rank: int) -> bool:
-        """Whether `rank` has closed its end."""
-        return self._u32(self._region(rank) + shared_layout.STATE_LEFT, 1) != [0]
+        return self._u32(self._regions[rank] + shared_layout.STATE_LEFT, 1) != [0]
 
     def last_seen(self, rank: int) -> str:
-        """Where `rank` was last seen, as the rest of a sentence about it."""
-        region = self._region(rank)
+        region = self._regions[rank]
         if self.has_left(rank):
             return "has left the group"
         kind, peer, tag = self._segment.array(region + shared_layout.STATE_WAIT, 3, np.int64).tolist()
@@ -217,19 +206,11 @@ class CollectiveStage:
             way = "to" if kind == CallKind.SEND else "from"
             return f"waits in {CallKind(kind).name.lower()} {way} {whom} (tag {tag})"
         records = self._segment.array(region + shared_layout.RECORDS, 2 * RECORD_WORDS, np.int64).tolist()
-        last = max(
-            CollectiveCall.from_words(records[:RECORD_WORDS]),
-            CollectiveCall.from_words(records[RECORD_WORDS:]),
-        )
+        last = max(map(CollectiveCall.from_words, (records[:RECORD_WORDS], records[RECORD_WORDS:])))
         if not last.number:
             return "has made no call yet"
-        arrived, done = (
-            self._u32(region + shared_layout.ARRIVED, 1),
-            self._u32(region + shared_layout.DONE, 1),
-        )
-        if arrived != done:
-            return f"is in {last} #{last.number}"
-        return f"is in no call since {last} #{last.number}"
+        arrived, done = (self._u32(region + at, 1) for at in (shared_layout.ARRIVED, shared_layout.DONE))
+        return f"is in {'' if arrived != done else 'no call since '}{last} #{last.number}"
 
     def interrupt(self) -> None:
         """Have the call under way, if there is one, raise soon: the group is about to be closed."""
@@ -241,7 +222,7 @@ class CollectiveStage:
             if self._closed:
                 return
             self._closed = True
-            self._segment.array(self._region(self.rank) + shared_layout.STATE_LEFT, 1, np.uint32)[0] = 1
+            self._segment.array(self._regions[self.rank] + shared_layout.STATE_LEFT, 1, np.uint32)[0] = 1
             self._segment.close()
 
     def _run(
@@ -270,9 +251,14 @@ class CollectiveStage:
             self.abort(self.rank, StageReason.FAILED)  # an earlier reason stands
             raise
         call = call._replace(number=int(words[0]))
-        if status == layout_rounds.MISMATCH:
-            self._refuse(call, int(words[layout_rounds.ROUND]) & 1)
-        raise self._stopped_in(words, call, began_ns)
+        if status == compiled_calls.MISMATCH:
+            self._refuse(call, int(words[compiled_calls.ROUND]) & 1)
+        error, late = self.stopped(f"{call} #{call.number}"), self._late(words)
+        if (
+            isinstance(error, PeerTimeout) and late
+        ):  # a rank was late for another call: the one that is for this one
+            error = PeerTimeout(self._lateness(call, began_ns, late), error.peer)
+        raise error
 
     def _look_around(
         self, words: np.ndarray, call: CollectiveCall, began_ns: int, over_s: float | None
@@ -295,44 +281,31 @@ class CollectiveStage:
             )
 
     def _late(self, words: np.ndarray) -> list[int]:
-        """The ranks that a call waits for."""
-        phase, number = words[[layout_rounds.PHASE, layout_rounds.ROUND]].tolist()
-        which = shared_layout.DONE if phase == layout_rounds.SETTLE else shared_layout.ARRIVED
-        seen = [self._u32(self._region(rank) + which, 1)[0] for rank in range(self.world)]
+        phase, number = words[[compiled_calls.PHASE, compiled_calls.ROUND]].tolist()
+        which = shared_layout.DONE if phase == compiled_calls.SETTLE else shared_layout.ARRIVED
+        seen = [self._u32(self._regions[rank] + which, 1)[0] for rank in range(self.world)]
         return [rank for rank, word in enumerate(seen) if (word - number) & 0x80000000]
 
     def _lateness(self, call: CollectiveCall, began_ns: int, late: Sequence[int]) -> str:
         where = [(rank, self.last_seen(rank)) for rank in late]
         return describe_lateness(call, (time.monotonic_ns() - began_ns) / 1e9, where, self._label)
 
-    def _stopped_in(self, words: np.ndarray, call: CollectiveCall, began_ns: int) -> ManyhandsError:
-        """Why a call could not continue; if a rank was late for another one, the rank that is late for this one."""
-        error = self.stopped(f"{call} #{call.number}")
-        late = self._late(words)
-        if isinstance(error, PeerTimeout) and late:
-            return PeerTimeout(self._lateness(call, began_ns, late), error.peer)
-        return error
-
     def _refuse(self, call: CollectiveCall, slot: int) -> NoReturn:
         """Report how the records differ, as all ranks do, and leave the round."""
         calls, tables = [], []
         for rank in range(self.world):
-            region, size = self._region(rank), 2 * self.world
+            region, size = self._regions[rank], 2 * self.world
             record = region + shared_layout.RECORDS + slot * shared_layout.RECORD_BYTES
-            calls.append(
-                CollectiveCall.from_words(self._segment.array(record, RECORD_WORDS, np.int64).tolist())
-            )
+            words = self._segment.array(record, RECORD_WORDS, np.int64).tolist()
+            calls.append(CollectiveCall.from_words(words))
             table = region + shared_layout.TABLES + slot * 8 * size
             tables.append(self._segment.array(table, size, np.int64).tolist())
-        layout_rounds.leave_round(self._address)
+        compiled_calls.leave_round(self._address)
         if any(other[:COMPARED_WORDS] != call[:COMPARED_WORDS] for other in calls):
             raise UserError(describe_mismatch(calls, self._label))
         brought = [table[: self.world] for table in tables]
         expected = [table[self.world :] for table in tables]
         raise UserError(describe_uneven(f"{call.name} #{call.number}", brought, expected, self._label))
-
-    def _region(self, rank: int) -> int:
-        return shared_layout.REGIONS + rank * self._region_bytes
 
     def _u32(self, offset: int, count: int) -> list[int]:
         words: list[int] = self._segment.array(offset, count, np.uint32).tolist()

@@ -23,7 +23,6 @@ from manyhands.errors import UserError
 from manyhands.interop.c10d.collective_calls import Reduction
 from manyhands.interop.c10d.collectives import Collectives
 from manyhands.interop.c10d.group_session import Session
-from manyhands.interop.c10d.point_to_point import PointToPoint
 
 __all__ = ["BACKEND", "ManyhandsGroup"]
 
@@ -52,28 +51,22 @@ class ManyhandsGroup(_Base):  # type: ignore[misc]
     # What the group is.
 
     def getBackendName(self) -> str:
-        """The name it is registered by."""
         return BACKEND
 
     def getGroupName(self) -> str:
-        """The name torch gave it."""
         return self._name
 
     def setGroupName(self, name: str) -> None:
-        """Called by torch."""
         self._name = name
 
     def getGroupDesc(self) -> str:
-        """What torch says it is for."""
         return self._desc
 
     def setGroupDesc(self, desc: str) -> None:
-        """Called by torch."""
         self._desc = desc
 
     group_name = property(getGroupName)
     group_desc = property(getGroupDesc)
-
     supports_coalescing = supports_splitting = False  # asked of the CPU's backend, which is this group
 
     @property
@@ -87,7 +80,6 @@ class ManyhandsGroup(_Base):  # type: ignore[misc]
         return self._session.fallback.for_device(device)._get_backend(device)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """How long calls may take from now on."""
         self._timeout_s = timeout.total_seconds()
 
     def shutdown(self) -> None:
@@ -95,75 +87,39 @@ class ManyhandsGroup(_Base):  # type: ignore[misc]
         self._finalizer()
 
     def abort(self) -> None:
-        """End every call of this group, on all ranks."""
         self._session.abort()
 
     # Reductions.
 
     def allreduce(self, tensors: _Tensors, opts: Any = None) -> c10d.Work:
-        """Combine each tensor over all ranks, in place; several are reduced as one vector."""
-        reduction = _reduction(opts)
-        return self._route(
-            tensors[0], "allreduce", (tensors,), opts, tensors, Collectives.all_reduce, tensors, reduction
-        )
+        args = (tensors, _reduction(opts))
+        return self._route(tensors[0], "allreduce", args[:1], opts, tensors, Collectives.all_reduce, *args)
 
     def allreduce_coalesced(self, tensors: _Tensors, opts: Any = None) -> c10d.Work:
-        """As `allreduce`."""
-        reduction = _reduction(opts)
-        return self._route(
-            tensors[0],
-            "allreduce_coalesced",
-            (tensors,),
-            opts,
-            tensors,
-            Collectives.all_reduce,
-            tensors,
-            reduction,
-        )
+        name, args = "allreduce_coalesced", (tensors, _reduction(opts))
+        return self._route(tensors[0], name, args[:1], opts, tensors, Collectives.all_reduce, *args)
 
     def reduce(self, tensors: _Tensors, opts: Any = None) -> c10d.Work:
-        """Combine a tensor over all ranks into that of the root."""
         (tensor,), reduction, root = tensors, _reduction(opts), _root(opts)
         return self._route(
             tensor, "reduce", (tensors,), opts, tensors, Collectives.reduce, tensor, reduction, root
         )
 
     def reduce_scatter(self, outputs: _Tensors, inputs: list[_Tensors], opts: Any = None) -> c10d.Work:
-        """Combine input i over all ranks into the output of rank i."""
-        (output,), (parts,), reduction = outputs, inputs, _reduction(opts)
-        return self._route(
-            output,
-            "reduce_scatter",
-            (outputs, inputs),
-            opts,
-            outputs,
-            Collectives.reduce_scatter,
-            output,
-            parts,
-            reduction,
-        )
+        (output,), (parts,) = outputs, inputs
+        given, args = (outputs, inputs), (output, parts, _reduction(opts))
+        return self._route(output, "reduce_scatter", given, opts, outputs, Collectives.reduce_scatter, *args)
 
     def reduce_scatter_single(
         self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None
     ) -> c10d.Work:
-        """As `reduce_scatter`, of one tensor that holds all inputs."""
-        reduction = _reduction(opts)
-        return self._route(
-            output,
-            "_reduce_scatter_base",
-            (output, tensor),
-            opts,
-            [output],
-            Collectives.reduce_scatter_from,
-            output,
-            tensor,
-            reduction,
-        )
+        name, given = "_reduce_scatter_base", (output, tensor)
+        args = (*given, _reduction(opts))
+        return self._route(output, name, given, opts, [output], Collectives.reduce_scatter_from, *args)
 
     def reduce_scatter_single_coalesced(
         self, outputs: _Tensors, inputs: _Tensors, opts: Any = None
     ) -> c10d.Work:
-        """`reduce_scatter_single` of each pair."""
         reduction = _reduction(opts)
 
         def each(on: Collectives, timeout_s: float) -> None:
@@ -176,22 +132,18 @@ class ManyhandsGroup(_Base):  # type: ignore[misc]
     # Moves.
 
     def broadcast(self, tensors: _Tensors, opts: Any = None) -> c10d.Work:
-        """The root's tensor becomes everyone's."""
         (tensor,), root = tensors, _root(opts)
         return self._route(
             tensor, "broadcast", (tensors,), opts, tensors, Collectives.broadcast, tensor, root
         )
 
     def allgather(self, outputs: list[_Tensors], inputs: _Tensors, opts: Any = None) -> c10d.Work:
-        """Output i becomes the input of rank i."""
         (rooms,), (tensor,) = outputs, inputs
         return self._route(
             tensor, "allgather", (outputs, inputs), opts, rooms, Collectives.all_gather, rooms, tensor
         )
 
     def allgather_coalesced(self, outputs: list[_Tensors], inputs: _Tensors, opts: Any = None) -> c10d.Work:
-        """Output list i becomes the inputs of rank i."""
-
         def each(on: Collectives, timeout_s: float) -> None:
             for index, tensor in enumerate(inputs):
                 on.all_gather([output[index] for output in outputs], tensor, timeout_s)
@@ -200,21 +152,10 @@ class ManyhandsGroup(_Base):  # type: ignore[misc]
         return self._route(inputs[0], "allgather_coalesced", (outputs, inputs), opts, rooms, each)
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> c10d.Work:
-        """The output becomes the inputs of all ranks, one after the other."""
-        return self._route(
-            tensor,
-            "_allgather_base",
-            (output, tensor),
-            opts,
-            [output],
-            Collectives.all_gather_into,
-            output,
-            tensor,
-        )
+        name, given = "_allgather_base", (output, tensor)
+        return self._route(tensor, name, given, opts, [output], Collectives.all_gather_into, *given)
 
     def all_gather_single_coalesced(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> c10d.Work:
-        """`all_gather_single` of each pair."""
-
         def each(on: Collectives, timeout_s: float) -> None:
             for output, tensor in zip(outputs, inputs, strict=True):
                 on.all_gather_into(output, tensor, timeout_s)
@@ -223,21 +164,18 @@ class ManyhandsGroup(_Base):  # type: ignore[misc]
         return self._route(inputs[0], "allgather_into_tensor_coalesced", given, opts, outputs, each)
 
     def gather(self, outputs: list[_Tensors], inputs: _Tensors, opts: Any = None) -> c10d.Work:
-        """Output i of the root becomes the input of rank i."""
         (tensor,), root, rooms = inputs, _root(opts), outputs[0] if outputs else []
         return self._route(
             tensor, "gather", (outputs, inputs), opts, rooms, Collectives.gather, rooms, tensor, root
         )
 
     def scatter(self, outputs: _Tensors, inputs: list[_Tensors], opts: Any = None) -> c10d.Work:
-        """The output of rank i becomes input i of the root."""
         (output,), root, parts = outputs, _root(opts), inputs[0] if inputs else []
         return self._route(
             output, "scatter", (outputs, inputs), opts, outputs, Collectives.scatter, output, parts, root
         )
 
     def alltoall(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> c10d.Work:
-        """Output i becomes the input that rank i has for this rank."""
         return self._route(
             outputs[0], "alltoall", (outputs, inputs), opts, outputs, Collectives.all_to_all, outputs, inputs
         )
@@ -250,19 +188,10 @@ class ManyhandsGroup(_Base):  # type: ignore[misc]
         input_splits: Sequence[int],
         opts: Any = None,
     ) -> c10d.Work:
-        """As `alltoall`, of tensors cut along their first dimension."""
-        splits = (output_splits, input_splits)
         given = (output, tensor, list(output_splits), list(input_splits))
+        args = (output, tensor, (output_splits, input_splits))
         return self._route(
-            tensor,
-            "alltoall_base",
-            given,
-            opts,
-            [output],
-            Collectives.all_to_all_split,
-            output,
-            tensor,
-            splits,
+            tensor, "alltoall_base", given, opts, [output], Collectives.all_to_all_split, *args
         )
 
     def barrier(self, opts: Any = None) -> c10d.Work:
@@ -288,27 +217,28 @@ class ManyhandsGroup(_Base):  # type: ignore[misc]
     # Messages.
 
     def send(self, tensors: _Tensors, to: int, tag: int) -> c10d.Work:
-        """Send a tensor to one rank."""
         (tensor,) = tensors
-        if (post := self._post_for(tensor)) is not None:
-            return post.send(tensor.detach().contiguous(), to, tag, self._timeout_s)
+        if self._local is not None and self._takes(tensor):
+            return self._local.post.send(tensor.detach().contiguous(), to, tag, self._timeout_s)
         work: c10d.Work = self._fallback(tensor).send(tensors, to, tag)
         return work
 
     def recv(self, tensors: _Tensors, source: int, tag: int) -> c10d.Work:
-        """Receive a tensor from one rank."""
-        (tensor,) = tensors
-        if (post := self._post_for(tensor)) is not None:
-            return post.receive(_contiguous(tensor), source, tag, self._timeout_s)
-        work: c10d.Work = self._fallback(tensor).recv(tensors, source, tag)
-        return work
+        return self._receive(tensors, "recv", (source, tag), source, tag)
 
     def recv_anysource(self, tensors: _Tensors, tag: int) -> c10d.Work:
         """Receive a tensor from the first rank that sends one."""
+        return self._receive(tensors, "recv_anysource", (tag,), None, tag)
+
+    def _receive(
+        self, tensors: _Tensors, name: str, given: tuple[int, ...], source: int | None, tag: int
+    ) -> c10d.Work:
         (tensor,) = tensors
-        if (post := self._post_for(tensor)) is not None:
-            return post.receive(_contiguous(tensor), None, tag, self._timeout_s)
-        work: c10d.Work = self._fallback(tensor).recv_anysource(tensors, tag)
+        if self._local is not None and self._takes(tensor):
+            if not tensor.is_contiguous():
+                raise UserError(f"recv into a tensor of strides {tensor.stride()}: it must be contiguous")
+            return self._local.post.receive(tensor.detach(), source, tag, self._timeout_s)
+        work: c10d.Work = getattr(self._fallback(tensor), name)(tensors, *given)
         return work
 
     # Calls that torch would collect: on the CPU each is made when it comes, and the last work is that of all.
@@ -351,18 +281,13 @@ class ManyhandsGroup(_Base):  # type: ignore[misc]
         return self._session.conductor.perform(job, result, background=background)
 
     def _takes(self, tensor: torch.Tensor) -> bool:
-        """Whether shared memory can take the tensor."""
         return self._local is not None and tensor.is_cpu and tensor.layout is torch.strided
-
-    def _post_for(self, tensor: torch.Tensor) -> PointToPoint | None:
-        return self._local.post if self._local is not None and self._takes(tensor) else None
 
     def _fallback(self, tensor: torch.Tensor) -> Any:
         return self._session.fallback.for_device(tensor.device)
 
 
 def _reduction(opts: Any) -> Reduction:
-    """What torch's options say, a sum by default."""
     if opts is None:
         return Reduction.SUM
     operation = opts.reduceOp.op
@@ -376,9 +301,3 @@ def _reduction(opts: Any) -> Reduction:
 
 def _root(opts: Any) -> int:
     return 0 if opts is None else int(opts.rootRank)
-
-
-def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
-    if not tensor.is_contiguous():
-        raise UserError(f"recv into a tensor of strides {tensor.stride()}: it must be contiguous")
-    return tensor.detach()

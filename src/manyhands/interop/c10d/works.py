@@ -23,7 +23,7 @@ from torch.futures import Future
 
 from manyhands.errors import UserError
 
-__all__ = ["Conductor", "FinishedWork", "PendingWork"]
+__all__ = ["Conductor", "PendingWork"]
 
 _AT_ONCE: Final = timedelta(0)  # torch's way to say that a wait has no deadline of its own
 
@@ -40,25 +40,21 @@ class FinishedWork(c10d.Work):
         return True
 
     def is_completed(self) -> bool:
-        """True."""
         return True
 
     def is_success(self) -> bool:
-        """True."""
         return True
 
     def exception(self) -> None:
         """None."""
 
     def result(self) -> list[torch.Tensor]:
-        """The tensors of the call."""
         return list(self._result)
 
     def synchronize(self) -> None:
         """Return at once: there is nothing to do on the CPU."""
 
     def get_future(self) -> Future[Any]:
-        """A future that is complete."""
         future: Future[Any] = Future()
         future.set_result(self._result)
         return future
@@ -94,27 +90,21 @@ class PendingWork(c10d.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether the call has ended, well or not."""
         return self._complete.is_set()
 
     def is_success(self) -> bool:
-        """Whether it has ended well."""
         return self._complete.is_set() and self._error is None
 
     def exception(self) -> BaseException | None:
-        """What it raised."""
         return self._error
 
     def result(self) -> list[torch.Tensor]:
-        """The tensors of the call."""
         return list(self._result)
 
     def synchronize(self) -> None:
-        """Wait for the end."""
         self.wait()
 
     def get_future(self) -> Future[Any]:
-        """Completed with the tensors, or with what the call raised."""
         return self._future
 
 
@@ -148,7 +138,10 @@ class Conductor:
             if self._idle:
                 self._changed.notify()
             else:
-                self._start_thread()
+                thread = threading.Thread(target=self._serve, name=f"manyhands {self._name}", daemon=True)
+                self._threads.add(thread)
+                self._idle += 1
+                thread.start()
         if not background:
             work.wait()
         return work
@@ -178,12 +171,6 @@ class Conductor:
         if self._closed:
             raise UserError(f"{self._name} is closed")
 
-    def _start_thread(self) -> None:
-        thread = threading.Thread(target=self._serve, name=f"manyhands {self._name}", daemon=True)
-        self._threads.add(thread)
-        self._idle += 1
-        thread.start()
-
     def _serve(self) -> None:
         while True:
             with self._changed:
@@ -191,22 +178,18 @@ class Conductor:
                 if self._closed:
                     self._threads.discard(threading.current_thread())
                     return
-            self._run_next()
-
-    def _run_next(self) -> None:
-        """Run the next job, unless another thread took it, and complete its work."""
-        error: BaseException | None = None
-        with self._turn:
+            error: BaseException | None = None
+            with self._turn:
+                with self._changed:
+                    if not self._queue:  # another thread took the job
+                        continue
+                    job, work = self._queue.popleft()
+                    self._idle -= 1
+                    self._changed.notify_all()
+                try:
+                    job()
+                except BaseException as raised:
+                    error = raised
+            work.complete(error)
             with self._changed:
-                if not self._queue:
-                    return
-                job, work = self._queue.popleft()
-                self._idle -= 1
-                self._changed.notify_all()
-            try:
-                job()
-            except BaseException as raised:
-                error = raised
-        work.complete(error)
-        with self._changed:
-            self._idle += 1
+                self._idle += 1

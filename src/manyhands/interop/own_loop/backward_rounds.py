@@ -13,50 +13,160 @@ own, as clipping and unscaling are.
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from manyhands.engine.clipping import clip_norm
 from manyhands.engine.desync_check import Agreement
-from manyhands.engine.exchange import Exchange, LocalStep
-from manyhands.engine.reporting import WorkerContext
+from manyhands.engine.exchange import Exchange, LocalStep, PeerTraffic, Traffic
+from manyhands.engine.reporting import StepBook, WorkerContext
 from manyhands.errors import UserError
 from manyhands.interop.own_loop.loop_buffers import BufferKeeper
-from manyhands.interop.own_loop.loop_clock import RoundClock
-from manyhands.interop.own_loop.parts import GradientWatch, unscale
-from manyhands.interop.own_loop.random_state import Draws
-from manyhands.interop.own_loop.readings import Readings
+from manyhands.interop.own_loop.readings import Draws, Readings
 from manyhands.interop.own_loop.scaler import require_prepared_scaler, telling_of_scalers
 from manyhands.interop.own_loop.small_sums import Call, Word, Words, require_same
+from manyhands.places.local.status import State
 
-__all__ = ["Rounds"]
+__all__ = ["Rounds", "unscale"]
+
+
+class RoundClock:
+    """Times one worker's rounds, as events: `start`, then `computed` and `exchanged` in each.
+
+    The clock is read when backward has ended and before anyone is waited for, so that a slow worker shows as itself.
+    What lies between two exchanges counts as computing: the step, forward and backward, less what was reduced or waited
+    for meanwhile; reading from a prepared loader counts as input: `take_input_ns` returns what it took since it was
+    last asked.
+    """
+
+    def __init__(
+        self,
+        words: Words,
+        exchange: Exchange,
+        worker_context: WorkerContext,
+        take_input_ns: Callable[[], int],
+    ) -> None:
+        self._words, self._exchange = words, exchange
+        self._worker_context, self._take_input_ns = worker_context, take_input_ns
+        self.rounds = 0
+        """How many exchanges this worker has taken part in."""
+        self._sent = Traffic()
+        self._started_ns = self._computed_ns = self._overlapped_ns = 0
+        self._waited_before: Counter[int] = Counter()
+        self._input_ns = 0
+
+    def start(self) -> None:
+        """Start the clock: this worker computes from now on; earlier time is not booked."""
+        self._worker_context.mark(self.rounds + 1, State.COMPUTING)
+        self._take()
+        self._take_input_ns()
+        self._sent = self._exchange.meter.traffic()
+        self._started_ns = time.monotonic_ns()
+
+    def computed(self) -> None:
+        self._worker_context.mark(self.rounds + 1, State.EXCHANGING)
+        self._computed_ns = time.monotonic_ns()
+        self._overlapped_ns, self._waited_before, _ = self._take()
+        # At the first batch of an epoch the loader asks worker 0 for its order, and waits.
+        self._input_ns = max(0, self._take_input_ns() - self._waited_before.total())
+
+    def exchanged(self, samples: int) -> None:
+        now_ns, started_ns, computed_ns = time.monotonic_ns(), self._started_ns, self._computed_ns
+        _, waited, posts = self._take()
+        book = StepBook(self._worker_context.record, self.rounds, started_ns)
+        book.input(self._input_ns, samples)
+        book.compute(computed_ns, less_ns=self._overlapped_ns + self._waited_before.total())
+        book.go_on_at(computed_ns - self._waited_before.total())
+        book.waits(self._waited_before)
+        book.waits(waited)
+        if self._exchange.world > 1:
+            sent = self._exchange.meter.traffic() - self._sent
+            book.exchange(now_ns, sent, self._exchange.wire, hidden_ns=self._overlapped_ns)
+            book.posts(posts, self._exchange.wire)
+        book.end(now_ns, samples)
+        self.rounds += 1
+        self.start()
+
+    def _take(self) -> tuple[int, Counter[int], Mapping[int, PeerTraffic]]:
+        """Nanoseconds spent reducing, and waiting for each worker, and the exchange's messages, since the last look."""
+        times = (self._exchange.meter.take_times(), self._words.collective.take_times())
+        waited: Counter[int] = Counter()
+        for one in times:
+            waited.update(one.wait_ns)
+        return sum(one.exchange_ns for one in times), waited, times[0].posts
+
+
+class GradientWatch:
+    """Detects changes of the gradients of `model` since they were last remembered; keeps none of them alive.
+
+    Where a strategy steps by itself, `grad` holds this worker's own gradient, of which one part is the sum over
+    workers. Torch's `clip_grad_norm_` would take a norm of that, another one on each worker, and the weights would be
+    wrong without a word. What torch changes in place it counts, and what is put in place of a gradient lies elsewhere:
+    so a change that the group did not make shows.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = list(model.parameters())
+        self._known = self._look()
+
+    def remember(self) -> None:
+        self._known = self._look()
+
+    def require_untouched(self) -> None:
+        """Raise UserError if a gradient is another one than was remembered; to drop one is allowed."""
+        pairs = zip(self._look(), self._known, strict=True)
+        if any(now is not None and now != known for now, known in pairs):
+            raise UserError(
+                "a gradient was changed between backward() and optimizer.step(), and under central grad is only this "
+                "worker's part: clip with group.clip_grad_norm_ instead of torch's own, and train under mirrored what "
+                "changes gradients in another way"
+            )
+
+    def _look(self) -> list[tuple[int, int] | None]:
+        gradients = (parameter.grad for parameter in self._parameters)
+        return [(one.data_ptr(), one._version) if one is not None else None for one in gradients]
+
+
+def unscale(parts: Sequence[torch.Tensor], factor: torch.Tensor) -> bool:
+    """Multiply this worker's parts by `factor`; whether any item was not finite. In one pass, that of GradScaler."""
+    if any(part.dtype == torch.float16 for part in parts):
+        raise UserError(
+            "GradScaler is for parameters of float32 under autocast, but the model holds float16; leave out "
+            "model.half()"
+        )
+    found = torch.zeros(())
+    for part in parts:
+        torch._amp_foreach_non_finite_check_and_unscale_([part], found, factor.cpu())
+    return bool(found)
 
 
 class Rounds:
-    """One worker's part in all rounds of a group, from `attach` to `leave`; owns the words and the exchange."""
+    """One worker's part in all rounds of a group, from `attach` to `leave`; owns the words and the exchange.
+
+    Where workers hold copies, their parameters are compared every `check_every` rounds; 0: never.
+    """
 
     def __init__(
         self, words: Words, exchange: Exchange, worker_context: WorkerContext, check_every: int = 0
     ) -> None:
-        """Where workers hold copies, their parameters are compared every `check_every` rounds; 0: never."""
         self.rank = words.rank
         self.world = words.world
-        self.words = words
-        self.exchange = exchange
+        self.words, self.exchange = words, exchange
         self.readings = Readings(words.world, self._weigh)
         self.clock = RoundClock(words, exchange, worker_context, self.readings.take_input_ns)
         self.wants_stop = False
         """This worker asked to stop."""
-
         self.is_stopped = False
         """All have agreed to."""
-
         self._worker_context = worker_context
-        self._check_every = check_every if exchange.copies else 0
+        self._check_every = check_every if exchange.part.copies else 0
         self._agreement: Agreement | None = None
         self._says_stop = False
         self._for_others = 0  # rounds that this worker has brought nothing to, since it left
@@ -67,19 +177,12 @@ class Rounds:
         self._optimizer: Optimizer | None = None
         self._watch: GradientWatch | None = None
         """Where the strategy steps by itself."""
-
         self._hooks = ExitStack()
 
     def require_model(self) -> nn.Module:
-        """The models of the group as one; UserError before there is any."""
         if self._model is None:
             raise UserError("the group has no model yet: call prepare first")
         return self._model
-
-    @property
-    def is_attached(self) -> bool:
-        """Whether a model is attached."""
-        return self._model is not None
 
     def attach(self, models: Sequence[nn.Module], optimizer: Optimizer, buffers: str) -> None:
         """Collective: take over the models' gradients, and give every worker worker 0's weights."""
@@ -93,7 +196,7 @@ class Rounds:
                 model.named_parameters, rank=self.rank, world=self.world, total=self.words.total
             )
         self._weigh(self.readings.part.share)
-        self.exchange.on_next_gradient(self._begin_backward)
+        self._watch_backward()
         for one in models:
             self._hooks.callback(one.register_forward_pre_hook(self._on_forward).remove)
         if self.exchange.steps_itself:
@@ -101,14 +204,14 @@ class Rounds:
             self._hooks.callback(optimizer.register_step_pre_hook(self._on_step).remove)
             self._hooks.enter_context(telling_of_scalers(optimizer))
         else:
-            self._hooks.callback(optimizer.register_step_post_hook(self._after_step).remove)
+            self._hooks.callback(optimizer.register_step_post_hook(lambda *_: self._average()).remove)
         self.clock.start()
 
     @contextmanager
     def holding(self) -> Iterator[None]:
-        """Context in which backwards exchange nothing; their gradients accumulate on this worker."""
         self.require_model()
-        with self.exchange.accumulate():
+        hooks = self.exchange.hooks
+        with hooks.holding() if hooks is not None else nullcontext():
             self._holding += 1
             try:
                 yield
@@ -117,12 +220,12 @@ class Rounds:
 
     def clip(self, max_norm: float) -> float:
         """Scale the gradient to `max_norm`; the norm it had. Collective where the strategy holds it in parts."""
-        self.require_model()
+        model = self.require_model()
         if self._watch is None:
-            return self.exchange.clip(max_norm)
+            return clip_norm(self.exchange, model, max_norm)
         self._watch.require_untouched()
         self.words.meet(Call.CLIP, max_norm)
-        norm = self.exchange.clip(max_norm)
+        norm = clip_norm(self.exchange, model, max_norm)
         self._watch.remember()
         return norm
 
@@ -137,7 +240,8 @@ class Rounds:
                 "use a second one"
             )
         self._watch.require_untouched()
-        found = unscale(self.exchange.held_gradients(), factor)
+        assert self.exchange.parts is not None, "a strategy that steps by itself holds parts"
+        found = unscale(self.exchange.parts.held(), factor)
         self._watch.remember()
         return any(word.value for word in self.words.meet(Call.UNSCALE, float(found)))
 
@@ -173,8 +277,8 @@ class Rounds:
 
     def require_one_batch(self, mark: int) -> None:
         """Collective: UserError unless the batch that all workers have read is the same."""
-        marks = [int(word.value) for word in self.words.meet(Call.EPOCH, mark)]
-        _require_one_batch(dict(enumerate(marks)))
+        words = self.words.meet(Call.EPOCH, mark)
+        _require_one_batch({rank: int(word.value) for rank, word in enumerate(words)})
 
     def leave(self) -> None:
         """Collective: leave together. A worker that leaves early contributes nothing to the rounds of the others.
@@ -190,24 +294,41 @@ class Rounds:
             if others != {Call.BACKWARD}:
                 require_same(words)
             self._require_alike(words)
-            self._bring_nothing(words)
-        self.exchange.settle(end=True)
+            for parameter in self.require_model().parameters():  # a part in the round, without a contribution
+                parameter.grad = None
+            self._exchange(words, share=0.0)
+            self._for_others += 1
+            self._average()
+        self._average(end=True)
         rounds = [word.value for word in words]
-        if min(rounds) < max(rounds):
-            self._take_weights(root=rounds.index(max(rounds)))
+        if min(rounds) == max(rounds):
+            return
+        model, root = self.require_model(), rounds.index(max(rounds))
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                flat = tensor.detach().contiguous().view(-1).view(torch.uint8).clone()
+                self.words.broadcast(flat, root)
+                tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
 
     def close(self) -> None:
-        """Remove the hooks and release everything; idempotent."""
         self._hooks.close()
         self.exchange.close()
-        self.words.close()
+        self.words.collective.close()
 
     def _weigh(self, share: float) -> None:
-        if self._model is not None:
-            self.exchange.weigh(share)
+        if self._model is not None and self.exchange.hooks is not None:
+            self.exchange.hooks.weight = share
+
+    def _watch_backward(self) -> None:
+        if self.exchange.hooks is not None:  # a lone worker has nothing to exchange
+            self.exchange.hooks.on_next_gradient = self._begin_backward
+
+    def _average(self, *, end: bool = False) -> None:
+        if self.exchange.average is not None:
+            self.exchange.average(end)
 
     def _on_forward(self, module: nn.Module, _: Any) -> None:
-        self.exchange.settle()  # a step that was due may have been left out, as a GradScaler does
+        self._average()  # a step that was due may have been left out, as a GradScaler does
         if not module.training or not torch.is_grad_enabled():
             return
         self._says_stop = self.wants_stop or self._worker_context.stop_requested()
@@ -229,9 +350,6 @@ class Rounds:
         finally:
             self._stepping = False
 
-    def _after_step(self, *_: Any) -> None:
-        self.exchange.settle()
-
     def _begin_backward(self) -> None:
         """Called at the first gradient of a backward."""
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
@@ -239,21 +357,17 @@ class Rounds:
             return
         assert self._buffers is not None
         part = self.readings.part
+        news = self._buffers.news()
         self.words.say(
-            Word(
-                call=Call.BACKWARD,
-                stop=self._says_stop,
-                last=part.last,
-                mark=part.mark,
-                news=self._buffers.news(),
-            )
+            Word(call=Call.BACKWARD, stop=self._says_stop, last=part.last, mark=part.mark, news=news)
         )
-        self.exchange.begin(self.clock.rounds)
+        assert self.exchange.hooks is not None, "they have called"
+        self.exchange.hooks.begin_step(self.clock.rounds)
 
     @torch.no_grad()
     def _end_backward(self) -> None:
         """Called by autograd when all gradients of a backward are there."""
-        self.exchange.on_next_gradient(self._begin_backward)
+        self._watch_backward()
         if self._holding:
             return
         part = self.readings.part
@@ -261,19 +375,15 @@ class Rounds:
         words = self.words.hear()
         self._require_alike(words)
         self._exchange(words, part.share)
-        self._check_agreement(words)
+        rounds = self.clock.rounds
+        is_due = rounds and self._check_every and rounds % self._check_every == 0
+        if is_due and self._agreement is not None and all(word.call is Call.BACKWARD for word in words):
+            self._agreement.check(rounds)  # who has left takes no steps, and differs in peace
         if any(word.stop for word in words):
             self._stop()
         elif any(word.last for word in words):
             self.readings.end_stream()
         self.clock.exchanged(part.samples)
-
-    def _check_agreement(self, words: Sequence[Word]) -> None:
-        """After the steps of all rounds so far; who has left takes no steps, and differs in peace."""
-        rounds = self.clock.rounds
-        is_due = rounds and self._check_every and rounds % self._check_every == 0
-        if is_due and self._agreement is not None and all(word.call is Call.BACKWARD for word in words):
-            self._agreement.check(rounds)
 
     def _exchange(self, words: Sequence[Word], share: float) -> None:
         assert self._buffers is not None
@@ -282,22 +392,6 @@ class Rounds:
         self._buffers.exchange(words, share)
         if self._watch is not None:
             self._watch.remember()
-
-    def _bring_nothing(self, words: Sequence[Word]) -> None:
-        """Take part, without a contribution, in a round of others that are still training."""
-        for parameter in self.require_model().parameters():
-            parameter.grad = None
-        self._exchange(words, share=0.0)
-        self._for_others += 1
-        self.exchange.settle()
-
-    @torch.no_grad()
-    def _take_weights(self, root: int) -> None:
-        model = self.require_model()
-        for tensor in (*model.parameters(), *model.buffers()):
-            flat = tensor.detach().contiguous().view(-1).view(torch.uint8).clone()
-            self.words.broadcast(flat, root)
-            tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
 
     def _stop(self) -> None:
         self.is_stopped = True

@@ -34,16 +34,16 @@ from manyhands.engine.worker_resources import Resources
 from manyhands.errors import ManyhandsError, UserError
 from manyhands.interop.own_loop.small_sums import AloneCollective, Words
 from manyhands.places.external.links import address_towards, open_links
-from manyhands.places.external.process_place import Place
+from manyhands.places.external.process_place import ProcessPlace
 from manyhands.places.external.sharing import no_group, share_group, share_links
 from manyhands.places.local.rendezvous import Rendezvous, meet
 from manyhands.strategies.common.collectives.collective import SharedCollective
 from manyhands.strategy import Strategy
-from manyhands.transport.link.alarm import Alarm
-from manyhands.transport.link.heartbeats import BeatPlace, Heartbeats, address_of_interface, exchange_places
+from manyhands.transport.heartbeats import BeatPlace, Heartbeats, address_of_interface, exchange_places
 from manyhands.transport.link.interface import Link
 from manyhands.transport.link.tcp import TcpLink
 from manyhands.transport.link.torch_p2p import TorchLink
+from manyhands.transport.liveness import Alarm
 
 __all__ = ["GroupConnection", "choose", "connect"]
 
@@ -65,11 +65,9 @@ class GroupConnection:
     exchange: Exchange
     local_rank: int = 0
     """This worker's place among those of its host."""
-
     on_one_host: bool = True
     abort: Callable[[], None] = lambda: None
     """End the waits of the others: this worker has failed."""
-
     close: Callable[[], None] = lambda: None
     """Say farewell; before `words` and `exchange` are closed."""
 
@@ -81,10 +79,10 @@ _BY_DEFAULT = "mirrored"
 def choose(asked: Strategy | None, hosts: Hosts) -> Strategy:
     """The strategy for workers on these hosts: the requested one if possible, else a suitable default."""
     world = sum(map(len, hosts))
-    if asked is not None and asked.instead_of_own_loop:
+    if asked is not None and asked.facts.instead_of_own_loop:
         raise UserError(
             f"strategy={asked} is not for a loop of your own; use mirrored, central or allreduce there, or "
-            f"{asked.instead_of_own_loop}"
+            f"{asked.facts.instead_of_own_loop}"
         )
     if asked is not None and asked.most_workers is not None and world > asked.most_workers:
         raise UserError(f"strategy={asked} is one process, but there are {world} workers; leave it out")
@@ -92,7 +90,7 @@ def choose(asked: Strategy | None, hosts: Hosts) -> Strategy:
     return asked if len(hosts) == 1 else asked.across_hosts(hosts)
 
 
-def connect(place: Place, name: str, asked: Strategy | None, timeout_s: float) -> GroupConnection:
+def connect(place: ProcessPlace, name: str, asked: Strategy | None, timeout_s: float) -> GroupConnection:
     """Collective: connect to the other workers of the group `name`; every wait lasts at most `timeout_s`."""
     if place.world == 1:
         return GroupConnection(
@@ -100,18 +98,11 @@ def connect(place: Place, name: str, asked: Strategy | None, timeout_s: float) -
         )
     store = PrefixStore(f"manyhands/{name}", place.open_store(timeout_s))
     with ExitStack() as stack:
-        stack.enter_context(
-            nullcontext(store)
-        )  # without an agent, rank 0 hosts it: it lives as long as the group
-        rendezvous = stack.enter_context(
-            meet(
-                PrefixStore("meeting", store),
-                rank=place.rank,
-                world=place.world,
-                name=name,
-                timeout_s=timeout_s,
-            )
+        stack.enter_context(nullcontext(store))  # rank 0 may host it: it lives as long as the group
+        met = meet(
+            PrefixStore("meeting", store), rank=place.rank, world=place.world, name=name, timeout_s=timeout_s
         )
+        rendezvous = stack.enter_context(met)
         strategy = choose(asked, rendezvous.hosts)
         if len(rendezvous.hosts) == 1:
             connection = _on_one_host(rendezvous, strategy, timeout_s, stack)
@@ -128,11 +119,10 @@ def connect(place: Place, name: str, asked: Strategy | None, timeout_s: float) -
 def _on_one_host(
     rendezvous: Rendezvous, strategy: Strategy, timeout_s: float, stack: ExitStack
 ) -> GroupConnection:
-    groups = [
-        stack.enter_context(share_group(rendezvous, purpose, timeout_s)) for purpose in ("words", "gradients")
-    ]
-    words, gradients = groups
-    links = share_links(rendezvous, timeout_s, network=strategy.uses_network) if strategy.uses_links else {}
+    words = stack.enter_context(share_group(rendezvous, "words", timeout_s))
+    gradients = stack.enter_context(share_group(rendezvous, "gradients", timeout_s))
+    uses_links = strategy.facts.uses_links
+    links = share_links(rendezvous, timeout_s, network=strategy.uses_network) if uses_links else {}
     resources = Resources(
         rank=rendezvous.local_rank,
         world=len(rendezvous.here),
@@ -142,7 +132,7 @@ def _on_one_host(
     )
 
     def abort(rank: int = rendezvous.rank) -> None:
-        for group in groups:
+        for group in (words, gradients):
             group.abort(rendezvous.here.index(rank))
 
     connection = GroupConnection(
@@ -157,12 +147,18 @@ def _on_one_host(
 
 
 def _reach_others(
-    rendezvous: Rendezvous, store: Store, place: Place, interface: str, address: str, timeout_s: float
+    rendezvous: Rendezvous, store: Store, place: ProcessPlace, interface: str, address: str, timeout_s: float
 ) -> Mapping[int, FarLink]:
     """Collective: a link to each worker of another host."""
     ranks = [rank for rank in range(rendezvous.world) if rank not in rendezvous.here]
     security = Options().security()  # that of the environment
-    _require_alike(store, place.rank, ranks, tls=security.tls)
+    store.set(f"tls/{place.rank}", str(security.tls))
+    for other in ranks:  # with certificates on some only, they would wait for each other
+        if store.get(f"tls/{other}") != str(security.tls).encode():
+            has, lacks = (place.rank, other) if security.tls else (other, place.rank)
+            raise UserError(
+                f"rank {has} has {TLS_VARIABLE}, and rank {lacks} on another host has not; set it on every host"
+            )
     if security.tls:
         return open_links(
             place.rank,
@@ -181,7 +177,17 @@ def _reach_others(
             len(rendezvous.hosts),
             TLS_VARIABLE,
         )
-    gloo = _open_gloo(PrefixStore("gloo", store), place, interface, address, timeout_s)
+    where = {"interface": interface} if interface else {"hostname": address}
+    options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [ProcessGroupGloo.create_device(**where)]
+    options._timeout = timedelta(seconds=timeout_s)
+    try:
+        gloo = ProcessGroupGloo(PrefixStore("gloo", store), place.rank, place.world, options)
+    except RuntimeError as error:
+        raise ManyhandsError(
+            f"rank {place.rank} could not connect to the workers of other hosts from {', '.join(where.values())}: "
+            f"{error}; set GLOO_SOCKET_IFNAME to the interface that leads to them"
+        ) from error
     group = cast(dist.ProcessGroup, gloo)  # which it is not, but a link asks for nothing that it has not
     return {rank: TorchLink(group, rank) for rank in ranks}
 
@@ -210,6 +216,10 @@ def _on_several_hosts(
             else:
                 link.interrupt()
 
+    def left_in_peace(rank: int) -> bool:
+        link = far[rank]  # whether it has said goodbye, as far as that is known without a receive
+        return isinstance(link, TorchLink) and link.left_in_peace
+
     own, places, secret = beats
     heartbeats = Heartbeats(
         rendezvous.rank,
@@ -217,7 +227,7 @@ def _on_several_hosts(
         {rank: places[rank] for rank in far},
         secret,
         on_lost=lose,
-        in_peace=lambda rank: _left_in_peace(far[rank]),
+        in_peace=left_in_peace,
     )
     stack.callback(heartbeats.close)
     alarm.mark = heartbeats.mark
@@ -238,36 +248,3 @@ def _on_several_hosts(
     rendezvous.watch(lambda rank, in_peace: None if in_peace else abort(rank))
     stack.callback(rendezvous.close)  # before the group: the liveness monitor must not find it closed
     return connection
-
-
-def _require_alike(store: Store, rank: int, ranks: Sequence[int], *, tls: bool) -> None:
-    """Collective: UserError where only some workers have certificates, as they would wait for each other."""
-    store.set(f"tls/{rank}", str(tls))
-    for other in ranks:
-        if store.get(f"tls/{other}") != str(tls).encode():
-            has, lacks = (rank, other) if tls else (other, rank)
-            raise UserError(
-                f"rank {has} has {TLS_VARIABLE}, and rank {lacks} on another host has not; set it on every host"
-            )
-
-
-def _left_in_peace(link: FarLink) -> bool:
-    """Whether the other end has said goodbye, as far as that is known without a receive."""
-    return isinstance(link, TorchLink) and link.left_in_peace
-
-
-def _open_gloo(
-    store: Store, place: Place, interface: str, address: str, timeout_s: float
-) -> ProcessGroupGloo:
-    """Collective: connections to the workers of other hosts."""
-    where = {"interface": interface} if interface else {"hostname": address}
-    options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [ProcessGroupGloo.create_device(**where)]
-    options._timeout = timedelta(seconds=timeout_s)
-    try:
-        return ProcessGroupGloo(store, place.rank, place.world, options)
-    except RuntimeError as error:
-        raise ManyhandsError(
-            f"rank {place.rank} could not connect to the workers of other hosts from {', '.join(where.values())}: "
-            f"{error}; set GLOO_SOCKET_IFNAME to the interface that leads to them"
-        ) from error

@@ -23,7 +23,7 @@ from manyhands.interop.own_loop.worker_group import WorkerGroup
 from manyhands.native.threads import choose_functions
 from manyhands.observe.record.event_ring import EventRing
 from manyhands.observe.record.events import EventKind
-from manyhands.places.external.process_place import Launched, Place, find_place
+from manyhands.places.external.process_place import Launched, ProcessPlace, joining_place
 from manyhands.places.local.context import RoleContext
 from manyhands.strategy import Strategy
 
@@ -58,9 +58,10 @@ def join(
     `manyhands launch` has an option for the same.
     """
     with ExitStack() as stack:
-        _register(name, where=_caller(), stack=stack)
+        caller = sys._getframe(1)
+        _register(name, f"{caller.f_code.co_filename}:{caller.f_lineno}", stack)
         group = open_group(
-            find_place(),
+            joining_place(),
             name,
             strategy=strategy,
             device=device,
@@ -74,7 +75,7 @@ def join(
 
 
 def open_group(
-    place: Place,
+    place: ProcessPlace,
     name: str,
     *,
     strategy: str | Strategy | None = None,
@@ -119,22 +120,10 @@ def open_group(
         own_device = device_of(where, connection.local_rank)
         if own_device.type == "cuda":
             torch.cuda.set_device(own_device)
-        group = WorkerGroup(
-            name,
-            rounds,
-            strategy=connection.strategy,
-            device=own_device,
-            buffers=buffers,
-            on_abort=connection.abort,
-        )
+        chosen, abort = connection.strategy, connection.abort
+        group = WorkerGroup(name, rounds, strategy=chosen, device=own_device, buffers=buffers, on_abort=abort)
         group.on_close(stack.pop_all().close)
         return group
-
-
-def _caller() -> str:
-    """The source line that calls `join`."""
-    frame = sys._getframe(2)
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def _register(name: str, where: str, stack: ExitStack) -> None:

@@ -2,15 +2,19 @@
 
 The launcher makes what workers need before they know each other: a store where they meet, in a memory file that they
 inherit, and a ring of events for each. Everything else they open among themselves when they join. Compiled kernels are
-imported here (`connect` does), so that the workers find them in the cache.
+imported here (`connect` does), so that the workers find them in the cache. A launched worker runs the script as
+`python script.py` would run it, in a process of the local cluster.
 """
 
 from __future__ import annotations
 
 import os
+import runpy
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,25 +23,50 @@ from manyhands.data.store.atomic import WriteFailed
 from manyhands.data.store.rundir import RunDirectory
 from manyhands.engine.device import check_device, sharing_sentence
 from manyhands.errors import ManyhandsError, UserError
-from manyhands.interop.own_loop.connect import (
-    choose,
-)  # which imports the compiled kernels: once here, and not in each worker
+from manyhands.interop.own_loop.connect import choose
 from manyhands.interop.own_loop.loop_events import own_loop_config
-from manyhands.interop.own_loop.script import Script, run_script
 from manyhands.native.version import __version__
 from manyhands.observe.analyse.collect import Collector
-from manyhands.observe.record.blackbox import BlackBoxes
-from manyhands.observe.record.event_ring import EventRing
-from manyhands.places.external.started_externally import LAUNCHER_VARIABLE
-from manyhands.places.local.capacity import of_processes
-from manyhands.places.local.capacity_check import check_capacity
+from manyhands.observe.record.event_ring import BlackBoxes, EventRing
+from manyhands.places.external import process_place
+from manyhands.places.local.capacity import check_capacity, of_processes
+from manyhands.places.local.context import RoleContext
 from manyhands.places.local.control import Finished
 from manyhands.places.local.local import LocalCluster, Role
 from manyhands.places.local.patience import check_watchdog_s
 from manyhands.places.local.watchdog import Watched
+from manyhands.places.place import LAUNCHER_VARIABLE
 from manyhands.strategy import Strategy
 
 __all__ = ["launch"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Script:
+    """What every worker of a launch runs."""
+
+    path: Path
+    arguments: tuple[str, ...]
+    strategy: Strategy | None
+    device: str | None
+
+
+def run_script(context: RoleContext, script: Script) -> Mapping[str, Any]:
+    """The whole life of a worker; says how many groups it joined."""
+    path = str(script.path)
+    sys.argv = [path, *script.arguments]
+    sys.path.insert(0, str(script.path.resolve().parent))
+    process_place.launched = launched = process_place.Launched(
+        context=context, strategy=script.strategy, device=script.device
+    )
+    try:
+        runpy.run_path(path, run_name="__main__")
+    except SystemExit as leaving:
+        if leaving.code not in (None, 0):
+            raise
+    finally:
+        process_place.launched = None
+    return {"joins": launched.joins}
 
 
 def launch(
@@ -80,7 +109,7 @@ def launch(
             finished, observed = _run(job, workers, watchdog_s, directory)
         except ManyhandsError as error:
             if directory is not None:
-                directory.tell_end(error, time.monotonic() - began)
+                directory.record_end(error, time.monotonic() - began)
             raise
         sharing = sharing_sentence(device or "cpu", workers)
         summary = {

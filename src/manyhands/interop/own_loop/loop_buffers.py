@@ -24,19 +24,14 @@ from torch.nn.modules.batchnorm import _NormBase
 from manyhands.errors import UserError, nearest
 from manyhands.interop.own_loop.small_sums import Call, Word, Words
 
-__all__ = ["MODES", "BufferKeeper", "check_mode"]
+__all__ = ["BufferKeeper", "check_mode"]
 
 MODES: Final = ("broadcast", "mean", "local")
 
-_NOTHING, _KNOWN, _UNKNOWN = (
-    0,
-    1,
-    2,
-)  # what a word says: whether buffers changed, and whether all were known to
+_NOTHING, _KNOWN, _UNKNOWN = range(3)  # of a word: whether buffers changed, and whether all were known to
 
 
 def check_mode(mode: str) -> str:
-    """The mode, or UserError with what is allowed."""
     if mode not in MODES:
         raise UserError(f"buffers={mode!r} is not known; {nearest(mode, MODES)}")
     return mode
@@ -46,8 +41,7 @@ class BufferKeeper:
     """Synchronizes the buffers of `model`, by `mode`."""
 
     def __init__(self, model: nn.Module, mode: str, words: Words) -> None:
-        self._mode = mode
-        self._words = words
+        self._mode, self._words = mode, words
         holders = model.modules() if mode != "local" and words.world > 1 else ()
         self._holders = [module for module in holders if any(True for _ in module.buffers(recurse=False))]
         self._seen = [_state(module) for module in self._holders]
@@ -55,7 +49,6 @@ class BufferKeeper:
         """Modules whose buffers have been seen to change, on some worker: those travel."""
 
     def news(self) -> int:
-        """What this worker's word says about its buffers since the last exchange."""
         changed = self._changed()
         if any(new and not known for new, known in zip(changed, self._moving, strict=True)):
             return _UNKNOWN
@@ -73,10 +66,16 @@ class BufferKeeper:
         self._seen = [_state(module) for module in self._holders]
 
     def _changed(self) -> list[bool]:
-        return [
-            _counts_silently(module) or not _is_same(_state(module), seen)
-            for module, seen in zip(self._holders, self._seen, strict=True)
-        ]
+        changed = []
+        for module, seen in zip(self._holders, self._seen, strict=True):
+            # Running statistics are written by an operation that autograd's counter does not see.
+            silently = isinstance(module, _NormBase) and module.training and module.running_mean is not None
+            now = _state(module)
+            same = len(now) == len(seen) and all(
+                a[0] is b[0] and a[1] == b[1] for a, b in zip(now, seen, strict=True)
+            )
+            changed.append(silently or not same)
+        return changed
 
     def _make_alike(self, root: int, share: float) -> None:
         moving = (module for module, moves in zip(self._holders, self._moving, strict=True) if moves)
@@ -86,7 +85,9 @@ class BufferKeeper:
         if averaged:
             flat = torch.cat([buffer.detach().double().flatten() for buffer in averaged])
             total = self._words.total(torch.cat([flat * share, torch.tensor([share], dtype=torch.float64)]))
-            _unpack(total[:-1] / total[-1], averaged)
+            means = torch.split(total[:-1] / total[-1], [buffer.numel() for buffer in averaged])
+            for buffer, mean in zip(averaged, means, strict=True):
+                buffer.copy_(mean.view(buffer.shape))
         if copied:
             flat = torch.cat([buffer.detach().contiguous().view(-1).view(torch.uint8) for buffer in copied])
             self._words.broadcast(flat, root)
@@ -95,21 +96,6 @@ class BufferKeeper:
                 buffer.copy_(piece.clone().view(buffer.dtype).view(buffer.shape))
 
 
-def _unpack(flat: torch.Tensor, buffers: Sequence[torch.Tensor]) -> None:
-    for buffer, piece in zip(buffers, torch.split(flat, [b.numel() for b in buffers]), strict=True):
-        buffer.copy_(piece.view(buffer.shape))
-
-
 def _state(module: nn.Module) -> list[tuple[torch.Tensor, int]]:
     """The buffers themselves, for a module may replace one, with autograd's count of changes in place."""
     return [(buffer, buffer._version) for buffer in module.buffers(recurse=False)]
-
-
-def _is_same(now: Sequence[tuple[torch.Tensor, int]], then: Sequence[tuple[torch.Tensor, int]]) -> bool:
-    pairs = zip(now, then, strict=False)
-    return len(now) == len(then) and all(new[0] is old[0] and new[1] == old[1] for new, old in pairs)
-
-
-def _counts_silently(module: nn.Module) -> bool:
-    """Running statistics are written by an operation that autograd's counter does not see."""
-    return isinstance(module, _NormBase) and module.training and module.running_mean is not None

@@ -9,21 +9,26 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from manyhands.data.store.rundir import RunDirectory
 from manyhands.engine.reporting import WorkerNote
-from manyhands.interop.own_loop.alignment import align
 from manyhands.interop.own_loop.connect import GroupConnection
+from manyhands.interop.own_loop.small_sums import Call, Words
 from manyhands.observe.analyse.collect import Collector
+from manyhands.observe.record.clocks import Bracket, Offset, offset_from
 from manyhands.observe.record.event_ring import EventRing
 from manyhands.observe.record.events import EventKind
 from manyhands.places.local.status import State
 
-__all__ = ["Recorded", "Unwatched", "keeping", "own_loop_config"]
+__all__ = ["Recorded", "Unwatched", "align", "keeping", "own_loop_config"]
+
+_ROUNDS = 9  # of comparing clocks
 
 
 def own_loop_config(script: str, strategy: str, workers: int) -> dict[str, Any]:
@@ -44,7 +49,6 @@ class Unwatched:
     """The worker context of a worker without a manyhands launcher: it discards everything."""
 
     def record(self, *_: Any, **__: Any) -> bool:
-        """Discard the event."""
         return False
 
     def mark(self, step: int, state: State, *, place: tuple[int, int] | None = None) -> None:
@@ -54,7 +58,6 @@ class Unwatched:
         """Discard the note."""
 
     def stop_requested(self) -> bool:
-        """False: there is no launcher that could request a stop."""
         return False
 
 
@@ -85,3 +88,23 @@ def keeping(ring: EventRing, connection: GroupConnection, out: Path) -> Iterator
     finally:
         if made is not None:
             made.close()
+
+
+def align(words: Words, now_ns: Callable[[], int] = time.monotonic_ns) -> tuple[Offset, int]:
+    """Collective: this worker's distance to worker 0's clock, and worker 0's own distance to the time of day.
+
+    All meet after looking at their clocks, then worker 0 looks at its own and tells all: so its reading lies between
+    the two looks of everyone, however the workers are connected.
+    """
+    content = torch.zeros(2, dtype=torch.int64)
+    brackets = []
+    for _ in range(_ROUNDS):
+        before_ns = now_ns()
+        words.meet(Call.ALIGN)
+        if words.rank == 0:
+            content[0] = now_ns()
+            content[1] = time.time_ns() - time.monotonic_ns()
+        words.broadcast(content.view(torch.uint8))
+        brackets.append(Bracket(before_ns=before_ns, theirs_ns=int(content[0]), after_ns=now_ns()))
+    offset = offset_from(brackets) if words.rank else Offset(ns=0, error_ns=0)
+    return offset, int(content[1])

@@ -4,29 +4,237 @@
     worker r reads    its part of each, through the user's own dataset, collate_fn and worker processes
 
 A worker whose part is empty gets a sample or two of the batch all the same, so that user code never meets an empty
-batch; they weigh nothing. Data that can only be iterated is split, too, but read whole by every worker: see `streams`.
+batch; they weigh nothing. Data that can only be iterated is one stream for all workers, or a stream of each one's own:
+
+    shared   every worker reads the same batches, and keeps its part of each: batch k stays the global batch
+    own      every worker reads what it alone has: each batch weighs 1/world, and all end with the shortest stream
+
+What is shared must come in the same order everywhere. So random numbers that a dataset draws are worker 0's, on all
+workers, and batches are compared by their marks.
 """
 
 from __future__ import annotations
 
+import warnings
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
+from typing import Any, Final, NamedTuple
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from manyhands.data.batch_plan import split
 from manyhands.errors import UserError
-from manyhands.interop.own_loop.readings import END, FILLERS, LoaderPart, Move, Reader, remade
-from manyhands.interop.own_loop.streams import OwnStreamLoader, SharedStreamLoader
+from manyhands.interop.own_loop.backward_rounds import Rounds
+from manyhands.interop.own_loop.readings import END, FILLERS, Draws, LoaderPart, Move, remade
 
-__all__ = ["SplitLoader", "prepare_loader"]
+__all__ = ["OwnStreamLoader", "SharedStreamLoader", "SplitLoader", "mark_of", "prepare_loader"]
+
+_MARKED: Final = 4096  # bytes of a tensor that go into the mark of a batch, at each of its ends
+
+
+class BatchShare(NamedTuple):
+    """What one worker has of a batch; a tuple, so that a DataLoader pins the memory of what is inside."""
+
+    batch: Any
+    part: LoaderPart
+
+
+class SharedCollate:
+    """The user's `collate_fn`, given this worker's samples of every batch; runs where that runs."""
+
+    def __init__(self, collate: Any, rank: int, world: int) -> None:
+        self._collate, self._rank, self._world = collate, rank, world
+
+    def __call__(self, samples: list[Any]) -> BatchShare:
+        span = split(len(samples), self._rank, self._world)
+        mine = samples[span.start : span.stop] if span else samples[:FILLERS]
+        part = LoaderPart(
+            share=len(span) / len(samples),
+            samples=len(span),
+            mark=mark_of((len(samples), samples[0], samples[-1])),
+        )
+        return BatchShare(self._collate(mine), part)
+
+
+class _GroupLoader:
+    """The user's loader, as a worker of a group reads it: as long as that, and with its `dataset`, `batch_size`, …"""
+
+    def __init__(self, loader: Iterable[Any], reader: Rounds, move: Move) -> None:
+        self._loader, self._reader, self._move = loader, reader, move
+        self.is_stopped = False
+        """It gives no batch any more: a worker asked to stop while it was being read."""
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+
+class SharedStreamLoader(_GroupLoader):
+    """Reads the stream that all workers read, and gives this worker's part of every batch; iterating is collective.
+
+    Where samples are collated by a DataLoader, each worker collates its own. A batch that comes whole is cut along the
+    first dimension of its tensors; one that cannot be cut is given to everyone, with a warning: the result is that of
+    the plain loop, computed `world` times.
+    """
+
+    def __init__(self, loader: Iterable[Any], reader: Rounds, move: Move) -> None:
+        super().__init__(loader, reader, move)
+        self._collates = False
+        self._draws_here = True
+        self._inner = loader
+        self._has_warned = reader.world == 1 or reader.rank != 0
+        if isinstance(loader, DataLoader):
+            self._draws_here = loader.num_workers == 0
+            if isinstance(loader.dataset, IterableDataset) and loader.batch_size is not None:
+                self._collates = True
+                self._inner = remade(
+                    loader,
+                    batch_size=loader.batch_size,
+                    drop_last=loader.drop_last,
+                    collate_fn=SharedCollate(loader.collate_fn, reader.rank, reader.world),
+                )
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.is_stopped:
+            return
+        reader, readings = self._reader, self._reader.readings
+        draws = reader.worker_0s_draws() if reader.world > 1 else None
+        with readings.open(self) as reading:
+            try:
+                with draws.lent() if draws is not None else nullcontext():
+                    batches = iter(self._inner)
+                found = self._read(batches, draws)
+                if draws is not None:
+                    draws.leave_out_unused()
+                reader.require_one_batch(0 if found is None else found.part.mark)
+                while found is not None:
+                    readings.begin(reading, found.part)
+                    yield self._move(found.batch)
+                    if reading.is_over:
+                        return
+                    found = self._read(batches, draws)
+            finally:
+                if draws is not None and reader.rank == 0:
+                    draws.keep()  # the next reading goes on where this one ended
+
+    def _read(self, batches: Iterator[Any], draws: Draws | None) -> BatchShare | None:
+        with draws.lent() if draws is not None and self._draws_here else nullcontext():
+            batch = self._reader.readings.read(batches)
+        if batch is END or self._collates:
+            return None if batch is END else batch
+        mark, rows = mark_of(batch), rows_of(batch)
+        if not rows:
+            self._warn(batch)
+            return BatchShare(batch, LoaderPart(share=1 / self._reader.world, mark=mark))
+        span = split(rows, self._reader.rank, self._reader.world)
+        part = LoaderPart(share=len(span) / rows, samples=len(span), mark=mark)
+        return BatchShare(narrowed(batch, span if span else range(min(rows, FILLERS))), part)
+
+    def _warn(self, batch: Any) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"batches of this loader ({type(batch).__name__}) have no common first dimension to split them by, so "
+                "every worker computes every batch whole; give each worker every n-th, and say so: "
+                "stream = itertools.islice(stream, group.rank, None, group.world); "
+                "loader = group.prepare(stream, split=False)",
+                stacklevel=4,
+            )
+
+
+class OwnStreamLoader(_GroupLoader):
+    """Reads all of this worker's own stream, one batch ahead, until the shortest of the workers' streams ends.
+
+    Where a loop over it has no backward, workers do not meet, and each reads to its own end.
+    """
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.is_stopped:
+            return
+        readings = self._reader.readings
+        with readings.open(self) as reading:
+            batches = iter(self._loader)
+            upcoming = readings.read(batches)
+            if not self._reader.all_have_a_batch(upcoming is not END):
+                return
+            while upcoming is not END and not reading.is_over:
+                batch, upcoming = upcoming, readings.read(batches)
+                readings.begin(reading, LoaderPart(share=1 / self._reader.world, last=upcoming is END))
+                yield self._move(batch)
+
+
+def rows_of(batch: Any) -> int:
+    """The common length of all tensors and arrays of a batch; 0 where there is none, or something else is inside."""
+    sizes = set(_sizes(batch))
+    return sizes.pop() if len(sizes) == 1 else 0
+
+
+def _sizes(batch: Any) -> Iterator[int]:
+    if _is_dense(batch):
+        yield int(batch.shape[0]) if batch.ndim else 0
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from _sizes(value)
+    elif isinstance(batch, list | tuple):
+        for value in batch:
+            yield from _sizes(value)
+    else:
+        yield 0
+
+
+def _is_dense(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.layout is torch.strided
+    return isinstance(value, np.ndarray)
+
+
+def narrowed(batch: Any, span: range) -> Any:
+    """The rows `span` of everything in a batch, which stays what it is."""
+    if _is_dense(batch):
+        return batch[span.start : span.stop]
+    if isinstance(batch, Mapping):
+        return {key: narrowed(value, span) for key, value in batch.items()}
+    values = [narrowed(value, span) for value in batch]
+    return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+
+
+def mark_of(batch: Any) -> int:
+    """A checksum of (the ends of) what a batch holds, never 0; alike on all workers, or they do not read the same."""
+    return _crc(batch, 0) or 1
+
+
+def _crc(value: Any, so_far: int) -> int:
+    if isinstance(value, torch.Tensor) and _is_dense(value):
+        flat = value.detach().cpu().contiguous().view(-1)
+        flat = flat.view(torch.uint8) if value.numel() else flat
+        ends = (flat[:_MARKED].numpy().tobytes(), flat[-_MARKED:].numpy().tobytes())
+        return zlib.crc32(repr((value.dtype, tuple(value.shape), *ends)).encode(), so_far)
+    if isinstance(value, np.ndarray):
+        if value.dtype.hasobject:  # its bytes are addresses, which are each worker's own
+            return _crc(value.tolist(), so_far)
+        raw = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+        ends = (raw[:_MARKED].tobytes(), raw[-_MARKED:].tobytes())
+        return zlib.crc32(repr((value.dtype, value.shape, *ends)).encode(), so_far)
+    if isinstance(value, Mapping):
+        return _crc(list(value.items()), so_far)
+    if isinstance(value, list | tuple):
+        for one in value:
+            so_far = _crc(one, so_far)
+        return so_far
+    text = value if isinstance(value, str | bytes | int | float | bool | None) else type(value).__name__
+    return zlib.crc32(repr(text).encode(), so_far)
 
 
 def prepare_loader(
-    loader: Iterable[Any], reader: Reader, move: Move, *, to_split: bool = True
+    loader: Iterable[Any], reader: Rounds, move: Move, *, to_split: bool = True
 ) -> SplitLoader | SharedStreamLoader | OwnStreamLoader:
     """The user's loader, as a worker of a group reads it; every batch goes through `move`.
 
@@ -48,19 +256,14 @@ def prepare_loader(
     return SplitLoader(loader, reader, move)
 
 
-class SplitLoader:
-    """Reads this worker's share of every batch of `loader`, and is as long as that; iterating is collective."""
+class SplitLoader(_GroupLoader):
+    """Reads this worker's share of every batch of `loader`; iterating is collective."""
 
-    def __init__(self, loader: DataLoader[Any], reader: Reader, move: Move) -> None:
-        self._loader = loader
-        self._move = move
+    def __init__(self, loader: DataLoader[Any], reader: Rounds, move: Move) -> None:
+        super().__init__(loader, reader, move)
         self._readings = reader.readings
         self._shares = _Shares(loader, reader)
-        self.is_stopped = False
         self._inner = remade(loader, batch_sampler=self._shares)
-
-    def __len__(self) -> int:
-        return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
         if self.is_stopped:
@@ -74,12 +277,6 @@ class SplitLoader:
                 if reading.is_over:
                     return
 
-    def __getattr__(self, name: str) -> Any:
-        """`dataset`, `batch_size` and the like are the user's loader's."""
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._loader, name)
-
 
 class _Shares:
     """A batch sampler: this worker's part of each batch of the user's, in worker 0's order.
@@ -88,7 +285,7 @@ class _Shares:
     draw ahead.
     """
 
-    def __init__(self, loader: DataLoader[Any], reader: Reader) -> None:
+    def __init__(self, loader: DataLoader[Any], reader: Rounds) -> None:
         self._batches: Any = loader.batch_sampler
         self._reader = reader
         holders = (loader, self._batches, getattr(self._batches, "sampler", None))

@@ -1,26 +1,100 @@
-"""What a worker of a group is reading: which part of which global batch, of which loader."""
+"""What a worker of a group is reading: which part of which global batch, of which loader, by whose random numbers."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from manyhands.interop.own_loop.random_state import Draws
+from manyhands.data.randomness import GENERATORS
 
-__all__ = ["END", "FILLERS", "Loader", "LoaderPart", "LoaderReading", "Move", "Reader", "Readings", "remade"]
+__all__ = ["END", "FILLERS", "Draws", "LoaderPart", "Move", "Readings", "remade"]
+
+_WORDS: Final = 625  # of Python's generator: 624 and a position
+_KEYS: Final = 624  # of numpy's
+
+
+class Draws:
+    """States of the three global random generators of a process, to be sent to another and lent to whoever draws.
+
+    A dataset that shuffles or augments as it goes draws from torch, from Python's `random` or from numpy. Lent the same
+    states, it gives the same samples in every worker.
+    """
+
+    def __init__(self) -> None:
+        self._states = [take() for take, _ in GENERATORS]
+        self._first = list(self._states)
+        self._lent = list(range(len(GENERATORS)))
+
+    @classmethod
+    def from_content(cls, content: torch.Tensor) -> Draws:
+        """From what `content` gave."""
+        raw = content.numpy().tobytes()
+        words = np.frombuffer(raw, np.uint32, _WORDS)
+        keys = np.frombuffer(raw, np.uint32, _KEYS, offset=4 * _WORDS)
+        after = 4 * (_WORDS + _KEYS)
+        next_gauss, position, has_gauss, gauss = np.frombuffer(raw, np.float64, 4, offset=after).tolist()
+        of_python = (3, tuple(words.tolist()), None if np.isnan(next_gauss) else next_gauss)
+        of_numpy = ("MT19937", keys, int(position), int(has_gauss), gauss)
+        draws = cls()
+        draws._states = [of_python, of_numpy, content[after + 32 :].clone()]
+        draws._first = list(draws._states)
+        return draws
+
+    def content(self) -> torch.Tensor:
+        """As bytes: flat, uint8, of one length in all processes."""
+        (_, words, next_gauss), (_, keys, *of_numpy), of_torch = self._states
+        numbers = np.array([np.nan if next_gauss is None else next_gauss, *of_numpy], np.float64)
+        raw = np.array(words, np.uint32).tobytes() + np.asarray(keys, np.uint32).tobytes() + numbers.tobytes()
+        return torch.cat([torch.frombuffer(bytearray(raw), dtype=torch.uint8), of_torch])
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Whoever draws inside goes on from here; afterwards the process has its own states back."""
+        own = [(index, GENERATORS[index][0]()) for index in self._lent]
+        for index in self._lent:
+            GENERATORS[index][1](self._states[index])
+        try:
+            yield
+        finally:
+            for index, state in own:
+                take, put = GENERATORS[index]
+                self._states[index] = take()
+                put(state)
+
+    def leave_out_unused(self) -> None:
+        """From now on lend only what has been drawn from: taking a state and putting it back costs time."""
+        self._lent = [
+            index for index in self._lent if not _are_equal(self._states[index], self._first[index])
+        ]
+
+    def keep(self) -> None:
+        """Go on from here in this process, which they are of, with each generator that it has not used meanwhile.
+
+        As if whoever was lent them had drawn from the process's own.
+        """
+        for (take, put), first, state in zip(GENERATORS, self._first, self._states, strict=True):
+            if _are_equal(take(), first):
+                put(state)
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+
 
 FILLERS: Final = 2
 """Samples for a worker without a share: batch norm needs two."""
 
 END = object()
 """What comes after the last batch."""
-
 
 Move = Callable[[Any], Any]
 """Takes a batch to where the worker computes."""
@@ -32,11 +106,9 @@ class LoaderPart:
 
     share: float
     """Of the whole batch."""
-
     samples: int = 0
     mark: int = 0
     """A checksum of the whole batch: the same on all workers, or they do not read the same."""
-
     last: bool = False
     """This worker's stream has no other batch after this one."""
 
@@ -84,25 +156,21 @@ class Readings:
         self._input_ns = 0
 
     def read(self, batches: Iterator[Any]) -> Any:
-        """The next of `batches`, or END; the time counts as input."""
         begin = time.monotonic_ns()
         batch = next(batches, END)
         self._input_ns += time.monotonic_ns() - begin
         return batch
 
     def take_input_ns(self) -> int:
-        """What reading took since the last call."""
         spent, self._input_ns = self._input_ns, 0
         return spent
 
     @property
     def part(self) -> LoaderPart:
-        """What is being worked on: of an even split where no loader is being read."""
         return self._open[-1].part if self._open else self._whole
 
     @contextmanager
     def open(self, loader: Loader) -> Iterator[LoaderReading]:
-        """While a loader is being read."""
         reading = LoaderReading(loader, self.part)
         self._open.append(reading)
         try:
@@ -112,7 +180,6 @@ class Readings:
             self._weigh(self.part.share)
 
     def begin(self, reading: LoaderReading, part: LoaderPart) -> None:
-        """The next batch of a loader is handed out."""
         reading.part = part
         self._weigh(self.part.share)
 
@@ -122,26 +189,5 @@ class Readings:
             reading.is_over = True
 
     def stop(self) -> None:
-        """Stop all loaders being read, permanently."""
         for reading in self._open:
             reading.is_over = reading.loader.is_stopped = True
-
-
-class Reader(Protocol):
-    """The group as a loader sees it."""
-
-    rank: int
-    world: int
-    readings: Readings
-
-    def in_worker_0s_order(self, draw: Callable[[], Any], generators: Sequence[torch.Generator]) -> Any:
-        """Collective: call `draw` as if torch's random numbers, and these generators, were worker 0's."""
-
-    def all_have_a_batch(self, mine: bool) -> bool:
-        """Collective: whether every worker's stream has one."""
-
-    def worker_0s_draws(self) -> Draws:
-        """Collective: worker 0's random generators, as they are now."""
-
-    def require_one_batch(self, mark: int) -> None:
-        """Collective: UserError unless the batch that all workers have read is the same."""

@@ -52,24 +52,17 @@ class Call(IntEnum):
 
     @property
     def sentence(self) -> str:
-        """As an error says it of a worker."""
-        match self:
-            case Call.BACKWARD:
-                return "is in backward()"
-            case Call.STEP:
-                return "is in optimizer.step()"
-            case Call.CLIP:
-                return "is in clip_grad_norm_()"
-            case Call.UNSCALE:
-                return "is in GradScaler's unscale_()"
-            case Call.ALIGN:
-                return "joins with out="
-            case Call.EPOCH:
-                return "begins to read a loader"
-            case Call.LEAVE:
-                return "has left the group"
-            case other:
-                return f"is in {other.name.lower()}()"
+        return _SENTENCES.get(self, f"is in {self.name.lower()}()")
+
+
+_SENTENCES: Final = {
+    Call.STEP: "is in optimizer.step()",
+    Call.CLIP: "is in clip_grad_norm_()",
+    Call.UNSCALE: "is in GradScaler's unscale_()",
+    Call.ALIGN: "joins with out=",
+    Call.EPOCH: "begins to read a loader",
+    Call.LEAVE: "has left the group",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,16 +72,12 @@ class Word:
     call: Call
     stop: bool = False
     """It wants all to stop."""
-
     last: bool = False
     """Its stream of batches has no other after this one."""
-
     mark: int = 0
     """A checksum of the global batch it reads; 0 where batches are not split."""
-
     news: int = 0
     """Which buffers changed; see `buffers.py`."""
-
     value: float = 0.0
     """A number that belongs to the call."""
 
@@ -109,7 +98,7 @@ class Words:
     def __init__(self, collective: Collective) -> None:
         self.rank = collective.rank
         self.world = collective.world
-        self._collective = collective
+        self.collective = collective
         size = max(_SMALLEST_TABLE, _FIELDS * self.world)
         parcels = [
             Parcel.whole(number, count, torch.float64, exact=True)
@@ -124,12 +113,12 @@ class Words:
         begin = self.rank * _FIELDS
         self._table[begin : begin + _FIELDS] = torch.tensor(row, dtype=torch.float64)
         if word.call is Call.BACKWARD:
-            self._collective.begin(0)  # it leaves before the gradients of this backward do
-        self._collective.launch(0)
+            self.collective.begin(0)  # it leaves before the gradients of this backward do
+        self.collective.launch(0)
 
     def hear(self) -> tuple[Word, ...]:
         """Wait for the words of all workers, by rank."""
-        self._collective.finish()
+        self.collective.finish()
         rows = self._table[: self.world * _FIELDS].view(self.world, _FIELDS).tolist()
         return tuple(
             Word(
@@ -151,13 +140,12 @@ class Words:
         return words
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum over workers of a float64 vector."""
         result = values.clone()
         for piece in torch.split(result, _CARRIERS[-1]):
             index, carrier = self._carrier(piece)
             carrier[: len(piece)] = piece
-            self._collective.launch(index)
-            self._collective.finish()
+            self.collective.launch(index)
+            self.collective.finish()
             piece.copy_(carrier[: len(piece)])
         return result
 
@@ -168,7 +156,7 @@ class Words:
             raw = carrier.view(torch.uint8)
             if self.rank == root:
                 raw[: len(piece)] = piece
-            self._collective.broadcast(index, root)
+            self.collective.broadcast(index, root)
             piece.copy_(raw[: len(piece)])
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
@@ -181,20 +169,7 @@ class Words:
             parts.append(part)
         return torch.cat(parts)
 
-    def take_times(self) -> Times:
-        """Where time went since the last call."""
-        return self._collective.take_times()
-
-    def traffic(self) -> Traffic:
-        """What was sent so far."""
-        return self._collective.traffic()
-
-    def close(self) -> None:
-        """Release all resources."""
-        self._collective.close()
-
     def _carrier(self, piece: torch.Tensor) -> tuple[int, torch.Tensor]:
-        """The bucket that a piece is sent in, and its number."""
         numbered = enumerate(self._carriers, start=1)
         return next((index, carrier) for index, carrier in numbered if carrier.nbytes >= piece.nbytes)
 
@@ -212,12 +187,12 @@ class Words:
         kinds = [(BY_CODE[row[0]], tuple(row[3 : 2 + row[1]])) for row in found]
         odd = next((rank for rank, kind in enumerate(kinds) if kind != kinds[0]), None)
         if odd is not None:
-            told = (
+            first, other = (
                 f"worker {rank} has {found[rank][2]} × {kinds[rank][1]} of {kinds[rank][0]}"
                 for rank in (0, odd)
             )
             raise UserError(
-                f"tensors that are gathered must agree in all but their first dimension: {', '.join(told)}"
+                f"tensors that are gathered must agree in all but their first dimension: {first}, {other}"
             )
         return [tuple(row[2 : 2 + row[1]]) for row in found]
 
@@ -229,7 +204,6 @@ class AloneCollective(Collective):
     world = 1
 
     def allocate(self, parcels: Sequence[Parcel]) -> list[torch.Tensor]:
-        """Allocate plain memory."""
         return [torch.zeros(parcel.count, dtype=parcel.dtype) for parcel in parcels]
 
     def launch(self, index: int) -> None:
@@ -242,11 +216,9 @@ class AloneCollective(Collective):
         """Nothing to do: there are no other workers."""
 
     def take_times(self) -> Times:
-        """Zero times."""
         return Times()
 
     def traffic(self) -> Traffic:
-        """No traffic."""
         return Traffic()
 
     def close(self) -> None:

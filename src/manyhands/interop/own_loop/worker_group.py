@@ -30,7 +30,7 @@ from manyhands.interop.own_loop.scaler import PartsScaler
 from manyhands.interop.own_loop.small_sums import Call
 from manyhands.strategy import Strategy
 
-__all__ = ["Resumed", "WorkerGroup"]
+__all__ = ["WorkerGroup"]
 
 _MEMORY: Final = "manyhands: what the exchange remembers"
 """Beside the user's own `extra` in a checkpoint."""
@@ -63,15 +63,12 @@ class WorkerGroup:
         on_abort: Callable[[], None] = lambda: None,
     ) -> None:
         """Work through `rounds`; `on_abort` ends the waits of the other workers."""
-        self.name = name
-        self.strategy = strategy
+        self.name, self.strategy = name, strategy
         self.rank = rounds.rank
         self.world = rounds.world
-        self.device = device
-        self._rounds = rounds
+        self.device, self._rounds = device, rounds
         self._words = rounds.words
-        self._buffers = buffers
-        self._on_abort = on_abort
+        self._buffers, self._on_abort = buffers, on_abort
         self._closing = ExitStack()
         self._optimizers: list[Optimizer] = []
 
@@ -175,8 +172,12 @@ class WorkerGroup:
         """
         model = self._rounds.require_model()
         self._words.meet(Call.SAVE, step)
-        optimizer = self._optimizer_state()
-        memory = self._rounds.exchange.memory()
+        if len(self._optimizers) == 1:
+            optimizer = self._rounds.exchange.optimizer_state() or {}
+        else:
+            optimizer = {str(number): one.state_dict() for number, one in enumerate(self._optimizers)}
+        kept = self._rounds.exchange.kept
+        memory = kept.gather() if kept is not None else {}
         if self.is_main:
             snapshot = Snapshot(
                 step=step,
@@ -203,7 +204,9 @@ class WorkerGroup:
             for number, optimizer in enumerate(self._optimizers):
                 restore_optimizer(optimizer, loaded.optimizer[str(number)] if many else loaded.optimizer)
                 optimizer.zero_grad()
-            self._rounds.exchange.load_state(loaded.extra.pop(_MEMORY, {}))
+            memory, kept = loaded.extra.pop(_MEMORY, {}), self._rounds.exchange.kept
+            if kept is not None:
+                kept.load(memory)
         self._words.meet(Call.LOAD)
         self._rounds.clock.start()
         return Resumed(step=loaded.step, extra=loaded.extra) if loaded is not None else None
@@ -234,7 +237,7 @@ class WorkerGroup:
             self.close()
 
     def _attach(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
-        if self._rounds.is_attached:
+        if self._optimizers:
             raise UserError("prepare has models already; give it all models and optimizers in one call")
         if not models or not optimizers:
             missing = "no optimizer" if models else "no model"
@@ -254,25 +257,15 @@ class WorkerGroup:
                             f"{tuple(parameter.shape)} that belongs to no model given to prepare, so its gradient "
                             "would not be exchanged"
                         )
-        if self._is_on_gpu:
+        if self.device.type != "cpu":
             for model in models:
                 model.to(self.device)  # the parameters stay the same objects, which the optimizers know
         self._optimizers = list(optimizers)
         self._rounds.attach(models, optimizers[0], self._buffers)
 
     def _move(self, batch: Any) -> Any:
-        return moved(batch, self.device) if self._is_on_gpu else batch
-
-    @property
-    def _is_on_gpu(self) -> bool:
-        """On the CPU nothing is moved: a user may have put things elsewhere."""
-        return self.device.type != "cpu"
-
-    def _optimizer_state(self) -> Mapping[str, Any]:
-        """Collective: what a checkpoint holds, on worker 0."""
-        if len(self._optimizers) == 1:
-            return self._rounds.exchange.optimizer_state() or {}
-        return {str(number): optimizer.state_dict() for number, optimizer in enumerate(self._optimizers)}
+        # On the CPU nothing is moved: a user may have put things elsewhere.
+        return moved(batch, self.device) if self.device.type != "cpu" else batch
 
     def _find(self, store: CheckpointStore, step: int | None) -> Loaded | None:
         """Collective: the checkpoint that worker 0 found, read by every worker."""

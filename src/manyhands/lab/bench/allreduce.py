@@ -26,8 +26,7 @@ from manyhands.errors import UserError, format_bytes, nearest
 from manyhands.lab.bench.allreduce_worker import GLOO, ITEM_BYTES, WorkerPlan
 from manyhands.lab.bench.workers import Workers
 from manyhands.native.group.shared_group import SharedGroup
-from manyhands.places.local.capacity import of_processes
-from manyhands.places.local.capacity_check import check_capacity
+from manyhands.places.local.capacity import check_capacity, of_processes
 from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
 from manyhands.transport.link.mesh import SharedMesh
 

@@ -50,7 +50,6 @@ class WorkerPlan:
 
     @classmethod
     def from_json(cls, text: str) -> WorkerPlan:
-        """What `to_json` gave."""
         fields = json.loads(text)
         fields["links"] = {int(peer): tuple(ends) for peer, ends in fields["links"].items()}
         for name in ("sizes_bytes", "repeats", "schedules"):
@@ -58,7 +57,6 @@ class WorkerPlan:
         return cls(**fields)
 
     def to_json(self) -> str:
-        """One line."""
         return json.dumps(asdict(self))
 
 
@@ -90,7 +88,6 @@ class AllReduceWorker:
         self._plain = torch.empty(max(plan.sizes_bytes, default=0) // ITEM_BYTES)
 
     def measure(self) -> dict[str, list[list[float]]]:
-        """Every contender at every size."""
         names = (BUCKET, *self._executors, GLOO)
         seconds: dict[str, list[list[float]]] = {name: [] for name in names}
         for size_bytes, repeats in zip(self._plan.sizes_bytes, self._plan.repeats, strict=True):
@@ -129,7 +126,6 @@ class AllReduceWorker:
 
 
 def main(plan: WorkerPlan) -> None:
-    """Join the others, measure, and print the seconds."""
     torch.set_num_threads(1)
     with ExitStack() as stack:
         group = stack.enter_context(

@@ -22,8 +22,7 @@ from manyhands.lab.bench.allreduce import format_table, repeats_for, summaries
 from manyhands.lab.bench.allreduce_worker import ITEM_BYTES
 from manyhands.lab.bench.backend_worker import BackendPlan
 from manyhands.lab.bench.workers import Workers
-from manyhands.places.local.capacity import of_processes
-from manyhands.places.local.capacity_check import check_capacity
+from manyhands.places.local.capacity import check_capacity, of_processes
 
 __all__ = ["DEFAULT_SIZES_BYTES", "format_table", "run_bench"]
 
@@ -71,7 +70,6 @@ def run_bench(
 def _run_workers(
     workers: int, sizes_bytes: tuple[int, ...], repeats: tuple[int, ...], timeout_s: float
 ) -> list[dict[str, list[list[float]]]]:
-    """What each rank measured: contender, size, repetition."""
     with (
         tempfile.TemporaryDirectory(prefix="manyhands-bench-") as folder,
         Workers("manyhands.lab.bench.backend_worker") as processes,

@@ -41,12 +41,10 @@ class BackendPlan:
 
     @classmethod
     def from_json(cls, text: str) -> BackendPlan:
-        """What `to_json` gave."""
         fields = json.loads(text)
         return cls(**{**fields, **{name: tuple(fields[name]) for name in ("sizes_bytes", "repeats")}})
 
     def to_json(self) -> str:
-        """One line."""
         return json.dumps(asdict(self))
 
 
@@ -90,7 +88,6 @@ def _measure_size(
 
 
 def main(plan: BackendPlan) -> None:
-    """Join the others on both backends, measure, and print the seconds."""
     torch.set_num_threads(1)
     with joined_gloo(plan.store, plan.rank, plan.world, plan.timeout_s):
         ours = manyhands.interop.c10d.new_group()

@@ -27,10 +27,10 @@ from manyhands.errors import ManyhandsError, UserError, nearest
 from manyhands.observe.analyse.serving_view import percentile
 from manyhands.observe.draw.bars import Bars
 from manyhands.places.local.context import RoleContext
-from manyhands.places.local.cores import threads_per_role
+from manyhands.places.local.host import threads_per_role
 from manyhands.places.local.supervisor import Ended, Role, Said, Supervisor
 from manyhands.task import Task
-from manyhands.workloads.precision import in_precision
+from manyhands.workloads.predictor import in_precision
 from manyhands.workloads.tasks import build
 
 __all__ = ["MODELS", "AskedModel", "format_table", "measured_together", "run_bench"]
@@ -167,7 +167,6 @@ def measured_together(workers: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 def _work(
     context: RoleContext, *, model: nn.Module, inputs: Tensor, precision: str, batch: int, seconds: float
 ) -> Mapping[str, Any]:
-    """One worker: computes batches until the time is over."""
     computing = in_precision(model, precision)
     rows = torch.arange(batch) % len(inputs)
     mine = inputs[rows]
@@ -198,7 +197,6 @@ def _told_when(context: RoleContext) -> float:
 
 
 def format_table(result: Mapping[str, Any]) -> str:
-    """The figures as a table for a terminal."""
     lines = [
         f"{result['cores']} cores ({result['machine']}), torch {result['torch']}, {result['seconds']:g} s each"
     ]

@@ -16,7 +16,7 @@ import torch
 
 from manyhands.lab.bench.server_ours import OurServer
 from manyhands.lab.bench.server_work import Flat
-from manyhands.strategies.common.consistency.asynchronous import Async
+from manyhands.strategies.common.consistency import Async
 from manyhands.strategies.ps.strategy import Ps
 
 __all__ = ["WORKERS", "measure_memory"]

@@ -21,7 +21,7 @@ from manyhands.errors import ManyhandsError, PeerTimeout
 from manyhands.lab.bench.server_work import PARAMETER, Array, TimedExchange
 from manyhands.native.segment import Segment
 from manyhands.observe.record.event_ring import EventRing
-from manyhands.places.local.cores import threads_per_role
+from manyhands.places.local.host import threads_per_role
 from manyhands.places.local.packed_job import pack
 from manyhands.places.local.supervisor import Ended, Role, Said, Started, Supervisor
 from manyhands.strategies.ps.actions import SendMessage

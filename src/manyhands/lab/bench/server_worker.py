@@ -25,7 +25,7 @@ from manyhands.lab.bench.server_ours import OurPeer
 from manyhands.lab.bench.server_peers import RayPeer, RpcPeer, ray_running, rpc_running
 from manyhands.lab.bench.server_work import Array, TimedExchange
 from manyhands.places.local.parent import die_with_parent
-from manyhands.strategies.common.consistency.asynchronous import Async
+from manyhands.strategies.common.consistency import Async
 from manyhands.strategies.ps.strategy import Ps
 
 __all__ = ["ServerContender", "ServerPlan"]

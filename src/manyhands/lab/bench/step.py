@@ -25,13 +25,20 @@ import numpy as np
 import torch
 
 from manyhands.errors import ManyhandsError, UserError, nearest
-from manyhands.lab.bench.step_worker import ALONE, DDP, SINGLE, STRATEGIES, StepMeasured, StepPlan
+from manyhands.lab.bench.step_worker import (
+    ALONE,
+    DDP,
+    SINGLE,
+    STRATEGIES,
+    WORKLOADS,
+    BenchWorkload,
+    StepMeasured,
+    StepPlan,
+)
 from manyhands.lab.bench.workers import Workers
-from manyhands.lab.bench.workloads import WORKLOADS, Workload
 from manyhands.native.group.shared_group import SharedGroup, warm
-from manyhands.places.local.capacity import of_processes
-from manyhands.places.local.capacity_check import check_capacity
-from manyhands.places.local.cores import threads_per_role
+from manyhands.places.local.capacity import check_capacity, of_processes
+from manyhands.places.local.host import threads_per_role
 
 __all__ = ["DEFAULT_STEPS", "agreed_losses", "format_table", "named_workloads", "run_bench"]
 
@@ -41,8 +48,7 @@ _COMPARED_STEPS = 50  # later ones drift apart: training enlarges float32's roun
 _TOLERANCE = 5e-3  # of the first loss
 
 
-def named_workloads(text: str) -> list[Workload]:
-    """The workloads of a list like `mlp,cnn`."""
+def named_workloads(text: str) -> list[BenchWorkload]:
     words = [word.strip() for word in text.split(",")]
     for word in words:
         if word not in WORKLOADS:
@@ -52,7 +58,7 @@ def named_workloads(text: str) -> list[Workload]:
 
 def run_bench(
     workers: int,
-    workloads: Sequence[Workload] = tuple(WORKLOADS.values()),
+    workloads: Sequence[BenchWorkload] = tuple(WORKLOADS.values()),
     steps: int = DEFAULT_STEPS,
     timeout_s: float = 300.0,
     allow_overload: bool = False,
@@ -110,7 +116,7 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _measure(workers: int, workload: Workload, steps: int, timeout_s: float) -> dict[str, Any]:
+def _measure(workers: int, workload: BenchWorkload, steps: int, timeout_s: float) -> dict[str, Any]:
     rounds, block = -(-steps // _BLOCK), min(steps, _BLOCK)
     ranks = _run_workers(workers, workload, rounds, block, timeout_s)
     losses, difference = agreed_losses(ranks)
@@ -168,7 +174,7 @@ def _summaries(ranks: Sequence[StepMeasured], batch: int, block: int) -> dict[st
 
 
 def _run_workers(
-    workers: int, workload: Workload, rounds: int, block: int, timeout_s: float
+    workers: int, workload: BenchWorkload, rounds: int, block: int, timeout_s: float
 ) -> list[StepMeasured]:
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="manyhands-bench-"))

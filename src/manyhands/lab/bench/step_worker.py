@@ -7,17 +7,19 @@ PLAN is a `StepPlan` as JSON. The worker holds every contender's model at once a
 from __future__ import annotations
 
 import json
+import math
 import signal
 import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from manyhands.data.batch_plan import BatchPlan
@@ -27,13 +29,144 @@ from manyhands.engine.exchange import Exchange, LocalStep, SingleExchange
 from manyhands.engine.exchanging import exchange_for
 from manyhands.engine.worker_resources import Resources
 from manyhands.lab.bench.workers import joined_gloo
-from manyhands.lab.bench.workloads import Workload
 from manyhands.native.group.shared_group import SharedGroup
 from manyhands.places.local.parent import die_with_parent
 from manyhands.strategy import Strategy
 from manyhands.task import Task
+from manyhands.workloads.tasks.language import LanguageOptions, language
+from manyhands.workloads.tasks.vision import ImageClassifier, classification_loss
 
-__all__ = ["ALONE", "DDP", "SINGLE", "STRATEGIES", "StepMeasured", "StepPlan"]
+__all__ = [
+    "ALONE",
+    "DDP",
+    "SINGLE",
+    "STRATEGIES",
+    "WORKLOADS",
+    "BenchWorkload",
+    "Cnn",
+    "Language",
+    "Mlp",
+    "StepMeasured",
+    "StepPlan",
+]
+
+_EPOCH_BATCHES = 8  # made-up data come round again soon, so that the loss visibly falls
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchWorkload(ABC):
+    """Something to train, with `batch` samples per worker in every step."""
+
+    word: ClassVar[str]
+    optimizer: ClassVar[str]
+    """What updates the weights, for the report."""
+
+    batch: int
+
+    @abstractmethod
+    def task(self, workers: int) -> Task:
+        """The task, with the global batch of `workers`; the same on every rank."""
+
+    def to_json(self) -> str:
+        return json.dumps({"word": self.word, **asdict(self)})
+
+    @staticmethod
+    def from_json(text: str) -> BenchWorkload:
+        fields = json.loads(text)
+        return type(WORKLOADS[fields.pop("word")])(**fields)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mlp(BenchWorkload):
+    """A perceptron with many weights and a small batch: little but communication and the optimizer."""
+
+    word: ClassVar[str] = "mlp"
+    optimizer: ClassVar[str] = "SGD with momentum"
+
+    batch: int = 8
+    inputs: int = 1024
+    width: int = 3296
+    hidden: int = 3
+    classes: int = 10
+
+    def task(self, workers: int) -> Task:
+        """Random vectors, labelled by a linear teacher."""
+        return Task(
+            name=self.word,
+            model=self._model,
+            loss=classification_loss,
+            data=_labelled((self.inputs,), self.classes, _EPOCH_BATCHES * self.batch * workers),
+            optimizer=partial(torch.optim.SGD, lr=0.01, momentum=0.9, fused=True),
+            batch_size=self.batch * workers,
+        )
+
+    def _model(self) -> nn.Module:
+        layers: list[nn.Module] = []
+        for inputs in (self.inputs, *[self.width] * (self.hidden - 1)):
+            layers += [nn.Linear(inputs, self.width), nn.ReLU()]
+        return nn.Sequential(*layers, nn.Linear(self.width, self.classes))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cnn(BenchWorkload):
+    """The classifier of `digits` and `mnist` on larger images: few weights and much arithmetic."""
+
+    word: ClassVar[str] = "cnn"
+    optimizer: ClassVar[str] = "SGD with momentum"
+
+    batch: int = 16
+    side: int = 32
+    width: int = 32
+    classes: int = 10
+
+    def task(self, workers: int) -> Task:
+        """Random images, labelled by a linear teacher."""
+        return Task(
+            name=self.word,
+            model=partial(ImageClassifier, side=self.side, white=1, width=self.width, classes=self.classes),
+            loss=classification_loss,
+            data=_labelled((1, self.side, self.side), self.classes, _EPOCH_BATCHES * self.batch * workers),
+            optimizer=partial(torch.optim.SGD, lr=3e-4, momentum=0.9, fused=True),
+            batch_size=self.batch * workers,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Language(BenchWorkload):
+    """The transformer of `language` with a few million weights, on the text of Python's standard library."""
+
+    word: ClassVar[str] = "language"
+    optimizer: ClassVar[str] = "AdamW"
+
+    batch: int = 8
+    context: int = 64
+    layers: int = 4
+    width: int = 256
+    heads: int = 8
+
+    def task(self, workers: int) -> Task:
+        options = LanguageOptions(
+            context=self.context,
+            layers=self.layers,
+            width=self.width,
+            heads=self.heads,
+            batch_size=self.batch * workers,
+        )
+        return replace(
+            language(options), optimizer=partial(torch.optim.AdamW, lr=options.learning_rate, fused=True)
+        )
+
+
+WORKLOADS: dict[str, BenchWorkload] = {workload.word: workload for workload in (Mlp(), Cnn(), Language())}
+
+
+def _labelled(shape: tuple[int, ...], classes: int, count: int) -> tuple[Tensor, Tensor]:
+    """Random samples with labels that can be learnt, so that the loss falls: those of a random linear map."""
+    generator = torch.Generator().manual_seed(0)
+    samples = torch.randn(count, *shape, generator=generator)
+    teacher = torch.randn(math.prod(shape), classes, generator=generator)
+    return samples, (samples.flatten(1) @ teacher).argmax(dim=1)
+
 
 DDP, SINGLE, ALONE = "ddp", "single", "alone"
 STRATEGIES = ("mirrored", "central")
@@ -51,7 +184,7 @@ class StepPlan:
     groups: dict[str, tuple[int, int]]  # control and arena of each strategy's group
     store: str  # the file through which Gloo's ranks find each other
     parent_pid: int
-    workload: str  # a Workload as JSON
+    workload: str  # a BenchWorkload as JSON
     rounds: int
     block: int  # measured steps of each contender in a round
     threads: int  # of torch, in each worker
@@ -60,11 +193,9 @@ class StepPlan:
 
     @classmethod
     def from_json(cls, text: str) -> StepPlan:
-        """What `to_json` gave."""
         return cls(**json.loads(text))
 
     def to_json(self) -> str:
-        """One line."""
         return json.dumps(asdict(self))
 
 
@@ -146,7 +277,7 @@ class StepWorker:
     """One rank of the benchmark, with all contenders at hand; those it has no part in are None."""
 
     def __init__(self, plan: StepPlan, meet: Callable[[], None], exchanges: dict[str, Exchange]) -> None:
-        task = Workload.from_json(plan.workload).task(plan.world)
+        task = BenchWorkload.from_json(plan.workload).task(plan.world)
         source = BatchSource(task.data, task.collate)
         batches = BatchPlan(len(source), task.batch_size, _SEED)
 
@@ -169,7 +300,6 @@ class StepWorker:
             self._contenders[ALONE] = ExchangeContender(task, fetch_share, plan.threads, SingleExchange())
 
     def measure(self) -> StepMeasured:
-        """Every contender, taking turns."""
         for contender in self._contenders.values():
             self._meet()
             if contender is not None:
@@ -201,7 +331,6 @@ class StepWorker:
 
 
 def main(plan: StepPlan) -> None:
-    """Join the others, measure, and print."""
     torch.set_num_threads(plan.threads)
     with ExitStack() as stack:
 

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from types import TracebackType
 from typing import Any, Self
 
 import torch.distributed as dist
@@ -32,7 +31,6 @@ class Workers:
         self._processes: list[subprocess.Popen[str]] = []
 
     def start(self, plan: str, descriptors: Sequence[int]) -> None:
-        """Start the next rank."""
         process = subprocess.Popen(
             [sys.executable, "-m", self._module, plan],
             pass_fds=descriptors,
@@ -62,9 +60,7 @@ class Workers:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
 

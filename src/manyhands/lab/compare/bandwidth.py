@@ -45,7 +45,6 @@ class Rate:
 
     @classmethod
     def parse(cls, text: str) -> Rate:
-        """Read `1Gbit`, `100Mbit`, `256kbit`, per second."""
         match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]+)", text.strip().lower().removesuffix("/s"))
         if match is None or match[2] not in _UNITS or float(match[1]) * _UNITS[match[2]] < 8000:
             raise UserError(f"--bandwidth {text!r} is no rate; write it as 1Gbit, 100Mbit or 256kbit")
@@ -58,7 +57,6 @@ class Rate:
 
     @property
     def packet_bytes(self) -> int:
-        """The largest packet."""
         usual, small = _PACKET_BYTES
         return usual if _BURST_PACKETS * usual <= self._timed_bytes else small
 
@@ -125,5 +123,4 @@ def enter(rate: Rate, command: Sequence[str]) -> None:
 
 
 def _path() -> str:
-    """Where programs are, those of the administrator too."""
     return os.pathsep.join([os.environ.get("PATH", os.defpath), *_ADMIN_PATHS])

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from manyhands.errors import UserError, nearest
-from manyhands.observe.analyse.better import lower_is_better
+from manyhands.observe.analyse.curves import lower_is_better
 from manyhands.strategies.registry import STRATEGIES
 from manyhands.strategy import Strategy
 
@@ -48,7 +48,6 @@ class Target:
 
     @classmethod
     def parse(cls, text: str) -> Target:
-        """Read `accuracy=0.95`, or with the direction said: `accuracy>=0.95`, `evaluation_loss<=0.2`."""
         match = _TARGET.fullmatch(text)
         if match is None:
             raise UserError(f"target {text!r} is no metric and value; write it as accuracy=0.95")
@@ -71,7 +70,6 @@ class Target:
             )
 
     def reached_by(self, value: float) -> bool:
-        """Whether `value` is at least as good."""
         return value <= self.value if self.lower else value >= self.value
 
     def __str__(self) -> str:

@@ -11,14 +11,24 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
+from manyhands.errors import UserError, nearest
 from manyhands.lab.compare.comparison import Target, default_target
-from manyhands.lab.compare.price import Prices
 from manyhands.observe.record.final import final_loss, final_metrics
 from manyhands.strategy import Strategy
 
-__all__ = ["CompareRow", "FailedTrial", "Figures", "Measured", "Point", "Spread", "figures"]
+__all__ = [
+    "KINDS",
+    "CompareRow",
+    "FailedTrial",
+    "Figures",
+    "Measured",
+    "Point",
+    "Prices",
+    "Spread",
+    "figures",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +85,6 @@ class Measured:
         )
 
     def reached(self, target: Target) -> Point | None:
-        """Where the target was first seen to be reached, if it was."""
         return next(
             (
                 point
@@ -105,7 +114,6 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Of at least one value."""
         return cls(median=statistics.median(values), low=min(values), high=max(values))
 
     def apart_from(self, other: Spread) -> bool:
@@ -177,7 +185,6 @@ class Figures:
     """What was measured of each run's model at its end besides."""
 
     def to_dict(self) -> dict[str, Any]:
-        """For `--json`."""
         return {
             "target": dataclasses.asdict(self.target) if self.target else None,
             "evaluate_every": self.evaluate_every,
@@ -289,7 +296,6 @@ def _ratio(part: float, whole: float) -> float:
 
 
 def _row_dict(row: CompareRow) -> dict[str, Any]:
-    """The numbers of a row, without its curves."""
     numbers = {
         name: dataclasses.asdict(value) if isinstance(value := getattr(row, name), Spread) else value
         for name in (
@@ -298,7 +304,7 @@ def _row_dict(row: CompareRow) -> dict[str, Any]:
             "staleness_max", "price_per_hour", "price_per_1000_steps", "price_to_target",
         )
     }  # fmt: skip
-    promises = row.strategy.promises
+    promises = row.strategy.facts.promises
     return {
         "strategy": row.name,
         **({"device": row.device} if row.device else {}),
@@ -310,3 +316,58 @@ def _row_dict(row: CompareRow) -> dict[str, Any]:
             one.name: getattr(promises, one.name).answer.value for one in dataclasses.fields(promises)
         },
     }
+
+
+KINDS: Final = ("worker", "helper", "server")
+"""The processes that strategies start."""
+
+_HOUR_S: Final = 3600.0
+_EXAMPLE: Final = "write it as worker=10,helper=1"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prices:
+    """Of one process for an hour, by its kind, in any currency."""
+
+    per_hour: Mapping[str, float]
+
+    @classmethod
+    def parse(cls, text: str) -> Prices:
+        prices: dict[str, float] = {}
+        for part in text.split(","):
+            kind, _, value = part.strip().partition("=")
+            if kind not in KINDS:
+                raise UserError(
+                    f"--price {text!r}: no process is called {kind!r}; {nearest(kind, KINDS)}; {_EXAMPLE}"
+                )
+            if kind in prices:
+                raise UserError(f"--price {text!r}: {kind} has two prices; {_EXAMPLE}")
+            try:
+                price = float(value)
+            except ValueError:
+                price = math.nan
+            if not 0 <= price < math.inf:
+                raise UserError(
+                    f"--price {text!r}: {value!r} is no price of a {kind} for an hour; {_EXAMPLE}"
+                )
+            prices[kind] = price
+        return cls(per_hour=prices)
+
+    def of(self, strategy: Strategy, workers: int) -> float:
+        """What all processes of a run cost in an hour; UserError where one has no price."""
+        processes = strategy.processes(workers)
+        unpriced = next(
+            (kind for kind, count in processes.items() if count and kind not in self.per_hour), None
+        )
+        if unpriced is not None:
+            raise UserError(
+                f"--price: {strategy} starts a {unpriced}, which has no price; add {unpriced}=1, or another price"
+            )
+        return sum(count * self.per_hour[kind] for kind, count in processes.items() if count)
+
+    @staticmethod
+    def for_seconds(per_hour: float, seconds: float) -> float:
+        return per_hour * seconds / _HOUR_S
+
+    def __str__(self) -> str:
+        return ", ".join(f"{price:g} for a {kind}" for kind, price in self.per_hour.items())

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from manyhands.engine.slowdown import Slowdown
+from manyhands.engine.options import Slowdown
 from manyhands.lab.compare.figures import CompareRow, Figures, Spread
 
 __all__ = ["Conditions", "paragraph"]
@@ -34,7 +34,6 @@ class Conditions:
 
 
 def paragraph(found: Figures, conditions: Conditions) -> list[str]:
-    """The sentences, the most important first."""
     rows = [row for row in found.rows if row.runs]
     waiting = _waiting(rows) if conditions.slow is None else _slowed(rows, conditions.slow)
     sentences = [*_frontier(found, rows), *_target(found, rows), *_speed(rows), *waiting, *_staleness(rows)]
@@ -86,7 +85,6 @@ def _by_quality(found: Figures, rows: Sequence[CompareRow]) -> list[tuple[float,
 
 
 def _target(found: Figures, rows: Sequence[CompareRow]) -> list[str]:
-    """Who reached it, and who did so first."""
     target = found.target
     if target is None or not rows:
         return []
@@ -153,7 +151,6 @@ def _fewest_steps(there: Sequence[CompareRow], every: int) -> list[str]:
 
 
 def _speed(rows: Sequence[CompareRow]) -> list[str]:
-    """Samples per second, whatever they were worth."""
     known = [row for row in rows if row.samples_per_s]
     if len(known) < 2:
         return []
@@ -171,7 +168,6 @@ def _speed(rows: Sequence[CompareRow]) -> list[str]:
 
 
 def _slowed(rows: Sequence[CompareRow], slow: Slowdown) -> list[str]:
-    """What the slowed worker did to the others."""
     how = f"{slow.factor:g} times"
     how += f" in {100 * slow.probability:.0f} % of steps" if slow.probability < 1 else ""
     how += f" from step {slow.from_step + 1} on" if slow.from_step else ""
@@ -186,7 +182,6 @@ def _slowed(rows: Sequence[CompareRow], slow: Slowdown) -> list[str]:
 
 
 def _waiting(rows: Sequence[CompareRow]) -> list[str]:
-    """Who waited, for whom."""
     waits = sorted((row for row in rows if _wait(row) >= _WAITS), key=_wait, reverse=True)
     if not waits:
         most = _percent(max(map(_wait, rows), default=0.0))
@@ -213,7 +208,6 @@ def _staleness(rows: Sequence[CompareRow]) -> list[str]:
 
 
 def _quality(found: Figures, rows: Sequence[CompareRow]) -> list[str]:
-    """The metric at the end, and the scores."""
     ranked = _by_quality(found, rows)
     said = _worst(found.target.metric, ranked) if found.target is not None and len(ranked) > 1 else []
     scores = [name for name in found.scores if found.target is None or name != found.target.metric]

@@ -14,10 +14,10 @@ from manyhands.observe.draw.charts import (
     Series,
     data_table,
     document,
+    findings_section,
     line_chart,
     made_section,
     section,
-    told_section,
 )
 
 __all__ = ["DENSITY_HEAD", "DensityRow", "density_cells", "density_page", "density_rows", "density_sentences"]
@@ -55,7 +55,6 @@ class DensityRow:
     """Above that of the first strategy."""
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
         return {name: getattr(self, name) for name in self.__slots__}
 
 
@@ -89,7 +88,6 @@ def density_rows(found: Mapping[float, tuple[float, Figures]]) -> list[DensityRo
 
 
 def density_cells(rows: Sequence[DensityRow]) -> list[list[str]]:
-    """The rows of the table."""
     return [
         [
             row.strategy,
@@ -129,7 +127,6 @@ def density_sentences(rows: Sequence[DensityRow]) -> list[str]:
 def density_page(
     title: str, rows: Sequence[DensityRow], told: Sequence[str], command: str, facts: Mapping[str, str]
 ) -> str:
-    """The whole page; it needs nothing from elsewhere."""
     names = dict.fromkeys(row.strategy for row in rows)
     charts = []
     for heading, field, label in (
@@ -156,7 +153,7 @@ def density_page(
     return document(
         title,
         [
-            told_section(told),
+            findings_section(told),
             *charts,
             section("table", "In numbers", table, "wide"),
             made_section(command, facts),

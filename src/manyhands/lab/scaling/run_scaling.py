@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from manyhands.data.store.outputs import make_output
+from manyhands.data.store.atomic import make_output
 from manyhands.errors import ManyhandsError, UserError
 from manyhands.foresight.simulate import ComputeModel, NetworkModel, SimulationSpec, simulate
 from manyhands.lab.compare.comparison import Trial
-from manyhands.lab.compare.measured_run import measure
+from manyhands.lab.compare.run_comparison import measure
 from manyhands.lab.sweep.run_sweep import Launch, end_processes, last_said
 from manyhands.strategy import Strategy
 from manyhands.task import Task
@@ -69,7 +69,7 @@ def require_counts(counts: Sequence[int], strategy: Strategy) -> list[int]:
         raise UserError("--workers 1 has nothing to compare; give several, as in 1,2,4")
     if strategy.most_workers is not None and strategy.most_workers < found[-1]:
         raise UserError(f"strategy={strategy} has at most {strategy.most_workers} worker; use mirrored")
-    if strategy.counts_rounds:
+    if strategy.facts.counts_rounds:
         raise UserError(
             f"strategy={strategy} is counted in rounds, whose work grows with its workers; use mirrored"
         )

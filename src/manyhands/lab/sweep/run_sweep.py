@@ -21,10 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from manyhands.data.store.atomic import make_directory, reason, write_json
-from manyhands.data.store.lock import RunLock
-from manyhands.data.store.rundir import RunDirectory
+from manyhands.data.store.rundir import RunDirectory, RunLock
 from manyhands.errors import DataError, ManyhandsError, UserError
-from manyhands.lab.sweep.results import SweepRow, read_row
+from manyhands.lab.sweep.sweep_report import SweepRow, read_row
 from manyhands.lab.sweep.trials import SweepPlan, SweepTrial
 from manyhands.strategy import Strategy
 
@@ -76,7 +75,7 @@ def open_sweep(out: Path, plan: SweepPlan, *, resume: bool) -> None:
     except OSError as error:
         raise UserError(f"--out {out} cannot be used: {reason(error)}") from error
     if not resume and taken:
-        more = "add --resume to go on with it, or " if path.exists() else ""
+        more = "add --resume to continue it, or " if path.exists() else ""
         raise UserError(f"--out {out} is not empty (it has {taken[0]!r} in it); {more}choose another")
     if not resume or taken == []:
         write_json(path, {"format": _FORMAT, "version": _VERSION, **plan.to_dict()})
@@ -105,7 +104,6 @@ def read_plan(path: Path) -> SweepPlan:
 
 
 def sweep_rows(plan: SweepPlan, out: Path, failures: dict[int, str] | None = None) -> list[SweepRow]:
-    """What each trial has come to so far, in the order of their numbers."""
     told = failures or {}
     return [read_row(one, out / _RUNS / one.folder, told.get(one.number, "")) for one in plan.trials()]
 
@@ -204,7 +202,6 @@ class _Children:
         return len(self._free) >= min(cores_of(trial), len(self._all))
 
     def start(self, trial: SweepTrial) -> None:
-        """Start a trial, or go on with it where it was cut."""
         folder = self._runs / trial.folder
         count = min(cores_of(trial), len(self._all))
         cores, self._free = tuple(self._free[:count]), self._free[count:]
@@ -228,7 +225,6 @@ class _Children:
         self.running.append(_Running(trial, process, cores))
 
     def collect(self) -> bool:
-        """Take in trials that have ended; whether there was one."""
         ended = [one for one in self.running if one.process.poll() is not None]
         for one in ended:
             self.running.remove(one)
@@ -261,14 +257,12 @@ def end_processes(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def last_said(log: Path) -> str:
-    """The last that a failed run said."""
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     told = [line.removeprefix("manyhands: ") for line in lines if line.startswith("manyhands: ")]
     return (told or lines or ["it said nothing"])[-1][:_TOLD_LETTERS]
 
 
 def usable_cores() -> list[int]:
-    """The cores that this process may use."""
     found = sorted(os.sched_getaffinity(0))
     if not found:
         raise ManyhandsError("this process may use no core")

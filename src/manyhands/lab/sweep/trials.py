@@ -43,11 +43,9 @@ class SweepTrial:
 
     @property
     def folder(self) -> str:
-        """The name of its run directory."""
         return f"{self.number:04d}"
 
     def words(self) -> list[str]:
-        """Its options, as a command line has them."""
         return [f"{flag(name)}={value}" for name, value in self.values.items()]
 
 
@@ -71,7 +69,6 @@ class SweepPlan:
 
     @property
     def varying(self) -> tuple[SweepSetting, ...]:
-        """The settings that have several values."""
         return tuple(setting for setting in self.settings if len(setting.values) > 1)
 
     def trials(self) -> list[SweepTrial]:
@@ -84,7 +81,6 @@ class SweepPlan:
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """As it is kept beside the runs."""
         return {
             "task": self.task,
             "settings": {setting.name: list(setting.values) for setting in self.settings},
@@ -135,7 +131,6 @@ def parse_values(text: str, separator: str) -> tuple[str, ...]:
 
 
 def flag(name: str) -> str:
-    """An option as it is typed."""
     return f"--{name.replace('_', '-')}"
 
 

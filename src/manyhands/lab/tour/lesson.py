@@ -75,7 +75,6 @@ class Lesson:
 
     @property
     def solution(self) -> str:
-        """The file as it should be."""
         text = self.exercise
         for leaving, coming in self.changes:
             if text.count(leaving) != 1:
@@ -110,7 +109,6 @@ def read_lesson(page: str) -> Lesson:
 
 
 def lessons() -> list[Lesson]:
-    """All, in their order."""
     pages = (one for one in (files("manyhands.lab.tour") / "lessons").iterdir() if one.name[0].isdigit())
     return sorted((read_lesson(page.read_text("utf-8")) for page in pages), key=lambda one: one.number)
 

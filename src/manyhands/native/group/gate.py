@@ -50,7 +50,6 @@ class Gate:
         self._waits: dict[int, int] = {}
 
     def draw(self) -> int:
-        """Draw the next ticket number, to wait for."""
         return self._tickets.add()
 
     def reset(self, number: int, rank: int) -> None:
@@ -84,7 +83,6 @@ class Gate:
             self._waits[peer] = self._waits.get(peer, 0) + time.monotonic_ns() - begin
 
     def leave(self, number: int, next_rank: int | None = None) -> None:
-        """Admit the next number; `next_rank` is its worker, where that is known."""
         if next_rank is not None:
             self._inside.set(next_rank)
         announce(self._served, number + 1)
@@ -135,5 +133,4 @@ def enter(turn: Any, number: int) -> Any:
 
 @helper()
 def leave(turn: Any, number: int) -> None:
-    """Admit the next number."""
     announce(turn[1], number + 1)

@@ -22,13 +22,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import NoReturn, Self
 
 import numpy as np
 import torch
 
 from manyhands.errors import Aborted, ManyhandsError, PeerTimeout, UserError, nearest
+from manyhands.native.closeable import Closeable
 from manyhands.native.dtypes import SUMMED
 from manyhands.native.group import group_calls, reduction_kernels
 from manyhands.native.segment import CACHE_LINE, PAGE, Segment, reserve, round_up
@@ -89,7 +89,7 @@ class Bucket:
         self._block = block
 
 
-class SharedGroupFiles:
+class SharedGroupFiles(Closeable):
     """The memory of a group before its ranks exist: two descriptors that the children inherit.
 
     The parent keeps this while the group runs, to `abort` it. A context manager; `close` is idempotent.
@@ -116,7 +116,6 @@ class SharedGroupFiles:
 
     @property
     def control(self) -> int:
-        """The descriptor of the control segment."""
         return self._control.descriptor
 
     @property
@@ -126,7 +125,6 @@ class SharedGroupFiles:
 
     @property
     def descriptors(self) -> tuple[int, int]:
-        """Control and arena, for `pass_fds`."""
         return self.control, self.arena
 
     def abort(self, rank_blamed: int | None = None) -> None:
@@ -134,22 +132,13 @@ class SharedGroupFiles:
         _abort(self._control, self.world, rank_blamed)
 
     def close(self) -> None:
-        """Let go of the memory; the ranks keep theirs."""
         self._control.close()
         if self._arena >= 0:
             os.close(self._arena)
             self._arena = -1
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-class SharedGroup:
+class SharedGroup(Closeable):
     """One rank's end of a group; used by one thread at a time, a context manager, `close` is idempotent.
 
     Takes over both descriptors. Every wait ends after `timeout_s` with a `PeerTimeout` that names the rank waited
@@ -349,14 +338,6 @@ class SharedGroup:
         elif self._arena_descriptor >= 0:
             os.close(self._arena_descriptor)
         self._arena_descriptor = -1
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _reserve(self, num_bytes: int, purpose: str, kept_bytes: int) -> None:
         """Collective: rank 0 makes the arena `num_bytes` long, and all wait for that."""

@@ -64,7 +64,6 @@ class Order(ABC):
         """This worker's next batch; None if it is to synchronize with the others."""
 
     def enter(self, step: int) -> None:  # noqa: ARG002 - others wait for their turn here
-        """Wait until this worker may read the parameters."""
         self.note_reading()
 
     def note_reading(self) -> None:
@@ -122,17 +121,14 @@ class Locked(Free):
 
     @property
     def turn(self) -> Turn:
-        """The gate, first come first served."""
         return self._gate.turn(LOCKED)
 
     def enter(self, step: int) -> None:
-        """Wait until the workers that came before have left."""
         self._ticket = self._gate.draw()
         self._gate.enter(self._ticket)
         super().enter(step)
 
     def leave(self, step: int) -> None:
-        """Admit the worker that has waited longest."""
         super().leave(step)
         self._gate.leave(self._ticket)
 
@@ -144,11 +140,9 @@ class Turns(Order):
 
     @property
     def turn(self) -> Turn:
-        """The gate, by batch number."""
         return self._gate.turn(TURNS)
 
     def begin(self, first: int, end: int) -> None:
-        """Begin with batch `first`."""
         super().begin(first, end)
         self._next = first + (self._rank - first) % self._world
         if self._rank == 0:
@@ -156,7 +150,6 @@ class Turns(Order):
             self._gate.reset(number, first % self._world)
 
     def claim(self) -> int | None:
-        """Claim every n-th batch."""
         step = self._next
         if step >= self._end.get():
             return None
@@ -164,12 +157,10 @@ class Turns(Order):
         return step
 
     def enter(self, step: int) -> None:
-        """Wait until the batch before is done."""
         self._gate.enter(step)
         super().enter(step)
 
     def leave(self, step: int) -> None:
-        """Admit the next batch."""
         super().leave(step)
         self._gate.leave(step, (step + 1) % self._world)
 

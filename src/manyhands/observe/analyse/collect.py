@@ -1,24 +1,26 @@
 """The only reader of a run's event rings: a background thread that stores and totals what roles record.
 
-Roles record and continue; this thread drains their rings a few times a second. It never blocks a role.
+Roles record and continue; this thread drains their rings a few times a second. It never blocks a role. A full ring, a
+full file or a full disk does not stop a run: losses are counted and reported in the notes.
 """
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from manyhands.errors import ManyhandsError, UserError
 from manyhands.observe.analyse.totals import Totals, TotalsSnapshot
+from manyhands.observe.record.event_files import EventFileWriter
 from manyhands.observe.record.event_ring import EventRing
-from manyhands.observe.record.keeper import DEFAULT_MAX_BYTES, EventKeeper
 
 __all__ = ["Collector"]
 
+_MAX_BYTES = 256 << 20  # of the event files of one run together: four million events
 _STOP_TIMEOUT_S = 10.0
 
 
@@ -27,8 +29,8 @@ class Collector:
 
     `rings` are those of roles 0, 1, … under the names their files get, or with `workers` of any roles, of
     which those below that number are workers and count in the totals. The caller owns them, and closes them
-    after the collector. With a `directory` the events are kept on disk, up to `max_bytes` in all and the same
-    for each role; `wall_offset_ns` as in `EventFileWriter.create`. `clock` is the one that the events are timed by.
+    after the collector. With a `directory` the events are kept in `<name>.bin` there, up to `max_bytes` in all and the
+    same for each role; `wall_offset_ns` as in `EventFileWriter.create`. `clock` is the one that times the events.
     """
 
     def __init__(
@@ -37,7 +39,7 @@ class Collector:
         *,
         workers: int | None = None,
         directory: Path | None = None,
-        max_bytes: int = DEFAULT_MAX_BYTES,
+        max_bytes: int = _MAX_BYTES,
         wall_offset_ns: int | None = None,
         interval_s: float = 0.05,
         clock: Callable[[], int] = time.monotonic_ns,
@@ -46,7 +48,13 @@ class Collector:
         is_whole = sorted(roles) == list(range(len(roles)))
         if not roles or len(set(roles)) < len(roles) or (workers is None and not is_whole):
             raise UserError(f"rings={roles} is not allowed; it holds one ring for each role 0, 1, ...")
-        self._keeper = EventKeeper(rings, directory, max_bytes=max_bytes, wall_offset_ns=wall_offset_ns)
+        if max_bytes < 0:
+            raise UserError(f"max_bytes={max_bytes} is not allowed; it is 0 or more")
+        self._rings, self._directory = dict(rings), directory
+        self._max_file_bytes = max_bytes // len(rings)
+        self._wall_offset_ns = wall_offset_ns
+        self._files: dict[str, EventFileWriter] = {}
+        self._refusal = ""
         self._interval_s = interval_s
         self._clock = clock
         self._workers = len(roles) if workers is None else workers
@@ -59,16 +67,39 @@ class Collector:
 
     def start(self) -> Collector:
         """Open the event files and start the reader thread."""
-        self._keeper.open()
+        if self._directory is not None:
+            self._open(self._directory)
         self._thread = threading.Thread(target=self._run, name="manyhands-events", daemon=True)
         self._thread.start()
         return self
 
+    def _open(self, directory: Path) -> None:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            for name, ring in self._rings.items():
+                self._files[name] = EventFileWriter.create(
+                    directory,
+                    name=name,
+                    role=ring.role,
+                    max_bytes=self._max_file_bytes,
+                    wall_offset_ns=self._wall_offset_ns,
+                )
+        except BaseException as error:
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                # The files opened so far are kept.
+                self._refusal = f"{directory} took no more files ({error.strerror}): some events are not kept"
+                return
+            self._close_files()
+            raise
+
     def flush(self) -> None:
         """Drain all rings now, in the calling thread."""
         with self._reading:
-            for role, records in self._keeper.take():
-                if role < self._workers:
+            for name, ring in self._rings.items():
+                records = ring.drain()
+                if len(records) and name in self._files:
+                    self._files[name].append(records)
+                if len(records) and ring.role < self._workers:
                     with self._adding:
                         self._totals.update(records)
 
@@ -81,17 +112,28 @@ class Collector:
         """Return totals `per_worker`, `slow` and `late` workers and `events` counts; call before the rings close."""
         workers = self.snapshot().workers
         with self._adding:
-            slow, late = self._totals.slow_ever(), self._totals.late_ever()
+            slow, late = self._totals.slowness.ever(), self._totals.slowness.late_ever()
+        rings = self._rings.values()
         return {
             "per_worker": [worker.to_dict() for worker in workers],
             "slow": [straggler.to_dict() for straggler in slow],
             "late": late.to_dict() if late is not None else None,
-            "events": self._keeper.counts(),
+            "events": {
+                "recorded": sum(ring.written for ring in rings),
+                "dropped": sum(ring.dropped for ring in rings),
+                "unwritten": sum(file.unwritten for file in self._files.values()),
+                "notes": self.notes(),
+            },
         }
 
     def notes(self) -> list[str]:
         """Return one sentence for each loss of events; empty when there was none."""
-        return self._keeper.notes()
+        losses = [
+            f"{name} recorded faster than it was read: {ring.dropped} events are missing from all figures"
+            for name, ring in self._rings.items()
+            if ring.dropped
+        ]
+        return [*losses, *filter(None, (self._refusal, *(file.note for file in self._files.values())))]
 
     def close(self) -> None:
         """Stop the thread, drain the rings and complete the files. Idempotent; call before the rings close."""
@@ -101,24 +143,23 @@ class Collector:
         self._thread.join(_STOP_TIMEOUT_S)
         if self._thread.is_alive():
             raise ManyhandsError(
-                f"the event collector was still writing to {self._keeper.directory} after {_STOP_TIMEOUT_S:.0f} s; "
+                f"the event collector was still writing to {self._directory} after {_STOP_TIMEOUT_S:.0f} s; "
                 "check that its disk responds"
             )
         self._thread = None
         try:
             self.flush()
         finally:
-            self._keeper.close()
+            self._close_files()
+
+    def _close_files(self) -> None:
+        for name, file in self._files.items():
+            file.close(self._rings[name].dropped)
 
     def __enter__(self) -> Collector:
         return self.start()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _run(self) -> None:

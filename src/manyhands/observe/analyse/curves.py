@@ -9,16 +9,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from manyhands.observe.analyse.better import lower_is_better
 from manyhands.observe.analyse.view import Curve
 from manyhands.observe.record.checked_values import number, text, whole
 from manyhands.observe.record.events import Records
 from manyhands.observe.record.final import final_loss, last_row
 
-__all__ = ["MAX_POINTS", "HistoryCurves", "RateCurve", "ThinnedCurve", "spread"]
+__all__ = ["MAX_POINTS", "HistoryCurves", "RateCurve", "ThinnedCurve", "lower_is_better", "spread"]
 
-MAX_POINTS = 400
-"""Of a curve as it is shown."""
+MAX_POINTS = 400  # of a curve as it is shown
 
 _FIRST_BIN_NS = 250_000_000
 _PARTS = 1_000_000  # per sample
@@ -94,7 +92,13 @@ class RateCurve:
         while last - first >= MAX_POINTS:
             self._coarsen()
             first, last = first // 2, last // 2
-        self._reach(first, last)
+        if not len(self._parts):
+            self._first_bin = first
+        before = self._first_bin - first
+        after = last - (self._first_bin + len(self._parts) - 1)
+        self._parts = np.pad(self._parts, (before, max(0, after)))
+        self._steps = np.pad(self._steps, (before, max(0, after)))
+        self._first_bin = first
         place, parts = spread(starts, ends, steps["count"], self._bin_ns)
         np.add.at(self._parts, place - self._first_bin, parts)
         np.maximum.at(self._steps, ends // self._bin_ns - self._first_bin, steps["step"] + 1)
@@ -120,16 +124,6 @@ class RateCurve:
         """Return the time up to which every active worker has reported its steps; a step is reported when it ends."""
         newest = max((end for _, end in self._newest.values()), default=0)
         return min((end for start, end in self._newest.values() if 2 * end - start >= newest), default=0)
-
-    def _reach(self, first: int, last: int) -> None:
-        """Make sure that every bin from `first` to `last` exists."""
-        if not len(self._parts):
-            self._first_bin = first
-        before = self._first_bin - first
-        after = last - (self._first_bin + len(self._parts) - 1)
-        self._parts = np.pad(self._parts, (before, max(0, after)))
-        self._steps = np.pad(self._steps, (before, max(0, after)))
-        self._first_bin = first
 
     def _coarsen(self) -> None:
         odd_begin, odd_end = self._first_bin % 2, (self._first_bin + len(self._parts)) % 2
@@ -207,11 +201,9 @@ class HistoryCurves:
 
     @property
     def loss(self) -> float | None:
-        """Return the loss of the last step so far."""
         return final_loss((self._last,))
 
     def curves(self, later_s: float) -> list[Curve]:
-        """Return all curves, `loss` first, then one per metric."""
         return [self._loss.curve(later_s), *(curve.curve(later_s) for curve in self._metrics.values())]
 
     def _judge(self, step: int, measured: Mapping[str, float | None]) -> None:
@@ -228,3 +220,12 @@ class HistoryCurves:
         value = finite[first]
         if self.best is None or (value < self.best[1] if lower_is_better(first) else value > self.best[1]):
             self.best = (first, value, step)
+
+
+_LOWER = ("loss", "error", "perplexity", "cost", "distance", "mae", "mse", "rmse", "nll")
+_LOWER_BEGINS = ("bits_per_", "error_", "loss_")  # bits per byte or per character: lower is better
+
+
+def lower_is_better(metric: str) -> bool:
+    name = metric.lower()
+    return name.endswith(_LOWER) or name.startswith(_LOWER_BEGINS)

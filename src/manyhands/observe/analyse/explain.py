@@ -29,11 +29,12 @@ import numpy.typing as npt
 
 from manyhands.errors import UserError
 from manyhands.observe.analyse.pace import Pace, Slow, find_slow
+from manyhands.observe.analyse.remarks import about_late, planned_waits, straggler_advice
 from manyhands.observe.analyse.slowness import Late, Slowness
 from manyhands.observe.record.events import EventKind, Records
 from manyhands.observe.record.recorded import RoleEvents, role_name, step_keys
 
-__all__ = ["Explanation", "Parts", "Slow", "WorkerPath", "explain"]
+__all__ = ["PART_WORDS", "Explanation", "Parts", "Slow", "WorkerPath", "explain", "paragraph"]
 
 _MS = 1e-6  # milliseconds per nanosecond
 _IN_STEP = (
@@ -60,12 +61,10 @@ class Parts:
 
     @property
     def step_ms(self) -> float:
-        """The step time, the sum of all parts."""
         return float(sum(dataclasses.astuple(self)))
 
     @property
     def own_ms(self) -> float:
-        """The part of the step that no other role contributes to."""
         return self.compute_ms + self.input_ms + self.other_ms
 
 
@@ -98,7 +97,6 @@ class Explanation:
     late: Late | None = None  # waited for in the median step, although its compute time is not longer
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values, including the sums derived from the fields."""
         row = dataclasses.asdict(self)
         row["parts"]["step_ms"] = self.parts.step_ms
         for worker, path in zip(row["workers"], self.workers, strict=True):
@@ -125,7 +123,6 @@ class _Steps:
 
     @property
     def columns(self) -> tuple[_Floats, ...]:
-        """The columns, in the order of the fields of `Parts`."""
         return (self.compute, self.exchange, self.wait, self.apply, self.input, self.other)
 
     def parts(self) -> Parts:
@@ -147,7 +144,7 @@ def explain(roles: Sequence[RoleEvents], *, synchronous: bool) -> Explanation:
         speedup = _ratio(parts.step_ms, ideal_ms)
     else:
         paths = [worker.parts() for worker in workers]
-        parts = _mean(paths)
+        parts = _parts(np.asarray([dataclasses.astuple(path) for path in paths]).mean(axis=0).tolist())
         last = np.zeros(len(workers))
         whole = None
         ideal_ms = float(np.median([path.own_ms for path in paths]))
@@ -210,17 +207,6 @@ class _Applying:
         return spent
 
 
-def _applied(records: Records, applying: Sequence[_Applying]) -> _Floats:
-    """For each EXCHANGE or WAIT record, return what the busiest server spent applying meanwhile."""
-    spent = np.zeros(len(records))
-    chosen = np.isin(records["kind"], (EventKind.EXCHANGE, EventKind.WAIT))
-    begin = records["start_ns"][chosen].astype(np.float64)
-    end = begin + records["duration_ns"][chosen]
-    if applying and chosen.any():
-        spent[chosen] = np.max([server.within(begin, end) for server in applying], axis=0)
-    return spent
-
-
 def _steps_of(events: RoleEvents, applying: Sequence[_Applying]) -> _Steps:
     records, keys = events.records, step_keys(events)
     durations = records["duration_ns"].astype(np.int64)
@@ -236,7 +222,13 @@ def _steps_of(events: RoleEvents, applying: Sequence[_Applying]) -> _Steps:
     belongs = unique[home] == keys if count else np.zeros(len(keys), bool)
     whole = np.bincount(index, durations[is_step], count)
 
-    applied = _applied(records, applying)
+    busiest = np.zeros(len(records))
+    waits = np.isin(records["kind"], (EventKind.EXCHANGE, EventKind.WAIT))
+    since = records["start_ns"][waits].astype(np.float64)
+    until = since + records["duration_ns"][waits]
+    if applying and waits.any():
+        busiest[waits] = np.max([server.within(since, until) for server in applying], axis=0)
+    applied = busiest
 
     def spent(*kinds: EventKind, inside: bool = False, of: _Floats | None = None) -> _Floats:
         chosen = belongs & np.isin(records["kind"], kinds)
@@ -290,16 +282,11 @@ def _critical_path(workers: Sequence[_Steps]) -> tuple[Parts, dict[int, float], 
 
 
 def _middle(whole: _Floats, parts: Sequence[_Floats]) -> Parts:
-    """Return the means of `parts` over the middle fifth of the steps by duration."""
     order = np.argsort(whole, kind="stable")
     count = len(order)
     reach = count // 10
     chosen = order[max(0, (count - 1) // 2 - reach) : count // 2 + reach + 1]
     return _parts([float(part[chosen].mean()) * _MS for part in parts])
-
-
-def _mean(paths: Sequence[Parts]) -> Parts:
-    return _parts(np.asarray([dataclasses.astuple(path) for path in paths]).mean(axis=0).tolist())
 
 
 def _parts(columns: Sequence[float]) -> Parts:
@@ -308,3 +295,119 @@ def _parts(columns: Sequence[float]) -> Parts:
 
 def _ratio(part: float, whole: float) -> float:
     return part / whole if whole > 0 else 1.0
+
+
+PART_WORDS = {
+    "compute_ms": "compute",
+    "exchange_ms": "exposed communication",
+    "wait_ms": "waiting for stragglers",
+    "apply_ms": "servers applying updates",
+    "input_ms": "input",
+    "other_ms": "other",
+}  # the parts of a step, as they are called in tables and sentences
+
+_MIN_SAID = 0.005  # parts with a smaller share are not mentioned
+_WORTH_IT = 0.10  # share of a step above which advice is given
+_MAX_NAMED = 3
+
+
+def paragraph(found: Explanation, strategy: str = "mirrored") -> str:
+    """Return the paragraph on a run under `strategy`, with the cause before the remedy."""
+    sentences = [_split(found), *(_about(slow) for slow in found.slow[:_MAX_NAMED])]
+    if found.late is not None and not found.slow:
+        said = about_late(found.late)
+        sentences.append(f"{said[:1].upper()}{said[1:]}.")
+    elif len(found.workers) > 1 and not found.slow:
+        sentences.append("No worker is slower than the others for long.")
+    if planned := planned_waits(strategy):
+        sentences.append(planned)
+    overhead = found.evaluate_ms + found.checkpoint_ms
+    if overhead >= _WORTH_IT / 2 * found.parts.step_ms:
+        sentences.append(
+            f"Evaluation ({found.evaluate_ms:.1f} ms) and checkpoints ({found.checkpoint_ms:.1f} ms) add "
+            f"{overhead:.1f} ms to the average step."
+        )
+    if found.speedup >= 1.005:
+        sentences.append(
+            f"With everybody at the median speed and no exchange, a step would take {found.ideal_ms:.1f} ms: "
+            f"{found.speedup:.1f} times as fast."
+        )
+    sentences.append(_advice(found, strategy))
+    return " ".join(sentences)
+
+
+def _split(found: Explanation) -> str:
+    shares = _shares_of(found.parts)
+    named = sorted(
+        (field for field in shares if shares[field] >= _MIN_SAID), key=lambda field: -shares[field]
+    )
+    listed = ", ".join(
+        f"{getattr(found.parts, field):.1f} ms ({100 * shares[field]:.0f} %) {PART_WORDS[field]}"
+        for field in named
+    )
+    whole = f"{found.parts.step_ms:.1f} ms"
+    if len(found.workers) == 1:
+        return f"The median step takes {whole}: {listed}."
+    if found.synchronous:
+        return f"The median step takes {whole}, the time of the last worker to arrive: {listed}."
+    return f"Every worker goes at its own pace; on average over them the median step takes {whole}: {listed}."
+
+
+def _about(slow: Slow) -> str:
+    numbers = f"{slow.ratio:.1f} times the median of the others"
+    against = f"({slow.compute_ms:.1f} ms a step against {slow.others_ms:.1f} ms)"
+    name = slow.name[:1].upper() + slow.name[1:]
+    if slow.until_step is not None:
+        when = f"from step {slow.since_step} to step {slow.until_step}"
+        return f"{name} computed {numbers} {when} {against}, then no more."
+    if slow.from_the_start:
+        return f"{name} computes {numbers} from the start {against}."
+    sentence = f"{name} computes {numbers} since step {slow.since_step} {against}"
+    if slow.step_before_ms is None or slow.step_since_ms is None:
+        return sentence + "."
+    before, since = f"{slow.step_before_ms:.1f} ms", f"{slow.step_since_ms:.1f} ms"
+    return f"{sentence}: the run's steps took {before} before, and {since} since."
+
+
+def _advice(found: Explanation, strategy: str) -> str:
+    """Return what to try first, by the largest part of a step that is not compute."""
+    shares = _shares_of(found.parts)
+    losses = {
+        field: shares[field] for field in ("wait_ms", "exchange_ms", "apply_ms", "input_ms", "other_ms")
+    }
+    step_ms = found.parts.step_ms
+    losses["overhead"] = (found.evaluate_ms + found.checkpoint_ms) / step_ms if step_ms > 0 else 0.0
+    largest = max(losses, key=lambda field: losses[field])
+    lasting = [slow for slow in found.slow if slow.until_step is None]
+    if lasting and (largest == "wait_ms" or losses[largest] < _WORTH_IT):
+        return _about_straggler(lasting[0], strategy if found.synchronous else "")
+    if losses[largest] < _WORTH_IT:
+        return "Nearly all of it is compute: only faster computing, or more workers, makes it faster."
+    if largest == "wait_ms" and found.late is not None:
+        return f"What worker {found.late.worker} does besides computing is what the others wait for."
+    if largest == "wait_ms":
+        return (
+            "No worker is slow for long, they take turns at being late: a bound on staleness "
+            "(ps consistency=bounded:4) hides such passing delays."
+            if found.synchronous
+            else "A larger bound on staleness, or consistency=async, waits less."
+        )
+    return {
+        "exchange_ms": "Exchange is the largest loss: a larger batch gives each exchange more compute to pay for it.",
+        "apply_ms": "Servers applying updates are the largest loss: more of them (ps servers=…) share the work.",
+        "input_ms": "Getting the samples is the largest loss: have loader processes read ahead "
+        "(Task(loading=Loading(workers=2))), or keep them in memory.",
+        "other_ms": "Look at what happens around compute: the step's time is in none of its parts.",
+        "overhead": "Evaluate and save less often.",
+    }[largest]
+
+
+def _about_straggler(slow: Slow, strategy: str) -> str:
+    first = f"Look at {slow.name} first: what else runs there, and whether its core or its input is slower."
+    advice = straggler_advice(strategy)
+    return f"{first} {advice[:1].upper()}{advice[1:]}." if advice else first
+
+
+def _shares_of(parts: Parts) -> dict[str, float]:
+    whole = parts.step_ms
+    return {field: getattr(parts, field) / whole if whole > 0 else 0.0 for field in PART_WORDS}

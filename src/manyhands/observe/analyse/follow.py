@@ -10,24 +10,24 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from manyhands.data.store.rundir import RunDirectory
-from manyhands.errors import DataError, UserError
-from manyhands.observe.analyse.about import about_run
+from manyhands.errors import DataError, UserError, printable
 from manyhands.observe.analyse.run_view import Gather
 from manyhands.observe.analyse.view import RunView
-from manyhands.observe.record.checked_values import text, whole
+from manyhands.observe.record.checked_values import number, text, whole
 from manyhands.observe.record.event_files import has_header, read_events, read_header
 from manyhands.observe.record.events import MAX_SHOWN, RECORD, EventKind, Records
 from manyhands.observe.record.recorded import part_of, read_run_events
 
-__all__ = ["RunFollower", "read_interleaved"]
+__all__ = ["ComingRun", "RunFollower", "about_run", "existing_run", "read_interleaved"]
 
 _PORTION = 1 << 14  # events that are gathered in one batch
 _MAX_STEPS = 1 << 20
@@ -47,14 +47,13 @@ class RunFollower:
         self._metrics: _LineTail | None = None
         self._members: _LineTail | None = None
         self._step_ends = _StepEnds()
-        self.new_rows: list[dict[str, Any]] = []
-        """Rows of the history that the last poll found."""
+        self.new_rows: list[dict[str, Any]] = []  # rows of the history that the last poll found
 
     def wall_s(self, seconds: float) -> float | None:
         """Convert a time in the view's seconds to seconds since 1970; None before the first event."""
-        if not self._offsets or not self._gather.first_ns:
+        if not self._offsets or not self._gather.seen.first_ns:
             return None
-        return (self._gather.first_ns + self._first_offset_ns) / 1e9 + seconds
+        return (self._gather.seen.first_ns + self._first_offset_ns) / 1e9 + seconds
 
     def wall_of_step(self, step: int) -> float | None:
         """Return when this global batch (from 0) was done, in seconds since 1970; None where no event says."""
@@ -62,7 +61,6 @@ class RunFollower:
         return None if end_ns is None else (end_ns + self._first_offset_ns) / 1e9
 
     def wall_of_training(self, at_s: float) -> float | None:
-        """Convert seconds since training began, as in the history, to seconds since 1970."""
         return self.wall_s(self._gather.training_began_s + at_s)
 
     def poll(self) -> RunView:
@@ -77,14 +75,23 @@ class RunFollower:
         # Look for the summary first: everything written before it is then read below.
         summary = self._summary(directory)
         self._read_events(directory)
-        self._read_lines()
+        assert self._metrics is not None
+        assert self._members is not None
+        rows, anew = self._metrics.read()
+        if anew:
+            self._gather.forget_rows()
+        self.new_rows = self._gather.add_rows(rows)
+        self._gather.add_members(self._members.read()[0])
+        for tail in (self._metrics, self._members):
+            if tail.damaged:
+                self._gather.note(f"{tail.path} has lines that are no JSON objects; they are left out")
         held = directory.is_held()
         if summary is not None and not self._is_of_the_end(summary, held):
             summary = None
         self._gather.end(summary)
         if summary is not None or not self._offsets:
-            return self._gather.view(self._gather.last_ns)
-        now_ns = self._gather.last_ns if held is False else time.time_ns() - self._first_offset_ns
+            return self._gather.view(self._gather.seen.last_ns)
+        now_ns = self._gather.seen.last_ns if held is False else time.time_ns() - self._first_offset_ns
         return self._gather.view(now_ns, held=held)
 
     def _open(self) -> bool:
@@ -121,7 +128,7 @@ class RunFollower:
         if written >= max((path.stat().st_mtime_ns for path in files), default=0):
             return True
         # Modification times mean nothing in a copy of a run.
-        return not held and (whole(summary.get("steps")) or 0) >= self._gather.step
+        return not held and (whole(summary.get("steps")) or 0) >= self._gather.history.step
 
     def _read_events(self, directory: RunDirectory) -> None:
         found = ((part_of(path), path) for path in directory.events_path.glob("*.bin"))
@@ -156,22 +163,10 @@ class RunFollower:
         clock = (part, header.clock)
         if not self._offsets:
             self._first_offset_ns = header.wall_offset_ns
-            self._gather.set_clock(header.wall_offset_ns)
+            self._gather.offset_ns = header.wall_offset_ns
         self._offsets.setdefault(clock, header.wall_offset_ns)
         self._files[path] = _EventTail(path=path, clock=clock)
         self._gather.meet(header.role, header.name)
-
-    def _read_lines(self) -> None:
-        assert self._metrics is not None
-        assert self._members is not None
-        rows, anew = self._metrics.read()
-        if anew:
-            self._gather.forget_rows()
-        self.new_rows = self._gather.add_rows(rows)
-        self._gather.add_members(self._members.read()[0])
-        for tail in (self._metrics, self._members):
-            if tail.damaged:
-                self._gather.note(f"{tail.path} has lines that are no JSON objects; they are left out")
 
 
 @dataclass(kw_only=True)
@@ -179,14 +174,12 @@ class _EventTail:
     """An event file, and how many of its records were read."""
 
     path: Path
-    clock: tuple[int, int]
-    """Which part of a resumed run it is of, and whose clock it was written on."""
+    clock: tuple[int, int]  # which part of a resumed run it is of, and whose clock it was written on
     num_read: int = 0
     is_damaged: bool = False
     note: str = ""
 
     def read(self, by_ns: int) -> Records:
-        """Return the new records, with their times shifted by `by_ns`."""
         records = read_events(self.path, skip=self.num_read)
         self.num_read += len(records)
         unwritten = read_header(self.path).unwritten
@@ -270,9 +263,68 @@ def read_interleaved(directory: Path) -> tuple[Records, dict[int, str]]:
 
 
 def _interleaved(pieces: Sequence[Records]) -> Records:
-    """Return all records by end time, those of one role in recording order."""
     pieces = [piece for piece in pieces if len(piece)]
     if not pieces:
         return np.zeros(0, RECORD)
     known = [np.maximum.accumulate(piece["start_ns"] + piece["duration_ns"]) for piece in pieces]
     return np.concatenate(pieces)[np.argsort(np.concatenate(known), kind="stable")]
+
+
+_LONG = frozenset({"parameters"})  # one line per tensor, which is not a setting
+_MOST_SETTINGS = 60
+
+
+def about_run(config: Mapping[str, Any], origin: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    """Facts by name, in page order; unknown ones, as in runs of older releases, are left out."""
+    found = {name: origin.get(name) for name in ("command", "host")}
+    rows = [(name, printable(value)) for name, value in found.items() if isinstance(value, str) and value]
+    begun = number(origin.get("unix_s"))
+    if begun is not None:
+        try:
+            rows.append(("begun", datetime.fromtimestamp(begun, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")))
+        except (OverflowError, OSError, ValueError):
+            pass  # outside the range of datetime
+    settings = [(name, value) for name, value in config.items() if name not in _LONG and value is not None]
+    rows += [
+        (printable(str(name).replace("_", " ")), _shown(value)) for name, value in settings[:_MOST_SETTINGS]
+    ]
+    return tuple(rows)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Mapping):
+        named = [f"{name}={_plain(one)}" for name, one in value.items() if one is not None]
+        return printable(", ".join(named[:_MOST_SETTINGS])) or "–"
+    if isinstance(value, list):
+        return printable(", ".join(map(_plain, value[:_MOST_SETTINGS]))) or "–"
+    return printable(_plain(value))
+
+
+def _plain(value: Any) -> str:
+    """Return a plain value as it is; for a container, which may be deep, only say that it has content."""
+    return "…" if isinstance(value, Mapping | list) else str(value)
+
+
+def existing_run(path: Path) -> RunFollower:
+    """Return a follower of the run in `path`; UserError where there is none."""
+    if not (path / "config.json").is_file():
+        raise UserError(
+            f"{path} holds no run (there is no config.json); name the directory of a run, as in runs/digits"
+        )
+    return RunFollower(path)
+
+
+class ComingRun:
+    """Follows the run in `path` once it exists; until then it is shown as starting."""
+
+    def __init__(self, path: Path, task: str, strategy: str, workers: int = 1) -> None:
+        self._path = path
+        self._before = Gather(task=task, strategy=strategy, workers=workers).view(0)
+        self._follower: RunFollower | None = None
+
+    def poll(self) -> RunView:
+        if self._follower is None:
+            if not (self._path / "config.json").exists():
+                return self._before
+            self._follower = RunFollower(self._path)
+        return self._follower.poll()

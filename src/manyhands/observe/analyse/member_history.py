@@ -31,15 +31,14 @@ class Members:
 
     def __init__(self) -> None:
         self.epoch = 0
-        self.is_known = False
-        """Whether a view of the membership was ever told."""
+        self.is_known = False  # whether a view of the membership was ever told
         self._names: dict[int, str] = {}  # as in the newest views
         self._started: dict[int, str] = {}  # as of the start of their processes
-        self._gone: set[str] = set()
-        self._starting: set[str] = set()
+        self.gone: set[str] = set()  # those whose newest row says that they died, went silent or left
+        self.starting: set[str] = set()  # those whose newest row says that their process was started
         self._bytes_by_shard: dict[int, int] = {}
         self._shards: tuple[tuple[int, int | None, int | None], ...] = ()  # (shard, primary, backup)
-        self._slots: dict[int, int] = {}
+        self.slots: dict[int, int] = {}  # the member in each worker slot, as of the newest view
         # each with its time of day in seconds since 1970, where recorded
         self._happenings: deque[tuple[Happening, float | None]] = deque(maxlen=_MAX_HAPPENINGS)
 
@@ -70,7 +69,6 @@ class Members:
         return False
 
     def servers(self) -> dict[str, ServerPlace]:
-        """Return what each server holds, by name."""
         primary_of: dict[str, list[int]] = defaultdict(list)
         backup_of: dict[str, list[int]] = defaultdict(list)
         for shard, primary, backup in self._shards:
@@ -87,18 +85,6 @@ class Members:
             if name.startswith("server")
         }
 
-    def is_gone(self, name: str) -> bool:
-        """Return whether the newest row about this member says that it died, went silent or left."""
-        return name in self._gone
-
-    def is_starting(self, name: str) -> bool:
-        """Return whether the newest row about this member says that its process was started."""
-        return name in self._starting
-
-    def has_slot(self, worker: int) -> bool:
-        """Return whether the newest membership view gives this worker's slot to a member."""
-        return worker in self._slots
-
     def _look(self, row: Mapping[str, Any], shards: list[Any], slots: list[Any]) -> bool:
         names = row.get("names", {})
         held = [(_at(one, "shard"), _at(one, "primary"), _at(one, "backup")) for one in shards]
@@ -112,7 +98,7 @@ class Members:
         }
         self._shards = known
         seats = ((_at(one, "slot"), _at(one, "member")) for one in slots)
-        self._slots = {
+        self.slots = {
             slot: member for slot, member in seats if slot is not None and member is not None and member >= 0
         }
         return True
@@ -126,25 +112,21 @@ class Members:
         if not who and told is not None:
             who = f"member {told}"
         if what in ("died", "silent", "left"):
-            self._gone.add(who)
-            self._starting.discard(who)
+            self.gone.add(who)
+            self.starting.discard(who)
         elif what in ("started", "joined", "recovered"):
-            self._gone.discard(who)
-            (self._starting.add if what == "started" else self._starting.discard)(who)
+            self.gone.discard(who)
+            (self.starting.add if what == "started" else self.starting.discard)(who)
+        sentence = row.get("sentence")
         happening = Happening(
             at_s=number(row.get("at_s")) or 0.0,
             what=what,
             who=who,
-            sentence=text(_one_line(row.get("sentence"))),
+            sentence=text(sentence.replace("\n", " ")) if isinstance(sentence, str) else "",
             epoch=whole(row.get("epoch", self.epoch)) or 0,
         )
         self._happenings.append((happening, number(row.get("unix_s"))))
 
 
-def _one_line(sentence: Any) -> Any:
-    return sentence.replace("\n", " ") if isinstance(sentence, str) else sentence
-
-
 def _at(one: Any, key: str) -> int | None:
-    """Return the integer in an entry of a list, or None."""
     return whole(one.get(key)) if isinstance(one, Mapping) else None

@@ -25,8 +25,7 @@ import numpy.typing as npt
 
 __all__ = ["SLOW_FACTOR", "Pace", "Slow", "find_slow", "slow_now"]
 
-SLOW_FACTOR = 1.3
-"""A worker that computes this many times the median of the others is slow."""
+SLOW_FACTOR = 1.3  # A worker that computes this many times the median of the others is slow
 
 _MS = 1e-6
 _STEP_MASK = (1 << 40) - 1  # the bits of a step key that hold the step
@@ -153,7 +152,6 @@ def _by_start(pace: Pace) -> Pace:
 
 
 def _windows_of(paces: Sequence[Pace]) -> list[npt.NDArray[np.int64]]:
-    """Return, for every worker, the window of each of its steps."""
     starts = np.concatenate([pace.start for pace in paces])
     per_worker = max(1, len(starts) // len(paces))
     size = min(max(per_worker // _WINDOWS, _MIN_WINDOW), _MAX_WINDOW) * len(paces)
@@ -178,7 +176,6 @@ def _windows_before_now(paces: Sequence[Pace]) -> list[npt.NDArray[np.int64]]:
 def _paces_in(
     paces: Sequence[Pace], windows: Sequence[npt.NDArray[np.int64]]
 ) -> tuple[_Floats, list[_Floats]]:
-    """Return each worker's pace in each window, and for each worker the median pace of the others there."""
     medians = _medians(paces, windows)
     return medians, [np.median(np.delete(medians, index, axis=1), axis=1) for index in range(len(paces))]
 
@@ -210,7 +207,6 @@ def _longest(flags: npt.NDArray[np.bool_]) -> range | None:
 def _refined(
     is_long: npt.NDArray[np.bool_], window: npt.NDArray[np.int64], stretch: range, count: int
 ) -> range:
-    """Return the steps of a stretch of windows, of which there are `count`."""
     score = np.where(is_long, 1, -1)
     end = len(score) if stretch.stop == count else _change(-score, window, stretch.stop)
     begin = min(_change(score, window, stretch.start), end - 1)

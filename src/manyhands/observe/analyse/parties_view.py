@@ -12,8 +12,7 @@ from manyhands.observe.record.checked_values import number, text, whole
 
 __all__ = ["COURSES", "PartiesHistory", "parties_view"]
 
-COURSES = ("highest_tenth", "mean", "lowest_tenth")
-"""Parts of a spread that are shown over the run."""
+COURSES = ("highest_tenth", "mean", "lowest_tenth")  # parts of a spread that are shown over the run
 
 _MOST = 100_000  # upper bound on the parties that are counted
 _MOST_COURSES = 20  # upper bound on the measures
@@ -27,7 +26,6 @@ class PartiesHistory:
         self._courses: dict[str, dict[str, ThinnedCurve]] = {}
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Add one row; malformed values are ignored."""
         told = row.get("clients")
         for one in told if isinstance(told, list) else ():
             client = whole(one)
@@ -48,7 +46,6 @@ class PartiesHistory:
 
     @property
     def courses(self) -> dict[str, tuple[Curve, ...]]:
-        """Return, for each measure, its spread over the run."""
         return {
             name: tuple(curve.curve() for curve in curves.values()) for name, curves in self._courses.items()
         }
@@ -95,12 +92,10 @@ def parties_view(
 
 
 def _columns(told: Any) -> dict[str, Sequence[Any]]:
-    """Return the values of each measure."""
     return {text(name): _list(values) for name, values in told.items()} if isinstance(told, Mapping) else {}
 
 
 def _row(columns: Mapping[str, Sequence[Any]], place: int) -> dict[str, float]:
-    """Return the numeric values of one party."""
     found = {name: number(_at(values, place)) for name, values in columns.items()}
     return {name: value for name, value in found.items() if value is not None}
 

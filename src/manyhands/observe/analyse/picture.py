@@ -68,8 +68,7 @@ class Row:
     steps: tuple[PictureStep, ...]
     gaps: tuple[Gap, ...]
     marks: tuple[Mark, ...]
-    holds: tuple[Slice, ...] = ()
-    """What a server kept back, for whom; these overlap."""
+    holds: tuple[Slice, ...] = ()  # what a server kept back, for whom; these overlap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Warnings about a run in plain sentences, shared by the page, the terminal and the table.
+"""Progress of a run and warnings about it in plain sentences, shared by the page, the terminal and the table.
 
 A sentence names the role, since when, the cost to the others and, where the strategy has one, a remedy.
 """
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from manyhands.errors import UserError
 from manyhands.observe.analyse.slowness import Late, Straggler
+from manyhands.observe.analyse.totals import TotalsSnapshot
 from manyhands.strategy import Strategy
 
 __all__ = [
@@ -16,6 +17,9 @@ __all__ = [
     "about_late",
     "about_quiet",
     "about_workers",
+    "clock",
+    "headline",
+    "in_order",
     "planned_waits",
     "straggler_advice",
 ]
@@ -25,13 +29,38 @@ _NOBODY_WAITS = 0.01
 _MOST = 2.0  # multiple of its even share of applying above which a server is mentioned
 
 
+def headline(snapshot: TotalsSnapshot, steps: int) -> list[str]:
+    """Return the phrases on a run of `steps` steps, most important first."""
+    words = [f"step {snapshot.step}/{steps}"]
+    words.append("loss -" if snapshot.loss is None else f"loss {snapshot.loss:.4g}")
+    if snapshot.evaluating:
+        words.append("evaluating")
+    elif snapshot.steps_per_s > 0:
+        words.append(f"{clock((steps - snapshot.step) / snapshot.steps_per_s)} left")
+    if snapshot.steps_per_s > 0:
+        words.append(f"{snapshot.samples_per_s:,.0f} samples/s")
+    return words
+
+
+def in_order(words: list[str]) -> str:
+    """Return the phrases that fit, in reading order: speed before time."""
+    return "  ".join(words[:2] + words[:1:-1])
+
+
+def clock(seconds: float) -> str:
+    """Format seconds: `3671` as `1:01:11`, and `71` as `1:11`."""
+    minutes, second = divmod(max(0, round(seconds)), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
 def straggler_advice(strategy: str) -> str:
     """Return how to keep a permanent straggler from blocking the others under a strategy; empty where nothing does.
 
     A text that no strategy has gets no advice: runs of other releases are looked at, too.
     """
     try:
-        return Strategy.parse(strategy).straggler_advice
+        return Strategy.parse(strategy).facts.straggler_advice
     except UserError:
         return ""
 
@@ -39,20 +68,18 @@ def straggler_advice(strategy: str) -> str:
 def planned_waits(strategy: str) -> str:
     """Return which waiting is inherent to a strategy; empty where none is, and for an unknown strategy."""
     try:
-        return Strategy.parse(strategy).planned_waits
+        return Strategy.parse(strategy).planned_waits()
     except UserError:
         return ""
 
 
 def about_workers(slow: Sequence[Straggler], late: Late | None, strategy: str = "") -> list[str]:
-    """Return warnings on workers that hold up the others, worst first: `slow` ones, else `late` ones."""
     if slow:
         return [_about_straggler(straggler, strategy) for straggler in slow[:_MAX_NAMED]]
     return [about_late(late)] if late is not None else []
 
 
 def about_late(late: Late) -> str:
-    """Return the warning on a worker that computes no longer than the others but is waited for."""
     return (
         f"the others wait {_percent(late.others_wait)} of their median step for worker {late.worker}, which computes "
         "no longer than they do; look at its data loading, evaluation and checkpoints"
@@ -74,7 +101,6 @@ def about_imbalance(applying: Sequence[tuple[str, float]]) -> list[str]:
 
 
 def about_quiet(seconds: float, last_seen: Sequence[tuple[str, str]]) -> str:
-    """Return the warning that nothing happens; `last_seen` has each role's last activity, longest ago first."""
     seen = "; ".join(f"{name} was last seen {doing}" for name, doing in last_seen[:_MAX_NAMED])
     more = len(last_seen) - _MAX_NAMED
     others = f"; and {more} more" if more > 0 else ""

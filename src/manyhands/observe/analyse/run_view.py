@@ -19,11 +19,10 @@ from manyhands.facts import Truth
 from manyhands.observe.analyse.curves import HistoryCurves, RateCurve
 from manyhands.observe.analyse.member_history import Members, ServerPlace
 from manyhands.observe.analyse.parties_view import PartiesHistory, parties_view
-from manyhands.observe.analyse.privacy import privacy_words
-from manyhands.observe.analyse.recent import WINDOW_NS, Recent
+from manyhands.observe.analyse.recent import SHOWN, WINDOW_NS, Recent, Seen
 from manyhands.observe.analyse.remarks import about_imbalance, about_quiet, about_workers
-from manyhands.observe.analyse.seen import TOLD, Seen
-from manyhands.observe.analyse.totals import Totals, TotalsSnapshot, WorkerTotals
+from manyhands.observe.analyse.summary_facts import privacy_words
+from manyhands.observe.analyse.totals import Totals, TotalsSnapshot
 from manyhands.observe.analyse.view import (
     Happening,
     Phase,
@@ -82,14 +81,22 @@ class Gather:
         self._task, self._strategy, self._steps_asked = task, strategy, steps_asked
         self._about = about
         self._workers = workers  # the numbers that were requested
-        self._servers = _servers_of(strategy, workers)
-        self._offset_ns: int | None = None
+        self._servers, has_parties = 0, False  # also for an unknown strategy, as in runs of other releases
+        try:
+            known = Strategy.parse(strategy)
+            has_parties = known.truth is Truth.SERVER_OF_CLIENTS
+            self._servers = min(MAX_SHOWN, known.processes(workers).get("server", 0))
+        except UserError:
+            pass
+        self.offset_ns: int | None = (
+            None  # from the events' clock to the time of day, in which members are timed
+        )
         self._names: dict[int, str] = {}
         self._totals = Totals(max(1, workers))
         self._recent = Recent()
         self._rate = RateCurve("samples_per_s")
-        self._seen = Seen()
-        self._history = HistoryCurves()
+        self.seen = Seen()
+        self.history = HistoryCurves()
         self._members = Members()
         self._staleness: Counter[int] = Counter()
         self._traffic: dict[tuple[int, int, int], list[int]] = {}  # (role, kind, wire): bytes, messages
@@ -98,11 +105,7 @@ class Gather:
         self._summary: Mapping[str, Any] | None = None
         self._notes: dict[str, None] = {}
         self._odd_rows: Counter[str] = Counter()  # by file
-        self._parties = PartiesHistory() if _has_parties(strategy) else None
-
-    def set_clock(self, offset_ns: int) -> None:
-        """Set the offset from the events' clock to the time of day, in which membership rows are timed."""
-        self._offset_ns = offset_ns
+        self._parties = PartiesHistory() if has_parties else None
 
     def meet(self, role: int, name: str) -> None:
         """Register a role by the name of its event file: `worker-3` or `server-0`."""
@@ -120,17 +123,15 @@ class Gather:
         records = records[np.isin(records["role"], list(self._names))]
         if not len(records):
             return
-        is_worker = np.isin(
-            records["role"], [r for r, name in self._names.items() if name.startswith("worker")]
-        )
+        workers = [role for role, name in self._names.items() if name.startswith("worker")]
+        is_worker = np.isin(records["role"], workers)
         self._totals.update(records[is_worker])
         self._recent.add(records)
         self._rate.add(records[is_worker & (records["kind"] == EventKind.STEP)])
-        self._seen.add(records)
+        self.seen.add(records)
         self._add_traffic(records)
         applied = records[records["kind"] == EventKind.APPLY]
-        staleness = np.clip(applied["value"], 0, _MAX_STALENESS)
-        self._staleness.update(staleness.astype(int).tolist())
+        self._staleness.update(np.clip(applied["value"], 0, _MAX_STALENESS).astype(int).tolist())
         self._updates.update(applied["role"].tolist())
         for role in np.unique(applied["role"]).tolist():
             self._applying_ns[role] += int(applied["duration_ns"][applied["role"] == role].sum())
@@ -139,7 +140,7 @@ class Gather:
         """Add rows of metrics.jsonl; invalid rows are left out with a note."""
         known = []
         for row in rows:
-            if self._history.add(row):
+            if self.history.add(row):
                 known.append(row)
                 if self._parties is not None:
                     self._parties.add(row)
@@ -149,136 +150,92 @@ class Gather:
 
     def forget_rows(self) -> None:
         """Drop all history rows, because a resumed run rewrote the file; all rows will be added again."""
-        self._history = HistoryCurves()
+        self.history = HistoryCurves()
         if self._parties is not None:
             self._parties = PartiesHistory()
 
     def add_members(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Add rows of members.jsonl."""
-        for row in rows:
-            if not self._members.add(row):
-                self._odd_rows["members.jsonl"] += 1
+        self._odd_rows["members.jsonl"] += sum(not self._members.add(row) for row in rows)
 
     def note(self, sentence: str) -> None:
-        """Note that something is missing from this view; duplicates are dropped."""
         self._notes[sentence] = None
 
     def end(self, summary: Mapping[str, Any] | None) -> None:
-        """Mark the run as ended with this summary, or (None) as still running."""
         self._summary = summary
-
-    @property
-    def step(self) -> int:
-        """The number of global batches in the history."""
-        return self._history.step
-
-    @property
-    def first_ns(self) -> int:
-        """When the first event began; 0 before it."""
-        return self._seen.first_ns
-
-    @property
-    def last_ns(self) -> int:
-        """When the newest event ended; 0 before the first."""
-        return self._seen.last_ns
 
     @property
     def training_began_s(self) -> float:
         """When the clock of the history began, in seconds since the first event."""
-        began = self._seen.first_step_ns
-        return (began - self._seen.first_ns) / _NS_PER_S if began else 0.0
+        began = self.seen.first_step_ns
+        return (began - self.seen.first_ns) / _NS_PER_S if began else 0.0
 
     def view(self, now_ns: int, *, held: bool | None = None) -> RunView:
         """Return the run as of `now_ns`; `held` says whether a live process holds it, None where that is unknown."""
         snapshot = self._totals.snapshot(now_ns)
         phase = self._phase(snapshot.step, now_ns, held)
-        first_ns = self._seen.first_ns
+        first_ns = self.seen.first_ns
+        until_ns = self.seen.last_ns if phase is Phase.ENDED else max(now_ns, self.seen.last_ns)
         workers = self._worker_views(snapshot, now_ns, phase)
-        servers = self._server_views(now_ns, phase)
-        rate = self._rate_of(snapshot, phase)
-        running = phase is Phase.RUNNING and snapshot.steps_per_s > 0 and not snapshot.evaluating
-        loss, *metrics = self._history.curves(self.training_began_s)
         roles = [worker.role for worker in workers]
+        summary = self._summary or {}
+        rate = number(summary.get("samples_per_s"))
+        seconds_left = None
+        if phase is Phase.RUNNING and snapshot.steps_per_s > 0 and not snapshot.evaluating:
+            seconds_left = max(0, self._steps_asked - snapshot.step) / snapshot.steps_per_s
+        # The final loss is that of the history; before the end the events are ahead of it.
+        losses = [snapshot.loss, self.history.loss]
+        losses = losses[::-1] if phase is Phase.ENDED else losses
+        loss, *metrics = self.history.curves(self.training_began_s)
+        odd = [
+            f"{name} has {count} row{'s' * (count > 1)} that no run writes; they are left out"
+            for name, count in sorted(self._odd_rows.items())
+            if count
+        ]
+        parties = self._parties
         return RunView(
             task=self._task,
             strategy=self._strategy,
             about=self._about,
             phase=phase,
-            step=max(snapshot.step, self._history.step),
+            step=max(snapshot.step, self.history.step),
             steps_asked=self._steps_asked,
-            seconds=max(0.0, (self._until_ns(now_ns, phase) - first_ns) / _NS_PER_S) if first_ns else 0.0,
-            loss=self._loss(snapshot, phase),
-            samples_per_s=rate,
+            seconds=max(0.0, (until_ns - first_ns) / _NS_PER_S) if first_ns else 0.0,
+            loss=next((one for one in losses if one is not None), None),
+            samples_per_s=snapshot.samples_per_s if rate is None else rate,
             steps_per_s=snapshot.steps_per_s,
-            seconds_left=max(0, self._steps_asked - snapshot.step) / snapshot.steps_per_s
-            if running
-            else None,
-            final=self._history.final,
-            best=self._history.best,
+            seconds_left=seconds_left,
+            final=self.history.final,
+            best=self.history.best,
             curves=(loss, self._rate.curve(first_ns), *metrics),
             workers=workers,
-            servers=servers,
+            servers=self._server_views(now_ns, phase),
             waits=tuple(tuple(snapshot.workers[i].wait_for_s[j] for j in roles) for i in roles),
             staleness=_staleness(self._staleness),
             traffic=self._traffic_views(),
             epoch=self._members.epoch,
-            parties=None
-            if self._parties is None
-            else parties_view(self._parties.rounds, self._summary, self._parties.courses),
+            parties=parties_view(parties.rounds, self._summary, parties.courses) if parties else None,
             happenings=self._happenings(),
             warnings=self._warnings(snapshot, now_ns, phase, held),
-            notes=(*self._notes, *self._odd()),
-            notices=tuple(privacy_words(self._summary or {})),
+            notes=(*self._notes, *odd),
+            notices=tuple(privacy_words(summary)),
             evaluating=phase is Phase.RUNNING and snapshot.evaluating,
         )
-
-    def _odd(self) -> list[str]:
-        return [
-            f"{name} has {count} row{'s' * (count > 1)} that no run writes; they are left out"
-            for name, count in sorted(self._odd_rows.items())
-        ]
 
     def _phase(self, steps: int, now_ns: int, held: bool | None) -> Phase:
         if self._summary is not None:
             return Phase.ENDED
-        limit_ns = _QUIET_NS if steps else _QUIET_START_NS
-        limit_ns = max(limit_ns, _QUIET_STEPS * self._seen.newest_step_ns)
-        quiet = self._seen.last_ns > 0 and now_ns - self._seen.last_ns >= limit_ns
-        if quiet or (held is False and self._seen.last_ns > 0):
+        limit_ns = max(_QUIET_NS if steps else _QUIET_START_NS, _QUIET_STEPS * self.seen.newest_step_ns)
+        if self.seen.last_ns > 0 and (held is False or now_ns - self.seen.last_ns >= limit_ns):
             return Phase.QUIET
         return Phase.RUNNING if steps else Phase.STARTING
 
-    def _until_ns(self, now_ns: int, phase: Phase) -> int:
-        return self._seen.last_ns if phase is Phase.ENDED else max(now_ns, self._seen.last_ns)
-
-    def _loss(self, snapshot: TotalsSnapshot, phase: Phase) -> float | None:
-        """Return the final loss of the history; before the end the events are ahead of it."""
-        first, second = self._history.loss, snapshot.loss
-        if phase is not Phase.ENDED:
-            first, second = second, first
-        return first if first is not None else second
-
-    def _rate_of(self, snapshot: TotalsSnapshot, phase: Phase) -> float:
-        if phase is Phase.ENDED and self._summary is not None:
-            rate = number(self._summary.get("samples_per_s"))
-            return snapshot.samples_per_s if rate is None else rate
-        return snapshot.samples_per_s
-
-    def _shown(self, snapshot: TotalsSnapshot) -> list[WorkerTotals]:
-        """Return the requested workers and those that joined, without unused capacity."""
-        return [
-            worker
-            for worker in snapshot.workers
-            if worker.worker < self._workers or worker.steps or worker.worker in self._seen.last_event
-        ]
-
     def _worker_views(self, snapshot: TotalsSnapshot, now_ns: int, phase: Phase) -> tuple[WorkerView, ...]:
-        """Return each worker's current figures, or its totals where the run has ended."""
-        durations, events = self._recent.durations_ns(now_ns), self._recent.events(now_ns)
-        waits = self._recent.wait_for_ns(now_ns)
+        durations, events, waits = self._recent.sums(now_ns)
         views = []
-        for worker in self._shown(snapshot):
+        for worker in snapshot.workers:
             role = worker.worker
+            if role >= self._workers and not worker.steps and role not in self.seen.last_event:
+                continue  # unused capacity
             whole = [int(self._totals.duration_ns(role)[kind]) for kind in _SPLIT]
             if phase is Phase.ENDED:
                 spent, steps, for_whom = whole, worker.steps, worker.waits_mostly_for()
@@ -307,7 +264,7 @@ class Gather:
 
     def _server_views(self, now_ns: int, phase: Phase) -> tuple[ServerView, ...]:
         """Return each server's current figures, or its totals where the run has ended."""
-        durations, events = self._recent.durations_ns(now_ns), self._recent.events(now_ns)
+        durations, events, _ = self._recent.sums(now_ns)
         roles = {name: role for role, name in self._names.items() if name.startswith("server")}
         places = self._members.servers()
         if phase is Phase.ENDED:
@@ -340,24 +297,24 @@ class Gather:
 
     def _window_s(self, now_ns: int, phase: Phase) -> float:
         """Return the averaging window: that of recent events, or from the first to the last step once ended."""
-        began = self._seen.first_step_ns or self._seen.first_ns
+        began = self.seen.first_step_ns or self.seen.first_ns
         if phase is Phase.ENDED:
-            return max(1e-3, (self._seen.last_step_ns - began) / _NS_PER_S)
+            return max(1e-3, (self.seen.last_step_ns - began) / _NS_PER_S)
         return max(0.25, min(WINDOW_NS, now_ns - began) / _NS_PER_S)  # the window is shorter at the beginning
 
     def _name(self, role: int) -> str:
         return self._names.get(role, f"worker {role}")
 
     def _presence(self, role: int, name: str, *, holds_shards: bool = False) -> Presence:
-        if self._members.is_gone(name):
+        if name in self._members.gone:
             return Presence.GONE
-        if self._members.is_starting(name):
+        if name in self._members.starting:
             return Presence.STARTING
-        was_seen = role in self._seen.last_event
+        was_seen = role in self.seen.last_event
         if self._members.is_known and name.startswith("worker") and self._summary is None:
-            has_place = self._members.has_slot(role)
+            has_place = role in self._members.slots
         else:
-            has_place = (was_seen or holds_shards) and not self._seen.has_left(role)
+            has_place = (was_seen or holds_shards) and not self.seen.has_left(role)
         if has_place:
             return Presence.PRESENT
         return Presence.GONE if was_seen else Presence.STARTING
@@ -379,95 +336,70 @@ class Gather:
 
     def _traffic_views(self) -> tuple[TrafficView, ...]:
         """Return the traffic: from message events where a role records them, else from its exchanges."""
-        tells = {role for role, kind, _ in self._traffic if kind == EventKind.SEND}
+        sending = {role for role, kind, _ in self._traffic if kind == EventKind.SEND}
         sums: dict[int, list[int]] = {}
         for (role, kind, wire), (num_bytes, messages) in self._traffic.items():
-            if (kind == EventKind.SEND) == (role in tells):
+            if (kind == EventKind.SEND) == (role in sending):
                 total = sums.setdefault(wire, [0, 0])
                 total[0] += num_bytes
                 total[1] += messages
-        views = []
-        for both, (num_bytes, messages) in sorted(sums.items()):
-            views.append(
-                TrafficView(
-                    wire=Wire(both & 0xFF).name.lower(),
-                    codec=codec_of(both >> 8),
-                    num_bytes=num_bytes,
-                    messages=messages,
-                )
+        return tuple(
+            TrafficView(
+                wire=Wire(both & 0xFF).name.lower(),
+                codec=codec_of(both >> 8),
+                num_bytes=num_bytes,
+                messages=messages,
             )
-        return tuple(views)
+            for both, (num_bytes, messages) in sorted(sums.items())
+        )
 
     def _happenings(self) -> tuple[Happening, ...]:
         """Return the happenings of members.jsonl, or of the roles' events in a run without that file."""
-        first_ns, offset_ns = self._seen.first_ns, self._offset_ns
+        first_ns, offset_ns = self.seen.first_ns, self.offset_ns
         first_s = (first_ns + offset_ns) / _NS_PER_S if first_ns and offset_ns is not None else None
         return self._members.happenings(first_s) or tuple(
             Happening(
-                at_s=(at_ns - self._seen.first_ns) / _NS_PER_S,
-                what=TOLD[kind],
+                at_s=(at_ns - first_ns) / _NS_PER_S,
+                what=SHOWN[kind],
                 who=self._name(role),
                 sentence="",
                 epoch=0,
             )
-            for at_ns, role, kind in self._seen.told
+            for at_ns, role, kind in self.seen.shown
         )
 
     def _warnings(
         self, snapshot: TotalsSnapshot, now_ns: int, phase: Phase, held: bool | None
     ) -> tuple[str, ...]:
-        warnings = []
         if phase is Phase.ENDED:
-            late = self._totals.late_ever()
-            warnings += about_workers(self._totals.slow_ever(), late, self._strategy)
+            slowness = self._totals.slowness
+            warnings = about_workers(slowness.ever(), slowness.late_ever(), self._strategy)
         else:
-            warnings += about_workers(snapshot.slow, snapshot.late, self._strategy)
-            warnings += self._imbalance(now_ns, phase)
+            warnings = about_workers(snapshot.slow, snapshot.late, self._strategy)
+            servers = [server for server in self._server_views(now_ns, phase) if server.role >= 0]
+            busiest = max((server.apply_ms * server.updates_per_s / 1000 for server in servers), default=0.0)
+            if busiest >= _MIN_APPLYING:
+                warnings += about_imbalance([(server.name, server.share) for server in servers])
         if phase is Phase.QUIET and held is False:
             warnings.append(
-                "no process holds the run, and it has no summary: it was stopped; --resume goes on with it"
+                "no process holds the run, and it has no summary: it was stopped; --resume continues it"
             )
         elif phase is Phase.QUIET:
-            warnings.append(about_quiet((now_ns - self._seen.last_ns) / _NS_PER_S, self._last_seen(now_ns)))
-        for role, lost in sorted(self._seen.lost.items()):
+            warnings.append(about_quiet((now_ns - self.seen.last_ns) / _NS_PER_S, self._last_seen(now_ns)))
+        for role, lost in sorted(self.seen.lost.items()):
             warnings.append(
                 f"{self._name(role)} recorded faster than it was read: {lost} events are missing from all figures"
             )
         return tuple(warnings)
 
-    def _imbalance(self, now_ns: int, phase: Phase) -> list[str]:
-        servers = [server for server in self._server_views(now_ns, phase) if server.role >= 0]
-        busiest = max((server.apply_ms * server.updates_per_s / 1000 for server in servers), default=0.0)
-        if busiest < _MIN_APPLYING:
-            return []
-        return about_imbalance([(server.name, server.share) for server in servers])
-
     def _last_seen(self, now_ns: int) -> list[tuple[str, str]]:
-        """Return the last activity of each role that has not left, longest ago first."""
-        seen = sorted(self._seen.last_event.items(), key=lambda item: item[1][0])
         words = []
-        for role, (at_ns, kind, step) in seen:
+        for role, (at_ns, kind, step) in sorted(self.seen.last_event.items(), key=lambda item: item[1][0]):
             if kind != EventKind.LEAVE:
                 where = "" if step == NO_STEP else f" step {step}"
                 doing = _DOING[kind] if where else re.sub(" (in|of|after)$", "", _DOING[kind])
                 words.append((self._name(role), f"{doing}{where}, {(now_ns - at_ns) / _NS_PER_S:.0f} s ago"))
         return words
-
-
-def _has_parties(strategy: str) -> bool:
-    """Return whether federated clients take part; an unknown strategy has none."""
-    try:
-        return Strategy.parse(strategy).truth is Truth.SERVER_OF_CLIENTS
-    except UserError:
-        return False
-
-
-def _servers_of(strategy: str, workers: int) -> int:
-    """Return the number of servers requested; 0 for an unknown strategy, as in runs of other releases."""
-    try:
-        return min(MAX_SHOWN, Strategy.parse(strategy).processes(workers).get("server", 0))
-    except UserError:
-        return 0
 
 
 def _shares(spent_ns: list[int]) -> Shares:
@@ -487,5 +419,4 @@ def _staleness(histogram: Counter[int]) -> Staleness:
 
 
 def _per(duration_ns: int, count: int) -> float:
-    """Return the milliseconds per item."""
     return duration_ns / count / 1e6 if count else 0.0

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 __all__ = ["Answered", "ReplicaState", "ServingTally", "ServingView", "percentile"]
 
-RECENT = 10_000
-"""Answers that latencies are told of: the newest."""
+RECENT = 10_000  # answers that latencies are told of: the newest
 
 _CURVE_S = 300  # seconds of throughput that are shown
 _RATE_S = 5.0  # seconds over which the current rate is averaged
@@ -35,8 +34,7 @@ class ReplicaState:
 
     number: int
     pid: int
-    state: str
-    """starting, free or computing."""
+    state: str  # starting, free or computing
     batches: int = 0
     inputs: int = 0
 
@@ -47,17 +45,13 @@ class ServingView:
 
     model: str
     task: str
-    takes: str
-    """What one input is, in words."""
-    example: str
-    """One of them, as JSON."""
+    takes: str  # what one input is, in words
+    example: str  # one of them, as JSON
     seconds: float
     requests: int
     inputs: int
-    by_status: tuple[tuple[int, int], ...]
-    """How many answers had each HTTP status."""
-    lately: tuple[tuple[int, int], ...]
-    """The same of the last minute, of the newest answers."""
+    by_status: tuple[tuple[int, int], ...]  # how many answers had each HTTP status
+    lately: tuple[tuple[int, int], ...]  # the same of the last minute, of the newest answers
     requests_per_s: float
     inputs_per_s: float
     p50_ms: float
@@ -65,18 +59,13 @@ class ServingView:
     p99_ms: float
     latencies_ms: tuple[tuple[int, int], ...]
     """How many of the newest answers took so many whole milliseconds."""
-    curve: tuple[tuple[float, float], ...]
-    """Seconds since the start, and requests answered in that second."""
-    batch_mean: float
-    """Inputs in a batch, on average."""
-    waiting: int
-    """Inputs that no worker has yet."""
+    curve: tuple[tuple[float, float], ...]  # seconds since the start, and requests answered in that second
+    batch_mean: float  # inputs in a batch, on average
+    waiting: int  # inputs that no worker has yet
     workers: tuple[ReplicaState, ...]
-    wanted: int
-    """How many workers there should be."""
+    wanted: int  # how many workers there should be
     deaths: int
-    notes: tuple[str, ...]
-    """What happened to workers, the newest first."""
+    notes: tuple[str, ...]  # what happened to workers, the newest first
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
@@ -102,7 +91,6 @@ class ServingTally:
         self.requests = self.inputs = 0
 
     def answered(self, answer: Answered) -> None:
-        """Count an answered request."""
         with self._lock:
             self.requests += 1
             self.inputs += answer.inputs if answer.status == 200 else 0
@@ -118,19 +106,16 @@ class ServingTally:
             self._seconds[second] = self._seconds.get(second, 0) + 1
 
     def batch(self, inputs: int) -> None:
-        """Count a batch sent to a worker."""
         with self._lock:
             self._batches += 1
             self._batched += inputs
 
-    def note(self, now: float, sentence: str, *, death: bool = False) -> None:
-        """Record an event of a worker."""
+    def note(self, now: float, sentence: str, death: bool = False) -> None:
         with self._lock:
             self._notes.appendleft(f"{now - self._begun:.0f} s: {sentence}")
             self.deaths += death
 
     def figures(self, now: float) -> dict[str, object]:
-        """Return the fields of a view that follow from the counters."""
         with self._lock:
             recent, seconds, notes = list(self._recent), dict(self._seconds), tuple(self._notes)
             by_status = tuple(sorted(self._by_status.items()))

@@ -52,17 +52,13 @@ class Straggler:
     """A worker that computes longer per step than the others, and the cost to them."""
 
     worker: int
-    ratio: float
-    """Of its compute time per step to the median of the others."""
+    ratio: float  # of its compute time per step to the median of the others
     since_step: int
-    until_step: int | None
-    """None: it still is."""
+    until_step: int | None  # None: it still is
     from_the_start: bool
-    others_wait: float
-    """The share of their time that the others spent waiting meanwhile."""
+    others_wait: float  # the share of their time that the others spent waiting meanwhile
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the row of a summary."""
         return dataclasses.asdict(self)
 
     @classmethod
@@ -76,16 +72,13 @@ class Late:
     """A worker that the others wait for although its compute time is no longer than theirs."""
 
     worker: int
-    others_wait: float
-    """The share of their median step that the others wait for it."""
+    others_wait: float  # the share of their median step that the others wait for it
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the row of a summary."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, row: Mapping[str, Any]) -> Late:
-        """Read the row of a summary; unknown fields are ignored."""
         return cls(**{field.name: row[field.name] for field in dataclasses.fields(cls)})
 
 
@@ -97,7 +90,6 @@ class Slowness:
         self._found: tuple[Straggler, ...] | None = None
 
     def add(self, records: Records) -> None:
-        """Add events of any workers, those of one worker in recording order."""
         tells = _TELLS[records["kind"]] & (records["step"] >= 0)
         if not tells.any():
             return
@@ -107,10 +99,12 @@ class Slowness:
             steps = self._steps.setdefault(role, _Steps())
             for begin in range(0, len(rows), _PORTION):
                 steps.add(rows[begin : begin + _PORTION])
-                self._thin(steps)
+                while len(steps.rows) > _MAX_ROWS:
+                    before_ns = int(steps.rows["start_ns"][-_IN_FULL])
+                    for others in self._steps.values():
+                        others.thin(before_ns)
 
     def now(self) -> tuple[Straggler, ...]:
-        """Return the workers that are slow as of their newest steps, slowest first."""
         if self._found is None:
             self._found = self._named(slow_now(self._paces()))
         return self._found
@@ -121,19 +115,10 @@ class Slowness:
         return _late({role: steps.newest(newest - WINDOW_NS) for role, steps in self._steps.items()})
 
     def late_ever(self) -> Late | None:
-        """Return the same as `late_now`, over the whole run."""
         return _late({role: steps.rows for role, steps in self._steps.items()})
 
     def ever(self) -> tuple[Straggler, ...]:
-        """Return the workers that are slow now or were slow for a while."""
         return self._named(find_slow(self._paces(), None))
-
-    def _thin(self, longest: _Steps) -> None:
-        """Drop every second old step of every worker."""
-        while len(longest.rows) > _MAX_ROWS:
-            before_ns = int(longest.rows["start_ns"][-_IN_FULL])
-            for steps in self._steps.values():
-                steps.thin(before_ns)
 
     def _paces(self) -> list[Pace]:
         paces = []
@@ -159,7 +144,6 @@ class Slowness:
         )
 
     def _others_wait(self, slow: Slow) -> float:
-        """Return the share of their time that the others waited while this worker was slow."""
         own = self._steps[slow.worker].rows
         begin_ns = int(own["start_ns"][np.flatnonzero(own["step"] == slow.since_step)[-1]])
         end_ns = np.iinfo(np.int64).max
@@ -214,17 +198,12 @@ def _rows_of(records: Records, chosen: npt.NDArray[np.intp]) -> _Rows:
     for name, kind in (("compute_ns", EventKind.COMPUTE), ("wait_ns", EventKind.WAIT)):
         rows[name] = np.add.reduceat(np.where(kinds == kind, durations, 0), begins)
     rows["accounted_ns"] = np.add.reduceat(durations, begins)
-    _add_peers(rows, np.where(kinds == EventKind.WAIT, durations, 0), records["peer"][chosen], begins)
-    return rows
-
-
-def _add_peers(
-    rows: _Rows, waits: npt.NDArray[np.int64], peers: npt.NDArray[np.int64], begins: npt.NDArray[np.intp]
-) -> None:
-    """Set each row's longest wait and the peer that it was for."""
+    waits = np.where(kinds == EventKind.WAIT, durations, 0)
+    peers = records["peer"][chosen]
     owner = np.repeat(np.arange(len(begins)), np.diff(begins, append=len(waits)))
     longest = np.lexsort((waits, owner))[np.append(begins[1:], len(waits)) - 1]
     rows["peer"], rows["peer_ns"] = np.where(waits[longest] > 0, peers[longest], NOBODY), waits[longest]
+    return rows
 
 
 def _late(rows: Mapping[int, _Rows]) -> Late | None:

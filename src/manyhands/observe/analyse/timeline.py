@@ -19,20 +19,19 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from manyhands.errors import UserError
-from manyhands.observe.analyse.arrows import Span, message_arrows, wait_arrows
-from manyhands.observe.analyse.picture import Gap, Mark, PictureStep, Row, Slice, Timeline, Window
-from manyhands.observe.analyse.slice_rows import laid_out
+from manyhands.observe.analyse.picture import Arrow, Gap, Mark, PictureStep, Row, Slice, Timeline, Window
 from manyhands.observe.record.events import NO_STEP, EventKind, Records
 from manyhands.observe.record.recorded import RoleEvents, role_name
 
-__all__ = ["build_timeline"]
+__all__ = ["Span", "build_timeline", "laid_out", "message_arrows", "wait_arrows"]
 
 _PARTS = (
     EventKind.INPUT,
@@ -71,7 +70,12 @@ def build_timeline(
     windows = _choose(ids, slowness, most if max_steps is None else max(3, min(most, max_steps)))
     roles = [events for events in roles if len(events.records)]
     zero_ns = min(int(events.records["start_ns"].min()) for events in roles)
-    holes = _holes(ids, windows)
+    found = []
+    for left, right in itertools.pairwise(windows):
+        between = ids[(ids > left.last_step) & (ids < right.first_step)]
+        if len(between):
+            found.append((int(between[0]), int(between[-1])))
+    holes = tuple(found)
     spans = [_span(roles, window) for window in windows]
     rows = tuple(
         _row(events, windows, holes, zero_ns, whole=steps is None)
@@ -89,7 +93,6 @@ def _has_steps(events: RoleEvents) -> bool:
 
 
 def _steps_of(roles: Sequence[RoleEvents]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the run's steps in order, and the longest duration of each over the roles."""
     records = [events.of(EventKind.STEP, EventKind.COMPUTE) for events in roles]
     joined = np.concatenate(records) if records else np.zeros(0, [("step", np.int64)])
     joined = joined[joined["step"] > NO_STEP]
@@ -106,19 +109,15 @@ def _affordable_steps(roles: Sequence[RoleEvents], ids: npt.NDArray[np.int64], m
     for events in roles:
         parts = events.of(*_PARTS, EventKind.STEP, EventKind.SEND)
         if not _has_steps(events):  # its events may lack a step
-            slices += len(events.of(*_SERVER_PARTS, EventKind.HOLD)) * _share(roles, ids)
+            slices += len(events.of(*_SERVER_PARTS, EventKind.HOLD)) * (
+                len(ids) / max(1, len(_steps_of(roles)[0]))
+            )
             continue
         slices += int(((parts["step"] >= ids[0]) & (parts["step"] <= ids[-1])).sum())
     return max(3, int(max_slices * len(ids) / max(1, slices)))
 
 
-def _share(roles: Sequence[RoleEvents], ids: npt.NDArray[np.int64]) -> float:
-    """Return those of all steps that are among `ids`."""
-    return len(ids) / max(1, len(_steps_of(roles)[0]))
-
-
 def _span(roles: Sequence[RoleEvents], window: Window) -> Span:
-    """Return the time span of a window's steps over all roles."""
     begin, end = np.iinfo(np.int64).max, 0
     for events in roles:
         steps = events.of(EventKind.STEP, *_PARTS)
@@ -148,16 +147,6 @@ def _choose(
     return tuple(
         Window(label=label, first_step=int(part[0]), last_step=int(part[-1])) for label, part in kept.items()
     )
-
-
-def _holes(ids: npt.NDArray[np.int64], windows: Sequence[Window]) -> tuple[tuple[int, int], ...]:
-    """Return the first and last step of every gap between two windows."""
-    holes = []
-    for left, right in itertools.pairwise(windows):
-        between = ids[(ids > left.last_step) & (ids < right.first_step)]
-        if len(between):
-            holes.append((int(between[0]), int(between[-1])))
-    return tuple(holes)
 
 
 def _steps_left_out(
@@ -211,7 +200,6 @@ def _row(
 
 
 def _server_row(events: RoleEvents, spans: Sequence[Span], zero_ns: int) -> Row:
-    """Return the row of a role without steps, restricted to the given time spans."""
     records = events.records
     starts = records["start_ns"].astype(np.int64)
     ends = starts + records["duration_ns"].astype(np.int64)
@@ -278,7 +266,6 @@ def _gap(records: Records, hole: tuple[int, int], zero_ns: int) -> Gap | None:
 
 
 def _gap_of(inside: Records, steps: tuple[int, int], zero_ns: int) -> Gap:
-    """Return a gap with the totals of these records."""
     durations = inside["duration_ns"].astype(np.int64)
 
     def spent(kind: EventKind) -> int:
@@ -322,3 +309,174 @@ def _marks(records: Records, zero_ns: int) -> tuple[Mark, ...]:
         )
         for record in records
     )
+
+
+@dataclass(slots=True)
+class _Group:
+    """Parts that lie inside one step, or a single part outside all steps."""
+
+    begin_ns: int
+    end_ns: int
+    parts: list[Slice] = field(default_factory=list)
+
+
+def laid_out(slices: Sequence[Slice], steps: Sequence[PictureStep]) -> tuple[Slice, ...]:
+    """Return the same slices without overlaps: moved inside their step, cut only where that is not enough."""
+    starts = [step.start_ns for step in steps]
+    groups: list[_Group] = []
+    homes: dict[int, _Group] = {}
+    for part in slices:
+        home = bisect.bisect_right(starts, part.start_ns) - 1
+        if home < 0 or part.start_ns >= steps[home].end_ns:
+            groups.append(_Group(part.start_ns, part.end_ns, [part]))
+            continue
+        if home not in homes:
+            homes[home] = _Group(steps[home].start_ns, steps[home].end_ns)
+            groups.append(homes[home])
+        homes[home].parts.append(part)
+    out: list[Slice] = []
+    cursor = 0
+    for group in groups:
+        for part in _end_to_end(group):
+            cut = _between(part, max(part.start_ns, cursor), part.end_ns)
+            if cut.end_ns > cut.start_ns:
+                out.append(cut)
+                cursor = cut.end_ns
+    return tuple(out)
+
+
+def _end_to_end(group: _Group) -> list[Slice]:
+    """Lay slices end to end: first move later ones forward, then move all back as far as the step's end requires."""
+    cursor = group.begin_ns
+    moved: list[Slice] = []
+    for part in group.parts:
+        begin = max(part.start_ns, cursor)
+        cursor = begin + part.end_ns - part.start_ns
+        moved.append(_between(part, begin, cursor))
+    limit = group.end_ns
+    for index in range(len(moved) - 1, -1, -1):
+        part = moved[index]
+        if part.end_ns <= limit:
+            break
+        begin = limit - (part.end_ns - part.start_ns)
+        moved[index] = _between(part, begin, limit)
+        limit = begin
+    return [_between(part, max(part.start_ns, group.begin_ns), part.end_ns) for part in moved]
+
+
+def _between(part: Slice, start_ns: int, end_ns: int) -> Slice:
+    if (part.start_ns, part.end_ns) == (start_ns, end_ns):
+        return part
+    return replace(part, start_ns=start_ns, end_ns=end_ns)
+
+
+_NEAR_NS = 1_000_000  # a record may begin or end slightly before or after the message that it belongs to
+
+Span = tuple[int, int]  # A stretch of time, both ends included, in nanoseconds on the clock of the events
+
+
+def wait_arrows(rows: Sequence[Row]) -> Iterator[Arrow]:
+    """Return an arrow for each wait whose peer had a visible slice when the wait ended."""
+    by_role = {row.role: _Track(row) for row in rows}
+    for row in rows:
+        for wait in row.slices:
+            if wait.kind is not EventKind.WAIT or wait.peer not in by_role or wait.peer == row.role:
+                continue
+            # One nanosecond inside both slices, so that a trace viewer attaches the arrow to the right slices.
+            target_ns = wait.end_ns - 1
+            source_ns = by_role[wait.peer].before(target_ns)
+            if source_ns is not None:
+                yield Arrow(
+                    source=wait.peer,
+                    source_ns=source_ns,
+                    target=row.role,
+                    target_ns=target_ns,
+                    step=wait.step,
+                )
+
+
+def message_arrows(
+    rows: Sequence[Row], roles: Iterable[RoleEvents], spans: Sequence[Span], zero_ns: int
+) -> Iterator[Arrow]:
+    """Return an arrow for each message whose two ends lie within `spans` and on visible slices."""
+    tracks = {row.role: _Track(row) for row in rows}
+    for (source, target), (sent, received) in _ends(roles, spans).items():
+        if source not in tracks or target not in tracks:
+            continue
+        for number, sends in sent.items():
+            for send, arrival in zip(sends, received.get(number, ()), strict=False):
+                target_ns = tracks[target].near(arrival.at_ns - zero_ns)
+                if target_ns is None:
+                    continue
+                # A message may arrive before the call that sent it has returned.
+                left_ns = max(send.began_ns, min(send.at_ns, arrival.at_ns))
+                source_ns = tracks[source].near(left_ns - zero_ns, latest_ns=target_ns)
+                if source_ns is not None:
+                    yield Arrow(
+                        source=source,
+                        source_ns=source_ns,
+                        target=target,
+                        target_ns=target_ns,
+                        step=max(send.step, arrival.step),
+                        is_message=True,
+                        num_bytes=send.num_bytes,
+                    )
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """One end of a message."""
+
+    began_ns: int
+    at_ns: int
+    step: int
+    num_bytes: int
+
+
+_Ends = dict[int, list[_End]]  # by message number, in recording order
+
+
+def _ends(roles: Iterable[RoleEvents], spans: Sequence[Span]) -> dict[tuple[int, int], tuple[_Ends, _Ends]]:
+    found: dict[tuple[int, int], tuple[_Ends, _Ends]] = defaultdict(
+        lambda: (defaultdict(list), defaultdict(list))
+    )
+    names = ("kind", "peer", "message", "start_ns", "step", "num_bytes")
+    for events in roles:
+        records = events.of(EventKind.SEND, EventKind.RECEIVE)
+        starts = records["start_ns"].astype(np.int64)
+        ends = starts + np.where(
+            records["kind"] == EventKind.SEND, records["duration_ns"].astype(np.int64), 0
+        )
+        inside = np.zeros(len(records), bool)
+        for begin, end in spans:
+            inside |= (starts >= begin) & (ends <= end)
+        columns = [records[name][inside].tolist() for name in names]
+        for kind, peer, number, began_ns, step, num_bytes, at_ns in zip(
+            *columns, ends[inside].tolist(), strict=True
+        ):
+            is_send = kind == EventKind.SEND
+            pair = (events.role, peer) if is_send else (peer, events.role)
+            found[pair][0 if is_send else 1][number].append(_End(began_ns, at_ns, step, num_bytes))
+    return found
+
+
+class _Track:
+    """The slices of a row, searchable by time."""
+
+    def __init__(self, row: Row) -> None:
+        self._slices: Sequence[Slice] = row.slices
+        self._starts = [part.start_ns for part in row.slices]
+
+    def before(self, at_ns: int) -> int | None:
+        """Return the moment if it lies in a slice, else the latest earlier moment that does."""
+        index = bisect.bisect_right(self._starts, at_ns) - 1
+        return min(at_ns, self._slices[index].end_ns - 1) if index >= 0 else None
+
+    def near(self, at_ns: int, latest_ns: int | None = None) -> int | None:
+        """Return the moment if it lies in a slice, else the nearest one that does, within the tolerance."""
+        index = bisect.bisect_right(self._starts, at_ns)
+        moments = [min(at_ns, part.end_ns - 1) for part in self._slices[max(0, index - 1) : index]]
+        moments += self._starts[index : index + 1]
+        moments = [moment for moment in moments if latest_ns is None or moment <= latest_ns]
+        nearest = min(moments, key=lambda moment: abs(moment - at_ns), default=None)
+        return nearest if nearest is not None and abs(nearest - at_ns) <= _NEAR_NS else None

@@ -48,23 +48,19 @@ class WorkerTotals:
 
     @property
     def accounted_s(self) -> float:
-        """Computing, exchanging and waiting time together."""
         return self.compute_s + self.exchange_s + self.wait_s
 
     def split(self) -> TimeSplit:
-        """The three as shares of their sum."""
         whole = self.accounted_s
         if whole == 0:
             return TimeSplit(0.0, 0.0, 0.0)
         return TimeSplit(self.compute_s / whole, self.exchange_s / whole, self.wait_s / whole)
 
     def waits_mostly_for(self) -> int | None:
-        """The peer that most of the waiting was for, if any."""
         longest = max(self.wait_for_s, default=0.0)
         return self.wait_for_s.index(longest) if longest > 0 else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the row of a summary."""
         return dataclasses.asdict(self) | {"wait_for_s": list(self.wait_for_s)}
 
     @classmethod
@@ -107,11 +103,10 @@ class Totals:
         self._evaluation_ns = np.zeros(workers, np.int64)  # start of each worker's newest evaluation
         self._is_evaluating = np.zeros(workers, bool)
         self._pace = _Pace()
-        self._slowness = Slowness()
+        self.slowness = Slowness()
 
     @property
     def workers(self) -> int:
-        """The current capacity in workers."""
         return self._workers
 
     def widen(self, workers: int) -> None:
@@ -130,7 +125,6 @@ class Totals:
         self._workers = workers
 
     def update(self, records: Records) -> None:
-        """Add events of any workers, those of one worker in recording order."""
         roles = records["role"].astype(np.intp)
         if len(roles) and roles.max() >= self._workers:
             raise UserError(f"role={roles.max()} is not allowed; there are workers 0 to {self._workers - 1}")
@@ -151,7 +145,7 @@ class Totals:
         self._evaluation_ns[roles[evaluations]] = records["start_ns"][evaluations]
         self._is_evaluating[roles[evaluations]] = records["count"][evaluations] == 0
 
-        self._slowness.add(records)
+        self.slowness.add(records)
         steps = kinds == EventKind.STEP
         if steps.any():
             self._add_steps(roles[steps], records[steps])
@@ -165,7 +159,6 @@ class Totals:
         self._pace.add(records)
 
     def worker(self, worker: int) -> WorkerTotals:
-        """Return the totals of one worker."""
         duration_s = self._duration_ns[worker] / _NS_PER_S
         return WorkerTotals(
             worker=worker,
@@ -197,17 +190,9 @@ class Totals:
             samples_per_s=samples_per_s,
             steps_per_s=steps_per_s,
             evaluating=bool((idle & self._is_evaluating).any()),
-            slow=self._slowness.now(),
-            late=self._slowness.late_now(),
+            slow=self.slowness.now(),
+            late=self.slowness.late_now(),
         )
-
-    def slow_ever(self) -> tuple[Straggler, ...]:
-        """Return every worker that is or was slow for a while, for the end of a run."""
-        return self._slowness.ever()
-
-    def late_ever(self) -> Late | None:
-        """Return the worker that was waited for in the median step of the run although it computed no longer."""
-        return self._slowness.late_ever()
 
     def _loss(self) -> float | None:
         """Return one loss, whether workers report that of their share or that of the whole batch."""
@@ -226,13 +211,10 @@ class _Pace:
         self._samples_by_bin: dict[int, int] = {}
         self._samples = 0
         self._begin_ns: int | None = None
-        self.newest_ns = 1
-        """When the newest step ended."""
-
+        self.newest_ns = 1  # when the newest step ended
         self._step_range = range(0)  # the global batches seen so far
 
     def add(self, steps: Records) -> None:
-        """Count the samples of STEP records at the end of each step."""
         begin_ns, first, end = (
             int(steps["start_ns"].min()),
             int(steps["step"].min()),

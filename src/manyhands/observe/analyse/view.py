@@ -30,26 +30,19 @@ __all__ = [
 class Phase(Enum):
     """The phase of a run."""
 
-    STARTING = "starting"
-    """No step has ended yet."""
-    RUNNING = "running"
-    """Training steps are completing."""
-    QUIET = "quiet"
-    """Nothing has happened for a while, and the run was not reported as ended."""
-    ENDED = "ended"
-    """The run has ended and its summary exists."""
+    STARTING = "starting"  # no step has ended yet
+    RUNNING = "running"  # training steps are completing
+    QUIET = "quiet"  # nothing has happened for a while, and the run was not reported as ended
+    ENDED = "ended"  # the run has ended and its summary exists
 
 
 @unique
 class Presence(Enum):
     """Whether a worker or a server takes part."""
 
-    STARTING = "starting"
-    """It was requested or its process was started, and it has not joined yet."""
-    PRESENT = "present"
-    """It takes part."""
-    GONE = "gone"
-    """It took part, and died, went silent or left."""
+    STARTING = "starting"  # it was requested or its process was started, and it has not joined yet
+    PRESENT = "present"  # it takes part
+    GONE = "gone"  # it took part, and died, went silent or left
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,12 +75,10 @@ class WorkerView:
     steps: int
     samples: int
     steps_per_s: float
-    compute_ms: float
-    """Of a recent step."""
+    compute_ms: float  # of a recent step
     shares: Shares
     recent: Shares
-    waits_for: str
-    """The peer that it mostly waits for, recently; empty where it does not wait."""
+    waits_for: str  # the peer that it mostly waits for, recently; empty where it does not wait
     bytes_sent: int
     messages_sent: int
 
@@ -101,14 +92,11 @@ class ServerView:
     presence: Presence
     primary_of: tuple[int, ...]
     backup_of: tuple[int, ...]
-    num_bytes: int
-    """Bytes of the parameters whose primary it is; 0 where unknown."""
+    num_bytes: int  # bytes of the parameters whose primary it is; 0 where unknown
     updates: int
     updates_per_s: float
-    apply_ms: float
-    """Of a recent update."""
-    share: float
-    """Of all servers' recent applying: 1 / servers where the load is even."""
+    apply_ms: float  # of a recent update
+    share: float  # of all servers' recent applying: 1 / servers where the load is even
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,12 +123,10 @@ class Happening:
     """An event of a member: it joined, left, died, went silent or recovered."""
 
     at_s: float
-    what: str
-    """started, joined, left, died, silent, fenced, recovered, fault, note."""
+    what: str  # started, joined, left, died, silent, fenced, recovered, fault, note
     who: str
     sentence: str
-    epoch: int
-    """The membership epoch from then on; 0 where a run has none."""
+    epoch: int  # the membership epoch from then on; 0 where a run has none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,10 +136,8 @@ class PartyView:
     number: int
     name: str
     samples: int
-    rounds: int
-    """The rounds that it took part in."""
-    labels: tuple[int, ...]
-    """The number of samples of each label; empty where samples have no labels."""
+    rounds: int  # the rounds that it took part in
+    labels: tuple[int, ...]  # the number of samples of each label; empty where samples have no labels
     measures: Mapping[str, float]
     """Means over the party's samples at the end, with the model that the party uses."""
     common: Mapping[str, float] = field(default_factory=dict)
@@ -164,13 +148,11 @@ class PartyView:
 class PartiesView:
     """The parties of a federated run: participation so far, and at the end how different they are."""
 
-    count: int
-    """The number of parties; 0 before it is known."""
+    count: int  # the number of parties; 0 before it is known
     rounds: Mapping[int, int]
     """The number of rounds each took part in, by party number; those that never did are left out."""
     labels: tuple[str, ...] = ()
-    parties: tuple[PartyView, ...] = ()
-    """All parties, or some at even distances."""
+    parties: tuple[PartyView, ...] = ()  # all parties, or some at even distances
     spread: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Of each measure, over the parties: mean, lowest and highest tenth, standard deviation."""
     spread_common: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
@@ -187,41 +169,30 @@ class RunView:
 
     task: str
     strategy: str
-    about: tuple[tuple[str, str], ...] = ()
-    """How the run was started, by name: command, host, date, settings."""
+    about: tuple[tuple[str, str], ...] = ()  # how the run was started, by name: command, host, date, settings
     phase: Phase
-    step: int
-    """Global batches done."""
+    step: int  # global batches done
     steps_asked: int
     seconds: float
     loss: float | None
     samples_per_s: float
     steps_per_s: float
     seconds_left: float | None
-    final: Mapping[str, float]
-    """The metrics of the newest evaluation."""
+    final: Mapping[str, float]  # the metrics of the newest evaluation
     best: tuple[str, float, int] | None = None
     """Of the run's first metric that is no loss, or its evaluation loss: name, best value so far, and after which
     step."""
-    curves: tuple[Curve, ...]
-    """`loss` first, then `samples_per_s`, then one for each metric."""
+    curves: tuple[Curve, ...]  # `loss` first, then `samples_per_s`, then one for each metric
     workers: tuple[WorkerView, ...]
     servers: tuple[ServerView, ...]
-    waits: tuple[tuple[float, ...], ...]
-    """Seconds that worker i (row) waited for worker j (column)."""
+    waits: tuple[tuple[float, ...], ...]  # seconds that worker i (row) waited for worker j (column)
     staleness: Staleness
     traffic: tuple[TrafficView, ...]
-    epoch: int
-    """The membership epoch; 0 where a run has none."""
-    happenings: tuple[Happening, ...]
-    """The newest last."""
-    warnings: tuple[str, ...]
-    """Current warnings, one sentence each; empty where all is well."""
-    notes: tuple[str, ...]
-    """What is missing from this view."""
-    parties: PartiesView | None = None
-    """The parties of a federated run; None for other runs."""
+    epoch: int  # the membership epoch; 0 where a run has none
+    happenings: tuple[Happening, ...]  # the newest last
+    warnings: tuple[str, ...]  # current warnings, one sentence each; empty where all is well
+    notes: tuple[str, ...]  # what is missing from this view
+    parties: PartiesView | None = None  # the parties of a federated run; None for other runs
     notices: tuple[str, ...] = ()
     """Sentences of a run that has ended besides its figures: its guarantees, and why it ended."""
-    evaluating: bool = False
-    """Whether an evaluation is in progress, during which training is paused."""
+    evaluating: bool = False  # whether an evaluation is in progress, during which training is paused

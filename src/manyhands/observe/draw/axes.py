@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 __all__ = ["Axis", "Tick", "linear", "logarithmic", "nice", "short_number", "spans_powers"]
 
-Tick = tuple[float, str]
-"""A number, and how it is written."""
+Tick = tuple[float, str]  # A number, and how it is written
 
 _VAST, _TINY = 1e300, 1e-290  # outside this range, float differences vanish
 _POWERS = 10.0  # ratio of greatest to least from which a logarithmic axis is better
@@ -31,7 +30,6 @@ class Axis:
     is_log: bool = False
 
     def at(self, value: float) -> float:
-        """Return the coordinate of a number."""
         value = math.log10(_within(_TINY, value)) if self.is_log else _within(-_VAST, value)
         return self.begin + (self.end - self.begin) * (value - self.low) / (self.high - self.low)
 
@@ -113,7 +111,6 @@ def short_number(value: float) -> str:
 
 
 def _within(least: float, value: float) -> float:
-    """Clamp `value` to the range in which coordinates can be computed."""
     return max(least, min(_VAST, value))
 
 

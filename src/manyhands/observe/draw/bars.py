@@ -79,9 +79,7 @@ class Bars:
         """Add a phase that does `total` `unit`s of work, or an unknown number."""
         return BarPhase(self._progress, name, total, unit)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._progress is not None:
             self._progress.stop()
             self._progress = None

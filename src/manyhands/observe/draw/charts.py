@@ -7,23 +7,23 @@ colours and the page around a chart are those of `paper`, which this module pass
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
 from manyhands.observe.draw.axes import Axis, Tick, linear, logarithmic, short_number, spans_powers
-from manyhands.observe.draw.hidden_curves import overlapping
 from manyhands.observe.draw.paper import (
     NUM_COLOURS,
     NUM_DASHES,
     NUM_HEATS,
     STYLE,
     document,
+    findings_section,
     made_section,
     quiet,
     section,
-    told_section,
 )
 
 __all__ = [
@@ -32,17 +32,19 @@ __all__ = [
     "bar_chart",
     "data_table",
     "document",
+    "findings_section",
     "histogram",
     "line_chart",
     "loss_chart",
     "made_section",
     "matrix",
+    "overlapping",
     "quiet",
     "section",
     "share_bars",
     "short_number",
-    "told_section",
 ]
+
 
 _WIDTH, _HEIGHT = 360.0, 190.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 50.0, 10.0, 8.0, 34.0
@@ -63,9 +65,7 @@ class Series:
     name: str
     xs: Sequence[float]
     ys: Sequence[float]
-    note: str = ""
-    """What the legend says beside the name."""
-
+    note: str = ""  # what the legend says beside the name
     dots: Sequence[tuple[float, float]] = ()
     """Points that are drawn by themselves, in the colour of the curve."""
 
@@ -139,7 +139,6 @@ def bar_chart(
     title: str,
     show: Callable[[float], str] | None = None,
 ) -> str:
-    """Draw one horizontal bar per name, with its number formatted by `show`."""
     show = show or short_number
     finite = [value for _, value in bars if math.isfinite(value)]
     axis = Axis(0.0, max([*finite, 0.0]) or 1.0, _NAME, _WIDTH - 62)
@@ -181,7 +180,14 @@ def share_bars(
                 percent = f"{100 * share:.0f} %"
                 drawn.append(_text((left + right) / 2, y + _ROW / 2 + 3.5, percent, "on", "middle"))
     said = f"{title}: " + (
-        "; ".join(_shares_in_words(name, shares, parts) for name, shares in rows) or "none yet"
+        "; ".join(
+            (
+                f"{name} "
+                + ", ".join(f"{part} {100 * share:.0f} %" for part, share in zip(parts, shares, strict=True))
+            )
+            for name, shares in rows
+        )
+        or "none yet"
     )
     svg = _svg(drawn, max(_ROW, _ROW * len(rows)), said, "chart rows")
     return _figure(title, svg, _legend(parts, [_swatch(colour) for colour in colours]))
@@ -262,7 +268,13 @@ def data_table(
     rows = [tuple(row) for row in rows]
     kinds = [
         _kinds(
-            "" if index in words else "number", "long" if _is_long(name, [row[index] for row in rows]) else ""
+            "" if index in words else "number",
+            "long"
+            if (
+                len(name) + max((len(cell) for cell in [row[index] for row in rows]), default=0)
+                > _HALF_LETTERS
+            )
+            else "",
         )
         for index, name in enumerate(columns)
     ]
@@ -288,7 +300,6 @@ def data_table(
 
 
 def _gaps(series: Series, positive_x: bool, positive_y: bool) -> list[list[tuple[float, float]]]:
-    """Split the points where some cannot be drawn."""
     runs: list[list[tuple[float, float]]] = [[]]
     for x, y in zip(series.xs, series.ys, strict=True):
         is_drawn = (x > 0 or not positive_x) and (y > 0 or not positive_y)
@@ -315,7 +326,6 @@ def _thinned(points: list[tuple[float, float]], most: int) -> list[tuple[float, 
 
 
 def _nothing(title: str, sentence: str) -> str:
-    """Return an empty chart of the usual size, with axes, that says why it is empty."""
     bottom, right = _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
     drawn = [
         f'<path class="axis" fill="none" d="M{_LEFT:g},{_TOP:g} {_LEFT:g},{bottom:g} {right:g},{bottom:g}"/>',
@@ -431,12 +441,6 @@ def _listed(names: Sequence[str]) -> str:
     return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
-def _shares_in_words(name: str, shares: Sequence[float], parts: Sequence[str]) -> str:
-    return f"{name} " + ", ".join(
-        f"{part} {100 * share:.0f} %" for part, share in zip(parts, shares, strict=True)
-    )
-
-
 def _cell(value: float, greatest: float, show: Callable[[float], str]) -> str:
     if value == 0 or not math.isfinite(value):
         return f'<td class="quiet">{"·" if value == 0 else escape(show(value))}</td>'
@@ -475,11 +479,6 @@ def _figure(title: str, svg: str, legend: str = "", kind: str = "") -> str:
     return f"<figure{shape}><figcaption>{escape(title)}</figcaption>{legend}{svg}</figure>"
 
 
-def _is_long(name: str, cells: Iterable[str]) -> bool:
-    """Return whether a column's name or longest cell exceeds half a phone's width."""
-    return len(name) + max((len(cell) for cell in cells), default=0) > _HALF_LETTERS
-
-
 def _kinds(*kinds: str) -> str:
     named = " ".join(kind for kind in kinds if kind)
     return f' class="{named}"' if named else ""
@@ -489,3 +488,45 @@ def _scroll(title: str, table: str, scrolls: bool) -> str:
     if not scrolls:
         return table
     return f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(title)}">{table}</div>'
+
+
+_NEAR = 1.5  # distance in picture units below which a stroke hides another
+_SAMPLES = 48
+_ALIKE = 0.95  # share of the samples that must be near
+_SHARED = 0.9  # share of a curve's width that must overlap with the other
+
+Points = Sequence[tuple[float, float]]
+
+
+def overlapping(curves: Sequence[Points]) -> list[tuple[int, ...]]:
+    """Return groups of two or more curve numbers that nearly coincide.
+
+    Curves are points in units of the picture, in the order of x; one without a point is in no group.
+    """
+    groups: list[tuple[int, ...]] = []
+    free = [number for number, points in enumerate(curves) if points]
+    while free:
+        first, *others = free
+        alike = [other for other in others if _are_alike(curves[first], curves[other])]
+        if alike:
+            groups.append((first, *alike))
+        free = [other for other in others if other not in alike]
+    return groups
+
+
+def _are_alike(one: Points, other: Points) -> bool:
+    begin, end = max(one[0][0], other[0][0]), min(one[-1][0], other[-1][0])
+    widest = max(points[-1][0] - points[0][0] for points in (one, other))
+    if end - begin < _SHARED * widest:
+        return False
+    places = [begin + (end - begin) * n / (_SAMPLES - 1) for n in range(_SAMPLES)]
+    near = sum(abs(_height(one, x) - _height(other, x)) <= _NEAR for x in places)
+    return near >= _ALIKE * _SAMPLES
+
+
+def _height(points: Points, x: float) -> float:
+    right = bisect.bisect_left(points, x, key=lambda point: point[0])
+    if right == 0 or right == len(points):
+        return points[min(right, len(points) - 1)][1]
+    (x0, y0), (x1, y1) = points[right - 1], points[right]
+    return y0 if x1 == x0 else y0 + (y1 - y0) * (x - x0) / (x1 - x0)

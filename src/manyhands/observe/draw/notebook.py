@@ -11,11 +11,22 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from manyhands.observe.analyse.totals import WorkerTotals
-from manyhands.observe.draw.charts import STYLE, Series, loss_chart, short_number
+from manyhands.observe.analyse.remarks import headline, in_order
+from manyhands.observe.analyse.totals import TotalsSnapshot, WorkerTotals
+from manyhands.observe.draw.charts import STYLE, Series, data_table, loss_chart, short_number
+from manyhands.observe.draw.showing import Panel
 from manyhands.observe.record.final import final_loss
 
-__all__ = ["facts_of", "loss_curve", "run_html", "run_line", "table_html"]
+__all__ = [
+    "ended_html",
+    "facts_of",
+    "loss_curve",
+    "run_html",
+    "run_line",
+    "running_html",
+    "running_line",
+    "table_html",
+]
 
 _WIDTH = 480
 _LEAST_WAITING = 0.005  # share of a worker's time; less rounds to nothing
@@ -27,7 +38,8 @@ def facts_of(
     """Return names and values about a run; `steps` are its rows that have a loss."""
     facts = [(name, str(summary[name])) for name in ("task", "strategy", "workers") if name in summary]
     if "steps" in summary:
-        facts.append(("steps", _steps(summary)))
+        done, asked = summary["steps"], summary.get("steps_asked")
+        facts.append(("steps", f"{done} of {asked}" if asked not in (None, done) else str(done)))
     if steps:
         first, last = _ends(steps)
         facts.append(("loss", f"{first} → {last}"))
@@ -46,12 +58,10 @@ def facts_of(
 
 
 def run_line(facts: Iterable[tuple[str, str]]) -> str:
-    """Return the facts on one line."""
     return " · ".join(_in_words(name, value) for name, value in facts)
 
 
 def table_html(facts: Iterable[tuple[str, str]]) -> str:
-    """Return the facts as a table, one row each."""
     left = 'style="text-align: left"'  # overrides the notebook's style
     rows = "".join(
         f"<tr><th {left}>{escape(name)}</th><td {left}>{escape(value)}</td></tr>" for name, value in facts
@@ -79,13 +89,11 @@ def loss_curve(steps: Sequence[Mapping[str, Any]]) -> str:
 
 
 def run_html(summary: Mapping[str, Any], steps: Sequence[Mapping[str, Any]], path: Path | None = None) -> str:
-    """Return the table and the curve."""
     html = f"<div>{table_html(facts_of(summary, steps, path))}{loss_curve(steps)}</div>"
     return html.encode(errors="backslashreplace").decode()  # a task may return something that is not text
 
 
 def _ends(steps: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-    """Return the loss of the first step, and the final one."""
     first = min(steps, key=lambda row: row["step"])
     return short_number(_number(first["loss"])), short_number(_number(final_loss(steps)))
 
@@ -97,11 +105,6 @@ def _in_words(name: str, value: str) -> str:
         case "workers" | "steps":
             return f"{value} {name.removesuffix('s') if value == '1' else name}"
     return f"{name} {value}"
-
-
-def _steps(summary: Mapping[str, Any]) -> str:
-    done, asked = summary["steps"], summary.get("steps_asked")
-    return f"{done} of {asked}" if asked not in (None, done) else str(done)
 
 
 def _number(value: Any) -> float:
@@ -119,3 +122,38 @@ def _waiting(workers: Sequence[WorkerTotals]) -> str:
     peer = most.waits_mostly_for()
     whom = f", mostly for {peer}" if peer is not None else ""
     return f"worker {most.worker} {100 * most.split().wait:.0f} % of its time{whom}"
+
+
+_SLOT_COLUMNS = ("slot", "steps", "compute", "exchange", "waiting", "mostly for")
+
+
+def running_line(strategy: str, slots: Sequence[int], steps: int, now: TotalsSnapshot | None) -> str:
+    """Return the progress as one line; `now` is None while the run starts."""
+    workers = f"slots {', '.join(map(str, slots))}" if len(slots) > 1 else f"slot {slots[0]}"
+    how_far = "starting" if now is None else in_order(headline(now, steps))
+    return f"{strategy} · {workers} · {how_far}"
+
+
+def running_html(strategy: str, slots: Sequence[int], steps: int, now: TotalsSnapshot | None) -> str:
+    """Return the progress with the split of each slot's time; a slot without events says so."""
+    if now is None:
+        panel, known = f"<div><code>{escape(strategy)}: starting</code></div>", {}
+    else:
+        panel = Panel(now, steps, strategy)._repr_html_()
+        known = {worker.worker: worker for worker in now.workers if worker.steps}
+    table = data_table(
+        _SLOT_COLUMNS, [_slot_row(slot, known.get(slot)) for slot in slots], title=strategy, scrolls=False
+    )
+    return f"<div>{panel}{table}</div>"
+
+
+def ended_html(sentence: str) -> str:
+    return f"<div><code>{escape(sentence)}</code></div>"
+
+
+def _slot_row(slot: int, worker: WorkerTotals | None) -> list[str]:
+    if worker is None:
+        return [str(slot), "starting", "", "", "", ""]
+    peer = worker.waits_mostly_for()
+    shares = [f"{100 * share:.0f} %" for share in worker.split()]
+    return [str(slot), str(worker.steps), *shares, "" if peer is None else str(peer)]

@@ -1,73 +1,49 @@
-"""Sections of the page of a run: a view as HTML, the same on the live page and in a report.
+"""The page of a run: a view as HTML, the same on the live page and in a report.
 
-All sections exist from the beginning and keep their place, with a placeholder where there is no content yet, so that
-the layout is stable during a run. Only the last section, on how the run was started, grows once.
+A section is a function from the view to a `PageSection`, and a line in `SECTIONS`. All exist from the beginning and
+keep their place, with a placeholder where there is no content yet, so that the layout is stable during a run. Only
+the last section, on how the run was started, grows once.
 """
 
 from __future__ import annotations
 
-import math
-from html import escape
+from importlib import import_module
+from importlib.resources import files
+from pathlib import Path
+from typing import Final
 
-from manyhands.errors import format_bytes
-from manyhands.observe.analyse.recent import WINDOW_NS
-from manyhands.observe.analyse.view import Curve, Phase, Presence, RunView, Shares
-from manyhands.observe.draw.charts import (
-    Series,
-    bar_chart,
-    data_table,
-    histogram,
-    line_chart,
-    loss_chart,
-    matrix,
-    quiet,
-    section,
-    share_bars,
-    short_number,
-)
-from manyhands.observe.draw.paper import PART_COLOURS, STYLE, document
-from manyhands.observe.draw.parties_section import parties_section
+from manyhands.data.store.atomic import write_atomically
+from manyhands.observe.analyse.follow import existing_run
+from manyhands.observe.analyse.view import RunView
+from manyhands.observe.draw.paper import STYLE, document, section
 
-__all__ = ["PAGE_STYLE", "report", "sections", "title_of"]
+__all__ = ["PAGE_STYLE", "SECTIONS", "report", "sections", "title_of", "write_report"]
 
-PAGE_STYLE = (
-    STYLE
-    + """
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(7rem, 1fr)); gap: .3rem .9rem; margin: 0; }
-.tiles div, .facts div { min-width: 0; } .tiles dt, .facts dt { color: var(--faint); font-size: .82rem; }
-.tiles dt { white-space: nowrap; overflow: hidden; text-overflow: ellipsis; }
-.facts { display: grid; grid-template-columns: repeat(auto-fill, minmax(9rem, 1fr)); grid-auto-flow: dense;
-  gap: .3rem .9rem; margin: 0; }
-.facts dd { margin: 0; overflow-wrap: anywhere; } .facts .long { grid-column: 1 / -1; }
-.tiles dd { margin: 0; font-size: 1.2rem; font-weight: 600; white-space: nowrap; }
-.tiles dd small { font-size: .9rem; font-weight: 400; color: var(--faint); }
-progress { width: 100%; height: .55rem; margin-top: .5rem; accent-color: var(--c0); display: block; }
-.wrong li { color: var(--bad); font-weight: 600; } .wrong ul { list-style: "! "; }
-.wrong p, .wrong li { max-width: none; } .wrong p { margin: 0; }
-section.alarm { border-color: var(--bad) !important; background: var(--bad-paper) !important; }
-.fill { flex: 1; min-height: 0; overflow: auto; }
-#members tr > :not(:last-child) { width: 1%; white-space: nowrap; }
-.pair { display: grid; gap: .5rem 1.5rem; grid-template-columns: minmax(0, 1fr); }
-@media (min-width: 70rem) { .pair { grid-template-columns: minmax(0, 28rem) minmax(0, 1fr); } }
-.still #members .fill { max-height: 17rem; } .live #members .fill { flex: 1 1 0px; min-height: 8.5rem; }
-@media print { .fill, #members .fill { flex: none !important; max-height: none !important; } }
-.live figcaption { white-space: nowrap; overflow: hidden; text-overflow: ellipsis; }
-.live #wrong { height: 6.3rem; } .live #workers .fill, .live #servers .fill { max-height: 24rem; }
-.live #waits .fill { max-height: 19rem; } .live #traffic .fill { flex: 1 1 0px; min-height: 5.6rem; }
-@media (max-width: 60rem) { .live #wrong { height: 7.7rem; } }
-@media (max-width: 36rem) { .tiles { grid-template-columns: 1fr 1fr; } .tiles .long { grid-column: 1 / -1; order: -1; }
-  .live #wrong { height: 10.4rem; } .live #workers .fill, .live #servers .fill { max-height: 36rem; }
-  .live #members .fill { min-height: 13rem; } }
+PAGE_STYLE: Final = STYLE + files("manyhands.observe.draw").joinpath("page.css").read_text()
+
+SECTIONS: Final[dict[str, str]] = {
+    "now": "run_sections:now",
+    "wrong": "run_sections:wrong",
+    "loss": "run_sections:loss",
+    "metrics": "run_sections:metrics",
+    "throughput": "run_sections:throughput",
+    "workers": "run_sections:workers",
+    "servers": "run_sections:servers",
+    "waits": "run_sections:waits",
+    "traffic": "run_sections:traffic",
+    "parties": "parties_section:parties",
+    "staleness": "run_sections:staleness",
+    "members": "run_sections:members",
+    "notes": "run_sections:notes",
+    "made": "run_sections:made",
+}
+"""In page order: the section's id, and where its function is in this package.
+
+The function returns None where a run has no such section.
 """
-)
-
-_TILE_LETTERS = 14
-_FACT_LETTERS = 24  # characters of a value that fit in one of two columns on a phone
-_MAX_NARROW_WAITS = 6  # workers whose waits fit in one column of the page
 
 
 def title_of(view: RunView) -> str:
-    """Return the title of a run's page."""
     return f"{view.task} · {view.strategy}" if view.task else "A run that has not begun"
 
 
@@ -76,333 +52,19 @@ def report(view: RunView) -> str:
     return document(f"{title_of(view)} · report", sections(view).values(), style=PAGE_STYLE)
 
 
+def write_report(run: Path, out: Path | None = None) -> Path:
+    """Write `report.html` into the run's directory, or `out`; UserError where there is no run."""
+    path = out or run / "report.html"
+    write_atomically(path, [report(existing_run(run).poll()).encode()])
+    return path
+
+
 def sections(view: RunView) -> dict[str, str]:
-    """Return each section's HTML by key, in page order; equal views give equal text.
-
-    Sections on servers are empty where a strategy has none, and come last.
-    """
-    of_servers = _on_servers(view)
-    ordered = (
-        _now(view),
-        _wrong(view),
-        _loss(view),
-        _metrics(view),
-        _throughput(view),
-        _workers(view),
-        *((_servers(view),) if of_servers else ()),
-        _waits(view),
-        _traffic(view),
-        *((("parties", parties_section(view.parties)),) if view.parties is not None else ()),
-        *((_staleness(view),) if of_servers else ()),
-        _members(view),
-        _notes(view),
-        _made(view),
-        *(() if of_servers else (_servers(view), _staleness(view))),
-    )
-    return dict(ordered)
-
-
-def _now(view: RunView) -> tuple[str, str]:
-    ended = view.phase is Phase.ENDED
-    left = view.seconds_left
-    values = {
-        "state": "evaluating" if view.evaluating else view.phase.value,
-        "loss": "–" if view.loss is None else f"{view.loss:.4g}",
-        "samples/s": f"{view.samples_per_s:,.0f}",
-        "elapsed": _duration(view.seconds),
-        "time left": _duration(left) if left is not None and view.phase is Phase.RUNNING else "–",
-    }
-    if ended:
-        del values["time left"]
-    of_all = f" of {view.steps_asked:,}" if view.steps_asked else ""
-    tiles = [f"<div><dt>{name}</dt><dd>{escape(text)}</dd></div>" for name, text in values.items()]
-    # A phone shows two tiles per row; a number that may be too long for one gets a full row.
-    kind = ' class="long"' if len(f"{view.steps_asked:,}{of_all}") > _TILE_LETTERS else ""
-    tiles.insert(1, f"<div{kind}><dt>step</dt><dd>{view.step:,}<small>{of_all}</small></dd></div>")
-    tiles.insert(3, _best(view))
-    done, most = min(view.step, view.steps_asked), max(1, view.steps_asked)
-    bar = f'<progress value="{done}" max="{most}" aria-label="step {view.step:,}{of_all}"></progress>'
-    heading = "The whole run" if ended else "Now"
-    said = _list(view.notices) if view.notices else ""
-    return "now", section("now", heading, f'<dl class="tiles">{"".join(tiles)}</dl>{bar}{said}', "wide")
-
-
-def _best(view: RunView) -> str:
-    """Return the tile of the best evaluation, which is reserved before there is one."""
-    if view.best is None:
-        return "<div><dt>best metric</dt><dd>–</dd></div>"
-    name, value, step = view.best
-    return (
-        f"<div><dt>best {escape(_words(name))}</dt>"
-        f"<dd>{escape(f'{value:.4g}')}<small> step {step:,}</small></dd></div>"
-    )
-
-
-def _wrong(view: RunView) -> tuple[str, str]:
-    if view.warnings:
-        body = _list(view.warnings)
-    elif view.phase is Phase.STARTING:
-        body = quiet("Nothing so far; waiting for the first step.")
-    else:
-        body = '<p class="good">Nothing that the events tell of.</p>'
-    spoken = f'<div class="wrong" role="status" aria-live="polite">{body}</div>'
-    kind = "wide alarm" if view.warnings else "wide"
-    return "wrong", section("wrong", "What is wrong", _fill("What is wrong", spoken), kind)
-
-
-def _loss(view: RunView) -> tuple[str, str]:
-    series = [_by_step(curve) for curve in view.curves if "loss" in curve.name]
-    chart = loss_chart(series, title="Training and evaluation", x_label="step", empty=_none_yet(view))
-    return "loss", section("loss", "Loss", chart)
-
-
-def _metrics(view: RunView) -> tuple[str, str]:
-    curves = [one for one in view.curves if "loss" not in one.name and one.name != "samples_per_s"]
-    empty = "Nothing was evaluated." if view.phase is Phase.ENDED else "Nothing was evaluated yet."
-    if view.final:
-        empty = "Losses alone were evaluated; they are in the chart of the loss."
-    chart = line_chart(
-        [_by_step(curve) for curve in curves],
-        title="On the evaluation data",
-        x_label="step",
-        y_label="metric",
-        empty=empty,
-    )
-    return "metrics", section("metrics", "Metrics", chart)
-
-
-def _throughput(view: RunView) -> tuple[str, str]:
-    curves = [curve for curve in view.curves if curve.name == "samples_per_s"]
-    chart = line_chart(
-        [Series(name="samples/s", xs=one.seconds, ys=one.values) for one in curves],
-        title="All workers together, over the run's seconds",
-        x_label="seconds",
-        y_label="samples/s",
-        from_zero=True,
-        empty=_none_yet(view),
-    )
-    return "throughput", section("throughput", "Throughput", chart)
-
-
-def _none_yet(view: RunView) -> str:
-    return "No step was recorded." if view.phase is Phase.ENDED else "Waiting for the first step."
-
-
-def _workers(view: RunView) -> tuple[str, str]:
-    heading = "Workers and their time"
-    if not view.workers:
-        return "workers", section("workers", heading, quiet("No worker has begun yet."), "wide")
-    is_over = view.phase is Phase.ENDED
-    lately = f"the last {WINDOW_NS // 10**9} seconds"
-    bars = share_bars(
-        [(worker.name, _shares(worker.recent)) for worker in view.workers],
-        list(PART_COLOURS),
-        title="Time over the whole run" if is_over else f"Time in {lately}",
-        colours=list(PART_COLOURS.values()),
-    )
-    rows = [
-        (
-            _named(worker.name, worker.presence, view.phase),
-            f"{worker.steps:,}",
-            short_number(worker.steps_per_s),
-            f"{worker.compute_ms:.2f}",
-            f"{100 * worker.shares.wait:.0f} %",
-            worker.waits_for or "–",
-            format_bytes(worker.bytes_sent),
-            f"{worker.messages_sent:,}",
-        )
-        for worker in view.workers
-    ]
-    columns = ("worker", "steps", "steps/s", "compute, ms", "waited", "waits for", "sent", "messages")
-    over = "The whole run" if is_over else f"Since the beginning; steps/s, compute and waits for in {lately}"
-    table = data_table(columns, rows, title=over, words=(0, 5), scrolls=False)
-    both = f'<div class="pair">{bars}<div>{table}</div></div>'
-    return "workers", section("workers", heading, _fill(heading, both), "wide")
-
-
-def _waits(view: RunView) -> tuple[str, str]:
-    heading = "Who waits for whom"
-    if len(view.waits) < 2:
-        return "waits", section("waits", heading, _fill(heading, quiet("One worker has nobody to wait for.")))
-    names = [worker.name for worker in view.workers][: len(view.waits)]
-    names += [f"worker {index}" for index in range(len(names), len(view.waits))]
-    table = matrix(
-        view.waits,
-        names,
-        [f"for {_number(name)}" for name in names],
-        title="Seconds that a row's worker waited",
-        corner="waited",
-        show=lambda seconds: f"{seconds:.2f}",
-        scrolls=False,
-    )
-    return "waits", section("waits", heading, _fill(heading, table), "broad" if _is_large(view) else "")
-
-
-def _servers(view: RunView) -> tuple[str, str]:
-    heading = "Servers and their shards"
-    if not view.servers:
-        said, kind = ("No server has begun yet.", "wide") if _on_servers(view) else ("", "absent")
-        return "servers", section("servers", heading, quiet(said), kind)
-    even = 1 / len(view.servers)
-    lately = "" if view.phase is Phase.ENDED else ", recently"
-    bars = bar_chart(
-        [(server.name, server.share) for server in view.servers],
-        title=f"Share of all applying{lately} (even: {100 * even:.0f} % each)",
-        show=lambda share: f"{100 * share:.0f} %",
-    )
-    rows = [
-        (
-            _named(server.name, server.presence, view.phase),
-            _shards(server.primary_of),
-            _shards(server.backup_of),
-            format_bytes(server.num_bytes) if server.num_bytes else "–",
-            f"{server.updates:,}",
-            short_number(server.updates_per_s),
-            f"{server.apply_ms:.3f}",
-        )
-        for server in view.servers
-    ]
-    columns = ("server", "primary of", "backup of", "parameters", "updates", "updates/s", "apply, ms")
-    over = "The whole run" if view.phase is Phase.ENDED else "Updates since the beginning; rates recently"
-    table = data_table(columns, rows, title=over, words=(0, 1, 2), scrolls=False)
-    both = f'<div class="pair">{bars}<div>{table}</div></div>'
-    return "servers", section("servers", heading, _fill(heading, both), "wide")
-
-
-def _staleness(view: RunView) -> tuple[str, str]:
-    if not _on_servers(view):
-        return "staleness", section("staleness", "Staleness", "", "absent")
-    stale = view.staleness
-    newest = f": mean {stale.mean:.2f}, most {stale.max}" if stale.histogram else ""
-    chart = histogram(
-        stale.histogram,
-        title=f"Steps that updates missed{newest}",
-        x_label="steps missed",
-        y_label="updates",
-        empty="No server has applied an update.",
-    )
-    return "staleness", section("staleness", "Staleness", chart)
-
-
-def _traffic(view: RunView) -> tuple[str, str]:
-    heading = "Traffic by link and codec"
-    kind = "roomy" if _on_servers(view) and not _is_large(view) else ""
-    if not view.traffic:
-        return "traffic", section("traffic", heading, _fill(heading, quiet("Nothing was sent.")), kind)
-    rows = [(one.wire, one.codec, format_bytes(one.num_bytes), f"{one.messages:,}") for one in view.traffic]
-    steps = max(1, view.step)
-    each = format_bytes(sum(one.num_bytes for one in view.traffic) / steps)
-    columns = ("link", "codec", "sent", "messages")
-    table = data_table(
-        columns, rows, title=f"In steps, all roles together; {each} each", words=(0, 1), scrolls=False
-    )
-    return "traffic", section("traffic", heading, _fill(heading, table), kind)
-
-
-def _members(view: RunView) -> tuple[str, str]:
-    heading = "Members, faults and recoveries"
-    kind = "broad" if _on_servers(view) else "wide" if _is_large(view) else ""
-    if not view.happenings:
-        nobody = _fill(heading, quiet("Nobody has come or gone."))
-        return "members", section("members", heading, nobody, kind)
-    has_epochs = any(one.epoch for one in view.happenings)
-    rows = [
-        (
-            f"{one.at_s:.1f} s",
-            *((str(one.epoch) if one.epoch else "–",) if has_epochs else ()),
-            one.who,
-            one.sentence or one.what,
-        )
-        for one in reversed(view.happenings)
-    ]
-    epoch = f"; the membership is in epoch {view.epoch}" if view.epoch else ""
-    columns = ("at", *(("epoch",) if has_epochs else ()), "who", "what happened")
-    words = (len(columns) - 2, len(columns) - 1)
-    table = data_table(columns, rows, title=f"The newest first{epoch}", words=words, scrolls=False)
-    return "members", section("members", heading, _fill(heading, table), kind)
-
-
-def _notes(view: RunView) -> tuple[str, str]:
-    heading = "What is missing here"
-    body = _list(view.notes) if view.notes else quiet("Nothing: every event was read.")
-    return "notes", section("notes", heading, body, "wide slim")
-
-
-def _made(view: RunView) -> tuple[str, str]:
-    heading = "How this was made"
-    if not view.about:
-        return "made", section("made", heading, quiet("Nothing is known of that yet."), "wide")
-    facts = []
-    for name, text in view.about:
-        kind = ' class="long"' if name == "command" or len(text) > _FACT_LETTERS else ""
-        shown = f"<code>{escape(text)}</code>" if name == "command" else escape(text)
-        facts.append(f"<div{kind}><dt>{escape(name)}</dt><dd>{shown}</dd></div>")
-    return "made", section("made", heading, f'<dl class="facts">{"".join(facts)}</dl>', "wide")
-
-
-def _is_large(view: RunView) -> bool:
-    """Return whether the matrix of waits needs two columns of the page."""
-    return len(view.waits) > _MAX_NARROW_WAITS
-
-
-def _on_servers(view: RunView) -> bool:
-    return view.strategy.split(maxsplit=1)[:1] == ["ps"]
-
-
-def _by_step(curve: Curve) -> Series:
-    """Sort by step: asynchronous workers end their steps in another order."""
-    points = sorted(zip(curve.steps, curve.values, strict=True), key=lambda point: point[0])
-    newest = (
-        f"{curve.values[-1]:.4g}" if curve.values and curve.name != "loss" else ""
-    )  # already among the tiles
-    return Series(name=_words(curve.name), xs=[x for x, _ in points], ys=[y for _, y in points], note=newest)
-
-
-def _fill(label: str, body: str) -> str:
-    """Return the scrollable part of a section, focusable by keyboard."""
-    return f'<div class="fill" tabindex="0" role="region" aria-label="{escape(label)}">{body}</div>'
-
-
-def _list(sentences: tuple[str, ...]) -> str:
-    return "<ul>" + "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences) + "</ul>"
-
-
-def _shares(shares: Shares) -> tuple[float, float, float, float]:
-    return shares.compute, shares.input, shares.exchange, shares.wait
-
-
-def _named(name: str, presence: Presence, phase: Phase) -> str:
-    """Return a member's name, and why it does not take part; at the end of a run all have left."""
-    takes_part = presence is Presence.PRESENT or phase is Phase.ENDED
-    return name if takes_part else f"{name} ({presence.value})"
-
-
-def _shards(numbers: tuple[int, ...]) -> str:
-    """Format `0, 1, 2, 5` as `0–2, 5`."""
-    spans: list[tuple[int, int]] = []
-    for number in sorted(numbers):
-        if spans and spans[-1][1] == number - 1:
-            spans[-1] = (spans[-1][0], number)
-        else:
-            spans.append((number, number))
-    return ", ".join(str(first) if first == last else f"{first}–{last}" for first, last in spans) or "–"
-
-
-def _number(name: str) -> str:
-    """Shorten `worker 3` to `3`, for narrow columns."""
-    return name.removeprefix("worker ")
-
-
-def _words(name: str) -> str:
-    return name.replace("_", " ")
-
-
-def _duration(seconds: float) -> str:
-    if not math.isfinite(seconds):
-        return "–"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s" if seconds >= 1 else f"{seconds:.2g} s"
-    minutes, rest = divmod(whole, 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+    """Return each section's HTML by id, in page order; equal views give equal text."""
+    found = {}
+    for key, home in SECTIONS.items():
+        module, _, function = home.partition(":")
+        made = getattr(import_module(f"manyhands.observe.draw.{module}"), function)(view)
+        if made is not None:
+            found[key] = section(key, *made)
+    return found

@@ -32,7 +32,6 @@ class ParallelAxis:
 
     @property
     def numbers(self) -> list[float] | None:
-        """The values, where all of them are numbers."""
         found = []
         for value in self.values:
             try:
@@ -140,7 +139,6 @@ def _range(axis: ParallelAxis) -> str:
 
 
 def _legend(count: int) -> str:
-    """Return the legend of those kinds that occur."""
     shown = dict.fromkeys(_kind(rank, count) for rank in range(count))
     items = "".join(
         f'<li><svg viewBox="0 0 26 10" aria-hidden="true"><line class="curve {colour}" stroke-width="{width:g}" '

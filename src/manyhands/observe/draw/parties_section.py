@@ -7,10 +7,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import chain
 
-from manyhands.observe.analyse.view import PartiesView, PartyView
-from manyhands.observe.draw.charts import Series, data_table, histogram, line_chart, matrix, quiet, section
+from manyhands.observe.analyse.view import PartiesView, PartyView, RunView
+from manyhands.observe.draw.charts import Series, data_table, histogram, line_chart, matrix, quiet
+from manyhands.observe.draw.paper import PageSection
 
-__all__ = ["parties_section", "skew_lines", "skew_picture"]
+__all__ = ["parties", "skew_lines", "skew_picture"]
 
 _MOST_COLUMNS = 24
 _MOST_ROWS = 60
@@ -19,14 +20,39 @@ _MOST_COURSES = 4
 _COMMON = "{} of the common model"
 
 
-def parties_section(view: PartiesView) -> str:
+def parties(run: RunView) -> PageSection | None:
     """Return the section of the page; unknown parts have a placeholder."""
-    parts = [_participation(view), *_courses(view)]
+    view = run.parties
+    if view is None:
+        return None
+    often = Counter(view.rounds.values())
+    if view.count > len(view.rounds):
+        often[0] = view.count - len(view.rounds)
+    parts = [
+        (
+            histogram(
+                often,
+                title=f"{len(view.rounds)}{f' of {view.count}' if view.count else ''} parties have taken part",
+                x_label="rounds",
+                y_label="parties",
+                empty="No round has ended yet.",
+            )
+        ),
+        *[
+            line_chart(
+                [Series(name=one.name.replace("_", " "), xs=one.steps, ys=one.values) for one in curves],
+                title=f"{name} over the parties, at each evaluation",
+                x_label="round",
+                y_label=name,
+            )
+            for name, curves in list(view.courses.items())[:_MOST_COURSES]
+        ],
+    ]
     if view.parties:
         parts += [skew_picture(view), _spread(view), _table(view)]
     else:
-        parts.append(quiet("Who has which samples, and how the model does for each, is told at the end."))
-    return section("parties", "Parties", "\n".join(part for part in parts if part), "wide")
+        parts.append(quiet("Who has which samples, and how the model does for each, is known at the end."))
+    return PageSection("Parties", "\n".join(part for part in parts if part), "wide")
 
 
 def skew_picture(view: PartiesView) -> str:
@@ -53,33 +79,6 @@ def skew_lines(labels: Sequence[object], counts: Sequence[Sequence[int]]) -> lis
         )
         lines.append(f"{label!s:>{width}} {cells}")
     return lines
-
-
-def _participation(view: PartiesView) -> str:
-    """Draw how many parties took part in how many rounds."""
-    often = Counter(view.rounds.values())
-    if view.count > len(view.rounds):
-        often[0] = view.count - len(view.rounds)
-    return histogram(
-        often,
-        title=f"{len(view.rounds)}{f' of {view.count}' if view.count else ''} parties have taken part",
-        x_label="rounds",
-        y_label="parties",
-        empty="No round has ended yet.",
-    )
-
-
-def _courses(view: PartiesView) -> list[str]:
-    """Draw the parties' measures over the run, one chart per measure."""
-    return [
-        line_chart(
-            [Series(name=one.name.replace("_", " "), xs=one.steps, ys=one.values) for one in curves],
-            title=f"{name} over the parties, at each evaluation",
-            x_label="round",
-            y_label=name,
-        )
-        for name, curves in list(view.courses.items())[:_MOST_COURSES]
-    ]
 
 
 def _spread(view: PartiesView) -> str:
@@ -120,7 +119,6 @@ def _cell(measures: Mapping[str, float], name: str) -> str:
 
 
 def _some(parties: Sequence[PartyView], most: int) -> list[PartyView]:
-    """Return all of them, or so many at even distances."""
     if len(parties) <= most:
         return list(parties)
     return [parties[place * (len(parties) - 1) // (most - 1)] for place in range(most)]

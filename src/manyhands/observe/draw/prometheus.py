@@ -15,8 +15,7 @@ from manyhands.observe.analyse.view import Phase, Presence, RunView, ServerView,
 
 __all__ = ["CONTENT_TYPE", "metrics_text"]
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-"""Of the answer to a scrape."""
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"  # of the answer to a scrape
 
 _PREFIX = "manyhands_"
 _Samples = Iterable[tuple[Mapping[str, str], float]]
@@ -27,8 +26,7 @@ class _Family:
     """All samples of one metric name."""
 
     name: str
-    kind: str
-    """gauge or counter."""
+    kind: str  # gauge or counter
     about: str
     samples: _Samples
 

@@ -8,38 +8,26 @@ from html import escape
 from manyhands.observe.analyse.serving_view import ServingView
 from manyhands.observe.draw.charts import Series, data_table, histogram, line_chart, quiet, section
 from manyhands.observe.draw.page import PAGE_STYLE
-from manyhands.observe.draw.paper import document
+from manyhands.observe.draw.paper import PageSection, document
 
 __all__ = ["serving_metrics", "serving_report", "serving_sections", "serving_title"]
 
 
 def serving_title(view: ServingView) -> str:
-    """Return the title of the page."""
     return f"{view.task} · served by {view.wanted} workers"
 
 
 def serving_report(view: ServingView) -> str:
-    """Return the page as one file."""
     title = f"{serving_title(view)} · report"
     return document(title, serving_sections(view).values(), style=PAGE_STYLE)
 
 
 def serving_sections(view: ServingView) -> dict[str, str]:
-    """Return each section's HTML by key, in page order."""
-    return dict(
-        (
-            _now(view),
-            _wrong(view),
-            _latency(view),
-            _throughput(view),
-            _workers(view),
-            _how(view),
-            _notes(view),
-        )
-    )
+    made = (_now, _wrong, _latency, _throughput, _workers, _how, _notes)
+    return {key: section(key, *make(view)) for make in made if (key := make.__name__[1:])}
 
 
-def _now(view: ServingView) -> tuple[str, str]:
+def _now(view: ServingView) -> PageSection:
     values = {
         "requests/s": f"{view.requests_per_s:,.1f}",
         "inputs/s": f"{view.inputs_per_s:,.1f}",
@@ -51,10 +39,10 @@ def _now(view: ServingView) -> tuple[str, str]:
         "waiting": f"{view.waiting:,}",
     }
     tiles = "".join(f"<div><dt>{name}</dt><dd>{escape(text)}</dd></div>" for name, text in values.items())
-    return "now", section("now", "Now", f'<dl class="tiles">{tiles}</dl>', "wide")
+    return PageSection("Now", f'<dl class="tiles">{tiles}</dl>', "wide")
 
 
-def _wrong(view: ServingView) -> tuple[str, str]:
+def _wrong(view: ServingView) -> PageSection:
     present = [one for one in view.workers if one.state != "starting"]
     failed = sum(count for status, count in view.lately if status >= 500)
     refused = sum(count for status, count in view.lately if 400 <= status < 500)
@@ -76,14 +64,14 @@ def _wrong(view: ServingView) -> tuple[str, str]:
         else '<p class="good">Every request of the last minute was answered, and all workers are there.</p>'
     )
     spoken = f'<div class="wrong" role="status" aria-live="polite">{body}</div>'
-    return "wrong", section("wrong", "What is wrong", spoken, "wide alarm" if found else "wide")
+    return PageSection("What is wrong", spoken, "wide alarm" if found else "wide")
 
 
 def _requests(count: int) -> str:
     return "1 request was" if count == 1 else f"{count:,} requests were"
 
 
-def _latency(view: ServingView) -> tuple[str, str]:
+def _latency(view: ServingView) -> PageSection:
     chart = histogram(
         dict(view.latencies_ms),
         title="The newest answers, by milliseconds",
@@ -91,10 +79,10 @@ def _latency(view: ServingView) -> tuple[str, str]:
         y_label="answers",
         empty="Nothing was answered yet.",
     )
-    return "latency", section("latency", "Latency", chart)
+    return PageSection("Latency", chart)
 
 
-def _throughput(view: ServingView) -> tuple[str, str]:
+def _throughput(view: ServingView) -> PageSection:
     series = [Series(name="requests/s", xs=[x for x, _ in view.curve], ys=[y for _, y in view.curve])]
     chart = line_chart(
         series if view.curve else [],
@@ -104,12 +92,12 @@ def _throughput(view: ServingView) -> tuple[str, str]:
         from_zero=True,
         empty="Nothing was answered yet.",
     )
-    return "throughput", section("throughput", "Throughput", chart)
+    return PageSection("Throughput", chart)
 
 
-def _workers(view: ServingView) -> tuple[str, str]:
+def _workers(view: ServingView) -> PageSection:
     if not view.workers:
-        return "workers", section("workers", "Workers", quiet("No worker is there yet."), "beside")
+        return PageSection("Workers", quiet("No worker is there yet."), "beside")
     rows = [
         (f"worker {one.number}", str(one.pid), one.state, f"{one.batches:,}", f"{one.inputs:,}")
         for one in view.workers
@@ -117,10 +105,10 @@ def _workers(view: ServingView) -> tuple[str, str]:
     table = data_table(
         ("worker", "process", "state", "batches", "inputs"), rows, title="Replicas of one model", words=(0, 2)
     )
-    return "workers", section("workers", "Workers", table, "beside")
+    return PageSection("Workers", table, "beside")
 
 
-def _how(view: ServingView) -> tuple[str, str]:
+def _how(view: ServingView) -> PageSection:
     shown = view.example if len(view.example) <= 160 else view.example[:160] + " …"
     body = (
         f"<p>POST to <code>/predict</code> with the token that the command printed, as "
@@ -128,17 +116,17 @@ def _how(view: ServingView) -> tuple[str, str]:
         f"{escape(view.takes)}.</p>"
         f'<p><code>{{"inputs": [{escape(shown)}]}}</code></p>'
     )
-    return "how", section("how", "How to ask", body, "wide")
+    return PageSection("How to ask", body, "wide")
 
 
-def _notes(view: ServingView) -> tuple[str, str]:
+def _notes(view: ServingView) -> PageSection:
     counted = ", ".join(f"{count:,} × {status}" for status, count in view.by_status) or "none yet"
     lines = [
         f"Answers by HTTP status: {counted}. Workers that died and were replaced: {view.deaths}.",
         *view.notes,
     ]
     listed = "".join(f"<li>{escape(line)}</li>" for line in lines)
-    return "notes", section("notes", "What happened", f"<ul>{listed}</ul>", "wide")
+    return PageSection("What happened", f"<ul>{listed}</ul>", "wide")
 
 
 def _ms(value: float) -> str:
@@ -146,7 +134,6 @@ def _ms(value: float) -> str:
 
 
 def serving_metrics(view: ServingView) -> str:
-    """Return the view in Prometheus' text format."""
     lines = ["# TYPE manyhands_serve_requests_total counter"]
     lines += [
         f'manyhands_serve_requests_total{{status="{status}"}} {count}' for status, count in view.by_status

@@ -20,12 +20,10 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from html import escape
 from importlib import import_module
-from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
-from manyhands.observe.analyse.remarks import about_workers
+from manyhands.observe.analyse.remarks import about_workers, headline, in_order
 from manyhands.observe.analyse.totals import TotalsSnapshot
-from manyhands.observe.draw.headline import headline, in_order
 
 __all__ = [
     "Here",
@@ -47,34 +45,23 @@ _LINES_EVERY_S = 5.0
 class Here(NamedTuple):
     """The environment of a run's output."""
 
-    notebook: bool
-    """A kernel of IPython, which shows HTML."""
-
-    terminal: bool
-    """Whether stderr is one that can move its cursor."""
-
-    unwatched: bool
-    """Nobody watches: a test, or a run in a background thread."""
+    notebook: bool  # A kernel of IPython, which shows HTML
+    terminal: bool  # whether stderr is one that can move its cursor
+    unwatched: bool  # nobody watches: a test, or a run in a background thread
 
 
 def look_around() -> Here:
-    """Return the environment of the caller."""
     stream = sys.stderr
     is_gone = stream is None or getattr(stream, "closed", False)
     is_terminal = not is_gone and stream.isatty() and os.environ.get("TERM") != "dumb"
     in_main = threading.current_thread() is threading.main_thread()
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
     return Here(
-        notebook=_in_notebook(),
+        notebook=getattr(shell, "kernel", None) is not None,
         terminal=is_terminal,
         unwatched="PYTEST_CURRENT_TEST" in os.environ or not in_main or is_gone,
     )
-
-
-def _in_notebook() -> bool:
-    """Return whether this process is an IPython kernel; IPython is not imported for that."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    return getattr(shell, "kernel", None) is not None
 
 
 def chosen(asked: str, here: Here) -> str:
@@ -132,12 +119,7 @@ class Showing:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._over.set()
         self._thread.join()
         if self._shown:
@@ -166,7 +148,6 @@ class Lines:
         self._last = ""
 
     def show(self, snapshot: TotalsSnapshot) -> None:
-        """Print a line if there is something new."""
         line = f"manyhands: {in_order(headline(snapshot, self._steps))}"
         if line != self._last:
             print(line, file=sys.stderr, flush=True)
@@ -184,7 +165,6 @@ class Notebook:
         self._handle: Any = None
 
     def show(self, snapshot: TotalsSnapshot) -> None:
-        """Replace the previous bar."""
         panel = Panel(snapshot, self._steps, self._strategy)
         if self._handle is None:
             self._handle = import_module("IPython.display").display(panel, display_id=True)
@@ -223,7 +203,6 @@ class _Terminal:
         self._screen: Screen | None = None
 
     def show(self, snapshot: TotalsSnapshot) -> None:
-        """Show the current state of the run."""
         if self._screen is None:
             from manyhands.observe.draw.terminal_progress import LivePicture
 
@@ -231,6 +210,5 @@ class _Terminal:
         self._screen.show(snapshot)
 
     def close(self) -> None:
-        """Leave the last picture, and put the cursor below it."""
         if self._screen is not None:
             self._screen.close()

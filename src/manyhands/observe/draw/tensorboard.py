@@ -14,12 +14,12 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 
 from manyhands.errors import ManyhandsError, UserError
+from manyhands.native.closeable import Closeable
 from manyhands.observe.analyse.follow import RunFollower, read_interleaved
 from manyhands.observe.analyse.run_view import Gather
 from manyhands.observe.analyse.view import RunView
@@ -35,7 +35,7 @@ _VIEWS = 100  # views of a finished run
 _NS_PER_S = 1_000_000_000
 
 
-class TensorboardFiles:
+class TensorboardFiles(Closeable):
     """The TensorBoard files of one run in `directory`; a context manager, `close` is idempotent."""
 
     def __init__(self, directory: Path | str) -> None:
@@ -71,7 +71,6 @@ class TensorboardFiles:
                 self._scalar(f"metrics/{text(name)}", known, step, wall_s)
 
     def add_view(self, view: RunView, wall_s: float) -> None:
-        """Add what a view says of the seconds before it."""
         self._scalar("speed/samples_per_s", view.samples_per_s, view.step, wall_s)
         self._scalar("speed/steps_per_s", view.steps_per_s, view.step, wall_s)
         for worker in view.workers:
@@ -83,22 +82,12 @@ class TensorboardFiles:
             self._scalar("staleness/max", view.staleness.max, view.step, wall_s)
 
     def flush(self) -> None:
-        """Write everything so far to disk."""
         self._writer.flush()
 
     def close(self) -> None:
-        """Complete the files."""
         if not self._is_closed:
             self._is_closed = True
             self._writer.close()
-
-    def __enter__(self) -> TensorboardFiles:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _scalar(self, tag: str, value: float, step: int, wall_s: float) -> None:
         if math.isfinite(value):
@@ -124,9 +113,7 @@ class LiveTensorboard:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._over.set()
         self._thread.join(_STOP_TIMEOUT_S)
         if self._thread.is_alive():
@@ -209,6 +196,6 @@ def _add_views(files: TensorboardFiles, follower: RunFollower, last: RunView) ->
         gather.add_events(records[begin:end])
         begin = end
         view = gather.view(now_ns)
-        wall_s = follower.wall_s((now_ns - gather.first_ns) / _NS_PER_S)
+        wall_s = follower.wall_s((now_ns - gather.seen.first_ns) / _NS_PER_S)
         if view.step and wall_s is not None:
             files.add_view(view, wall_s)

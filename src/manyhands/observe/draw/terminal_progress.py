@@ -22,9 +22,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from manyhands.observe.analyse.remarks import about_workers
+from manyhands.observe.analyse.remarks import about_workers, headline, in_order
 from manyhands.observe.analyse.totals import TimeSplit, TotalsSnapshot, WorkerTotals
-from manyhands.observe.draw.headline import headline, in_order
 
 __all__ = ["LivePicture", "RunPicture", "split_bar"]
 
@@ -48,7 +47,6 @@ class LivePicture:
         self._live: Live | None = None
 
     def show(self, snapshot: TotalsSnapshot) -> None:
-        """Redraw the picture."""
         picture = RunPicture(snapshot, self._steps, self._strategy)
         if self._live is None:
             self._live = Live(console=self._console, auto_refresh=False)
@@ -56,7 +54,6 @@ class LivePicture:
         self._live.update(picture, refresh=True)
 
     def close(self) -> None:
-        """Leave the last picture, and put the cursor below it."""
         if self._live is not None:
             self._live.stop()
             self._live = None

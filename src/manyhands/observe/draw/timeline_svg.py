@@ -12,20 +12,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib.resources import files
 from xml.sax.saxutils import escape
 
 from manyhands.observe.analyse.picture import Arrow, Mark, PictureStep, Row, Slice, Timeline, Window
 from manyhands.observe.draw.axes import nice
-from manyhands.observe.draw.paper import COLOURS, PART_COLOURS
 from manyhands.observe.record.events import NO_STEP, NOBODY, EventKind
 
 __all__ = ["MAX_SVG_SLICES", "MAX_SVG_STEPS", "timeline_svg"]
 
-MAX_SVG_SLICES = 6_000
-"""Steps and parts that a picture holds at most: about 1.5 MB."""
+MAX_SVG_SLICES = 6_000  # steps and parts that a picture holds at most: about 1.5 MB
 
-MAX_SVG_STEPS = 24
-"""Steps that a picture holds at most: more would be too narrow to tell apart."""
+MAX_SVG_STEPS = 24  # steps that a picture holds at most: more would be too narrow to tell apart
 
 _WIDTH, _LEFT, _RIGHT = 1120, 110, 20
 _ROW, _BAR, _LABELS = 44, 24, 14  # heights of a row, of its bars, of the step numbers above them
@@ -61,32 +59,7 @@ _LEGEND_WORDS = {
 _MARK_WIDTHS = {"arrow": 22, "message": 22}  # kinds drawn as a line in the legend; the others are squares
 _MARK_WORDS = {EventKind.JOIN: "joined", EventKind.LEAVE: "left", EventKind.FAULT: "fault"}
 
-_STYLE = """
-:root { color-scheme: light dark; }
-svg { --paper: #ffffff; --ink: #1f2328; --faint: #59636e; --line: #d1d9e0; --step: #eceff2;
-  LIGHT --evaluate: #8250df; --checkpoint: #6e7781; --apply: #8a5a2b; --receive: #1fa8b8; --send: #8ad9e0;
-  --fault: #cf222e; font: 12px system-ui, sans-serif; }
-@media (prefers-color-scheme: dark) {
-  svg { --paper: #0d1117; --ink: #e6edf3; --faint: #9198a1; --line: #30363d; --step: #21262d;
-    DARK --evaluate: #a371f7; --checkpoint: #8b949e; --apply: #c98f5a; --receive: #1fd0d6; --send: #b4f0f0;
-    --fault: #ff7b72; }
-}
-.paper { fill: var(--paper); } text { fill: var(--ink); } .faint { fill: var(--faint); font-size: 11px; }
-.title { font-size: 15px; font-weight: 600; } .panel { font-weight: 600; }
-.line { stroke: var(--line); } .step { fill: var(--step); stroke: var(--line); }
-.compute { fill: var(--compute); } .exchange { fill: var(--exchange); } .waiting { fill: var(--waiting); }
-.evaluate { fill: var(--evaluate); } .checkpoint { fill: var(--checkpoint); } .input { fill: var(--input); }
-.apply { fill: var(--apply); } .receive { fill: var(--receive); } .send { fill: var(--send); }
-.arrow { stroke: var(--ink); stroke-width: 1.2; opacity: .75; marker-end: url(#tip); } .tip { fill: var(--ink); }
-.message { stroke: var(--faint); stroke-width: .7; opacity: .6; marker-end: url(#tip); }
-.end { stroke: var(--ink); stroke-width: .8; }
-.mark { stroke: var(--faint); stroke-width: 2; stroke-dasharray: 2 2; } .mark.fault { stroke: var(--fault); }
-"""
-
-
-for _word, _place in (("LIGHT", 0), ("DARK", 1)):
-    _parts = (f"--{part}: {COLOURS[number][_place]};" for part, number in PART_COLOURS.items())
-    _STYLE = _STYLE.replace(_word, " ".join(_parts))
+_STYLE = files("manyhands.observe.draw").joinpath("timeline.css").read_text()
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +100,7 @@ def timeline_svg(timeline: Timeline, title: str) -> str:
     head = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" '
         f'height="{height}" role="img" aria-label="{escape(title, {chr(34): "&quot;"})}">',
-        f"<style>{_STYLE}</style>",
+        f"<style>\n{_STYLE}</style>",
         '<defs><marker id="tip" viewBox="0 0 6 6" refX="5" refY="3" markerWidth="6" markerHeight="6" '
         'orient="auto"><path class="tip" d="M0 0 6 3 0 6z"/></marker></defs>',
         f'<rect class="paper" width="{_WIDTH}" height="{height}"/>',
@@ -138,7 +111,6 @@ def timeline_svg(timeline: Timeline, title: str) -> str:
 
 
 def _legend(timeline: Timeline) -> Iterator[tuple[int, float, str]]:
-    """Return line, position and word of each legend entry."""
     kinds = {part.kind for row in timeline.rows for part in row.slices}
     words = [*(word for kind, word in _WORDS.items() if kind in kinds), "step"]
     words += ["arrow"] if any(not arrow.is_message for arrow in timeline.arrows) else []
@@ -167,7 +139,17 @@ def _panel(timeline: Timeline, window: Window, top: float, names: Mapping[int, s
     why = "" if window.label == "all" else f" ({window.label})"
     steps = f"steps {kept[0]} to {kept[-1]}" if len(kept) > 1 else f"step {kept[0]}"
     yield _text(_LEFT, top + 14, steps + why, "panel")
-    yield from _axis(scale, len(timeline.rows))
+    rows = len(timeline.rows)
+    bottom = scale.top + _ROW * rows
+    spacing_ms = nice(max(1e-6, (scale.end_ns - scale.begin_ns) / 1e6 / _TICKS))
+    digits = max(0, -math.floor(math.log10(spacing_ms)))
+    tick = math.ceil(scale.begin_ns / 1e6 / spacing_ms)
+    while tick * spacing_ms * 1e6 <= scale.end_ns:
+        x = scale.x(round(tick * spacing_ms * 1e6))
+        yield f'<line class="line" x1="{x:.1f}" y1="{scale.top:g}" x2="{x:.1f}" y2="{bottom + 4:g}"/>'
+        yield _text(x, bottom + 17, f"{tick * spacing_ms:,.{digits}f}", "faint", 'text-anchor="middle"')
+        tick += 1
+    yield _text(_LEFT - 34, bottom + 17, "ms", "faint", 'text-anchor="end"')
     places = {row.role: scale.top + _ROW * index + _LABELS for index, row in enumerate(timeline.rows)}
     for row in timeline.rows:
         y = places[row.role]
@@ -207,19 +189,6 @@ def _scale(timeline: Timeline, window: Window, top: float) -> _Scale:
 
 def _is_in(span: Slice | PictureStep, window: Window) -> bool:
     return window.first_step <= span.step <= window.last_step
-
-
-def _axis(scale: _Scale, rows: int) -> Iterator[str]:
-    bottom = scale.top + _ROW * rows
-    spacing_ms = nice(max(1e-6, (scale.end_ns - scale.begin_ns) / 1e6 / _TICKS))
-    digits = max(0, -math.floor(math.log10(spacing_ms)))
-    tick = math.ceil(scale.begin_ns / 1e6 / spacing_ms)
-    while tick * spacing_ms * 1e6 <= scale.end_ns:
-        x = scale.x(round(tick * spacing_ms * 1e6))
-        yield f'<line class="line" x1="{x:.1f}" y1="{scale.top:g}" x2="{x:.1f}" y2="{bottom + 4:g}"/>'
-        yield _text(x, bottom + 17, f"{tick * spacing_ms:,.{digits}f}", "faint", 'text-anchor="middle"')
-        tick += 1
-    yield _text(_LEFT - 34, bottom + 17, "ms", "faint", 'text-anchor="end"')
 
 
 def _step_box(step: PictureStep, row: Row, scale: _Scale, y: float) -> str:

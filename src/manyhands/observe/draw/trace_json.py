@@ -18,8 +18,7 @@ from manyhands.observe.record.events import NO_STEP, NOBODY, EventKind
 
 __all__ = ["MAX_TRACE_SLICES", "trace_json"]
 
-MAX_TRACE_SLICES = 60_000
-"""Steps and parts in a trace: with its arrows that is at most some 18 MB."""
+MAX_TRACE_SLICES = 60_000  # steps and parts in a trace: with its arrows that is at most some 18 MB
 
 _STEPS, _PARTS = 1, 2  # the two tracks of a role
 _WITH_PEER = {
@@ -52,7 +51,12 @@ def trace_json(timeline: Timeline, about: Mapping[str, str]) -> Iterator[bytes]:
 
 def _events(timeline: Timeline, names: Mapping[int, str]) -> Iterator[dict[str, Any]]:
     for row in timeline.rows:
-        yield from _titles(row)
+        yield _event("process_name", "M", row.role, 0, args={"name": row.name})
+        yield _event("process_sort_index", "M", row.role, 0, args={"sort_index": row.role})
+        tracks = ((_STEPS, "steps"), (_PARTS, "parts")) if row.steps else ((_PARTS, "work"),)
+        for track, name in tracks:
+            yield _event("thread_name", "M", row.role, 0, track=track, args={"name": name})
+            yield _event("thread_sort_index", "M", row.role, 0, track=track, args={"sort_index": track})
         yield from (_step(row, step) for step in row.steps)
         yield from (_part(row, part, names) for part in row.slices)
         yield from (_gap(row, gap) for gap in row.gaps)
@@ -71,15 +75,6 @@ def _event(name: str, phase: str, role: int, at_ns: int, **more: Any) -> dict[st
 
 def _us(nanoseconds: int) -> float:
     return nanoseconds / 1000
-
-
-def _titles(row: Row) -> Iterator[dict[str, Any]]:
-    yield _event("process_name", "M", row.role, 0, args={"name": row.name})
-    yield _event("process_sort_index", "M", row.role, 0, args={"sort_index": row.role})
-    tracks = ((_STEPS, "steps"), (_PARTS, "parts")) if row.steps else ((_PARTS, "work"),)
-    for track, name in tracks:
-        yield _event("thread_name", "M", row.role, 0, track=track, args={"name": name})
-        yield _event("thread_sort_index", "M", row.role, 0, track=track, args={"sort_index": track})
 
 
 def _step(row: Row, step: PictureStep) -> dict[str, Any]:

@@ -24,7 +24,6 @@ def whole(value: Any) -> int | None:
 
 
 def number(value: Any) -> float | None:
-    """Return a finite number, else None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:

@@ -35,7 +35,6 @@ class Offset:
 
 
 def offset_from(brackets: Sequence[Bracket]) -> Offset:
-    """Return the offset at the middle of the narrowest bracket."""
     best = min(brackets, key=lambda bracket: bracket.after_ns - bracket.before_ns)
     width = best.after_ns - best.before_ns
     return Offset(ns=best.theirs_ns - best.before_ns - width // 2, error_ns=(width + 1) // 2)

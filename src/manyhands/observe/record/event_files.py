@@ -42,8 +42,7 @@ _OLD_RECORD = np.dtype(
         for name in RECORD.names or ()
         if name != "codec"
     ]
-)
-"""Of version 2: roles up to 65535, and the codec in the high half of the byte that tells the wire."""
+)  # of version 2: roles up to 65535, and the codec in the high half of the byte that tells the wire
 
 
 def _words(record: np.dtype[np.void]) -> bytes:
@@ -77,14 +76,10 @@ _MOST_NUMBER = 1 << 62  # of bytes, and of an event
 class Ending(IntEnum):
     """How an event file ended."""
 
-    OPEN = 0
-    """The file was never closed: it is still being written, or its writer was killed."""
-    COMPLETE = 1
-    """The file holds every event that was read from the ring."""
-    FULL = 2
-    """The file reached its size limit; later events were counted and not written."""
-    FAILED = 3
-    """A disk write failed; later events were counted and not written."""
+    OPEN = 0  # the file was never closed: it is still being written, or its writer was killed
+    COMPLETE = 1  # the file holds every event that was read from the ring
+    FULL = 2  # the file reached its size limit; later events were counted and not written
+    FAILED = 3  # A disk write failed; later events were counted and not written
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +140,6 @@ class EventFileWriter:
 
     @property
     def unwritten(self) -> int:
-        """The number of events given to `append` that are not in the file."""
         return int(self._header["unwritten"])
 
     @property
@@ -181,7 +175,6 @@ class EventFileWriter:
         self._put(self._header.tobytes(), 0)
 
     def _put(self, data: bytes, offset: int) -> int:
-        """Write `data` at `offset`; return how many bytes were written."""
         written = 0
         try:
             while written < len(data):
@@ -202,7 +195,6 @@ def has_header(path: Path) -> bool:
 
 
 def read_header(path: Path) -> EventFile:
-    """Read the header; DataError where this is not an event file."""
     try:
         with path.open("rb") as file:
             data = file.read(_HEADER_BYTES)
@@ -241,7 +233,6 @@ def read_header(path: Path) -> EventFile:
 
 
 def _as_now(old: Records) -> Records:
-    """Convert records of version 2 to the current layout."""
     records: Records = np.zeros(len(old), RECORD)
     for name in _OLD_RECORD.names or ():
         if name not in ("wire", "peer"):
@@ -286,7 +277,6 @@ def read_events(path: Path, *, skip: int = 0) -> Records:
 
 
 def good_records(records: Records) -> npt.NDArray[np.bool_]:
-    """Return which records are plausible, regardless of their role and number."""
     good: npt.NDArray[np.bool_] = np.isin(records["kind"], list(EventKind))
     good &= np.isin(records["wire"], KNOWN_WIRES)
     good &= np.isin(records["codec"], [one for one in np.unique(records["codec"]) if is_codec(int(one))])

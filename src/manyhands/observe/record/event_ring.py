@@ -16,18 +16,29 @@ writer never blocks.
 
 from __future__ import annotations
 
-from types import TracebackType
+import time
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numba import types
 
 from manyhands.errors import UserError
 from manyhands.native.atomics import array_at, fence, load_i64, store_i64
+from manyhands.native.closeable import Closeable
 from manyhands.native.decorators import njit
 from manyhands.native.segment import CACHE_LINE, PAGE, Segment
-from manyhands.observe.record.events import MAX_ROLE, NO_STEP, NOBODY, RECORD, EventKind, Records
+from manyhands.observe.record.events import (
+    MAX_ROLE,
+    NO_STEP,
+    NOBODY,
+    RECORD,
+    Event,
+    EventKind,
+    Records,
+    to_events,
+)
 
-__all__ = ["DEFAULT_CAPACITY", "EventRing"]
+__all__ = ["DEFAULT_CAPACITY", "BlackBoxes", "EventRing", "describe_event"]
 
 DEFAULT_CAPACITY = 1 << 14
 """Events a ring holds by default: 1 MiB, some seconds of a fast loop during which its reader may be away."""
@@ -40,7 +51,7 @@ _RECORDS = PAGE
 _SIZE = RECORD.itemsize
 
 
-class EventRing:
+class EventRing(Closeable):
     """One role's events: `create`d by the parent, `attach`ed and written by the role, read by the parent.
 
     Any thread of the writing process may `record` (the call holds the GIL, which makes the process one
@@ -87,7 +98,6 @@ class EventRing:
 
     @property
     def written(self) -> int:
-        """The number of events published so far."""
         return self._word(_HEAD)
 
     @property
@@ -168,17 +178,6 @@ class EventRing:
         self._records = np.empty(0, RECORD)
         self._segment.close()
 
-    def __enter__(self) -> EventRing:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
     def _word(self, offset: int) -> int:
         if self._address == 0:
             raise ValueError("the event ring is closed")
@@ -186,7 +185,6 @@ class EventRing:
         return word
 
     def _copy(self, first: int, end: int) -> Records:
-        """Return events `first` to `end`, at most one capacity of them, in recording order."""
         start, count = first % self.capacity, end - first
         before_wrap = min(count, self.capacity - start)
         return np.concatenate(
@@ -244,3 +242,33 @@ def _load(address):  # type: ignore[no-untyped-def]
 @njit(cache=True)
 def _store(address, value):  # type: ignore[no-untyped-def]
     store_i64(address, value)
+
+
+class BlackBoxes:
+    """The event rings of a run by role, for inspection while it runs; the caller owns the rings."""
+
+    def __init__(self, rings: Mapping[int, EventRing]) -> None:
+        self._rings = rings
+
+    def counts(self) -> Sequence[int]:
+        return [ring.written + ring.dropped for ring in self._rings.values()]
+
+    def last(self, role: int, count: int) -> Sequence[str]:
+        if role not in self._rings:
+            return ()
+        now_ns = time.monotonic_ns()
+        return [describe_event(event, now_ns) for event in to_events(self._rings[role].last(count))]
+
+
+def describe_event(event: Event, now_ns: int) -> str:
+    """`12.3 s ago  wait        step 17  for role 2   104.2 ms`."""
+    # The record's end is when it was written; clamp it, so that another clock cannot put it in the future.
+    ago_s = max(0, now_ns - event.start_ns - event.duration_ns) / 1e9
+    parts = [f"{ago_s:8.1f} s ago", f"{event.kind.name.lower():<10}"]
+    parts.append(f"step {event.step + 1:<7}" if event.step != NO_STEP else " " * 12)
+    parts.append(f"{event.duration_ns / 1e6:10.2f} ms")
+    if event.peer != NOBODY:
+        parts.append(f"peer {event.peer}")
+    if event.num_bytes:
+        parts.append(f"{event.num_bytes} bytes")
+    return " ".join(parts).rstrip()

@@ -41,17 +41,13 @@ __all__ = [
     "wire_of",
 ]
 
-NOBODY = -1
-"""The peer of an event that concerns no other role."""
+NOBODY = -1  # the peer of an event that concerns no other role
 
-NO_STEP = -1
-"""The step of an event that belongs to none."""
+NO_STEP = -1  # the step of an event that belongs to none
 
-MAX_ROLE = 2**15 - 1
-"""Roles are numbered 0 to this."""
+MAX_ROLE = 2**15 - 1  # roles are numbered 0 to this
 
-MAX_SHOWN = 512
-"""Views tell roles below this one apart: what they keep grows with the square of their number."""
+MAX_SHOWN = 512  # views tell roles below this one apart: what they keep grows with the square of their number
 
 
 class EventKind(IntEnum):
@@ -62,8 +58,7 @@ class EventKind(IntEnum):
 
     In a pipeline, one work item on one micro-batch: `count` is the micro-batch's number, from 1; 0 for all of them.
     """
-    EXCHANGE = 2
-    """Moving or reducing gradients and parameters; `num_bytes` were sent in `count` messages."""
+    EXCHANGE = 2  # moving or reducing gradients and parameters; `num_bytes` were sent in `count` messages
     WAIT = 3
     """Idle until `peer` arrived, or waiting for no particular peer (`peer` = -1); `count` as in COMPUTE."""
     STEP = 4
@@ -73,14 +68,10 @@ class EventKind(IntEnum):
 
     A worker also records its beginning, with no duration and `count` = 0, so that views can show it.
     """
-    CHECKPOINT = 6
-    """Writing a checkpoint of `num_bytes`."""
-    JOIN = 7
-    """The role joined the run; the duration is its start-up time."""
-    LEAVE = 8
-    """The role left the run normally."""
-    FAULT = 9
-    """A fault; `peer` is the role that caused it, -1 for this role itself."""
+    CHECKPOINT = 6  # writing a checkpoint of `num_bytes`
+    JOIN = 7  # the role joined the run; the duration is its start-up time
+    LEAVE = 8  # the role left the run normally
+    FAULT = 9  # A fault; `peer` is the role that caused it, -1 for this role itself
     INPUT = 10
     """Loading the samples of a batch: reading, collating, copying to the device; `count` is their number."""
     APPLY = 11
@@ -92,8 +83,7 @@ class EventKind(IntEnum):
     """A server held back a request of worker `peer` for shard `count`; `value` is the worker it waited for, or -1."""
     SEND = 13
     """`num_bytes` were sent to `peer` in `count` messages; the matching RECEIVE has the same `message` number."""
-    RECEIVE = 14
-    """Message `message` of `peer` has arrived; the duration is that of receiving it."""
+    RECEIVE = 14  # message `message` of `peer` has arrived; the duration is that of receiving it
 
 
 RECORD = np.dtype(
@@ -115,11 +105,9 @@ RECORD = np.dtype(
         ("count", "<u4"),
         ("message", "<u4"),  # the number of a message, 0: none
     ]
-)
-"""The layout of one event, 64 bytes."""
+)  # the layout of one event, 64 bytes
 
-Records = npt.NDArray[np.void]
-"""A one-dimensional array of dtype RECORD."""
+Records = npt.NDArray[np.void]  # A one-dimensional array of dtype RECORD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,8 +126,7 @@ class Event:
     value: float
     message: int = 0
     wire: Wire = Wire.NONE
-    codec: str = "raw"
-    """The words of it, as `topk+int8`; with which options, the run's strategy says."""
+    codec: str = "raw"  # the words of it, as `topk+int8`; with which options, the run's strategy says
 
     @property
     def microbatch(self) -> int | None:
@@ -149,7 +136,6 @@ class Event:
 
     @classmethod
     def from_record(cls, record: Any) -> Event:
-        """Return the event in one item of a RECORD array."""
         return cls(
             kind=EventKind(int(record["kind"])),
             role=int(record["role"]),
@@ -168,5 +154,4 @@ class Event:
 
 
 def to_events(records: Records) -> list[Event]:
-    """Return every record as an `Event`, in the same order."""
     return [Event.from_record(record) for record in records]

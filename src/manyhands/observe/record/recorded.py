@@ -35,7 +35,6 @@ class RoleEvents:
     resumes: tuple[int, ...] = ()  # indices in `records` at which the run was resumed
 
     def of(self, *kinds: EventKind) -> Records:
-        """Return the records of these kinds, in order."""
         return self.records[np.isin(self.records["kind"], kinds)]
 
 
@@ -54,7 +53,6 @@ def part_of(path: Path) -> int | None:
 
 
 def role_name(name: str) -> str:
-    """Return the display name of a role: `worker-3` is worker 3."""
     return name.replace("-", " ")
 
 
@@ -89,18 +87,18 @@ def read_run_events(directory: Path) -> RunEvents:
             first_offset = offset if first_offset is None else first_offset
             if names.setdefault(header.role, header.name) != header.name:
                 raise DataError(f"{path}: role {header.role} is {header.name}, and was {names[header.role]}")
-            pieces[header.role].append(_moved(read_events(path), offset - first_offset))
+            records = read_events(path)
+            by_ns = offset - first_offset
+            if by_ns:
+                records["start_ns"] = np.maximum(0, records["start_ns"].astype(np.int64) + by_ns).astype(
+                    np.uint64
+                )
+            pieces[header.role].append(records)
             missing = header.dropped + header.unwritten
             if missing:
                 notes.append(f"{path.name} misses {missing} events that were recorded and not kept")
     roles = tuple(_joined(role, names[role], pieces[role]) for role in sorted(pieces))
     return RunEvents(roles=roles, notes=tuple(notes))
-
-
-def _moved(records: Records, by_ns: int) -> Records:
-    if by_ns:
-        records["start_ns"] = np.maximum(0, records["start_ns"].astype(np.int64) + by_ns).astype(np.uint64)
-    return records
 
 
 def _joined(role: int, name: str, pieces: list[Records]) -> RoleEvents:

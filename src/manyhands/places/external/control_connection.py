@@ -21,16 +21,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from manyhands.errors import Aborted, ManyhandsError, PeerTimeout, UserError, printable
+from manyhands.native.closeable import Closeable
 from manyhands.observe.record.clocks import Bracket, Offset, clock_id, offset_from
 from manyhands.observe.record.event_ring import EventRing
 from manyhands.places.external.control_messages import (
     LINE,
     LINE_FINGERPRINT,
     ControlEvents,
-    ControlFrame,
     ControlMarked,
     ControlOver,
     ControlPiece,
@@ -43,15 +43,14 @@ from manyhands.places.external.control_messages import (
     Term,
 )
 from manyhands.places.external.control_server import hello_of
-from manyhands.places.external.process_place import Place
+from manyhands.places.external.process_place import ProcessPlace
 from manyhands.places.external.send_queue import SendQueue, Wakeup, pieces
-from manyhands.places.local.control import Decoder, Finished, Note, Stop, encode
+from manyhands.places.local.control import Finished, Note, Stop, encoded
 from manyhands.places.local.failure import report
 from manyhands.places.local.status import NOBODY, State
-from manyhands.transport.hub.arrivals import Arrived, HubEvent, Joined, Lost, Ready
 from manyhands.transport.hub.handshake import Credentials
 from manyhands.transport.hub.hub import Hub
-from manyhands.transport.hub.settings import Settings
+from manyhands.transport.hub.hub_events import Arrived, HubEvent, Joined, Lost, Ready, Settings
 
 __all__ = ["Contact", "ControlConnection", "ControlStore", "open_control_connection"]
 
@@ -95,7 +94,7 @@ class Broken:
 
 
 def open_control_connection(
-    place: Place,
+    place: ProcessPlace,
     contact: Contact,
     terms: Sequence[Term],
     *,
@@ -121,9 +120,8 @@ def open_control_connection(
 
 
 def _introduce(
-    hub: Hub, place: Place, contact: Contact, terms: Sequence[Term], timeout_s: float
+    hub: Hub, place: ProcessPlace, contact: Contact, terms: Sequence[Term], timeout_s: float
 ) -> tuple[ControlWelcome, list[HubEvent]]:
-    """Send the hello; return the leader's welcome and the events that arrived directly after it."""
     deadline = time.monotonic() + timeout_s
     while True:
         left_s = deadline - time.monotonic()
@@ -150,10 +148,10 @@ def _introduce(
                     raise ManyhandsError(f"the leader, {contact.name}, says something before it greets")
 
 
-class ControlConnection:
+class ControlConnection(Closeable):
     """One process's end of the control connection; a context manager, `close` is idempotent. Thread-safe."""
 
-    def __init__(self, place: Place, hub: Hub, *, leader: str, same_clock: bool) -> None:
+    def __init__(self, place: ProcessPlace, hub: Hub, *, leader: str, same_clock: bool) -> None:
         """Take ownership of the hub; called by `open_control_connection`."""
         self.name = place.name
         self.rank = place.rank
@@ -164,7 +162,6 @@ class ControlConnection:
         self._hub = hub
         self._same_clock = same_clock
         self._brackets: deque[Bracket] = deque(maxlen=_KEPT_BRACKETS)
-        self._decoder = Decoder()
         self._marked: ControlMarked | None = None
         self._told: deque[Mapping[str, Any]] = deque()
         self._stop_requested = False
@@ -196,8 +193,8 @@ class ControlConnection:
 
     def send(self, payload: Mapping[str, Any]) -> None:
         """Send JSON to the leader; messages arrive in order, and all of them before the result."""
-        frame = encode(Note(payload=payload))
-        self._bag.put_when_room(ControlFrame(), [frame], _SEND_TIMEOUT_S, self.leader)
+        note = encoded(Note(payload=payload), LINE)  # now: the caller may change it
+        self._bag.put_when_room(note, _SEND_TIMEOUT_S, self.leader)
 
     def mark(
         self,
@@ -231,7 +228,6 @@ class ControlConnection:
 
     @property
     def stopping(self) -> bool:
-        """The same as `stop_requested`, as an attribute."""
         return self.stop_requested()
 
     def control_fileno(self) -> int:
@@ -249,19 +245,16 @@ class ControlConnection:
         """Report that this process has finished, with its result; the connection stays open for what the leader
         gives.
         """
-        self._bag.put_when_room(
-            ControlFrame(), [encode(Finished(payload=payload))], _SEND_TIMEOUT_S, self.leader
-        )
+        self._bag.put_when_room(encoded(Finished(payload=payload), LINE), _SEND_TIMEOUT_S, self.leader)
 
     def fail(self, error: BaseException) -> None:
         """Report that this process failed; the leader receives the error and its traceback."""
-        self._bag.put(ControlFrame(), [encode(report(error, self.step))])
+        self._bag.put(encoded(report(error, self.step), LINE))
 
     # ── what comes from the leader ────────────────────────────────────────────────────────────────────────────────
 
     @property
     def over(self) -> Broken | None:
-        """Why the run ended early, or None."""
         return self._over
 
     def wait_over(self, timeout_s: float) -> Broken | None:
@@ -333,7 +326,6 @@ class ControlConnection:
     # ── its life ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def begin(self, rest: Sequence[HubEvent] = ()) -> None:
-        """Handle the events that followed the welcome, compare clocks, and start the connection's thread."""
         self._take(rest)
         for _ in range(0 if self._same_clock else _FIRST_PINGS):
             self._ping()
@@ -355,12 +347,6 @@ class ControlConnection:
         self._bag.close()
         self._stack.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _run(self) -> None:
         """Run the thread's loop; an exception here ends all waits and is reported to the leader, or it would be
         lost.
@@ -369,7 +355,7 @@ class ControlConnection:
             self._go()
         except BaseException as error:
             self._end_waits(Broken(self.rank, f"{self.name}: its line to {self.leader} failed: {error!r}"))
-            self._post(ControlFrame(), [encode(report(error, self.step))])
+            self._post(report(error, self.step), [])
             self._hub.flush(1.0)
 
     def _go(self) -> None:
@@ -442,14 +428,13 @@ class ControlConnection:
                 self._brackets.append(
                     Bracket(before_ns=sent_ns, theirs_ns=leader_ns, after_ns=time.monotonic_ns())
                 )
-            case ControlFrame():
-                for message in self._decoder.feed(bytes(arrived.payload)):
-                    if isinstance(message, Note):
-                        with self._heard:
-                            self._told.append(message.payload)
-                            self._heard.notify_all()
-                    elif isinstance(message, Stop):
-                        self._stop_requested = True
+            case Note(payload=payload):
+                with self._heard:
+                    self._told.append(payload)
+                    self._heard.notify_all()
+                self._ear.ring()
+            case Stop():
+                self._stop_requested = True
                 self._ear.ring()
             case StoreAnswer() as answer:
                 with self._heard:
@@ -494,28 +479,22 @@ class ControlStore:
         self._line = line
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """See `key_value_store.KeyValueStore.compare_set`."""
         return self._line.ask_store("compare_set", [key], [expected, desired]).value.encode()
 
     def check(self, keys: Sequence[str]) -> bool:
-        """See `key_value_store.KeyValueStore.check`."""
         return self._line.ask_store("check", keys).found
 
     def get(self, key: str) -> bytes:
-        """See `key_value_store.KeyValueStore.get`."""
         answer = self._line.ask_store("get", [key])
         if not answer.found:
             raise UserError(f"the run's store has no {key!r}")
         return answer.value.encode()
 
     def set(self, key: str, value: str) -> None:
-        """See `key_value_store.KeyValueStore.set`."""
         self._line.ask_store("set", [key], [value])
 
     def add(self, key: str, amount: int) -> int:
-        """See `key_value_store.KeyValueStore.add`."""
         return int(self._line.ask_store("add", [key], [str(amount)]).value)
 
     def delete_key(self, key: str) -> bool:
-        """See `key_value_store.KeyValueStore.delete_key`."""
         return self._line.ask_store("delete_key", [key]).found

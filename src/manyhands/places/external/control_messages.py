@@ -1,11 +1,11 @@
-"""The messages of the control connection, which also carries the frames of `places.local.control`.
+"""The messages of the control connection, which also carries those of `places.local.control`.
 
 process                                        leader
   ControlHello(rank, who it is, terms)       ──►
                                           ◄──  ControlWelcome | ControlRefused(field, reason)
   ControlPing(sent_ns)                       ──►
                                           ◄──  ControlPong(sent_ns, leader_ns)        the clock for all events
-  ControlFrame + a frame                   ◄─►  ControlFrame + a frame               notes, stop, result, failure
+  Note, Finished, Failed                  ◄─►  Note, Stop                            of `places.local.control`
   ControlMarked(step, state, …)              ──►
   ControlEvents(lost) + records              ──►
   StoreCall(number, …)                    ──►
@@ -19,13 +19,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from manyhands.transport.hub.typed_messages import MessageCoder
+from manyhands.places.local.control import Failed, Finished, Note, Stop
+from manyhands.transport.messages import MessageCoder
 
 __all__ = [
     "LINE",
     "LINE_FINGERPRINT",
     "ControlEvents",
-    "ControlFrame",
     "ControlHello",
     "ControlMarked",
     "ControlOver",
@@ -106,11 +106,6 @@ class ControlPong:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ControlFrame:
-    """The payload is a frame of `places.local.control`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ControlMarked:
     """What the process is doing; `stage` is -1 outside of pipelines."""
 
@@ -163,7 +158,7 @@ class ControlOver:
     sentence: str
 
 
-# Numbers are part of the protocol: never reuse one.
+# Numbers are part of the protocol: never reuse one (6 was a frame of `places.local.control`).
 LINE: Final = MessageCoder(
     {
         1: ControlHello,
@@ -171,12 +166,15 @@ LINE: Final = MessageCoder(
         3: ControlRefused,
         4: ControlPing,
         5: ControlPong,
-        6: ControlFrame,
         7: ControlMarked,
         8: ControlEvents,
         9: StoreCall,
         10: StoreAnswer,
         11: ControlPiece,
         12: ControlOver,
+        13: Note,
+        14: Failed,
+        15: Finished,
+        16: Stop,
     }
 )

@@ -18,11 +18,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import numpy as np
 
 from manyhands.errors import UserError, printable
+from manyhands.native.closeable import Closeable
 from manyhands.observe.record.clocks import clock_id
 from manyhands.observe.record.event_files import good_records
 from manyhands.observe.record.event_ring import EventRing
@@ -31,7 +32,6 @@ from manyhands.places.external.control_messages import (
     LINE,
     LINE_FINGERPRINT,
     ControlEvents,
-    ControlFrame,
     ControlHello,
     ControlMarked,
     ControlOver,
@@ -44,30 +44,19 @@ from manyhands.places.external.control_messages import (
     Term,
 )
 from manyhands.places.external.key_value_store import KeyValueStore
-from manyhands.places.external.process_place import Place
+from manyhands.places.external.process_place import ProcessPlace
 from manyhands.places.external.register import Register, clock_notice
 from manyhands.places.external.send_queue import SendQueue, Wakeup, pieces
-from manyhands.places.local.control import (
-    ControlError,
-    Decoder,
-    Failed,
-    Finished,
-    Message,
-    Note,
-    RoleStarted,
-    Stop,
-    encode,
-)
+from manyhands.places.local.control import Failed, Finished, Message, Note, Stop, encoded
 from manyhands.places.local.failure import Failure, describe_status
 from manyhands.places.local.host import host_identity
 from manyhands.places.local.roster import Ended, Said, Started
 from manyhands.places.local.status import State
 from manyhands.places.local.status import StatusRow as ProcessStatus
-from manyhands.transport.hub.arrivals import Arrived, HubEvent, Joined, Lost, Ready, Rejected
 from manyhands.transport.hub.handshake import Credentials
 from manyhands.transport.hub.hub import Hub
-from manyhands.transport.hub.settings import Settings
-from manyhands.transport.link.message import ProtocolError
+from manyhands.transport.hub.hub_events import Arrived, HubEvent, Joined, Lost, Ready, Rejected, Settings
+from manyhands.transport.messages import ProtocolError
 
 __all__ = ["ControlEvent", "ControlServer", "Delivered", "ProcessRejected", "Warned", "hello_of"]
 
@@ -105,8 +94,7 @@ class Delivered:
 ControlEvent = Started | Said | Ended | ProcessRejected | Warned | Delivered
 
 
-def hello_of(place: Place, terms: Sequence[Term]) -> ControlHello:
-    """The hello of this process."""
+def hello_of(place: ProcessPlace, terms: Sequence[Term]) -> ControlHello:
     return ControlHello(
         rank=place.rank,
         world=place.world,
@@ -128,7 +116,6 @@ class _Member:
     """The hub's number for its connection."""
 
     bag: SendQueue
-    decoder: Decoder
     seen: ProcessStatus
     ended: bool = False
     connected: bool = True
@@ -140,12 +127,12 @@ class _Member:
         return f"{self.hello.name} (process {self.hello.pid})"
 
 
-class ControlServer:
+class ControlServer(Closeable):
     """All control connections of one run, at its leader; a context manager, `close` is idempotent."""
 
     def __init__(
         self,
-        place: Place,
+        place: ProcessPlace,
         terms: Sequence[Term],
         token: bytes,
         *,
@@ -188,33 +175,27 @@ class ControlServer:
             self.rings = before
 
     def listen(self, address: str = "unix") -> str:
-        """Accept connections; return the address for the members."""
         return self._hub.listen(address)
 
     # ── who is there ──────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The ranks that have joined and have not ended."""
         return tuple(rank for rank, member in self._members.items() if not member.ended)
 
     @property
     def known(self) -> tuple[int, ...]:
-        """The ranks that have ever joined."""
         return tuple(self._members)
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """The ranks that have not joined."""
         return self._register.missing
 
     def late(self, deed: str, waited_s: float, named: Callable[[int], str] = "rank {}".format) -> str:
-        """The sentence on the ranks that did not join in time."""
         return self._register.late(deed, waited_s, named)
 
     @property
     def rejected(self) -> Sequence[str]:
-        """One sentence for each process that was rejected."""
         return self._register.rejected
 
     def name_of(self, rank: int) -> str:
@@ -292,12 +273,6 @@ class ControlServer:
             member.bag.close()
         self._stack.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _connected(self) -> tuple[int, ...]:
         return tuple(rank for rank, member in self._members.items() if member.connected)
 
@@ -308,7 +283,7 @@ class ControlServer:
         return member.bag
 
     def _post(self, rank: int, message: Message) -> None:
-        self._bag(rank).put(ControlFrame(), [encode(message)])
+        self._bag(rank).put(encoded(message, LINE))
 
     def _send_letters(self) -> bool:
         """Pass queued messages to the hub; return whether all queues are empty. The hub may still hold some."""
@@ -358,18 +333,14 @@ class ControlServer:
         member.seen = replace(member.seen, heartbeat_ns=time.monotonic_ns())
         try:
             return self._said(rank, member, message, arrived.payload)
-        except (ProtocolError, ControlError) as error:
+        except ProtocolError as error:
             self._hub.disconnect(connection, str(error))
             return self._lost(connection, f"it broke the rules of the line: {printable(str(error))}", False)
 
     def _said(self, rank: int, member: _Member, message: object, payload: memoryview) -> list[ControlEvent]:
         match message:
-            case ControlFrame():
-                return [
-                    one
-                    for frame in member.decoder.feed(bytes(payload))
-                    for one in self._control(rank, member, frame)
-                ]
+            case Note() | Finished() | Failed():
+                return self._control(rank, member, message)
             case ControlPing(sent_ns=sent_ns):
                 self._hub.send(member.connection, ControlPong(sent_ns=sent_ns, leader_ns=time.monotonic_ns()))
             case ControlMarked():
@@ -408,14 +379,14 @@ class ControlServer:
             return [ProcessRejected(refused.reason, refused.field)]
         self._ranks[connection] = hello.rank
         self._members[hello.rank] = _Member(
-            hello, connection, SendQueue(self._wakeup.ring), Decoder(), ProcessStatus(pid=hello.pid)
+            hello, connection, SendQueue(self._wakeup.ring), ProcessStatus(pid=hello.pid)
         )
         self._hub.send(connection, ControlWelcome(leader=self.name, clock=str(clock_id())))
         told: list[ControlEvent] = [Started(hello.rank, hello.pid)]
         notice = clock_notice(hello.name, hello.unix_s, time.time())
         return [*told, Warned(hello.rank, notice)] if notice is not None else told
 
-    def _control(self, rank: int, member: _Member, message: Message) -> list[ControlEvent]:
+    def _control(self, rank: int, member: _Member, message: Note | Finished | Failed) -> list[ControlEvent]:
         if member.ended:
             return []  # its end was reported: nothing may follow it
         match message:
@@ -426,10 +397,6 @@ class ControlServer:
             case Failed():
                 sentence = f"{member.name} raised {message.error} at step {message.step}: {printable(message.message)}"
                 return [self._end(rank, member, Failure(rank=rank, sentence=sentence, reported=message))]
-            case RoleStarted():
-                return []
-            case Stop():
-                raise ControlError("a member may not ask its leader to stop")
 
     def _lost(self, connection: int, reason: str, in_peace: bool) -> list[ControlEvent]:
         rank = self._ranks.pop(connection, None)

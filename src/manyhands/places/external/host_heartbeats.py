@@ -13,7 +13,7 @@ from typing import Final
 
 from manyhands.errors import PeerTimeout
 from manyhands.places.local.rendezvous import RendezvousStore
-from manyhands.transport.link.heartbeats import Heartbeats, exchange_places
+from manyhands.transport.heartbeats import Heartbeats, exchange_places
 
 __all__ = ["open_heartbeats"]
 

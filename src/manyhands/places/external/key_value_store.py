@@ -12,7 +12,7 @@ from typing import Final
 
 from manyhands.errors import UserError
 from manyhands.places.external.control_messages import StoreAnswer, StoreCall
-from manyhands.transport.link.message import ProtocolError
+from manyhands.transport.messages import ProtocolError
 
 __all__ = ["KeyValueStore"]
 
@@ -41,7 +41,6 @@ class KeyValueStore:
             return (expected if there is None else there).encode()
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all of these keys exist."""
         with self._lock:
             return all(key in self._values for key in keys)
 
@@ -54,19 +53,16 @@ class KeyValueStore:
         return value.encode()
 
     def set(self, key: str, value: str) -> None:
-        """Set a value, replacing an older one."""
         with self._lock:
             self._put(key, value)
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter, which begins at 0; return its new value."""
         with self._lock:
             number = int(self._values.get(key, "0")) + amount
             self._put(key, str(number))
             return number
 
     def delete_key(self, key: str) -> bool:
-        """Delete a key; return whether it existed."""
         with self._lock:
             return self._values.pop(key, None) is not None
 

@@ -28,14 +28,14 @@ from manyhands.places.external.control_connection import Contact, ControlConnect
 from manyhands.places.external.control_messages import Term
 from manyhands.places.external.control_server import ControlServer
 from manyhands.places.external.links import address_towards
-from manyhands.places.external.process_place import Place
-from manyhands.places.external.specified import listening_at
+from manyhands.places.external.process_place import ProcessPlace
+from manyhands.places.external.specification import listening_at
 from manyhands.places.external.store_waiting import comes_true
 from manyhands.places.local.host import host_identity
 from manyhands.places.local.rendezvous import hosts_of
-from manyhands.transport.hub.settings import Settings
-from manyhands.transport.link.liveness import LivenessTimes
-from manyhands.transport.link.secure import Security, is_loopback
+from manyhands.transport.hub.hub_events import Settings
+from manyhands.transport.liveness import LivenessTimes
+from manyhands.transport.security import Security, is_loopback
 
 __all__ = ["Following", "Leading", "follow", "lead"]
 
@@ -67,7 +67,7 @@ class Following:
 
 
 def lead(
-    place: Place,
+    place: ProcessPlace,
     terms: Sequence[Term],
     name: str,
     *,
@@ -112,7 +112,7 @@ def lead(
 
 
 def follow(
-    place: Place,
+    place: ProcessPlace,
     terms: Sequence[Term],
     name: str,
     *,
@@ -149,11 +149,11 @@ def follow(
     return Following(line=line, token=token, address=address)
 
 
-def _store(place: Place, name: str, timeout_s: float) -> Store:
+def _store(place: ProcessPlace, name: str, timeout_s: float) -> Store:
     return PrefixStore(f"manyhands/{name}", place.open_store(timeout_s))
 
 
-def _mine(place: Place) -> dict[str, str]:
+def _mine(place: ProcessPlace) -> dict[str, str]:
     return {
         "name": place.name,
         "host": host_identity(),
@@ -162,7 +162,7 @@ def _mine(place: Place) -> dict[str, str]:
     }
 
 
-def _sit_down(store: Store, place: Place, *, follows_another: bool = False) -> None:
+def _sit_down(store: Store, place: ProcessPlace, *, follows_another: bool = False) -> None:
     mine = json.dumps({**_mine(place), "nonce": secrets.token_hex(8)})
     there = store.compare_set(f"here/{place.rank}", "", mine).decode()
     if there == mine:
@@ -184,7 +184,7 @@ def _settings(security: Security, comes_again: bool) -> Settings:
     return replace(Settings() if comes_again else _PATIENT, security=security)
 
 
-def _may_be_reached(place: Place, security: Security) -> bool:
+def _may_be_reached(place: ProcessPlace, security: Security) -> bool:
     """Whether the leader has an address for other hosts and may listen there."""
     if place.master is None or is_loopback(address := address_towards(place.master)):
         return False
@@ -195,8 +195,7 @@ def _may_be_reached(place: Place, security: Security) -> bool:
     return True
 
 
-def _own_address(place: Place, security: Security) -> str:
-    """The address at which other hosts reach this one."""
+def _own_address(place: ProcessPlace, security: Security) -> str:
     assert place.master is not None, "who has a store is told where it is"
     address = address_towards(place.master)
     if is_loopback(address):
@@ -208,7 +207,7 @@ def _own_address(place: Place, security: Security) -> str:
     return address
 
 
-def _wait_for_all(store: Store, place: Place, timeout_s: float) -> tuple[tuple[int, ...], ...]:
+def _wait_for_all(store: Store, place: ProcessPlace, timeout_s: float) -> tuple[tuple[int, ...], ...]:
     keys = [f"here/{rank}" for rank in range(place.world - place.later)]
     if not comes_true(lambda: store.check(keys), timeout_s):
         late = [rank for rank, key in enumerate(keys) if not store.check([key])]
@@ -225,7 +224,7 @@ def _wait_for_all(store: Store, place: Place, timeout_s: float) -> tuple[tuple[i
     return hosts_of([seat["host"] for seat in seats])
 
 
-def _await_readers(store: Store, place: Place) -> None:
+def _await_readers(store: Store, place: ProcessPlace) -> None:
     """Wait briefly until all present processes have read the reason: the store's server may end with this process."""
     if not isinstance(store, PrefixStore) or not isinstance(store.underlying_store, TCPStore):
         return
@@ -234,7 +233,7 @@ def _await_readers(store: Store, place: Place) -> None:
     comes_true(lambda: not heard or store.check(heard), _HEARD_S)
 
 
-def _require_version(other: Mapping[str, str], place: Place) -> None:
+def _require_version(other: Mapping[str, str], place: ProcessPlace) -> None:
     if other["version"] != __version__:
         raise UserError(
             f"{other['name']} is manyhands {other['version']}, and {place.name} is manyhands {__version__}: install "
@@ -242,7 +241,7 @@ def _require_version(other: Mapping[str, str], place: Place) -> None:
         )
 
 
-def _read_leader(store: Store, place: Place, timeout_s: float) -> dict[str, str]:
+def _read_leader(store: Store, place: ProcessPlace, timeout_s: float) -> dict[str, str]:
     # Slightly longer than the leader waits for all ranks: its answer then names the missing ones.
     patience_s = timeout_s + 5.0
     if not comes_true(lambda: store.check(["leader"]), patience_s):

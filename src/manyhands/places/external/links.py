@@ -22,13 +22,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 from manyhands.errors import ManyhandsError, PeerTimeout
-from manyhands.places.external.specified import listening_at
+from manyhands.places.external.specification import listening_at
 from manyhands.places.external.store_waiting import comes_true
 from manyhands.places.local.rendezvous import RendezvousStore
 from manyhands.transport.hub.addresses import tune
-from manyhands.transport.link.liveness import SILENT_AFTER_S
-from manyhands.transport.link.secure import HANDSHAKE_S, End, Security, TlsRefused
 from manyhands.transport.link.tcp import TcpLink
+from manyhands.transport.liveness import SILENT_AFTER_S
+from manyhands.transport.security import HANDSHAKE_S, End, Security, TlsRefused
 
 __all__ = ["address_towards", "meet_all", "open_links"]
 

@@ -21,9 +21,9 @@ from manyhands.places.external.control_connection import ControlConnection
 from manyhands.places.external.control_messages import Term
 from manyhands.places.external.control_server import ControlEvent, ProcessRejected, Warned
 from manyhands.places.external.leader_address import Following, Leading, follow, lead
-from manyhands.places.external.process_place import Place
+from manyhands.places.external.process_place import ProcessPlace
 from manyhands.places.local.roster import Ended, Started
-from manyhands.transport.link.secure import Security
+from manyhands.transport.security import Security
 
 __all__ = ["GroupMember", "ProcessGroup", "join_group", "lead_group"]
 
@@ -36,7 +36,7 @@ _STARTING_S: Final = 5.0
 class ProcessGroup:
     """All processes of a run, at its leader; a context manager. Call it from one thread at a time."""
 
-    def __init__(self, place: Place, leading: Leading, security: Security, timeout_s: float) -> None:
+    def __init__(self, place: ProcessPlace, leading: Leading, security: Security, timeout_s: float) -> None:
         self.place = place
         self.control_server = leading.control_server
         self.token = leading.token
@@ -82,7 +82,6 @@ class ProcessGroup:
             self.control_server.poll(_TICK_S)
 
     def _named(self, rank: int) -> str:
-        """The name of a rank that has not joined."""
         spec = self.place.cluster
         if spec is None:
             return f"rank {rank}"
@@ -90,7 +89,6 @@ class ProcessGroup:
         return f"{role} at {spec.address(role)}"
 
     def tell_all(self, payload: Mapping[str, Any]) -> None:
-        """Send every other process the same message."""
         for rank in range(1, self.place.world):
             self.control_server.tell(rank, payload)
 
@@ -116,7 +114,6 @@ class ProcessGroup:
         self.control_server.shutdown(_BREAK_OFF_S)
 
     def close(self) -> None:
-        """Close all control connections; idempotent."""
         self.control_server.close()
 
     def __enter__(self) -> Self:
@@ -139,7 +136,9 @@ class ProcessGroup:
 class GroupMember:
     """One process's membership in a run that another process leads; a context manager."""
 
-    def __init__(self, place: Place, following: Following, security: Security, timeout_s: float) -> None:
+    def __init__(
+        self, place: ProcessPlace, following: Following, security: Security, timeout_s: float
+    ) -> None:
         self.place = place
         self.line: ControlConnection = following.line
         self.token = following.token
@@ -155,7 +154,7 @@ class GroupMember:
 
 
 def lead_group(
-    place: Place,
+    place: ProcessPlace,
     terms: Sequence[Term],
     name: str,
     *,
@@ -163,13 +162,12 @@ def lead_group(
     timeout_s: float,
     comes_again: bool = False,
 ) -> ProcessGroup:
-    """Become the leader of the run `name`; no member has joined yet."""
     leading = lead(place, terms, name, security=security, timeout_s=timeout_s, comes_again=comes_again)
     return ProcessGroup(place, leading, security, timeout_s)
 
 
 def join_group(
-    place: Place,
+    place: ProcessPlace,
     terms: Sequence[Term],
     name: str,
     *,
@@ -177,6 +175,5 @@ def join_group(
     timeout_s: float,
     comes_again: bool = False,
 ) -> GroupMember:
-    """Find the leader of the run `name` and join it."""
     following = follow(place, terms, name, security=security, timeout_s=timeout_s, comes_again=comes_again)
     return GroupMember(place, following, security, timeout_s)

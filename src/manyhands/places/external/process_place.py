@@ -1,43 +1,28 @@
-"""The place of this process in a run: alone, or one of several that a launcher, torchrun or a specification
-started.
+"""One process's place in a run: its rank, and how it finds the other processes.
 
-Each process of a run has a `Place`. A launcher gives a process its rank and a store where it finds the others:
-`manyhands launch` passes the store as an inherited memory file; torchrun's is a server named in the environment.
-Code that starts processes in another way makes a `Place` and declares it with `started_externally.standing`.
+A launcher gives a process its rank and a store where it finds the others: `manyhands launch` passes the store as an
+inherited memory file; torchrun's is a server named in the environment. Code that starts processes in another way makes
+a `ProcessPlace` for each.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 
 from torch._C._distributed_c10d import FileStore, HashStore, Store, TCPStore
 
-from manyhands.errors import ManyhandsError, UserError, first_line, nearest
+from manyhands.errors import ManyhandsError, UserError, first_line
 from manyhands.native.version import __version__
-from manyhands.places.external.specification import ClusterRole, ClusterSpec
-from manyhands.places.external.started_externally import LAUNCHER_VARIABLE, TF_CONFIG, stands_at
-from manyhands.places.local import entry
+from manyhands.places.external.specification import ClusterSpec
 from manyhands.places.local.context import RoleContext
+from manyhands.places.place import LAUNCHER_VARIABLE, is_worker
 from manyhands.strategy import Strategy
 
-__all__ = [
-    "KINDS",
-    "Launched",
-    "Place",
-    "current",
-    "find_place",
-    "launched",
-    "place_from",
-    "place_of",
-]
-
-KINDS = ("alone", "launch", "torchrun", "specification", "ray")
-"""What started the processes of a run."""
+__all__ = ["Launched", "ProcessPlace", "joining_place", "launched", "under_torchrun"]
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -63,13 +48,13 @@ def _no_store(timeout_s: float) -> Store:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class ProcessPlace:
     """This process's rank, and how it finds the other processes."""
 
     rank: int
     world: int
     kind: str = "alone"
-    """What started the processes: one of `KINDS`."""
+    """What started the processes: a name in `PLACES`, `launch` or `alone`."""
 
     role: str = "worker"
     """The role of this process: worker, ps, chief or evaluator."""
@@ -100,67 +85,19 @@ class Place:
     """The address of torchrun's store, used to choose the network interface that leads there."""
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise UserError(f"kind={self.kind!r} of a place: {nearest(self.kind, KINDS)}")
         if not 0 <= self.rank < self.world:
             raise UserError(f"rank={self.rank} must be at least 0 and less than world={self.world}")
 
     @property
     def leads(self) -> bool:
-        """Whether this process is the leader, which keeps the run directory, the terminal and the web page."""
         return self.rank == 0
 
     @property
-    def is_one_of_many(self) -> bool:
-        """Whether the processes were started externally, so that `fit` joins a run instead of starting workers."""
-        return self.kind not in ("alone", "launch")
-
-    @property
     def name(self) -> str:
-        """`worker 1 on hostB`."""
         return f"{self.role} {self.rank if self.index is None else self.index} on {self.host}"
 
 
-def current(environment: Mapping[str, str] = os.environ) -> Place:
-    """The place of a process that calls `fit`; UserError if the environment describes it incompletely.
-
-    Inside a script of `manyhands launch`, and in a worker of another run, `fit` starts workers of its own.
-    """
-    said = stands_at()
-    if isinstance(said, Place):
-        return said
-    if launched is not None or LAUNCHER_VARIABLE in environment or _is_worker():
-        return Place(rank=0, world=1)
-    specified = place_from(environment)
-    if specified is not None:
-        return specified
-    if "RANK" in environment and "WORLD_SIZE" in environment:
-        return _under_torchrun(environment)
-    return Place(rank=0, world=1)
-
-
-def place_of(spec: ClusterSpec, role: ClusterRole) -> Place:
-    """The place of one role of a specification; UserError for an evaluator, which has none."""
-    return Place(
-        rank=spec.rank(role),
-        world=len(spec.ranked),
-        kind="specification",
-        role=role.type,
-        index=role.index,
-        leader=spec.address(spec.leader),
-        cluster=spec,
-    )
-
-
-def place_from(environment: Mapping[str, str] = os.environ) -> Place | None:
-    """The place that TF_CONFIG describes; None if it is not set or describes no cluster."""
-    text = environment.get(TF_CONFIG, "").strip()
-    if not text or text == "{}":
-        return None
-    return place_of(*ClusterSpec.from_tf_config(text))
-
-
-def find_place(environment: Mapping[str, str] = os.environ) -> Place:
+def joining_place(environment: Mapping[str, str] = os.environ) -> ProcessPlace:
     """The place of a process that joins with a training loop of its own; UserError if it cannot join from here."""
     version = environment.get(LAUNCHER_VARIABLE)
     if version is not None and version != __version__:
@@ -170,7 +107,7 @@ def find_place(environment: Mapping[str, str] = os.environ) -> Place:
         )
     if launched is not None:
         context = launched.context
-        return Place(
+        return ProcessPlace(
             rank=context.rank,
             world=context.world,
             kind="launch",
@@ -181,22 +118,19 @@ def find_place(environment: Mapping[str, str] = os.environ) -> Place:
         raise UserError(
             "this process was started by a worker of `manyhands launch`, not by the launcher; join in the script itself"
         )
-    if _is_worker():
+    if is_worker():
         raise UserError("this process is a worker of fit, which has a loop of its own; join is for scripts")
     if "RANK" in environment and "WORLD_SIZE" in environment:
-        return _under_torchrun(environment)
-    return Place(rank=0, world=1, open_store=lambda _: HashStore())
-
-
-def _is_worker() -> bool:
-    return getattr(sys.modules.get("__main__"), "__file__", None) == entry.__file__
+        return under_torchrun(environment)
+    return ProcessPlace(rank=0, world=1, open_store=lambda _: HashStore())
 
 
 def _inherited(context: RoleContext) -> Store:
     return FileStore(f"/proc/self/fd/{context.descriptor('store')}", context.world)
 
 
-def _under_torchrun(environment: Mapping[str, str]) -> Place:
+def under_torchrun(environment: Mapping[str, str]) -> ProcessPlace:
+    """The place of a process of torchrun; UserError if the environment describes it incompletely."""
     missing = [name for name in _TORCHRUN if not environment.get(name)]
     if missing:
         raise UserError(
@@ -214,7 +148,7 @@ def _under_torchrun(environment: Mapping[str, str]) -> Place:
     if port is None or not 0 < port < 1 << 16:
         raise UserError(f"MASTER_PORT={text}: must be a number from 1 to 65535")
     hosted = rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    return Place(
+    return ProcessPlace(
         rank=rank,
         world=world,
         kind="torchrun",

@@ -50,12 +50,10 @@ class Register:
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """The ranks that no process has taken, the leader's excepted."""
         return tuple(rank for rank in range(1, self._leader.world) if rank not in self._seats)
 
     @property
     def rejected(self) -> Sequence[str]:
-        """One sentence for each process that was rejected."""
         return self._rejected
 
     def arrive(self, hello: ControlHello) -> ControlRefused | None:
@@ -68,7 +66,6 @@ class Register:
         return refused
 
     def leave(self, rank: int) -> None:
-        """Free the rank of a process that left."""
         self._seats.pop(rank, None)
 
     def late(self, deed: str, waited_s: float, named: Callable[[int], str] = "rank {}".format) -> str:

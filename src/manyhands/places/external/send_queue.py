@@ -40,7 +40,6 @@ class Wakeup:
                 os.eventfd_write(self.descriptor, 1)
 
     def answer(self) -> None:
-        """Consume the wake-up."""
         os.eventfd_read(self.descriptor)
 
     def answer_any(self) -> None:
@@ -71,7 +70,6 @@ class SendQueue:
         self._closed = False
 
     def put(self, message: object, payload: Iterable[Any] = ()) -> None:
-        """Add a message without waiting."""
         self.put_all(iter([(message, list(payload))]))
 
     def put_all(self, letters: Iterator[LinkMessage]) -> None:
@@ -82,14 +80,14 @@ class SendQueue:
             self._letters.append(letters)
         self._wake()
 
-    def put_when_room(self, message: object, payload: Iterable[Any], timeout_s: float, peer: str) -> None:
+    def put_when_room(self, message: object, timeout_s: float, peer: str) -> None:
         """Add a message once there is capacity; PeerTimeout naming the `peer` that accepts nothing."""
         deadline = time.monotonic() + timeout_s
         with self._room:
             while len(self._letters) >= _MOST_WAITING and not self._closed:
                 if not self._room.wait(deadline - time.monotonic()):
                     raise PeerTimeout(f"{peer} has read nothing for {timeout_s:g} s", peer=0)
-        self.put(message, payload)
+        self.put(message)
 
     def empty(self, send: _Send) -> bool:
         """Pass messages to `send` until it accepts no more; return whether the queue is empty."""
@@ -111,7 +109,6 @@ class SendQueue:
             self._next = None
 
     def close(self) -> None:
-        """Drop what is queued and accept nothing more."""
         with self._room:
             self._closed = True
             self._letters.clear()
@@ -120,7 +117,6 @@ class SendQueue:
 
 
 def pieces(name: str, chunks: Iterable[Any]) -> Iterator[LinkMessage]:
-    """Split a large object into messages of bounded size."""
     for chunk in chunks:
         view = memoryview(chunk).cast("B")
         for begin in range(0, len(view), PIECE_BYTES):

@@ -22,7 +22,6 @@ def no_group() -> SharedGroup:
 
 
 def share_group(rendezvous: Rendezvous, purpose: str, timeout_s: float) -> SharedGroup:
-    """Collective: memory that the workers of this host share."""
     with share_group_files(rendezvous, purpose, timeout_s) as files:
         return attach_group(files, rendezvous, timeout_s)
 

@@ -10,16 +10,18 @@ reported before anything starts.
 from __future__ import annotations
 
 import json
+import socket
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
 
 from manyhands.errors import UserError, nearest, printable
-from manyhands.places.external.started_externally import TF_CONFIG
+from manyhands.places.place import TF_CONFIG
+from manyhands.transport.security import is_loopback
 
-__all__ = ["EVALUATOR", "ROLE_TYPES", "ClusterRole", "ClusterSpec"]
+__all__ = ["EVALUATOR", "ROLE_TYPES", "ClusterRole", "ClusterSpec", "check_hosts", "listening_at"]
 
 EVALUATOR: Final = (
     "an evaluator has nothing to do here, and ends: workers evaluate while they train (--evaluate-every), and the "
@@ -128,7 +130,6 @@ class ClusterSpec:
 
     @property
     def leader(self) -> ClusterRole:
-        """Who keeps the run directory and the terminal, and whom all others look for."""
         return ClusterRole("chief" if "chief" in self.addresses else "worker", 0)
 
     def roles(self, *kinds: str) -> tuple[ClusterRole, ...]:
@@ -232,7 +233,6 @@ def _checked_address(field: str, address: Any) -> str:
 
 
 def _check_apart(kinds: Mapping[str, Sequence[str]]) -> None:
-    """Check that no two roles listen at one address."""
     taken: dict[str, str] = {}
     for kind, listed in kinds.items():
         for index, address in enumerate(listed):
@@ -247,3 +247,49 @@ def _check_apart(kinds: Mapping[str, Sequence[str]]) -> None:
 
 def _shown(value: Any) -> str:
     return printable(repr(value), 80)
+
+
+Resolve = Callable[[str], str]
+"""Resolves a host name to its IPv4 address; OSError if the name is unknown."""
+
+
+def check_hosts(spec: ClusterSpec, role: ClusterRole, resolve: Resolve = socket.gethostbyname) -> None:
+    """UserError if this role's host name resolves to loopback here while other roles are on other hosts."""
+    host = spec.address(role).rpartition(":")[0]
+    others = [spec.address(other).rpartition(":")[0] for other in spec.roles()]
+    if is_loopback(host) or all(other == host for other in others):
+        return
+    try:
+        found = resolve(host)
+    except OSError as error:
+        raise UserError(
+            f"cluster.{role.type}[{role.index}]={spec.address(role)!r}: this host does not know the name {host!r} "
+            f"({error}); write the address that others reach it by"
+        ) from None
+    if is_loopback(found):
+        raise UserError(
+            f"cluster.{role.type}[{role.index}]={spec.address(role)!r}: {host!r} means {found} on this host, where "
+            f"others cannot reach it; write its address in the network, or correct {host!r} in /etc/hosts"
+        )
+
+
+def listening_at(address: str, resolve: Resolve = socket.gethostbyname) -> str:
+    """The address to bind for a process that others reach at `host:port`, in the hub's format.
+
+    It is that address, or every address of this host if no interface has it: in a container, a service has an
+    address that no interface has.
+    """
+    host, _, port = address.rpartition(":")
+    if is_loopback(host):
+        return f"tcp:{address}"
+    found = resolve(host)
+    return f"tcp:{found if _is_ours(found) else '0.0.0.0'}:{port}"
+
+
+def _is_ours(address: str) -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as trial:
+        try:
+            trial.bind((address, 0))
+        except OSError:
+            return False
+    return True

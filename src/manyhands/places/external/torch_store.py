@@ -38,7 +38,6 @@ class RunStore(Store):
         self._still = still
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Set a value, as torch's store does."""
         self._store.set(self._named(key), _written(value))
 
     def get(self, key: str) -> bytes:
@@ -47,7 +46,6 @@ class RunStore(Store):
         return _read(self._store.get(self._named(key)))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all of these keys exist."""
         return self._store.check([self._named(key) for key in keys])
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
@@ -65,16 +63,13 @@ class RunStore(Store):
             raise ManyhandsError(f"nobody has said {late!r} in the run's store within {timeout_s:.0f} s")
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Compare and set atomically; see `KeyValueStore.compare_set`."""
         before = _written(expected) if expected else ""
         return _read(self._store.compare_set(self._named(key), before, _written(desired)))
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter; return its new value."""
         return self._store.add(self._named(key), amount)
 
     def delete_key(self, key: str) -> bool:
-        """Delete a key; return whether it existed."""
         return self._store.delete_key(self._named(key))
 
     deleteKey = delete_key  # noqa: N815  # what torch's own stores, such as PrefixStore, call it

@@ -37,7 +37,6 @@ class RoleSpec:
     """The child's end of its control channel; known when the child is started."""
 
     def inherited(self) -> tuple[int, ...]:
-        """All descriptors that the child must hold."""
         return (
             self.control,
             self.lifeline,
@@ -61,12 +60,10 @@ class RoleSpec:
         )
 
     def to_text(self) -> str:
-        """As the launcher sends it."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_text(cls, text: str) -> RoleSpec:
-        """Read what `to_text` wrote."""
         fields = json.loads(text)
         return cls(**{**fields, "path": tuple(fields["path"])})
 
@@ -79,7 +76,6 @@ class LoaderSpec:
     parent_pid: int
 
     def to_text(self) -> str:
-        """As the worker sends it."""
         return json.dumps({"loader": asdict(self)})
 
     @classmethod

@@ -11,26 +11,166 @@ from __future__ import annotations
 
 import os
 import selectors
+import signal
+import socket
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any, Self
+from dataclasses import dataclass, field, replace
+from typing import IO, Any, Literal, Self
 
 from manyhands.errors import ManyhandsError, UserError
-from manyhands.places.local.child import Child
 from manyhands.places.local.child_descriptors import RoleSpec
 from manyhands.places.local.context import RoleContext
-from manyhands.places.local.control import Channel, ControlError, Message
-from manyhands.places.local.cores import threads_per_role
+from manyhands.places.local.control import Channel, Message
+from manyhands.places.local.host import threads_per_role
 from manyhands.places.local.member import Exited, Garbled, Heard
-from manyhands.places.local.output import Output
+from manyhands.places.local.stacks import STACK_SIGNAL
 from manyhands.places.local.status import StatusRow, StatusTable
-from manyhands.places.local.template import inherited_environment, obtain
+from manyhands.places.local.template import StillRunning, Template, inherited_environment, obtain
+from manyhands.transport.messages import ProtocolError
 
-__all__ = ["Children", "Role"]
+__all__ = ["KEPT_BYTES", "Child", "Children", "Output", "Role"]
+
+KEPT_BYTES = 4096
+_READ_BYTES = 64 * 2**10
+_LONGEST_LINE = 64 * 2**10
+
+
+class Output:
+    """One output stream of a child: the reading end of its pipe."""
+
+    def __init__(self, pipe: IO[bytes], name: Literal["stdout", "stderr"]) -> None:
+        """Own `pipe`; its content goes to the stream `name` of this process."""
+        os.set_blocking(pipe.fileno(), False)
+        self._pipe = pipe
+        self._name = name
+        self._waiting = b""
+        self._kept = b""
+
+    def fileno(self) -> int:
+        return self._pipe.fileno()
+
+    @property
+    def last_words(self) -> str:
+        return self._kept.decode(errors="replace")
+
+    def pump(self) -> bool:
+        """Pass on what has arrived, without waiting; whether more may come."""
+        while True:
+            try:
+                data = os.read(self._pipe.fileno(), _READ_BYTES)
+            except BlockingIOError:
+                return True
+            if not data:
+                return False
+            self._kept = (self._kept + data)[-KEPT_BYTES:]
+            whole, self._waiting = _split(self._waiting + data)
+            self._pass_on(whole)
+
+    def close(self) -> None:
+        """Pass on an unfinished last line and close the pipe."""
+        self._pass_on(self._waiting)
+        self._waiting = b""
+        self._pipe.close()
+
+    def _pass_on(self, data: bytes) -> None:
+        stream = getattr(sys, self._name)
+        if not data or stream is None:
+            return
+        try:
+            stream.write(data.decode(errors="replace"))
+            stream.flush()
+        except (
+            OSError,
+            ValueError,
+        ):  # our own reader is gone or the stream is closed: no reason to end the run
+            pass
+
+
+def _split(data: bytes) -> tuple[bytes, bytes]:
+    """The whole lines of `data` (a progress bar ends its lines with a carriage return), and the rest."""
+    end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+    if len(data) - end > _LONGEST_LINE:
+        end = len(data)
+    return data[:end], data[end:]
+
+
+_REAP_S = 5.0
+
+
+class Child:
+    """A running role; `close` kills its process group if need be, reaps it and closes everything."""
+
+    def __init__(self, spec: RoleSpec, environment: Mapping[str, str], template: Template) -> None:
+        """Have it forked; `spec.control` and `spec.stacks` are filled in here.
+
+        The child leads a session of its own: Ctrl-C does not reach it, and one kill reaches all its children.
+        """
+        self.rank = spec.rank
+        self.line = spec.line
+        self.is_closed = False
+        self._told_bytes = 0
+        with ExitStack() as stack:
+            self._stacks = os.memfd_create("manyhands:stacks", os.MFD_CLOEXEC)
+            stack.callback(os.close, self._stacks)
+            ours, theirs = socket.socketpair()
+            self.channel = Channel(ours, spec.name)
+            stack.callback(self.channel.close)
+            (out, out_end), (errors, errors_end) = os.pipe(), os.pipe()
+            self.stdout = Output(os.fdopen(out, "rb", 0), "stdout")
+            self.stderr = Output(os.fdopen(errors, "rb", 0), "stderr")
+            stack.callback(self.stdout.close)
+            stack.callback(self.stderr.close)
+            try:
+                spec = replace(spec, control=theirs.fileno(), stacks=self._stacks)
+                self.process = template.fork(spec, (out_end, errors_end), environment)
+            finally:
+                theirs.close()
+                os.close(out_end)
+                os.close(errors_end)
+            stack.pop_all()
+
+    @property
+    def pidfd(self) -> int:
+        return self.process.pidfd
+
+    def ask_for_stacks(self) -> None:
+        """Have it write its stacks, for `read_stacks` a moment later; only once its job has begun."""
+        self._told_bytes = os.fstat(self._stacks).st_size
+        if self.process.returncode is None:
+            os.kill(self.process.pid, STACK_SIGNAL)
+
+    def read_stacks(self) -> str:
+        """What it has written since it was asked; nothing if it is stopped."""
+        num_bytes = os.fstat(self._stacks).st_size - self._told_bytes
+        return os.pread(self._stacks, num_bytes, self._told_bytes).decode(errors="replace")
+
+    def kill(self) -> None:
+        """Kill the process and all of its group; harmless once it is reaped."""
+        if self.process.returncode is None:  # not reaped, so its number still means this process
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def bury(self) -> int:
+        self.kill()
+        return self.process.wait()
+
+    def close(self) -> None:
+        """Make sure that the process is gone, and close every descriptor; may be called again."""
+        self.kill()
+        try:
+            self.process.wait(_REAP_S)
+        except StillRunning:  # stuck in the kernel; the watch has already said so
+            pass
+        for output in (self.stdout, self.stderr):
+            output.close()
+        self.channel.close()
+        self.process.close()
+        stacks, self._stacks = self._stacks, -1
+        if stacks >= 0:
+            os.close(stacks)
+        self.is_closed = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,12 +224,7 @@ class Children:
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     @contextmanager
@@ -155,7 +290,6 @@ class Children:
             self._children[rank].ask_for_stacks()
 
     def read_stacks(self, rank: int) -> str:
-        """What `rank` has written since it was asked."""
         return self._children[rank].read_stacks() if rank in self._children else ""
 
     def kill(self, rank: int) -> None:
@@ -201,7 +335,7 @@ class Children:
         self._await_room(child)
         try:
             messages = child.channel.receive()
-        except ControlError as error:
+        except ProtocolError as error:
             self._ignore(child.channel)
             return [Garbled(child.rank, str(error))]
         if child.channel.ended:

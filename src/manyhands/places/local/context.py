@@ -64,7 +64,6 @@ class RoleContext:
         self._stop_requested = False
 
     def descriptor(self, name: str) -> int:
-        """The inherited descriptor that the launcher's `Role` calls `name`."""
         if name not in self._descriptors:
             raise UserError(
                 f"{self.name} inherited no descriptor {name!r}; {nearest(name, self._descriptors)}"

@@ -1,30 +1,30 @@
 """The control channel between the launcher and one of its children: small typed messages over a socket pair.
 
-A frame is a 4-byte big-endian length and that many bytes of one JSON object; the length is checked before
-anything is read, and nothing on the channel can carry code. Child to launcher: `Started`, `Note`..., then
-`Failed` or `Finished`. Launcher to child: `Note`..., `Stop`.
+A frame is the kind of a message (2 bytes), the length of its body (4) and the body, by `transport.messages`; the
+length is checked before anything is read, and nothing on the channel can carry code. Child to launcher:
+`RoleStarted`, `Note`..., then `Failed` or `Finished`. Launcher to child: `Note`..., `Stop`. Processes of other hosts
+send the same messages over their control connections.
 
 `encode` and `Decoder` are pure; `Channel` is the thin socket around them.
 """
 
 from __future__ import annotations
 
-import json
 import select
 import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Final
 
 from manyhands.errors import Aborted, ManyhandsError, PeerTimeout
+from manyhands.transport.messages import MessageCoder, ProtocolError
 
 __all__ = [
     "MAX_FRAME_BYTES",
     "Channel",
-    "ControlError",
     "Decoder",
     "Failed",
     "Finished",
@@ -34,16 +34,12 @@ __all__ = [
     "Stop",
     "Unread",
     "encode",
+    "encoded",
 ]
 
 MAX_FRAME_BYTES = 16 * 2**20
-_LENGTH = struct.Struct("!I")
+_HEAD: Final = struct.Struct("<HI")
 _READ_BYTES = 64 * 2**10
-_T = TypeVar("_T")
-
-
-class ControlError(ManyhandsError):
-    """The other end sent something that is not a message of this channel."""
 
 
 class Unread(ManyhandsError):
@@ -91,16 +87,24 @@ class Stop:
 Message = RoleStarted | Note | Failed | Finished | Stop
 
 
-def encode(message: Message) -> bytes:
-    """One frame; TypeError if a payload is not JSON, ProtocolError if it is larger than a frame may be."""
-    fields = {name: getattr(message, name) for name in message.__slots__}
-    body = json.dumps({"message type": type(message).__name__, **fields}, default=_not_json).encode()
+_CODER: Final = MessageCoder({1: RoleStarted, 2: Note, 3: Failed, 4: Finished, 5: Stop})
+
+
+def encoded(message: Message, coder: MessageCoder = _CODER) -> tuple[int, bytes]:
+    """Its kind and body; UserError if a payload is not JSON, ProtocolError if it is larger than a frame may be."""
+    kind, body = coder.encode(message)
     if len(body) > MAX_FRAME_BYTES:
-        raise ControlError(
+        raise ProtocolError(
+            "length",
             f"a {type(message).__name__} message of {len(body)} bytes exceeds a frame's {MAX_FRAME_BYTES}; "
-            "pass large results through shared memory or a file"
+            "pass large results through shared memory or a file",
         )
-    return _LENGTH.pack(len(body)) + body
+    return kind, body
+
+
+def encode(message: Message) -> bytes:
+    kind, body = encoded(message)
+    return _HEAD.pack(kind, len(body)) + body
 
 
 class Decoder:
@@ -110,18 +114,20 @@ class Decoder:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[Message]:
-        """The messages that `data` completes; ProtocolError on the first byte that cannot be right."""
+        """The messages that `data` completes; ProtocolError for the first frame that cannot be right."""
         self._buffer += data
         messages: list[Message] = []
         start = 0
-        while len(self._buffer) - start >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._buffer, start)
+        while len(self._buffer) - start >= _HEAD.size:
+            kind, length = _HEAD.unpack_from(self._buffer, start)
             if length > MAX_FRAME_BYTES:
-                raise ControlError(f"a frame announces {length} bytes; at most {MAX_FRAME_BYTES} are allowed")
-            end = start + _LENGTH.size + length
+                raise ProtocolError(
+                    "length", f"a frame announces {length} bytes; at most {MAX_FRAME_BYTES} are allowed"
+                )
+            end = start + _HEAD.size + length
             if len(self._buffer) < end:
                 break
-            messages.append(_decode(bytes(self._buffer[start + _LENGTH.size : end])))
+            messages.append(_CODER.decode(kind, bytes(self._buffer[start + _HEAD.size : end])))
             start = end
         del self._buffer[:start]
         return messages
@@ -144,7 +150,6 @@ class Channel:
         self.ended = False
 
     def fileno(self) -> int:
-        """The descriptor, for a selector."""
         return self._connection.fileno()
 
     def send(self, message: Message, timeout_s: float) -> None:
@@ -172,7 +177,6 @@ class Channel:
         self.flush()
 
     def flush(self) -> None:
-        """Send what is queued, as far as the socket accepts it."""
         with self._sending:
             try:
                 self._push()
@@ -181,7 +185,6 @@ class Channel:
 
     @property
     def has_more(self) -> bool:
-        """Whether something waits for room in the socket."""
         return bool(self._queue)
 
     def receive(self) -> list[Message]:
@@ -200,7 +203,6 @@ class Channel:
         return messages
 
     def close(self) -> None:
-        """Close this end."""
         self._connection.close()
 
     def _push(self) -> bool:
@@ -218,53 +220,3 @@ class Channel:
         left_s = deadline - time.monotonic()
         if left_s <= 0 or not poll.poll(left_s * 1000):
             raise PeerTimeout(f"{self.peer} has read nothing for {timeout_s:g} s", peer=-1)
-
-
-def _decode(body: bytes) -> Message:
-    try:
-        fields = json.loads(body)
-        decoder = _DECODERS[fields["message type"]]
-        return decoder(fields)
-    except (ValueError, KeyError, TypeError) as error:
-        raise ControlError(f"not a message of this channel: {body[:80]!r} ({error!r})") from error
-
-
-def _text(fields: dict[str, Any], name: str) -> str:
-    return _checked(fields[name], str, name)
-
-
-def _integer(fields: dict[str, Any], name: str) -> int:
-    return _checked(fields[name], int, name)
-
-
-def _object(fields: dict[str, Any], name: str) -> dict[str, Any]:
-    return _checked(fields[name], dict, name)
-
-
-def _checked(value: object, kind: type[_T], name: str) -> _T:
-    if not isinstance(value, kind):
-        raise TypeError(f"{name} must be {kind.__name__}, not {type(value).__name__}")
-    return value
-
-
-def _not_json(value: object) -> Any:
-    raise TypeError(
-        f"a message holds a {type(value).__name__}; only numbers, text, lists and dicts of these can be sent "
-        "(for a tensor of one element, send its item())"
-    )
-
-
-_DECODERS: dict[str, Callable[[dict[str, Any]], Message]] = {
-    "RoleStarted": lambda fields: RoleStarted(pid=_integer(fields, "pid")),
-    "Note": lambda fields: Note(payload=_object(fields, "payload")),
-    "Failed": lambda fields: Failed(
-        kind=_text(fields, "kind"),
-        error=_text(fields, "error"),
-        message=_text(fields, "message"),
-        traceback=_text(fields, "traceback"),
-        step=_integer(fields, "step"),
-        details=_object(fields, "details"),
-    ),
-    "Finished": lambda fields: Finished(payload=_object(fields, "payload")),
-    "Stop": lambda _: Stop(),
-}

@@ -59,11 +59,16 @@ def report(error: BaseException, step: int) -> Failed:
     return Failed(
         kind=kind,
         error=type(error).__name__,
-        message=_shortened(str(error), _MAX_MESSAGE),
-        traceback=trace[-_MAX_TRACEBACK:],
+        message=_utf8(_shortened(str(error), _MAX_MESSAGE)),
+        traceback=_utf8(trace[-_MAX_TRACEBACK:]),
         step=step,
         details={name: value for name, value in vars(error).items() if type(value) in (int, float, bool)},
     )
+
+
+def _utf8(text: str) -> str:
+    """With lone surrogates spelled out, such as those of a file's name: UTF-8 has none, and this must be sent."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -105,7 +105,6 @@ class Stall:
 
     @property
     def is_over(self) -> bool:
-        """Whether the deadline has passed."""
         return self.idle_s >= self._deadline_s
 
     def look(self, signs: Hashable, now_ns: int) -> None:
@@ -175,7 +174,6 @@ def _follow(number: int, waits: Mapping[int, int]) -> tuple[int, ...]:
 
 
 def headline(roles: Mapping[int, SeenRole], verdict: HangVerdict, idle_s: float) -> str:
-    """One sentence that names the role and the call."""
     first = roles[verdict.culprits[0]]
     where = call_of(first.stack)
     call = _in_which_call(roles, verdict.culprits[0])

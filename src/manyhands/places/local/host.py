@@ -13,7 +13,13 @@ from pathlib import Path
 
 from manyhands.errors import ManyhandsError
 
-__all__ = ["host_identity"]
+__all__ = ["host_identity", "threads_per_role"]
+
+
+def threads_per_role(num_roles: int) -> int:
+    """How many threads torch gets in each of `num_roles` processes: an equal share of the cores, or 1."""
+    return max(1, len(os.sched_getaffinity(0)) // num_roles)
+
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK_NAMESPACE = Path("/proc/self/ns/net")

@@ -87,7 +87,6 @@ class _Watcher:
         on_end(said == FAREWELL)
 
     def _end(self) -> None:
-        """Called by the thread itself, with the lock held."""
         assert self._wakeup is not None
         for end in self._wakeup:
             end.close()

@@ -17,14 +17,13 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
-from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, TypeVar
 
 from manyhands.data.loading import Loading
 from manyhands.errors import ManyhandsError, UserError
+from manyhands.native.closeable import Closeable
 from manyhands.places.local.child_descriptors import LoaderSpec
 from manyhands.places.local.failure import describe_exit
-from manyhands.places.local.foreign_process import AdoptedProcess, StillRunning
 from manyhands.places.local.forking import born_loaders
 from manyhands.places.local.loader import KeyReader, LoadFailed
 from manyhands.places.local.packed_job import load, pack
@@ -36,7 +35,7 @@ from manyhands.places.local.stacks import (
     call_of,
     main_stack,
 )
-from manyhands.places.local.template import inherited_environment, obtain
+from manyhands.places.local.template import AdoptedProcess, StillRunning, inherited_environment, obtain
 
 __all__ = ["Loaders"]
 
@@ -48,7 +47,7 @@ _LEAVE_S = 1.0
 _Key = TypeVar("_Key", bound=Hashable)
 
 
-class Loaders(Generic[_Key]):
+class Loaders(Closeable, Generic[_Key]):
     """Up to `count` loader processes with a reader each; started when something is first asked for.
 
     `owner` is whose they are, for error messages. `prepare` is applied to everything that was read, by a thread. For
@@ -77,7 +76,6 @@ class Loaders(Generic[_Key]):
 
     @property
     def window(self) -> int:
-        """How many things they read ahead."""
         return self._count * self._loading.ahead
 
     def get(self, key: _Key, upcoming: Sequence[_Key], kept_from: int = 0) -> Any:
@@ -115,14 +113,6 @@ class Loaders(Generic[_Key]):
             self._preparing.shutdown()
         self._files.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def _start(self) -> None:
         try:
             job = pack(self._make)
@@ -158,7 +148,6 @@ class Loaders(Generic[_Key]):
         ]
 
     def _forked(self) -> list[_Loader[_Key]]:
-        """Of a template."""
         template, loaders = obtain(inherited_environment()), []
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         with template.batch():
@@ -218,7 +207,6 @@ class Loaders(Generic[_Key]):
                     raise ManyhandsError(loader.ended())
 
     def _receive(self, loader: _Loader[_Key]) -> bool:
-        """One thing that was read, if there is one."""
         try:
             data, descriptors, _, _ = socket.recv_fds(loader.line, 4096, 1)
         except (BlockingIOError, ConnectionResetError):

@@ -14,7 +14,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any
 
 from manyhands.errors import UserError
@@ -36,7 +35,7 @@ from manyhands.places.local.watch_core import (
     WatchStopWanted,
 )
 from manyhands.places.local.watchdog import Watchdog, Watched
-from manyhands.transport.link.liveness import SILENT_AFTER_S
+from manyhands.transport.liveness import SILENT_AFTER_S
 
 __all__ = ["LocalCluster", "OnFailure", "OnNote", "Role"]
 
@@ -82,7 +81,6 @@ class LocalCluster:
         self._prepared: tuple[Children, int] | None = None
 
     def __enter__(self) -> LocalCluster:
-        """Pack the job and make what all roles share; no process is started yet."""
         with ExitStack() as stack:
             job = pack([role.target for role in self._roles])
             stack.callback(os.close, job)
@@ -91,12 +89,7 @@ class LocalCluster:
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -163,12 +156,7 @@ class _Run:
         self.watch = Watch(started, self._patience, time.monotonic_ns())
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._children.end()
 
     def until_over(
@@ -178,7 +166,6 @@ class _Run:
         on_failure: OnFailure | None = None,
         stop_wanted: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Watch until every process has ended."""
         self._on_note, self._on_failure = on_note, on_failure
         while not self.watch.over:
             self._arrived.extend(self._children.wait(TICK_S))
@@ -202,7 +189,6 @@ class _Run:
             )
 
     def handle(self, event: Event) -> None:
-        """Let the watch decide about `event`, and do what it says."""
         for action in self.watch.handle(event, time.monotonic_ns()):
             self._do(action)
 

@@ -126,7 +126,6 @@ class Member:
         return self.phase in (ProcessPhase.STARTING, ProcessPhase.RUNNING)
 
     def enter(self, phase: ProcessPhase, now_ns: int) -> None:
-        """Be in `phase` from now on."""
         self.phase, self.since_ns = phase, now_ns
 
     def look(self, line: StatusRow, seconds: float) -> None:
@@ -157,17 +156,14 @@ class Member:
         return self.killed_ns > 0 and now_ns - self.killed_ns > EXIT_S * 1e9
 
     def late(self, patience: Patience, now_ns: int) -> str:
-        """The sentence for a member that did not start in time."""
         seen = describe_status(self.line, now_ns)
         return f"{self} did not start within {patience.start_timeout_s:g} s; {seen}"
 
     def silent(self, now_ns: int) -> str:
-        """The sentence for a member whose heartbeats stopped."""
         seen = describe_status(self.line, now_ns)
         return f"{self} fell silent (stopped, or starved of processor time); {seen}"
 
     def stuck(self) -> str:
-        """The sentence for a member that was killed and does not end."""
         return f"{self} did not end within {EXIT_S:g} s of being killed"
 
     def raised(self, report: Failed, peer_of: Callable[[int], Member | None], now_ns: int) -> str:
@@ -179,11 +175,9 @@ class Member:
         return sentence
 
     def refused(self, problem: str) -> str:
-        """The sentence for a member that broke the protocol."""
         return f"{self} broke the control channel's rules: {problem}"
 
     def died(self, status: int, now_ns: int) -> str:
-        """The sentence for a member that ended without a report."""
         return f"{self} {describe_exit(status)}; {describe_status(self.line, now_ns)}"
 
 

@@ -125,7 +125,6 @@ class _Storage:
         self._storage = storage
 
     def reduced(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """How it is loaded: from its bytes."""
         import torch
 
         content = torch.empty(0, dtype=torch.uint8).set_(self._storage)

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol, Self
 
 from manyhands.errors import ManyhandsError, PeerTimeout, UserError
+from manyhands.native.closeable import Closeable
 from manyhands.native.version import __version__
 from manyhands.native.wait_sign import LongWait
 from manyhands.places.local import lifelines
@@ -80,12 +81,10 @@ class Seat:
     version: str
 
     def to_text(self) -> str:
-        """One line of JSON, equal for equal seats."""
         return json.dumps([self.host, self.pid, self.world, self.version])
 
     @classmethod
     def from_text(cls, text: str) -> Self:
-        """What `to_text` wrote; ManyhandsError if somebody else wrote it."""
         try:
             host, pid, world, version = json.loads(text)
         except ValueError:
@@ -105,7 +104,7 @@ def hosts_of(identities: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(members) for members in ranks.values())
 
 
-class Rendezvous:
+class Rendezvous(Closeable):
     """The ranks that met, and the sockets between those of this host; a context manager, `close` is idempotent.
 
     `hosts` are the ranks of each host, `here` those of this one, `local_rank` this rank's index among them. The
@@ -156,7 +155,6 @@ class Rendezvous:
             lifelines.watch(end, lambda in_peace, rank=rank: on_end(rank, in_peace))  # type: ignore[misc]
 
     def close(self) -> None:
-        """Say goodbye and close the sockets."""
         sockets, self._sockets = self._sockets, {}
         for end in sockets.values():
             lifelines.forget(end)
@@ -165,12 +163,6 @@ class Rendezvous:
             except OSError:  # the other one left first
                 pass
             end.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _receive(self, purpose: str, deadline: float) -> tuple[int, ...]:
         leader = self.here[0]
@@ -254,7 +246,6 @@ class _Table:
         return max(self.deadline - time.monotonic(), 0.001)
 
     def sit_down(self) -> None:
-        """Take this rank's seat, unless somebody keeps it."""
         mine = Seat(host=host_identity(), pid=os.getpid(), world=self._world, version=__version__)
         text = f"{secrets.token_hex(8)} {mine.to_text()}"  # no two are equal, so the answer says whose it is
         patience = time.monotonic() + min(self.left_s(), _CLEARING_S)
@@ -325,7 +316,6 @@ class _Table:
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def timeout(self, late: Sequence[int], deed: str) -> PeerTimeout:
-        """The error that names who is late."""
         who = f"rank{'s' if len(late) > 1 else ''} {', '.join(map(str, late))}"
         return PeerTimeout(
             f"group {self.name!r}: {who} of {self._world} did not {deed} within "

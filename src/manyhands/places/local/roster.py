@@ -106,15 +106,12 @@ class Roster:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Who has not ended, in the order of starting."""
         return tuple(self._entries)
 
     def known(self) -> dict[int, Member]:
-        """Who has not ended, by number."""
         return {number: entry.member for number, entry in self._entries.items()}
 
     def add(self, number: int, name: str, pid: int, now_ns: int) -> None:
-        """A process was spawned as member `number`."""
         self._entries[number] = _Entry(Member(name, pid, now_ns))
 
     def ask_to_stop(self, number: int, now_ns: int) -> None:
@@ -124,7 +121,6 @@ class Roster:
             member.kill_at_ns = now_ns + round(self._patience.grace_s * 1e9)
 
     def kill(self, number: int, now_ns: int) -> list[KillProcess]:
-        """The launcher wants the member gone now."""
         entry = self._entries[number]
         sentence = f"{entry.member} was killed by its launcher; {describe_status(entry.member.line, now_ns)}"
         return self._kill(number, Failure(rank=number, sentence=sentence), now_ns)

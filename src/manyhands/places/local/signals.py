@@ -43,12 +43,10 @@ class SignalEnding:
 
     @property
     def status(self) -> int:
-        """What a shell shows of a process that a signal ended; that of Ctrl-C where none came."""
         return 128 + (self.signal or signal.SIGINT)
 
     @property
     def name(self) -> str:
-        """The signal's name."""
         return (self.signal or signal.SIGINT).name
 
 

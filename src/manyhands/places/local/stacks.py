@@ -61,7 +61,6 @@ class Frame:
 
     @property
     def package(self) -> str:
-        """Which of our packages it is of, and of which strategy; empty where it is not ours."""
         path = PurePath(self.file)
         parts = path.relative_to(_OURS).parts if path.is_relative_to(_OURS) else ("",)
         return "/".join(parts[:2]) if parts[0] == "strategies" else parts[0]
@@ -82,7 +81,6 @@ class Frame:
 
     @property
     def place(self) -> str:
-        """`train.py:17`."""
         return f"{PurePath(self.file).name}:{self.line}"
 
 

@@ -20,9 +20,9 @@ import mmap
 import os
 from dataclasses import dataclass
 from enum import IntEnum, unique
-from types import TracebackType
 
 from manyhands.native.atomics import clock_ns, load_i64, store_i64
+from manyhands.native.closeable import Closeable
 from manyhands.native.decorators import njit
 
 __all__ = [
@@ -95,7 +95,7 @@ class StatusRow:
         return f"{self.state.name.lower()} step {self.step}{where}"
 
 
-class StatusTable:
+class StatusTable(Closeable):
     """The mapped status table; a context manager, `close` is idempotent.
 
     The launcher calls `create` and passes `descriptor` to its children, which map it too. The launcher assigns the
@@ -111,7 +111,6 @@ class StatusTable:
 
     @classmethod
     def create(cls, num_lines: int) -> StatusTable:
-        """A new table of `num_lines` rows."""
         descriptor = os.memfd_create("manyhands:board", os.MFD_CLOEXEC)
         try:
             os.posix_fallocate(descriptor, 0, num_lines * _LINE_BYTES)
@@ -146,11 +145,9 @@ class StatusTable:
         _write_mark(self.control_address(line), pack_mark(step, state, waiting_for), at)
 
     def wipe(self, line: int) -> None:
-        """Clear the row of a process that is gone."""
         ctypes.memset(self.control_address(line), 0, _LINE_BYTES)
 
     def read(self, line: int) -> StatusRow:
-        """Read the row."""
         pid, heartbeat_ns, marked_ns, mark, since_ns, waited_for, place = _read_line(
             self.control_address(line)
         )
@@ -167,22 +164,10 @@ class StatusTable:
         )
 
     def close(self) -> None:
-        """Unmap, and close the descriptor."""
         if self._map is not None:
             self._map.close()
             self._map = None
             os.close(self.descriptor)
-
-    def __enter__(self) -> StatusTable:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def pack_mark(step: int, state: State, waiting_for: int = NOBODY) -> int:

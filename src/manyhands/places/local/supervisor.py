@@ -21,7 +21,6 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 
 from manyhands.errors import UserError
@@ -33,7 +32,7 @@ from manyhands.places.local.roster import Ended, Event, Interrupted, Roster, Sai
 from manyhands.places.local.signals import as_exception, counted_signals
 from manyhands.places.local.status import StatusRow
 from manyhands.places.local.watchdog import Found, Watchdog, Watched
-from manyhands.transport.link.liveness import SILENT_AFTER_S
+from manyhands.transport.liveness import SILENT_AFTER_S
 
 __all__ = ["Ended", "Event", "Hung", "Interrupted", "Role", "Said", "Silent", "Started", "Supervisor"]
 
@@ -93,16 +92,10 @@ class Supervisor:
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """Take everyone down and release everything; idempotent."""
         try:
             self._stack.close()
         finally:
@@ -114,7 +107,6 @@ class Supervisor:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The members that were started and not yet reported as ended, in the order of starting."""
         return self._roster.members
 
     @property

@@ -24,7 +24,6 @@ from typing import Any, Final
 from manyhands.errors import ManyhandsError, PeerTimeout
 from manyhands.places.local import entry
 from manyhands.places.local.child_descriptors import RoleSpec
-from manyhands.places.local.foreign_process import AdoptedProcess
 from manyhands.places.local.forking import (
     MOST_PASSED,
     BatchEnd,
@@ -37,6 +36,8 @@ from manyhands.strategies.registry import STRATEGIES
 
 __all__ = [
     "PRELOADED",
+    "AdoptedProcess",
+    "StillRunning",
     "Template",
     "end_kept",
     "expect",
@@ -120,11 +121,9 @@ class Template:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
         return self._process.pid
 
     def fileno(self) -> int:
-        """The socket on which it is asked."""
         return self._control.fileno()
 
     def is_alive(self) -> bool:
@@ -275,13 +274,11 @@ def inherited_environment() -> dict[str, str]:
 
 
 def kept_pid() -> int | None:
-    """The process id of the template that is kept for the next run, if there is one."""
     kept = _kept
     return kept.pid if kept is not None and kept.is_alive() else None
 
 
 def kept_descriptor() -> int | None:
-    """The one descriptor that is kept for it."""
     kept = _kept
     return kept.fileno() if kept is not None and kept.is_alive() else None
 
@@ -339,3 +336,31 @@ def _forget_in_child() -> None:
 
 os.register_at_fork(after_in_child=_forget_in_child)
 atexit.register(end_kept)
+
+
+class StillRunning(Exception):
+    """The process has not ended in time."""
+
+
+class AdoptedProcess:
+    """A child of ours, with its process descriptor, which it owns; only this object waits for it."""
+
+    def __init__(self, pid: int, pidfd: int) -> None:
+        self.pid = pid
+        self.pidfd = pidfd
+        self.returncode: int | None = None
+        """As in `subprocess`; None until it is waited for."""
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        """Its return code, once it has ended; StillRunning after `timeout_s`."""
+        if self.returncode is None:
+            if timeout_s is not None and not select.select([self.pidfd], [], [], timeout_s)[0]:
+                raise StillRunning(f"process {self.pid} has not ended after {timeout_s:g} s")
+            _, status = os.waitpid(self.pid, 0)
+            self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def close(self) -> None:
+        pidfd, self.pidfd = self.pidfd, -1
+        if pidfd >= 0:
+            os.close(pidfd)

@@ -114,22 +114,18 @@ class Watch:
 
     @property
     def over(self) -> bool:
-        """Whether every process has ended."""
         return all(role.phase is ProcessPhase.GONE for role in self._roles)
 
     @property
     def members(self) -> Sequence[Member]:
-        """Every role as it is now, by rank."""
         return self._roles
 
     @property
     def taking_down(self) -> bool:
-        """Whether everyone was asked to leave."""
         return self._taking_down
 
     @property
     def failure(self) -> ManyhandsError | None:
-        """The first failure, as the exception to raise."""
         failure = self._failure
         return replace(failure, name=self._roles[failure.rank].name).error() if failure is not None else None
 
@@ -138,7 +134,6 @@ class Watch:
         return [role.finished for role in self._roles if role.finished is not None]
 
     def handle(self, event: Event, now_ns: int) -> list[Action]:
-        """What to do about `event`."""
         match event:
             case Looked(lines):
                 return self._look(lines, now_ns)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-    from manyhands.engine.request import Request
-    from manyhands.places.external.process_place import Place
+    from manyhands.places.external.process_place import ProcessPlace
+    from manyhands.places.place import PlacedRun
     from manyhands.places.ray.actor_store import RayStore
 
 __all__ = ["RUN", "ActorSeat", "take_part"]
@@ -35,18 +35,18 @@ class ActorSeat:
     leaves: bool = False
     """Whether it only finishes the pending work of its slot."""
 
-    def place(self, status_table: Any, trouble: Callable[[], str | None] = lambda: None) -> Place:
+    def place(self, store: Any, trouble: Callable[[], str | None] = lambda: None) -> ProcessPlace:
         """The place itself, made where its process is."""
-        from manyhands.places.external.process_place import Place
+        from manyhands.places.external.process_place import ProcessPlace
         from manyhands.places.ray.actor_store import RayStore, asking
 
         kept: list[RayStore] = []  # torch's own reference does not keep what is written in Python
 
         def open_store(timeout_s: float) -> Store:
-            kept.append(RayStore(asking(status_table, timeout_s), timeout_s, trouble))
+            kept.append(RayStore(asking(store, timeout_s), timeout_s, trouble))
             return kept[-1]
 
-        return Place(
+        return ProcessPlace(
             rank=self.rank,
             world=self.world,
             kind="ray",
@@ -60,27 +60,20 @@ class ActorSeat:
         )
 
 
-def take_part(asked: Sequence[Any], seat: ActorSeat, status_table: Any) -> None:
-    """Take one part of a run, to its end; `asked` holds Ray's reference to the request, and nothing else."""
+def take_part(run: Sequence[Any], seat: ActorSeat, store: Any) -> None:
+    """Take one part of a run, to its end; `run` holds Ray's reference to it, and nothing else."""
     from manyhands.native.warming import prepare
 
     prepare("fit")  # while it compiles, a process would not be heard
-    from manyhands.engine.external_run import run_externally
-
-    run_externally(_request(asked[0]), seat.place(status_table), None, False, RUN)
-
-
-def _request(reference: Any) -> Request:
-    """What is asked for, as Ray brings it; ModuleNotFoundError where this node lacks what the task needs."""
     import ray
 
     try:
-        request: Request = ray.get(reference)
+        placed: PlacedRun = ray.get(run[0])
     except ray.exceptions.RaySystemError as error:
-        if isinstance(error.client_exc, ModuleNotFoundError):
+        if isinstance(error.client_exc, ModuleNotFoundError):  # this node lacks what the task needs
             raise error.client_exc from None
         raise
-    return request
+    placed.take_part(seat.place(store), RUN)
 
 
 def _node_name() -> str:

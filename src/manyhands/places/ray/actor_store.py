@@ -26,11 +26,9 @@ class ActorStore:
         self._held: dict[str, bytes] = {}
 
     def set(self, key: str, value: bytes) -> None:
-        """Set a value."""
         self._held[key] = value
 
     def get(self, key: str) -> bytes | None:
-        """The value, or None."""
         return self._held.get(key)
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
@@ -42,13 +40,11 @@ class ActorStore:
         return found if found is not None else expected
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter; return its new value."""
         total = int(self._held.get(key, b"0")) + amount
         self._held[key] = str(total).encode()
         return total
 
     def delete_key(self, key: str) -> bool:
-        """Delete a key; return whether it existed."""
         return self._held.pop(key, None) is not None
 
     def vacate(self, rank: int) -> None:
@@ -57,12 +53,11 @@ class ActorStore:
             del self._held[key]
 
 
-def asking(status_table: Any, timeout_s: float) -> Ask:
-    """Asks the actor."""
+def asking(store: Any, timeout_s: float) -> Ask:
     import ray
 
     def ask(call: str, *arguments: Any) -> Any:
-        return ray.get(getattr(status_table, call).remote(*arguments), timeout=timeout_s)
+        return ray.get(getattr(store, call).remote(*arguments), timeout=timeout_s)
 
     return ask
 
@@ -81,7 +76,6 @@ class RayStore(Store):
         self._trouble = trouble
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Set a value, as torch's store does."""
         self._ask("set", key, _bytes(value))
 
     def get(self, key: str) -> bytes:
@@ -89,7 +83,6 @@ class RayStore(Store):
         return self._found(key, self._timeout_s, time.monotonic())
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all of these keys exist."""
         return all(self._look(key) is not None for key in keys)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
@@ -104,11 +97,9 @@ class RayStore(Store):
         return bytes(self._ask("compare_set", key, _bytes(expected), _bytes(desired)))
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter; return its new value."""
         return int(self._ask("add", key, amount))
 
     def delete_key(self, key: str) -> bool:
-        """Delete a key; return whether it existed."""
         return bool(self._ask("delete_key", key))
 
     deleteKey = delete_key  # noqa: N815  # what torch's own stores, such as PrefixStore, call it

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 
 from manyhands.errors import UserError
@@ -83,9 +82,7 @@ class RayRoles:
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for role, index in list(self._carried):
             self.kill(role, index)
         self._stack.close()
@@ -166,7 +163,6 @@ class RayRoles:
         return {index: self._homeless[kind, index] for kind, index in there if kind == role}
 
     def room(self, role: str) -> int:
-        """How many more actors of a role fit now, on all nodes together."""
         return room_for(self._ray.available_resources(), self._seats[role].bundle)
 
     def _end(self, role: str, index: int) -> RoleEnded:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from manyhands.engine.worker_resources import Resources
 from manyhands.strategies.allreduce.helped import helped_collective
-from manyhands.strategies.allreduce.strategy import AllReduce, Mirrored
+from manyhands.strategies.allreduce.strategy import AllReduce
 from manyhands.strategies.common.collectives.algorithms import ALGORITHMS, grouped
 from manyhands.strategies.common.collectives.collective import (
     Collective,
@@ -18,9 +18,9 @@ from manyhands.strategies.common.collectives.schedule import Algorithm
 __all__ = ["algorithm_of", "collective_across_hosts", "collective_for"]
 
 
-def collective_for(strategy: Mirrored | AllReduce, resources: Resources) -> Collective:
+def collective_for(strategy: AllReduce, resources: Resources) -> Collective:
     """Return this worker's collective, for workers that all run on one host."""
-    if isinstance(strategy, Mirrored) or not strategy.uses_links:
+    if not strategy.facts.uses_links:
         return SharedCollective(resources.group())
     if strategy.helpers:
         return helped_collective(resources, strategy.codec)

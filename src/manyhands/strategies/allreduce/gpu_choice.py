@@ -17,8 +17,8 @@ import torch
 
 from manyhands.errors import ManyhandsError, UserError
 from manyhands.places.local.host import host_identity
-from manyhands.strategies.allreduce.strategy import AllReduce, Mirrored
-from manyhands.transport.link.torch_groups import nccl_version
+from manyhands.strategies.allreduce.strategy import AllReduce
+from manyhands.transport.link.torch_p2p import nccl_version
 
 __all__ = ["SUMS", "GpuSeat", "SumsChoice", "choose_sums", "seat_of", "sums_sentence"]
 
@@ -82,15 +82,13 @@ class SumsChoice:
         return {SUMS: {"by": "nccl" if self.nccl else "links", "why": self.why}}
 
 
-def choose_sums(
-    strategy: Mirrored | AllReduce, seats: Sequence[GpuSeat], *, in_the_clear: bool
-) -> SumsChoice:
+def choose_sums(strategy: AllReduce, seats: Sequence[GpuSeat], *, in_the_clear: bool) -> SumsChoice:
     """Choose between NCCL and links or host memory; raises UserError if `link=nccl` asks for the impossible.
 
     `in_the_clear` says that the user trusts the network between hosts.
     """
-    forced = isinstance(strategy, AllReduce) and strategy.link == "nccl"
-    asks = strategy.instead_of_nccl if isinstance(strategy, AllReduce) else ""
+    forced = strategy.link == "nccl"
+    asks = strategy.instead_of_nccl
     found = (asks, "leave that out") if asks else _hindrance(seats, forced=forced, in_the_clear=in_the_clear)
     if found is None:
         return SumsChoice(nccl=True, why=f"each of {len(seats)} workers has a GPU of its own")

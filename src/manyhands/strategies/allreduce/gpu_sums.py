@@ -14,20 +14,20 @@ from manyhands.places.external.store_waiting import comes_true
 from manyhands.places.local.rendezvous import RendezvousStore
 from manyhands.strategies.allreduce.chosen import collective_across_hosts, collective_for
 from manyhands.strategies.allreduce.gpu_choice import GpuSeat, SumsChoice, choose_sums, seat_of
-from manyhands.strategies.allreduce.strategy import AllReduce, Mirrored
+from manyhands.strategies.allreduce.strategy import AllReduce
 from manyhands.strategies.common.collectives.collective import Collective
 from manyhands.strategies.common.collectives.torch_sums import TorchCollective, done_in_time
-from manyhands.transport.link.torch_groups import SumGroup
+from manyhands.transport.link.torch_p2p import SumGroup
 
 __all__ = ["announced", "chosen_sums", "sums_on_gpus"]
 
 
-def chosen_sums(strategy: Mirrored | AllReduce, resources: Resources) -> SumsChoice | None:
+def chosen_sums(strategy: AllReduce, resources: Resources) -> SumsChoice | None:
     """Collective: decide whether NCCL sums; None if the workers compute on the CPU and nobody asked for it."""
     mine = seat_of(resources.device)
     if not mine.gpu or resources.torch_store is None:
         return None
-    if isinstance(strategy, AllReduce) and strategy.instead_of_nccl:
+    if strategy.instead_of_nccl:
         return SumsChoice(nccl=False, why=strategy.instead_of_nccl)
     seats = announced(resources.torch_store(), mine, resources.rank, resources.world, resources.timeout_s)
     return choose_sums(strategy, seats, in_the_clear=resources.in_the_clear)
@@ -49,7 +49,7 @@ def announced(
     return seats
 
 
-def sums_on_gpus(strategy: Mirrored | AllReduce, resources: Resources) -> Collective:
+def sums_on_gpus(strategy: AllReduce, resources: Resources) -> Collective:
     """Collective, if NCCL was chosen: return this worker's connected end.
 
     Small exact values travel as without NCCL.
@@ -82,12 +82,10 @@ def sums_on_gpus(strategy: Mirrored | AllReduce, resources: Resources) -> Collec
     return TorchCollective(group, device, words, timeout_s, resources.alarm)
 
 
-def _words(strategy: Mirrored | AllReduce, resources: Resources) -> Collective:
+def _words(strategy: AllReduce, resources: Resources) -> Collective:
     """Return the collective for small exact values, which lie in host memory."""
     if not resources.several_hosts:
-        return collective_for(
-            replace(strategy, link="shared") if isinstance(strategy, AllReduce) else strategy, resources
-        )
+        return collective_for(replace(strategy, link="shared"), resources)
     over_links = strategy.across_hosts(resources.hosts)
     assert isinstance(over_links, AllReduce), "whatever it is on one host"
     _, words = collective_across_hosts(over_links, resources)

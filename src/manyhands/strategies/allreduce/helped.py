@@ -16,9 +16,8 @@ from typing import Final
 
 import torch
 
-from manyhands.engine.booking import StepBook
 from manyhands.engine.exchange import PeerTraffic, Traffic
-from manyhands.engine.reporting import WorkerContext
+from manyhands.engine.reporting import StepBook, WorkerContext
 from manyhands.engine.worker_resources import Resources
 from manyhands.errors import ManyhandsError, WorkerFailed
 from manyhands.native.dtypes import BY_CODE, CODES, SUMMED
@@ -30,10 +29,10 @@ from manyhands.strategies.common.collectives.collective import ScheduleCollectiv
 from manyhands.strategies.common.collectives.executor import ScheduleExecutor
 from manyhands.strategies.common.collectives.mailbox import Mailbox
 from manyhands.strategies.common.collectives.schedule import Algorithm
-from manyhands.transport.link.alarm import Alarm
-from manyhands.transport.link.interface import Closed, Link, PeerDied, Received, TimedOut
-from manyhands.transport.link.message import Message, ProtocolError
+from manyhands.transport.link.interface import Closed, Link, Message, PeerDied, Received, TimedOut
 from manyhands.transport.link.wire import wire_of
+from manyhands.transport.liveness import Alarm
+from manyhands.transport.messages import ProtocolError
 from manyhands.wire.parcels import Parcel
 
 __all__ = ["HelpedCollective", "help_workers", "helped_collective"]

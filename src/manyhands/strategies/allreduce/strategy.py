@@ -1,13 +1,13 @@
-"""`mirrored` and `allreduce` as values."""
+"""`allreduce` and its preset `mirrored` as values."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import ClassVar
 
 from manyhands.errors import UserError
-from manyhands.facts import ELASTIC, IN_STEP, ROUNDED, ModelFootprint, Promises, Stepping, Truth, WorkerMemory
+from manyhands.facts import ELASTIC, IN_STEP, ROUNDED, Facts, ModelFootprint, Stepping, Truth, WorkerMemory
 from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
 from manyhands.strategy import (
     MIB,
@@ -33,38 +33,6 @@ _CREDIT = MIB
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mirrored(Strategy):
-    """Every worker of one host holds the model; gradients are summed in shared memory, in worker order.
-
-    Where every worker has a GPU of its own, NCCL sums on the GPUs.
-    """
-
-    word: ClassVar[str] = "mirrored"
-    about: ClassVar[str] = "all-reduce in the shared memory of one host"
-    truth: ClassVar[Truth] = Truth.EVERYONE
-    cannot_cross_hosts: ClassVar[str] = ""
-
-    buckets: int = buckets_setting()
-
-    def __post_init__(self) -> None:
-        check_buckets(self.buckets)
-
-    def across_hosts(self, hosts: Sequence[Sequence[int]]) -> Strategy:
-        """An all-reduce that suits the hosts."""
-        return AllReduce(buckets=self.buckets).across_hosts(hosts)
-
-    @property
-    def refused_buffers(self) -> Mapping[str, str]:
-        """None."""
-        return {}
-
-    @property
-    def promises(self) -> Promises:
-        """All workers take every step together, so all are needed."""
-        return IN_STEP
-
-
-@dataclass(frozen=True, kw_only=True)
 class AllReduce(Strategy):
     """Every worker holds the model; gradients are summed by the algorithm you name.
 
@@ -81,7 +49,6 @@ class AllReduce(Strategy):
     word: ClassVar[str] = "allreduce"
     about: ClassVar[str] = "every worker holds the model; gradients summed by a named algorithm"
     truth: ClassVar[Truth] = Truth.EVERYONE
-    cannot_cross_hosts: ClassVar[str] = ""
 
     algorithm: str = setting("direct", str)
     """How gradients are summed: `direct` in shared memory, or a schedule over links such as `ring`."""
@@ -112,6 +79,7 @@ class AllReduce(Strategy):
             strategy=self.word,
             feedback=self.feedback,
             algorithm=self.algorithm,
+            chooses=True,
         )
         check_buckets(self.buckets)
         if self.link == NCCL and self.instead_of_nccl:
@@ -165,7 +133,7 @@ class AllReduce(Strategy):
             raise UserError(f"credit={self.credit} lets nothing through; {show_size(_CREDIT)} is usual")
         if self.order == "arrival":
             return
-        if not self.uses_links:
+        if not self._uses_links:
             raise UserError(
                 "order=priority: memory is shared, and nothing travels that could go in another order; add link=tcp, "
                 "or name an algorithm that goes over links, as algorithm=ring"
@@ -199,21 +167,7 @@ class AllReduce(Strategy):
         return ""
 
     @property
-    def cannot_clip(self) -> str:
-        """With `order=priority` nobody sees the whole gradient."""
-        if self.order == "arrival":
-            return ""
-        return (
-            "order=priority steps the first parameters before the last gradients are there, and clips nothing"
-        )
-
-    @property
-    def stepping(self) -> tuple[Stepping, ...]:
-        """With `order=priority`, each parameter when its gradient is there."""
-        return (Stepping.IN_TURN if self.order == "priority" else Stepping.TOGETHER,)
-
-    @property
-    def uses_links(self) -> bool:
+    def _uses_links(self) -> bool:
         """Every algorithm but `direct` in shared memory, which sums in place; and everything with helpers."""
         return self.algorithm != "direct" or self.uses_network or self.helpers > 0
 
@@ -263,35 +217,6 @@ class AllReduce(Strategy):
             return replace(self, algorithm="ring")
         return replace(self, algorithm="hierarchical", group=len(hosts[0]))
 
-    @property
-    def kernels(self) -> tuple[str, ...]:
-        """Those of codecs, where it has one that is more than a rounding."""
-        return () if rounds_hops(self.codec) else ("codecs",)
-
-    @property
-    def can_change_workers(self) -> bool:
-        """Where those who are there agree on each step among themselves."""
-        return self.elastic
-
-    @property
-    def goes_on_with_fewer(self) -> bool:
-        """Likewise."""
-        return self.elastic
-
-    @property
-    def instead_of_own_loop(self) -> str:
-        """A loop of one's own cannot be put back to the beginning of a step, nor told what its forward reads.
-
-        And nobody starts helpers for it.
-        """
-        if self.helpers:
-            return f"give mh.fit a Task for helpers={self.helpers}"
-        if self.link == NCCL:
-            return "give mh.fit a Task for link=nccl"
-        if self.order == "priority":
-            return "give mh.fit a Task for order=priority"
-        return "give mh.fit a Task for elastic=yes" if self.elastic else ""
-
     def advice(self, workers: int, *, sparse: bool) -> str:
         """With two workers there is nothing that helpers could take off their links."""
         if self.helpers and workers == 2:
@@ -326,21 +251,63 @@ class AllReduce(Strategy):
             )
 
     @property
-    def refused_buffers(self) -> Mapping[str, str]:
-        """Sums inside forward need everybody, and the links to themselves."""
-        if self.elastic:
-            return {
-                "synchronize": "with elastic=yes a worker may be lost inside a forward that the others wait in"
-            }
-        if self.order == "priority":
-            return {"synchronize": "with order=priority gradients are on their way during the next forward"}
-        return {}
-
-    @property
-    def promises(self) -> Promises:
-        """All workers take every step together, so all are needed; or all that are there."""
+    def facts(self) -> Facts:
+        """All workers that are there take every step together."""
         promises = ELASTIC if self.elastic else IN_STEP
-        return promises if self.codec == RAW else replace(promises, same_numbers=ROUNDED)
+        urgent = self.order == "priority"
+        refused = {}  # sums inside forward need everybody, and the links to themselves
+        if self.elastic:
+            refused["synchronize"] = (
+                "with elastic=yes a worker may be lost inside a forward that the others wait in"
+            )
+        elif urgent:
+            refused["synchronize"] = "with order=priority gradients are on their way during the next forward"
+        # A loop cannot be put back to the beginning of a step, nor say what its forward reads; nobody starts helpers.
+        for_fit = {
+            f"helpers={self.helpers}": self.helpers > 0,
+            "link=nccl": self.link == NCCL,
+            "order=priority": urgent,
+            "elastic=yes": self.elastic,
+        }
+        what = next((name for name, asked in for_fit.items() if asked), "")
+        return Facts(
+            promises=promises if self.codec == RAW else replace(promises, same_numbers=ROUNDED),
+            stepping=(Stepping.IN_TURN if urgent else Stepping.TOGETHER,),
+            can_change_workers=self.elastic,
+            continues_with_fewer=self.elastic,
+            uses_links=self._uses_links,
+            kernels=() if rounds_hops(self.codec) else ("codecs",),
+            cannot_clip="order=priority steps the first parameters before the last gradients are there, and clips "
+            "nothing"
+            if urgent
+            else "",
+            cannot_cross_hosts="",
+            instead_of_own_loop=f"give mh.fit a Task for {what}" if what else "",
+            refused_buffers=refused,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mirrored(AllReduce):
+    """Every worker of one host holds the model; gradients are summed in shared memory, in worker order.
+
+    A preset of `allreduce`, which has `buckets` as its only setting. Where every worker has a GPU of its own, NCCL
+    sums on the GPUs.
+    """
+
+    word: ClassVar[str] = "mirrored"
+    about: ClassVar[str] = "all-reduce in the shared memory of one host"
+    offers: ClassVar[tuple[str, ...] | None] = ("buckets",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for one in fields(self):
+            if one.name != "buckets" and getattr(self, one.name) != one.default:
+                raise UserError(f"mirrored has no setting {one.name!r}; use allreduce for it")
+
+    def across_hosts(self, hosts: Sequence[Sequence[int]]) -> Strategy:
+        """An all-reduce that suits the hosts."""
+        return AllReduce(buckets=self.buckets).across_hosts(hosts)
 
 
 def in_order(hosts: Sequence[Sequence[int]]) -> bool:

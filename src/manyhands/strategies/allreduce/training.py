@@ -1,12 +1,12 @@
-"""`mirrored` and `allreduce`: the common loop, with a collective that sums gradients."""
+"""`allreduce`: the common loop, with a collective that sums gradients."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from manyhands.engine.codec_report import ChoosingTraining
 from manyhands.engine.exchange import Exchange, SentFor, SingleExchange
+from manyhands.engine.exchanging import ExchangeTraining
 from manyhands.engine.reporting import WorkerContext
 from manyhands.engine.training import Training
 from manyhands.engine.worker_resources import Resources
@@ -16,19 +16,18 @@ from manyhands.strategies.allreduce.gpu_choice import SUMS, sums_sentence
 from manyhands.strategies.allreduce.gpu_sums import chosen_sums, sums_on_gpus
 from manyhands.strategies.allreduce.helped import help_workers
 from manyhands.strategies.allreduce.priority.exchange import PriorityExchange
-from manyhands.strategies.allreduce.strategy import AllReduce, Mirrored
+from manyhands.strategies.allreduce.strategy import AllReduce
 from manyhands.strategies.common.collectives.collective import Collective, without_barrier
 from manyhands.strategy import Strategy
-from manyhands.wire.names import RAW
 
 __all__ = ["AllReduceTraining"]
 
 
-class AllReduceTraining(ChoosingTraining):
+class AllReduceTraining(ExchangeTraining):
     """Training in which every worker holds the model."""
 
     @classmethod
-    def end(cls, strategy: Mirrored | AllReduce, resources: Resources) -> Exchange:
+    def end(cls, strategy: AllReduce, resources: Resources) -> Exchange:
         """Return this worker's exchange; NCCL sums if every worker has its own GPU."""
         choice = chosen_sums(strategy, resources) if resources.world > 1 else None
         if choice is not None and choice.nccl:
@@ -40,11 +39,11 @@ class AllReduceTraining(ChoosingTraining):
         return exchange
 
     @classmethod
-    def exchange(cls, strategy: Mirrored | AllReduce, resources: Resources) -> Exchange:
+    def exchange(cls, strategy: AllReduce, resources: Resources) -> Exchange:
         """Return this worker's exchange, on one host."""
         if resources.world == 1:
             return SingleExchange()  # nobody to exchange with
-        if isinstance(strategy, AllReduce) and strategy.order == "priority":
+        if strategy.order == "priority":
             algorithm = algorithm_of(strategy, resources.world)
             gradients = without_barrier(algorithm, resources, strategy.codec, feedback=strategy.feedback)
             return PriorityExchange(gradients, strategy.buckets, strategy.credit)
@@ -55,13 +54,14 @@ class AllReduceTraining(ChoosingTraining):
         cls, strategy: Strategy, resources: Resources, worker_context: WorkerContext
     ) -> Mapping[str, Any]:
         """Run a helper process: sum until the workers are done."""
-        assert isinstance(strategy, AllReduce), "mirrored has no helpers"
+        assert isinstance(strategy, AllReduce), "the registry leads here from it alone"
         return {"sent": SentFor(gradients=help_workers(resources, strategy.codec, worker_context)).to_dict()}
 
     @classmethod
     def chosen_for(cls, strategy: Strategy) -> type[Training]:
         """Return elastic training if the strategy asks for it, otherwise training with a fixed number of workers."""
-        if not (isinstance(strategy, AllReduce) and strategy.elastic):
+        assert isinstance(strategy, AllReduce), "the registry leads here from it alone"
+        if not strategy.elastic:
             return cls
         from manyhands.strategies.allreduce.elastic.elastic_training import (
             ElasticTraining,  # which workers have no use for
@@ -88,9 +88,3 @@ class AllReduceTraining(ChoosingTraining):
         """Return the notices of the run; on GPUs these say how gradients were summed, and why."""
         told = finished[0].get(SUMS)
         return (*super().said(finished), *((sums_sentence(told),) if told is not None else ()))
-
-    @property
-    def codec(self) -> str:
-        """The codec of `allreduce`; `mirrored` has none."""
-        strategy = self._request.strategy
-        return strategy.codec if isinstance(strategy, AllReduce) else RAW

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from manyhands.data.store.state_tree import Json, flatten, unflatten
-from manyhands.strategies.common.sharding.merging import MergedState, Part
-from manyhands.strategies.common.sharding.sliced_optimizer import OwnedState
+from manyhands.strategies.common.sharding.sliced_optimizer import MergedState, OwnedState, Part
 
 __all__ = ["Carrier", "gather_state"]
 

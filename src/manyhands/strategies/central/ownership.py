@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from manyhands.native.group.shared_group import slice_of
-from manyhands.strategies.common.sharding.pieces import Piece
+from manyhands.strategies.common.sharding.sliced_optimizer import Piece
 from manyhands.wire.flat_layout import BucketLayout, LayoutSlot, bucket_of, least_loaded, padded
 
 __all__ = ["Ownership", "cut", "keep_whole"]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from manyhands.facts import IN_STEP, ModelFootprint, Promises, Stepping, Truth, WorkerMemory, shared_copy
+from manyhands.facts import IN_STEP, Facts, ModelFootprint, Stepping, Truth, WorkerMemory, shared_copy
 from manyhands.strategy import Strategy, buckets_setting, check_buckets
 
 __all__ = ["Central"]
@@ -22,7 +21,6 @@ class Central(Strategy):
     word: ClassVar[str] = "central"
     about: ClassVar[str] = "one copy of the parameters per host; each worker updates its slice"
     truth: ClassVar[Truth] = Truth.ONE_COPY
-    cannot_cross_hosts: ClassVar[str] = ""
 
     buckets: int = buckets_setting()
 
@@ -34,16 +32,7 @@ class Central(Strategy):
         return shared_copy(model, workers, workers)
 
     @property
-    def refused_buffers(self) -> Mapping[str, str]:
-        """None."""
-        return {}
-
-    @property
-    def stepping(self) -> tuple[Stepping, ...]:
-        """Each worker steps its slice, of pieces of tensors where the optimizer allows that."""
-        return Stepping.IN_PIECES, Stepping.APART
-
-    @property
-    def promises(self) -> Promises:
-        """All workers take every step together, so all are needed."""
-        return IN_STEP
+    def facts(self) -> Facts:
+        """All workers take every step together; each steps its slice, of pieces where the optimizer allows that."""
+        stepping = (Stepping.IN_PIECES, Stepping.APART)
+        return Facts(promises=IN_STEP, stepping=stepping, cannot_cross_hosts="", refused_buffers={})

@@ -19,7 +19,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands.engine.computing import Computed, Computer
-from manyhands.engine.exchange import Exchange, LocalStep, SharedStep, Times, Traffic
+from manyhands.engine.exchange import (
+    NO_GRADIENT,
+    Exchange,
+    ExchangeState,
+    LocalStep,
+    Meter,
+    SharedStep,
+    Times,
+    Traffic,
+    WorkerPart,
+)
 from manyhands.native.heap import keep_freed_memory
 from manyhands.strategies.common.collectives.collective import Collective
 from manyhands.strategies.common.collectives.piggyback import broadcast, total
@@ -106,6 +116,7 @@ class FederatedExchange(Exchange):
     """Simulates clients and acts as the server; workers that share the clients communicate by collectives."""
 
     steps_itself = True
+    parts = NO_GRADIENT  # clients clip their own
     when_broken = (
         "no client's update was finite and within norm_ratio, or too few were, and the model was not changed"
     )
@@ -113,6 +124,11 @@ class FederatedExchange(Exchange):
     def __init__(self, strategy: Federated, seed: int, collective: Collective | None = None) -> None:
         self.rank = collective.rank if collective is not None else 0
         self.world = collective.world if collective is not None else 1
+        self.part = WorkerPart(index=self.rank, count=self.world, copies=(range(self.world),))
+        times = collective.take_times if collective is not None else Times
+        self.meter = Meter(take_times=times, traffic=lambda: self._sent)
+        self.kept = ExchangeState(gather=self._memory, load=self._load)
+        self.rounds = self
         self._strategy = strategy
         self._seed = seed
         self._collective = collective
@@ -138,7 +154,7 @@ class FederatedExchange(Exchange):
         self._tally: RoundTally | None = None
         self._found: TallySum | None = None
         self._counted = 0
-        self._sent = Traffic()
+        self._sent = Traffic()  # of this worker's clients: an update each, or all that a secure sum takes
         self._refused = 0
         self._refused_now: list[int] = []
         self._norms = RoundNorms(strategy.seen_norm_ratio)
@@ -147,11 +163,6 @@ class FederatedExchange(Exchange):
         if collective is not None:
             [self._bucket] = collective.allocate([Parcel.whole(0, _ROOM, torch.float64, exact=True)])
 
-    @property
-    def copies(self) -> Sequence[Sequence[int]]:
-        """Every worker holds the whole model."""
-        return (range(self.world),)
-
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Collective: give every worker worker 0's weights."""
         self._optimizer = optimizer
@@ -159,10 +170,6 @@ class FederatedExchange(Exchange):
         if self._collective is not None:
             broadcast(self._collective, 0, self._bucket, [*model.parameters(), *model.buffers()])
         keep_freed_memory()
-
-    def backward(self, loss: Tensor, share: float) -> None:
-        """Never: clients run their own."""
-        raise AssertionError(f"a round has no common backward (loss {float(loss)}, share {share})")
 
     def compute(self, computer: Computer, model: nn.Module, step: int) -> Computed:
         """This worker's share of the clients of round `step`."""
@@ -353,10 +360,6 @@ class FederatedExchange(Exchange):
         refused = [int(one) for one in self.total(whose).nonzero().flatten()]
         return self._rounds.close([*refused, *self._norms.rejected])
 
-    def clip(self, max_norm: float) -> float:
-        """Clients clip their own gradients."""
-        return max_norm
-
     @torch.no_grad()
     def apply(self) -> None:
         """Apply the server's step to the model."""
@@ -375,7 +378,7 @@ class FederatedExchange(Exchange):
         assert self._optimizer is not None, "attach comes before optimizer_state"
         return self._optimizer.state_dict() if self.rank == 0 else None
 
-    def memory(self) -> Mapping[str, Any]:
+    def _memory(self) -> Mapping[str, Any]:
         """Collective: what the algorithm keeps on the server, the same on every worker, and all clients' own."""
         if self._trainer is None:
             return (self._loaded_state or {}) if self.rank == 0 else {}  # no round since the checkpoint
@@ -388,7 +391,7 @@ class FederatedExchange(Exchange):
         kept["rounds"] = self._rounds.memory() if self._rounds is not None else {}
         return {name: value for name, value in kept.items() if value} if self.rank == 0 else {}
 
-    def load_state(self, memory: Mapping[str, Any]) -> None:
+    def _load(self, memory: Mapping[str, Any]) -> None:
         """Restore the algorithm's state; the rest is kept until it can be restored."""
         self._loaded_state = memory
         self._algorithm.load_state(memory.get("algorithm", {}))
@@ -400,7 +403,7 @@ class FederatedExchange(Exchange):
             kept = (self._loaded_state or {}).get("clients", {}).get(name, {})
             states.update(restored(kept, self.rank, self.world, device))
 
-    def cannot_go_on(self, computer: Computer, step: int) -> str:
+    def cannot_continue(self, computer: Computer, step: int) -> str:
         """A budget of privacy that does not allow the next round."""
         if not self._strategy.epsilon:
             return ""
@@ -417,13 +420,8 @@ class FederatedExchange(Exchange):
         """Collective: the sum over workers."""
         return values if self._collective is None else total(self._collective, 0, self._bucket, values)
 
-    def take_times(self) -> Times:
-        """What the collective measured."""
-        return self._collective.take_times() if self._collective is not None else Times()
-
-    def step_samples(self, computer: Computer, step: int) -> int:
+    def step_samples(self) -> int:
         """What the clients of all workers have trained on in the round, once for each epoch."""
-        del computer, step
         return self._counted * self._work.epochs
 
     def row_facts(self) -> Mapping[str, Any]:
@@ -435,10 +433,6 @@ class FederatedExchange(Exchange):
             return facts
         return {**facts, "asked": list(self._course.asked), "attempt": self._course.attempt}
 
-    def traffic(self) -> Traffic:
-        """What this worker's clients have sent: an update each, of the model's size, or all that a secure sum takes."""
-        return self._sent
-
     def summary(self) -> Mapping[str, Any]:
         """How clients were simulated, how well the model serves this worker's clients, and the privacy spent."""
         played = "" if self._trainer is None else f"{self._simulation}{self._trainer.notice}"
@@ -449,15 +443,12 @@ class FederatedExchange(Exchange):
             told["participation"] = self._rounds.summary()
         return told if self._private is None else {**told, "privacy": self._private.summary()}
 
-    def splits(self, task: Task) -> bool:
-        """A batch is one client's, whole."""
-        del task
-        return False
-
-    def evaluate(self, computer: Computer, model: nn.Module) -> tuple[dict[str, float], int] | None:
+    def evaluate(
+        self, computer: Computer, model: nn.Module, *, alike: bool = False
+    ) -> tuple[dict[str, float], int] | None:
         """Collective: the common model on the evaluation data, as ever; and how some of the clients fare."""
         self._client_runner(computer, model)  # who is measured, also where no round is left to play
-        found = super().evaluate(computer, model)
+        found = super().evaluate(computer, model, alike=alike)
         if found is not None and self._round:  # or the model is as it began
             who = [] if self._strategy.noise else self._clients  # with noise that is a secret
             require_finite(found[0], self._round, self._norms.describe(who))

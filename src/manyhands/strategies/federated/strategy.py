@@ -13,6 +13,7 @@ from manyhands.facts import (
     NO_SERVERS,
     NOBODY_JOINS,
     Answer,
+    Facts,
     ModelFootprint,
     Promise,
     Promises,
@@ -78,8 +79,6 @@ class Federated(Strategy):
     word: ClassVar[str] = "federated"
     about: ClassVar[str] = "many clients train on data of their own; a server averages what they send"
     truth: ClassVar[Truth] = Truth.SERVER_OF_CLIENTS
-    cannot_stream: ClassVar[str] = "the samples of each client are looked up by number"
-    cannot_read_apart: ClassVar[str] = "the samples of each client are looked up by number"
 
     clients: int = setting(_CLIENTS, whole_number)
     """How many there are; with partition=natural, as many as there are parties."""
@@ -156,7 +155,15 @@ class Federated(Strategy):
         self._check_whole_batches(algorithm)
         if Partition.parse(self.partition).word != NATURAL:
             algorithm.check_round(self.per_round(self.clients))
-        check_codec(self.codec, link="", strategy=self.word, feedback=self.feedback)
+        one_by_one = "factors are summed over workers, and a server weighs clients one by one; use topk"
+        check_codec(
+            self.codec,
+            link="",
+            strategy=self.word,
+            feedback=self.feedback,
+            sends_changes=True,
+            refused={"powersgd": one_by_one},
+        )
         if self.keep != EVERYTHING_SHARED and algorithm.cannot_keep_layers:
             raise UserError(
                 f"federated keep={self.keep}: not with algorithm={self.algorithm}: {algorithm.cannot_keep_layers}; "
@@ -350,31 +357,6 @@ class Federated(Strategy):
             self.personal != NOTHING_PERSONAL or self.keep != EVERYTHING_SHARED or algorithm.trains_personal
         )
 
-    @property
-    def saves_each_step(self) -> bool:
-        """With noise, or a run that broke would have given away what the resumed one does not count."""
-        return self.noise > 0
-
-    @property
-    def counts_rounds(self) -> bool:
-        """A round is many steps of many clients."""
-        return True
-
-    @property
-    def splits_batches(self) -> bool:
-        """A batch is one client's."""
-        return False
-
-    @property
-    def cannot_compile(self) -> str:
-        """Each client begins with other weights and its own batches."""
-        return "clients are trained by copies of the model, which are not compiled"
-
-    @property
-    def instead_of_own_loop(self) -> str:
-        """Rounds are not steps of a loop."""
-        return "give mh.fit a Task for federated"
-
     def per_round(self, clients: int) -> int:
         """How many of so many clients take part in a round."""
         return max(1, round(self.fraction * clients))
@@ -407,9 +389,10 @@ class Federated(Strategy):
         return [replace(worker, besides=besides, what=what)]
 
     @property
-    def promises(self) -> Promises:
-        """The workers of a simulation share the clients of every round."""
-        return Promises(
+    def facts(self) -> Facts:
+        """The workers of a simulation share the clients of every round, which is many steps of many clients."""
+        numbered = "the samples of each client are looked up by number"
+        promises = Promises(
             worker_dies=ENDS,
             server_dies=NO_SERVERS,
             workers_join=NOBODY_JOINS,
@@ -417,4 +400,15 @@ class Federated(Strategy):
                 answer=Answer.PARTLY,
                 words="those of clients trained one after another in one process, but for rounding",
             ),
+        )
+        return Facts(
+            promises=promises,
+            counts_rounds=True,
+            # With noise, or a run that broke would have given away what the resumed one does not count.
+            saves_each_step=self.noise > 0,
+            splits_batches=False,
+            cannot_stream=numbered,
+            cannot_read_apart=numbered,
+            cannot_compile="clients are trained by copies of the model, which are not compiled",
+            instead_of_own_loop="give mh.fit a Task for federated",
         )

@@ -28,7 +28,7 @@ class _Processes(KernelProcesses):
         """Build the step; the model's memory follows the control words in the segment."""
         control_bytes = Control.num_bytes(group.world)
         segment = group.share(control_bytes + task.num_bytes, f"the memory of {task.name}")
-        control = Control(segment, group, strategy.record_order or "free", task)
+        control = Control(segment, group, strategy.facts.record_order or "free", task)
         step = task.step(task.shared_model(segment, control_bytes), control.order.turn)
         step.segment = segment
         return step, control
@@ -39,7 +39,7 @@ class HogwildKernels(Training):
 
     def __init__(self, request: Request, model: nn.Module) -> None:
         super().__init__(request, model)
-        kind = KernelThreads if request.strategy.in_threads else _Processes
+        kind = KernelThreads if request.strategy.facts.in_threads else _Processes
         self._training: Training = kind(request, model)
 
     def resume(self, directory: RunDirectory, config: Mapping[str, Any]) -> int | None:
@@ -66,7 +66,7 @@ class HogwildKernels(Training):
         busy, steps = min(took_steps, task.passes.steps), task.passes.steps
         if not 0 < busy < workers:
             return ""
-        hands = "threads" if self._request.strategy.in_threads else "processes"
+        hands = "threads" if self._request.strategy.facts.in_threads else "processes"
         alone = ", and the numbers are those of strategy=single" if busy == 1 else ""
         return (
             f"only {busy} of {workers} {hands} worked at a time{alone}: a pass over {task.samples:,} records is "

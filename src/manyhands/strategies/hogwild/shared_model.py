@@ -20,8 +20,7 @@ from manyhands.errors import UserError
 from manyhands.native.counters import Counter
 from manyhands.native.group.shared_group import SharedGroup
 from manyhands.native.segment import CACHE_LINE, round_up
-from manyhands.strategies.common.sharding.optimizers import stepping_for
-from manyhands.strategies.common.sharding.state_sizes import KeptState, kept_by
+from manyhands.strategies.common.sharding.optimizers import KeptState, kept_by, stepping_for
 from manyhands.strategies.hogwild.strategy import Hogwild
 
 __all__ = ["SharedModel", "SharedStateSlot"]
@@ -48,7 +47,7 @@ class SharedModel:
     def __init__(
         self, group: SharedGroup, model: nn.Module, optimizer: Optimizer, control_bytes: int
     ) -> None:
-        stepping_for(optimizer, Hogwild().stepping, Hogwild.word)
+        stepping_for(optimizer, Hogwild().facts.stepping, Hogwild.word)
         tensors = _tensors(model)
         kept = kept_by(optimizer)
         _require_known(kept, model)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from manyhands.errors import UserError
 from manyhands.facts import (
     BY_CHANCE,
-    ENDS,
-    NO_SERVERS,
-    NOBODY_JOINS,
+    IN_STEP,
     Answer,
+    Facts,
     ModelFootprint,
     Promise,
-    Promises,
     Stepping,
     Truth,
     Waits,
@@ -42,14 +39,6 @@ class Hogwild(Strategy):
     word: ClassVar[str] = "hogwild"
     about: ClassVar[str] = "one shared memory that every worker updates without locks; sparse models"
     truth: ClassVar[Truth] = Truth.ONE_MEMORY
-    cannot_cross_hosts: ClassVar[str] = (
-        "its workers write to one memory without locks, and hosts have no memory in common"
-    )
-    moves_rows: ClassVar[bool] = True
-    cannot_read_apart: ClassVar[str] = (
-        "a batch of hogwild is one worker's, whole, and which worker's is seen when it comes"
-    )
-    when_evaluating: ClassVar[str] = "Workers of hogwild meet to evaluate, and wait for each other there."
 
     order: str = setting("free", str)
     """`free`, or to compare with: `locked` (one at a time) or `turns` (round-robin)."""
@@ -60,44 +49,9 @@ class Hogwild(Strategy):
         check_choice("order", self.order, _ORDERS)
         check_choice("hands", self.hands, _HANDS)
 
-    @property
-    def waits_for(self) -> Waits:
-        """Each worker takes its own steps."""
-        return Waits.NOBODY
-
-    @property
-    def stepping(self) -> tuple[Stepping, ...]:
-        """While one worker steps, others write to items of the same tensors."""
-        return (Stepping.IN_PIECES,)
-
-    @property
-    def stepwise(self) -> bool:
-        """Each worker takes its own steps."""
-        return False
-
-    @property
-    def splits_batches(self) -> bool:
-        """A step is one worker's whole batch."""
-        return False
-
-    @property
-    def record_order(self) -> str | None:
-        """As the setting has it."""
-        return self.order
-
-    @property
-    def in_threads(self) -> bool:
-        """Unless processes are asked for."""
-        return self.hands != "processes"
-
     def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
         """Parameters and optimizer state are there once; each worker computes whole batches."""
         return shared_copy(model, workers, 1)
-
-    @property
-    def instead_of_own_loop(self) -> str:
-        """Its workers share one model."""
-        return "give mh.fit a Task for hogwild"
 
     def check(self, workers: int, device: str, *, compiled: bool = False) -> None:
         """Python's steps need processes, and memory that all of them write."""
@@ -122,15 +76,8 @@ class Hogwild(Strategy):
         )
 
     @property
-    def refused_buffers(self) -> Mapping[str, str]:
-        """Nothing is left to synchronise."""
-        return {
-            "synchronize": "each batch is one worker's, whole, so that its statistics are those of the global batch"
-        }
-
-    @property
-    def promises(self) -> Promises:
-        """A step may be half written when its worker dies, so nobody goes on from that memory."""
+    def facts(self) -> Facts:
+        """Each worker takes its own steps; one may be half written when its worker dies, so the run ends then."""
         same = {
             "turns": Promise(
                 answer=Answer.YES,
@@ -141,9 +88,23 @@ class Hogwild(Strategy):
             ),
             "free": BY_CHANCE,
         }
-        return Promises(
-            worker_dies=ENDS,
-            server_dies=NO_SERVERS,
-            workers_join=NOBODY_JOINS,
-            same_numbers=same[self.order],
+        return Facts(
+            promises=replace(IN_STEP, same_numbers=same[self.order]),
+            stepping=(
+                Stepping.IN_PIECES,
+            ),  # while one worker steps, others write to items of the same tensors
+            waits_for=Waits.NOBODY,
+            straggler_advice="",
+            stepwise=False,
+            splits_batches=False,
+            record_order=self.order,
+            in_threads=self.hands != "processes",
+            moves_rows=True,
+            when_evaluating="Workers of hogwild meet to evaluate, and wait for each other there.",
+            cannot_cross_hosts="its workers write to one memory without locks, and hosts have no memory in common",
+            cannot_read_apart="a batch of hogwild is one worker's, whole, and which worker's is seen when it comes",
+            instead_of_own_loop="give mh.fit a Task for hogwild",
+            refused_buffers={
+                "synchronize": "each batch is one worker's, whole, so that its statistics are those of the global batch"
+            },
         )

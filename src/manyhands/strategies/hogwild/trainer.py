@@ -20,15 +20,14 @@ from torch import Tensor, nn
 
 from manyhands.data.store.checkpoint import CheckpointStore, Loaded
 from manyhands.data.store.optimizer_state import restore_optimizer
-from manyhands.engine.booking import StepBook
-from manyhands.engine.buffers import WorkerBuffers
+from manyhands.engine.buffers import make_alike
 from manyhands.engine.clipping import clip_own
 from manyhands.engine.computing import Built, Computed, Computer, TrainingPlan
-from manyhands.engine.diagnosis import Course, diagnose
-from manyhands.engine.exchange import Traffic
+from manyhands.engine.exchange import Meter
+from manyhands.engine.options import MEAN
 from manyhands.engine.reduction import require_reduction
-from manyhands.engine.reporting import Reporter, WorkerContext
-from manyhands.engine.worker import Trained
+from manyhands.engine.reporting import Reporter, StepBook, WorkerContext
+from manyhands.engine.worker import Course, Trained, diagnose
 from manyhands.errors import NonFinite
 from manyhands.native.counters import Counter
 from manyhands.native.group.shared_group import SharedGroup
@@ -49,6 +48,9 @@ class HogwildTrainer:
     `order` is that of the strategy. `close` is idempotent; the model keeps its memory while it lives.
     """
 
+    meter = Meter()  # memory is shared, and nothing is sent
+    kept = None
+
     def __init__(
         self,
         plan: TrainingPlan,
@@ -68,12 +70,12 @@ class HogwildTrainer:
         evaluate = partial(self._computer.evaluate, part=self.rank, parts=self.world, total=self.total)
         self._reporter = Reporter(plan, self, worker_context, checkpoints, evaluate)
         self._samples = 0
+        self._samples_since_alike = 0
         self._since_met = (0.0, 0)  # this worker's sum of losses, and its samples
         self._stepper: SharedStepper | None = None
         self._broken = ""
         self._cause = ""
         self._course = Course()
-        self._buffers = WorkerBuffers(plan.buffers)
 
     def run(self, start: Loaded | None = None) -> Trained:
         """Train from `start`, or from scratch, to the last step; raises NonFinite on the worker whose loss broke.
@@ -108,7 +110,9 @@ class HogwildTrainer:
             stopped = stopped and step < self._plan.steps
             last = stopped or step == self._plan.steps
             # buffers are in shared memory, except one that a module has replaced
-            self._buffers.make_alike(list(model.buffers()), self.total, first=self.rank == 0)
+            weight = float(self._samples_since_alike) if self._plan.buffers == MEAN else None
+            make_alike(list(model.buffers()), self.total, first=self.rank == 0, weight=weight)
+            self._samples_since_alike = 0
             ends = self._reporter.after(step, model, loop.called, last=last)
             stopped = stopped or (ends and not last)
         if first >= self._plan.steps:
@@ -116,10 +120,6 @@ class HogwildTrainer:
         self._reporter.send(now=True)
         self._worker_context.mark(step, State.FINISHED)
         return self._trained(model, step, stopped)
-
-    def traffic(self) -> Traffic:
-        """Return no traffic: memory is shared."""
-        return Traffic()
 
     def total(self, values: Tensor) -> Tensor:
         """Collective: the sum over workers."""
@@ -139,10 +139,6 @@ class HogwildTrainer:
     def model_state(self, model: nn.Module) -> Mapping[str, torch.Tensor] | None:
         """Return the model state on worker 0, None elsewhere; all workers share it."""
         return model.state_dict() if self.rank == 0 else None
-
-    def memory(self) -> Mapping[str, Any]:
-        """Return nothing: there is no state besides the model and the optimizer."""
-        return {}
 
     def close(self) -> None:
         """Release the shared memory and the group."""
@@ -232,7 +228,7 @@ class HogwildTrainer:
         book.compute(end)
         book.end(end, mine.samples, mine.loss)
         self._samples += mine.samples
-        self._buffers.computed(mine.samples)
+        self._samples_since_alike += mine.samples
         if not self._broken:
             loss, samples = self._since_met
             self._course.add(mine.loss)

@@ -13,6 +13,7 @@ sent unencoded, because a second moment with a residual could become negative.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +29,7 @@ from manyhands.strategies.common.collectives.piggyback import (
     room_for_buffers,
     total,
 )
-from manyhands.strategies.common.sharding.state_sizes import kept_by
+from manyhands.strategies.common.sharding.optimizers import kept_by
 from manyhands.strategies.local.outer import Mean, OuterStep
 from manyhands.wire.flat_layout import BucketLayout, bucket_of, trainable
 from manyhands.wire.names import rounds_hops
@@ -67,7 +68,10 @@ class _Place:
 
 
 class Replica:
-    """One worker's replica, from construction (collective) to `close`; `on_gradient` is called at every gradient."""
+    """One worker's replica, from construction (collective) to `close`; the hooks of its gradients."""
+
+    weight = 1.0
+    """Of no effect: each worker steps with the mean over its own part."""
 
     def __init__(
         self, collective: Collective, model: nn.Module, optimizer: Optimizer, outer: OuterStep | None = None
@@ -96,7 +100,8 @@ class Replica:
             for number, (layout, _) in enumerate(layouts)
             for place in _places(held, layout, self._buckets[number], self._before.get(number))
         ]
-        self.on_gradient: Callable[[], None] = lambda: None
+        self.on_next_gradient: Callable[[], None] | None = None
+        """Called once, at the next gradient."""
         self._tap = GradientTap(self._parameters, self._note)
 
     def broadcast(self) -> None:
@@ -154,7 +159,14 @@ class Replica:
             return total(self._collective, self._totals_index, self._totals, values)
         return total(self._collective, len(self._buckets), self._status, values)
 
-    def owed(self) -> Mapping[str, Any] | None:
+    def begin_step(self, step: int) -> None:
+        """Nothing is sent before an average."""
+
+    def holding(self) -> AbstractContextManager[None]:
+        """An empty context: gradients accumulate in place."""
+        return nullcontext()
+
+    def residuals(self) -> Mapping[str, Any]:
         """Collective: return the codec residuals of all workers, on worker 0."""
         return kept_by_codecs(self._collective, len(self._buckets), self._status)
 
@@ -187,7 +199,9 @@ class Replica:
 
     def _note(self, number: int, _parameter: Tensor) -> None:
         self._reached[number] = True
-        self.on_gradient()
+        if self.on_next_gradient is not None:
+            listener, self.on_next_gradient = self.on_next_gradient, None
+            listener()
 
     def _agree_on_parts(self) -> tuple[list[bool], list[bool]]:
         """Collective: which parameters any worker has reached, and which have state on any worker."""

@@ -11,8 +11,7 @@ it:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,8 +20,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands.engine.computing import Computer
-from manyhands.engine.exchange import Exchange, LocalStep, PeerTraffic, SharedStep, Times, Traffic
-from manyhands.engine.row_gradients import clippable
+from manyhands.engine.exchange import (
+    Exchange,
+    ExchangeState,
+    LocalStep,
+    Meter,
+    PeerTraffic,
+    SharedStep,
+    Times,
+    WorkerPart,
+)
 from manyhands.native.heap import keep_freed_memory
 from manyhands.strategies.common.collectives.collective import Collective
 from manyhands.strategies.common.collectives.piggyback import remember_kept
@@ -30,7 +37,7 @@ from manyhands.strategies.local.averaged_replica import Replica
 from manyhands.strategies.local.gossip import Gossip
 from manyhands.strategies.local.outer import Mean, OuterStep
 
-__all__ = ["ApartExchange", "LocalExchange"]
+__all__ = ["LocalExchange"]
 
 _STOP, _FLAGS = 0, 1
 
@@ -41,6 +48,8 @@ class LocalExchange(Exchange):
     Each of the `first` steps ends with an average. `outer` is applied to a mean; `gossip` runs between two averages.
     """
 
+    hooks: Replica | None = None
+    _optimizer: Optimizer
     when_broken = "the others went on to the next average, and no replica was averaged with its"
 
     def __init__(
@@ -52,8 +61,16 @@ class LocalExchange(Exchange):
         outer: OuterStep | None = None,
         gossip: Gossip | None = None,
     ) -> None:
-        self.rank = collective.rank
-        self.world = collective.world
+        self.rank, self.world = collective.rank, collective.world
+        # Copies are equal after each average; where replicas keep apart, no two are.
+        copies = () if outer is not None and outer.keeps_apart else (range(self.world),)
+        self.part = WorkerPart(index=self.rank, count=self.world, copies=copies)
+        self.meter = Meter(take_times=collective.take_times, traffic=collective.traffic)
+        if gossip is not None:
+            sent = gossip.traffic
+            self.meter = Meter(take_times=self._take_times, traffic=lambda: collective.traffic() + sent())
+        self.kept = ExchangeState(gather=self._memory, load=self._load)
+        self.average = self._average
         self._collective = collective
         self._steps = steps
         self._first = first
@@ -61,31 +78,21 @@ class LocalExchange(Exchange):
         self._gossip = gossip
         self._meets = False
         self._step = 0
-        self._model: nn.Module | None = None
-        self._optimizer: Optimizer | None = None
-        self._replica: Replica | None = None
         self._weight = 0.0
         self._losses: list[float] = []
         self._broken = False
         self._due = False
-        self._listener: Callable[[], None] | None = None
 
     @property
     def wire(self) -> int:  # type: ignore[override]
         """The wire of the collective, which may change during a run."""
         return self._collective.wire
 
-    @property
-    def copies(self) -> Sequence[Sequence[int]]:
-        """Every worker holds the whole model; copies are equal after each average."""
-        return (range(self.world),)
-
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Collective: give every worker worker 0's weights, and allocate buckets for one replica."""
-        self._model, self._optimizer = model, optimizer
-        self._replica = Replica(self._collective, model, optimizer, self._outer)
-        self._replica.broadcast()
-        self._replica.on_gradient = self._on_gradient
+        self._optimizer = optimizer
+        self.hooks = Replica(self._collective, model, optimizer, self._outer)
+        self.hooks.broadcast()
         keep_freed_memory()  # every step frees what the next one takes
 
     def backward(self, loss: Tensor, share: float) -> None:
@@ -93,20 +100,11 @@ class LocalExchange(Exchange):
         del share
         loss.backward()  # type: ignore[no-untyped-call]
 
-    def on_next_gradient(self, listener: Callable[[], None]) -> None:
-        """Call `listener` once, from the hook that sees the next gradient."""
-        self._listener = listener
-
-    def accumulate(self) -> AbstractContextManager[None]:
-        """Return an empty context: gradients accumulate in place."""
-        return nullcontext()
-
     def agree(self, local: LocalStep) -> SharedStep:
         """Collective if an average is due: combine the reports since the last one.
 
-        `settle` averages the parameters.
+        `average` averages the parameters.
         """
-        assert self._replica is not None, "attach comes before agree"
         if not self._losses:
             self._replica.begin()
         self._collective.step = local.step
@@ -119,21 +117,14 @@ class LocalExchange(Exchange):
             return SharedStep(loss=math.nan, settled=False)
         return self._agree_on_all(local.stop)
 
-    def clip(self, max_norm: float) -> float:
-        """Clip this worker's gradient."""
-        assert self._model is not None, "attach comes before clip"
-        return float(nn.utils.clip_grad_norm_(clippable(self._model.parameters()), max_norm))
-
     def apply(self) -> None:
         """Take this worker's step, unless its loss was not finite."""
-        assert self._optimizer is not None, "attach comes before apply"
         if not self._broken:
             self._optimizer.step()
         self._optimizer.zero_grad()
 
-    def settle(self, *, end: bool = False) -> bool:
+    def _average(self, end: bool) -> bool:
         """Collective if an average is due: every replica becomes the weighted mean."""
-        assert self._replica is not None, "attach comes before settle"
         if not self._due and not (end and self._losses):
             if self._gossip is None or not self._meets:
                 return False
@@ -145,33 +136,44 @@ class LocalExchange(Exchange):
         self._weight, self._losses, self._due = 0.0, [], False
         return True
 
+    def evaluate(
+        self, computer: Computer, model: nn.Module, *, alike: bool = False
+    ) -> tuple[dict[str, float], int] | None:
+        """Evaluate what the run results in: the replica, or the centre of replicas that keep apart."""
+        if alike:  # before the first step, when each replica is the centre
+            return super().evaluate(computer, model, alike=True)
+        with self._outer.shown(self._replica.parameters):
+            return super().evaluate(computer, model)
+
+    def model_state(self, model: nn.Module) -> Mapping[str, Tensor] | None:
+        """Return the state of what the run results in."""
+        with self._outer.shown(self._replica.parameters):
+            state = super().model_state(model)
+            if state is None or not self._outer.keeps_apart:
+                return state
+            return {name: value.clone() for name, value in state.items()}
+
     def optimizer_state(self) -> dict[str, Any] | None:
         """Return the state on worker 0, None elsewhere; it is equal on all workers after an average."""
-        assert self._optimizer is not None, "attach comes before optimizer_state"
         return self._optimizer.state_dict() if self.rank == 0 else None
 
-    def memory(self) -> Mapping[str, Any]:
-        """Collective: return the outer step's state, equal on all workers, and all workers' codec residuals."""
-        assert self._replica is not None, "attach comes before memory"
+    def _memory(self) -> Mapping[str, Any]:
+        """Collective: the outer step's state, equal on all workers, and all workers' codec residuals."""
         remembered = self._outer.memory() if self.rank == 0 else {}
-        owed = self._replica.owed()
-        return {**({"outer": remembered} if remembered else {}), **({"codec": owed} if owed else {})}
+        return {**({"outer": remembered} if remembered else {}), **self._replica.residuals()}
 
-    def load_state(self, memory: Mapping[str, Any]) -> None:
-        """Restore the outer step's state and this worker's codec residuals."""
+    def _load(self, memory: Mapping[str, Any]) -> None:
         self._outer.load_state(memory.get("outer", {}))
-        remember_kept(self._collective, memory.get("codec"))
+        remember_kept(self._collective, memory)
 
     def total(self, values: Tensor) -> Tensor:
         """Collective: the sum over workers."""
-        assert self._replica is not None, "attach comes before total"
         return self._replica.total(values)
 
-    def take_times(self) -> Times:
-        """Return the times of the collective and of gossip."""
+    def _take_times(self) -> Times:
+        """The times of the collective and of gossip."""
+        assert self._gossip is not None, "or the collective's alone are taken"
         times = self._collective.take_times()
-        if self._gossip is None:
-            return times
         waits = dict(times.wait_ns)
         for worker, waited_ns in self._gossip.take_waits().items():
             waits[worker] = waits.get(worker, 0) + waited_ns
@@ -180,27 +182,22 @@ class LocalExchange(Exchange):
             posts.setdefault(worker, PeerTraffic()).add(post)
         return replace(times, wait_ns=waits, posts=posts)
 
-    def traffic(self) -> Traffic:
-        """Return the traffic of the collective and of gossip."""
-        sent = self._collective.traffic()
-        return sent if self._gossip is None else sent + self._gossip.traffic()
-
     def summary(self) -> Mapping[str, Any]:
         """Return the summary of the collective."""
         return self._collective.summary()
 
     def close(self) -> None:
         """Remove the hooks, and release memory and links."""
-        if self._replica is not None:
-            self._replica.close()
+        if self.hooks is not None:
+            self.hooks.close()
         if self._gossip is not None:
             self._gossip.close()
         self._collective.close()
 
-    def _on_gradient(self) -> None:
-        if self._listener is not None:
-            listener, self._listener = self._listener, None
-            listener()
+    @property
+    def _replica(self) -> Replica:
+        assert self.hooks is not None, "attach comes first"
+        return self.hooks
 
     def _agree_on_all(self, stop: bool) -> SharedStep:
         mine = torch.zeros(_FLAGS + self.world + len(self._losses), dtype=torch.float64)
@@ -211,25 +208,3 @@ class LocalExchange(Exchange):
         bad = tuple(rank for rank in range(self.world) if said[_FLAGS + rank])
         *earlier, loss = said[_FLAGS + self.world :]
         return SharedStep(loss=loss, bad_workers=bad, stop=bool(said[_STOP]), earlier=tuple(earlier))
-
-
-class ApartExchange(LocalExchange):
-    """Local SGD whose replicas differ after an average; the result of the run is their centre."""
-
-    @property
-    def copies(self) -> Sequence[Sequence[int]]:
-        """No two workers hold equal copies."""
-        return ()
-
-    def evaluate(self, computer: Computer, model: nn.Module) -> tuple[dict[str, float], int] | None:
-        """Evaluate the centre."""
-        assert self._replica is not None, "attach comes before evaluate"
-        with self._outer.shown(self._replica.parameters):
-            return super().evaluate(computer, model)
-
-    def model_state(self, model: nn.Module) -> Mapping[str, Tensor] | None:
-        """Return the state of the centre."""
-        assert self._replica is not None, "attach comes before model_state"
-        with self._outer.shown(self._replica.parameters):
-            state = super().model_state(model)
-            return {name: value.clone() for name, value in state.items()} if state is not None else None

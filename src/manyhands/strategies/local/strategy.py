@@ -8,15 +8,13 @@ from typing import ClassVar
 
 from manyhands.errors import UserError
 from manyhands.facts import (
-    ENDS,
-    NO_SERVERS,
-    NOBODY_JOINS,
+    IN_STEP,
     ROUNDED,
     TO_ROUNDING,
     Answer,
+    Facts,
     ModelFootprint,
     Promise,
-    Promises,
     Truth,
     WorkerMemory,
 )
@@ -48,8 +46,6 @@ class Local(Strategy):
     word: ClassVar[str] = "local"
     about: ClassVar[str] = "each worker takes its own steps; parameters are averaged every few of them"
     truth: ClassVar[Truth] = Truth.EVERYONE
-    cannot_cross_hosts: ClassVar[str] = ""
-    when_evaluating: ClassVar[str] = "Under local, evaluations wait for the next average."
 
     steps: float = setting(8, _read_steps)
     """How many steps of its own a worker takes between two averages."""
@@ -67,7 +63,16 @@ class Local(Strategy):
 
     def __post_init__(self) -> None:
         check_link(self.link)
-        check_codec(self.codec, link=self.link, strategy=self.word, feedback=self.feedback)
+        more = "optimizers keep more than matrices of gradients; use allreduce link=tcp"
+        check_codec(
+            self.codec,
+            link=self.link,
+            strategy=self.word,
+            feedback=self.feedback,
+            sends_changes=True,
+            chooses=True,
+            refused={"powersgd": more},
+        )
         check_outer(self.outer)
         if self.first < 0 or self.first != int(self.first):
             raise UserError(f"local first={self.first}: must be a whole number, 0 or more")
@@ -82,23 +87,6 @@ class Local(Strategy):
             )
         if self.steps != math.inf and (self.steps < 1 or self.steps != int(self.steps)):
             raise UserError(f"local steps={self.steps}: must be a whole number of at least 1, or inf")
-
-    @property
-    def uses_links(self) -> bool:
-        """For gossip, and where there is a network; memory is averaged in place."""
-        return self.uses_network or self.gossip
-
-    @property
-    def stepwise(self) -> bool:
-        """Only where every step ends with an average."""
-        return self.steps == 1
-
-    @property
-    def instead_of_own_loop(self) -> str:
-        """A loop's own model is its replica, and it may leave a step out in which its partner waits for it."""
-        if self._keeps_apart:
-            return f"give mh.fit a Task for outer={self.outer}"
-        return "give mh.fit a Task for gossip" if self.gossip else ""
 
     @property
     def _keeps_apart(self) -> bool:
@@ -118,20 +106,23 @@ class Local(Strategy):
         return [replace(worker, besides=besides, what=what)]
 
     @property
-    def kernels(self) -> tuple[str, ...]:
-        """Those of codecs, where it has one that is more than a rounding."""
-        return () if rounds_hops(self.codec) else ("codecs",)
-
-    @property
-    def promises(self) -> Promises:
-        """All are needed for the next average."""
-        in_step = self.steps == 1 and self.outer == MEAN
-        apart = Promise(
+    def facts(self) -> Facts:
+        """All workers are needed for the next average."""
+        drifts = Promise(
             answer=Answer.NO, words="replicas drift apart between averages; the same in every repetition"
         )
-        return Promises(
-            worker_dies=ENDS,
-            server_dies=NO_SERVERS,
-            workers_join=NOBODY_JOINS,
-            same_numbers=apart if not in_step else TO_ROUNDING if self.codec == RAW else ROUNDED,
+        in_step = TO_ROUNDING if self.codec == RAW else ROUNDED
+        same = in_step if self.steps == 1 and self.outer == MEAN else drifts
+        instead = ""  # a loop may leave a step out in which its partner waits for it
+        if self._keeps_apart or self.gossip:
+            what = f"outer={self.outer}" if self._keeps_apart else "gossip"
+            instead = f"give mh.fit a Task for {what}"
+        return Facts(
+            promises=replace(IN_STEP, same_numbers=same),
+            stepwise=self.steps == 1,
+            uses_links=self.uses_network or self.gossip,  # memory is averaged in place
+            kernels=() if rounds_hops(self.codec) else ("codecs",),
+            when_evaluating="Under local, evaluations wait for the next average.",
+            cannot_cross_hosts="",
+            instead_of_own_loop=instead,
         )

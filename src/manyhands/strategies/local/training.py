@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from manyhands.engine.codec_report import ChoosingTraining
 from manyhands.engine.exchange import Exchange, SingleExchange
+from manyhands.engine.exchanging import ExchangeTraining
 from manyhands.engine.worker_resources import Resources
 from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
 from manyhands.strategies.common.collectives.collective import (
@@ -15,7 +15,7 @@ from manyhands.strategies.common.collectives.collective import (
     across_hosts,
     over_links,
 )
-from manyhands.strategies.local.exchange import ApartExchange, LocalExchange
+from manyhands.strategies.local.exchange import LocalExchange
 from manyhands.strategies.local.gossip import Gossip
 from manyhands.strategies.local.outer import outer_step
 from manyhands.strategies.local.strategy import Local
@@ -24,7 +24,7 @@ from manyhands.transport.link.interface import Link
 __all__ = ["LocalTraining"]
 
 
-class LocalTraining(ChoosingTraining):
+class LocalTraining(ExchangeTraining):
     """Every worker holds the model, and a separate optimizer state until the next average."""
 
     @classmethod
@@ -33,7 +33,7 @@ class LocalTraining(ChoosingTraining):
         world = resources.world
         if world == 1:
             return SingleExchange()  # an average of one
-        links = resources.links() if strategy.uses_links else {}
+        links = resources.links() if strategy.facts.uses_links else {}
         resources = replace(resources, links=lambda: links)  # once for averages and what is between them
         if strategy.uses_network:
             collective: Collective = over_links(
@@ -53,13 +53,6 @@ class LocalTraining(ChoosingTraining):
         )
         return _end(strategy, replicas, links, resources.timeout_s), words
 
-    @property
-    def codec(self) -> str:
-        """The codec of averages."""
-        strategy = self._request.strategy
-        assert isinstance(strategy, Local), "the registry leads here from local alone"
-        return strategy.codec
-
 
 def _end(
     strategy: Local, collective: Collective, links: Mapping[int, Link], timeout_s: float
@@ -68,5 +61,4 @@ def _end(
     rank, world = collective.rank, collective.world
     gossip = Gossip(rank, world, links, timeout_s) if strategy.gossip else None
     outer = outer_step(strategy.outer, world)
-    kind = ApartExchange if outer.keeps_apart else LocalExchange
-    return kind(collective, strategy.steps, first=strategy.first, outer=outer, gossip=gossip)
+    return LocalExchange(collective, strategy.steps, first=strategy.first, outer=outer, gossip=gossip)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from manyhands.engine.exchange import MicrobatchTime
 from manyhands.errors import UserError
-from manyhands.strategies.pipeline.schedule_table import Schedule, StageWork
-from manyhands.strategies.pipeline.stage_messages import Flow, StageMessages, Waited
+from manyhands.strategies.pipeline.schedules import Schedule, StageWork
+from manyhands.strategies.pipeline.stage_messages import Flow, StageMessages
 
 __all__ = ["ChainPart", "Ends", "Passed", "StageBorders"]
 
@@ -24,11 +24,9 @@ class ChainPart:
     def __init__(
         self, number: int, first: int, modules: Sequence[nn.Module], own: Sequence[nn.Parameter] = ()
     ) -> None:
-        self.number = number
-        self.first = first
+        self.number, self.first = number, first
         self.own = tuple(own)
         """Parameters that belong to the model and to none of its layers; any layer may use them."""
-
         self.modules = tuple(modules)
         self._changes_input: bool | None = None  # not known before the first forward
 
@@ -55,15 +53,12 @@ class ChainPart:
             self._changes_input = copy._version > 0  # some change it in training only
 
     def parameters(self) -> list[nn.Parameter]:
-        """All parameters of the part, each once."""
         return list(dict.fromkeys(one for module in self.modules for one in module.parameters()))
 
     def buffers(self) -> list[Tensor]:
-        """All buffers of the part."""
         return [one for module in self.modules for one in module.buffers()]
 
     def train(self, mode: bool = True) -> None:
-        """Set the modules to training or evaluation mode."""
         for module in self.modules:
             module.train(mode)
 
@@ -106,8 +101,7 @@ class StageBorders:
         post: StageMessages,
         device: torch.device | None = None,
     ) -> None:
-        self.schedule = schedule
-        self.stage = stage
+        self.schedule, self.stage = schedule, stage
         self.parts = {part.number: part for part in parts}
         self.post = post
         self._device = device if device is not None else torch.device("cpu")
@@ -115,14 +109,11 @@ class StageBorders:
         self._begin_ns: int | None = None  # start of the work item, until it was slowed down
         self.passed: Callable[[], Passed] = Passed
         """Returns the time spent on communication between slices since the last call."""
-
         self.slow_down: Callable[[float], None] = lambda _: None
         """Called once in each work item, before it sends anything, with the seconds that it has taken."""
-
-        post.heed = self._waited
+        post.heed = self._times.append
 
     def is_last(self, part: ChainPart) -> bool:
-        """Whether this is the last part, whose output goes to the loss."""
         return part.number + 1 == self.schedule.parts
 
     def input(self, part: ChainPart, microbatch: int) -> Tensor:
@@ -142,7 +133,6 @@ class StageBorders:
         return gradient.reshape(shape).to(self._device) if gradient.numel() else None
 
     def send_output(self, part: ChainPart, microbatch: int, output: Any) -> None:
-        """Send a part's output to the part after."""
         output = self.tensor(output, part, microbatch)
         self._be_slow()
         self.post.send(Flow.OUTPUT, part.number, microbatch, output, (part.number + 1) % self.schedule.stages)
@@ -171,7 +161,6 @@ class StageBorders:
         return None
 
     def tensor(self, output: Any, part: ChainPart, microbatch: int) -> Tensor:
-        """Return a part's output; UserError where it is not a tensor."""
         if isinstance(output, Tensor):
             return output
         raise UserError(
@@ -181,7 +170,6 @@ class StageBorders:
 
     @contextmanager
     def timed(self, turn: StageWork) -> Iterator[None]:
-        """Time the block as the work item's computation."""
         begin_ns = self._begin_ns = time.monotonic_ns()
         yield
         self._be_slow()
@@ -189,7 +177,20 @@ class StageBorders:
         at_ns = time.monotonic_ns() - spent_ns
         parts: list[tuple[int, int | None]] = [(at_ns - begin_ns, None)]
         parts += [(waited_ns, worker) for worker, waited_ns in waits_ns.items()]
-        self._add(begin_ns, turn.microbatch, parts, spent_ns - sum(waits_ns.values()))
+        for number, (duration_ns, worker) in enumerate(parts, 1):
+            # What was neither computed nor waited for is the exchange's, and counts with the last.
+            exchange_ns = spent_ns - sum(waits_ns.values()) if number == len(parts) else 0
+            end_ns = begin_ns + duration_ns
+            self._times.append(
+                MicrobatchTime(
+                    begin_ns=begin_ns,
+                    end_ns=end_ns,
+                    microbatch=turn.microbatch,
+                    waited_for=worker,
+                    exchange_ns=exchange_ns,
+                )
+            )
+            begin_ns = end_ns
 
     def _be_slow(self) -> None:
         """Apply an artificial slowdown, once per work item and before other stages get what they wait for."""
@@ -197,33 +198,7 @@ class StageBorders:
         if begin_ns is not None:
             self.slow_down((time.monotonic_ns() - begin_ns) / 1e9)
 
-    def _add(
-        self, at_ns: int, microbatch: int, parts: Sequence[tuple[int, int | None]], exchange_ns: int
-    ) -> None:
-        """Record a work item as consecutive (nanoseconds, worker waited for); exchange time goes to the last."""
-        for number, (duration_ns, worker) in enumerate(parts, 1):
-            self._times.append(
-                MicrobatchTime(
-                    begin_ns=at_ns,
-                    end_ns=at_ns + duration_ns,
-                    microbatch=microbatch,
-                    waited_for=worker,
-                    exchange_ns=exchange_ns if number == len(parts) else 0,
-                )
-            )
-            at_ns += duration_ns
-
     def take_times(self) -> list[MicrobatchTime]:
-        """The recorded times since the last call, in order."""
-        times, self._times = self._times, []
+        times = self._times.copy()
+        self._times.clear()
         return times
-
-    def _waited(self, waited: Waited) -> None:
-        self._times.append(
-            MicrobatchTime(
-                begin_ns=waited.begin_ns,
-                end_ns=waited.end_ns,
-                microbatch=waited.microbatch,
-                waited_for=waited.worker,
-            )
-        )

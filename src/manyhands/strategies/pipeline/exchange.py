@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -13,36 +12,48 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands.engine.chain import chain_of
-from manyhands.engine.clipping import scale_down, squares_of
 from manyhands.engine.computing import Computed, Computer, TrainingPlan
-from manyhands.engine.exchange import Exchange, LocalStep, PeerTraffic, SharedStep, Times, Traffic
+from manyhands.engine.exchange import (
+    Exchange,
+    GradientParts,
+    LocalStep,
+    Meter,
+    PeerTraffic,
+    SharedStep,
+    Times,
+    Traffic,
+    WorkerPart,
+)
 from manyhands.engine.footprint import sizes_of
 from manyhands.engine.worker_resources import Resources
 from manyhands.native.heap import keep_freed_memory
 from manyhands.places.local.status import State
-from manyhands.strategies.common.grid.grid_gradients import agree_on, sum_gradients
-from manyhands.strategies.common.grid.grid_group import LinkGroup, waits_of
+from manyhands.strategies.common.grid.grid_group import LinkGroup, agree_on, sum_gradients, waits_of
 from manyhands.strategies.common.grid.grid_layout import GridAxis
 from manyhands.strategies.common.grid.held import Held, HeldModel, Outline
 from manyhands.strategies.common.sharding.optimizers import stepping_for
 from manyhands.strategies.pipeline.borders import Passed, StageBorders
-from manyhands.strategies.pipeline.check import most_held
-from manyhands.strategies.pipeline.ends import MeasureEnds, TrainingEnds
-from manyhands.strategies.pipeline.holding import Holding, holding_of, require_own_statistics
-from manyhands.strategies.pipeline.layer_costs import layer_costs
-from manyhands.strategies.pipeline.schedule_table import Schedule
-from manyhands.strategies.pipeline.split import part_bytes, planned
+from manyhands.strategies.pipeline.ends import MeasureEnds, TrainingEnds, input_of
+from manyhands.strategies.pipeline.schedule_cost import most_held
+from manyhands.strategies.pipeline.schedules import Schedule
+from manyhands.strategies.pipeline.split import (
+    Holding,
+    holding_of,
+    layer_costs,
+    part_bytes,
+    planned,
+    require_own_statistics,
+)
 from manyhands.strategies.pipeline.stage_messages import StageMessages
 from manyhands.strategies.pipeline.stage_worker import PipelineStage
-from manyhands.strategies.pipeline.standin import input_of
 from manyhands.strategies.pipeline.strategy import Pipeline
 from manyhands.strategies.pipeline.wave import WaveStage
 from manyhands.strategies.tensor.find_plan import find_plan
+from manyhands.strategies.tensor.moves import layer_traffic
 from manyhands.strategies.tensor.slicing import slice_modules
 from manyhands.strategies.tensor.slicing_plan import Slicing
-from manyhands.strategies.tensor.traffic_report import layer_traffic
 
-__all__ = ["PipelineExchange", "ShowsPlace"]
+__all__ = ["PipelineExchange"]
 
 _ALL, _REPLICAS, _SLICES, _TIED = 0x60, 0x61, 0x62, 0x100
 """Message kinds of the groups, which share links with the stages' messages; from the last on, one per group."""
@@ -66,11 +77,24 @@ class PipelineExchange(Exchange):
         self, strategy: Pipeline, resources: Resources, plan: TrainingPlan, mark: ShowsPlace
     ) -> None:
         self.rank, self.world = resources.rank, resources.world
-        self._strategy = strategy
-        self._plan = plan
-        self._mark = mark
+        self._strategy, self._plan, self._mark = strategy, plan, mark
         self._grid = strategy.grid(self.world)
         self._place = self._grid.place(self.rank)
+        self.part = WorkerPart(
+            index=self._place.data,  # all stages of a pipeline work on the same samples
+            count=self._grid.data,
+            copies=self._grid.copies,
+            parameters=lambda _: self._held.named(),
+            buffers=self._buffers,
+            total_of_copies=lambda values: self._replicas.all_reduce(values.clone()),
+        )
+        # A parameter that several stages hold counts once.
+        self.parts = GradientParts(
+            held=lambda: self._held.gradients(),
+            counted=lambda: self._held.gradients(lambda one: one.tells),
+            total=self.total,
+        )
+        self.meter = Meter(take_times=self._take_times, traffic=self._traffic)
         self._table = strategy.table()
         self._links = links = resources.links() if self.world > 1 else {}
         self.wire = next((link.wire for link in links.values()), self.wire)
@@ -89,7 +113,6 @@ class PipelineExchange(Exchange):
 
     @property
     def table(self) -> Schedule:
-        """The schedule that all stages follow."""
         return self._table
 
     @property
@@ -97,28 +120,7 @@ class PipelineExchange(Exchange):
         """Peak number of micro-batches whose activations this stage kept in the last step."""
         return self._stage.most_kept
 
-    @property
-    def part(self) -> int:
-        """Index of this worker's replica: all stages of a pipeline work on the same samples."""
-        return self._place.data
-
-    @property
-    def parts(self) -> int:
-        """Number of replicas."""
-        return self._grid.data
-
-    @property
-    def copies(self) -> Sequence[Sequence[int]]:
-        """The ranks that hold replicas of each stage, or of each slice of it."""
-        return self._grid.copies
-
-    def held_parameters(self, model: nn.Module) -> Iterable[tuple[str, Tensor | None]]:
-        """The parameters of this worker's layers, under their names in the whole model."""
-        del model
-        return self._held.named()
-
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Collective: cut the model, broadcast worker 0's weights, and keep this worker's layers."""
         self._model, self._optimizer = model, optimizer
         outline, chain = Outline.of(model), chain_of(model)
         self.cuts = self._agree_on_cuts(model, chain)
@@ -135,7 +137,7 @@ class PipelineExchange(Exchange):
             if name in outline.keys and place.data == 0
             if place.slice == 0 or name in self._sliced.buffers
         }
-        stepping_for(optimizer, strategy.stepping, strategy.word)
+        stepping_for(optimizer, strategy.facts.stepping, strategy.word)
         self._held = HeldModel(outline, optimizer, held, told, self._sliced.buffers)
         self._held.drop_rest()
         local = {id(one.whole): one.local for one in held}
@@ -155,12 +157,11 @@ class PipelineExchange(Exchange):
         keep_freed_memory()  # every step frees what the next one allocates
 
     def compute(self, computer: Computer, model: nn.Module, step: int) -> Computed:
-        """Execute this worker's work items of the schedule, on its replica's share of the batch."""
         del model  # the stage's parts are used instead
         waits_of(self._groups())  # drop what was counted between steps
         asked_ns = time.monotonic_ns()
-        share = computer.share(step, self.part, self.parts)
-        ends = TrainingEnds(computer, share, step, self.part)
+        share = computer.share(step, self.part.index, self.part.count)
+        ends = TrainingEnds(computer, share, step, self.part.index)
         ends.input_ns = time.monotonic_ns() - asked_ns
         stage = self._place.stage
         self._passed()  # drop what was counted between steps
@@ -174,9 +175,11 @@ class PipelineExchange(Exchange):
         samples = share.samples if self._counts else 0
         return Computed(loss=loss, share=share.weight, samples=samples, input_ns=ends.input_ns)
 
-    def evaluate(self, computer: Computer, model: nn.Module) -> tuple[dict[str, float], int] | None:
+    def evaluate(
+        self, computer: Computer, model: nn.Module, *, alike: bool = False
+    ) -> tuple[dict[str, float], int] | None:
         """Collective: every batch goes forward through the stages, once for each measure."""
-        del model
+        del model, alike
         if computer.task.evaluation is None:
             return None
         functions = computer.measures()
@@ -186,7 +189,7 @@ class PipelineExchange(Exchange):
             part.train(False)
         self._post.begin(checked=False)
         with torch.no_grad():
-            for piece in computer.evaluation_batches(self.part, self.parts):
+            for piece in computer.evaluation_batches(self.part.index, self.part.count):
                 for column, measure in enumerate(functions.items()):
                     ends = MeasureEnds(computer, number, piece, measure)
                     for part in parts:
@@ -202,15 +205,6 @@ class PipelineExchange(Exchange):
             part.train()
         return computer.means(self.total(totals))
 
-    def evaluate_alike(self, computer: Computer, model: nn.Module) -> tuple[dict[str, float], int] | None:
-        """Collective: the same evaluation, through the stages."""
-        return self.evaluate(computer, model)
-
-    def backward(self, loss: Tensor, share: float) -> None:
-        """Never called: the stages run backward themselves."""
-        del loss, share
-        raise AssertionError("a pipeline computes by itself")
-
     def agree(self, local: LocalStep) -> SharedStep:
         """Collective: sum gradients over replicas, then over stages that share a parameter; agree on the loss."""
         self._steps += 1
@@ -221,60 +215,41 @@ class PipelineExchange(Exchange):
         self._collect_posts()
         return shared
 
-    def clip(self, max_norm: float) -> float:
-        """Collective: clip by the norm over all stages; a parameter that several stages hold counts once."""
-        told = self._held.gradients(lambda one: one.tells)
-        total = self.total(torch.tensor([squares_of(told)], dtype=torch.float64))
-        norm = math.sqrt(float(total))
-        scale_down(self._held.gradients(), norm, max_norm)
-        return norm
-
     def apply(self) -> None:
-        """Step the optimizer on this stage's parameters."""
         self._optimizer.step()
         self._optimizer.zero_grad()
 
     def optimizer_state(self) -> dict[str, Any] | None:
-        """Collective: assemble the optimizer state on worker 0."""
         return self._held.optimizer_state(self._all)
 
     def model_state(self, model: nn.Module) -> Mapping[str, Tensor] | None:
-        """Collective: assemble the model state on worker 0."""
         return self._held.model_state(self._all, model)
 
     def total(self, values: Tensor) -> Tensor:
-        """Collective: the sum over all workers."""
         return self._all.all_reduce(values)
 
-    def held_buffers(self, model: nn.Module) -> Iterable[Tensor]:
+    def _buffers(self, _model: nn.Module) -> Iterable[Tensor]:
         """The buffers of this worker's layers, and the model's own."""
-        del model
         modules = (module for part in self._holding.parts for module in part.modules)
         layers = (buffer for module in modules for buffer in module.buffers())
         own = (one for one in self._holding.own if not isinstance(one, nn.Parameter))
         return dict.fromkeys((*layers, *own))
 
-    def total_of_copies(self, values: Tensor) -> Tensor:
-        """Collective: the sum over the replicas of this stage, or of this slice of it."""
-        return self._replicas.all_reduce(values.clone())
-
-    def take_times(self) -> Times:
+    def _take_times(self) -> Times:
         """Times of the last step's work items; once the step is agreed on, also its traffic and waits."""
         posts, self._posts = self._posts, {}
         waits, turns = waits_of(self._groups()), self._borders.take_times()
         passed_ns = sum(turn.exchange_ns for turn in turns)
         return Times(exchange_ns=passed_ns, wait_ns=waits, posts=posts, turns=turns)
 
-    def traffic(self) -> Traffic:
+    def _traffic(self) -> Traffic:
         """Traffic of the stage's messages and of all its groups."""
         return sum((group.traffic() for group in self._groups()), self._post.traffic())
 
     def summary(self) -> Mapping[str, Any]:
-        """What a training step of this worker sends for each sliced layer."""
         return {"layers": layer_traffic(self._sliced.traffic, self._steps)}
 
     def close(self) -> None:
-        """Close the links."""
         for link in self._links.values():
             link.close()
 
@@ -284,7 +259,6 @@ class PipelineExchange(Exchange):
         return self._place.stage == self._strategy.stages - 1 and self._place.slice == 0
 
     def _passed(self) -> Passed:
-        """Time spent on communication between the slices of layers since the last call."""
         spent_ns = self._sliced.clock.spent_ns
         passed = Passed(spent_ns - self._passed_ns, self._slices.take_waits())
         self._passed_ns = spent_ns
@@ -323,7 +297,6 @@ class PipelineExchange(Exchange):
                 self._posts.setdefault(worker, PeerTraffic()).add(post)
 
     def _agree_on_cuts(self, model: nn.Module, chain: Sequence[nn.Module]) -> tuple[int, ...]:
-        """Collective: the user's cuts, or those that worker 0 finds best."""
         strategy, parts = self._strategy, self._table.parts
         if strategy.cuts:
             return strategy.cuts
@@ -335,10 +308,9 @@ class PipelineExchange(Exchange):
         return tuple(self._all.broadcast(cuts).tolist())
 
     def _measured_cuts(self, model: nn.Module, chain: Sequence[nn.Module]) -> tuple[int, ...]:
-        """On worker 0: measure the layers on one micro-batch of the first global batch, and return the best cuts."""
         computer = Computer(self._plan, self.rank)
-        piece = computer.share(0, 0, self.parts).pieces[0]
-        ends = TrainingEnds(computer, computer.share(0, 0, self.parts), 0, 0)
+        piece = computer.share(0, 0, self.part.count).pieces[0]
+        ends = TrainingEnds(computer, computer.share(0, 0, self.part.count), 0, 0)
         sizes = sizes_of(computer.task, model)
         with computer.precision():
             layers = layer_costs(

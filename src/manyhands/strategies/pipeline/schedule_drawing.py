@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from importlib.resources import files
 from pathlib import Path
 from typing import Final
 
 from manyhands.errors import format_bytes
 from manyhands.observe.draw.aligned import aligned
-from manyhands.strategies.common.collectives.collective_drawing import refresh
-from manyhands.strategies.pipeline.schedule_cost import PipelineCost
-from manyhands.strategies.pipeline.schedule_table import Pass, Schedule, StageWork
-from manyhands.strategies.pipeline.schedules import SCHEDULES
+from manyhands.strategies.common.collectives.collective_drawing import write_figures
+from manyhands.strategies.pipeline.schedule_cost import Boundary, PipelineCost
+from manyhands.strategies.pipeline.schedules import SCHEDULES, Pass, Schedule, StageWork
 
 __all__ = ["FIGURES", "LETTERS", "as_svg", "as_text", "costs_text", "figure", "heading"]
 
@@ -34,7 +34,6 @@ _WAITS: Final = "·"
 
 
 def heading(schedule: Schedule) -> str:
-    """A one-line description of what is drawn."""
     chunks = f" · {schedule.chunks} parts each" if schedule.chunks > 1 else ""
     pieces = _many(schedule.microbatches, "time slice" if schedule.over_time else "micro-batch")
     return f"{schedule.name} · {_many(schedule.stages, 'stage')}{chunks} · {pieces}"
@@ -50,7 +49,11 @@ def as_text(schedule: Schedule, width: int | None = None) -> str:
     blocks = []
     for begin in range(0, ticks, per_block):
         shown = range(begin, min(ticks, begin + per_block))
-        lines = [_tick_line(shown, left, cell)]
+        line = "tick".ljust(left)
+        for tick in shown:
+            if tick % _TICKS_LABELLED == 0 and len(line) <= left + cell * (tick - shown[0]):
+                line = line.ljust(left + cell * (tick - shown[0])) + str(tick)
+        lines = [line]
         for stage in range(schedule.stages):
             row = "".join(f" {names.get((stage, tick), _WAITS):<{cell - 1}}" for tick in shown)
             lines.append((f"stage {stage}".ljust(left) + row[1:]).rstrip())
@@ -59,38 +62,21 @@ def as_text(schedule: Schedule, width: int | None = None) -> str:
 
 
 def costs_text(schedule: Schedule, found: PipelineCost) -> str:
-    """A small table: the bubble, the activations and the messages of every stage."""
-    rows = [("", "bubble", "activations", "messages", "bytes", "to stages")]
+    def row(name: str, bubble: float, peak: str, sent: Sequence[Boundary], to: str) -> tuple[str, ...]:
+        messages, num_bytes = sum(one.messages for one in sent), sum(one.num_bytes for one in sent)
+        return name, f"{bubble:.1%}", peak, str(messages), format_bytes(num_bytes), to
+
+    rows: list[tuple[str, ...]] = [("", "bubble", "activations", "messages", "bytes", "to stages")]
     for stage in range(schedule.stages):
         out = [one for one in found.boundaries if one.source == stage]
-        rows.append(
-            (
-                f"stage {stage}",
-                f"{found.bubbles[stage]:.1%}",
-                str(found.peaks[stage]),
-                str(sum(one.messages for one in out)),
-                format_bytes(sum(one.num_bytes for one in out)),
-                ", ".join(f"{one.to}" for one in out) or "-",
-            )
-        )
-    rows.append(
-        (
-            "all",
-            f"{found.bubble:.1%}",
-            f"{max(found.peaks)} at most",
-            str(sum(one.messages for one in found.boundaries)),
-            format_bytes(sum(one.num_bytes for one in found.boundaries)),
-            "",
-        )
-    )
+        to = ", ".join(f"{one.to}" for one in out) or "-"
+        rows.append(row(f"stage {stage}", found.bubbles[stage], str(found.peaks[stage]), out, to))
+    rows.append(row("all", found.bubble, f"{max(found.peaks)} at most", found.boundaries, ""))
     return aligned(rows)
 
 
 def figure(name: str) -> str:
-    """A schedule as the documentation shows it."""
-    schedule = _example(name)
-    image = f"![{heading(schedule)}](figures/pipeline-{name}.svg)"
-    return f"{image}\n\n```text\n{as_text(schedule)}```\n"
+    return f"![{heading(_example(name))}](figures/pipeline-{name}.svg)\n"
 
 
 def _example(name: str) -> Schedule:
@@ -115,46 +101,24 @@ def _letter(chunk: int) -> str:
     return chr(ord("a") + chunk) if chunk < 26 else f".{chunk}"
 
 
-def _tick_line(shown: range, left: int, cell: int) -> str:
-    line = "tick".ljust(left)
-    for tick in shown:
-        if tick % _TICKS_LABELLED == 0 and len(line) <= left + cell * (tick - shown[0]):
-            line = line.ljust(left + cell * (tick - shown[0])) + str(tick)
-    return line
-
-
 _LEFT, _TOP, _ROW, _BOX = 72, 62, 32, 26
 _KINDS: Final = {
     Pass.FORWARD: ("forward", "F forward"),
     Pass.BACKWARD: ("backward", "B backward"),
     Pass.WEIGHTS: ("weights", "W weight gradient"),
 }
-_STYLE: Final = """
-:root { color-scheme: light dark; }
-svg { --paper: #ffffff; --ink: #1f2328; --faint: #59636e; --track: #eef1f4; --on: #ffffff;
-  --forward: #2463b0; --backward: #26703f; --weights: #a34d00; font: 12px system-ui, sans-serif; }
-@media (prefers-color-scheme: dark) {
-  svg { --paper: #0d1117; --ink: #e6edf3; --faint: #9198a1; --track: #1c2128; --on: #0d1117;
-    --forward: #58a6ff; --backward: #4cc27a; --weights: #f0a23b; }
-}
-.paper { fill: var(--paper); } text { fill: var(--ink); } .faint { fill: var(--faint); font-size: 11px; }
-.title { font-size: 14px; font-weight: 600; } .track { fill: var(--track); }
-.forward { fill: var(--forward); } .backward { fill: var(--backward); } .weights { fill: var(--weights); }
-text.on { fill: var(--on); font-size: 11px; font-weight: 600; text-anchor: middle; }
-text.tick { text-anchor: middle; } .later { fill: var(--on); }
-"""
+_STYLE: Final = files("manyhands.strategies.pipeline").joinpath("schedule.css").read_text()
 
 
 def as_svg(schedule: Schedule) -> str:
-    """A standalone drawing, in colours that follow the reader's light or dark setting."""
     ticks = _ticks(schedule)
-    cell = _cell(schedule)
+    cell = max(27, 6 + 7 * max(len(_name(schedule, turn)) for turn in schedule.turns))
     width = max(_LEFT + ticks * cell + 12, 430)
     height = _TOP + schedule.stages * _ROW + 26
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
         f'height="{height}" role="img" aria-label="{heading(schedule)}">',
-        f"<style>{_STYLE}</style>",
+        f"<style>\n{_STYLE}</style>",
         f'<rect class="paper" width="{width}" height="{height}"/>',
         f'<text class="title" x="8" y="20">{heading(schedule)}</text>',
         *_legend(schedule),
@@ -185,11 +149,6 @@ def _legend(schedule: Schedule) -> Iterator[str]:
         yield f'<text class="faint" x="{x:g}" y="44">weight gradients are in B</text>'
 
 
-def _cell(schedule: Schedule) -> int:
-    """The width of a tick: enough for the longest name."""
-    return max(27, 6 + 7 * max(len(_name(schedule, turn)) for turn in schedule.turns))
-
-
 def _box(schedule: Schedule, turn: StageWork, cell: int) -> str:
     """One work item; the number of lines at the foot of its box is the number of its chunk."""
     x, y = _LEFT + turn.tick * cell, _TOP + turn.stage * _ROW
@@ -212,13 +171,8 @@ def main(arguments: Sequence[str]) -> None:
         for name in FIGURES:
             print(f"{heading(_example(name))}\n\n{as_text(_example(name))}")
         return
-    docs = Path(arguments[0])
-    for name in FIGURES:
-        drawing = docs / "figures" / f"pipeline-{name}.svg"
-        drawing.parent.mkdir(exist_ok=True)
-        drawing.write_text(as_svg(_example(name)))
-    page = docs / "pipeline.md"
-    page.write_text(refresh(page.read_text(), figure))
+    svgs = {f"pipeline-{name}": as_svg(_example(name)) for name in FIGURES}
+    write_figures(Path(arguments[0]) / "pipeline.md", svgs, figure)
 
 
 if __name__ == "__main__":

@@ -1,44 +1,217 @@
-"""Every schedule of a pipeline, one function each: (stages, microbatches) -> the table.
+"""A pipeline's schedule as data: which worker does what with which micro-batch, in which order.
 
-A function says in which order each stage does its work; `play` gives every turn the earliest tick at which its
-needs are met. Backward takes micro-batches in the order of forward wherever the schedule leaves a choice, so that
-gradients are added in one order under all of them.
+A chain of layers is cut into `stages` × `chunks` parts. Worker s of the pipeline, its *stage*, has the parts s,
+stages + s, 2·stages + s and so on: one for each of its chunks. A micro-batch goes forward through all parts in order,
+and backward through them in reverse order; the table says when. It is executed, checked, costed and drawn.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from enum import Enum, unique
+from itertools import islice
+from typing import TypeAlias
 
 from manyhands.errors import UserError
-from manyhands.strategies.pipeline.play import Order, PartTimes, play
-from manyhands.strategies.pipeline.schedule_table import Maker, Pass, Schedule, StageWork
+from manyhands.strategies.common.collectives.schedule import ScheduleError
 
 __all__ = [
     "MOST_HELD",
     "SCHEDULES",
+    "PartTimes",
+    "Pass",
+    "Schedule",
+    "StageWork",
     "gpipe",
     "interleaved",
     "naive",
     "one_forward_one_backward",
+    "play",
     "wavefront",
-    "zero_bubble_h1",
 ]
+
+
+@unique
+class Pass(Enum):
+    """What a stage does with a micro-batch in one work item."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    """The gradient of the part's input; that of its parameters as well, unless the schedule splits it off."""
+    WEIGHTS = "weight gradient"
+    """The gradient of the part's parameters, in schedules that split it off: no other stage waits for it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageWork:
+    """One work item of one stage."""
+
+    tick: int
+    """When it starts if every work item takes one tick and messages take none; from 0."""
+    stage: int
+    microbatch: int
+    work: Pass
+    chunk: int = 0
+    """Which of the stage's parts it is about."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """The whole table; every stage executes its work items in order, and waits for what they need."""
+
+    name: str
+    stages: int
+    microbatches: int
+    turns: tuple[StageWork, ...]
+    """All work items, by tick, then by stage."""
+    chunks: int = 1
+    splits_backward: bool = False
+    """Whether backward is two work items: the input's gradient, and the weight gradient, which can be delayed."""
+    over_time: bool = False
+    """Whether micro-batches are slices of a sequence in time: a part needs its own state after the slice before, and in
+    backward the gradient of its state from the slice after."""
+
+    def of_stage(self, stage: int) -> tuple[StageWork, ...]:
+        return tuple(turn for turn in self.turns if turn.stage == stage)
+
+    def part(self, turn: StageWork) -> int:
+        return turn.chunk * self.stages + turn.stage
+
+    @property
+    def parts(self) -> int:
+        return self.stages * self.chunks
+
+
+Order: TypeAlias = Sequence[tuple[Pass, int, int]]
+"""The work items of one stage in order: (work, micro-batch, chunk)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartTimes:
+    """How long each part of the chain works on one micro-batch, by part, in any unit."""
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    """Time for the gradient of the part's input."""
+    weights: tuple[float, ...]
+    """Time for the gradient of the part's parameters; schedules that do not split it off add it to backward."""
+    send: tuple[float, ...]
+    """Time for a part's messages to arrive: its output at the next part, its gradient at the part before."""
+
+    def of_work(self, schedule: Schedule) -> dict[Pass, tuple[float, ...]]:
+        """Time of a work item of each kind, by part; backward has both gradients unless the schedule splits them."""
+        both = tuple(map(sum, zip(self.backward, self.weights, strict=True)))
+        backward = self.backward if schedule.splits_backward else both
+        return {Pass.FORWARD: self.forward, Pass.BACKWARD: backward, Pass.WEIGHTS: self.weights}
+
+
+def play(schedule: Schedule, orders: Sequence[Order], times: PartTimes) -> list[list[float]]:
+    """Simulate a schedule: when each work item of each stage begins; ScheduleError where the stages deadlock.
+
+    With one tick per work item this gives a table its ticks; with measured times it gives its cost. The work items are
+    those of `orders`, one sequence for each stage; of `schedule` only the shape counts. A stage does not wait for its
+    sends; messages in one direction travel one after the other.
+    """
+    player = _Player(schedule, times)
+    begins: list[list[float]] = [[] for _ in orders]
+    left = sum(map(len, orders))
+    sweep = range(schedule.stages)
+    while left:
+        before = left
+        for stage in sweep:
+            begun = begins[stage]
+            at = len(begun)
+            player.advance(stage, orders[stage], begun)
+            left -= len(begun) - at
+        if left == before:
+            stage = next(stage for stage, order in enumerate(orders) if len(begins[stage]) < len(order))
+            work, microbatch, chunk = orders[stage][len(begins[stage])]
+            raise ScheduleError(
+                f"{schedule.name} of {schedule.stages} stages and {schedule.microbatches} micro-batches: no stage can "
+                f"continue; stage {stage} waits with {work.value} of micro-batch {microbatch}, chunk {chunk}, for what "
+                "never comes"
+            )
+        sweep = sweep[::-1]  # alternate directions: forward runs down the stages, backward up
+    return begins
+
+
+class _Player:
+    """The state of the simulation: when each part finished each micro-batch, and when its message arrived."""
+
+    def __init__(self, schedule: Schedule, times: PartTimes) -> None:
+        self._stages, self._parts = schedule.stages, schedule.parts
+        self._count, self._over_time = schedule.microbatches, schedule.over_time
+        took = times.of_work(schedule)
+        self._forward_s, self._backward_s = took[Pass.FORWARD], took[Pass.BACKWARD]
+        self._weights_s, self._send_s = took[Pass.WEIGHTS], times.send
+        cells = self._parts * self._count
+        self._forward: list[float | None] = [None] * cells
+        self._backward: list[float | None] = [None] * cells
+        self._output: list[float | None] = [None] * cells
+        self._gradient: list[float | None] = [None] * cells
+        self._free: list[float] = [0] * self._stages
+        self._wire: tuple[list[float], list[float]] = ([0] * self._stages, [0] * self._stages)
+
+    def advance(self, stage: int, order: Order, begun: list[float]) -> None:
+        """Execute the stage's next work items for as long as the times of what they need are known."""
+        for work, microbatch, chunk in islice(order, len(begun), None):
+            part = chunk * self._stages + stage
+            cell = part * self._count + microbatch
+            need = self._need(work, part, microbatch, cell)
+            if need is None:
+                return
+            begin = max(need, self._free[stage])
+            begun.append(begin)
+            if work is Pass.FORWARD:
+                end = self._forward[cell] = begin + self._forward_s[part]
+                self._output[cell] = self._arrival(0, stage, part, end)
+            elif work is Pass.BACKWARD:
+                end = self._backward[cell] = begin + self._backward_s[part]
+                self._gradient[cell] = self._arrival(1, stage, part, end)
+            else:
+                end = begin + self._weights_s[part]
+            self._free[stage] = end
+
+    def _need(self, work: Pass, part: int, microbatch: int, cell: int) -> float | None:
+        """When everything that a work item needs is there; None while that is not known."""
+        if work is Pass.WEIGHTS:
+            return self._backward[cell]
+        if work is Pass.FORWARD:
+            first = self._output[cell - self._count] if part else 0
+            second = self._forward[cell - 1] if self._over_time and microbatch else 0
+        else:
+            first = self._forward[cell]
+            if first is not None and part + 1 < self._parts:
+                first = self._gradient[cell + self._count]  # which is later than this part's forward
+            last = microbatch + 1 == self._count
+            second = self._backward[cell + 1] if self._over_time and not last else 0
+        return None if first is None or second is None else max(first, second)
+
+    def _arrival(self, direction: int, stage: int, part: int, end: float) -> float:
+        """When a message that is sent at `end` arrives; a single stage sends nothing."""
+        if self._stages == 1:
+            return end
+        wire = self._wire[direction]
+        wire[stage] = max(end, wire[stage]) + self._send_s[part]
+        return wire[stage]
+
+
+# Every schedule, one function each: (stages, microbatches) -> the table; a UserError for numbers that do not fit names
+# the nearest that do. A function says in which order each stage does its work; `play` gives every item the earliest
+# tick at which its needs are met. Backward takes micro-batches in the order of forward wherever the schedule leaves a
+# choice, so that gradients are added in one order under all of them.
 
 
 def naive(stages: int, microbatches: int) -> Schedule:
     """One micro-batch after the other through the layers, forward and back: one stage works, the others wait."""
-    order = [
-        (work, microbatch, 0) for microbatch in range(microbatches) for work in (Pass.FORWARD, Pass.BACKWARD)
-    ]
+    order = [(work, batch, 0) for batch in range(microbatches) for work in (Pass.FORWARD, Pass.BACKWARD)]
     return _placed(_shape("naive", stages, microbatches), [order] * stages)
 
 
 def gpipe(stages: int, microbatches: int) -> Schedule:
     """All micro-batches forward, then all backward (Huang et al. 2019)."""
-    order = [
-        (work, microbatch, 0) for work in (Pass.FORWARD, Pass.BACKWARD) for microbatch in range(microbatches)
-    ]
+    order = [(work, batch, 0) for work in (Pass.FORWARD, Pass.BACKWARD) for batch in range(microbatches)]
     return _placed(_shape("gpipe", stages, microbatches), [order] * stages)
 
 
@@ -89,15 +262,12 @@ def zero_bubble_h1(stages: int, microbatches: int) -> Schedule:
 
 def wavefront(stages: int, microbatches: int) -> Schedule:
     """Slices of a sequence in time: layer l is at slice t while layer l - 1 is at slice t + 1."""
-    slices = range(microbatches)
-    order = [
-        *((Pass.FORWARD, time, 0) for time in slices),
-        *((Pass.BACKWARD, time, 0) for time in reversed(slices)),
-    ]
+    order = [(Pass.FORWARD, time, 0) for time in range(microbatches)]
+    order += [(Pass.BACKWARD, time, 0) for time in reversed(range(microbatches))]
     return _placed(_shape("wavefront", stages, microbatches, over_time=True), [order] * stages)
 
 
-SCHEDULES: dict[str, Maker] = {
+SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
     "naive": naive,
     "gpipe": gpipe,
     "1f1b": one_forward_one_backward,
@@ -123,28 +293,11 @@ They are held from forward until backward, or until the weight gradient where th
 """
 
 
-def _shape(
-    name: str,
-    stages: int,
-    microbatches: int,
-    *,
-    chunks: int = 1,
-    splits_backward: bool = False,
-    over_time: bool = False,
-) -> Schedule:
-    """The table without its work items; UserError for numbers of which there is no table."""
+def _shape(name: str, stages: int, microbatches: int, chunks: int = 1, **kind: bool) -> Schedule:
     for what, number in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
         if number < 1:
             raise UserError(f"{what}={number} is not allowed; the least is 1")
-    return Schedule(
-        name=name,
-        stages=stages,
-        microbatches=microbatches,
-        turns=(),
-        chunks=chunks,
-        splits_backward=splits_backward,
-        over_time=over_time,
-    )
+    return Schedule(name=name, stages=stages, microbatches=microbatches, turns=(), chunks=chunks, **kind)
 
 
 def _alternating(

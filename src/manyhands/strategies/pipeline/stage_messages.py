@@ -11,22 +11,30 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from enum import IntEnum, unique
 from typing import Final, NoReturn
 
 import torch
 from torch import Tensor
 
-from manyhands.engine.exchange import PeerTraffic, Traffic
+from manyhands.engine.exchange import MicrobatchTime, PeerTraffic, Traffic
 from manyhands.errors import ManyhandsError, PeerTimeout, UserError, WorkerFailed
 from manyhands.native.wait_sign import LONG_WAIT_S, LongWait
-from manyhands.transport.link.interface import Closed, Full, Link, PeerDied, Queued, Received, TimedOut
-from manyhands.transport.link.message import Message, ProtocolError
+from manyhands.transport.link.interface import (
+    Closed,
+    Full,
+    Link,
+    Message,
+    PeerDied,
+    Queued,
+    Received,
+    TimedOut,
+)
+from manyhands.transport.messages import ProtocolError
 
-__all__ = ["Flow", "StageMessages", "Waited"]
+__all__ = ["Flow", "StageMessages"]
 
 _RETRY_S: Final = 0.001  # between two attempts to send over a full link
 _MOST_MICROBATCHES: Final = 1 << 16
@@ -42,18 +50,7 @@ class Flow(IntEnum):
 
     @property
     def words(self) -> str:
-        """The flow as error messages name it."""
         return "the gradient" if self is Flow.GRADIENT else "the output"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Waited:
-    """A receive that had to wait."""
-
-    begin_ns: int
-    end_ns: int
-    worker: int
-    microbatch: int
 
 
 _Key = tuple[Flow, int, int]  # flow, part, micro-batch
@@ -67,36 +64,30 @@ class StageMessages:
     """
 
     def __init__(
-        self,
-        stage: int,
-        workers: Sequence[int],
-        links: Mapping[int, Link],
-        timeout_s: float,
+        self, stage: int, workers: Sequence[int], links: Mapping[int, Link], timeout_s: float
     ) -> None:
         self.stage = stage
         self._workers = tuple(workers)
-        self._links = links
-        self._timeout_s = timeout_s
-        self.heed: Callable[[Waited], None] = lambda _: None
-        """Called after each wait."""
-
+        self._links, self._timeout_s = links, timeout_s
+        self.heed: Callable[[MicrobatchTime], object] = lambda _: None
+        """Called with each receive that had to wait."""
         self._pass = 0
         self._checked = True
         self._unsent: dict[int, deque[Message]] = {other: deque() for other in range(len(workers))}
         self._put_by: dict[_Key, Tensor] = {}
-        self._told: dict[int, tuple[int, ...]] = {}  # by part: of its outputs, without the batch
-        self._heard: dict[int, tuple[int, ...]] = {}
-        self._seen: dict[
+        self._sent_shapes: dict[int, tuple[int, ...]] = {}  # by part: of its outputs, without the batch
+        self._received_shapes: dict[int, tuple[int, ...]] = {}
+        self._first_shapes: dict[
             int, tuple[int, tuple[int, ...]]
-        ] = {}  # in this pass, by part: micro-batch and shape
-        self._posts: dict[int, PeerTraffic] = {}
+        ] = {}  # of this pass, by part, with the micro-batch
+        self._posts: defaultdict[int, PeerTraffic] = defaultdict(PeerTraffic)
         self._messages = self._bytes = 0
 
     def begin(self, *, checked: bool = True) -> None:
         """Start a new pass, on all stages; where it is `checked`, outputs of micro-batches must match in shape."""
         self._pass += 1
         self._checked = checked
-        self._seen = {}
+        self._first_shapes = {}
 
     def send(self, flow: Flow, part: int, microbatch: int, tensor: Tensor, to: int) -> None:
         """Send the output of `part`, or the gradient of that output, to stage `to`; never waits.
@@ -108,9 +99,16 @@ class StageMessages:
         if to == self.stage:
             self._put_by[flow, part, microbatch] = tensor.detach()
             return
-        if flow is Flow.OUTPUT:
-            self._announce(part, microbatch, tensor, to)
-        self._queue(to, flow, part, microbatch, _on_host(tensor).view(-1))
+        shape = (tensor.dim(), *tensor.shape[1:])
+        if flow is Flow.OUTPUT and self._sent_shapes.get(part) != shape:  # the receiver does not know it yet
+            self._sent_shapes[part] = shape
+            self._queue(to, Flow.SHAPE, part, microbatch, torch.tensor(shape))
+        host = tensor.detach().contiguous()  # where a link can read it: in host memory
+        if host.device.type == "cuda":
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            host.copy_(tensor.detach(), non_blocking=True)
+            torch.cuda.current_stream(tensor.device).synchronize()
+        self._queue(to, flow, part, microbatch, host.cpu().view(-1))
         self._push(to)
 
     def receive(self, flow: Flow, part: int, microbatch: int, source: int) -> Tensor:
@@ -120,13 +118,9 @@ class StageMessages:
             begin_ns = time.monotonic_ns()
             while key not in self._put_by:
                 self._take_next(source, key)
+            end_ns, worker = time.monotonic_ns(), self._workers[source]
             self.heed(
-                Waited(
-                    begin_ns=begin_ns,
-                    end_ns=time.monotonic_ns(),
-                    worker=self._workers[source],
-                    microbatch=microbatch,
-                )
+                MicrobatchTime(begin_ns=begin_ns, end_ns=end_ns, microbatch=microbatch, waited_for=worker)
             )
         return self._put_by.pop(key)
 
@@ -144,23 +138,18 @@ class StageMessages:
                     left_s -= _RETRY_S
             if left_s <= 0:
                 full = next(other for other, waiting in self._unsent.items() if waiting)
-                raise PeerTimeout(
-                    f"{self._here()}: {self._name(full)} took nothing within {self._timeout_s:g} s",
-                    self._workers[full],
-                )
+                why = f"{self._name(full)} took nothing within {self._timeout_s:g} s"
+                raise PeerTimeout(f"stage {self.stage}: {why}", self._workers[full])
 
     def traffic(self) -> Traffic:
-        """What this stage has sent so far."""
         return Traffic(messages_sent=self._messages, bytes_sent=self._bytes)
 
     def take_traffic(self) -> dict[int, PeerTraffic]:
-        """What went to and came from each worker since the last call."""
-        posts, self._posts = self._posts, {}
+        posts, self._posts = self._posts, defaultdict(PeerTraffic)
         return posts
 
     def _check(self, part: int, microbatch: int, output: Tensor) -> None:
-        """UserError for an output whose shape does not match that of an earlier micro-batch."""
-        first = self._seen.setdefault(part, (microbatch, tuple(output.shape)))
+        first = self._first_shapes.setdefault(part, (microbatch, tuple(output.shape)))
         if self._checked and (len(first[1]) != output.dim() or first[1][1:] != tuple(output.shape[1:])):
             raise UserError(
                 f"stage {self.stage}, micro-batch {microbatch}: its output has the shape {tuple(output.shape)}, that "
@@ -168,19 +157,11 @@ class StageMessages:
                 "others"
             )
 
-    def _announce(self, part: int, microbatch: int, output: Tensor, to: int) -> None:
-        """Send the shape of an output before the output itself, where the receiver does not know it."""
-        shape = (output.dim(), *output.shape[1:])
-        if self._told.get(part) != shape:
-            self._told[part] = shape
-            self._queue(to, Flow.SHAPE, part, microbatch, torch.tensor(shape))
-
     def _queue(self, to: int, flow: Flow, part: int, microbatch: int, payload: Tensor) -> None:
         tag = part * _MOST_MICROBATCHES + microbatch
         self._unsent[to].append(Message(kind=flow, step=self._pass, tag=tag, payload=payload))
 
     def _push(self, other: int) -> None:
-        """Send queued messages until the link is full."""
         waiting = self._unsent[other]
         while waiting:
             worker, message = self._workers[other], waiting[0]
@@ -192,27 +173,26 @@ class StageMessages:
             waiting.popleft()
             self._messages += 1
             self._bytes += message.payload_bytes
-            post = self._posts.setdefault(worker, PeerTraffic())
+            post = self._posts[worker]
             post.sent_ns = post.sent_ns or time.monotonic_ns()
             post.messages_sent += 1
             post.bytes_sent += message.payload_bytes
 
     def _take_next(self, source: int, awaited: _Key) -> None:
-        """Receive the next message of a stage and store it."""
         message = self._next(source, awaited)
         part, microbatch = divmod(message.tag, _MOST_MICROBATCHES)
         if message.step != self._pass or message.payload is None or message.kind not in tuple(Flow):
             raise ManyhandsError(
-                f"{self._here()}: {self._name(source)} sent a message of kind {message.kind}, pass {message.step}; due "
-                f"was {awaited[0].words} of micro-batch {awaited[2]}, pass {self._pass}"
+                f"stage {self.stage}: {self._name(source)} sent a message of kind {message.kind}, pass {message.step}; "
+                f"due was {awaited[0].words} of micro-batch {awaited[2]}, pass {self._pass}"
             )
         flow = Flow(message.kind)
         if flow is Flow.SHAPE:
-            self._heard[part] = tuple(message.payload.tolist())
+            self._received_shapes[part] = tuple(message.payload.tolist())
             return
         payload = message.payload
         if flow is Flow.OUTPUT:
-            dims, *tail = self._heard[part]
+            dims, *tail = self._received_shapes[part]
             rest = math.prod(tail)
             payload = payload.view(*([payload.numel() // max(1, rest)] if dims else []), *tail)
         self._put_by[flow, part, microbatch] = payload
@@ -226,16 +206,16 @@ class StageMessages:
                 try:
                     outcome = self._links[worker].receive(slice_s)
                 except ProtocolError as error:
-                    raise ManyhandsError(f"{self._here()}: from {self._name(source)}: {error}") from error
+                    raise ManyhandsError(f"stage {self.stage}: from {self._name(source)}: {error}") from error
                 if isinstance(outcome, Received):
-                    self._posts.setdefault(worker, PeerTraffic()).received_ns = time.monotonic_ns()
+                    self._posts[worker].received_ns = time.monotonic_ns()
                     return outcome.message
                 if not isinstance(outcome, TimedOut):
                     self._lost(source, outcome, awaited[2], awaited[0])
                 left_s -= slice_s
                 if left_s <= 0:
                     raise PeerTimeout(
-                        f"{self._here()}: {self._name(source)} did not send {awaited[0].words} of micro-batch "
+                        f"stage {self.stage}: {self._name(source)} did not send {awaited[0].words} of micro-batch "
                         f"{awaited[2]} within {self._timeout_s:g} s",
                         worker,
                     )
@@ -246,23 +226,9 @@ class StageMessages:
     def _lost(self, other: int, outcome: Closed | PeerDied, microbatch: int, flow: Flow) -> NoReturn:
         reason = outcome.reason if isinstance(outcome, PeerDied) else "the link was closed"
         raise WorkerFailed(
-            f"{self._here()}, micro-batch {microbatch}, {flow.words}: lost {self._name(other)}: {reason}",
+            f"stage {self.stage}, micro-batch {microbatch}, {flow.words}: lost {self._name(other)}: {reason}",
             self._workers[other],
         )
 
-    def _here(self) -> str:
-        return f"stage {self.stage}"
-
     def _name(self, other: int) -> str:
         return f"stage {other} (worker {self._workers[other]})"
-
-
-def _on_host(tensor: Tensor) -> Tensor:
-    """The tensor's items where a link can read them: in host memory, which is pinned for a GPU's tensor."""
-    tensor = tensor.detach().contiguous()
-    if tensor.device.type != "cuda":
-        return tensor.cpu()
-    staged = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    staged.copy_(tensor, non_blocking=True)
-    torch.cuda.current_stream(tensor.device).synchronize()
-    return staged

@@ -16,13 +16,128 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node
 
 from manyhands.strategies.pipeline.borders import ChainPart, Ends, StageBorders
-from manyhands.strategies.pipeline.schedule_table import Pass, StageWork
-from manyhands.strategies.pipeline.weights import PutOff
+from manyhands.strategies.pipeline.schedules import Pass, StageWork
 
 __all__ = ["PipelineStage"]
+
+
+class PutOff:
+    """One micro-batch's backward of one part, from `root` and its gradient (None: `root` is a scalar, gradient 1).
+
+    The stage before waits only for the input's gradient. Computing it produces the gradients at every operation on the
+    path to the input; a parameter's gradient continues from the operation where its path leaves that one. So these are
+    kept: nothing is computed twice, and the gradients equal those of one backward (Qi et al., "Zero Bubble Pipeline
+    Parallelism", 2023). Call `input_gradient` first, then `weight_gradients`, each once.
+    """
+
+    def __init__(
+        self, root: Tensor, gradient: Tensor | None, x: Tensor | None, parameters: Sequence[nn.Parameter]
+    ) -> None:
+        self._root, self._gradient, self._x = root, gradient, x
+        self._parameters = [one for one in parameters if one.requires_grad]
+        self._forks: list[_Fork] | None = None
+
+    def input_gradient(self) -> None:
+        if self._x is None:
+            return
+        forks = self._forks = _forks(self._root, self._x, self._parameters)
+        handles = [fork.listen() for fork in forks or ()]
+        torch.autograd.backward(self._root, self._gradient, retain_graph=True, inputs=[self._x])
+        for handle in handles:
+            handle.remove()
+
+    def weight_gradients(self) -> None:
+        if self._forks is None:
+            if self._parameters:
+                torch.autograd.backward(self._root, self._gradient, inputs=self._parameters)
+        else:
+            for fork in self._forks:
+                fork.go_on()
+        self._forks = None
+        del self._root, self._gradient
+
+
+class _Fork:
+    """An operation on the path to the input from which some parameters are reached by other paths."""
+
+    def __init__(self, node: Node, parameters: list[nn.Parameter]) -> None:
+        self._node, self._parameters = node, parameters
+        self._arrived: tuple[Tensor | None, ...] = ()
+
+    def listen(self) -> Any:
+        def arrive(gradients: tuple[Tensor | None, ...]) -> None:
+            self._arrived = gradients
+
+        return self._node.register_prehook(arrive)
+
+    def go_on(self) -> None:
+        """Continue backward from this operation to its parameters alone."""
+        arrived = {number: one for number, one in enumerate(self._arrived) if one is not None}
+        if arrived:
+            edges = [GradientEdge(self._node, number) for number in arrived]
+            torch.autograd.backward(edges, list(arrived.values()), inputs=self._parameters, retain_graph=True)
+
+
+def _forks(root: Tensor, x: Tensor, parameters: Sequence[nn.Parameter]) -> list[_Fork] | None:
+    """The operations where paths to parameters leave the paths to `x`.
+
+    None where a parameter is reached from two of them: the contributions cannot then be told apart, and the whole
+    backward has to be run for the parameters.
+    """
+    end, start = _accumulator(x), root.grad_fn
+    if start is None or end is None:
+        return None
+    known: dict[Node, nn.Parameter] = {}
+    for one in parameters:
+        accumulator = _accumulator(one)
+        if accumulator is not None:
+            known[accumulator] = one
+    order = _in_order(start)
+    leads: set[Node] = set()  # nodes on a path to the input
+    reached: dict[Node, set[nn.Parameter]] = {}  # parameters reached from nodes that are not
+    forks = []
+    for node in order:  # successors come before a node
+        following = [after for after, _ in node.next_functions if after is not None]
+        if node is end or any(after in leads for after in following):
+            leads.add(node)
+            own = set().union(*(reached.get(after, set()) for after in following if after not in leads))
+            if own:
+                forks.append((node, own))
+        else:
+            reached[node] = set().union(*(reached.get(after, set()) for after in following))
+            if node in known:
+                reached[node].add(known[node])
+    is_unique = sum(len(own) for _, own in forks) == len(set().union(*(own for _, own in forks)))
+    if start not in leads or not is_unique:
+        return None
+    return [_Fork(node, sorted(own, key=id)) for node, own in forks]
+
+
+def _accumulator(leaf: Tensor) -> Node | None:
+    """The node that accumulates into a leaf's `grad`."""
+    return torch.autograd.graph.get_gradient_edge(leaf).node if leaf.requires_grad else None
+
+
+def _in_order(start: Node) -> list[Node]:
+    """All nodes reachable from `start` in topological order, each after its successors."""
+    order: list[Node] = []
+    seen: set[Node] = set()
+    stack: list[tuple[Node, bool]] = [(start, False)]
+    while stack:
+        node, done = stack.pop()
+        if done:
+            order.append(node)
+        elif node not in seen:
+            seen.add(node)
+            stack.append((node, True))
+            stack += [
+                (after, False) for after, _ in node.next_functions if after is not None and after not in seen
+            ]
+    return order
 
 
 @dataclass(slots=True)
@@ -32,10 +147,8 @@ class _Kept:
     input: Any
     root: Tensor | None = None
     """The part's output, or the loss; None where it will be recomputed."""
-
     shape: torch.Size | None = None
     """Shape of an output for which a gradient comes back; None where none does."""
-
     put_off: PutOff | None = None
 
 
@@ -48,11 +161,6 @@ class PipelineStage:
         self._recompute = recompute
         self._kept: dict[tuple[int, int], _Kept] = {}
         self._turns = schedule.of_stage(borders.stage)
-        self._works = {
-            Pass.FORWARD: self._forward,
-            Pass.BACKWARD: self._backward,
-            Pass.WEIGHTS: self._weights,
-        }
         self.most_kept = 0
         """Peak number of (part, micro-batch) pairs that were kept at once in the last pass."""
 
@@ -66,7 +174,15 @@ class PipelineStage:
         for turn in self._turns:
             if turn.microbatch < count:
                 mark(turn.microbatch)
-                self._works[turn.work](turn, ends)
+                if turn.work is Pass.FORWARD:
+                    self._forward(turn, ends)
+                elif turn.work is Pass.BACKWARD:
+                    self._backward(turn, ends)
+                else:
+                    with self._borders.timed(turn):
+                        kept = self._kept.pop((self._schedule.part(turn), turn.microbatch))
+                        if kept.put_off is not None:
+                            kept.put_off.weight_gradients()
                 self.most_kept = max(self.most_kept, len(self._kept))
         self._borders.post.settle()
         assert not self._kept, "every forward has its backward"
@@ -102,7 +218,8 @@ class PipelineStage:
                     root = self._compute(part, kept, microbatch, ends)
             if root.requires_grad and (gradient is not None or borders.is_last(part)):
                 if self._schedule.splits_backward:
-                    kept.put_off = PutOff(root, gradient, _leaf(kept.input), [*part.parameters(), *part.own])
+                    x = kept.input if isinstance(kept.input, Tensor) and kept.input.requires_grad else None
+                    kept.put_off = PutOff(root, gradient, x, [*part.parameters(), *part.own])
                     kept.put_off.input_gradient()
                 else:
                     torch.autograd.backward(root, gradient)
@@ -111,15 +228,7 @@ class PipelineStage:
         if not self._schedule.splits_backward:
             del self._kept[part.number, microbatch]
 
-    def _weights(self, turn: StageWork, ends: Ends) -> None:
-        del ends
-        with self._borders.timed(turn):
-            kept = self._kept.pop((self._schedule.part(turn), turn.microbatch))
-            if kept.put_off is not None:
-                kept.put_off.weight_gradients()
-
     def _compute(self, part: ChainPart, kept: _Kept, microbatch: int, ends: Ends) -> Tensor:
-        """The part's output, or the loss where it is the last part."""
         with ends.computing():
             output = part.forward(kept.input, lambda place: ends.begin(microbatch, place))
         if self._borders.is_last(part):
@@ -128,11 +237,6 @@ class PipelineStage:
 
     def _part(self, turn: StageWork) -> ChainPart:
         return self._borders.parts[self._schedule.part(turn)]
-
-
-def _leaf(x: Any) -> Tensor | None:
-    """The input, where it is a tensor that has a gradient; else None."""
-    return x if isinstance(x, Tensor) and x.requires_grad else None
 
 
 @contextmanager

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from manyhands.errors import UserError
-from manyhands.facts import IN_STEP, ModelFootprint, Promises, Split, Stepping, Truth, WorkerMemory
+from manyhands.facts import IN_STEP, Facts, ModelFootprint, Split, Stepping, Truth, WorkerMemory
 from manyhands.strategies.common.grid.grid_layout import Grid
-from manyhands.strategies.pipeline.check import most_held
-from manyhands.strategies.pipeline.schedule_cost import cost, equal_times
-from manyhands.strategies.pipeline.schedule_table import Schedule
-from manyhands.strategies.pipeline.schedules import SCHEDULES
+from manyhands.strategies.pipeline.schedule_cost import cost, equal_times, most_held
+from manyhands.strategies.pipeline.schedules import SCHEDULES, Schedule
 from manyhands.strategies.pipeline.split import balanced, check_cuts, parts_of
 from manyhands.strategy import (
     Strategy,
@@ -47,12 +45,10 @@ class Pipeline(Strategy):
     )
     split: ClassVar[Split] = Split.LAYERS
     truth: ClassVar[Truth] = Truth.EVERYONE
-    cannot_cross_hosts: ClassVar[str] = ""
     refuses: ClassVar[Mapping[str, str]] = {
         "codec": "stages send each other outputs and gradients as they are; allreduce link=tcp, local link=tcp and "
         "ps link=tcp have a codec"
     }
-
     stages: int = setting(2, whole_number)
     """Into how many stages the model's layers are cut."""
     microbatches: int = setting(4, whole_number)
@@ -101,7 +97,6 @@ class Pipeline(Strategy):
         return Grid.of(workers, stages=self.stages, slices=self.tensor, data=self.data or None)
 
     def assignment(self, cuts: tuple[int, ...], layers: int) -> tuple[int, ...]:
-        """The stage of each layer of a chain that is cut so."""
         return tuple(part % self.stages for part, places in enumerate(parts_of(cuts, layers)) for _ in places)
 
     def stages_of(self, costs: Sequence[float], workers: int) -> tuple[int, ...]:
@@ -119,45 +114,6 @@ class Pipeline(Strategy):
         assert found is not None, "there are enough layers"
         return self.assignment(found, layers)
 
-    @property
-    def stepping(self) -> tuple[Stepping, ...]:
-        """Each worker steps its layers, or its slices of them."""
-        if self.tensor > 1:
-            return (Stepping.IN_PIECES,)
-        return (Stepping.APART if self.stages > 1 else Stepping.TOGETHER,)
-
-    @property
-    def uses_links(self) -> bool:
-        """Stages send each other outputs and gradients."""
-        return True
-
-    @property
-    def splits_batches(self) -> bool:
-        """A batch flows through all stages; only replicas share it out."""
-        return False
-
-    @property
-    def model_parts(self) -> int:
-        """Each stage, and each slice of it, has its own."""
-        return self.stages * self.tensor
-
-    @property
-    def straggler_advice(self) -> str:
-        """Stages wait for each other, and may be cut elsewhere."""
-        return "a pipeline is as fast as its slowest stage; cuts=… gives that one fewer layers"
-
-    @property
-    def planned_waits(self) -> str:
-        """The schedule's bubble."""
-        table = self.table()
-        bubble = cost(table, equal_times(table)).bubble
-        if not bubble:
-            return ""
-        return (
-            f"Some waiting is the schedule's own: with {self.stages} equal stages and {self.microbatches} "
-            f"micro-batches, {self.schedule} leaves each stage idle for {100 * bubble:.0f} % of a step."
-        )
-
     def shares(self, workers: int) -> int:
         """One for each replica."""
         return self.grid(workers).data
@@ -165,40 +121,20 @@ class Pipeline(Strategy):
     def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
         """A stage each, and the activations of as many micro-batches as the schedule has in flight."""
         grid, table = self.grid(workers), self.table()
-        held = max(most_held(table))
+        held, parts = max(most_held(table)), self.stages * self.tensor
         samples = -(-model.batch_size // (grid.data * self.microbatches))
         return [
             WorkerMemory(
                 who="worker",
                 count=workers,
-                weights=model.parameters // self.model_parts + model.buffers,
-                gradients=model.gradients // self.model_parts,
-                state=model.state // self.model_parts,
+                weights=model.parameters // parts + model.buffers,
+                gradients=model.gradients // parts,
+                state=model.state // parts,
                 activations=round(model.per_sample * samples * held / table.parts),
                 what=f"nothing; with stages={self.stages}, taken as equal, and data={grid.data}; the fullest stage has "
                 f"{held} micro-batches in flight",
             )
         ]
-
-    @property
-    def cannot_compile(self) -> str:
-        """No worker has the model that torch.compile takes."""
-        return f"torch.compile takes a whole model, and under `{self.word}` no worker has one"
-
-    @property
-    def instead_of_own_loop(self) -> str:
-        """A loop's model is whole."""
-        return "give the model and its loss to mh.fit for pipeline"
-
-    @property
-    def refused_buffers(self) -> Mapping[str, str]:
-        """Batches are computed in pieces."""
-        return {"synchronize": "its batch norms see one micro-batch at a time, and never the whole batch"}
-
-    @property
-    def promises(self) -> Promises:
-        """All workers take every step together, so all are needed."""
-        return IN_STEP
 
     def check(self, workers: int, device: str, *, compiled: bool = False) -> None:
         """The workers must fill the grid, and layers are those of a network."""
@@ -208,3 +144,32 @@ class Pipeline(Strategy):
                 "strategy pipeline: a compiled step has no layers to cut; use hogwild or allreduce"
             )
         self.grid(workers)
+
+    @property
+    def facts(self) -> Facts:
+        """All workers take every step together; a batch flows through all stages, and replicas share it out."""
+        apart = Stepping.APART if self.stages > 1 else Stepping.TOGETHER
+        return Facts(
+            promises=IN_STEP,
+            stepping=(Stepping.IN_PIECES if self.tensor > 1 else apart,),
+            splits_batches=False,
+            uses_links=True,
+            model_parts=self.stages * self.tensor,
+            straggler_advice="a pipeline is as fast as its slowest stage; cuts=… gives that one fewer layers",
+            cannot_compile=f"torch.compile takes a whole model, and under `{self.word}` no worker has one",
+            cannot_cross_hosts="",
+            instead_of_own_loop="give the model and its loss to mh.fit for pipeline",
+            refused_buffers={
+                "synchronize": "its batch norms see one micro-batch at a time, and never the whole batch"
+            },
+        )
+
+    def planned_waits(self) -> str:
+        table = self.table()
+        bubble = cost(table, equal_times(table)).bubble
+        if not bubble:
+            return ""
+        return (
+            f"Some waiting is the schedule's own: with {self.stages} equal stages and {self.microbatches} "
+            f"micro-batches, {self.schedule} leaves each stage idle for {100 * bubble:.0f} % of a step."
+        )

@@ -23,8 +23,8 @@ from manyhands.strategies.pipeline.exchange import PipelineExchange
 from manyhands.strategies.pipeline.split import check_cuts
 from manyhands.strategies.pipeline.strategy import Pipeline
 from manyhands.strategies.pipeline.wave import check_over_time
+from manyhands.strategies.tensor.moves import sum_layer_traffic
 from manyhands.strategies.tensor.slicing import check_plan
-from manyhands.strategies.tensor.traffic_report import sum_layer_traffic
 from manyhands.task import Task
 
 __all__ = ["PipelineTraining"]
@@ -59,7 +59,6 @@ class PipelineTraining(ProcessTraining):
         worker_context: WorkerContext,
         checkpoints: CheckpointStore | None,
     ) -> Iterator[Train]:
-        """Run the common loop, over as many micro-batches as the strategy says."""
         assert isinstance(job.strategy, Pipeline), "the registry leads here from its own word"
         plan = in_microbatches(job.plan, job.strategy)
         with closing(PipelineExchange(job.strategy, resources, plan, worker_context.mark)) as exchange:
@@ -76,12 +75,10 @@ def check_model(strategy: Pipeline, model: nn.Module) -> None:
     """Raise UserError where the model is not a chain, has too few layers, or cannot be cut or sliced as requested."""
     chain, parts = chain_of(model), strategy.table().parts
     if parts > len(chain):
-        what = f"stages={strategy.stages}" + (
-            f" of {parts // strategy.stages} parts each" if parts > strategy.stages else ""
-        )
+        each = f" of {parts // strategy.stages} parts each" if parts > strategy.stages else ""
         raise UserError(
-            f"{what}: {type(model).__name__} is a chain of {len(chain)} layers, which cannot be cut into {parts} "
-            f"parts; use at most stages={len(chain) * strategy.stages // parts}"
+            f"stages={strategy.stages}{each}: {type(model).__name__} is a chain of {len(chain)} layers, which "
+            f"cannot be cut into {parts} parts; use at most stages={len(chain) * strategy.stages // parts}"
         )
     if strategy.cuts:
         check_cuts(strategy.cuts, len(chain), parts)

@@ -21,23 +21,13 @@ from manyhands.data.batch_plan import split
 from manyhands.engine.chain import OverTime, State
 from manyhands.errors import UserError
 from manyhands.strategies.pipeline.borders import Ends, StageBorders
-from manyhands.strategies.pipeline.schedule_table import Pass, StageWork
+from manyhands.strategies.pipeline.schedules import Pass, StageWork
 
 __all__ = ["WaveStage", "check_over_time"]
 
 _POINTWISE: Final = (
-    nn.Embedding,
-    nn.Linear,
-    nn.Identity,
-    nn.Dropout,
-    nn.ReLU,
-    nn.GELU,
-    nn.SiLU,
-    nn.ELU,
-    nn.LeakyReLU,
-    nn.Tanh,
-    nn.Sigmoid,
-    nn.Softplus,
+    *(nn.Embedding, nn.Linear, nn.Identity, nn.Dropout, nn.ReLU, nn.GELU, nn.SiLU, nn.ELU, nn.LeakyReLU),
+    *(nn.Tanh, nn.Sigmoid, nn.Softplus),
 )
 """Layers that treat each time step independently."""
 
@@ -45,16 +35,13 @@ _POINTWISE: Final = (
 def check_over_time(chain: Sequence[nn.Module]) -> None:
     """Raise UserError for a layer that cannot be applied to one slice of time after another."""
     for place, module in enumerate(chain):
-        if isinstance(module, (OverTime, *_POINTWISE)) or _of_features(module):
+        of_features = isinstance(module, nn.LayerNorm) and len(module.normalized_shape) == 1
+        if isinstance(module, (OverTime, *_POINTWISE)) or of_features:
             continue
         raise UserError(
             f"schedule=wavefront: layer {place}, a {type(module).__name__}, is not known to take a sequence slice by "
             "slice; give it a method over_time(x, state), as RecurrentLayer has, or use another schedule"
         )
-
-
-def _of_features(module: nn.Module) -> bool:
-    return isinstance(module, nn.LayerNorm) and len(module.normalized_shape) == 1
 
 
 @dataclass(slots=True)
@@ -65,10 +52,8 @@ class _Slice:
     output: Tensor
     before: list[State | None] = field(default_factory=list)
     """The state that each recurrent layer began with, as leaves of the graph."""
-
     after: list[State] = field(default_factory=list)
     """The state that each recurrent layer ended with."""
-
     leaf: Tensor | None = None
     """On the last stage: the output, detached, as the loss sees it."""
 
@@ -124,8 +109,12 @@ class WaveStage:
         is_last = borders.is_last(part)
         arrived = None if is_last else borders.gradient(part, number, self._kept[number].output.shape)
         with borders.timed(turn):
-            if is_last and number == self._slices - 1:
-                self._loss(piece, ends)
+            if (
+                is_last and number == self._slices - 1
+            ):  # the loss over the whole gives each slice's leaf a gradient
+                leaves = [kept.leaf for _, kept in sorted(self._kept.items())]
+                whole = torch.cat([leaf for leaf in leaves if leaf is not None], dim=1)
+                torch.autograd.backward(ends.loss(piece, whole))
             kept = self._kept.pop(number)
             gradient = arrived if kept.leaf is None else kept.leaf.grad
             roots = [(kept.output, gradient)]
@@ -136,12 +125,6 @@ class WaveStage:
                 torch.autograd.backward([root for root, _ in reached], [one for _, one in reached])
             self._state_gradients = [[one.grad for one in _tensors(state)] for state in kept.before]
             borders.send_gradient(part, number, kept.input)
-
-    def _loss(self, piece: int, ends: Ends) -> None:
-        """Backward of the loss over the whole sequence; afterwards each slice's leaf has its gradient."""
-        leaves = [kept.leaf for _, kept in sorted(self._kept.items())]
-        whole = torch.cat([leaf for leaf in leaves if leaf is not None], dim=1)
-        torch.autograd.backward(ends.loss(piece, whole))
 
     def _apply(self, x: Tensor, number: int, piece: int, ends: Ends) -> _Slice:
         """Apply the part's layers to one slice, each recurrent one from its state after the previous slice."""
@@ -162,15 +145,11 @@ class WaveStage:
         return _Slice(input=given, output=x, before=before, after=after)
 
     def _own_input(self, number: int, piece: int, ends: Ends) -> Tensor:
-        """One time slice of the input that the task's loss calls the model with."""
         if self._whole is None:
             whole = ends.input(piece)
             if not isinstance(whole, Tensor) or whole.dim() < 2 or whole.shape[1] < self._slices:
-                what = (
-                    f"a tensor of shape {tuple(whole.shape)}"
-                    if isinstance(whole, Tensor)
-                    else type(whole).__name__
-                )
+                is_tensor = isinstance(whole, Tensor)
+                what = f"a tensor of shape {tuple(whole.shape)}" if is_tensor else type(whole).__name__
                 raise UserError(
                     f"microbatches={self._slices}: schedule=wavefront cuts dimension 1 of the input, time, into "
                     f"so many slices, and the input is {what}; use fewer"

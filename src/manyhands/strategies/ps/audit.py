@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 
-from manyhands.strategies.common.consistency.policy import Policy
+from manyhands.strategies.common.consistency import Policy
 from manyhands.strategies.ps.audit_found import Audit, Evidence, Fate, ShardSummary, Verdict, Violation
 from manyhands.strategies.ps.audit_shard import ShardAuditor
 from manyhands.strategies.ps.audit_story import tell

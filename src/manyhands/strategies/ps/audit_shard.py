@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
 
-from manyhands.strategies.common.consistency.policy import BatchPlace, Policy, blend
+from manyhands.strategies.common.consistency import BatchPlace, Policy, blend
 from manyhands.strategies.ps.audit_found import Fate, Settled, ShardSummary, Violation
 from manyhands.strategies.ps.audit_story import Story, where
 from manyhands.strategies.ps.log_rows import (

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from manyhands.places.external.process_place import Place
+from manyhands.places.external.process_place import ProcessPlace
 from manyhands.places.external.specification import ClusterRole
 from manyhands.strategies.ps.strategy import Ps
 
@@ -41,7 +41,7 @@ class PsRanks:
         return self.servers[number] if serves else self.workers[number]
 
 
-def ps_ranks(strategy: Ps, place: Place) -> PsRanks:
+def ps_ranks(strategy: Ps, place: ProcessPlace) -> PsRanks:
     """Assign ranks to the roles of a strategy that `Ps.placed` has adapted to this place."""
     if place.cluster is not None:
         roles = place.cluster.ranked

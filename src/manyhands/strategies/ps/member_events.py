@@ -1,59 +1,38 @@
-"""The events and actions of `membership`: what happens to members, and what the launcher has to do about it."""
+"""The events and actions of `ps_membership`, besides those that all memberships have."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from manyhands.places.run_commands import AddWorker, RemoveWorker
+from manyhands.strategies.common.membership import (
+    Died,
+    Fail,
+    KillMember,
+    MemberJoined,
+    MemberSilent,
+    StartWorker,
+)
 from manyhands.strategies.ps.client_core import Reason
 from manyhands.strategies.ps.ps_messages import Concluded, Installed, View
 
 __all__ = [
-    "AddSlot",
     "Assign",
-    "Died",
-    "Fail",
-    "KillMember",
     "Left",
-    "MemberJoined",
-    "MemberSilent",
-    "MembershipAction",
-    "MembershipEvent",
     "Over",
     "Progressed",
+    "PsAction",
+    "PsEvent",
     "Publish",
     "Recovered",
     "Rejoin",
-    "RemoveSlot",
     "ShardLost",
     "SlotFinished",
     "StartServer",
-    "StartWorker",
 ]
 
 
 # ── events ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemberJoined:
-    """A requested process has started and can receive messages."""
-
-    member: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Died:
-    """A member's process has ended; `error` is the type of its exception, "" if it was killed."""
-
-    member: int
-    error: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemberSilent:
-    """A member's heartbeat has been missing for too long: paused, starved, or cut off."""
-
-    member: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,19 +66,7 @@ class Left:
     shards: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AddSlot:
-    """Add a slot with a new worker."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RemoveSlot:
-    """Retire this slot."""
-
-    slot: int
-
-
-MembershipEvent = (
+PsEvent = (
     MemberJoined
     | Died
     | MemberSilent
@@ -109,8 +76,8 @@ MembershipEvent = (
     | Rejoin
     | SlotFinished
     | Left
-    | AddSlot
-    | RemoveSlot
+    | AddWorker
+    | RemoveWorker
 )
 
 
@@ -132,27 +99,12 @@ class StartServer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StartWorker:
-    """Start a worker process under this number, for this slot; an Assign follows when it has joined."""
-
-    member: int
-    slot: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Assign:
     """Tell the worker known as `member` that it is now `as_member` and works in `slot`, as if newly started."""
 
     member: int
     as_member: int
     slot: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KillMember:
-    """Kill this member's process; its Died follows."""
-
-    member: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,13 +124,6 @@ class Recovered:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fail:
-    """The run cannot continue."""
-
-    sentence: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Over:
     """Every active slot has finished and every shard has a primary: have the servers hand over these shards.
 
@@ -189,6 +134,4 @@ class Over:
     shards: tuple[int, ...]
 
 
-MembershipAction = (
-    Publish | StartServer | StartWorker | Assign | KillMember | ShardLost | Recovered | Fail | Over
-)
+PsAction = Publish | StartServer | StartWorker | Assign | KillMember | ShardLost | Recovered | Fail | Over

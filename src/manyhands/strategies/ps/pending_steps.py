@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any
 
 from manyhands.errors import UserError
-from manyhands.strategies.common.consistency.policy import Group, Policy, blend
+from manyhands.strategies.common.consistency import Group, Policy, blend
 from manyhands.strategies.ps.actions import Action, Apply, Drop, Log, Outcome
 from manyhands.strategies.ps.decisions import Decision
 from manyhands.strategies.ps.log_rows import LateRow, LostRow, SkippedRow, StepRow, UpdateRow

@@ -37,7 +37,7 @@ from manyhands.strategies.ps.strategy import Ps
 from manyhands.strategies.ps.update_files import RunRecord, ShardLogs, read_computed, read_logs, read_record
 from manyhands.strategy import Strategy
 from manyhands.task import Task
-from manyhands.workloads.tasks import TASKS, build
+from manyhands.workloads.registry import TASK_NAMES, find, load
 
 __all__ = ["Difference", "Replayed", "replay"]
 
@@ -159,12 +159,14 @@ def _built_in(path: Path, config: Mapping[str, Any]) -> Task:
             "manyhands.replay(run, task) from Python"
         )
     name = config.get("task")
-    if not isinstance(name, str) or name not in TASKS:
+    workload = find(name) if isinstance(name, str) else None
+    if workload is None or not workload.task:
         raise UserError(
             f"{path / 'config.json'}: its task is {printable(repr(name))}, which is no built-in one; "
-            f"{nearest(str(name), TASKS)}"
+            f"{nearest(str(name), TASK_NAMES)}"
         )
-    return build(name, **options)
+    task: Task = load(workload.task).build(**options)
+    return task
 
 
 def _check_capacity(path: Path, task: Task, record: RunRecord) -> None:

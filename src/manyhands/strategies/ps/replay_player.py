@@ -70,7 +70,7 @@ class ReplayStage:
         self.computer = Computer(plan, 0)
         built = self.computer.build()
         self.layout = FlatLayout.of(
-            built.model, built.optimizer, strategy.servers, task.sparse, strategy.stepping
+            built.model, built.optimizer, strategy.servers, task.sparse, strategy.facts.stepping
         )
         self._strategy, self._seed = strategy, record.seed
         self._codings: dict[int, RangeCoding] = {}

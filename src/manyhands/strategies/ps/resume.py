@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from manyhands.strategies.common.consistency.policy import Policy
+from manyhands.strategies.common.consistency import Policy
 from manyhands.strategies.ps.ps_messages import LEAD
 from manyhands.strategies.ps.slots import SlotTable
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 from enum import IntEnum, auto
 from typing import Any
 
-from manyhands.strategies.common.consistency.policy import Group
+from manyhands.strategies.common.consistency import Group
 from manyhands.strategies.ps.actions import Action, Log, Outcome
 from manyhands.strategies.ps.decisions import Decision, Decisions
 from manyhands.strategies.ps.log_rows import RestoredRow, SlotsRow

@@ -28,9 +28,8 @@ from manyhands.facts import Stepping
 from manyhands.native.dtypes import SUMMED
 from manyhands.native.segment import round_up
 from manyhands.strategies.common.sharding.optimizers import positions, stepping_for
-from manyhands.strategies.common.sharding.pieces import Piece
-from manyhands.strategies.common.tables.placement import Placement, place
-from manyhands.strategies.common.tables.row_tables import require_lazy
+from manyhands.strategies.common.sharding.sliced_optimizer import Piece
+from manyhands.strategies.common.tables.row_tables import Placement, place, require_lazy
 from manyhands.wire.flat_layout import LINE_BYTES, least_loaded, side_by_side, trainable
 
 __all__ = ["Entry", "FlatLayout", "ShardRange", "Table"]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from manyhands.strategies.common.sharding.merging import MergedState, Part
+from manyhands.strategies.common.sharding.sliced_optimizer import MergedState, Part
 from manyhands.strategies.ps.shard_layout import Entry, FlatLayout, Table
 
 __all__ = ["ShardState", "merge", "split"]

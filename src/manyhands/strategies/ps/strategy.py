@@ -12,6 +12,7 @@ from manyhands.facts import (
     ROUNDED,
     TO_ROUNDING,
     Answer,
+    Facts,
     ModelFootprint,
     Promise,
     Promises,
@@ -20,9 +21,7 @@ from manyhands.facts import (
     Waits,
     WorkerMemory,
 )
-from manyhands.strategies.common.consistency.parse import parse_consistency
-from manyhands.strategies.common.consistency.policy import Policy
-from manyhands.strategies.common.consistency.sync import Sync
+from manyhands.strategies.common.consistency import Policy, Sync, parse_consistency
 from manyhands.strategy import Strategy, check_choice, check_link, link_setting, setting, whole_number
 from manyhands.wire.names import RAW, check_codec, codec_setting, feedback_setting, rounds_hops, votes
 
@@ -49,22 +48,6 @@ class Ps(Strategy):
     word: ClassVar[str] = "ps"
     about: ClassVar[str] = "parameter servers, each with a shard; sync, bounded, async or softsync"
     truth: ClassVar[Truth] = Truth.SERVERS
-    moves_rows: ClassVar[bool] = True
-    can_skip_updates: ClassVar[bool] = True
-    cannot_stream: ClassVar[str] = (
-        "a batch of ps may be computed again, by a worker that takes over or a replay, and a stream only goes forward"
-    )
-    cannot_read_apart: ClassVar[str] = (
-        "a batch of ps may be computed again, by a worker that takes over or a replay, without the data of the first"
-    )
-    cannot_heed_evaluations: ClassVar[str] = (
-        "workers of ps evaluate in turn while the others train on, and none of them sees every evaluation"
-    )
-    cannot_stop: ClassVar[str] = (
-        "the servers of ps give out work up to the last step that was asked for, and the run ends here at once"
-    )
-    logs_updates: ClassVar[bool] = True
-    cannot_cross_hosts: ClassVar[str] = ""
 
     servers: int = setting(1, whole_number)
     """How many processes hold the parameters, a shard each."""
@@ -88,7 +71,14 @@ class Ps(Strategy):
         if self.replicas not in (0, 1):
             raise UserError(f"replicas={self.replicas} must be 0, or 1: every shard on two servers")
         check_link(self.link)
-        check_codec(self.codec, link=self.link, strategy=self.word, feedback=self.feedback)
+        no_sum = "factors are summed over workers, and a server gets those of one at a time; use allreduce link=tcp"
+        check_codec(
+            self.codec,
+            link=self.link,
+            strategy=self.word,
+            feedback=self.feedback,
+            refused={"powersgd": no_sum},
+        )
         check_choice("push", self.push, _PUSHED)
         if self.averages and self.codec != RAW:
             raise UserError(
@@ -112,67 +102,9 @@ class Ps(Strategy):
         return self.push == "parameters"
 
     @property
-    def cannot_clip(self) -> str:
-        """Nobody has the whole gradient."""
-        return "the servers of ps add up and apply their shards of a gradient apart, and nobody has all of it to clip"
-
-    @property
     def votes(self) -> bool:
         """Whether a step goes by the signs of the sum."""
         return votes(self.codec)
-
-    @property
-    def can_change_workers(self) -> bool:
-        """Servers give each slot its part of the work."""
-        return True
-
-    @property
-    def stepping(self) -> tuple[Stepping, ...]:
-        """Each server steps its shard; where workers step, each does all of it."""
-        if self.servers == 1 or self.averages:
-            return (Stepping.TOGETHER,)
-        return Stepping.IN_PIECES, Stepping.APART
-
-    @property
-    def waits_for(self) -> Waits:
-        """As the consistency has it."""
-        return self.consistency.waits_for
-
-    @property
-    def stepwise(self) -> bool:
-        """As the consistency has it."""
-        return self.consistency.stepwise
-
-    @property
-    def splits_batches(self) -> bool:
-        """Parts of one batch make one step, or each batch is a step of its own."""
-        return self.consistency.stepwise
-
-    @property
-    def meets_to_evaluate(self) -> bool:
-        """Only where everybody waits for everybody anyway."""
-        return self.consistency.stepwise
-
-    @property
-    def straggler_advice(self) -> str:
-        """Another consistency."""
-        match self.waits_for:
-            case Waits.ALL:
-                return "a bound on staleness would not hide a lasting straggler, consistency=async would"
-            case Waits.LAGGARDS:
-                return "a larger bound would not hide a lasting straggler, consistency=async would"
-            case Waits.NOBODY:
-                return ""
-
-    @property
-    def instead_of_own_loop(self) -> str:
-        """Its workers do not hold the optimizer."""
-        return "give mh.fit a Task for ps"
-
-    @property
-    def kept_copies(self) -> int:
-        """Each shard's, and its backup's."""
-        return 1 + self.replicas
 
     @property
     def num_server_processes(self) -> int:
@@ -227,39 +159,29 @@ class Ps(Strategy):
             weights=model.weights,
             gradients=model.gradients,
             state=model.state if self.averages else 0,
-            activations=model.activations(workers if self.splits_batches else 1),
+            activations=model.activations(workers if self.consistency.stepwise else 1),
         )
         server = WorkerMemory(
             who="server",
             count=servers,
-            weights=model.parameters * self.kept_copies // servers,
-            state=0 if self.averages else model.state * self.kept_copies // servers,
+            weights=model.parameters * (1 + self.replicas) // servers,
+            state=0 if self.averages else model.state * (1 + self.replicas) // servers,
         )
         return [worker, server]
 
     @property
-    def _same_numbers(self) -> Promise:
-        if not self.consistency.lockstep:
-            return BY_CHANCE
-        if self.averages:
-            return MEANS_OF_STEPS
-        return TO_ROUNDING if self.codec == RAW else ROUNDED
-
-    @property
-    def kernels(self) -> tuple[str, ...]:
-        """Those of codecs, where it has one that is more than a rounding."""
-        return () if rounds_hops(self.codec) else ("codecs",)
-
-    @property
-    def refused_buffers(self) -> Mapping[str, str]:
-        """Workers end one by one."""
-        why = "its workers end one by one, and the model has the buffers of the last of them"
-        return {**super().refused_buffers, "mean": why}
-
-    @property
-    def promises(self) -> Promises:
+    def facts(self) -> Facts:
         """Nothing ends with a worker; what is left of a server depends on `replicas`."""
-        return Promises(
+        policy = self.consistency
+        same = BY_CHANCE
+        if policy.lockstep:
+            same = MEANS_OF_STEPS if self.averages else TO_ROUNDING if self.codec == RAW else ROUNDED
+        advice = {
+            Waits.ALL: "a bound on staleness would not hide a lasting straggler, consistency=async would",
+            Waits.LAGGARDS: "a larger bound would not hide a lasting straggler, consistency=async would",
+            Waits.NOBODY: "",
+        }
+        promises = Promises(
             worker_dies=Promise(
                 answer=Answer.YES,
                 words="the others go on; a successor takes its place, and no update is applied twice"
@@ -274,5 +196,38 @@ class Ps(Strategy):
                 words="in a run with a directory a new server goes on from the last snapshot; later updates are lost",
             ),
             workers_join=Promise(answer=Answer.YES, words="they may come and go while it runs (mh.start)"),
-            same_numbers=self._same_numbers,
+            same_numbers=same,
+        )
+        # Each server steps its shard; where workers step, each does all of it.
+        together = self.servers == 1 or self.averages
+        return Facts(
+            promises=promises,
+            stepping=(Stepping.TOGETHER,) if together else (Stepping.IN_PIECES, Stepping.APART),
+            waits_for=policy.waits_for,
+            stepwise=policy.stepwise,
+            splits_batches=policy.stepwise,  # parts of one batch make one step, or each batch is a step of its own
+            meets_to_evaluate=policy.stepwise,
+            can_change_workers=True,
+            can_skip_updates=True,
+            moves_rows=True,
+            logs_updates=True,
+            kept_copies=1 + self.replicas,
+            kernels=() if rounds_hops(self.codec) else ("codecs",),
+            straggler_advice=advice[policy.waits_for],
+            cannot_clip="the servers of ps add up and apply their shards of a gradient apart, and nobody has all of it "
+            "to clip",
+            cannot_stream="a batch of ps may be computed again, by a worker that takes over or a replay, and a stream "
+            "only goes forward",
+            cannot_read_apart="a batch of ps may be computed again, by a worker that takes over or a replay, without "
+            "the data of the first",
+            cannot_heed_evaluations="workers of ps evaluate in turn while the others train on, and none of "
+            "them sees every evaluation",
+            cannot_stop="the servers of ps give out work up to the last step that was asked for, and the run "
+            "ends here at once",
+            cannot_cross_hosts="",
+            instead_of_own_loop="give mh.fit a Task for ps",
+            refused_buffers={
+                "synchronize": "its workers do not compute on parts of the same batch at the same time",
+                "mean": "its workers end one by one, and the model has the buffers of the last of them",
+            },
         )

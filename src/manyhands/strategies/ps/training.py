@@ -17,12 +17,12 @@ from manyhands.engine.computing import TrainingPlan
 from manyhands.engine.dynamo import optimizer_of
 from manyhands.engine.exchange import SentFor, Traffic
 from manyhands.engine.request import Request
-from manyhands.engine.run_commands import MORE_WORKERS
 from manyhands.engine.training import Result, Stage, Training
 from manyhands.errors import UserError
 from manyhands.places.external.process_group import GroupMember
-from manyhands.places.external.process_place import Place
-from manyhands.places.external.specified import listening_at
+from manyhands.places.external.process_place import ProcessPlace
+from manyhands.places.external.specification import listening_at
+from manyhands.places.run_commands import MORE_WORKERS
 from manyhands.strategies.ps.external_roles import ps_ranks
 from manyhands.strategies.ps.live.handover import off_shards, onto_shards
 from manyhands.strategies.ps.live.live_training import (
@@ -123,7 +123,7 @@ class PsTraining(Training):
             return None
         model = task.model()
         optimizer = optimizer_of(task, model)
-        layout = FlatLayout.of(model, optimizer, strategy.servers, task.sparse, strategy.stepping)
+        layout = FlatLayout.of(model, optimizer, strategy.servers, task.sparse, strategy.facts.stepping)
         values, _ = merge(layout, [one.state for one in found], model.state_dict())
         return found[0].state.batches, values
 
@@ -236,7 +236,7 @@ class PsTraining(Training):
         )
 
 
-def most_workers(workers: int, place: Place | None, *, can_ask: bool) -> int:
+def most_workers(workers: int, place: ProcessPlace | None, *, can_ask: bool) -> int:
     """The maximum number of slots of a run: by the place that starts processes, else by whether commands can add
     any.
     """

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from manyhands.data.store.atomic import WriteFailed, make_directory, reason, sync_directory, write_json
-from manyhands.data.store.lines import LineFile
+from manyhands.data.store.line_files import LineFile
 from manyhands.errors import DataError, UserError
 from manyhands.strategies.ps.fields import checked, parse_record
 from manyhands.strategies.ps.log_rows import Row, row_from_json, row_to_json

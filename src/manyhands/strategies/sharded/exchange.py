@@ -13,9 +13,8 @@ All exchanges are done by one thread, in the order in which the worker asks for 
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
@@ -24,22 +23,29 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from manyhands.engine.clipping import scale_down, squares_of
 from manyhands.engine.computing import Computed, Computer
-from manyhands.engine.exchange import Exchange, LocalStep, SharedStep, Times, Traffic
+from manyhands.engine.exchange import Exchange, GradientParts, LocalStep, Meter, SharedStep, Times, WorkerPart
 from manyhands.engine.worker_resources import Resources
 from manyhands.errors import UserError
 from manyhands.facts import Stepping
 from manyhands.native.heap import keep_freed_memory
 from manyhands.strategies.common.grid.grid_group import LinkGroup
 from manyhands.strategies.common.grid.held import Held, HeldModel, Outline
-from manyhands.strategies.common.sharding.flow import Action, Await, Fetch, Hand, Release, UnitFlow
 from manyhands.strategies.common.sharding.layer_units import UnitMemory, move_buffers, units_of
 from manyhands.strategies.common.sharding.optimizers import stepping_for
-from manyhands.strategies.common.sharding.visits import FlowListener, UnitVisits
+from manyhands.strategies.common.sharding.visits import (
+    Action,
+    Await,
+    Fetch,
+    FlowListener,
+    Hand,
+    Release,
+    UnitFlow,
+    UnitVisits,
+)
 from manyhands.strategies.sharded.sharded_units import KeptPieces
 from manyhands.strategies.sharded.strategy import Sharded
-from manyhands.strategies.sharded.unit_rounds import Grant, UnitRequest, UnitRounds, Want
+from manyhands.strategies.sharded.unit_rounds import UnitRequest, UnitRounds, Want
 from manyhands.transport.link.wire import Wire
 from manyhands.wire.tap import GradientTap
 
@@ -65,7 +71,12 @@ class ShardedExchange(FlowListener, Exchange):
         self._group = LinkGroup(
             self.rank, range(self.world), self._links, resources.timeout_s, kind=_KIND, name="sharded"
         )
-        self._rounds = UnitRounds(self._group, self._act)
+        self.part = WorkerPart(index=self.rank, count=self.world, total_in_step=self._sum)
+        self.parts = GradientParts(held=self._reached_sums, counted=self._reached_sums, total=self.total)
+        self.meter = Meter(take_times=self._take_times, traffic=self._group.traffic)
+        self._unit_rounds = UnitRounds(
+            self._group, lambda grant: self._pieces[grant.stop_request.unit].act(grant)
+        )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="manyhands sharded")
         self._device = resources.device
         self._optimizer: Optimizer | None = None
@@ -86,7 +97,7 @@ class ShardedExchange(FlowListener, Exchange):
 
         A UserError names an optimizer that cannot be sharded.
         """
-        whole = stepping_for(optimizer, Sharded().stepping, Sharded.word) is Stepping.APART
+        whole = stepping_for(optimizer, Sharded().facts.stepping, Sharded.word) is Stepping.APART
         outline = Outline.of(model)
         for unit in units_of(model):
             memory = UnitMemory(unit, self._device)
@@ -95,7 +106,9 @@ class ShardedExchange(FlowListener, Exchange):
             memory.adopt()
             memory.let_go()
             self._pieces.append(pieces)
-        self._take_buffers(model)
+        move_buffers(model, self._device)
+        for buffer in model.buffers():
+            self._run(partial(self._group.broadcast, buffer))
         self._held = [(pieces, held) for pieces in self._pieces for held in pieces.held()]
         told = dict(model.named_buffers(remove_duplicate=False)) if self.rank == 0 else {}
         told = {name: buffer for name, buffer in told.items() if name in outline.keys}
@@ -109,29 +122,19 @@ class ShardedExchange(FlowListener, Exchange):
         self._tap = GradientTap(parameters, self._on_gradient)
         keep_freed_memory()  # every step frees what the next one takes
 
-    def _take_buffers(self, model: nn.Module) -> None:
-        """Collective: move buffers to the compute device, with worker 0's values."""
-        move_buffers(model, self._device)
-        for buffer in model.buffers():
-            self._run(partial(self._group.broadcast, buffer))
-
     def compute(self, computer: Computer, model: nn.Module, step: int) -> Computed:
         """Forward and backward of this worker's part; layers are gathered as they are needed."""
         self._flow.begin("training")
         with self._need_visits().watching():
             return super().compute(computer, model, step)
 
-    def evaluate(self, computer: Computer, model: nn.Module) -> tuple[dict[str, float], int] | None:
-        """Collective: each worker evaluates its part of the batches."""
+    def evaluate(
+        self, computer: Computer, model: nn.Module, *, alike: bool = False
+    ) -> tuple[dict[str, float], int] | None:
+        """Collective: each worker evaluates its part of the batches, or all; layers are gathered as needed."""
         self._flow.begin("evaluation")
         with self._need_visits().watching():
-            return computer.evaluate(model, self.rank, self.world, self.total)
-
-    def evaluate_alike(self, computer: Computer, model: nn.Module) -> tuple[dict[str, float], int] | None:
-        """Collective: every worker evaluates all batches, gathering layers as they are needed."""
-        self._flow.begin("evaluation")
-        with self._need_visits().watching():
-            return computer.evaluate(model)
+            return super().evaluate(computer, model, alike=alike)
 
     def backward(self, loss: Tensor, share: float) -> None:
         """Backward of this worker's weighted loss; a layer's gradients are sent as soon as they are complete."""
@@ -160,18 +163,6 @@ class ShardedExchange(FlowListener, Exchange):
         loss = float("nan") if bad else told[_LOSS]
         return SharedStep(loss=loss, bad_workers=bad, stop=told[_STOP] > 0)
 
-    def clip(self, max_norm: float) -> float:
-        """Collective: compute the norm from every worker's pieces; each worker scales its pieces."""
-        gradients = self.held_gradients()
-        squares = squares_of(gradients)
-        norm = math.sqrt(self.total(torch.tensor([squares], dtype=torch.float64)).item())
-        scale_down(gradients, norm, max_norm)
-        return norm
-
-    def held_gradients(self) -> Sequence[Tensor]:
-        """Return the summed gradient of this worker's pieces."""
-        return [gradient for gradient in self._summed() if gradient is not None]
-
     def apply(self) -> None:
         """Step this worker's pieces; no worker reads them before it requests their units again."""
         assert self._optimizer is not None, "attach comes first"
@@ -195,23 +186,18 @@ class ShardedExchange(FlowListener, Exchange):
     def total(self, values: Tensor) -> Tensor:
         """Collective: return the sum over workers, once all of them have arrived."""
         self._carry_out(self._flow.end())
+        return self._sum(values)
+
+    def _sum(self, values: Tensor) -> Tensor:
+        """Collective: the sum over workers; gathered layers stay."""
         self._meet()
         return self._run(lambda: self._group.all_reduce(values))
 
-    def total_in_step(self, values: Tensor) -> Tensor:
-        """Collective: return the sum over workers; gathered layers stay."""
-        self._meet()
-        return self._run(lambda: self._group.all_reduce(values))
-
-    def take_times(self) -> Times:
-        """Return how long exchanges blocked this worker, and for whom it waited at their end."""
+    def _take_times(self) -> Times:
+        """How long exchanges blocked this worker, and for whom it waited at their end."""
         waited, self._waited_ns = self._waited_ns, 0
-        waits, self._rounds.waits = self._rounds.waits, {}
+        waits, self._unit_rounds.waits = self._unit_rounds.waits, {}
         return Times(exchange_ns=waited, wait_ns=waits, posts=self._group.take_traffic())
-
-    def traffic(self) -> Traffic:
-        """Return what was sent over the links."""
-        return self._group.traffic()
 
     def close(self) -> None:
         """Close the links, which ends pending exchanges, and release the model."""
@@ -252,11 +238,8 @@ class ShardedExchange(FlowListener, Exchange):
         if pieces.add_gradient(number, gradient):
             self._carry_out(self._flow.complete(pieces.unit.number))
 
-    def _act(self, granted: Grant) -> None:
-        self._pieces[granted.stop_request.unit].act(granted)
-
     def _ask(self, stop_request: UnitRequest) -> Future[None]:
-        return self._thread.submit(self._rounds.take, stop_request)
+        return self._thread.submit(self._unit_rounds.take, stop_request)
 
     def _wait_for(self, future: Future[Result]) -> Result:
         begin = time.monotonic_ns()
@@ -290,6 +273,10 @@ class ShardedExchange(FlowListener, Exchange):
             for pieces in self._pieces
             for number, gradient in pieces.gradients()
         ]
+
+    def _reached_sums(self) -> list[Tensor]:
+        """The summed gradient of this worker's pieces."""
+        return [gradient for gradient in self._summed() if gradient is not None]
 
     def _show_pieces(self) -> None:
         """Point the model's parameters to this worker's pieces, so that a reader finds valid memory."""

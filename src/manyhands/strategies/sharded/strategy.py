@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from manyhands.facts import IN_STEP, ONE_DEVICE, ModelFootprint, Promises, Stepping, Truth, WorkerMemory
+from manyhands.facts import IN_STEP, ONE_DEVICE, Facts, ModelFootprint, Stepping, Truth, WorkerMemory
 from manyhands.strategy import Strategy, check_link, link_setting
 
 __all__ = ["Sharded"]
@@ -24,7 +24,6 @@ class Sharded(Strategy):
         "parameters, gradients and optimizer state split over the workers, gathered by layer"
     )
     truth: ClassVar[Truth] = Truth.SHARES
-    cannot_cross_hosts: ClassVar[str] = ""
     refuses: ClassVar[Mapping[str, str]] = {
         "codec": "layers are gathered as they are; allreduce link=tcp, local link=tcp and ps link=tcp have a codec",
         "device_memory": ONE_DEVICE,
@@ -55,31 +54,14 @@ class Sharded(Strategy):
         ]
 
     @property
-    def refused_buffers(self) -> Mapping[str, str]:
-        """None."""
-        return {}
-
-    @property
-    def stepping(self) -> tuple[Stepping, ...]:
-        """Each worker steps its share, of pieces of tensors where the optimizer allows that."""
-        return Stepping.IN_PIECES, Stepping.APART
-
-    @property
-    def promises(self) -> Promises:
-        """All workers take every step together, so all are needed."""
-        return IN_STEP
-
-    @property
-    def uses_links(self) -> bool:
-        """Always: nobody has the whole in memory that others see."""
-        return True
-
-    @property
-    def cannot_compile(self) -> str:
-        """Its parameters come and go."""
-        return "sharded frees and gathers parameters between layers, which compiled code does not know of"
-
-    @property
-    def instead_of_own_loop(self) -> str:
-        """A loop of one's own would read parameters that are elsewhere."""
-        return "give the model and its loss to mh.fit for sharded"
+    def facts(self) -> Facts:
+        """All workers take every step together; parameters come and go."""
+        return Facts(
+            promises=IN_STEP,
+            stepping=(Stepping.IN_PIECES, Stepping.APART),
+            uses_links=True,  # nobody has the whole in memory that others see
+            cannot_compile="sharded frees and gathers parameters between layers, which compiled code does not know of",
+            cannot_cross_hosts="",
+            instead_of_own_loop="give the model and its loss to mh.fit for sharded",
+            refused_buffers={},
+        )

@@ -13,11 +13,10 @@ clipped, or accumulate over several backwards, they are kept in host memory and 
 
 from __future__ import annotations
 
-import math
 import os
 import tempfile
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -26,15 +25,21 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from manyhands.engine.clipping import scale_down, squares_of
 from manyhands.engine.computing import Computed, Computer
-from manyhands.engine.exchange import Exchange, LocalStep, SharedStep
+from manyhands.engine.exchange import Exchange, GradientParts, LocalStep, SharedStep, WorkerPart
 from manyhands.errors import UserError
-from manyhands.strategies.common.sharding.flow import Action, Await, Fetch, Hand, Release, UnitFlow
 from manyhands.strategies.common.sharding.layer_units import Unit, UnitMemory, move_buffers, units_of
-from manyhands.strategies.common.sharding.optimizers import stepping_for
-from manyhands.strategies.common.sharding.state_sizes import kept_by
-from manyhands.strategies.common.sharding.visits import FlowListener, UnitVisits
+from manyhands.strategies.common.sharding.optimizers import kept_by, stepping_for
+from manyhands.strategies.common.sharding.visits import (
+    Action,
+    Await,
+    Fetch,
+    FlowListener,
+    Hand,
+    Release,
+    UnitFlow,
+    UnitVisits,
+)
 from manyhands.strategies.single.budget import UnitBytes, plan_budget
 from manyhands.strategies.single.offload_streams import Move, Mover, mover_for
 from manyhands.strategies.single.strategy import Single
@@ -51,10 +56,12 @@ class OffloadExchange(FlowListener, Exchange):
 
     rank = 0
     world = 1
+    part = WorkerPart(index=0, count=1)
     steps_itself = True
     builds_on_host = True
 
     def __init__(self, limit: int, device: torch.device, home: str = HOST) -> None:
+        self.parts = GradientParts(held=self._waiting, counted=self._waiting, total=self.total)
         self._limit = limit
         self._device = device
         self._home = home
@@ -74,7 +81,7 @@ class OffloadExchange(FlowListener, Exchange):
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Move the parameters to host memory or file; a UserError states the need if a layer does not fit."""
         strategy = Single(device_memory=self._limit)
-        stepping_for(optimizer, strategy.stepping, str(strategy))
+        stepping_for(optimizer, strategy.facts.stepping, str(strategy))
         self._optimizer = optimizer
         state = _state_sizes(optimizer)
         units = units_of(model)
@@ -103,17 +110,15 @@ class OffloadExchange(FlowListener, Exchange):
         with self._watching():
             return super().compute(computer, model, step)
 
-    def evaluate(self, computer: Computer, model: nn.Module) -> tuple[dict[str, float], int] | None:
+    def evaluate(
+        self, computer: Computer, model: nn.Module, *, alike: bool = False
+    ) -> tuple[dict[str, float], int] | None:
         """Evaluate; layers are fetched as they are needed."""
         self._flow.begin("evaluation")
         with self._watching():
-            found = computer.evaluate(model)
+            found = super().evaluate(computer, model, alike=alike)
         self._carry_out(self._flow.end())
         return found
-
-    def evaluate_alike(self, computer: Computer, model: nn.Module) -> tuple[dict[str, float], int] | None:
-        """Evaluate; layers are fetched as they are needed."""
-        return self.evaluate(computer, model)
 
     def backward(self, loss: Tensor, share: float) -> None:
         """Backward; each layer is stepped once its gradients are complete, unless the loss is not finite."""
@@ -138,15 +143,8 @@ class OffloadExchange(FlowListener, Exchange):
             self._show_home()
         return SharedStep(loss=local.loss, bad_workers=() if local.is_finite else (0,), stop=local.stop)
 
-    def clip(self, max_norm: float) -> float:
-        """Clip as torch does, on the gradients in host memory."""
-        gradients = self.held_gradients()
-        norm = math.sqrt(squares_of(gradients))
-        scale_down(gradients, norm, max_norm)
-        return norm
-
-    def held_gradients(self) -> Sequence[Tensor]:
-        """Return the gradients that are kept in host memory for their step."""
+    def _waiting(self) -> list[Tensor]:
+        """The gradients that are kept in host memory for their step."""
         self._mover.finish()
         return [gradient for layer in self._layers for gradient in layer.waiting.values()]
 

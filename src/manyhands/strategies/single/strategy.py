@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from manyhands.errors import UserError
 from manyhands.facts import (
-    ENDS,
-    NO_SERVERS,
-    NOBODY_JOINS,
+    IN_STEP,
     Answer,
+    Facts,
     ModelFootprint,
     Promise,
-    Promises,
     Stepping,
     Truth,
     Waits,
@@ -51,40 +49,6 @@ class Single(Strategy):
                 f"offload={self.offload} only means something with device_memory, as in device_memory=2GiB"
             )
 
-    @property
-    def stepping(self) -> tuple[Stepping, ...]:
-        """With a limit, each layer when its gradients are there."""
-        return (Stepping.IN_TURN if self.device_memory else Stepping.TOGETHER,)
-
-    @property
-    def waits_for(self) -> Waits:
-        """There is nobody else."""
-        return Waits.NOBODY
-
-    @property
-    def record_order(self) -> str | None:
-        """One after the other."""
-        return "free"
-
-    @property
-    def in_threads(self) -> bool:
-        """One of them."""
-        return True
-
-    @property
-    def cannot_compile(self) -> str:
-        """With a limit its parameters come and go."""
-        if not self.device_memory:
-            return ""
-        return (
-            "device_memory frees and fetches parameters between layers, which compiled code does not know of"
-        )
-
-    @property
-    def instead_of_own_loop(self) -> str:
-        """A loop's model is on the device as a whole."""
-        return "give the model and its loss to mh.fit for device_memory" if self.device_memory else ""
-
     def check(self, workers: int, device: str, *, compiled: bool = False) -> None:
         """What is compiled has no layers; the folder for them must be there."""
         super().check(workers, device, compiled=compiled)
@@ -110,16 +74,23 @@ class Single(Strategy):
         ]
 
     @property
-    def refused_buffers(self) -> Mapping[str, str]:
-        """None."""
-        return {}
-
-    @property
-    def promises(self) -> Promises:
-        """It is what the others are held against."""
+    def facts(self) -> Facts:
+        """What the others are held against; with a limit, layers come, are stepped and go."""
+        limited = self.device_memory > 0
         same = Promise(answer=Answer.YES, words="it is the one process")
-        return Promises(
-            worker_dies=ENDS, server_dies=NO_SERVERS, workers_join=NOBODY_JOINS, same_numbers=same
+        return Facts(
+            promises=replace(IN_STEP, same_numbers=same),
+            stepping=(Stepping.IN_TURN if limited else Stepping.TOGETHER,),
+            waits_for=Waits.NOBODY,
+            straggler_advice="",
+            record_order="free",
+            in_threads=True,
+            cannot_compile="device_memory frees and fetches parameters between layers, which compiled code does not "
+            "know of"
+            if limited
+            else "",
+            instead_of_own_loop="give the model and its loss to mh.fit for device_memory" if limited else "",
+            refused_buffers={},
         )
 
 

@@ -6,26 +6,33 @@ data 1:  worker 2 = slice 0, worker 3 = slice 1     gradients of slice 0 are sum
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from manyhands.engine.clipping import scale_down, squares_of
 from manyhands.engine.computing import Computed, Computer
-from manyhands.engine.exchange import Exchange, LocalStep, PeerTraffic, SharedStep, Times, Traffic
+from manyhands.engine.exchange import (
+    Exchange,
+    GradientParts,
+    LocalStep,
+    Meter,
+    PeerTraffic,
+    SharedStep,
+    Times,
+    Traffic,
+    WorkerPart,
+)
 from manyhands.native.heap import keep_freed_memory
-from manyhands.strategies.common.grid.grid_gradients import agree_on, sum_gradients
-from manyhands.strategies.common.grid.grid_group import LinkGroup, waits_of
+from manyhands.strategies.common.grid.grid_group import LinkGroup, agree_on, sum_gradients, waits_of
 from manyhands.strategies.common.grid.grid_layout import Grid, GridAxis
 from manyhands.strategies.common.grid.held import Held, HeldModel, Outline
 from manyhands.strategies.common.sharding.optimizers import stepping_for
+from manyhands.strategies.tensor.moves import layer_traffic
 from manyhands.strategies.tensor.slicing import Sliced, slice_modules
 from manyhands.strategies.tensor.strategy import Tensor
-from manyhands.strategies.tensor.traffic_report import layer_traffic
 from manyhands.transport.link.interface import Link
 from manyhands.transport.link.wire import Wire, wire_of
 
@@ -59,6 +66,19 @@ class TensorExchange(Exchange):
         self._everyone = group(range(grid.workers), _EVERYONE, "all workers")
         self._slices = group(grid.along(GridAxis.SLICE, rank), _SLICES, "the slices of a layer")
         self._data = group(grid.along(GridAxis.DATA, rank), _DATA, "the replicas of a slice")
+        self.part = WorkerPart(
+            index=self._place.data,  # all slices of a replica compute on the same samples
+            count=grid.data,
+            copies=grid.copies,
+            parameters=lambda _: self._need().named(),
+            total_of_copies=lambda values: self._data.all_reduce(values.clone()),
+        )
+        self.parts = GradientParts(
+            held=lambda: self._need().gradients(),
+            counted=self._counted,
+            total=self._slices.all_reduce,
+        )
+        self.meter = Meter(take_times=self._take_times, traffic=self._traffic)
         self._device = device if device is not None else torch.device("cpu")
         self._optimizer: Optimizer | None = None
         self._held: HeldModel | None = None
@@ -67,28 +87,7 @@ class TensorExchange(Exchange):
         self._counted_ns = 0
         self._steps = 0
 
-    @property
-    def part(self) -> int:
-        """Index of this worker's replica: all slices of a replica compute on the same samples."""
-        return self._place.data
-
-    @property
-    def parts(self) -> int:
-        """Number of replicas."""
-        return self._grid.data
-
-    @property
-    def copies(self) -> Sequence[Sequence[int]]:
-        """The ranks that hold replicas of each slice."""
-        return self._grid.copies
-
-    def held_parameters(self, model: nn.Module) -> Iterable[tuple[str, torch.Tensor | None]]:
-        """This worker's parts of the parameters, under the names of the whole ones."""
-        del model
-        return self._need().named()
-
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Collective: broadcast worker 0's weights, then keep this worker's slice of them on its device."""
         for tensor in (*model.parameters(), *model.buffers()):
             self._everyone.broadcast(tensor.detach())
         outline = Outline.of(model)
@@ -114,26 +113,25 @@ class TensorExchange(Exchange):
             if key in outline.shapes and first and (self.rank == 0 or key in self._sliced.buffers)
         }
         if self._sliced.cut:
-            stepping_for(optimizer, Tensor().stepping, Tensor.word)
+            stepping_for(optimizer, Tensor().facts.stepping, Tensor.word)
         self._held = HeldModel(outline, optimizer, held, buffers, self._sliced.buffers)
         self._held.drop_rest()
         self._optimizer = optimizer
         keep_freed_memory()  # every step frees what the next one allocates
 
     def compute(self, computer: Computer, model: nn.Module, step: int) -> Computed:
-        """Compute one step together with the other slices of this replica."""
         for group in self._groups:
             group.take_traffic()  # drop what was counted between steps
         waits_of(self._groups)
         return super().compute(computer, model, step)
 
-    def evaluate(self, computer: Computer, model: nn.Module) -> tuple[dict[str, float], int] | None:
+    def evaluate(
+        self, computer: Computer, model: nn.Module, *, alike: bool = False
+    ) -> tuple[dict[str, float], int] | None:
         """Collective: each replica evaluates its part of the evaluation data."""
-        return computer.evaluate(model, self.part, self.parts, self._data.all_reduce)
-
-    def backward(self, loss: torch.Tensor, share: float) -> None:
-        """Run the backward pass of this replica's weighted loss together with the other slices."""
-        (loss * share).backward()  # type: ignore[no-untyped-call]
+        if alike:
+            return computer.evaluate(model)
+        return computer.evaluate(model, self.part.index, self.part.count, self._data.all_reduce)
 
     def agree(self, local: LocalStep) -> SharedStep:
         """Collective: agree on the step; unless a worker reports bad values, sum gradients over the replicas."""
@@ -146,38 +144,25 @@ class TensorExchange(Exchange):
                 self._posts.setdefault(peer, PeerTraffic()).add(post)
         return shared
 
-    def clip(self, max_norm: float) -> float:
-        """Collective: clip by the global norm; cut parameters count on every slice, whole ones on the first only."""
-        held = self._need()
-        counted = held.gradients(lambda one: one.cut is not None or self._place.slice == 0)
-        squares = self._slices.all_reduce(torch.tensor([squares_of(counted)], dtype=torch.float64))
-        norm = math.sqrt(float(squares))
-        scale_down(held.gradients(), norm, max_norm)
-        return norm
+    def _counted(self) -> list[torch.Tensor]:
+        """Gradients that count on this worker: of cut parameters on every slice, of whole ones on the first."""
+        return self._need().gradients(lambda one: one.cut is not None or self._place.slice == 0)
 
     def apply(self) -> None:
-        """Step the optimizer on the parameters that this worker holds."""
         assert self._optimizer is not None, "attach comes before apply"
         self._optimizer.step()
         self._optimizer.zero_grad()
 
     def optimizer_state(self) -> dict[str, Any] | None:
-        """Collective: assemble the optimizer state from the slices."""
         return self._need().optimizer_state(self._everyone)
 
     def model_state(self, model: nn.Module) -> Mapping[str, torch.Tensor] | None:
-        """Collective: assemble the model state from the slices."""
         return self._need().model_state(self._everyone, model)
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
-        """Collective: the sum over all workers."""
         return self._everyone.all_reduce(values.clone())
 
-    def total_of_copies(self, values: torch.Tensor) -> torch.Tensor:
-        """Collective: the sum over the replicas of this slice."""
-        return self._data.all_reduce(values.clone())
-
-    def take_times(self) -> Times:
+    def _take_times(self) -> Times:
         """Time of communication between slices in forward and backward, and the traffic of agreed steps by peer.
 
         Waiting for late peers is reported as waiting, not as exchange time.
@@ -188,17 +173,14 @@ class TensorExchange(Exchange):
         waits = waits_of(self._groups)
         return Times(exchange_ns=max(0, spent_ns - sum(waits.values())), wait_ns=waits, posts=posts)
 
-    def traffic(self) -> Traffic:
-        """Traffic of all three groups together."""
+    def _traffic(self) -> Traffic:
         return sum((group.traffic() for group in self._groups), Traffic())
 
     def summary(self) -> Mapping[str, Any]:
-        """What a training step of this worker sends for each layer."""
         traffic = self._sliced.traffic if self._sliced is not None else {}
         return {"layers": layer_traffic(traffic, self._steps)}
 
     def close(self) -> None:
-        """Close the links."""
         for link in self._links.values():
             link.close()
 

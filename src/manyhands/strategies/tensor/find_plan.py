@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from math import gcd
@@ -28,23 +28,15 @@ from manyhands.engine.chain import SaysChain
 from manyhands.errors import UserError
 from manyhands.strategies.tensor.slicing_plan import Plan, SliceKind, Slicing
 
-__all__ = ["find_plan", "pair_up", "said_plan"]
+__all__ = ["find_plan"]
 
 Named = tuple[str, nn.Module]
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _ELEMENTWISE = (
     *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Softplus),
-    *(
-        nn.Tanh,
-        nn.Sigmoid,
-        nn.Hardtanh,
-        nn.Hardswish,
-        nn.Hardsigmoid,
-        nn.Softsign,
-        nn.LogSigmoid,
-        nn.Identity,
-    ),
+    *(nn.Tanh, nn.Sigmoid, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.Softsign, nn.LogSigmoid),
+    nn.Identity,
 )
 _PER_CHANNEL = (
     *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d),
@@ -53,20 +45,10 @@ _PER_CHANNEL = (
 )
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _ANY_ROWS = (*_ELEMENTWISE, nn.Dropout)
+_FEED_FORWARD = {"linear1": "column", "dropout": "inside", "linear2": "row"}
 _KNOWN: dict[type[nn.Module], Mapping[str, str]] = {
-    nn.TransformerEncoderLayer: {
-        "self_attn": "heads",
-        "linear1": "column",
-        "dropout": "inside",
-        "linear2": "row",
-    },
-    nn.TransformerDecoderLayer: {
-        "self_attn": "heads",
-        "multihead_attn": "heads",
-        "linear1": "column",
-        "dropout": "inside",
-        "linear2": "row",
-    },
+    nn.TransformerEncoderLayer: {"self_attn": "heads", **_FEED_FORWARD},
+    nn.TransformerDecoderLayer: {"self_attn": "heads", "multihead_attn": "heads", **_FEED_FORWARD},
 }
 """Plans of torch modules that are not chains."""
 
@@ -116,13 +98,11 @@ class _Finder:
     """Finds the plan in one traversal of a model."""
 
     def __init__(self, model: nn.Module, slices: int) -> None:
-        self._model = model
-        self._slices = slices
+        self._model, self._slices = model, slices
         self._tied = _tied(model)
         self._names = {id(module): name for name, module in model.named_modules()}
 
     def visit(self, path: str, module: nn.Module, plan: dict[str, Slicing]) -> None:
-        """Plan this module and everything in it."""
         if path in plan:
             return
         said = said_plan(module, path)
@@ -135,7 +115,7 @@ class _Finder:
         if type(module) in _KNOWN:
             self._visit_known(path, module, plan)
         elif _is_plain(module) or isinstance(module, SaysChain):
-            self._visit_chain([(self._names.get(id(one), ""), one) for one in _chain(module)], plan)
+            self._visit_chain(_chain(module), plan)
         else:
             how = self._alone(module)
             if how is not None:
@@ -145,12 +125,9 @@ class _Finder:
                 self._visit_children(module, plan)
 
     def visit_part(self, part: Sequence[nn.Module], plan: dict[str, Slicing]) -> None:
-        """Plan some modules of the model's chain, which are applied one after another."""
         if getattr(self._model, "tensor_plan", None) is None:
             flat = [one for module in part for one in _flat(module)]
-            self._visit_chain(
-                [(self._names.get(id(one), ""), one) for one in flat], plan, _chain(self._model)
-            )
+            self._visit_chain(flat, plan, _chain(self._model))
             return
         whole: dict[str, Slicing] = {}
         self.visit("", self._model, whole)
@@ -174,28 +151,23 @@ class _Finder:
             plan[_joined(path, name)] = Slicing.parse(word)
 
     def _visit_chain(
-        self, chain: Sequence[Named], plan: dict[str, Slicing], whole: Sequence[nn.Module] = ()
+        self, modules: Sequence[nn.Module], plan: dict[str, Slicing], whole: Sequence[nn.Module] = ()
     ) -> None:
-        """Plan modules that are applied one after another, as part of a `whole` chain or by themselves."""
-        applied = whole or [module for _, module in chain]
-        often = Counter(self._names.get(id(inner), "") for one in applied for inner in one.modules())
+        chain = [(self._names.get(id(one), ""), one) for one in modules]
+        often = Counter(self._names.get(id(inner), "") for one in whole or modules for inner in one.modules())
         at = 0
         while at < len(chain):
-            pair = pair_up(chain[at:], self._slices)
-            if pair is not None and all(self._may_pair(one, often) for one in chain[at : at + pair.length]):
-                plan |= pair.plan
-                at += pair.length
+            found, length = pair_up(chain[at:], self._slices)
+            if length and all(self._may_pair(one, often) for one in chain[at : at + length]):
+                plan |= found
+                at += length
                 continue
-            self._visit_inside(chain, at, plan)
+            name, module = chain[at]
+            if name:
+                self.visit(name, module, plan)
+            else:  # it is not registered in the model, and only stands for its children
+                self._visit_children(module, plan)
             at += 1
-
-    def _visit_inside(self, chain: Sequence[Named], at: int, plan: dict[str, Slicing]) -> None:
-        """Plan one module of a chain; one that is not registered in the model only stands for its children."""
-        name, module = chain[at]
-        if name:
-            self.visit(name, module, plan)
-        else:
-            self._visit_children(module, plan)
 
     def _visit_children(self, module: nn.Module, plan: dict[str, Slicing]) -> None:
         for child in module.children():
@@ -205,14 +177,12 @@ class _Finder:
     def _may_pair(self, one: Named, often: Mapping[str, int]) -> bool:
         """Whether a layer is used once, by this chain alone; one without parameters may be used anywhere."""
         name, module = one
-        ours = list(module.parameters())
-        shared = any(id(parameter) in self._tied for parameter in ours)
-        return not shared and (
-            (bool(name) and often[name] == 1) or type(module) in (*_ELEMENTWISE, *_PER_CHANNEL, nn.Flatten)
-        )
+        if any(id(parameter) in self._tied for parameter in module.parameters()):
+            return False
+        is_free = type(module) in (*_ELEMENTWISE, *_PER_CHANNEL, nn.Flatten)
+        return is_free or (bool(name) and often[name] == 1)
 
     def _alone(self, module: nn.Module) -> Slicing | None:
-        """How to slice a layer whose neighbours are not known; None: leave it whole."""
         tied = [id(one) for one in module.parameters(recurse=False) if id(one) in self._tied]
         by_vocabulary = all(self._tied[one] for one in tied)
         if _is_plain_embedding(module):
@@ -224,11 +194,7 @@ class _Finder:
             return None
         if _is_plain_convolution(module) and module.out_channels >= self._slices:
             return Slicing(kind=SliceKind.CHANNELS_OUT, gather=True)
-        if (
-            type(module) is nn.MultiheadAttention
-            and _splits_heads(module)
-            and module.num_heads >= self._slices
-        ):
+        if type(module) is nn.MultiheadAttention and _splits_heads(module, self._slices):
             return Slicing(kind=SliceKind.HEADS, units=module.num_heads)
         return None
 
@@ -263,24 +229,18 @@ def _join_rows(model: nn.Module, part: Sequence[nn.Module] | None, plan: dict[st
             plan[run[-1]] = replace(plan[run[-1]], gather=True)
 
 
-@dataclass(frozen=True, slots=True)
-class LayerPair:
-    """A layer that leaves its output sliced, the layers between, and the layer that takes it."""
+def pair_up(chain: Sequence[Named], slices: int) -> tuple[Plan, int]:
+    """Of a layer that leaves its output sliced, the layers between, and the one that takes it: the plan, and how many.
 
-    plan: Plan
-    length: int
-    """How many modules of the chain the pair covers."""
-
-
-def pair_up(chain: Sequence[Named], slices: int) -> LayerPair | None:
-    """The pair that starts at the first module of a chain, or None."""
+    0 where the chain does not begin with such a pair.
+    """
     name, first = chain[0]
     if _is_plain_linear(first):
         width, opens = first.out_features, SliceKind.COLUMN
     elif _is_plain_convolution(first):
         width, opens = first.out_channels, SliceKind.CHANNELS_OUT
     else:
-        return None
+        return {}, 0
     units, flat = width, opens is SliceKind.COLUMN
     inside: list[str] = []
     for number, (between, module) in enumerate(chain[1:], 1):
@@ -291,7 +251,7 @@ def pair_up(chain: Sequence[Named], slices: int) -> LayerPair | None:
                 one: Slicing(kind=SliceKind.INSIDE, units=units, channels=opens is not SliceKind.COLUMN)
                 for one in inside
             }
-            return LayerPair(plan | {between: Slicing(kind=closes, units=units)}, number + 1)
+            return plan | {between: Slicing(kind=closes, units=units)}, number + 1
         if type(module) is nn.Dropout:
             inside.append(between)
         elif not flat and type(module) is nn.GroupNorm:
@@ -302,8 +262,8 @@ def pair_up(chain: Sequence[Named], slices: int) -> LayerPair | None:
         elif not flat and type(module) is nn.Flatten and (module.start_dim, module.end_dim) == (1, -1):
             flat = True
         elif not (type(module) in _ELEMENTWISE or (type(module) in _PER_CHANNEL and not flat)):
-            return None
-    return None
+            break
+    return {}, 0
 
 
 def _closes(module: nn.Module, opens: SliceKind, width: int, *, flat: bool) -> SliceKind | None:
@@ -342,7 +302,6 @@ def _is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 
 def _is_plain_embedding(module: nn.Module) -> TypeGuard[nn.Embedding]:
-    """Whether the module only looks up rows."""
     if type(module) is not nn.Embedding or not _has_weight(module):
         return False
     return module.max_norm is None and not module.sparse and not module.scale_grad_by_freq
@@ -353,8 +312,9 @@ def _has_weight(module: nn.Module) -> bool:
     return module._parameters.get("weight") is not None
 
 
-def _splits_heads(attention: nn.MultiheadAttention) -> bool:
-    return attention.bias_k is None and not attention.add_zero_attn and attention._qkv_same_embed_dim
+def _splits_heads(attention: nn.MultiheadAttention, slices: int) -> bool:
+    plain = attention.bias_k is None and not attention.add_zero_attn and attention._qkv_same_embed_dim
+    return plain and attention.num_heads >= slices
 
 
 def _chain(module: nn.Module) -> list[nn.Module]:
@@ -369,7 +329,6 @@ def _inside(module: nn.Module) -> list[nn.Module]:
 
 
 def _flat(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules of nested sequences, one after another."""
     inside = _inside(module) if getattr(module, "tensor_plan", None) is None else []
     if not inside:
         yield module
@@ -378,7 +337,6 @@ def _flat(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether the module only applies its children one after another."""
     return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
 
 

@@ -23,16 +23,8 @@ from manyhands.strategies.tensor.moves import Port, gathered
 __all__ = ["LazyWhole", "cross_entropy", "settled"]
 
 _ABOUT = (
-    "shape",
-    "dtype",
-    "device",
-    "ndim",
-    "layout",
-    "is_cuda",
-    "is_cpu",
-    "is_sparse",
-    "is_quantized",
-    "is_nested",
+    *("shape", "dtype", "device", "ndim", "layout"),
+    *("is_cuda", "is_cpu", "is_sparse", "is_quantized", "is_nested"),
 )
 _FACTS = {
     *(getattr(Tensor, name).__get__ for name in _ABOUT),
@@ -65,7 +57,6 @@ class LazyWhole(Tensor):
         port: Port | None = None,
         sizes: Sequence[int] = (),
     ) -> LazyWhole:
-        """Make a stand-in that allocates no memory."""
         made: LazyWhole = torch.Tensor._make_wrapper_subclass(
             cls, tuple(shape), dtype=part.dtype, device=part.device
         )
@@ -103,7 +94,12 @@ class LazyWhole(Tensor):
         if isinstance(first, LazyWhole):
             if getattr(function, "__self__", None) is Tensor.requires_grad:
                 return first._part.requires_grad
-            _refuse_changes(function)
+            name = getattr(function, "__name__", "")
+            if (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__set__"):
+                raise UserError(
+                    f"strategy tensor: {name} would change a tensor of which each slice has a part; make a new one "
+                    "instead, or say 'whole' of that layer in tensor_plan"
+                )
             on_part = first._on_part(function, args, kwargs)
             if on_part is not None:
                 return on_part
@@ -120,7 +116,6 @@ class LazyWhole(Tensor):
         return function(*args, **kwargs)
 
     def _on_part(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
-        """The result computed from the part alone, or None where the whole tensor is needed."""
         if self._port is None or self._whole is not None:
             return None
         if function is F.cross_entropy:
@@ -157,15 +152,10 @@ class _CrossEntropy(torch.autograd.Function):
         mine = (target >= first) & (target < first + part.shape[1])
         column = (target - first).where(mine, 0)
         largest = part.amax(1)
-        own = torch.stack(
-            [
-                largest,
-                (part - largest[:, None]).exp().sum(1),
-                part.gather(1, column[:, None])[:, 0].masked_fill(~mine, 0),
-            ]
-        )
-        told = port.counted(lambda: port.group.all_gather(own), backward=False)
-        highest, exponentials, picked = torch.stack(told).unbind(1)
+        target_score = part.gather(1, column[:, None])[:, 0].masked_fill(~mine, 0)
+        own = torch.stack([largest, (part - largest[:, None]).exp().sum(1), target_score])
+        of_all = port.counted(lambda: port.group.all_gather(own), backward=False)
+        highest, exponentials, picked = torch.stack(of_all).unbind(1)
         top = highest.amax(0)
         logarithm = top + (exponentials * (highest - top).exp()).sum(0).log()
         ctx.save_for_backward(part, logarithm, mine, column)
@@ -203,7 +193,7 @@ def _loss_of(
         return None  # the whole tensor lets torch report what is wrong
     exact = (
         scores._part.float() if scores.dtype in HALVES else scores._part
-    )  # as torch's, 16 bits lose the sum
+    )  # as torch's: 16 bits lose the sum
     losses = cross_entropy(exact, target, port, sum(sizes[: port.index]), ignore_index)
     if not torch.is_autocast_enabled(scores.device.type):
         losses = losses.to(scores.dtype)
@@ -219,12 +209,3 @@ def _shape_after(function: Any, shape: torch.Size, args: Sequence[Any]) -> torch
         return torch.Size(function(torch.empty(shape, device="meta"), *args).shape)
     except (RuntimeError, TypeError, IndexError):
         return None
-
-
-def _refuse_changes(function: Any) -> None:
-    name = getattr(function, "__name__", "")
-    if (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__set__"):
-        raise UserError(
-            f"strategy tensor: {name} would change a tensor of which each slice has a part; make a new one instead, or "
-            "say 'whole' of that layer in tensor_plan"
-        )

@@ -16,7 +16,7 @@ Each move counts what this slice sends under the name of its layer.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,16 @@ from torch.autograd.function import once_differentiable
 
 from manyhands.strategies.common.grid.grid_group import LinkGroup
 
-__all__ = ["LayerTraffic", "Port", "copied", "gathered", "scattered", "summed"]
+__all__ = [
+    "LayerTraffic",
+    "Port",
+    "copied",
+    "gathered",
+    "layer_traffic",
+    "scattered",
+    "sum_layer_traffic",
+    "summed",
+]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,7 +49,6 @@ class LayerTraffic:
     backward_bytes: int = 0
 
     def add(self, messages: int, num_bytes: int, *, backward: bool) -> None:
-        """Count messages and bytes that were sent."""
         if backward:
             self.backward_messages += messages
             self.backward_bytes += num_bytes
@@ -61,23 +69,12 @@ class Port:
 
     def __init__(self, group: LinkGroup, name: str, traffic: LayerTraffic, clock: Clock) -> None:
         self.group = group
-        self.name = name
-        self.traffic = traffic
+        self.index, self.world = group.index, group.world
+        self.name, self.traffic = name, traffic
         self.trains = True
         self._clock = clock
 
-    @property
-    def index(self) -> int:
-        """Index of this slice."""
-        return self.group.index
-
-    @property
-    def world(self) -> int:
-        """Number of slices."""
-        return self.group.world
-
     def sum(self, tensor: Tensor, *, backward: bool = False) -> Tensor:
-        """Collective: return the sum over the slices as a new tensor."""
         own = tensor.clone(memory_format=torch.contiguous_format)
         self.counted(lambda: self.group.all_reduce(own), backward=backward)
         return own
@@ -180,3 +177,35 @@ class _Scattered(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         port, dim, sizes = ctx.place
         return port.gather(gradient, dim, sizes, backward=True), None, None, None
+
+
+_AMOUNTS = ("forward_bytes", "backward_bytes", "messages")
+
+
+def layer_traffic(traffic: Mapping[str, LayerTraffic], steps: int) -> list[dict[str, Any]]:
+    """One worker's average traffic per training step, one row per layer, as plain values."""
+    steps = max(1, steps)
+    return [
+        {
+            "layer": name,
+            "how": one.how,
+            "forward_bytes": one.forward_bytes / steps,
+            "backward_bytes": one.backward_bytes / steps,
+            "messages": (one.forward_messages + one.backward_messages) / steps,
+        }
+        for name, one in traffic.items()
+    ]
+
+
+def sum_layer_traffic(finished: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Sum the workers' final reports into one row per layer, under `layers`; an empty dict where none reported.
+
+    Layers keep the order in which they were reported.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for one in finished:
+        for row in one.get("layers", ()):
+            total = found.setdefault(row["layer"], {**row, **dict.fromkeys(_AMOUNTS, 0)})
+            for name in _AMOUNTS:
+                total[name] += row[name]
+    return {"layers": list(found.values())} if found else {}

@@ -6,6 +6,7 @@ keep their names. A cut parameter that is read as an attribute (`layer.weight`) 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,7 @@ from manyhands.strategies.tensor.moves import Port, copied, gathered, summed
 from manyhands.strategies.tensor.slicing_plan import SliceKind, Slicing, parts_of
 
 __all__ = [
+    "ATTENTION",
     "EMBEDDING",
     "LINEAR",
     "ImageRows",
@@ -81,7 +83,6 @@ class LayerSlice:
     rows: ImageRows
     shapes: dict[str, torch.Size] = field(default_factory=dict)
     """Shapes of the parameters before they were cut."""
-
     cuts: dict[str, tuple[Cut, ...]] = field(default_factory=dict)
     """For each parameter that is cut: the part that every slice has."""
 
@@ -104,7 +105,6 @@ class SlicedModule(nn.Module):
 
     @property
     def port(self) -> Port:
-        """The endpoint to the other slices."""
         return self.sliced.port
 
     def part(self, name: str) -> Tensor | None:
@@ -112,7 +112,6 @@ class SlicedModule(nn.Module):
         return self._parameters[name]
 
     def sizes(self, name: str) -> list[int]:
-        """How many items every slice has along the dimension in which a parameter is cut."""
         return [cut.end - cut.begin for cut in self.sliced.cuts[name]]
 
     def whole(self, name: str) -> Tensor | None:
@@ -141,12 +140,10 @@ class SlicedModule(nn.Module):
 
 
 def whole_attribute(name: str) -> Any:
-    """Make a property that reads a cut parameter as a whole."""
     return property(lambda self: self.whole(name), doc=f"The whole {name}.")
 
 
 def along(dim: int, parts: list[range], blocks: int = 1) -> list[Cut]:
-    """The cuts that give each slice its part along a dimension."""
     return [Cut(dim=dim, begin=part.start, end=part.stop, blocks=blocks) for part in parts]
 
 
@@ -163,7 +160,6 @@ class ColumnLinear(SlicedModule, nn.Linear):
         return {name: along(0, parts, how.fused) for name in ("weight", "bias")}
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return this slice's output features, or all of them where the plan gathers."""
         x = settled(x)
         self.expect(x, -1, self.in_features, "features")
         if self.sliced.how.leaves_sliced:
@@ -178,7 +174,6 @@ class VocabularyLinear(ColumnLinear):
     """Column-parallel linear layer whose output, the scores of some classes, is gathered only when it is used."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return a lazy tensor that stands for the scores of all classes."""
         return LazyWhole.scores(super().forward(x), self.port, self.sizes("weight"))
 
 
@@ -193,7 +188,6 @@ class RowLinear(SlicedModule, nn.Linear):
         return {"weight": along(1, parts_of(module.in_features, how.units, slices))}
 
     def forward(self, x: Tensor) -> Tensor:
-        """Collective: return the whole output."""
         weight = self.part("weight")
         assert weight is not None, "a linear layer has a weight"
         self.expect(x, -1, weight.shape[1], "features")
@@ -214,7 +208,6 @@ class VocabularyEmbedding(SlicedModule, nn.Embedding):
         return {"weight": along(0, parts_of(module.num_embeddings, how.units, slices))}
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Collective: return the whole embeddings; IndexError where a token is outside the vocabulary."""
         weight, cut = self.part("weight"), self.sliced.cuts["weight"][self.port.index]
         assert weight is not None, "an embedding has a weight"
         if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.num_embeddings:
@@ -233,3 +226,112 @@ LINEAR: dict[SliceKind, type[SlicedModule]] = {
     SliceKind.VOCABULARY: VocabularyLinear,
 }
 EMBEDDING: dict[SliceKind, type[SlicedModule]] = {SliceKind.VOCABULARY: VocabularyEmbedding}
+
+
+class HeadsAttention(SlicedModule, nn.MultiheadAttention):
+    """Torch's MultiheadAttention with some of its heads, whose contributions to the output are summed.
+
+    Same arguments and results, in every batch layout.
+    """
+
+    in_proj_weight = whole_attribute("in_proj_weight")
+    in_proj_bias = whole_attribute("in_proj_bias")
+
+    @classmethod
+    def cuts(cls, module: nn.MultiheadAttention, how: Slicing, slices: int) -> dict[str, list[Cut]]:
+        """Cut the same heads of query, key and value; UserError for an attention that cannot be cut by heads."""
+        if how.units != module.num_heads:
+            raise UserError(
+                f"tensor_plan: heads={how.units} of an attention that has {module.num_heads} heads; write "
+                f"heads={module.num_heads}"
+            )
+        if module.bias_k is not None or module.add_zero_attn or not module._qkv_same_embed_dim:
+            raise UserError(
+                "tensor_plan: an attention with add_bias_kv, add_zero_attn, kdim or vdim cannot be sliced by heads; "
+                "say 'whole'"
+            )
+        parts = parts_of(module.embed_dim, how.units, slices)
+        return {name: along(0, parts, 3) for name in ("in_proj_weight", "in_proj_bias")}
+
+    @classmethod
+    def beside(cls, module: nn.MultiheadAttention, how: Slicing) -> dict[str, tuple[nn.Module, Slicing]]:
+        return {"out_proj": (module.out_proj, Slicing(kind=SliceKind.ROW, units=how.units))}
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the output and, where requested, the attention weights, as torch does; both whole on every slice."""
+        del is_causal  # only a hint: a caller that sets it passes the mask as well
+        given = settled(query), settled(key), settled(value)
+        alone = given[0].dim() == 2
+        self.sliced.draws.enter(given[0])
+        copies = {id(one): copied(one, self.port) for one in given}  # one copy where one tensor is all three
+        inputs = [copies[id(one)] for one in given]
+        if alone:
+            inputs = [one.unsqueeze(0) for one in inputs]
+        elif not self.batch_first:
+            inputs = [one.transpose(0, 1) for one in inputs]
+        q, k, v = self._projected(inputs)
+        mask = self._mask(attn_mask, key_padding_mask, q, k, alone=alone)
+        dropout = self.dropout if self.training else 0.0
+        weights = None
+        if need_weights:
+            scores = q @ k.transpose(-2, -1) / math.sqrt(self.head_dim)
+            weights = (scores if mask is None else scores + mask).softmax(-1)
+            mixed = F.dropout(weights, dropout, self.training) @ v
+        else:
+            mixed = F.scaled_dot_product_attention(q, k, v, mask, dropout)
+        output: Tensor = self.out_proj(mixed.transpose(1, 2).flatten(2))
+        if alone:
+            output = output.squeeze(0)
+        elif not self.batch_first:
+            output = output.transpose(0, 1)
+        if weights is None:
+            return output, None
+        if average_attn_weights:
+            weights = summed(weights.sum(1), self.port) / self.num_heads
+        else:
+            sizes = [len(one) for one in parts_of(self.num_heads, 0, self.port.world)]
+            weights = LazyWhole.scores(weights.movedim(1, -1), self.port, sizes).whole().movedim(-1, 1)
+        return output, weights.squeeze(0) if alone else weights
+
+    def _projected(self, given: list[Tensor]) -> list[Tensor]:
+        """Query, key and value of this slice's heads: (batch, heads, time, features of a head)."""
+        weight, bias = self.part("in_proj_weight"), self.part("in_proj_bias")
+        assert weight is not None, "one projection for all three"
+        biases = bias.chunk(3) if bias is not None else (None, None, None)
+        return [
+            F.linear(one, part, its_bias).view(*one.shape[:2], -1, self.head_dim).transpose(1, 2)
+            for one, part, its_bias in zip(given, weight.chunk(3), biases, strict=True)
+        ]
+
+    def _mask(
+        self, attn: Tensor | None, padding: Tensor | None, q: Tensor, k: Tensor, *, alone: bool
+    ) -> Tensor | None:
+        total = None
+        if attn is not None:
+            total = _added(attn, q.dtype)
+            if total.dim() == 3:
+                mine = parts_of(self.num_heads, 0, self.port.world)[self.port.index]
+                total = total.view(q.shape[0], self.num_heads, *total.shape[1:])[:, mine.start : mine.stop]
+        if padding is not None:
+            padding = _added(padding.unsqueeze(0) if alone else padding, q.dtype)[:, None, None, :]
+            total = padding if total is None else total + padding
+        return total if total is None else total.expand(*q.shape[:3], k.shape[2])
+
+
+def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    if mask.dtype is torch.bool:
+        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(mask, -torch.inf)
+    return mask.to(dtype)
+
+
+ATTENTION: dict[SliceKind, type[SlicedModule]] = {SliceKind.HEADS: HeadsAttention}

@@ -1,23 +1,73 @@
-"""Slices the modules of a network in place, following a plan."""
+"""Slices the modules of a network in place, following a plan, by a table of the classes for each module type."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from manyhands.errors import UserError
 from manyhands.strategies.common.grid.grid_group import LinkGroup
 from manyhands.strategies.common.grid.held import Cut
 from manyhands.strategies.tensor.find_plan import find_plan
-from manyhands.strategies.tensor.kinds import sliced_class
 from manyhands.strategies.tensor.moves import Clock, LayerTraffic, Port
-from manyhands.strategies.tensor.sliced_layers import ImageRows, LayerSlice, SameDraws
+from manyhands.strategies.tensor.sliced_images import (
+    BATCH_NORMS,
+    CONVOLUTIONS,
+    DROPOUT,
+    GROUP_NORM,
+    SPATIAL,
+    why_not,
+)
+from manyhands.strategies.tensor.sliced_layers import (
+    ATTENTION,
+    EMBEDDING,
+    LINEAR,
+    ImageRows,
+    LayerSlice,
+    SameDraws,
+    SlicedModule,
+)
 from manyhands.strategies.tensor.slicing_plan import Plan, SliceKind, Slicing
 
-__all__ = ["CutParameter", "Sliced", "check_plan", "slice_modules"]
+__all__ = ["Sliced", "check_plan", "slice_modules"]
+
+KINDS: dict[type[nn.Module], dict[SliceKind, type[SlicedModule]]] = {
+    nn.Linear: LINEAR,
+    nn.Embedding: EMBEDDING,
+    NonDynamicallyQuantizableLinear: LINEAR,  # what torch's attention has for its output
+    nn.MultiheadAttention: ATTENTION,
+    nn.GroupNorm: GROUP_NORM,
+    nn.Dropout: DROPOUT,
+    **CONVOLUTIONS,
+    **BATCH_NORMS,
+}
+for _kind, _spatial in SPATIAL.items():
+    KINDS[_kind] = {**KINDS.get(_kind, {}), SliceKind.SPATIAL: _spatial}
+"""Sliced classes by module type, then by slice kind."""
+
+
+def sliced_class(name: str, module: nn.Module, how: Slicing) -> type[SlicedModule]:
+    """Return the class that slices `module` as `how` says.
+
+    Raises UserError where this module type cannot be sliced this way, or where the module's settings rule it out.
+    """
+    known = KINDS.get(type(module), {})
+    if how.kind not in known:
+        ways = ", ".join(kind.value for kind in known)
+        raise UserError(
+            f"tensor_plan: module {name!r} is a {type(module).__name__}, which cannot be {how.kind.value}; "
+            f"{f'it can be {ways}' if ways else 'leave it whole'}"
+        )
+    reason = why_not(module) if how.kind is SliceKind.SPATIAL else ""
+    if reason:
+        raise UserError(
+            f"tensor_plan: module {name!r} cannot be spatial: {reason}; say 'whole', or channels_out"
+        )
+    return known[how.kind]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -36,22 +86,15 @@ class Sliced:
     plan: Plan
     cut: Mapping[int, CutParameter]
     """Cut parameters, by the identity of the whole one; parameters not listed are whole on every slice."""
-
     buffers: Mapping[str, Cut]
     """Cuts of the buffers of which this slice has a part, by name."""
-
     traffic: Mapping[str, LayerTraffic]
     """What each layer has sent so far, by its name."""
-
     clock: Clock
 
 
 def slice_modules(
-    model: nn.Module,
-    group: LinkGroup,
-    plan: Plan | None = None,
-    *,
-    part: Sequence[nn.Module] | None = None,
+    model: nn.Module, group: LinkGroup, plan: Plan | None = None, *, part: Sequence[nn.Module] | None = None
 ) -> Sliced:
     """Slice the modules of `model` in place over the members of `group`; find a plan where none is given.
 
@@ -62,11 +105,24 @@ def slice_modules(
     plan = find_plan(model, group.world, part) if plan is None else plan
     slicer = _Slicer(group)
     named = dict(model.named_modules())
-    owners = _owners([model] if part is None else part)
+    owners: dict[
+        int, list[tuple[str, nn.Module, str]]
+    ] = {}  # by parameter: the modules that have it, and its name
+    for path, module in chain.from_iterable(
+        one.named_modules() for one in ([model] if part is None else part)
+    ):
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            owners.setdefault(id(parameter), []).append((path, module, name))
     for name, how in plan.items():
         if how.kind is not SliceKind.WHOLE and group.world > 1:
             slicer.slice(name, named[name], how)
-    slicer.check_tied(owners)
+    for cut in slicer.cut.values():
+        for path, module, name in owners[id(cut.whole)]:
+            if module._parameters[name] is cut.whole:
+                raise UserError(
+                    f"tensor_plan: module {path or 'the model itself'!r} shares a parameter that another module "
+                    "slices; say how it is sliced, too, or say 'whole' of both"
+                )
     return Sliced(
         plan=plan, cut=slicer.cut, buffers=slicer.buffers, traffic=slicer.traffic, clock=slicer.clock
     )
@@ -96,15 +152,6 @@ def _cuts(name: str, module: nn.Module, how: Slicing, slices: int) -> dict[str, 
     return {key: tuple(found) for key, found in cuts.items()}
 
 
-def _owners(modules: Sequence[nn.Module]) -> dict[int, list[tuple[str, nn.Module, str]]]:
-    """By the identity of a parameter: the modules that have it, and under which name."""
-    found: dict[int, list[tuple[str, nn.Module, str]]] = {}
-    for path, module in chain.from_iterable(one.named_modules() for one in modules):
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            found.setdefault(id(parameter), []).append((path, module, name))
-    return found
-
-
 class _Slicer:
     """Cuts one module after another; a parameter that several modules share is cut once."""
 
@@ -118,7 +165,6 @@ class _Slicer:
         self._rows = ImageRows()
 
     def slice(self, name: str, module: nn.Module, how: Slicing) -> None:
-        """Turn this module into a slice, along with the submodules that must be sliced with it."""
         kind = sliced_class(name, module, how)
         cuts = _cuts(name, module, how, self._group.world)
         traffic = self.traffic[name] = LayerTraffic(how=str(how))
@@ -155,17 +201,3 @@ class _Slicer:
                 "both by vocabulary, or say 'whole' of both"
             )
         return known.local
-
-    def check_tied(self, owners: Mapping[int, list[tuple[str, nn.Module, str]]]) -> None:
-        """Raise UserError where a module that was not sliced has a parameter that was."""
-        for name in self._left_whole(owners):
-            raise UserError(
-                f"tensor_plan: module {name or 'the model itself'!r} shares a parameter that another module slices; "
-                "say how it is sliced, too, or say 'whole' of both"
-            )
-
-    def _left_whole(self, owners: Mapping[int, list[tuple[str, nn.Module, str]]]) -> Iterator[str]:
-        for one in self.cut.values():
-            for path, module, name in owners[id(one.whole)]:
-                if module._parameters[name] is one.whole:
-                    yield path

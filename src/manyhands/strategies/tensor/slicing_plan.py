@@ -57,16 +57,12 @@ class Slicing:
     kind: SliceKind
     units: int = 0
     """Number of units that are never cut, such as the heads of an attention; 0: single features."""
-
     fused: int = 1
     """How many outputs of equal size are concatenated in the layer's output, such as query, key and value."""
-
     scatter: bool = False
     """For a layer sliced by rows: whether its input is the whole image."""
-
     gather: bool = False
     """Whether the output is gathered right away."""
-
     channels: bool = False
     """For a layer inside sliced work: whether its input is sliced by channels rather than by features."""
 
@@ -107,7 +103,6 @@ class Slicing:
 
     @property
     def leaves_sliced(self) -> bool:
-        """Whether the output of a Linear or a convolution stays sliced."""
         return self.kind in (SliceKind.COLUMN, SliceKind.HEADS, SliceKind.CHANNELS_OUT) and not self.gather
 
 

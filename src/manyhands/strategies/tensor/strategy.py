@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from manyhands.errors import UserError
-from manyhands.facts import IN_STEP, ModelFootprint, Promises, Split, Stepping, Truth, WorkerMemory
+from manyhands.facts import IN_STEP, Facts, ModelFootprint, Split, Stepping, Truth, WorkerMemory
 from manyhands.strategies.common.grid.grid_layout import Grid, require_multiple
 from manyhands.strategy import Strategy, check_link, link_setting, setting, whole_number
 
@@ -22,12 +21,11 @@ class Tensor(Strategy):
     about: ClassVar[str] = "every layer is sliced over the workers, who all see every sample"
     split: ClassVar[Split] = Split.DIMENSIONS
     truth: ClassVar[Truth] = Truth.EVERYONE
-    cannot_cross_hosts: ClassVar[str] = ""
 
     slices: int = setting(0, whole_number)
     """How many workers share each layer; 0: all of them, or as many as `data` leaves."""
     data: int = setting(0, whole_number)
-    """How many such crews share each batch; 0: as many as the workers make."""
+    """How many replicas of the sliced model share each batch; 0: as many as the workers make."""
     link: str = link_setting()
 
     def __post_init__(self) -> None:
@@ -46,32 +44,10 @@ class Tensor(Strategy):
         require_multiple(workers, data, f"data={data}")
         return Grid(data=data, slices=workers // data)
 
-    @property
-    def splits_batches(self) -> bool:
-        """Every slice of a layer sees all samples of its replica."""
-        return False
-
-    @property
-    def stepping(self) -> tuple[Stepping, ...]:
-        """Each worker steps its slices."""
-        return (Stepping.IN_PIECES,)
-
-    @property
-    def uses_links(self) -> bool:
-        """Activations and their gradients travel inside forward and backward."""
-        return True
-
-    @property
-    def straggler_advice(self) -> str:
-        """Slices wait for each other inside every layer."""
-        return "every layer waits for the slowest of its slices; slice over workers that are alike"
-
     def shares(self, workers: int) -> int:
-        """One for each replica."""
         return self.grid(workers).data
 
     def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
-        """A slice of every layer each."""
         grid = self.grid(workers)
         return [
             WorkerMemory(
@@ -86,23 +62,7 @@ class Tensor(Strategy):
             )
         ]
 
-    @property
-    def model_parts(self) -> int:
-        """Each slice has its own; as many as workers where nothing else is said, which the value does not know."""
-        return max(1, self.slices)
-
-    @property
-    def cannot_compile(self) -> str:
-        """No worker has the model that torch.compile takes."""
-        return f"torch.compile takes a whole model, and under `{self.word}` no worker has one"
-
-    @property
-    def instead_of_own_loop(self) -> str:
-        """A loop's model is whole."""
-        return "fit a Task for tensor"
-
     def check(self, workers: int, device: str, *, compiled: bool = False) -> None:
-        """The workers must fill the grid; compiled steps have one replica and no links."""
         super().check(workers, device, compiled=compiled)
         grid = self.grid(workers)
         if compiled and (grid.data > 1 or self.uses_network):
@@ -111,13 +71,21 @@ class Tensor(Strategy):
             )
 
     @property
-    def refused_buffers(self) -> Mapping[str, str]:
-        """No sums over replicas inside a sliced layer."""
-        return {
-            "synchronize": "its slices compute on the same samples, and replicas of slices do not sum inside a layer"
-        }
-
-    @property
-    def promises(self) -> Promises:
-        """All workers take every step together, so all are needed."""
-        return IN_STEP
+    def facts(self) -> Facts:
+        """All workers take every step together; every slice of a layer sees all samples of its replica."""
+        return Facts(
+            promises=IN_STEP,
+            stepping=(Stepping.IN_PIECES,),
+            splits_batches=False,
+            uses_links=True,  # activations and their gradients travel inside forward and backward
+            # As many as workers where nothing else is said, which the value does not know.
+            model_parts=max(1, self.slices),
+            straggler_advice="every layer waits for the slowest of its slices; slice over workers that are alike",
+            cannot_compile=f"torch.compile takes a whole model, and under `{self.word}` no worker has one",
+            cannot_cross_hosts="",
+            instead_of_own_loop="fit a Task for tensor",
+            refused_buffers={
+                "synchronize": "its slices compute on the same samples, and replicas of slices do not sum inside "
+                "a layer"
+            },
+        )

@@ -12,9 +12,9 @@ from manyhands.engine.exchanging import ExchangeTraining
 from manyhands.engine.request import Request
 from manyhands.engine.worker_resources import Resources
 from manyhands.strategies.tensor.exchange import TensorExchange
+from manyhands.strategies.tensor.moves import sum_layer_traffic
 from manyhands.strategies.tensor.slicing import check_plan
 from manyhands.strategies.tensor.strategy import Tensor
-from manyhands.strategies.tensor.traffic_report import sum_layer_traffic
 
 __all__ = ["TensorTraining"]
 
@@ -37,6 +37,5 @@ class TensorTraining(ExchangeTraining):
         return TensorExchange(resources.rank, grid, links, resources.timeout_s, resources.device)
 
     def gather(self, finished: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, Any]]:
-        """Add up, over all workers, what a training step sent for each layer."""
         samples, besides = super().gather(finished)
         return samples, {**besides, **sum_layer_traffic(finished)}

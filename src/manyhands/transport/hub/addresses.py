@@ -1,7 +1,7 @@
 """Addresses as text: `unix:NAME`, an abstract Unix socket, and `tcp:HOST:PORT`, with an IPv4 address or a host name.
 
 TCP off loopback would send weights and gradients in the clear. It is refused here unless it is encrypted or the
-user allowed it (`transport.link.secure.Security`).
+user allowed it (`transport.security.Security`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import struct
 from typing import Final
 
 from manyhands.errors import UserError
-from manyhands.transport.link.secure import Security, is_loopback
+from manyhands.transport.security import Security, is_loopback
 
 __all__ = ["HOW", "check", "dial", "listen", "origin", "same_user", "tune"]
 
@@ -60,7 +60,6 @@ def listen(address: str, security: Security) -> tuple[socket.socket, str]:
 
 
 def dial(address: str, security: Security) -> socket.socket:
-    """A socket that is connected or connecting; OSError if nobody listens, UserError for a malformed address."""
     target = check(address, security)
     is_unix = isinstance(target, str)
     end = socket.socket(socket.AF_UNIX if is_unix else socket.AF_INET, socket.SOCK_STREAM)

@@ -22,7 +22,7 @@ from typing import Final
 from manyhands.native.atomics import load_i64, store_i64
 from manyhands.native.decorators import njit
 from manyhands.native.segment import CACHE_LINE, PAGE, Segment, round_up
-from manyhands.transport.link.message import ProtocolError
+from manyhands.transport.messages import ProtocolError
 
 __all__ = ["ArenaReader", "ArenaWriter", "Arenas"]
 
@@ -58,7 +58,6 @@ class Arenas:
 
     @staticmethod
     def create(capacity_bytes: int) -> Segment:
-        """Create a segment with two arenas of at least `capacity_bytes` each."""
         return Segment.create(PAGE + _ENDS * round_up(capacity_bytes, PAGE), "a connection")
 
     def close(self) -> None:
@@ -97,7 +96,6 @@ class ArenaWriter:
         self._written = self._before
 
     def close(self) -> None:
-        """Release the memory: from now on `put` finds no space."""
         self._arena.release()
         self._arena = memoryview(b"")
 
@@ -142,7 +140,6 @@ class ArenaReader:
         _store(self._word, self._released)
 
     def close(self) -> None:
-        """Release the memory; later releases do nothing."""
         self._ends.clear()
         self._held.clear()
         self._arena.release()

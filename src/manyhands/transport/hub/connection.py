@@ -1,4 +1,9 @@
-"""One connection of a hub: its socket, the receive and send state, and the memory that both ends share."""
+"""One connection of a hub: its socket, both directions, and the memory that both ends share.
+
+Frames are sent in order from a bounded queue, without ever waiting: what the kernel accepts is sent at once; the
+rest is kept as references, not copies, until `Outbox.pump` can send it. Two threads may use an outbox: that of the
+application, and the one that sends heartbeats while the application is busy.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +11,11 @@ import fcntl
 import os
 import socket
 import struct
+import threading
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any, Final
 
 from manyhands.errors import UserError, format_bytes
@@ -26,11 +33,157 @@ from manyhands.transport.hub.frames import (
     encode_header,
 )
 from manyhands.transport.hub.handshake import CONTROL, Handshake
-from manyhands.transport.hub.outbox import Outbox
-from manyhands.transport.link.message import ProtocolError
-from manyhands.transport.link.tls import End, SecureSocket
+from manyhands.transport.messages import ProtocolError
+from manyhands.transport.tls import End, SecureSocket
 
-__all__ = ["BEFORE_HANDSHAKE", "Connection"]
+__all__ = ["BEFORE_HANDSHAKE", "Connection", "Outbox"]
+
+_PARTS_PER_CALL: Final = 512  # the kernel's limit is 1024
+Part = bytes | memoryview
+
+
+class _Passed(bytes):
+    """The first bytes of a frame that passes a descriptor; owns the descriptor until it is sent."""
+
+    descriptor: int
+
+
+class Outbox:
+    """The sending side of one socket; `on_pending` is called when its queue becomes non-empty or empty."""
+
+    def __init__(self, end: End, capacity_bytes: int, on_pending: Callable[[bool], None]) -> None:
+        self._end = end
+        self._capacity_bytes = capacity_bytes
+        self._on_pending = on_pending
+        self._lock = threading.Lock()
+        self._queue: deque[Part] = deque()
+        self._later: list[Part] = []
+        self._later_bytes = 0
+        self._closed = False
+        self._told_pending = False
+        self.pending_bytes = 0
+        self.writes = 0
+        """How often bytes have left: a beat that sees no change since the last one knows that the line is idle."""
+
+    def offer(self, parts: list[Part], num_bytes: int, descriptor: int = -1, *, later: bool = False) -> bool:
+        """Send or queue one frame of `num_bytes`; False, with nothing taken, if there is no capacity or no peer.
+
+        An empty queue takes a frame of any size. A `descriptor` is duplicated and sent with the first part. With
+        `later` a frame is held back, and queued together with the next ones or by `pump`.
+        """
+        with self._lock:
+            waiting_bytes = self.pending_bytes + self._later_bytes
+            if self._closed or (waiting_bytes and waiting_bytes + num_bytes > self._capacity_bytes):
+                return False
+            if later and descriptor < 0:
+                self._later += parts
+                self._later_bytes += num_bytes
+                return True
+            self._take_in_later()
+            at_once = not self._queue and descriptor < 0 and len(parts) <= _PARTS_PER_CALL
+            sent = self._write(parts) if at_once else 0
+            if sent == num_bytes:
+                return True
+            if sent < 0:
+                return False
+            if descriptor >= 0:
+                first = _Passed(parts[0])
+                first.descriptor = os.dup(descriptor)
+                parts = [first, *parts[1:]]
+            self._queue.extend(parts)
+            self.pending_bytes += num_bytes
+            self._drop(sent)
+            if not at_once and not self._told_pending:
+                self._pump()
+            self._tell_pending()
+            return True
+
+    def pump(self) -> None:
+        with self._lock:
+            self._take_in_later()
+            if self._queue and not self._closed:
+                self._pump()
+                self._tell_pending()
+
+    def close(self) -> None:
+        with self._lock:
+            self._close()
+
+    def _take_in_later(self) -> None:
+        if self._later:
+            self._queue.extend(self._later)
+            self.pending_bytes += self._later_bytes
+            self._later, self._later_bytes = [], 0
+
+    def _tell_pending(self) -> None:
+        if bool(self._queue) is not self._told_pending:
+            self._told_pending = not self._told_pending
+            self._on_pending(self._told_pending)
+
+    def _pump(self) -> None:
+        while self._queue and not self._closed:
+            first = self._queue[0]
+            sent = self._pass(first) if isinstance(first, _Passed) else self._write(self._gathered())
+            if sent <= 0:
+                return
+            self._drop(sent)
+
+    def _gathered(self) -> list[Part]:
+        parts: list[Part] = []
+        for part in islice(self._queue, _PARTS_PER_CALL):
+            if isinstance(part, _Passed):
+                break
+            parts.append(part)
+        return parts
+
+    def _write(self, parts: Sequence[Part]) -> int:
+        """How many bytes the kernel accepted; -1 if the peer is gone."""
+        try:
+            sent = self._end.sendmsg(parts)
+        except (BlockingIOError, InterruptedError):
+            return 0
+        except OSError:  # the receiving side reports the reason, after it has read what arrived before
+            self._close()
+            return -1
+        self.writes += 1
+        return sent
+
+    def _pass(self, first: _Passed) -> int:
+        passed = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [first.descriptor]))]
+        try:
+            assert isinstance(self._end, socket.socket), "descriptors travel over Unix sockets"
+            sent = self._end.sendmsg([first], passed)
+        except (BlockingIOError, InterruptedError):
+            return 0
+        except OSError:
+            self._close()
+            return -1
+        os.close(first.descriptor)
+        first.descriptor = -1
+        self._queue[0] = bytes(first)
+        self.writes += 1
+        return sent
+
+    def _drop(self, sent: int) -> None:
+        self.pending_bytes -= sent
+        queue = self._queue
+        while sent:
+            first = queue[0]
+            if len(first) > sent:
+                queue[0] = memoryview(first)[sent:]
+                return
+            sent -= len(first)
+            queue.popleft()
+
+    def _close(self) -> None:
+        self._closed = True
+        for part in self._queue:
+            if isinstance(part, _Passed):
+                os.close(part.descriptor)
+        self._queue.clear()
+        self._later.clear()
+        self.pending_bytes = self._later_bytes = 0
+
 
 BEFORE_HANDSHAKE: Final = Limits(body_bytes=4096, payload_bytes=0)
 _READ_PER_POLL_BYTES: Final = 4 << 20  # then the other connections are served
@@ -62,8 +215,6 @@ class Connection:
         self.descriptor = end.fileno()
         self.handshake = handshake
         self.member: int | None = None
-        self.role = ""
-        self.progress = 0
         self.connecting = False
         self.in_peace = False
         self.farewell = ""
@@ -73,17 +224,12 @@ class Connection:
         self.outbox = Outbox(end, queue_bytes, on_pending)
         self.limits = BEFORE_HANDSHAKE
         self._decoder: FrameDecoder[Any] = FrameDecoder(BEFORE_HANDSHAKE, interpret, place)
-        self._local = end.family == socket.AF_UNIX
+        self.local = end.family == socket.AF_UNIX  # then descriptors can be passed
         self._secure = end if isinstance(end, SecureSocket) else None
         self.shaking = self._secure is not None
         """Whether the TLS handshake is still to be done, before which nothing is sent or received."""
         self._passed: deque[int] = deque()
         self._arenas: Arenas | None = None
-
-    @property
-    def local(self) -> bool:
-        """Whether descriptors can be passed: the connection is a Unix socket."""
-        return self._local
 
     def untransmitted_bytes(self) -> int:
         """Bytes that the kernel has accepted but would lose if this process ended now.
@@ -91,12 +237,11 @@ class Connection:
         A Unix socket puts them into the peer's queue at once. TCP drops what it has not transmitted if the process
         ends with unread input, such as a heartbeat.
         """
-        if self._local:
+        if self.local:
             return 0
         return int(struct.unpack("i", fcntl.ioctl(self.descriptor, _SIOCOUTQNSD, bytes(4)))[0])
 
     def is_call_to(self, member: int) -> bool:
-        """Whether this is a connection to `member` that is not established yet."""
         return self.member is None and self.handshake.outgoing and self.handshake.claimed == member
 
     def shake(self) -> int:
@@ -106,12 +251,11 @@ class Connection:
         self.shaking = wanted != 0
         return wanted
 
-    def admit(self, member: int, role: str, limits: Limits) -> None:
+    def admit(self, member: int, limits: Limits) -> None:
         """Admit the peer, which has proved its identity: it may now send messages and payloads."""
-        self.member, self.role, self._decoder.limits, self.limits = member, role, limits, limits
+        self.member, self._decoder.limits, self.limits = member, limits, limits
 
     def send_control(self, message: object, descriptor: int = -1) -> bool:
-        """Queue a message of the transport itself."""
         kind, body = CONTROL.encode(message)
         return self.outbox.offer(
             [encode_header(kind, OF_TRANSPORT, len(body), 0) + body], HEADER_BYTES + len(body), descriptor
@@ -146,7 +290,7 @@ class Connection:
         What TLS has decrypted is read completely: the kernel would not report it again. ProtocolError and
         TlsRefused if the peer breaks the protocol, OSError if the connection broke.
         """
-        read, decoder, local = 0, self._decoder, self._local
+        read, decoder, local = 0, self._decoder, self.local
         while read < _READ_PER_POLL_BYTES or (self._secure is not None and self._secure.pending()):
             room = decoder.room()
             try:
@@ -164,7 +308,6 @@ class Connection:
         return True
 
     def take_segment(self) -> Segment:
-        """Map the next segment that the peer passed."""
         if not self._passed:
             raise ProtocolError("descriptor", "a shared segment was announced and none passed")
         descriptor = self._passed.popleft()
@@ -177,11 +320,9 @@ class Connection:
             raise ProtocolError("descriptor", f"what was passed cannot be mapped: {error}") from error
 
     def use_arenas(self, segment: Segment, end: int) -> None:
-        """Send payloads through `segment`, which this object now owns, as its end 0 or 1."""
         self._arenas = Arenas(segment, end)
 
     def payload_in_arena(self, header: FrameHeader) -> tuple[memoryview, ArenaReader]:
-        """The payload that `header` announces, and the reader to release it to."""
         if self._arenas is None:
             raise ProtocolError("flags", "a payload in shared memory, and no memory is shared")
         return self._arenas.reader.take(header.position, header.payload_bytes), self._arenas.reader
@@ -192,7 +333,6 @@ class Connection:
         return self._secure is None and self._decoder.unfinished(len(_TLS_ALERT)) == _TLS_ALERT
 
     def why_ended(self) -> str:
-        """A sentence that says why the stream ended."""
         if self.farewell:
             return self.farewell
         if self.met_tls:
@@ -202,7 +342,6 @@ class Connection:
         return "the connection was cut in the middle of a message"
 
     def close(self) -> None:
-        """Close the socket and release the shared memory; idempotent."""
         self.outbox.close()
         self.end.close()
         while self._passed:

@@ -27,7 +27,7 @@ from typing import Final, Generic, NamedTuple, TypeVar
 import numpy as np
 
 from manyhands.errors import UserError, format_bytes
-from manyhands.transport.link.message import ProtocolError
+from manyhands.transport.messages import ProtocolError
 
 __all__ = [
     "HEADER_BYTES",
@@ -44,7 +44,7 @@ __all__ = [
     "fresh_bytes",
 ]
 
-VERSION: Final = 2
+VERSION: Final = 3
 OF_TRANSPORT: Final = 1
 IN_ARENA: Final = 2
 NO_PAYLOAD: Final = memoryview(b"")
@@ -97,7 +97,6 @@ class WholeFrame(NamedTuple, Generic[T]):
 
 
 def encode_header(kind: int, flags: int, body_bytes: int, payload_bytes: int, position: int = 0) -> bytes:
-    """The 32 bytes that announce a frame."""
     return _LAYOUT.pack(_MAGIC, VERSION, kind, flags, 0, body_bytes, payload_bytes, position)
 
 
@@ -153,11 +152,9 @@ class FrameDecoder(Generic[T]):
 
     @property
     def between_frames(self) -> bool:
-        """Whether the stream could end here without cutting a frame."""
         return self._header is None and self._begin == self._end
 
     def unfinished(self, num_bytes: int) -> bytes:
-        """The first bytes of an incomplete header."""
         return bytes(self._view[self._begin : min(self._end, self._begin + num_bytes)])
 
     def room(self) -> memoryview:
@@ -173,14 +170,12 @@ class FrameDecoder(Generic[T]):
         return self._view[self._end :]
 
     def advance(self, num_bytes: int) -> None:
-        """Note that `num_bytes` were received into `room`."""
         if self._header is None:
             self._end += num_bytes
         else:
             self._filled += num_bytes
 
     def next_frame(self) -> WholeFrame[T] | None:
-        """The next complete frame, or None until more has been received."""
         if self._header is not None:
             return self._filled_frame()
         begin = self._begin
@@ -197,7 +192,6 @@ class FrameDecoder(Generic[T]):
         return None
 
     def _understood(self, header: FrameHeader, body: memoryview) -> WholeFrame[T] | None:
-        """Decode a complete body into its message, then take the payload or begin to fill it."""
         message = self._interpret(header, body)
         num_bytes = header.payload_bytes
         if num_bytes == 0 or header.flags & IN_ARENA:
@@ -214,14 +208,12 @@ class FrameDecoder(Generic[T]):
         return self._filled_frame()
 
     def _fill(self, header: FrameHeader, target: memoryview) -> None:
-        """Begin to fill `target`, first with the part that has already arrived."""
         here = min(self._end - self._begin, len(target))
         target[:here] = self._view[self._begin : self._begin + here]
         self._begin += here
         self._header, self._target, self._filled = header, target, here
 
     def _filled_frame(self) -> WholeFrame[T] | None:
-        """The frame whose body or payload is being filled, if that is complete now."""
         header, message, target = self._header, self._message, self._target
         if header is None or self._filled < len(target):
             return None

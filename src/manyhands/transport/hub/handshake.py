@@ -22,12 +22,11 @@ from __future__ import annotations
 import hmac
 import secrets
 from dataclasses import dataclass
-from typing import Final
+from typing import Annotated, Final
 
 from manyhands.errors import UserError, printable
 from manyhands.native.version import __version__
-from manyhands.transport.hub.typed_messages import MessageCoder
-from manyhands.transport.link.message import ProtocolError
+from manyhands.transport.messages import MessageCoder, ProtocolError
 
 __all__ = [
     "CONTROL",
@@ -47,14 +46,9 @@ __all__ = [
 ]
 
 _SECRET_BYTES: Final = 32  # size of a nonce, and of an HMAC
+_Secret = Annotated[bytes, _SECRET_BYTES]
 _LEAST_TOKEN_BYTES: Final = 16
 _REASON_CHARACTERS: Final = 300
-
-
-def _check_length(**fields: bytes) -> None:
-    for name, value in fields.items():
-        if len(value) != _SECRET_BYTES:
-            raise ValueError(f"{name} must be {_SECRET_BYTES} bytes, not {len(value)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,22 +65,16 @@ class Claim:
 class Knock:
     """The first message of the connecting end; the seal shows that it has the token, and discloses nothing else."""
 
-    nonce: bytes
-    seal: bytes
-
-    def __post_init__(self) -> None:
-        _check_length(nonce=self.nonce, seal=self.seal)
+    nonce: _Secret
+    seal: _Secret
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Challenge:
     """The nonce and the proof of the accepting end."""
 
-    nonce: bytes
-    proof: bytes
-
-    def __post_init__(self) -> None:
-        _check_length(nonce=self.nonce, proof=self.proof)
+    nonce: _Secret
+    proof: _Secret
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,11 +86,8 @@ class Proof:
 
     claim: Claim
     expected: int
-    proof: bytes
+    proof: _Secret
     arena: bool
-
-    def __post_init__(self) -> None:
-        _check_length(proof=self.proof)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,10 +95,7 @@ class HandshakeWelcome:
     """The connecting end is admitted; carries the accepting end's claim and its proof."""
 
     claim: Claim
-    proof: bytes
-
-    def __post_init__(self) -> None:
-        _check_length(proof=self.proof)
+    proof: _Secret
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,9 +108,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
-    """A heartbeat; `progress` is a number by which the application counts its work."""
-
-    progress: int
+    """The sender is alive."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,7 +189,6 @@ class Handshake:
         self.peer: Claim | None = None
 
     def knock(self) -> Knock:
-        """The first message of the connecting end."""
         return Knock(nonce=self._nonce, seal=self._sign(b"knock", self._nonce))
 
     @property

@@ -22,19 +22,19 @@ import os
 import random
 import select
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from manyhands.errors import OutOfSharedMemory, UserError, printable
+from manyhands.native.closeable import Closeable
 from manyhands.native.segment import Segment
 from manyhands.transport.hub import addresses
+from manyhands.transport.hub.admission import Calls, Entrance
 from manyhands.transport.hub.areas import Arenas
-from manyhands.transport.hub.arrivals import Arrived, HubEvent, Joined, Lost, Ready, Rejected, Shared
 from manyhands.transport.hub.connection import Connection
-from manyhands.transport.hub.dialing import Calls
-from manyhands.transport.hub.entrance import Entrance
 from manyhands.transport.hub.frames import IN_ARENA, OF_TRANSPORT, FrameHeader, WholeFrame
 from manyhands.transport.hub.handshake import (
     CONTROL,
@@ -49,13 +49,19 @@ from manyhands.transport.hub.handshake import (
     Refusal,
     ShareSegment,
 )
-from manyhands.transport.hub.heartbeat_sender import HeartbeatSender
-from manyhands.transport.hub.settings import Settings
-from manyhands.transport.hub.typed_messages import MessageCoder
-from manyhands.transport.link.forks import forget_in_children
-from manyhands.transport.link.liveness import LivenessMonitor
-from manyhands.transport.link.message import ProtocolError
-from manyhands.transport.link.tls import TlsRefused
+from manyhands.transport.hub.hub_events import (
+    Arrived,
+    HubEvent,
+    Joined,
+    Lost,
+    Ready,
+    Rejected,
+    Settings,
+    Shared,
+)
+from manyhands.transport.liveness import LivenessMonitor, forget_in_children
+from manyhands.transport.messages import MessageCoder, ProtocolError
+from manyhands.transport.tls import TlsRefused
 
 __all__ = [
     "Arrived",
@@ -82,7 +88,7 @@ bytes and stay untouched until the message is received. Raise ProtocolError to e
 """
 
 
-class Hub:
+class Hub(Closeable):
     """All connections of one process; a context manager, `close` is idempotent."""
 
     def __init__(
@@ -110,7 +116,8 @@ class Hub:
         self._holding = False
         self._held_back: set[Connection] = set()
         self._events: list[HubEvent] = []
-        self._heartbeat_sender = HeartbeatSender(self._members, self.settings.silence.heartbeat_s)
+        self._heartbeat_thread: threading.Thread | None = None
+        self._stop_heartbeats = threading.Event()
         self._closed = False
         forget_in_children(self)
 
@@ -140,25 +147,12 @@ class Hub:
             self._forget(connection)
 
     def members(self) -> tuple[int, ...]:
-        """The connected members."""
         return tuple(self._members)
 
     @property
     def rejected(self) -> int:
         """How many connections were rejected so far, whether or not an event has reported them."""
         return self._entrance.rejections.total
-
-    def role(self, member: int) -> str:
-        """The role that a connected member claims."""
-        return self._members[member].role
-
-    def progress(self, member: int) -> int:
-        """The progress that came with a connected member's last heartbeat."""
-        return self._members[member].progress
-
-    def mark(self, progress: int) -> None:
-        """Set the progress of this process, which its heartbeats carry."""
-        self._heartbeat_sender.progress = progress
 
     def disconnect(self, member: int, reason: str) -> None:
         """End the connection to a member and tell it the reason; no event follows."""
@@ -180,7 +174,7 @@ class Hub:
     # ── messages ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def send(self, member: int, message: object, payload: Sequence[Any] = ()) -> bool:
-        """Queue a message for a member, with a payload of one or more contiguous buffers; False if it was not taken.
+        """Queue a message, or what the codec has made of it, with a payload of contiguous buffers; False if not taken.
 
         It is False if the member is not connected (see `members`) or its queue is full. Messages to one member
         arrive in order. A payload is not copied if that can be avoided: it must stay unchanged until `sent` or
@@ -189,7 +183,7 @@ class Hub:
         connection = self._members.get(member)
         if connection is None:
             return False
-        kind, body = self._codec.encode(message)
+        kind, body = message if type(message) is tuple else self._codec.encode(message)
         views = [
             view.cast("B") for part in payload if (view := memoryview(part)).nbytes
         ]  # an empty view cannot be cast
@@ -266,7 +260,9 @@ class Hub:
         if self._closed:
             return
         self._closed = True
-        self._heartbeat_sender.end()
+        self._stop_heartbeats.set()
+        if self._heartbeat_thread is not None:
+            self._heartbeat_thread.join()
         for connection in self._members.values():
             connection.send_control(Goodbye())
         for connection in tuple(self._connections.values()):
@@ -275,19 +271,21 @@ class Hub:
             if isinstance(event, Shared):
                 event.segment.close()
         self._events.clear()
-        self._let_go()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        self._entrance.close()
+        self._epoll.close()
 
     # ── one look at everything ────────────────────────────────────────────────────────────────────────────────────
 
     def _poll(self, timeout_s: float) -> None:
         """Wait at most `timeout_s` for ready descriptors, and handle all of them."""
-        ready = self._wait(timeout_s)
+        poll, ready = self._epoll.poll, []
+        if self.settings.spin_s and timeout_s > 0:
+            until_s = time.perf_counter() + self.settings.spin_s
+            while not (ready := poll(0)) and time.perf_counter() < until_s:
+                pass
+        if not ready:
+            until_look_s = max(min(self._liveness.next_look_s, self._calls.next_s) - self._clock(), 0.0)
+            ready = poll(min(timeout_s, until_look_s) if timeout_s > 0 else 0)
         now_s = self._clock()
         knocked_at: list[int] = []
         for descriptor, mask in ready:
@@ -301,7 +299,11 @@ class Hub:
             elif descriptor in self._registered:
                 self._events.append(Ready(descriptor))
         for descriptor in knocked_at:
-            self._open(descriptor, now_s)
+            for end in self._entrance.accept(descriptor, now_s):
+                connection = self._new(end, expected=None)
+                connection.origin = addresses.origin(end)
+                self._show_out(self._entrance.newcomers.arrived(connection, now_s))
+                self._serve(connection, _IN, now_s)  # usually a member's knock has already arrived
         if now_s >= self._liveness.next_look_s:
             for descriptor, reason in self._liveness.look(now_s):
                 self._drop(self._connections[descriptor], reason)
@@ -312,23 +314,7 @@ class Hub:
         if away is not None:
             self._events.append(away)
 
-    def _wait(self, timeout_s: float) -> list[tuple[int, int]]:
-        poll = self._epoll.poll
-        if self.settings.spin_s and timeout_s > 0:
-            until_s = time.perf_counter() + self.settings.spin_s
-            while True:
-                ready = poll(0)
-                if ready:
-                    return ready
-                if time.perf_counter() >= until_s:
-                    break
-        if timeout_s <= 0:
-            return poll(0)
-        until_look_s = max(min(self._liveness.next_look_s, self._calls.next_s) - self._clock(), 0.0)
-        return poll(min(timeout_s, until_look_s))
-
     def _dial(self) -> None:
-        """Dial every member that is due."""
         now_s = self._clock()
         for member, address in self._calls.due(now_s):
             try:
@@ -362,8 +348,13 @@ class Hub:
         if connection.member is not None:
             self._liveness.heard(connection.descriptor, now_s)
         try:
-            if connection.shaking and not self._secured(connection):
-                return
+            if connection.shaking:  # the token is proved after the TLS handshake
+                wanted = connection.shake()
+                self._epoll.modify(connection.end, wanted or _IN)
+                if wanted:
+                    return
+                if connection.handshake.outgoing:
+                    connection.send_control(connection.handshake.knock())
             if not connection.receive(self._take):
                 self._drop(connection, connection.why_ended(), final=connection.met_tls)
         except ProtocolError as error:
@@ -383,22 +374,6 @@ class Hub:
                 raise
             # An unauthenticated peer must never end a run, not even through a bug of ours, which is reported here.
             self._drop(connection, f"{_DEFECT}: {error!r}")
-
-    def _secured(self, connection: Connection) -> bool:
-        """Continue the TLS handshake of a connection; return whether it is done, so that the token can be proved."""
-        wanted = connection.shake()
-        self._epoll.modify(connection.end, wanted or _IN)
-        if not wanted and connection.handshake.outgoing:
-            connection.send_control(connection.handshake.knock())
-        return not wanted
-
-    def _open(self, listener: int, now_s: float) -> None:
-        """Accept pending connections from a listening socket, as far as the handshake."""
-        for end in self._entrance.accept(listener, now_s):
-            connection = self._new(end, expected=None)
-            connection.origin = addresses.origin(end)
-            self._show_out(self._entrance.newcomers.arrived(connection, now_s))
-            self._serve(connection, _IN, now_s)  # usually a member's knock has already arrived
 
     def _show_out(self, connection: Connection | None) -> None:
         if connection is not None:
@@ -490,7 +465,7 @@ class Hub:
             return
         match message:
             case Heartbeat():
-                connection.progress = message.progress
+                pass  # any input is a sign of life
             case ShareSegment():
                 segment = connection.take_segment()
                 self._events.append(Shared(connection.member, segment, message.tag))
@@ -509,8 +484,15 @@ class Hub:
             self._show_out(self._entrance.newcomers.knocked(connection, self._clock()))
         if isinstance(message, Proof) and message.arena:
             connection.use_arenas(connection.take_segment(), end=1)
+        segment = None
         if isinstance(reply, Proof) and connection.local and self.settings.arena_bytes:
-            self._offer_arena(connection, reply)
+            try:
+                segment = Arenas.create(self.settings.arena_bytes)
+            except OutOfSharedMemory:
+                pass  # payloads then travel in the stream
+        if isinstance(reply, Proof) and segment is not None:
+            connection.send_control(replace(reply, arena=True), segment.descriptor)
+            connection.use_arenas(segment, end=0)
         elif reply is not None:
             connection.send_control(reply)
         peer = handshake.peer
@@ -520,30 +502,33 @@ class Hub:
         self._calls.answered(peer.member, self._clock())
         if peer.member in self._members:
             self._drop(self._members[peer.member], "it connected anew")
-        connection.admit(peer.member, peer.role, self.settings.limits)
+        connection.admit(peer.member, self.settings.limits)
         self._members[peer.member] = connection
         self._liveness.heard(connection.descriptor, self._clock())
         self._events.append(Joined(peer.member, peer.role))
-        self._heartbeat_sender.begin()
-
-    def _offer_arena(self, connection: Connection, reply: Proof) -> None:
-        """Send the proof with shared memory for payloads, or without it if none can be allocated."""
-        try:
-            segment = Arenas.create(self.settings.arena_bytes)
-        except OutOfSharedMemory:
-            connection.send_control(reply)
-            return
-        connection.send_control(replace(reply, arena=True), segment.descriptor)
-        connection.use_arenas(segment, end=0)
-
-    def _let_go(self) -> None:
-        self._entrance.close()
-        self._epoll.close()
+        if self._heartbeat_thread is None:
+            self._heartbeat_thread = threading.Thread(
+                target=self._send_heartbeats, name="manyhands hub heartbeat", daemon=True
+            )
+            self._heartbeat_thread.start()
 
     def let_go_in_child(self) -> None:
-        """Close a parent's sockets in its forked child."""
         if not self._closed:
             self._closed = True
             for connection in self._connections.values():
                 connection.end.close()
-            self._let_go()
+            self._entrance.close()
+            self._epoll.close()
+
+    def _send_heartbeats(self) -> None:
+        """The thread: keep idle connections alive and drain their queues while the application computes."""
+        seen: dict[Connection, int] = {}
+        while not self._stop_heartbeats.wait(self.settings.silence.heartbeat_s / 2):
+            writes: dict[Connection, int] = {}
+            for connection in tuple(self._members.values()):
+                if connection.outbox.pending_bytes:
+                    connection.outbox.pump()
+                elif seen.get(connection) == connection.outbox.writes:
+                    connection.send_control(Heartbeat())
+                writes[connection] = connection.outbox.writes
+            seen = writes

@@ -56,8 +56,6 @@ _PIECES = 4
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _copy(typingctx: Any, target: Any, source: Any, num_bytes: Any) -> Any:  # noqa: ARG001
-    """`memcpy` between two addresses."""
-
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
         target, source = (builder.inttoptr(address, ir.IntType(8).as_pointer()) for address in args[:2])
         cgutils.raw_memcpy(builder, target, source, args[2], 1)
@@ -89,7 +87,6 @@ def _put(ring: int, capacity: int, cursor: int, source: int, num_bytes: int) -> 
 
 @njit("void(int64, int64)", nogil=True, cache=True)
 def prepare(ring: int, capacity: int) -> None:
-    """Lay out a ring over zeroed memory of CONTROL_BYTES + `capacity`."""
     store_i64(ring + _CAPACITY, capacity)
 
 

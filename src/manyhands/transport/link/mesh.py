@@ -6,9 +6,10 @@ import os
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Self
+from typing import ClassVar
 
 from manyhands.errors import UserError
+from manyhands.native.closeable import Closeable
 from manyhands.transport.link.interface import Link
 from manyhands.transport.link.shared_link import LinkDescriptors, SharedLink, SharedLinkFiles
 from manyhands.transport.link.tcp import TcpLink, connected
@@ -16,7 +17,7 @@ from manyhands.transport.link.tcp import TcpLink, connected
 __all__ = ["Mesh", "SharedMesh", "TcpMesh", "mesh_kind"]
 
 
-class Mesh(ABC):
+class Mesh(Closeable, ABC):
     """One link for each pair of `world` ranks, in the process that makes them; a context manager.
 
     `descriptors(rank)` goes to the child of that rank (`pass_fds`, and the numbers on its command line), which calls
@@ -63,12 +64,6 @@ class Mesh(ABC):
             if peer != rank
         }
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 class SharedMesh(Mesh):
     """Links through shared memory; OutOfSharedMemory is raised where there is not enough for all of them."""
@@ -86,7 +81,6 @@ class SharedMesh(Mesh):
         return self._files[low, high].descriptors(end)
 
     def close(self) -> None:
-        """Close this process's copies; idempotent."""
         for files in self._files.values():
             files.close()
 
@@ -121,7 +115,6 @@ class TcpMesh(Mesh):
         return (self._ends[low, high][end],)
 
     def close(self) -> None:
-        """Close this process's copies; idempotent."""
         for ends in self._ends.values():
             for descriptor in ends:
                 os.close(descriptor)
@@ -129,7 +122,6 @@ class TcpMesh(Mesh):
 
     @staticmethod
     def attach(rank: int, descriptors: Mapping[int, Sequence[int]]) -> dict[int, TcpLink]:
-        """The links of `rank` to every other, from the descriptors that its process inherited and now owns."""
         del rank  # both ends are alike
         return {
             peer: TcpLink(socket.socket(fileno=descriptor), peer=f"rank {peer}")

@@ -1,39 +1,283 @@
-"""What the links have in common that queue what their medium does not accept at once: counting, sending, closing.
+"""What the links have in common that queue what their medium does not accept at once.
 
     send ──Outgoing──► the medium (a ring, a connection) ──Incoming──► receive
 
-A medium is two functions, one that writes and one that reads; see `outgoing.Write` and `incoming.Read`.
+A medium is two functions, one that writes and one that reads; see `Write` and `Read`.
 """
 
 from __future__ import annotations
 
+import ctypes
 import threading
+import time
 from abc import abstractmethod
-from typing import TYPE_CHECKING
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
 
-from manyhands.transport.link.forks import forget_in_children
+import torch
+
 from manyhands.transport.link.interface import (
+    HEADER_BYTES,
     Closed,
+    Flushed,
     FlushOutcome,
+    FrameKind,
     Full,
+    Header,
     Link,
     LinkCounters,
+    Message,
     PeerDied,
     Queued,
     Received,
     ReceiveOutcome,
     SendOutcome,
+    TimedOut,
     check_size,
+    hand_out,
+    room_for,
 )
-from manyhands.transport.link.message import Header, Message
+from manyhands.transport.liveness import forget_in_children
+from manyhands.transport.messages import ProtocolError
 
-if TYPE_CHECKING:
-    import torch
+__all__ = ["SLICE_NS", "Incoming", "Outgoing", "QueuedLink", "Read", "Write"]
 
-    from manyhands.transport.link.incoming import Incoming
-    from manyhands.transport.link.outgoing import Outgoing
+Write = Callable[[int, int, int, int, int, int, int], int]
+"""(address and bytes of the header, address and bytes of the payload, done, until, spins): go on after the first `done`
+bytes of both until that moment in nanoseconds, 0 for no wait, looking so often before it sleeps; how many are done now.
+"""
 
-__all__ = ["QueuedLink"]
+SLICE_NS: Final = 50_000_000
+"""The longest sleep between two looks at the peer's lifeline."""
+
+_AT_ONCE: Final = Queued(0)
+_FLUSHED: Final = Flushed()
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A message of which `done` bytes, header included, have left."""
+
+    header: ctypes.Array[ctypes.c_char]
+    payload: torch.Tensor | None
+    payload_bytes: int
+    done: int
+
+    @property
+    def left(self) -> int:
+        return HEADER_BYTES + self.payload_bytes - self.done
+
+
+class Outgoing:
+    """One direction of a link at its producer, which sends the bytes with `write`.
+
+    `peer_end` says how the peer left, or None while it is there; it is called at every send and at least every 50
+    ms of waiting.
+    """
+
+    def __init__(
+        self,
+        write: Write,
+        queue_bytes: int,
+        peer_end: Callable[[], Closed | PeerDied | None],
+        name: str,
+        spins: int = 0,
+    ) -> None:
+        self._write_bytes = write
+        self._queue_bytes = queue_bytes
+        self._peer_end = peer_end
+        self._name = name
+        self._spins = spins
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._queue: deque[_Waiting] = deque()
+        self._pending_bytes = 0
+        self._end: Closed | PeerDied | None = None
+        self._pump: threading.Thread | None = None
+        self._header = (ctypes.c_char * HEADER_BYTES)()
+        self._header_address = ctypes.addressof(self._header)
+
+    def send(self, header: bytes, payload: torch.Tensor | None, payload_bytes: int) -> SendOutcome:
+        """Write what fits, queue the rest; Full if earlier messages wait and this one exceeds the bound."""
+        total = HEADER_BYTES + payload_bytes
+        with self._lock:
+            if self._end is None:
+                self._end = self._peer_end()
+            if self._end is not None:
+                return self._end
+            if self._queue:
+                if self._pending_bytes + total > self._queue_bytes:
+                    return Full(self._pending_bytes, self._queue_bytes)
+                done = 0
+            else:
+                self._header.raw = header
+                done = self._write(self._header_address, payload, payload_bytes, 0, 0)
+                if done == total:
+                    return _AT_ONCE
+            kept = (ctypes.c_char * HEADER_BYTES).from_buffer_copy(header)
+            self._queue.append(_Waiting(kept, payload, payload_bytes, done))
+            self._pending_bytes += total - done
+            if self._pump is None:
+                self._pump = threading.Thread(target=self._drain, name=self._name, daemon=True)
+                self._pump.start()
+            self._changed.notify_all()
+            return Queued(self._pending_bytes)
+
+    def flush(self, timeout_s: float) -> FlushOutcome:
+        if not self._queue:  # nobody else puts anything there, and what has not left is not taken out
+            return _FLUSHED
+        start = time.monotonic()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._queue or self._end is not None, timeout_s)
+            if not self._queue:
+                return _FLUSHED
+            return self._end or TimedOut(time.monotonic() - start)
+
+    def close(self) -> bool:
+        """Stop, and say whether everything that was taken has left; nothing is written afterwards."""
+        with self._changed:
+            if self._end is None:
+                self._end = Closed()
+            complete = not self._queue
+            self._changed.notify_all()
+        if self._pump is not None:
+            self._pump.join()  # it looks up at least every slice
+            complete = not self._queue
+        return complete
+
+    def _write(
+        self, header_address: int, payload: torch.Tensor | None, payload_bytes: int, done: int, until_ns: int
+    ) -> int:
+        payload_address = payload.data_ptr() if payload_bytes and payload is not None else 0
+        return self._write_bytes(
+            header_address, HEADER_BYTES, payload_address, payload_bytes, done, until_ns, self._spins
+        )
+
+    def _drain(self) -> None:
+        """The thread: write the first message of the queue, slice by slice, until there is none."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue or self._end is not None)
+                if self._end is not None:
+                    return
+                first = self._queue[0]
+            until_ns = time.monotonic_ns() + SLICE_NS
+            done = self._write(
+                ctypes.addressof(first.header), first.payload, first.payload_bytes, first.done, until_ns
+            )
+            with self._changed:
+                self._pending_bytes -= done - first.done
+                first.done = done
+                if first.left == 0:
+                    self._queue.popleft()
+                elif self._end is None:
+                    self._end = self._peer_end()
+                self._changed.notify_all()
+
+
+Read = Callable[[int, int, int, int, int], int]
+"""(address, bytes, done, until, spins): fill memory after its first `done` bytes until that moment in nanoseconds, 0
+for no wait, looking so often before it sleeps; how many bytes are there now."""
+
+_LOOK_EVERY_NS: Final = 500_000
+_PART_EVERY_NS: Final = 10_000_000
+_NEVER_NS: Final = 1 << 63
+_GOODBYE: Final = FrameKind.GOODBYE  # looked at with every message, and enumerations are slow
+
+
+class Incoming:
+    """One direction of a link at its consumer, which takes the bytes with `read`.
+
+    The part of an unfinished message that was read is kept here, so a deadline in the middle of one loses nothing.
+    With `part`, a consumer that runs on the same core as its producer moves to another core.
+    """
+
+    def __init__(
+        self,
+        read: Read,
+        max_payload_bytes: int,
+        peer_end: Callable[[], Closed | PeerDied | None],
+        peer: str,
+        spins: int = 0,
+        part: Callable[[], bool] | None = None,
+    ) -> None:
+        self._read = read
+        self._max_payload_bytes = max_payload_bytes
+        self._peer_end = peer_end
+        self._peer = peer
+        self._bytes = bytearray(HEADER_BYTES)
+        self._bytes_address = ctypes.addressof(ctypes.c_char.from_buffer(self._bytes))
+        self._header: Header | None = None
+        self._target: torch.Tensor | None = None
+        self._done = 0  # bytes read of the header, and then of the payload
+        self._sequence = 0
+        self._spins = spins
+        self._part = part
+        self._part_ns = 0 if part is not None else _NEVER_NS
+
+    def receive(self, timeout_s: float, into: torch.Tensor | None) -> ReceiveOutcome:
+        """Read the next message, or continue the one that a deadline interrupted."""
+        start_ns = time.monotonic_ns()
+        deadline_ns = start_ns + int(timeout_s * 1e9)
+        if start_ns >= self._part_ns:
+            self._leave_core(start_ns)
+        header = self._header
+        if header is None:
+            outcome = self._fill(self._bytes_address, HEADER_BYTES, start_ns, deadline_ns)
+            if outcome is not None:
+                return outcome
+            header = self._decode()
+        if header.frame is _GOODBYE:
+            return Closed()
+        if self._target is None:
+            self._target = room_for(header, into, self._peer)
+        elif into is not None:
+            room_for(header, into, self._peer)  # what does not fit is refused before the rest is read
+        if self._target is not None and header.payload_bytes:
+            outcome = self._fill(self._target.data_ptr(), header.payload_bytes, start_ns, deadline_ns)
+            if outcome is not None:
+                return outcome
+        received = hand_out(header, self._target, into, self._peer)
+        self._header, self._target, self._done = None, None, 0
+        self._sequence += 1
+        return received
+
+    def _leave_core(self, now_ns: int) -> None:
+        """Leave this core if the peer runs on it too, unless that was tried just now."""
+        assert self._part is not None, "else it is never tried"
+        self._part_ns = now_ns + (_PART_EVERY_NS if self._part() else _LOOK_EVERY_NS)
+
+    def _decode(self) -> Header:
+        header = Header.decode(self._bytes, self._max_payload_bytes)
+        if header.sequence != self._sequence:
+            raise ProtocolError(
+                "sequence", f"{self._peer} sent number {header.sequence}, number {self._sequence} was due"
+            )
+        self._header, self._done = header, 0
+        return header
+
+    def _fill(
+        self, address: int, num_bytes: int, start_ns: int, deadline_ns: int
+    ) -> TimedOut | Closed | PeerDied | None:
+        """Read on until `num_bytes` are there (None), the deadline passes or the peer is found gone."""
+        if self._done == num_bytes:
+            return None
+        now_ns = start_ns
+        while True:
+            until_ns = min(deadline_ns, now_ns + SLICE_NS) if deadline_ns > now_ns else 0
+            self._done = self._read(address, num_bytes, self._done, until_ns, self._spins)
+            if self._done == num_bytes:
+                return None
+            end = self._peer_end()
+            if end is not None:
+                # What the peer sent before it left may have arrived after the last look.
+                self._done = self._read(address, num_bytes, self._done, 0, 0)
+                return None if self._done == num_bytes else end
+            now_ns = time.monotonic_ns()
+            if now_ns >= deadline_ns:
+                return TimedOut((now_ns - start_ns) / 1e9)
 
 
 class QueuedLink(Link):
@@ -53,7 +297,6 @@ class QueuedLink(Link):
         forget_in_children(self)
 
     def send(self, message: Message) -> SendOutcome:
-        """Give the medium what it takes, queue the rest; see `Link.send`."""
         counters = self.counters
         header = Header.of(message, counters.messages_sent)
         num_bytes = header.payload_bytes
@@ -69,7 +312,6 @@ class QueuedLink(Link):
         return outcome
 
     def receive(self, timeout_s: float, into: torch.Tensor | None = None) -> ReceiveOutcome:
-        """Take the next message out of the medium; see `Link.receive`."""
         with self._receiving:
             if self._closed:
                 return Closed()
@@ -80,11 +322,9 @@ class QueuedLink(Link):
         return outcome
 
     def flush(self, timeout_s: float) -> FlushOutcome:
-        """Wait until the medium has every queued byte; see `Link.flush`."""
         return self._outgoing.flush(timeout_s)
 
     def close(self) -> None:
-        """Say goodbye if nothing is still queued, stop the thread if there is one; see `Link.close`."""
         self._leave(silently=False)
 
     def abandon(self) -> None:

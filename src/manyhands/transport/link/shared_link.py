@@ -19,14 +19,17 @@ from functools import partial
 from typing import Final, NamedTuple, Self
 
 from manyhands.errors import UserError
+from manyhands.native.closeable import Closeable
 from manyhands.native.segment import CACHE_LINE, PAGE, Segment, round_up
 from manyhands.native.waiting import LEAVE_BYTES, leave_cores, on_my_core, spins_for
 from manyhands.transport.link import byte_ring
-from manyhands.transport.link.incoming import Incoming
-from manyhands.transport.link.interface import DEFAULT_QUEUE_BYTES, Closed, PeerDied
-from manyhands.transport.link.message import DEFAULT_MAX_PAYLOAD_BYTES
-from manyhands.transport.link.outgoing import SLICE_NS, Outgoing
-from manyhands.transport.link.queued import QueuedLink
+from manyhands.transport.link.interface import (
+    DEFAULT_MAX_PAYLOAD_BYTES,
+    DEFAULT_QUEUE_BYTES,
+    Closed,
+    PeerDied,
+)
+from manyhands.transport.link.queued import SLICE_NS, Incoming, Outgoing, QueuedLink
 from manyhands.transport.link.wire import Wire
 
 __all__ = ["DEFAULT_CAPACITY_BYTES", "LinkDescriptors", "SharedLink", "SharedLinkFiles"]
@@ -42,7 +45,7 @@ class LinkDescriptors(NamedTuple):
     lifeline: int
 
 
-class SharedLinkFiles:
+class SharedLinkFiles(Closeable):
     """The shared memory and the lifelines of one link, in the process that makes it; a context manager.
 
     The maker must `close` its copies once both ends are held elsewhere: a lifeline it keeps hides a death.
@@ -76,18 +79,11 @@ class SharedLinkFiles:
         return LinkDescriptors(self._segment.descriptor, self._lifelines[end])
 
     def close(self) -> None:
-        """Close this process's copies; idempotent."""
         self._segment.close()
         for descriptor in self._lifelines:
             if descriptor >= 0:
                 os.close(descriptor)
         self._lifelines = (-1, -1)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class SharedLink(QueuedLink):
@@ -233,7 +229,6 @@ def _leaver(address: int) -> Callable[[], bool]:
 
 
 def _holds(lifeline: socket.socket) -> bool:
-    """Whether the process at the other end still has it."""
     try:
         return lifeline.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
     except BlockingIOError:

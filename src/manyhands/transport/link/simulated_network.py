@@ -27,13 +27,17 @@ import torch
 
 from manyhands.errors import UserError
 from manyhands.transport.link.interface import (
+    DEFAULT_MAX_PAYLOAD_BYTES,
     DEFAULT_QUEUE_BYTES,
+    HEADER_BYTES,
     Closed,
     Flushed,
     FlushOutcome,
     Full,
+    Header,
     Link,
     LinkCounters,
+    Message,
     PeerDied,
     Queued,
     ReceiveOutcome,
@@ -42,7 +46,6 @@ from manyhands.transport.link.interface import (
     check_size,
     hand_out,
 )
-from manyhands.transport.link.message import DEFAULT_MAX_PAYLOAD_BYTES, HEADER_BYTES, Header, Message
 from manyhands.transport.link.virtual import RoleClock, RoleKilled, VirtualTime
 
 __all__ = ["RoleKilled", "SimulatedLink", "SimulatedNetwork", "TraceEvent"]
@@ -89,7 +92,6 @@ class _Wire:
     arrivals: deque[_Arrival] = field(default_factory=deque)
 
     def pending_bytes(self, now_s: float) -> int:
-        """Bytes that wait for the wire or are on it."""
         while self.leaving and self.leaving[0][0] <= now_s:
             self.leaving_bytes -= self.leaving.popleft()[1]
         return self.leaving_bytes
@@ -154,7 +156,6 @@ class SimulatedNetwork:
         return self.time.run(roles)
 
     def clock_s(self, role: str) -> float:
-        """What the clock of `role` shows."""
         return self.time.clock(role).now_s
 
     def spend(self, role: str, seconds: float) -> None:
@@ -195,7 +196,6 @@ class SimulatedNetwork:
         return tuple(TraceEvent(time_s, role, *seen[1:]) for time_s, role, _, seen in ordered)
 
     def _transmit(self, wire: _Wire, header: Header, payload: torch.Tensor | None) -> bool:
-        """Put a message on the wire; whether it will arrive."""
         total, source = HEADER_BYTES + header.payload_bytes, wire.source
         left_s = max(source.now_s, wire.free_s) + total / self.bandwidth_bytes_per_s
         wire.free_s = left_s
@@ -211,14 +211,12 @@ class SimulatedNetwork:
         return True
 
     def _say_goodbye(self, wire: _Wire) -> None:
-        """Tell the peer, after all messages, that this end closed."""
         at_s = self._reaches_s(wire, max(wire.source.now_s, wire.free_s)) + self.latency_s
         if at_s < math.inf:
             wire.arrivals.append(_Arrival(max(at_s, wire.last_arrival_s), None, None))
             self.time.wake(wire.destination.role)
 
     def _death_noticed_s(self, wire: _Wire) -> float:
-        """When the death of the role at the wire's beginning is noticed at its end."""
         return self._reaches_s(wire, wire.source.dies_s) + self.latency_s
 
     def _reaches_s(self, wire: _Wire, at_s: float) -> float:
@@ -256,7 +254,6 @@ class SimulatedLink(Link):
         self._end: Closed | PeerDied | None = None
 
     def send(self, message: Message) -> SendOutcome:
-        """Put a copy of the message on the wire, in no time; see `Link.send`."""
         num_bytes = message.payload_bytes
         check_size(num_bytes, DEFAULT_MAX_PAYLOAD_BYTES, self.peer)
         with self._time.changed:
@@ -279,7 +276,6 @@ class SimulatedLink(Link):
             return Queued(self._out.pending_bytes(now_s))
 
     def receive(self, timeout_s: float, into: torch.Tensor | None = None) -> ReceiveOutcome:
-        """Take the next message at its time of arrival, or now if that is past; see `Link.receive`."""
         if not 0 <= timeout_s < math.inf:
             raise UserError(f"timeout_s={timeout_s}: must be finite and not negative")
         with self._time.changed:
@@ -313,7 +309,6 @@ class SimulatedLink(Link):
         return self._time.wait(self.role, until_s, lambda: self._closed or bool(self._in.arrivals))
 
     def flush(self, timeout_s: float) -> FlushOutcome:
-        """Let time pass until the wire has taken everything; see `Link.flush`."""
         with self._time.changed:
             now_s = self._now_s()
             if self._out.pending_bytes(now_s) == 0:
@@ -325,7 +320,6 @@ class SimulatedLink(Link):
             return Flushed() if self._out.free_s <= now_s + timeout_s else TimedOut(timeout_s)
 
     def close(self) -> None:
-        """Say goodbye, after everything that was sent; see `Link.close`."""
         with self._time.changed:
             if not self._closed:
                 self._closed = True
@@ -349,7 +343,6 @@ class SimulatedLink(Link):
         return received
 
     def _ended(self) -> Closed | PeerDied | None:
-        """What this end knows of the link's end."""
         return Closed() if self._closed else self._end
 
     def _now_s(self) -> float:

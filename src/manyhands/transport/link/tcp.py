@@ -20,13 +20,19 @@ from typing import Final, Self
 import torch
 
 from manyhands.errors import ManyhandsError
-from manyhands.transport.link.incoming import Incoming
-from manyhands.transport.link.interface import DEFAULT_QUEUE_BYTES, Closed, PeerDied, Received, ReceiveOutcome
-from manyhands.transport.link.message import DEFAULT_MAX_PAYLOAD_BYTES, HEADER_BYTES, Header
-from manyhands.transport.link.outgoing import Outgoing
-from manyhands.transport.link.queued import QueuedLink
-from manyhands.transport.link.tls import End, TlsRefused
+from manyhands.transport.link.interface import (
+    DEFAULT_MAX_PAYLOAD_BYTES,
+    DEFAULT_QUEUE_BYTES,
+    HEADER_BYTES,
+    Closed,
+    Header,
+    PeerDied,
+    Received,
+    ReceiveOutcome,
+)
+from manyhands.transport.link.queued import Incoming, Outgoing, QueuedLink
 from manyhands.transport.link.wire import Wire
+from manyhands.transport.tls import End, TlsRefused
 
 __all__ = ["TcpLink", "connected"]
 
@@ -76,7 +82,6 @@ class TcpLink(QueuedLink):
         )
 
     def receive(self, timeout_s: float, into: torch.Tensor | None = None) -> ReceiveOutcome:
-        """Read the next message out of the stream; see `Link.receive`."""
         outcome = super().receive(timeout_s, into)
         if self._peer_end() == Closed() and not isinstance(outcome, Received):
             return Closed()

@@ -17,26 +17,35 @@ Neither Gloo nor this link authenticates anybody: use it on loopback or inside a
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 
 from manyhands.errors import UserError
 from manyhands.transport.link.interface import (
+    DEFAULT_MAX_PAYLOAD_BYTES,
     DEFAULT_QUEUE_BYTES,
+    HEADER_BYTES,
     Closed,
     Flushed,
     FlushOutcome,
+    FrameKind,
     Full,
+    Header,
     Link,
     LinkCounters,
+    Message,
     PeerDied,
     Queued,
     ReceiveOutcome,
@@ -46,17 +55,81 @@ from manyhands.transport.link.interface import (
     hand_out,
     room_for,
 )
-from manyhands.transport.link.message import (
-    DEFAULT_MAX_PAYLOAD_BYTES,
-    HEADER_BYTES,
-    FrameKind,
-    Header,
-    Message,
-    ProtocolError,
-)
 from manyhands.transport.link.wire import Wire
+from manyhands.transport.messages import ProtocolError
 
-__all__ = ["MAX_CHANNEL", "TorchLink"]
+__all__ = ["MAX_CHANNEL", "SumGroup", "TorchLink", "gloo_backend", "nccl_backend", "nccl_version"]
+
+_CALM = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",  # what takes too long is ended, and this process is not
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # of threads that would end this process
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
+
+
+class SumGroup:
+    """Torch's NCCL where `device` is a GPU, elsewhere Gloo: made on `store`, which lives as long as this does.
+
+    Calls begin something and return torch's work that is under way. On a GPU the first one connects all ranks.
+    """
+
+    def __init__(
+        self, device: torch.device, store: c10d.Store, rank: int, world: int, timeout_s: float
+    ) -> None:
+        """Collective where it is Gloo."""
+        self._store = store  # which torch would not keep alive, if it is one of Python's
+        self._on_gpu = device.type == "cuda"
+        timeout = timedelta(seconds=timeout_s)
+        if self._on_gpu:
+            with _environment(_CALM):
+                self._backend = nccl_backend(store, rank, world, timeout)
+        else:
+            self._backend = gloo_backend(store, rank, world, timeout)
+
+    def allreduce(self, tensor: torch.Tensor) -> Any:
+        """Sum it over ranks, in place, after what is queued on this thread's stream."""
+        return self._backend.allreduce([tensor])
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Any:
+        return self._backend.broadcast(tensor, root)
+
+    def abort(self) -> None:
+        """From any thread: end what is under way, whatever the others do. Gloo's connections end with the group."""
+        if self._on_gpu:
+            self._backend.abort()
+
+
+@contextmanager
+def _environment(usual: Mapping[str, str]) -> Iterator[None]:
+    """Set variables that the user has not set, while something is made that reads them."""
+    added = [name for name in usual if name not in os.environ]
+    os.environ.update({name: usual[name] for name in added})
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
+
+
+def nccl_version() -> str:
+    """`2.27.5`; empty where this torch has no NCCL."""
+    if not dist.is_available() or not dist.is_nccl_available():
+        return ""
+    import torch.cuda.nccl
+
+    return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+
+
+def nccl_backend(store: c10d.Store, rank: int, world: int, timeout: timedelta) -> Any:
+    """One rank's end of NCCL; it connects with the first collective."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(c10d.PrefixStore("nccl/", store), rank, world, options)
+
+
+def gloo_backend(store: c10d.Store, rank: int, world: int, timeout: timedelta) -> Any:
+    return c10d.ProcessGroupGloo(c10d.PrefixStore("gloo/", store), rank, world, timeout=timeout)
+
 
 MAX_CHANNEL: Final = 0xFFFF
 _FIRST_TAG: Final = 0x4D480000  # far from the small numbers that others' code uses as tags
@@ -128,7 +201,6 @@ class TorchLink(Link):
         _links.add(self)
 
     def send(self, message: Message) -> SendOutcome:
-        """Give the message to Gloo, which sends it as the peer reads; see `Link.send`."""
         num_bytes = message.payload_bytes
         check_size(num_bytes, self._max_payload_bytes, self.peer)
         total = HEADER_BYTES + num_bytes
@@ -149,7 +221,6 @@ class TorchLink(Link):
             return Queued(self._pending_bytes)
 
     def receive(self, timeout_s: float, into: torch.Tensor | None = None) -> ReceiveOutcome:
-        """Hand out the next message; see `Link.receive`."""
         start = time.monotonic()
         deadline = start + timeout_s
         with self._changed:
@@ -176,7 +247,6 @@ class TorchLink(Link):
             return Closed()
 
     def flush(self, timeout_s: float) -> FlushOutcome:
-        """Wait until the peer has taken everything; see `Link.flush`."""
         start = time.monotonic()
         with self._changed:
             self._changed.wait_for(
@@ -196,11 +266,9 @@ class TorchLink(Link):
 
     @property
     def left_in_peace(self) -> bool:
-        """Whether the peer has said goodbye."""
         return isinstance(self._end, Closed)
 
     def close(self) -> None:
-        """Say goodbye and wait, at most `close_timeout_s`, for the peer's; see `Link.close`."""
         with self._changed:
             if self._closing:
                 return
@@ -224,7 +292,6 @@ class TorchLink(Link):
             thread.join(_LEAVING_S)
 
     def _post(self, tensors: list[torch.Tensor], num_bytes: int) -> PeerDied | None:
-        """Start sending what counts as `num_bytes`; the lock is held, so header and payload stay together."""
         try:
             works = [self._group.send([tensor], self._peer_rank, self._tag) for tensor in tensors]
         except RuntimeError as error:
@@ -315,7 +382,6 @@ class TorchLink(Link):
         self._group.recv([tensor], self._peer_rank, self._tag).wait(_NEVER)
 
     def _died(self, error: RuntimeError) -> PeerDied:
-        """Note that Gloo lost the peer, with the first sentence of what it says; the lock is held."""
         sentence = str(error).split(". ")[0].split("] ", 1)[-1]
         self._end = died = PeerDied(f"{self.peer} is gone: {sentence}")
         self._changed.notify_all()

@@ -70,12 +70,10 @@ class VirtualTime:
         self._awake = 0  # threads of roles that do not sleep
 
     def clock(self, role: str) -> RoleClock:
-        """The clock of `role`, always the same one."""
         clock = self._clocks.get(role)
         return clock if clock is not None else self._clocks.setdefault(role, RoleClock(role))
 
     def kill(self, role: str, at_s: float) -> None:
-        """Let `role` die when its clock reaches `at_s`."""
         with self.changed:
             clock = self.clock(role)
             clock.dies_s = min(at_s, clock.dies_s)

@@ -62,7 +62,6 @@ def codec_of(number: int) -> str:
 
 
 def is_codec(number: int) -> bool:
-    """Whether there is such a chain."""
     try:
         codec_of(number)
     except ValueError:

@@ -37,13 +37,11 @@ class _Warming(SparseCodec):
         self._warmup = warmup
 
     def density(self, step: int) -> float:
-        """The share of items that are sent at a step."""
         if step >= self._warmup:
             return self._fraction
         return max(self._fraction, _FIRST ** (1 + _QUARTERS * step // self._warmup))
 
     def most(self, parcel: Parcel) -> int:
-        """The number of items sent in the first step, the most of any."""
         return few(self.density(0), parcel)
 
     def usual_size(self, parcel: Parcel) -> int:
@@ -54,7 +52,6 @@ class _Warming(SparseCodec):
         return sum(self._size_of(parcel, few(share, parcel)) for share in shares) // _QUARTERS
 
     def choose(self, parcel: Parcel, values: Floats) -> tuple[Indices, Floats]:
-        """The largest items at this step's density."""
         return largest_of(values, few(self.density(self.step), parcel))
 
 
@@ -97,12 +94,10 @@ class Dgc(_Warming):
         return num_bytes
 
     def memory(self) -> dict[str, Tensor]:
-        """Momentum and residual, by parcel."""
         kept = {f"velocity/{key}": one for key, one in self._velocity.items()}
         return kept | {f"owed/{key}": one for key, one in self._owed.items()}
 
     def remember(self, memory: Mapping[str, Tensor]) -> None:
-        """Load momentum and residual."""
         for name, one in memory.items():
             kind, _, key = name.partition("/")
             {"velocity": self._velocity, "owed": self._owed}[kind][key] = one.clone()

@@ -35,7 +35,6 @@ class Fp8(FloatCodec):
         self._kind = _KINDS[kind]
 
     def size(self, parcel: Parcel) -> int:
-        """The exact size: one byte per block and one per item."""
         return blocks_of(parcel.count, BLOCK) + parcel.count
 
     def pack(self, parcel: Parcel, values: Floats, into: Bytes) -> int:

@@ -15,17 +15,14 @@ class Int8(FloatCodec):
     """A float32 per block, then one byte per item."""
 
     def size(self, parcel: Parcel) -> int:
-        """The exact size: a scale per block and one byte per item."""
         return 4 * blocks_of(parcel.count, BLOCK) + parcel.count
 
     def pack(self, parcel: Parcel, values: Floats, into: Bytes) -> int:
-        """Round to the nearest of the block's values."""
         head, end = 4 * blocks_of(parcel.count, BLOCK), self.size(parcel)
         pack_int8(values, into[:head].view(np.uint32), into[head:end].view(np.int8))
         return end
 
     def unpack(self, parcel: Parcel, encoded: Bytes, into: Floats) -> None:
-        """Multiply the codes by their block's scale."""
         head = 4 * blocks_of(parcel.count, BLOCK)
         scales = encoded[:head].view(np.uint32)
         check_scales(scales)

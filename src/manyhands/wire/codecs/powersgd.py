@@ -31,7 +31,6 @@ class PowerSgd(ParcelCodec):
         self._right: dict[str, Tensor] = {}
 
     def size(self, parcel: Parcel) -> int:
-        """The exact size of both factors and the items that are sent uncompressed."""
         items = sum(self._rank * (one.rows + one.columns) for one in self._factored(parcel))
         items += sum(end - begin for begin, end in self.whole(parcel))
         return items * _type_of(parcel).itemsize
@@ -55,7 +54,6 @@ class PowerSgd(ParcelCodec):
         return _joined(parts, parcel)
 
     def product(self, parcel: Parcel, left: Tensor, right: Tensor, into: Tensor) -> None:
-        """Write the product of the factors into `into`."""
         at = 0
         for one, factor in self._lefts(parcel, left):
             other = right[at : at + self._rank * one.columns].view(one.columns, self._rank)
@@ -83,7 +81,6 @@ class PowerSgd(ParcelCodec):
             self._right[parcel.key] = right.clone()
 
     def encode(self, parcel: Parcel, values: Tensor, into: Tensor) -> int:
-        """Both factors, of this worker's matrices alone."""
         left = self.left(parcel, values)
         right = self.right(parcel, values, left)
         self.start_with(parcel, right)
@@ -92,18 +89,15 @@ class PowerSgd(ParcelCodec):
         return both.nbytes
 
     def decode(self, parcel: Parcel, encoded: Tensor, into: Tensor) -> None:
-        """Multiply the factors."""
         expect_bytes(encoded, self.size(parcel))
         both = encoded.view(_type_of(parcel))
         count = len(both) - sum(self._rank * one.columns for one in self._factored(parcel))
         self.product(parcel, both[:count], both[count:], into)
 
     def memory(self) -> dict[str, Tensor]:
-        """The factors that start the next step."""
         return {f"right/{key}": kept for key, kept in self._right.items()}
 
     def remember(self, memory: Mapping[str, Tensor]) -> None:
-        """Load the factors that start the next step."""
         self._right = {name.removeprefix("right/"): kept.clone() for name, kept in memory.items()}
 
     def _factored(self, parcel: Parcel) -> list[Matrix]:

@@ -26,11 +26,9 @@ class Qsgd(FloatCodec):
         self._width = (2 * levels).bit_length()
 
     def size(self, parcel: Parcel) -> int:
-        """The exact size: a norm per block and the packed levels."""
         return 4 * blocks_of(parcel.count, BLOCK) + packed_bytes(parcel.count, self._width)
 
     def pack(self, parcel: Parcel, values: Floats, into: Bytes) -> int:
-        """Round each item up or down at random."""
         head, end = 4 * blocks_of(parcel.count, BLOCK), self.size(parcel)
         codes = into[head:end] if self._width == 8 else np.empty(parcel.count, np.uint8)
         draw_levels(values, into[:head].view(np.uint32), codes, self._levels, *key_of(self.drawn(parcel)))
@@ -39,7 +37,6 @@ class Qsgd(FloatCodec):
         return end
 
     def unpack(self, parcel: Parcel, encoded: Bytes, into: Floats) -> None:
-        """Multiply the levels by their block's norm."""
         head = 4 * blocks_of(parcel.count, BLOCK)
         scales, codes = encoded[:head].view(np.uint32), encoded[head:]
         check_scales(scales)

@@ -27,11 +27,9 @@ class RandomK(SparseCodec):
         self._fraction = fraction
 
     def most(self, parcel: Parcel) -> int:
-        """The exact number of items that are sent."""
         return few(self._fraction, parcel)
 
     def choose(self, parcel: Parcel, values: Floats) -> tuple[Indices, Floats]:
-        """One item of each stretch, times the stretch's length."""
         indices = self._drawn(parcel, self.drawn(parcel))
         kept = np.empty(len(indices), np.float32)
         enlarge(values, parcel.tensor_items, indices, kept)
@@ -43,7 +41,6 @@ class RandomK(SparseCodec):
         return _KEY
 
     def write_places(self, parcel: Parcel, indices: Indices, into: Bytes) -> None:
-        """Write the key."""
         del indices
         into[:] = np.frombuffer(self.drawn(parcel).to_bytes(_KEY, "little"), np.uint8)
 

@@ -32,11 +32,9 @@ class Sign(FloatCodec):
         self.sums_vote = kind == "vote"
 
     def size(self, parcel: Parcel) -> int:
-        """The exact size: a scale per block and one bit per item."""
         return 4 * blocks_of(parcel.count, BLOCK) + 4 * blocks_of(parcel.count, 32)
 
     def pack(self, parcel: Parcel, values: Floats, into: Bytes) -> int:
-        """Encode the scales and the signs."""
         head, end = 4 * blocks_of(parcel.count, BLOCK), self.size(parcel)
         scales = into[:head].view(np.uint32)
         pack_sign(values, scales, into[head:end].view(np.uint32))
@@ -45,7 +43,6 @@ class Sign(FloatCodec):
         return end
 
     def unpack(self, parcel: Parcel, encoded: Bytes, into: Floats) -> None:
-        """Decode to plus or minus the block's scale."""
         head = 4 * blocks_of(parcel.count, BLOCK)
         scales = encoded[:head].view(np.uint32)
         check_scales(scales)

@@ -19,17 +19,14 @@ class Ternary(FloatCodec):
     """A float32 per block, then one byte per five items."""
 
     def size(self, parcel: Parcel) -> int:
-        """The exact size: a scale per block and one byte per five items."""
         return 4 * blocks_of(parcel.count, BLOCK) + blocks_of(parcel.count, 5)
 
     def pack(self, parcel: Parcel, values: Floats, into: Bytes) -> int:
-        """Draw which items are kept."""
         head, end = 4 * blocks_of(parcel.count, BLOCK), self.size(parcel)
         pack_ternary(values, into[:head].view(np.uint32), into[head:end], *key_of(self.drawn(parcel)))
         return end
 
     def unpack(self, parcel: Parcel, encoded: Bytes, into: Floats) -> None:
-        """Decode through a lookup table."""
         head = 4 * blocks_of(parcel.count, BLOCK)
         scales, codes = encoded[:head].view(np.uint32), encoded[head:]
         check_scales(scales)

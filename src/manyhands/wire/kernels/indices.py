@@ -23,7 +23,6 @@ def low_bits(below: int, count: int) -> int:
 
 
 def index_bytes(below: int, count: int) -> int:
-    """How many bytes they take."""
     if count == 0:
         return 0
     low = low_bits(below, count)
@@ -32,7 +31,6 @@ def index_bytes(below: int, count: int) -> int:
 
 @njit("void(uint32[::1], int64, uint8[::1])", cache=True, nogil=True)
 def write_indices(indices, low, into):  # type: ignore[no-untyped-def]
-    """Write them, each with `low` bits as they are."""
     into[:] = uint8(0)
     first = (len(indices) * low + 7) // 8
     mask = (uint64(1) << uint64(low)) - uint64(1)
@@ -92,6 +90,5 @@ def add_at(values, indices, into, alpha):  # type: ignore[no-untyped-def]
 
 @njit("void(float32[::1], uint32[::1], float32[::1])", cache=True, nogil=True)
 def pick(values, indices, into):  # type: ignore[no-untyped-def]
-    """The values at their places."""
     for j in range(len(indices)):
         into[j] = values[indices[j]]

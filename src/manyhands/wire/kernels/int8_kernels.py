@@ -18,7 +18,6 @@ BLOCK: Final = 256
 
 @njit("void(float32[::1], uint32[::1], int8[::1])", cache=True, nogil=True)
 def pack_int8(values, scales, codes):  # type: ignore[no-untyped-def]
-    """Scale each block and round to int8."""
     for block in range(len(scales)):
         part = values[BLOCK * block : BLOCK * block + BLOCK]
         room = codes[BLOCK * block : BLOCK * block + BLOCK]
@@ -42,7 +41,6 @@ def pack_int8(values, scales, codes):  # type: ignore[no-untyped-def]
 
 @njit("void(uint32[::1], int8[::1], float32[::1])", cache=True, nogil=True)
 def unpack_int8(scales, codes, into):  # type: ignore[no-untyped-def]
-    """Multiply the codes by their block's scale."""
     for block in range(len(scales)):
         part = codes[BLOCK * block : BLOCK * block + BLOCK]
         room = into[BLOCK * block : BLOCK * block + BLOCK]

@@ -10,13 +10,11 @@ __all__ = ["pack_bits", "packed_bytes", "unpack_bits"]
 
 
 def packed_bytes(count: int, width: int) -> int:
-    """How many bytes `count` numbers of `width` bits take."""
     return -(-count * width // 8)
 
 
 @njit("void(uint8[::1], int64, uint8[::1])", cache=True, nogil=True)
 def pack_bits(codes, width, into):  # type: ignore[no-untyped-def]
-    """Pack numbers of at most 8 bits, eight at a time."""
     whole = len(codes) // 8
     for group in range(whole):
         word = uint64(0)
@@ -36,7 +34,6 @@ def pack_bits(codes, width, into):  # type: ignore[no-untyped-def]
 
 @njit("void(uint8[::1], int64, uint8[::1])", cache=True, nogil=True)
 def unpack_bits(packed, width, codes):  # type: ignore[no-untyped-def]
-    """Unpack what `pack_bits` wrote."""
     whole = len(codes) // 8
     mask = (uint64(1) << uint64(width)) - uint64(1)
     for group in range(whole):

@@ -45,7 +45,6 @@ def draw_levels(values, scales, codes, levels, low, high):  # type: ignore[no-un
 
 @njit("void(uint32[::1], uint8[::1], int64, float32[::1])", cache=True, nogil=True)
 def multiply(scales, codes, levels, into):  # type: ignore[no-untyped-def]
-    """The levels times the norm of their block."""
     for block in range(len(scales)):
         part = codes[BLOCK * block : BLOCK * block + BLOCK]
         room = into[BLOCK * block : BLOCK * block + BLOCK]

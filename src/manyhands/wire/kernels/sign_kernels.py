@@ -17,7 +17,6 @@ BLOCK: Final = 1024
 
 @njit("void(float32[::1], uint32[::1], uint32[::1])", cache=True, nogil=True, fastmath={"reassoc"})
 def pack_sign(values, scales, words):  # type: ignore[no-untyped-def]
-    """Compute the mean magnitude of each block, and pack the signs."""
     for block in range(len(scales)):
         part = values[BLOCK * block : BLOCK * block + BLOCK]
         total = float32(0)
@@ -41,7 +40,6 @@ def pack_sign(values, scales, words):  # type: ignore[no-untyped-def]
 
 @njit("void(uint32[::1], uint32[::1], float32[::1])", cache=True, nogil=True)
 def unpack_sign(scales, words, into):  # type: ignore[no-untyped-def]
-    """Expand means and signs to values."""
     whole = len(into) // 32
     for number in range(whole):
         word, scale = words[number], scales[number // (BLOCK // 32)]

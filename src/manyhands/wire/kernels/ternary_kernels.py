@@ -22,7 +22,6 @@ _TRITS: Final = np.array([[code // 3**k % 3 for k in range(5)] for code in range
 
 @njit("void(float32[::1], uint32[::1], uint8[::1], uint32, uint32)", cache=True, nogil=True)
 def pack_ternary(values, scales, codes, low, high):  # type: ignore[no-untyped-def]
-    """Draw which items are kept, and pack five to a byte."""
     trits = np.zeros(BLOCK, np.uint8)
     for block in range(len(scales)):
         part = values[BLOCK * block : BLOCK * block + BLOCK]
@@ -48,7 +47,6 @@ def pack_ternary(values, scales, codes, low, high):  # type: ignore[no-untyped-d
 
 @njit("void(uint32[::1], uint8[::1], float32[::1])", cache=True, nogil=True)
 def unpack_ternary(scales, codes, into):  # type: ignore[no-untyped-def]
-    """Unpack through a lookup table."""
     values = np.zeros(3, np.float32)
     whole = len(into) // 5
     for block in range(len(scales)):

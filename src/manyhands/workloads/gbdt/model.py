@@ -16,14 +16,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from manyhands.data.sparse_rows import Rows
-from manyhands.errors import UserError
-from manyhands.workloads.gbdt import predict_kernels
+from manyhands.errors import DataError, UserError
+from manyhands.workloads.gbdt import bin_kernels
 from manyhands.workloads.gbdt.binning import BinTable, FeatureBins
-from manyhands.workloads.gbdt.row_sources import RowBlock, unnamed
+from manyhands.workloads.gbdt.row_sources import RowBlock, RowSource, unnamed
 from manyhands.workloads.gbdt.split_kernels import CATEGORICAL, DEFAULT_LEFT
 from manyhands.workloads.gbdt.trees import GrownTree, tree_of
+from manyhands.workloads.logreg.labels import PAIRS, measure
 
-__all__ = ["DecisionTree", "GbdtModel", "Links"]
+__all__ = ["DecisionTree", "GbdtModel", "Links", "measure_model"]
 
 MISSING_NAN = 8
 """Of `decision`: NaN goes where the node says. LightGBM's bits: 1 categorical, 2 to the left, 4 and 8 what misses."""
@@ -200,7 +201,7 @@ class GbdtModel:
         out = np.zeros(len(values))
         for begin in range(0, len(values), _CHUNK):
             part = np.ascontiguousarray(values[begin : begin + _CHUNK], np.float64)
-            predict_kernels.add_trees(part, *self._flat, out[begin : begin + _CHUNK])
+            bin_kernels.add_trees(part, *self._flat, out[begin : begin + _CHUNK])
         return out
 
     def predict(self, block: RowBlock) -> NDArray[np.float64]:
@@ -219,7 +220,7 @@ class GbdtModel:
             columns, values = rows.indices[first:last], rows.values[first:last]
             known = columns < self.columns
             dense[which[known], columns[known]] = values[known]
-            predict_kernels.add_trees(dense, *self._flat, out[begin:end])
+            bin_kernels.add_trees(dense, *self._flat, out[begin:end])
         return out
 
     @cached_property
@@ -267,3 +268,25 @@ def _infos(bins: BinTable) -> tuple[str, ...]:
         else:
             found[one.column] = f"[{one.low!r}:{one.high!r}]"
     return tuple(found)
+
+
+def measure_model(model: GbdtModel, source: RowSource) -> dict[str, Any]:
+    """Accuracy, AUC and log loss of two labels, or the root of the mean squared error and R² of a number."""
+    source, scores, labels, weights = source.for_names(model.names), [], [], []
+    for block in source.blocks():
+        if block.labels is None:
+            raise DataError(f"{source.name} has rows without labels; to predict them use `manyhands predict`")
+        scores.append(model.scores(block))
+        labels.append(block.labels)
+        weights.append(block.weights if block.weights is not None else np.ones(len(block)))
+    score, label, weight = (np.concatenate(parts) for parts in (scores, labels, weights))
+    if model.link.is_binary:
+        pair = next((pair for pair in PAIRS if np.isin(label, pair).all()), None)
+        if pair is None:
+            raise DataError(f"{source.name} has labels that are no two of -1 and 1, 0 and 1, or 1 and 2")
+        found = measure(score, (label == pair[1]).astype(np.float32), weight.astype(np.float32)).as_dict()
+        return {**found, "test_rows": len(label)}
+    predicted = model.link(score)
+    error = float(np.average((predicted - label) ** 2, weights=weight))
+    spread = float(np.average((label - np.average(label, weights=weight)) ** 2, weights=weight))
+    return {"rmse": error**0.5, "r2": 1 - error / spread if spread else None, "test_rows": len(label)}

@@ -14,8 +14,7 @@ from manyhands.workloads.exporting import Export, ExportAsked
 from manyhands.workloads.gbdt.model import GbdtModel
 from manyhands.workloads.gbdt.row_sources import RowBlock, open_source
 from manyhands.workloads.gbdt.text_format import MODEL_TEXT, read_model
-from manyhands.workloads.predictor import Predictor, ReadAs
-from manyhands.workloads.predictor_tables import table_of
+from manyhands.workloads.predictor import Predictor, ReadAs, table_of
 
 __all__ = ["GbdtPredictor", "export_gbdt", "open_gbdt"]
 

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from manyhands.data.batch_plan import split
 from manyhands.engine.kernel_task import AnyTask, KernelStep, KernelTask, Portion, Taken, check_shared_rows
-from manyhands.engine.stopping import EarlyStopping, StoppingCount
+from manyhands.engine.options import EarlyStopping, StoppingCount
 from manyhands.native.group.gate import Turn
 from manyhands.native.group.shared_group import SharedGroup
 from manyhands.native.segment import CACHE_LINE, Segment, round_up
 from manyhands.strategy import Strategy
-from manyhands.workloads.gbdt import bin_kernels, histogram_kernels, predict_kernels, split_kernels
+from manyhands.workloads.gbdt import bin_kernels, histogram_kernels, split_kernels
 from manyhands.workloads.gbdt.bin_table import BinnedRows
 from manyhands.workloads.gbdt.binning import BinTable
 from manyhands.workloads.gbdt.gradient_units import units_for
@@ -127,7 +127,7 @@ class GbdtTask(KernelTask):
 
     def warm(self) -> None:
         """All kernels."""
-        for module in (bin_kernels, histogram_kernels, split_kernels, predict_kernels):
+        for module in (bin_kernels, histogram_kernels, split_kernels):
             module.warm()
 
     def for_strategy(self, strategy: Strategy, workers: int) -> AnyTask:

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from manyhands.engine.fitting import await_workers, fit_or_kept
 from manyhands.engine.interrupted_run import Keeping, Kept
-from manyhands.engine.options import Options
-from manyhands.engine.stopping import EarlyStopping, StoppingCount
+from manyhands.engine.options import EarlyStopping, Options, StoppingCount
 from manyhands.errors import DataError, UserError
 from manyhands.native.warming import prepare, spent_s
 from manyhands.observe.draw.bars import Bars, bar_view

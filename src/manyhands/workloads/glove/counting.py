@@ -12,7 +12,7 @@ not count for the distance, and a line's end ends a context, as in the published
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,18 +28,13 @@ from manyhands.strategy import check_choice
 from manyhands.workloads.glove.cooccurrence_files import RECORD, RecordWriter, temporary_folder
 from manyhands.workloads.glove.corpus import BLOCK_BYTES, Block, Corpus
 from manyhands.workloads.glove.count_kernels import count_rows, place_words
+from manyhands.workloads.glove.options import WEIGHTINGS
 from manyhands.workloads.glove.ordered_threads import children, in_order
 from manyhands.workloads.glove.spill import DenseRow, MergeRoom, merge_runs, view_records
 from manyhands.workloads.glove.vocabulary import Vocabulary
 from manyhands.workloads.glove.word_table import BREAK, WordTable
 
-__all__ = ["WEIGHTINGS", "CountingRoom", "count_cooccurrence", "plan_memory"]
-
-WEIGHTINGS: dict[str, Callable[[int], NDArray[np.float64]]] = {
-    "distance": lambda window: 1.0 / np.arange(1, window + 1),
-    "count": lambda window: np.ones(window),
-}
-"""What a pair of words counts, by their distance from 1 to the window: 1/distance, as published, or 1."""
+__all__ = ["CountingRoom", "count_cooccurrence", "plan_memory"]
 
 _DEFAULT_MEMORY = 2 * 1024**3
 _OUT_RECORDS = 1 << 17

@@ -12,12 +12,15 @@ import os
 import re
 import sysconfig
 from collections.abc import Iterator
+from itertools import permutations
 from pathlib import Path
 
 from manyhands.errors import UserError
+from manyhands.workloads.glove.analogies import Section
 from manyhands.workloads.glove.corpus import Corpus
+from manyhands.workloads.glove.similarity import Pair
 
-__all__ = ["demo_corpus", "english"]
+__all__ = ["demo_corpus", "demo_pairs", "demo_questions", "english"]
 
 _PACKAGES = ("numpy", "torch")
 _MOST_BYTES = 6 * 2**20  # of each package: enough to learn from, little enough to wait for
@@ -92,3 +95,56 @@ def _source(path: Path) -> str:
         return path.read_text("utf-8")
     except (OSError, UnicodeDecodeError):
         return ""
+
+
+_PLURALS = (
+    "argument arguments,file files,value values,function functions,method methods,object objects,element elements,"
+    "parameter parameters,tensor tensors,array arrays,dimension dimensions,error errors,exception exceptions,"
+    "module modules,string strings,type types,name names,option options,line lines,item items,class classes,key keys"
+)
+_VERBS = (
+    "return returns,raise raises,contain contains,use uses,call calls,create creates,specify specifies,"
+    "support supports,represent represents,require requires,take takes,make makes,convert converts,compute computes"
+)
+_OPPOSITES = (
+    "minimum maximum,min max,first last,lower upper,start stop,left right,read write,row column,input output,"
+    "open close,before after,true false,positive negative,encode decode,forward backward,first second"
+)
+_SAME_KIND = (
+    "array tensor,minimum maximum,rows columns,list tuple,integer float,function method,width height,read write,"
+    "true false,input output,parameter argument,string bytes,index key,module package,row column,first last"
+)
+_SAME_SUBJECT = (
+    "file path,loop iteration,matrix vector,thread lock,error exception,class instance,byte encoding,network socket,"
+    "process pipe,sort order,log message,default option,shape dimension,gradient backward,date time,test assert"
+)
+_APART = (
+    "matrix password,socket gradient,month tensor,lock comma,email sine,thread weekday,cosine directory,quote float,"
+    "hash window,http sort,dtype calendar,zip random,calendar pointer,terminal matrix,newline gradient,color loss"
+)
+
+
+def demo_questions() -> list[Section]:
+    """All pairs of pairs of each kind, both ways round."""
+    named = {"opposites": _OPPOSITES, "gram1-plural": _PLURALS, "gram2-third-person": _VERBS}
+    return [
+        Section(
+            name=name,
+            questions=tuple((*one, *other) for one, other in permutations(map(_two, text.split(",")), 2)),
+        )
+        for name, text in named.items()
+    ]
+
+
+def demo_pairs() -> list[Pair]:
+    """Pairs of three degrees."""
+    return [
+        Pair(one=one, other=other, score=score)
+        for score, text in ((2.0, _SAME_KIND), (1.0, _SAME_SUBJECT), (0.0, _APART))
+        for one, other in map(_two, text.split(","))
+    ]
+
+
+def _two(text: str) -> tuple[str, str]:
+    one, other = text.split()
+    return one, other

@@ -34,9 +34,10 @@ from manyhands.workloads.glove.glove_batch_kernels import (
     step_rows,
     sum_gradients,
 )
-from manyhands.workloads.glove.glove_model import GloveModel, GloveOptions
+from manyhands.workloads.glove.glove_model import GloveModel
 from manyhands.workloads.glove.glove_reader import Block, RecordReader
 from manyhands.workloads.glove.glove_work import GloveWork
+from manyhands.workloads.glove.options import GloveOptions
 
 __all__ = ["AllReduceStep", "AloneStep", "BatchStep", "TensorStep", "warm_batches"]
 

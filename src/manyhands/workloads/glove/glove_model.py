@@ -26,62 +26,13 @@ from torch import nn
 
 from manyhands.errors import UserError
 from manyhands.native.segment import Segment, available_bytes, round_up
+from manyhands.workloads.glove.options import GloveOptions
 
-__all__ = ["GloveLayout", "GloveModel", "GloveOptions", "GloveSnapshot"]
+__all__ = ["GloveLayout", "GloveModel", "GloveSnapshot"]
 
 LANES = 8
 _LINE_ITEMS = 16  # of 4 bytes in a line of 64
 _ROWS_AT_ONCE = 4096
-_DTYPES: dict[str, np.dtype[Any]] = {"float32": np.dtype(np.float32), "float64": np.dtype(np.float64)}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GloveOptions:
-    """What to train and for how long; a UserError names the field, its value and what is allowed."""
-
-    dim: int = 50
-    """Items of a vector."""
-
-    passes: int = 15
-    """How often all records are visited."""
-
-    x_max: float = 100.0
-    """The count from which on a record weighs 1; below it weighs (count / x_max) ** alpha."""
-
-    alpha: float = 0.75
-    rate: float = 0.05
-    """The learning rate, which AdaGrad divides by the root of its accumulators; these start at 1."""
-
-    batch: int = 1
-    """Records per step: 1 is the published rule, one after the other; more are summed row by row first."""
-
-    seed: int = 0
-    dtype: str = "float32"
-    allow_overload: bool = False
-    """Start even if the workers do not seem to fit into the memory and the limits of this host."""
-
-    def __post_init__(self) -> None:
-        for name, most in (("dim", 100_000), ("passes", 10**9), ("batch", 2**24)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-                raise UserError(f"{name}={value!r} must be a whole number from 1 to {most}")
-        for name, least in (("x_max", "above 0"), ("rate", "above 0"), ("alpha", "at least 0")):
-            value = getattr(self, name)
-            if not 0 <= value < float("inf") or (value == 0 and least == "above 0"):
-                raise UserError(f"{name}={value!r} must be {least} and finite")
-        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**64:
-            raise UserError(f"seed={self.seed!r} must be a whole number from 0 to 2^64 - 1")
-        if self.dtype not in _DTYPES:
-            raise UserError(f"dtype={self.dtype!r} must be one of {', '.join(_DTYPES)}")
-
-    @property
-    def numpy_dtype(self) -> np.dtype[Any]:
-        """The type of the parameters."""
-        return _DTYPES[self.dtype]
-
-    def settings(self) -> NDArray[np.float64]:
-        """What the kernels need to know: x_max, alpha, rate."""
-        return np.array([self.x_max, self.alpha, self.rate], np.float64)
 
 
 @dataclass(frozen=True, slots=True)

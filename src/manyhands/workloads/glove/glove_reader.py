@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from manyhands.errors import DataError
+from manyhands.native.closeable import Closeable
 from manyhands.workloads.glove.cooccurrence_files import RECORD, record_count
 from manyhands.workloads.glove.glove_kernels import first_bad
 
@@ -31,7 +31,7 @@ def count_records(path: Path) -> int:
     return count
 
 
-class RecordReader:
+class RecordReader(Closeable):
     """Reads up to `capacity` records at a time; a context manager, used by one thread.
 
     What `read` returns is valid until the next call. A DataError names the first record that cannot be trained on.
@@ -68,11 +68,3 @@ class RecordReader:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

@@ -25,15 +25,13 @@ from manyhands.native.segment import Segment
 from manyhands.strategy import Strategy
 from manyhands.workloads.glove.cooccurrence_files import RECORD
 from manyhands.workloads.glove.glove_kernels import warm, warm_in_order
-from manyhands.workloads.glove.glove_model import GloveModel, GloveOptions
+from manyhands.workloads.glove.glove_model import GloveModel
 from manyhands.workloads.glove.glove_reader import count_records
 from manyhands.workloads.glove.glove_steps import RecordStep
 from manyhands.workloads.glove.glove_work import GloveWork, turn_number
+from manyhands.workloads.glove.options import GloveOptions, usual_batch
 
-__all__ = ["BATCH", "GloveTask", "check_together", "usual_batch"]
-
-BATCH = 1024
-"""Records at a time where a strategy works on batches and no other number is given."""
+__all__ = ["GloveTask", "check_together"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,15 +145,10 @@ class GloveTask(GloveWork, KernelTask):
         )
         check_together(strategy, task.glove, workers)
         if strategy.truth is not Truth.SERVERS:
-            return replace(task, in_order=strategy.record_order not in (None, "free"))
+            return replace(task, in_order=strategy.facts.record_order not in (None, "free"))
         from manyhands.workloads.glove.glove_server import glove_tables  # what the others never need
 
         return glove_tables(task, workers)
-
-
-def usual_batch(strategy: str | Strategy) -> int:
-    """How many records a strategy takes at a time unless it is told: one, or `BATCH`."""
-    return BATCH if Strategy.parse(strategy).record_order is None else 1
 
 
 def check_together(strategy: Strategy, options: GloveOptions, workers: int) -> None:
@@ -165,7 +158,7 @@ def check_together(strategy: Strategy, options: GloveOptions, workers: int) -> N
     alone = strategy.most_workers == 1
     if alone and workers > 1:
         raise UserError(f"workers={workers}: {strategy.word} is one thread; use strategy=hogwild for more")
-    if strategy.record_order is not None:
+    if strategy.facts.record_order is not None:
         if options.batch > 1 and not alone:
             raise UserError(
                 f"batch={options.batch}: {strategy.word} takes record after record; leave batch at 1"

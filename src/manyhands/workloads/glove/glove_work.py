@@ -8,7 +8,7 @@ from pathlib import Path
 from manyhands.engine.kernel_task import Portion
 from manyhands.native.segment import round_up
 from manyhands.workloads.glove.glove_kernels import STEP
-from manyhands.workloads.glove.glove_model import GloveOptions
+from manyhands.workloads.glove.options import GloveOptions
 
 __all__ = ["GloveWork", "turn_number"]
 

@@ -24,14 +24,14 @@ from manyhands.engine.options import Options
 from manyhands.errors import UserError
 from manyhands.native.warming import prepare
 from manyhands.observe.draw.bars import Bars
-from manyhands.strategy import Strategy, check_choice
+from manyhands.strategy import Strategy
 from manyhands.workloads.glove.cooccurrence_files import record_count, temporary_folder
 from manyhands.workloads.glove.corpus import Corpus
-from manyhands.workloads.glove.counting import WEIGHTINGS, count_cooccurrence
+from manyhands.workloads.glove.counting import count_cooccurrence
+from manyhands.workloads.glove.options import CountingOptions, GloveOptions
 from manyhands.workloads.glove.shuffle import shuffle_records
 from manyhands.workloads.glove.train_glove import (
     AfterPass,
-    GloveOptions,
     GloveResult,
     Keeping,
     check_glove,
@@ -39,6 +39,7 @@ from manyhands.workloads.glove.train_glove import (
 )
 from manyhands.workloads.glove.vector_files import Vectors
 from manyhands.workloads.glove.vocabulary import Vocabulary, count_words
+from manyhands.workloads.task_options import check_options
 
 __all__ = ["OWN_FILES", "Learning", "Learnt", "learn_vectors", "shuffled_records"]
 
@@ -46,41 +47,16 @@ OWN_FILES = frozenset({"vocab.txt", "cooccurrence.bin", "vectors.txt", "shuffled
 """What is not the run's own in its directory."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Learning:
-    """What to learn and how: the settings of counting, those of training, and who does it.
+@dataclass(frozen=True, kw_only=True)
+class Learning(CountingOptions):
+    """What to learn and how: the settings of counting, those of training, and who does it."""
 
-    `workers` threads count; as many workers train, under `single` one.
-    """
-
-    min_count: int = 5
-    max_vocab: int | None = None
-    window: int = 15
-    symmetric: bool = True
-    weighting: str = "distance"
-    """`distance`: two words count 1/distance; `count`: 1, so that a record is how often they stand together."""
-    diagonal: bool = True
-    """Whether a word may be a context of itself."""
-    memory_bytes: int = 2 * 1024**3
-    workers: int = 2
-    strategy: str = "hogwild"
-    keep_counts: bool = False
     glove: GloveOptions = field(default_factory=GloveOptions)
 
     def __post_init__(self) -> None:
         Strategy.parse(self.strategy)
-        check_choice("weighting", self.weighting, tuple(WEIGHTINGS))
-        for name, least in (("min_count", 1), ("window", 1), ("memory_bytes", 1), ("workers", 1)):
-            if getattr(self, name) < least:
-                raise UserError(f"{name}={getattr(self, name)} must be at least {least}")
-        if self.max_vocab is not None and self.max_vocab < 2:
-            raise UserError(f"max_vocab={self.max_vocab} must be at least 2")
+        check_options(self)
         check_glove(self.strategy, self.glove, self.training_workers)
-
-    @property
-    def training_workers(self) -> int:
-        """How many train: `single` is one, whoever counted."""
-        return min(self.workers, Strategy.parse(self.strategy).most_workers or self.workers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

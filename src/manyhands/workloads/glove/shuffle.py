@@ -26,7 +26,7 @@ from manyhands.workloads.glove.cooccurrence_files import (
     record_count,
     temporary_folder,
 )
-from manyhands.workloads.glove.shuffle_kernels import deal_pairs, shuffle_pairs
+from manyhands.workloads.glove.count_kernels import deal_pairs, shuffle_pairs
 
 __all__ = ["shuffle_records"]
 

@@ -14,19 +14,19 @@ from numpy.typing import NDArray
 from torch import nn
 
 from manyhands.engine.fitting import fit_or_kept
+from manyhands.engine.history_rows import PASS_LOSS
 from manyhands.engine.interrupted_run import Keeping, Kept
 from manyhands.engine.kernel_task import AnyTask
 from manyhands.engine.options import Options
-from manyhands.engine.passes import PASS_LOSS
 from manyhands.engine.run import Run
 from manyhands.native.warming import prepare
 from manyhands.observe.draw.bars import Bars, bar_view
-from manyhands.places.local.capacity import Amount, MemoryCost, of_processes
-from manyhands.places.local.capacity_check import check_capacity
+from manyhands.places.local.capacity import Amount, MemoryCost, check_capacity, of_processes
 from manyhands.strategy import Strategy
-from manyhands.workloads.glove.glove_model import GloveModel, GloveOptions
+from manyhands.workloads.glove.glove_model import GloveModel
 from manyhands.workloads.glove.glove_server import GloveTables
 from manyhands.workloads.glove.glove_task import GloveTask, check_together
+from manyhands.workloads.glove.options import GloveOptions
 
 __all__ = [
     "AfterPass",
@@ -179,6 +179,6 @@ def check_glove(strategy: str | Strategy, options: GloveOptions, workers: int) -
 
 def _cost(strategy: Strategy) -> MemoryCost:
     """What the workers take before anything is known of the corpus: threads share one process, the others are many."""
-    if strategy.in_threads:
+    if strategy.facts.in_threads:
         return MemoryCost(per_worker=Amount(tasks=1))
     return of_processes(others=strategy.processes(0).get("server", 0) + 1)  # and the template

@@ -24,10 +24,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from manyhands.errors import UserError
 from manyhands.optim import FTRL
 from manyhands.task import Passes, Task
+from manyhands.workloads.logreg.examples import Parsed, SpooledRows
 from manyhands.workloads.logreg.logreg_kernels import BETA
 from manyhands.workloads.logreg.options import LogregOptions
-from manyhands.workloads.logreg.parsed import Parsed
-from manyhands.workloads.logreg.spool import SpooledRows
 
 __all__ = ["Bag", "CsrDataset", "logreg_task", "table_of"]
 

@@ -23,8 +23,7 @@ from manyhands.data.store.exported import narrow, widen
 from manyhands.data.store.tensorfile import encode_tensors
 from manyhands.errors import UserError
 from manyhands.workloads.logreg import logreg_kernels
-from manyhands.workloads.logreg.labels import PAIRS, Labels
-from manyhands.workloads.logreg.metrics import Metrics, measure
+from manyhands.workloads.logreg.labels import PAIRS, Labels, Metrics, measure
 
 __all__ = ["MODEL_FILE", "LogregModel"]
 

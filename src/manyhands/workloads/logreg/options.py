@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from manyhands.errors import UserError, nearest
+from manyhands.workloads.task_options import check_options, option
 
 __all__ = ["LEARNERS", "LogregOptions"]
 
@@ -18,42 +18,31 @@ LEARNERS = {
 _RATES = {"sgd": 0.5, "adagrad": 0.1, "ftrl": 0.1}  # for values of 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class LogregOptions:
     """One training, checked when made: a UserError names the field, its value and what is allowed."""
 
-    learner: str = "adagrad"
-    passes: int = 5
-    rate: float | None = None
+    learner: str = option("adagrad", "the rule: sgd, adagrad or ftrl", choices=LEARNERS)
+    passes: int = option(5, "passes over the examples", at_least=1)
+    rate: float | None = option(
+        None, "learning rate", above=0, shown="as fits the values: 0.1, or 0.5 for sgd, if they are 1"
+    )
     """None: one that fits the size of the values: 0.1 / s for adagrad and ftrl, 0.5 / s² for sgd, where s is the root
     of the mean square of the values in the first examples."""
-    l1: float = 0.0
-    """λ of λ·|w|: in adagrad and sgd beside the loss of every example, for the features that it has; in ftrl the
-    paper's λ1, beside the sum of all losses."""
-    l2: float = 0.0
-    """λ of λ/2·w², in the same places."""
-    bias: bool = True
-    """Learn a weight that every example has. Workers that share memory always meet at it."""
-    batch: int = 256
-    """Examples in a step of the strategies that work on batches (allreduce and ps); the others take one at a time."""
-    seed: int = 0
-    """The order of examples where batches are drawn; the others go through the file as it is."""
-    allow_overload: bool = False
-    """Start even if the workers do not seem to fit into the memory and the limits of this host."""
+    l1: float = option(0.0, "penalty λ·|w|: of each example; of all of them with ftrl", at_least=0)
+    """In adagrad and sgd beside the loss of every example, for the features that it has; in ftrl the paper's λ1, beside
+    the sum of all losses."""
+    l2: float = option(0.0, "penalty λ/2·w², likewise", at_least=0)
+    bias: bool = option(True, "learn no weight that every example has", flag="--no-bias")
+    """Workers that share memory always meet at it."""
+    batch: int = option(256, "examples in a step of allreduce, mirrored, central and ps", at_least=1)
+    """The other strategies take one at a time."""
+    seed: int = option(0, "fixes the order of examples where batches are drawn")
+    """The others go through the file as it is."""
+    allow_overload: bool = option(False, "start even if the workers do not seem to fit on this host")
 
     def __post_init__(self) -> None:
-        if self.learner not in LEARNERS:
-            raise UserError(f"unknown learner {self.learner!r}; {nearest(self.learner, LEARNERS)}")
-        for name in ("passes", "batch"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise UserError(f"{name}={value!r} must be a whole number of at least 1")
-        if self.rate is not None and not 0 < self.rate < float("inf"):
-            raise UserError(f"rate={self.rate!r} must be a number above 0")
-        for name in ("l1", "l2"):
-            value = getattr(self, name)
-            if not 0 <= value < float("inf"):
-                raise UserError(f"{name}={value!r} must be a number of at least 0")
+        check_options(self)
 
     def settled(self, scale: float) -> LogregOptions:
         """These options with a rate: the one given, or that for values of size `scale`."""

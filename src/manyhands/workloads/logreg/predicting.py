@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
 
 from manyhands.data.row_files import FORMATS, Reading, RowText
 from manyhands.data.sparse_rows import Rows
+from manyhands.data.store.exported import check_precision
 from manyhands.errors import DataError, UserError
+from manyhands.workloads.exporting import Export, ExportAsked
 from manyhands.workloads.logreg.model import LogregModel
 from manyhands.workloads.predictor import Predictor, ReadAs
 
-__all__ = ["LogregPredictor", "open_logreg"]
+__all__ = ["LogregPredictor", "export_logreg", "open_logreg"]
 
 
 class LogregPredictor(Predictor[Rows]):
@@ -73,3 +77,25 @@ class LogregPredictor(Predictor[Rows]):
 def open_logreg(path: Path) -> LogregPredictor:
     """That of a run of `train logreg`, or of a file of its model."""
     return LogregPredictor(LogregModel.load(path))
+
+
+def export_logreg(asked: ExportAsked) -> Export:
+    """Write the model of a run in that precision; where a `test` file is given, predict it before and after."""
+    run, precision, test = asked.run, asked.precision, asked.test
+    check_precision(precision)
+    model = LogregModel.load(run)
+    file = asked.target(f"model-{precision}.safetensors")
+    before = asdict(model.evaluate(model.file(test))) if test is not None else {}
+    after = asdict(model.narrowed(precision).evaluate(model.file(test))) if test is not None else {}
+    model.save(file, precision)
+    summary = run / "summary.json"
+    steps = int(json.loads(summary.read_text()).get("steps", 0)) if summary.is_file() else 0
+    return Export(
+        path=file,
+        precision=precision,
+        steps=steps,
+        num_bytes=file.stat().st_size,
+        full_bytes=model.table.nbytes,
+        before=before,
+        after=after,
+    )

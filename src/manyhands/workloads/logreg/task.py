@@ -23,9 +23,9 @@ from manyhands.native.group.gate import Turn, require_turn
 from manyhands.native.segment import Segment
 from manyhands.strategy import Strategy
 from manyhands.workloads.logreg.batch_task import logreg_task
+from manyhands.workloads.logreg.examples import Parsed
 from manyhands.workloads.logreg.logreg_kernels import BETA, LOSS, RULES, WEIGHT, WIDTHS, train, warm
 from manyhands.workloads.logreg.options import LogregOptions
-from manyhands.workloads.logreg.parsed import Parsed
 
 __all__ = ["LogregMemory", "LogregTask", "check_strategy"]
 
@@ -127,7 +127,7 @@ class LogregTask(KernelTask):
     def for_strategy(self, strategy: Strategy, workers: int) -> AnyTask:
         """Compiled where workers share one memory, and batches elsewhere."""
         check_strategy(strategy, workers)
-        return self if strategy.record_order is not None else logreg_task(self.parsed, self.logreg)
+        return self if strategy.facts.record_order is not None else logreg_task(self.parsed, self.logreg)
 
 
 class _ExampleStep(KernelStep):

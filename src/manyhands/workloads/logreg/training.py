@@ -20,26 +20,26 @@ from torch import Tensor
 
 from manyhands.data.row_files import Reading, RowFile
 from manyhands.engine.fitting import fit_or_kept
+from manyhands.engine.history_rows import PASS_LOSS
 from manyhands.engine.interrupted_run import Keeping, Kept
 from manyhands.engine.kernel_task import AnyTask
 from manyhands.engine.options import Options
-from manyhands.engine.passes import PASS_LOSS
-from manyhands.errors import UserError
+from manyhands.errors import UserError, format_bytes
+from manyhands.facts import Truth
+from manyhands.native.segment import available_bytes
 from manyhands.native.warming import prepare, spent_s
 from manyhands.observe.draw.bars import Bars, bar_view
 from manyhands.places.local.capacity import Amount, MemoryCost, of_processes
-from manyhands.places.local.capacity_check import check_capacity as require_host_room
+from manyhands.places.local.capacity import check_capacity as require_host_room
 from manyhands.strategy import Strategy
 from manyhands.workloads.logreg.batch_task import table_of
-from manyhands.workloads.logreg.examples import Examples, Labelled
+from manyhands.workloads.logreg.examples import Examples, Spool, parse_examples
+from manyhands.workloads.logreg.logreg_kernels import WIDTHS
 from manyhands.workloads.logreg.model import LogregModel
 from manyhands.workloads.logreg.options import LogregOptions
-from manyhands.workloads.logreg.parsed import Parsed, ParsedBlocks
-from manyhands.workloads.logreg.room import check_capacity, row_bytes
-from manyhands.workloads.logreg.spool import Spool
 from manyhands.workloads.logreg.task import LogregTask, check_strategy
 
-__all__ = ["AfterPass", "LogregResult", "parse_examples", "train_logreg"]
+__all__ = ["AfterPass", "LogregResult", "check_capacity", "row_bytes", "train_logreg"]
 
 AfterPass = Callable[[int, float], None]
 
@@ -93,7 +93,7 @@ def train_logreg(
     check_strategy(chosen, workers)
     if memory_bytes < 0:
         raise UserError(f"memory_bytes={memory_bytes} must be at least 0")
-    here = chosen.record_order is not None and chosen.in_threads
+    here = chosen.facts.record_order is not None and chosen.facts.in_threads
     if chosen.most_workers != 1:
         cost = MemoryCost(per_worker=Amount(tasks=1)) if here else of_processes()
         require_host_room(cost, workers, allow_overload=options.allow_overload)
@@ -120,23 +120,6 @@ def train_logreg(
         interrupted=not learned.summary,
         summary=learned.summary,
     )
-
-
-def parse_examples(
-    examples: Examples, memory_bytes: int, spool: Spool, on_bytes: Callable[[int], None] | None = None
-) -> Parsed:
-    """All examples: in memory where they take no more than `memory_bytes`, else in the files of `spool`."""
-    kept: list[Labelled] | None = []
-    kept_bytes = 0
-    for block in examples.blocks(on_bytes):
-        kept_bytes += block.nbytes
-        if kept is not None and kept_bytes <= memory_bytes:
-            kept.append(block)
-            continue
-        for one in (*(kept or ()), block):
-            spool.add(one)
-        kept = None
-    return ParsedBlocks(kept) if kept is not None else spool.finish()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,3 +164,34 @@ def _learn(
 def _table(task: AnyTask, values: Mapping[str, Tensor]) -> Any:
     """The bias and the weights, of what the task keeps."""
     return values["rows"][:, 0].clone().numpy() if task.compiled else table_of(values)
+
+
+_SAVING_BYTES = 12  # of a feature: its weight without the bias, the file's bytes, and a copy of these
+_ITEM = 4  # single precision
+
+
+def row_bytes(strategy: Strategy, learner: str, workers: int) -> int:
+    """All that workers, servers and this process keep of one feature, until the model is saved."""
+    width = WIDTHS[learner]  # the weight and the learner's state
+    if strategy.facts.record_order is not None and (strategy.facts.in_threads or workers == 1):
+        kept = width + 3  # the table, its weights, the model and an earlier one
+    elif strategy.truth is Truth.ONE_MEMORY:
+        kept = 3 * width + 3  # the table of all workers, on its way from them, and where it arrives
+    else:
+        # Each worker and server has a copy, with a gradient, what is sent of it, and the model that it began with.
+        servers = strategy.facts.kept_copies if strategy.truth is Truth.SERVERS else 0
+        kept = (workers + servers) * (width + 3) + 3
+    return _ITEM * kept + _SAVING_BYTES
+
+
+def check_capacity(size: int, row_bytes: int) -> None:
+    """UserError where what is kept of so many features does not fit in memory, as one absurd index may make it.
+
+    `row_bytes` is all that is kept of one feature until the model is saved, copies included.
+    """
+    needed, room = size * row_bytes, available_bytes()
+    if needed > room:
+        raise UserError(
+            f"a weight for every feature up to {size - 1} takes {format_bytes(needed)} with its copies, but only "
+            f"{format_bytes(room)} is available; hash the features into fewer with a number of bits, such as 24"
+        )

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from manyhands.errors import UserError, format_bytes
+from manyhands.strategy import parse_size
+from manyhands.workloads.task_options import check_options, option
 
 __all__ = ["OVERSAMPLING", "Shape", "SvdOptions", "SvdSizes", "sizes_of"]
 
@@ -21,34 +23,30 @@ _LEAST_BLOCK: Final = 1 << 16
 _USUAL_BLOCK: Final = 1 << 22  # stays in the cache between its two products
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class SvdOptions:
     """One decomposition, checked when made: a UserError names the field, its value and what is allowed."""
 
-    rank: int = 10
-    """How many singular values and components."""
-    center: bool = False
-    """Subtract the mean of each column first: principal component analysis."""
-    tolerance: float = 1e-8
-    """Ends the iteration: the relative error of every singular value, as estimated from its residual and gap."""
-    passes: int = 100
-    """The most passes over the matrix."""
-    seed: int = 0
-    """Draws the vectors that the iteration begins with."""
-    memory_bytes: int = 2 << 30
-    """What all workers together may hold, besides the interpreter and its libraries."""
-    allow_overload: bool = False
-    """Start even if the workers do not seem to fit into the memory and the limits of this host."""
+    rank: int = option(10, "how many singular values and components", at_least=1)
+    center: bool = option(False, "subtract the mean of each column first: PCA", flag="--center")
+    tolerance: float = option(1e-8, "relative error of the singular values to end at", above=0, below=1)
+    """As estimated from residual and gap, of every singular value."""
+    passes: int = option(100, "passes over the matrix at most", at_least=1)
+    seed: int = option(0, "draws the vectors that the iteration begins with", at_least=0)
+    memory_bytes: int = option(
+        2 << 30,
+        "what all workers together may hold; a larger matrix is read in every pass",
+        at_least=1,
+        flag="--memory",
+        reads=parse_size,
+        metavar="SIZE",
+        shown="2GiB",
+    )
+    """Besides the interpreter and its libraries."""
+    allow_overload: bool = option(False, "start even if the workers do not seem to fit on this host")
 
     def __post_init__(self) -> None:
-        for name in ("rank", "passes", "memory_bytes"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise UserError(f"{name}={value!r} must be a whole number of at least 1")
-        if not isinstance(self.seed, int) or self.seed < 0:
-            raise UserError(f"seed={self.seed!r} must be a whole number of at least 0")
-        if not 0 < self.tolerance < 1:
-            raise UserError(f"tolerance={self.tolerance!r} must be a number above 0 and below 1")
+        check_options(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,8 +11,7 @@ import numpy as np
 from manyhands.data.matrix_files import open_matrix
 from manyhands.errors import UserError
 from manyhands.workloads.exporting import Export, ExportAsked
-from manyhands.workloads.predictor import Predictor, ReadAs
-from manyhands.workloads.predictor_tables import table_of
+from manyhands.workloads.predictor import Predictor, ReadAs, table_of
 from manyhands.workloads.svd.krylov import Array
 from manyhands.workloads.svd.model import SVD_FILE, SvdModel
 

@@ -19,8 +19,7 @@ from manyhands.engine.interrupted_run import Keeping, Kept
 from manyhands.engine.options import Options
 from manyhands.native.warming import prepare, spent_s
 from manyhands.observe.draw.bars import Bars, bar_view
-from manyhands.places.local.capacity import of_processes
-from manyhands.places.local.capacity_check import check_capacity
+from manyhands.places.local.capacity import check_capacity, of_processes
 from manyhands.strategy import Strategy
 from manyhands.workloads.svd.model import SvdModel
 from manyhands.workloads.svd.options import SvdOptions

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from manyhands.data.batch_plan import permutation
 from manyhands.data.bundled import bundled_file
 from manyhands.task import Task
-from manyhands.workloads.tasks.builtin import BuiltinTask, about, check_options
+from manyhands.workloads.task_options import check_options, option
+from manyhands.workloads.tasks.builtin import BuiltinTask
 from manyhands.workloads.tasks.vision import ImageClassifier, accuracy, check_width, classification_loss
 
 __all__ = ["DIGITS", "DigitsOptions", "digits", "read_digits"]
@@ -25,12 +26,10 @@ _NUM_TEST = 360  # a fifth
 class DigitsOptions:
     """What may be chosen about the digits task."""
 
-    batch_size: int = field(default=64, metadata=about("samples in a global batch", at_least=1))
-    learning_rate: float = field(default=4e-3, metadata=about("step size of AdamW", above=0))
-    width: int = field(
-        default=16, metadata=about("channels of the first convolution, a multiple of 4", at_least=4)
-    )
-    split_seed: int = field(default=0, metadata=about("chooses which samples are the test set", at_least=0))
+    batch_size: int = option(64, "samples in a global batch", at_least=1)
+    learning_rate: float = option(4e-3, "step size of AdamW", above=0)
+    width: int = option(16, "channels of the first convolution, a multiple of 4", at_least=4)
+    split_seed: int = option(0, "chooses which samples are the test set", at_least=0)
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch.nn.functional as F
@@ -20,7 +20,8 @@ from manyhands.data.text_windows import VOCABULARY
 from manyhands.engine.chain import ChainFunction
 from manyhands.errors import UserError
 from manyhands.task import Task
-from manyhands.workloads.tasks.builtin import BuiltinTask, about, check_options
+from manyhands.workloads.task_options import check_options, option
+from manyhands.workloads.tasks.builtin import BuiltinTask
 from manyhands.workloads.tasks.text_task import TextOptions, text_task
 
 __all__ = ["LANGUAGE", "LanguageOptions", "Transformer", "language"]
@@ -30,10 +31,10 @@ __all__ = ["LANGUAGE", "LanguageOptions", "Transformer", "language"]
 class LanguageOptions(TextOptions):
     """What may be chosen about the language task."""
 
-    layers: int = field(default=2, metadata=about("transformer blocks", at_least=1, at_most=1000))
-    width: int = field(default=128, metadata=about("features per position", at_least=1))
-    heads: int = field(default=4, metadata=about("attention heads; they divide the width", at_least=1))
-    tied: bool = field(default=True, metadata=about("use the embedding as the output layer too"))
+    layers: int = option(2, "transformer blocks", at_least=1, at_most=1000)
+    width: int = option(128, "features per position", at_least=1)
+    heads: int = option(4, "attention heads; they divide the width", at_least=1)
+    tied: bool = option(True, "use the embedding as the output layer too")
 
     def __post_init__(self) -> None:
         check_options(self)

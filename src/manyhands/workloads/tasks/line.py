@@ -7,7 +7,7 @@ the last are by least squares, in closed form.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from manyhands.data.batch_plan import split
 from manyhands.task import Task
-from manyhands.workloads.tasks.builtin import BuiltinTask, TaskCurve, TaskEnd, TaskTable, about, check_options
+from manyhands.workloads.task_options import check_options, option
+from manyhands.workloads.tasks.builtin import BuiltinTask, TaskCurve, TaskEnd, TaskTable
 
 __all__ = ["LINE", "LineOptions", "least_squares", "line", "line_table"]
 
@@ -30,13 +31,13 @@ _POINTS = 0x11E  # whose draws are not those of a run's weights and batches
 class LineOptions:
     """What may be chosen about the line."""
 
-    slope: float = field(default=2.0, metadata=about("a, of y = a x + b"))
-    intercept: float = field(default=1.0, metadata=about("b"))
-    noise: float = field(default=0.5, metadata=about("standard deviation of what is added to y", at_least=0))
-    points: int = field(default=512, metadata=about("to train on", at_least=2))
-    batch_size: int = field(default=32, metadata=about("points in a global batch", at_least=1))
-    learning_rate: float = field(default=0.1, metadata=about("step size of SGD", above=0))
-    data_seed: int = field(default=0, metadata=about("draws the points", at_least=0))
+    slope: float = option(2.0, "slope a of y = a x + b")
+    intercept: float = option(1.0, "intercept b of y = a x + b")
+    noise: float = option(0.5, "standard deviation of what is added to y", at_least=0)
+    points: int = option(512, "points to train on", at_least=2)
+    batch_size: int = option(32, "points in a global batch", at_least=1)
+    learning_rate: float = option(0.1, "step size of SGD", above=0)
+    data_seed: int = option(0, "draws the points", at_least=0)
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +13,8 @@ from torch import Tensor
 from manyhands.data.idx import read_idx
 from manyhands.errors import DataError, UserError
 from manyhands.task import Task
-from manyhands.workloads.tasks.builtin import BuiltinTask, about, check_options
+from manyhands.workloads.task_options import check_options, option
+from manyhands.workloads.tasks.builtin import BuiltinTask
 from manyhands.workloads.tasks.vision import (
     LEAST_DEPTH,
     ImageClassifier,
@@ -32,15 +33,11 @@ _LABELS_OFFSET = 8  # of the first label: the magic number and one size lie befo
 class MnistOptions:
     """What may be chosen about the mnist task."""
 
-    path: Path = field(metadata=about("directory of the four idx files, plain or gzip"))
-    batch_size: int = field(default=128, metadata=about("samples in a global batch", at_least=1))
-    learning_rate: float = field(default=2e-3, metadata=about("step size of AdamW", above=0))
-    width: int = field(
-        default=16, metadata=about("channels of the first convolution, a multiple of 4", at_least=4)
-    )
-    depth: int = field(
-        default=LEAST_DEPTH, metadata=about("convolutions", at_least=LEAST_DEPTH, at_most=1000)
-    )
+    path: Path = option(..., "directory of the four idx files, plain or gzip")
+    batch_size: int = option(128, "samples in a global batch", at_least=1)
+    learning_rate: float = option(2e-3, "step size of AdamW", above=0)
+    width: int = option(16, "channels of the first convolution, a multiple of 4", at_least=4)
+    depth: int = option(LEAST_DEPTH, "convolutions", at_least=LEAST_DEPTH, at_most=1000)
 
     def __post_init__(self) -> None:
         check_options(self)

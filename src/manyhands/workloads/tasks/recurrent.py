@@ -8,7 +8,7 @@ and its own state after t − 1, and nothing else.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from manyhands.data.text_windows import VOCABULARY
 from manyhands.engine.chain import State
 from manyhands.task import Task
-from manyhands.workloads.tasks.builtin import BuiltinTask, about
+from manyhands.workloads.task_options import option
+from manyhands.workloads.tasks.builtin import BuiltinTask
 from manyhands.workloads.tasks.text_task import TextOptions, text_task
 
 __all__ = ["RECURRENT", "RecurrentLayer", "RecurrentNetwork", "RecurrentOptions", "recurrent"]
@@ -27,9 +28,9 @@ __all__ = ["RECURRENT", "RecurrentLayer", "RecurrentNetwork", "RecurrentOptions"
 class RecurrentOptions(TextOptions):
     """What may be chosen about the recurrent task."""
 
-    layers: int = field(default=2, metadata=about("LSTM layers, one above the other", at_least=1, at_most=4))
-    width: int = field(default=128, metadata=about("features per position and layer", at_least=1))
-    learning_rate: float = field(default=4e-3, metadata=about("step size of AdamW", above=0))
+    layers: int = option(2, "LSTM layers, one above the other", at_least=1, at_most=4)
+    width: int = option(128, "features per position and layer", at_least=1)
+    learning_rate: float = option(4e-3, "step size of AdamW", above=0)
 
 
 def recurrent(options: RecurrentOptions | None = None) -> Task:

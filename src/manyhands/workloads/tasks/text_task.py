@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from manyhands.data.text_windows import encode, read_text, standard_library_text, windows
 from manyhands.errors import DataError
 from manyhands.task import Task
-from manyhands.workloads.tasks.builtin import about, check_options
+from manyhands.workloads.task_options import check_options, option
 
 __all__ = ["TextOptions", "bits_per_byte", "next_byte_loss", "text_task"]
 
@@ -24,17 +24,12 @@ __all__ = ["TextOptions", "bits_per_byte", "next_byte_loss", "text_task"]
 class TextOptions:
     """What may be chosen about every task that learns a text."""
 
-    path: Path | None = field(
-        default=None, metadata=about("UTF-8 text file, plain or gzip; without it, Python's standard library")
-    )
-    context: int = field(default=64, metadata=about("bytes the model looks back on", at_least=1))
-    batch_size: int = field(default=32, metadata=about("windows of text in a global batch", at_least=1))
-    learning_rate: float = field(default=1e-3, metadata=about("step size of AdamW", above=0))
-    evaluation_bytes: int = field(
-        default=65_536,
-        metadata=about(
-            "held out for evaluation: the last tenth of the text, at most this many bytes", at_least=2
-        ),
+    path: Path | None = option(None, "UTF-8 text file, plain or gzip; without it, Python's standard library")
+    context: int = option(64, "bytes the model looks back on", at_least=1)
+    batch_size: int = option(32, "windows of text in a global batch", at_least=1)
+    learning_rate: float = option(1e-3, "step size of AdamW", above=0)
+    evaluation_bytes: int = option(
+        65_536, "held out for evaluation: the last tenth of the text, at most this many bytes", at_least=2
     )
 
     def __post_init__(self) -> None:

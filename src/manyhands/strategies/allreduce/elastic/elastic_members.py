@@ -1,35 +1,52 @@
-"""The processes of an elastic run as its launcher sees them: it requests members and polls for their events."""
+"""The processes of an elastic run as its launcher sees them: children, or externally started on any hosts.
+
+The slot of an externally started worker is its rank. The leader's own, slot 0, is a child of the leader: a worker
+that is lost must not take with it who leads. What a child would leave in the leader's memory or directory, others
+send: weights at the end, and the checkpoints that are due while the lowest worker is elsewhere.
+"""
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
+from manyhands.data.store.atomic import WriteFailed
+from manyhands.data.store.checkpoint import CheckpointStore, Loaded, Snapshot
+from manyhands.data.store.state_tree import pack_tree, unpack_tree
 from manyhands.engine.computing import worker_environment
+from manyhands.errors import ManyhandsError
 from manyhands.observe.record.event_ring import EventRing
-from manyhands.places.local.packed_job import pack
-from manyhands.places.local.supervisor import Ended, Event, Hung, Role, Supervisor
+from manyhands.places.external.process_group import ProcessGroup
+from manyhands.places.local.host import host_identity, threads_per_role
+from manyhands.places.local.supervisor import Ended, Event, Hung
 from manyhands.places.local.watchdog import Watched
 from manyhands.strategies.allreduce.elastic.elastic_messages import EpochView
-from manyhands.strategies.allreduce.elastic.epoch_files import EpochFiles, send_files
-from manyhands.strategies.allreduce.elastic.member_process import ElasticJob, work
+from manyhands.strategies.allreduce.elastic.epochs import EpochFiles, send_files, write_file
+from manyhands.strategies.allreduce.elastic.member_process import (
+    CHECKPOINT,
+    PARTS,
+    START,
+    WEIGHTS,
+    ElasticJob,
+    TakeSlot,
+    work,
+)
+from manyhands.strategies.common.members import ChildMembers, ExternalMembers, MemberProcesses
 
-__all__ = ["AssembleElastic", "ElasticMembers", "LocalElasticMembers"]
+__all__ = [
+    "AssembleElastic",
+    "ElasticKeeper",
+    "ElasticMembers",
+    "ExternalElasticMembers",
+    "LocalElasticMembers",
+]
 
 
-class ElasticMembers(Protocol):
-    """The members of a run, wherever they run; numbers come from the membership and are never reused."""
-
-    @property
-    def members(self) -> tuple[int, ...]:
-        """The members that were requested, have started, and are not reported to have ended."""
-
-    def start(self, member: int, slot: int) -> str:
-        """Request a process for this slot and return its name. Does not wait: `poll` reports when it has started."""
+class ElasticMembers(MemberProcesses, Protocol):
+    """The members of a run, wherever they run."""
 
     def begin(self, view: EpochView) -> None:
         """Give the members of an epoch its resources, before its view is announced to them."""
@@ -37,24 +54,12 @@ class ElasticMembers(Protocol):
     def abort(self) -> None:
         """End every wait in the newest epoch; its members are notified separately."""
 
-    def poll(self, timeout_s: float) -> Sequence[Event | Hung]:
-        """Return what happened; waits up to the given time for the first event."""
-
-    def tell(self, member: int, payload: Mapping[str, Any]) -> None:
-        """Send JSON in order, without waiting.
-
-        Raises Unread if too much is unread; does nothing for an ended member.
-        """
-
-    def kill(self, member: int) -> None:
-        """Kill the member now; `poll` reports that it has ended."""
-
 
 AssembleElastic = Callable[[Watched], AbstractContextManager[ElasticMembers]]
 """Creates the members of one run; on exit from the context none of them remains."""
 
 
-class LocalElasticMembers:
+class LocalElasticMembers(ChildMembers):
     """Children of this process, which share memory; a context manager.
 
     `rings` has one ring for each possible slot; `weights` is where the final weights are left.
@@ -63,47 +68,28 @@ class LocalElasticMembers:
     def __init__(
         self, job: ElasticJob, rings: Sequence[EventRing], weights: int, num_members: int, watched: Watched
     ) -> None:
-        self._job, self._rings, self._weights = job, rings, weights
-        self._supervisor = Supervisor(num_members=num_members, watched=watched)
+        super().__init__(job, num_members, watched)
+        self._rings, self._weights = rings, weights
         self._connections: dict[int, socket.socket] = {}
         self._files: EpochFiles | None = None
-        self._stack = ExitStack()
 
-    def __enter__(self) -> Self:
-        with ExitStack() as stack:
-            stack.callback(self._close)
-            self._packed = pack(self._job)
-            stack.callback(os.close, self._packed)
-            stack.enter_context(self._supervisor)
-            self._stack = stack.pop_all()
-        return self
+    def close(self) -> None:
+        """End all children; idempotent."""
+        try:
+            super().close()
+        finally:
+            for connection in self._connections.values():
+                connection.close()
+            if self._files is not None:
+                self._files.close()
 
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    @property
-    def members(self) -> tuple[int, ...]:
-        """The children that were started and are not reported to have ended."""
-        return self._supervisor.members
-
-    def start(self, member: int, slot: int) -> str:
-        """Start a child process for this slot."""
+    def start_worker(self, member: int, slot: int) -> str:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        files = {"events": self._rings[slot].descriptor, "weights": self._weights, "files": theirs.fileno()}
+        env = worker_environment(self._job.plan, self._job.threads)
         with theirs:
-            role = Role(
-                name=f"worker {slot}",
-                target=partial(work, slot=slot),
-                descriptors={
-                    "job": self._packed,
-                    "events": self._rings[slot].descriptor,
-                    "weights": self._weights,
-                    "files": theirs.fileno(),
-                },
-                env=worker_environment(self._job.plan, self._job.threads),
-            )
             self._connections[member] = ours
-            self._supervisor.start(role, member)
-        return role.name
+            return self.start_child(member, f"worker {slot}", partial(work, slot=slot), files, env)
 
     def begin(self, view: EpochView) -> None:
         """Send each member the shared memory of the epoch."""
@@ -116,7 +102,7 @@ class LocalElasticMembers:
                 if connection is not None:
                     send_files(connection, view.epoch, self._files.of(rank))
             except OSError:  # it is dead or not reading: either way it does not enter this epoch
-                self._supervisor.kill(seat.member)
+                self.kill(seat.member)
         self._files.let_go()
 
     def abort(self) -> None:
@@ -124,24 +110,94 @@ class LocalElasticMembers:
         assert self._files is not None, "an epoch that is ended was begun"
         self._files.abort(None)
 
-    def poll(self, timeout_s: float) -> Sequence[Event | Hung]:
-        """Return what happened to the children."""
-        events = self._supervisor.poll(timeout_s)
+    def poll(self, timeout_s: float) -> list[Event | Hung]:
+        events = super().poll(timeout_s)
         for event in events:
             if isinstance(event, Ended):
                 self._connections.pop(event.member).close()
         return events
 
-    def tell(self, member: int, payload: Mapping[str, Any]) -> None:
-        """Send over the channel that the child inherited."""
-        self._supervisor.tell(member, payload)
 
-    def kill(self, member: int) -> None:
-        """Kill the child and its descendants."""
-        self._supervisor.kill(member)
+class ElasticKeeper:
+    """Stores what remote members send to the leader, where its own child would leave it."""
 
-    def _close(self) -> None:
-        for connection in self._connections.values():
-            connection.close()
-        if self._files is not None:
-            self._files.close()
+    def __init__(self, weights: int, checkpoints: CheckpointStore | None, say: Callable[[str], None]) -> None:
+        self.checkpoints = checkpoints
+        self._weights, self._say = weights, say
+
+    def take(self, name: str, data: bytearray) -> None:
+        """Store what was sent; a full disk loses it, but does not fail the run."""
+        if name == WEIGHTS:
+            write_file(self._weights, [bytes(data)])
+        elif name == CHECKPOINT and self.checkpoints is not None:
+            tree = unpack_tree(data)
+            try:
+                self.checkpoints.save(
+                    Snapshot(**{**tree, "may_hold_infinity": frozenset(tree["may_hold_infinity"])})
+                )
+            except WriteFailed as error:
+                self._say(str(error))
+        else:
+            raise ManyhandsError(f"{name[:80]!r} is nothing that a worker sends")
+
+
+class ExternalElasticMembers(ExternalMembers):
+    """Externally started members over control connections, and the leader's child; see `ElasticMembers`."""
+
+    def __init__(
+        self,
+        process_group: ProcessGroup,
+        child: LocalElasticMembers,
+        keeper: ElasticKeeper,
+        start: Loaded | None,
+        say: Callable[[str], None],
+    ) -> None:
+        super().__init__(process_group.control_server, child, say)
+        self._local, self._keeper = child, keeper
+        self._start: Mapping[str, Any] | None = None
+        if start is not None:
+            self._start = {
+                "step": start.step,
+                "model": start.model,
+                "optimizer": start.optimizer,
+                "extra": start.extra,
+            }
+
+    def start_worker(self, member: int, slot: int) -> str:
+        """Request a member; the process of that rank gets its slot once it is connected."""
+        if slot == 0:
+            return self._local.start_worker(member, slot)
+        self._want(slot, member)
+        return self._name(slot)
+
+    def begin(self, view: EpochView) -> None:
+        """Nothing is sent besides the view; from here on new members get their state from a donor."""
+        del view
+        self._start = None
+
+    def abort(self) -> None:
+        """Nothing to do here: each member ends its waits when it is told to leave."""
+
+    def _name(self, rank: int) -> str:
+        return f"worker {rank}"
+
+    def _give_part(self, rank: int, member: int) -> None:
+        kept, control_server = self._keeper.checkpoints, self._control_server
+        host = control_server.host_of(rank)
+        workers = sum(control_server.host_of(other) == host for other in control_server.members)
+        part = TakeSlot(
+            member=member,
+            slot=rank,
+            threads=threads_per_role(workers + (host == host_identity())),
+            resumes=self._start is not None,
+            checkpoints=str(kept.folder) if kept is not None else None,
+        )
+        control_server.tell(rank, PARTS.write(part))
+        if self._start is not None:
+            control_server.give(rank, START, pack_tree(self._start))
+
+    def _receive(self, rank: int, name: str, data: bytearray) -> None:
+        try:
+            self._keeper.take(name, data)
+        except (ManyhandsError, KeyError, TypeError) as error:
+            self._refuse(rank, error)

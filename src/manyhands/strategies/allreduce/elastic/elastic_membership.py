@@ -22,8 +22,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from manyhands.engine.run_commands import AddWorker, RemoveWorker
 from manyhands.errors import UserError
+from manyhands.places.run_commands import AddWorker, RemoveWorker
 from manyhands.strategies.allreduce.elastic.elastic_messages import (
     Abort,
     ArrivedInEpoch,
@@ -35,20 +35,21 @@ from manyhands.strategies.allreduce.elastic.elastic_messages import (
     ElasticEvent,
     EpochSeat,
     EpochView,
-    GiveUp,
-    KillWorker,
     LeftEpoch,
     MemberReady,
     RunOver,
-    StartMember,
-    WorkerLost,
-    WorkerSilent,
+)
+from manyhands.strategies.common.membership import (
+    Died,
+    KillMember,
+    Membership,
+    MemberSilent,
+    MemberState,
+    RunMember,
+    SlotPhase,
 )
 
-__all__ = ["MAX_DEATHS", "ElasticMembership", "ElasticPlan"]
-
-MAX_DEATHS = 5
-"""The run fails after this many deaths in a row in one slot without a step between them."""
+__all__ = ["ElasticMembership", "ElasticPlan"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,46 +73,17 @@ class _Phase(Enum):
     AT_WORK = auto()  # the members of the view train
     GATHERING = auto()  # members were asked to leave before the next step
     CHANGING = auto()  # members were told to leave now
-    ENDED = auto()  # the run has failed or is over
 
 
-class _State(Enum):
-    STARTING = auto()  # asked for
-    READY = auto()  # waits for an epoch
-    IN = auto()  # has a seat in the view
-    LEFT = auto()  # had one, and has left
-    GOING = auto()  # was dismissed
-
-
-@dataclass(slots=True)
-class _Member:
-    number: int
-    slot: int
-    state: _State = _State.STARTING
-    left: LeftEpoch | None = None
-    host: str = ""
-    address: str = ""
-
-
-@dataclass(slots=True)
-class _Slot:
-    number: int
-    member: int | None = None
-    retiring: bool = False
-    step: int = -1  # the highest step that any worker of the slot has reported
-    deaths: int = 0  # deaths since that step
-    lost: str = ""  # how its last worker was lost, until a replacement starts
-
-
-class ElasticMembership:
+class ElasticMembership(Membership):
     """The launcher's knowledge of the members, and its decisions about who takes part."""
 
     def __init__(self, plan: ElasticPlan) -> None:
+        super().__init__(first_member=0)
         self._plan = plan
         self._phase = _Phase.OPENING
-        self._members: dict[int, _Member] = {}
-        self._slots: dict[int, _Slot] = {}
-        self._next_member = 0
+        self._ready: dict[int, MemberReady] = {}  # by member
+        self._left: dict[int, LeftEpoch] = {}  # by member: what it reported when it left the newest epoch
         self._has_state = False  # whether any member has ever had the state of the run
         self.view = EpochView(epoch=0, seats=())
         """The view of the newest epoch."""
@@ -124,227 +96,191 @@ class ElasticMembership:
 
     def begin(self) -> list[ElasticAction]:
         """Return the actions that start all members."""
-        return [self._start(self._new_slot()) for _ in range(self._plan.workers)]
+        return [self._start_worker(self._new_slot()) for _ in range(self._plan.workers)]
 
     def handle(self, event: ElasticEvent) -> list[ElasticAction]:
         """Return the actions for `event`; none once the run has failed or is over."""
-        if self._phase is _Phase.ENDED:
+        if self._ended:
             return []
         match event:
             case AddWorker():
-                return [self._start(self._new_slot())]
+                return [self._start_worker(self._new_slot())]
             case RemoveWorker(slot=number):
                 return self._remove(number)
         member = self._members.get(event.member)
         if member is None:
             return []  # it is already dead
         match event:
-            case MemberReady(host=host, address=address):
-                member.state, member.host, member.address = _State.READY, host, address
+            case MemberReady():
+                if member.state is not MemberState.STARTING:
+                    return []  # it was dismissed while this was on its way: an epoch would wait for it in vain
+                member.state, self._ready[member.number] = MemberState.READY, event
                 return self._open() if self._phase is _Phase.OPENING else self._ask()
             case ArrivedInEpoch(epoch=epoch, step=step):
                 if epoch == self.view.epoch:
-                    self._seen(member, step)
+                    self._progressed(member, step)
                 return []
             case LeftEpoch():
-                return self._left(member, event)
+                if event.epoch != self.view.epoch or member.state is not MemberState.WORKING:
+                    return []
+                member.state, self._left[member.number] = MemberState.PAUSED, event
+                return self._change()
             case Done():
                 return self._end()
-            case WorkerSilent():
-                return [KillWorker(member=member.number)]
-            case WorkerLost(sentence=sentence):
+            case MemberSilent():
+                # Killed first, so that a paused process never writes into memory that others use.
+                return [KillMember(member=member.number)]
+            case Died(sentence=sentence):
                 return self._bury(member, sentence)
 
-    @property
-    def slots(self) -> tuple[int, ...]:
-        """The slots that have or will have a worker."""
-        return tuple(slot.number for slot in self._slots.values() if not slot.retiring)
-
-    @property
-    def next_slot(self) -> int:
-        """The number of the next slot to be added."""
-        return max(self._slots, default=-1) + 1
-
-    # ── joining ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _new_slot(self) -> _Slot:
-        number = self.next_slot
-        self._slots[number] = _Slot(number)
-        return self._slots[number]
-
-    def _start(self, slot: _Slot) -> StartMember:
-        member = _Member(self._next_member, slot.number)
-        self._next_member += 1
-        self._members[member.number] = member
-        slot.member = member.number
-        return StartMember(member=member.number, slot=slot.number)
+    # ── joining and leaving ───────────────────────────────────────────────────────────────────────────────────────────
 
     def _open(self) -> list[ElasticAction]:
         """Begin the first epoch once every requested worker is ready."""
-        wanted = [slot for slot in self._slots.values() if not slot.retiring]
-        if any(slot.member is None or not self._is(slot.member, _State.READY) for slot in wanted):
+        wanted = [one for one in self._members.values() if not self._is_retiring(one)]
+        if any(member.state is not MemberState.READY for member in wanted):
             return []
-        return self._publish([self._members[slot.member] for slot in wanted if slot.member is not None], 0)
+        return self._publish(wanted, 0, set())
 
     def _ask(self) -> list[ElasticAction]:
-        """Ask all members to gather if one waits to join or leave; in other phases all leave anyway."""
-        waiting = any(member.state is _State.READY for member in self._members.values())
-        going = any(self._slots[member.slot].retiring for member in self._in_view())
-        if self._phase is not _Phase.AT_WORK or not (waiting or going):
+        """Ask all members to gather if one waits to join or leave; in other phases all leave anyway.
+
+        Members that are to leave stay as long as nobody is there who could continue.
+        """
+        waiting = self._in_state(MemberState.READY)
+        leaves = {self._is_retiring(member) for member in self._in_view()} == {True, False}
+        if self._phase is not _Phase.AT_WORK or not (waiting or leaves):
             return []
         self._phase = _Phase.GATHERING
         return [Ask(epoch=self.view.epoch, members=self._numbers())]
 
-    # ── leaving ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
     def _remove(self, number: int) -> list[ElasticAction]:
-        slot = self._slots.get(number)
-        if slot is None or slot.retiring:
-            there = ", ".join(map(str, self.slots))
+        slot, active = self._slots.get(number), self._in_phase(SlotPhase.ACTIVE)
+        if slot is None or slot not in active:
+            there = ", ".join(str(one.number) for one in active)
             raise UserError(f"slot={number}: there is no such worker; there are {there}")
-        if len(self.slots) - 1 < self._plan.min_workers:
+        if len(active) - 1 < self._plan.min_workers:
             raise UserError(
-                f"slot={number}: {len(self.slots) - 1} workers would be left, and min_workers={self._plan.min_workers}"
+                f"slot={number}: {len(active) - 1} workers would be left, and min_workers={self._plan.min_workers}"
             )
-        slot.retiring = True
-        member = self._members.get(slot.member) if slot.member is not None else None
-        if member is None or member.state in (_State.IN, _State.LEFT):
+        slot.phase = SlotPhase.RETIRING
+        member = next((one for one in self._members.values() if one.slot == number), None)
+        if member is None or member in self._in_view():
             return self._ask()
-        member.state = _State.GOING
-        dismissed: list[ElasticAction] = [Dismiss(member=member.number)]
-        return [*dismissed, *(self._open() if self._phase is _Phase.OPENING else [])]
+        member.state = MemberState.LEAVING  # it has no part in any epoch: nobody has to wait for it
+        return [Dismiss(member=member.number), *(self._open() if self._phase is _Phase.OPENING else [])]
 
-    def _bury(self, member: _Member, sentence: str) -> list[ElasticAction]:
+    def _bury(self, member: RunMember, sentence: str) -> list[ElasticAction]:
         """Replace a dead member in its slot, and move the survivors of its epoch to a new one."""
+        was_in_view = member in self._in_view()
         del self._members[member.number]
-        slot = self._slots[member.slot]
-        followed = self._follow(slot, sentence)
-        if self._phase is _Phase.ENDED or member.state not in (_State.IN, _State.LEFT):
-            return followed
-        self.changes += 1
-        there = self._in_view()
-        if len(there) < self._plan.min_workers:
-            return self._fail(self._too_few(len(there)))
-        actions: list[ElasticAction] = []
-        if self._phase is not _Phase.CHANGING:
-            self._phase = _Phase.CHANGING
-            actions.append(Abort(epoch=self.view.epoch, members=self._numbers()))
-        return [*actions, *followed, *self._change()]
-
-    def _follow(self, slot: _Slot, sentence: str) -> list[ElasticAction]:
-        slot.member, slot.lost = None, sentence
-        if slot.retiring:
-            return []
-        slot.deaths += 1
-        if slot.deaths >= MAX_DEATHS:
+        slot = self._slot_of(member)
+        assert slot is not None, "every member has a slot"
+        replaced: list[ElasticAction] = []
+        if slot.phase is SlotPhase.RETIRING:
+            slot.lost = sentence
+        elif self._lose(slot, sentence):
             return self._fail(
                 f"worker {slot.number} was lost {slot.deaths} times in a row without taking a step between: "
                 f"{sentence}; the next one would be lost in the same way"
             )
-        return [self._start(slot)]
-
-    def _too_few(self, left: int) -> str:
-        there = "no worker is" if not left else "1 worker is" if left == 1 else f"{left} workers are"
-        return f"{there} left, and min_workers={self._plan.min_workers}: {self._lost()}"
-
-    def _lost(self) -> str:
-        return "; ".join(slot.lost for slot in self._slots.values() if slot.lost)
+        else:
+            replaced = [self._start_worker(slot)]
+        if not was_in_view:
+            return replaced
+        self.changes += 1
+        there = len(self._in_view())
+        if there < self._plan.min_workers:
+            left = "no worker is" if not there else "1 worker is" if there == 1 else f"{there} workers are"
+            return self._fail(f"{left} left, and min_workers={self._plan.min_workers}: {self._lost()}")
+        aborts: list[ElasticAction] = []
+        if self._phase is not _Phase.CHANGING:
+            self._phase = _Phase.CHANGING
+            aborts = [Abort(epoch=self.view.epoch, members=self._numbers())]
+        return [*aborts, *replaced, *self._change()]
 
     # ── from one epoch to the next ────────────────────────────────────────────────────────────────────────────────────
-
-    def _left(self, member: _Member, left: LeftEpoch) -> list[ElasticAction]:
-        if left.epoch != self.view.epoch or member.state is not _State.IN:
-            return []
-        member.state, member.left = _State.LEFT, left
-        return self._change()
 
     def _change(self) -> list[ElasticAction]:
         """Begin the next epoch once every member of this one has left it."""
         there = self._in_view()
-        if any(member.left is None for member in there):
+        if any(member.state is MemberState.WORKING for member in there):
             return []
-        told = [member.left for member in there if member.left is not None]
-        passed = max(left.passed for left in told)
-        ahead = [left for left in told if left.passed == passed]
+        reports = [self._left[member.number] for member in there]
+        # A step that one survivor has taken is taken by all, because its result is in the memory of all.
+        passed = max(left.passed for left in reports)
+        ahead = [left for left in reports if left.passed == passed]
         self.redone += any(left.began for left in ahead)
         for member in there:
-            self._seen(member, max(left.step for left in ahead))
-        going = [member for member in there if self._slots[member.slot].retiring]
-        staying = [member for member in there if member not in going]
+            self._progressed(member, max(left.step for left in ahead))
+        if self.view.donor is not None:
+            settled = {left.member for left in reports if left.settled}
+        else:  # in a first epoch, all have the state of the run once one has passed its beginning
+            settled = {left.member for left in reports} if any(left.settled for left in ahead) else set()
+        going: list[RunMember] = []
+        staying = there  # not at a step boundary: members that are to leave are asked again
         if all(left.at_border for left in ahead):
-            staying += [member for member in self._members.values() if member.state is _State.READY]
-        else:
-            going, staying = [], there  # not at a step boundary: members that are to leave are asked again
-        dismissed: list[ElasticAction] = [Dismiss(member=member.number) for member in going]
+            going = [member for member in there if self._is_retiring(member)]
+            staying = [member for member in there if member not in going]
+            if not any(member.number in settled for member in staying) and going:
+                # Nobody who stays could pass the state on: one stays until the new members have it.
+                donor = next((one for one in going if one.number in settled), going[0])
+                going, staying = [one for one in going if one is not donor], [*staying, donor]
+            staying += self._in_state(MemberState.READY)
         for member in going:
-            member.state = _State.GOING
+            member.state = MemberState.LEAVING
             self.changes += 1
-        return [*dismissed, *self._publish(staying, passed, self._settled(there, ahead))]
+        return [*(Dismiss(member=one.number) for one in going), *self._publish(staying, passed, settled)]
 
-    def _settled(self, there: list[_Member], ahead: list[LeftEpoch]) -> set[int]:
-        """The members with the state of the run; in a first epoch, all of them once one has passed its beginning."""
-        if self.view.donor is None:
-            return {member.number for member in there} if any(left.settled for left in ahead) else set()
-        return {member.number for member in there if member.left is not None and member.left.settled}
-
-    def _publish(
-        self, members: list[_Member], passed: int, settled: set[int] | None = None
-    ) -> list[ElasticAction]:
-        have = settled or set()
-        if self._has_state and not have.intersection(member.number for member in members):
+    def _publish(self, members: list[RunMember], passed: int, settled: set[int]) -> list[ElasticAction]:
+        """Begin an epoch; `settled` have the state of the run, the others get it from the lowest slot of these."""
+        members = sorted(members, key=lambda member: member.slot or 0)
+        donor = next((member.number for member in members if member.number in settled), None)
+        if self._has_state and donor is None:
             return self._fail(f"nobody who has the state of the run is left: {self._lost()}")
-        self._has_state = self._has_state or bool(have)
-        members = sorted(members, key=lambda member: member.slot)
+        self._has_state = self._has_state or bool(settled)
         seats = tuple(
             EpochSeat(
-                slot=member.slot,
+                slot=member.slot or 0,
                 member=member.number,
-                fresh=bool(have) and member.number not in have,
-                host=member.host,
-                address=member.address,
+                fresh=bool(settled) and member.number not in settled,
+                host=self._ready[member.number].host,
+                address=self._ready[member.number].address,
             )
             for member in members
         )
-        self.changes += sum(member.state is _State.READY for member in members) if self.view.epoch else 0
+        self.changes += sum(one.state is MemberState.READY for one in members) if self.view.epoch else 0
         for member in members:
-            member.state, member.left = _State.IN, None
-            if member.number in have:
-                self._slots[member.slot].lost = ""
-        donor = next((member.number for member in members if member.number in have), None)
+            member.state = MemberState.WORKING
+            if member.number in settled:
+                self._slots[member.slot or 0].lost = ""
+        self._left.clear()
         self.view = EpochView(epoch=self.view.epoch + 1, seats=seats, donor=donor, passed=passed)
         self._phase = _Phase.AT_WORK
         return [BeginEpoch(view=self.view), *self._ask()]
 
-    def _seen(self, member: _Member, step: int) -> None:
-        slot = self._slots[member.slot]
-        if step > slot.step:
-            slot.step, slot.deaths = step, 0
-
-    # ── the end ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
     def _end(self) -> list[ElasticAction]:
         """Dismiss members of the view and ready ones; kill those still starting, which would delay the end."""
-        self._phase = _Phase.ENDED
-        waiting = [member.number for member in self._members.values() if member.state is _State.READY]
-        coming = [member.number for member in self._members.values() if member.state is _State.STARTING]
+        self._ended = True
+        waiting = [member.number for member in self._in_state(MemberState.READY)]
         return [
             RunOver(),
             *(Dismiss(member=number) for number in (*self._numbers(), *waiting)),
-            *(KillWorker(member=number) for number in coming),
+            *(KillMember(member=member.number) for member in self._in_state(MemberState.STARTING)),
         ]
-
-    def _fail(self, sentence: str) -> list[ElasticAction]:
-        self._phase = _Phase.ENDED
-        return [GiveUp(sentence=sentence)]
 
     # ── queries ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _in_view(self) -> list[_Member]:
+    def _is_retiring(self, member: RunMember) -> bool:
+        slot = self._slot_of(member)
+        return slot is not None and slot.phase is SlotPhase.RETIRING
+
+    def _in_view(self) -> list[RunMember]:
         """The live members of the epoch, whether or not they have left it."""
-        return [member for member in self._members.values() if member.state in (_State.IN, _State.LEFT)]
+        return self._in_state(MemberState.WORKING, MemberState.PAUSED)
 
     def _numbers(self) -> tuple[int, ...]:
         return tuple(member.number for member in self._in_view())
 
-    def _is(self, number: int, state: _State) -> bool:
-        return number in self._members and self._members[number].state is state
+    def _lost(self) -> str:
+        return "; ".join(slot.lost for slot in self._slots.values() if slot.lost)

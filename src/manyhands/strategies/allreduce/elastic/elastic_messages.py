@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from manyhands.engine.run_commands import AddWorker, RemoveWorker
+from manyhands.places.run_commands import AddWorker, RemoveWorker
+from manyhands.strategies.common.membership import Died, Fail, KillMember, MemberSilent, StartWorker
 
 __all__ = [
     "Abort",
@@ -25,15 +26,10 @@ __all__ = [
     "EpochSeat",
     "EpochView",
     "GatherEpoch",
-    "GiveUp",
-    "KillWorker",
     "LeaveEpoch",
     "LeftEpoch",
     "MemberReady",
     "RunOver",
-    "StartMember",
-    "WorkerLost",
-    "WorkerSilent",
 ]
 
 
@@ -137,26 +133,8 @@ class Done:
     stopped_early: bool = False
 
 
-# ── the launcher notices, and is asked for ────────────────────────────────────────────────────────────────────────────
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerLost:
-    """The member's process has ended."""
-
-    member: int
-    sentence: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerSilent:
-    """The member's heartbeat has stopped."""
-
-    member: int
-
-
 ElasticEvent = (
-    MemberReady | ArrivedInEpoch | LeftEpoch | Done | WorkerLost | WorkerSilent | AddWorker | RemoveWorker
+    MemberReady | ArrivedInEpoch | LeftEpoch | Done | Died | MemberSilent | AddWorker | RemoveWorker
 )
 
 # ── the launcher tells workers, besides an `EpochView` ────────────────────────────────────────────────────────────────
@@ -190,21 +168,6 @@ class EndSoon:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StartMember:
-    """Start a process for this slot."""
-
-    member: int
-    slot: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KillWorker:
-    """Kill a member, so that a paused process cannot resume."""
-
-    member: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
     """Send `GatherEpoch` to the members of the epoch."""
 
@@ -234,16 +197,9 @@ class Dismiss:
     member: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GiveUp:
-    """The run cannot continue."""
-
-    sentence: str
-
-
 @dataclass(frozen=True, slots=True)
 class RunOver:
     """The weights are in place, and the run is over."""
 
 
-ElasticAction = StartMember | KillWorker | Ask | Abort | BeginEpoch | Dismiss | GiveUp | RunOver
+ElasticAction = StartWorker | KillMember | Ask | Abort | BeginEpoch | Dismiss | Fail | RunOver

@@ -16,29 +16,24 @@ from manyhands.data.store.tensorfile import read_tensors
 from manyhands.engine.history_rows import RowsInOrder
 from manyhands.engine.reporting import WorkerNote
 from manyhands.engine.request import Request
-from manyhands.engine.run_commands import MORE_WORKERS
 from manyhands.engine.training import Result, Stage, Training
 from manyhands.native.group.shared_group import warm
 from manyhands.observe.record.event_ring import EventRing
 from manyhands.places.external.process_group import GroupMember
-from manyhands.places.local.cores import threads_per_role
-from manyhands.places.local.host import host_identity
+from manyhands.places.local.host import host_identity, threads_per_role
 from manyhands.places.local.watchdog import Watched
+from manyhands.places.run_commands import MORE_WORKERS
 from manyhands.strategies.allreduce.elastic.elastic_launcher import ElasticLauncher, ElasticOutcome
 from manyhands.strategies.allreduce.elastic.elastic_members import (
     AssembleElastic,
+    ElasticKeeper,
     ElasticMembers,
+    ExternalElasticMembers,
     LocalElasticMembers,
 )
 from manyhands.strategies.allreduce.elastic.elastic_membership import ElasticPlan
-from manyhands.strategies.allreduce.elastic.external_members import (
-    ElasticKeeper,
-    ExternalElasticMembers,
-    take_slot,
-    wiring_of,
-)
 from manyhands.strategies.allreduce.elastic.linked import Wiring
-from manyhands.strategies.allreduce.elastic.member_process import ElasticJob
+from manyhands.strategies.allreduce.elastic.member_process import ElasticJob, take_slot, wiring_of
 from manyhands.strategies.allreduce.strategy import AllReduce
 
 __all__ = ["ElasticTraining", "FirstRows"]

@@ -3,8 +3,10 @@
     finish    every member has the sum in its memory   →   it counts
               a member is lost                          →   wait for the launcher: it counts, or MembersChanged
 
-`StepChannel` decides what counts. That a member which passes an exchange proves that all have its result is a
-property of the collective in shared memory; over links, a barrier ensures it.
+An exchange is complete for one member only when every member has its result in memory: a property of the collective in
+shared memory; over links, a barrier ensures it. Members are therefore never more than one exchange apart, and after a
+loss one number decides: the highest count among the survivors. A member that is one behind has the result in its
+memory and continues with it; no member has taken anything later. `StepChannel` counts; it is pure.
 """
 
 from __future__ import annotations
@@ -15,10 +17,11 @@ import torch
 
 from manyhands.engine.exchange import Times, Traffic
 from manyhands.errors import Aborted, WorkerFailed
+from manyhands.strategies.allreduce.elastic.elastic_messages import EpochView
 from manyhands.strategies.common.collectives.collective import Collective
 from manyhands.wire.parcels import Parcel
 
-__all__ = ["LOST", "ElasticCollective", "MembersChanged"]
+__all__ = ["LOST", "ElasticCollective", "MembersChanged", "StepChannel"]
 
 LOST = (Aborted, WorkerFailed)
 """What an exchange raises when one of its members is lost."""
@@ -26,6 +29,42 @@ LOST = (Aborted, WorkerFailed)
 
 class MembersChanged(Aborted):
     """The epoch is over, and the exchange begun in it does not count."""
+
+
+class StepChannel:
+    """One member's count of complete exchanges; `begin` is called for every view that the member is in."""
+
+    def __init__(self, member: int) -> None:
+        self.member = member
+        self.view: EpochView | None = None
+        self.passed = 0
+        """The number of exchanges of the epoch that this member knows to be complete."""
+
+        self.next: EpochView | None = None
+        """The next view, from when the launcher announces it until the member has entered it."""
+
+    @property
+    def epoch(self) -> int:
+        """The number of the current epoch; 0 before the first."""
+        return self.view.epoch if self.view is not None else 0
+
+    def begin(self, view: EpochView) -> None:
+        """Enter the epoch of this view."""
+        self.view, self.passed, self.next = view, 0, None
+
+    def passes(self) -> None:
+        """Count one more complete exchange."""
+        self.passed += 1
+
+    def learn(self, view: EpochView) -> bool:
+        """The epoch is over and this view follows: return whether the interrupted exchange is complete."""
+        if self.view is not None and not self.passed <= view.passed <= self.passed + 1:
+            raise AssertionError(
+                f"member {self.member} has passed {self.passed} exchanges of epoch {self.epoch}, and the survivors "
+                f"{view.passed}"
+            )
+        self.next = view
+        return self.view is not None and view.passed == self.passed + 1
 
 
 class ElasticCollective(Collective):

@@ -1,6 +1,6 @@
 """`allreduce elastic=yes`, one worker's end: the all-reduce of each epoch, and the way from one to the next.
 
-    whole(step) ──► exchanges ──► MembersChanged ──► tell how far, wait for the next view ──► enter it ──► again
+    atomically(step) ──► exchanges ──► MembersChanged ──► tell how far, wait for the next view ──► enter it ──► again
                        │
                        └► complete: the step is taken, by all
 
@@ -10,8 +10,7 @@ what it held before it; buffers, which a forward may change, are copied before e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -21,13 +20,16 @@ from torch.optim import Optimizer
 
 from manyhands.data.store.checkpoint import Loaded
 from manyhands.engine.computing import Computed, Computer
-from manyhands.engine.exchange import Exchange, LocalStep, SharedStep, Times, Traffic
-from manyhands.strategies.allreduce.elastic.channel import StepChannel
+from manyhands.engine.exchange import Exchange, LocalStep, Meter, SharedStep, Times, Traffic, WorkerPart
 from manyhands.strategies.allreduce.elastic.elastic_messages import ArrivedInEpoch, EpochView, LeftEpoch
-from manyhands.strategies.allreduce.elastic.epoch_collective import LOST, ElasticCollective, MembersChanged
-from manyhands.strategies.allreduce.elastic.epochs import Epoch, Epochs
+from manyhands.strategies.allreduce.elastic.epoch_collective import (
+    LOST,
+    ElasticCollective,
+    MembersChanged,
+    StepChannel,
+)
+from manyhands.strategies.allreduce.elastic.epochs import Epoch, Epochs, restore_buffers, state_tree
 from manyhands.strategies.allreduce.elastic.member_control import MemberLine
-from manyhands.strategies.allreduce.elastic.state import restore_buffers, state_tree
 from manyhands.strategies.allreduce.exchange import AllReduceExchange
 from manyhands.strategies.allreduce.strategy import AllReduce
 
@@ -39,13 +41,13 @@ _T = TypeVar("_T")
 class ElasticExchange(Exchange):
     """One worker's end across epochs; `receive` is called first, then the calls of any exchange."""
 
-    may_lose_workers = True
-
     def __init__(self, strategy: AllReduce, line: MemberLine, slot: int, epochs: Epochs) -> None:
-        self.rank, self.world = 0, 1
+        self.meter = Meter(take_times=self._take_times, traffic=self._traffic)
+        self.members = self
+        self.slot = slot
+        self._set_ranks(0, 1)
         self._strategy = strategy
         self._line = line
-        self._slot = slot
         self._epochs = epochs
         self._channel = StepChannel(line.member)
         self._opened: Epoch | None = None
@@ -60,15 +62,10 @@ class ElasticExchange(Exchange):
         self._at_border = True
         self._began = self._settled = self._paused = False
 
-    @property
-    def worker(self) -> int:
-        """The worker's slot."""
-        return self._slot
-
-    @property
-    def copies(self) -> Sequence[Sequence[int]]:
+    def _set_ranks(self, rank: int, world: int) -> None:
         """Every worker of the epoch holds the model."""
-        return [range(self.world)]
+        self.rank, self.world = rank, world
+        self.part = WorkerPart(index=rank, count=world, copies=(range(world),))
 
     # ── joining ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -101,19 +98,20 @@ class ElasticExchange(Exchange):
                     self._open()
                 self._lay_out()
                 if not self._settled:
-                    self._current.spread()
+                    assert self._current.hooks is not None, "it is laid out"
+                    self._current.hooks.broadcast([*model.parameters(), *model.buffers()])
                     self._settled = True
                 return
             except LOST:
                 self._leave()
 
-    def on_join(self, tell: Callable[[], Mapping[str, Any]]) -> None:
+    def on_join(self, state: Callable[[], Mapping[str, Any]]) -> None:
         """Set the callback that returns this worker's state when it is a donor."""
-        self._tell = tell
+        self._tell = state
 
     # ── from epoch to epoch ───────────────────────────────────────────────────────────────────────────────────────────
 
-    def whole(self, work: Callable[[], _T], *, steps_done: int, at_border: bool) -> _T:
+    def atomically(self, work: Callable[[], _T], *, steps_done: int, at_border: bool) -> _T:
         """Run `work` with the current members, and repeat it if one is lost before it is complete."""
         self._steps_done, self._at_border = steps_done, at_border
         while True:
@@ -131,7 +129,7 @@ class ElasticExchange(Exchange):
     def follow(self, view: EpochView) -> None:
         """After the last step: enter an epoch in which nothing more is exchanged."""
         self._channel.begin(view)
-        self.rank, self.world = view.rank_of(self._line.member), len(view.seats)
+        self._set_ranks(view.rank_of(self._line.member), len(view.seats))
 
     def end(self) -> EpochView | None:
         """After the last step: return the view that was announced when the last exchange was cut, if any."""
@@ -182,7 +180,7 @@ class ElasticExchange(Exchange):
         self._close_epoch()
         self._channel.begin(view)
         self._paused = False
-        self.rank, self.world = view.rank_of(self._line.member), len(view.seats)
+        self._set_ranks(view.rank_of(self._line.member), len(view.seats))
         self._opened = self._epochs.open(view, self._line)
         if view.has_fresh and not self._is_fresh:
             self._opened.hand_over(self._state if view.donor == self._line.member else None)
@@ -198,7 +196,7 @@ class ElasticExchange(Exchange):
         summed, confirm = self._entered.collective(self._strategy)
         collective = ElasticCollective(summed, confirm, self._leave, self._channel.passes)
         self._inner = AllReduceExchange(collective, self._strategy.buckets)
-        self._inner.lay_out(*self._trained)
+        self.hooks = self._inner.lay_out(*self._trained)
         self.wire = self._inner.wire
         self._line.tell(ArrivedInEpoch(member=self._line.member, epoch=self.epoch, step=self._steps_done))
 
@@ -229,7 +227,7 @@ class ElasticExchange(Exchange):
 
     def _close_epoch(self) -> None:
         if self._inner is not None:
-            self._sent = self._sent + self._inner.traffic()
+            self._sent = self._sent + self._inner.meter.traffic()
             self._inner.close()
             self._inner = None
         if self._opened is not None:
@@ -257,16 +255,7 @@ class ElasticExchange(Exchange):
         """Forward and backward; buffers are copied first, so that an interrupted step can be undone."""
         self._keep()
         self._began = True
-        self._current.begin(step)
         return super().compute(computer, model, step)
-
-    def backward(self, loss: torch.Tensor, share: float) -> None:
-        """Backward as in a plain all-reduce."""
-        self._current.backward(loss, share)
-
-    def accumulate(self) -> AbstractContextManager[None]:
-        """Accumulate as in a plain all-reduce."""
-        return self._current.accumulate()
 
     def agree(self, local: LocalStep) -> SharedStep:
         """Collective: after it, every member of the epoch takes the step."""
@@ -277,10 +266,6 @@ class ElasticExchange(Exchange):
         self._paused = shared.pause
         self._began = False
         return replace(shared, bad_workers=tuple(view.seats[rank].slot for rank in shared.bad_workers))
-
-    def clip(self, max_norm: float) -> float:
-        """Clip as in a plain all-reduce."""
-        return self._current.clip(max_norm)
 
     def apply(self) -> None:
         """Take the optimizer step, which is the same on every worker."""
@@ -295,20 +280,20 @@ class ElasticExchange(Exchange):
         """Collective: the sum over the members of the epoch."""
         return self._current.total(values)
 
-    def take_times(self) -> Times:
+    def _take_times(self) -> Times:
         """Return the times of this epoch, by worker."""
         if self._inner is None or self._channel.view is None:
             return Times()
-        times, seats = self._inner.take_times(), self._channel.view.seats
+        times, seats = self._inner.meter.take_times(), self._channel.view.seats
         return replace(
             times,
             wait_ns={seats[rank].slot: waited for rank, waited in times.wait_ns.items()},
             posts={seats[rank].slot: post for rank, post in times.posts.items()},
         )
 
-    def traffic(self) -> Traffic:
+    def _traffic(self) -> Traffic:
         """Return the traffic of all epochs."""
-        return self._sent if self._inner is None else self._sent + self._inner.traffic()
+        return self._sent if self._inner is None else self._sent + self._inner.meter.traffic()
 
     def close(self) -> None:
         """Release the epoch, its collective and the gradients."""

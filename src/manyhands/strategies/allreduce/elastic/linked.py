@@ -17,7 +17,7 @@ from typing import Final
 import torch
 
 from manyhands.data.store.checkpoint import Loaded
-from manyhands.data.store.portable import pack_tree, unpack_tree
+from manyhands.data.store.state_tree import pack_tree, unpack_tree
 from manyhands.engine.worker_resources import Resources
 from manyhands.errors import Aborted, ManyhandsError
 from manyhands.places.external.links import meet_all
@@ -31,10 +31,9 @@ from manyhands.strategies.allreduce.elastic.member_control import MemberLine
 from manyhands.strategies.allreduce.strategy import AllReduce
 from manyhands.strategies.common.collectives.collective import Collective
 from manyhands.strategies.common.collectives.mailbox import Mailbox
-from manyhands.transport.link.alarm import Alarm
-from manyhands.transport.link.liveness import SILENT_AFTER_S
-from manyhands.transport.link.secure import Security
 from manyhands.transport.link.tcp import TcpLink
+from manyhands.transport.liveness import SILENT_AFTER_S, Alarm
+from manyhands.transport.security import Security
 
 __all__ = ["LinkedEpochs", "Wiring"]
 

@@ -1,38 +1,62 @@
-"""The lifecycle of one member's process: join, train, and make sure that the lowest member leaves the weights."""
+"""The lifecycle of one member's process: join, train, and make sure that the lowest member leaves the weights.
+
+It is a child of the launcher (`work`), or was started by somebody else, on any host (`take_slot`).
+"""
 
 from __future__ import annotations
 
+import select
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
-from manyhands.data.store.checkpoint import CheckpointStore, Loaded
+from manyhands.data.store.checkpoint import CheckpointStore, Loaded, Snapshot
 from manyhands.data.store.rundir import RunDirectory
+from manyhands.data.store.state_tree import pack_tree, unpack_tree
 from manyhands.data.store.tensorfile import encode_tensors
 from manyhands.engine.computing import TrainingPlan
 from manyhands.engine.exchange import SentFor
 from manyhands.engine.reporting import WorkerNote
 from manyhands.engine.worker import Trained, Trainer
-from manyhands.native.threads import use_threads
+from manyhands.errors import Aborted
+from manyhands.native.threads import use_threads, with_threads
 from manyhands.observe.record.event_ring import EventRing
 from manyhands.observe.record.events import EventKind
+from manyhands.places.external.control_connection import ControlConnection
+from manyhands.places.external.process_group import GroupMember, ProcessGroup
 from manyhands.places.local.context import Context, RoleContext
+from manyhands.places.local.notes import TypedNotes
 from manyhands.places.local.packed_job import load
 from manyhands.strategies.allreduce.elastic.elastic_messages import Done
-from manyhands.strategies.allreduce.elastic.epochs import Epochs, SharedEpochs
+from manyhands.strategies.allreduce.elastic.epochs import Epochs, SharedEpochs, write_file
 from manyhands.strategies.allreduce.elastic.exchange import ElasticExchange
 from manyhands.strategies.allreduce.elastic.linked import LinkedEpochs, Wiring
 from manyhands.strategies.allreduce.elastic.member_control import Departed, ListeningContext, MemberLine
-from manyhands.strategies.allreduce.elastic.state import write_file
 from manyhands.strategies.allreduce.strategy import AllReduce
 
-__all__ = ["ElasticJob", "ElasticPart", "train", "work"]
+__all__ = [
+    "CHECKPOINT",
+    "PARTS",
+    "START",
+    "WEIGHTS",
+    "ElasticJob",
+    "ElasticPart",
+    "TakeSlot",
+    "take_slot",
+    "wiring_of",
+    "work",
+]
+
+_WAIT_S: Final = 0.5
+_THIS_HOST: Final = "127.0.0.1"
+START, WEIGHTS, CHECKPOINT = "start", "weights", "checkpoint"
+"""The names under which leader and member send each other what is too large for a message."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +95,28 @@ class ElasticPart:
     """Messages that the launcher has sent before."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakeSlot:
+    """The leader tells a process which member it is, with the settings that only the leader knows."""
+
+    member: int
+    slot: int
+    threads: int
+    resumes: bool
+    """Whether the checkpoint that the run begins with follows."""
+
+    checkpoints: str | None
+    """The leader's checkpoint folder, if the run keeps one; only the leader can write there."""
+
+
+PARTS: Final = TypedNotes(TakeSlot)
+
+
+def wiring_of(party: ProcessGroup | GroupMember) -> Wiring:
+    """Return how other members reach a process of this run."""
+    return Wiring(address=party.address or _THIS_HOST, token=party.token, security=party.security)
+
+
 def work(context: RoleContext, *, slot: int) -> Mapping[str, Any]:
     """Be the worker of `slot` as a child of the launcher, and return its final report."""
     job: ElasticJob = load(context.descriptor("job"))
@@ -103,10 +149,10 @@ def work(context: RoleContext, *, slot: int) -> Mapping[str, Any]:
             if job.wiring is not None
             else SharedEpochs(files, job.timeout_s)
         )
-        return train(job, part, epochs)
+        return _train(job, part, epochs)
 
 
-def train(job: ElasticJob, part: ElasticPart, epochs: Epochs) -> Mapping[str, Any]:
+def _train(job: ElasticJob, part: ElasticPart, epochs: Epochs) -> Mapping[str, Any]:
     """Run one member, which owns `epochs`, to its end, and return its final report."""
     joined = time.monotonic_ns()
     with ExitStack() as stack:
@@ -123,7 +169,7 @@ def train(job: ElasticJob, part: ElasticPart, epochs: Epochs) -> Mapping[str, An
         except Departed:
             pass  # dismissed
         part.ring.record(EventKind.LEAVE, time.monotonic_ns())
-        sent = trainer.sent() if trainer is not None else SentFor(control=exchange.traffic())
+        sent = trainer.sent() if trainer is not None else SentFor(control=exchange.meter.traffic())
     return {"sent": sent.to_dict()}
 
 
@@ -169,3 +215,71 @@ class _MemberContext:
     def note(self, note: WorkerNote) -> None:
         """Send a note to the launcher."""
         self._line.tell(note)
+
+
+# ── an externally started process ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def take_slot(party: GroupMember, job: ElasticJob) -> Mapping[str, Any]:
+    """Be the worker that the leader assigns, to the end, and return its report. Aborted if the run ended before.
+
+    `job` has the settings of this process, without those that only the leader knows.
+    """
+    line = party.line
+    part, early = _await_part(line)
+    start = Loaded.of(unpack_tree(line.take(START, job.timeout_s))) if part.resumes else None
+    mine = ElasticPart(
+        context=line,
+        member=part.member,
+        slot=part.slot,
+        ring=line.ring,
+        checkpoints=_SentCheckpoints(line, Path(part.checkpoints)) if part.checkpoints is not None else None,
+        leave_weights=lambda weights: line.give(WEIGHTS, _copied(encode_tensors(weights))),
+        resume=lambda: start,
+        early=early,
+    )
+    try:
+        with with_threads(part.threads):
+            return _train(job, mine, LinkedEpochs(wiring_of(party), job.timeout_s))
+    except Aborted:
+        if line.over is not None:  # it knows more than that this one was to stop
+            raise Aborted(line.over.sentence) from None
+        raise
+
+
+def _await_part(line: ControlConnection) -> tuple[TakeSlot, Sequence[Mapping[str, Any]]]:
+    """Wait for `TakeSlot` as long as the leader lives; return it with later messages of the leader."""
+    while not line.stop_requested():
+        if told := line.received():
+            part: TakeSlot = PARTS.read(told[0])
+            return part, told[1:]
+        select.select([line.control_fileno()], [], [], _WAIT_S)
+    over = line.over
+    raise Aborted(over.sentence if over is not None else f"the run ended before {line.name} had a part in it")
+
+
+class _SentCheckpoints(CheckpointStore):
+    """Checkpoints that are sent to the leader, which stores them in its folder."""
+
+    def __init__(self, line: ControlConnection, folder: Path) -> None:
+        super().__init__(folder)
+        self._line = line
+
+    def save(self, snapshot: Snapshot, spare_from: int | None = None) -> Path:
+        """Send a checkpoint and return the path it will have; the leader reports what goes wrong in writing it."""
+        del spare_from
+        tree = {
+            "step": snapshot.step,
+            "model": dict(snapshot.model),
+            "optimizer": dict(snapshot.optimizer),
+            "extra": dict(snapshot.extra),
+            "score": snapshot.score,
+            "may_hold_infinity": sorted(snapshot.may_hold_infinity),
+        }
+        self._line.give(CHECKPOINT, _copied(pack_tree(tree)))
+        return self.path_of(snapshot.step)
+
+
+def _copied(chunks: Iterator[Any]) -> list[bytes]:
+    """Yield copied chunks: they are sent while the tensors behind them may change."""
+    return [bytes(chunk) for chunk in chunks]

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +22,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands.engine.computing import Computed, Computer
-from manyhands.engine.exchange import Exchange, LocalStep, PeerTraffic, SharedStep, Times, Traffic
-from manyhands.errors import UserError
+from manyhands.engine.exchange import (
+    Exchange,
+    ExchangeState,
+    LocalStep,
+    Meter,
+    PeerTraffic,
+    SharedStep,
+    Times,
+    WorkerPart,
+)
 from manyhands.native.heap import keep_freed_memory
 from manyhands.strategies.allreduce.priority.booked import Blocked, exposed
 from manyhands.strategies.allreduce.priority.gradient_slices import cut
@@ -44,16 +53,20 @@ _CARRIER_ITEMS = 1 << 17  # of float64: a megabyte at a time for weights, totals
 class PriorityExchange(Exchange):
     """One worker's end; at most `credit_bytes` are in flight at once, in slices of at most that size."""
 
+    _gradients: SlicedGradients
+    _model: nn.Module
+    _optimizer: Optimizer
+
     def __init__(self, collective: ScheduleCollective, bucket_bytes: int, credit_bytes: int) -> None:
-        self.rank = collective.rank
-        self.world = collective.world
-        self.wire = collective.wire
+        self.rank, self.world, self.wire = collective.rank, collective.world, collective.wire
+        self.part = WorkerPart(
+            index=self.rank, count=self.world, copies=(range(self.world),), parameters=self._stepped
+        )
+        self.meter = Meter(take_times=self._take_times, traffic=collective.traffic)
+        self.kept = ExchangeState(gather=self._residuals, load=partial(remember_kept, collective))
         self._collective = collective
         self._bucket_bytes = bucket_bytes
         self._credit_bytes = credit_bytes
-        self._model: nn.Module | None = None
-        self._optimizer: Optimizer | None = None
-        self._step = 0  # the one that is computed
         self._is_open = False  # whether its slices are being filled
         self._agreed: Agreed | None = None
         self._unarrived: list[int] = []  # by parameter: its slices that are still to come
@@ -61,11 +74,6 @@ class PriorityExchange(Exchange):
         self._blocked: list[Blocked] = []
         self._posts: Mapping[int, PeerTraffic] = {}
         self._sender: SliceSender | None = None
-
-    @property
-    def copies(self) -> Sequence[Sequence[int]]:
-        """Every worker holds the whole model."""
-        return (range(self.world),)
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Collective: cut the gradients into slices and give every worker worker 0's weights and buffers."""
@@ -83,7 +91,7 @@ class PriorityExchange(Exchange):
             self._carrier,
             [*model.parameters(), *model.buffers()],
         )
-        self._gradients = SlicedGradients(model, layouts, slices, buckets, self._fill)
+        self.hooks = self._gradients = SlicedGradients(model, layouts, slices, buckets, self._fill)
         self._guard = ParameterGuard(model, self._gradients.parameters, self._wait_for)
         self._slices = slices
         self._sender = SliceSender(
@@ -93,7 +101,6 @@ class PriorityExchange(Exchange):
 
     def compute(self, computer: Computer, model: nn.Module, step: int) -> Computed:
         """Each layer waits for its parameters; a compiled model cannot say what it reads, and waits for all."""
-        self._step = step
         if model is not self._model:
             self.finish()
             return super().compute(computer, model, step)
@@ -106,10 +113,6 @@ class PriorityExchange(Exchange):
         self._begin()
         (loss * share).backward()  # type: ignore[no-untyped-call]
 
-    def accumulate(self) -> AbstractContextManager[None]:
-        """Return a context in which gradients add up in their buckets and nothing is sent."""
-        return self._gradients.holding()
-
     def agree(self, local: LocalStep) -> SharedStep:
         """Collective: learn what all workers report; sums continue to arrive."""
         self.finish()
@@ -120,12 +123,6 @@ class PriorityExchange(Exchange):
         self._posts = self._the_sender.take_traffic()
         self._is_open = False
         return self._agreed.shared
-
-    def clip(self, max_norm: float) -> float:
-        """Refused: the strategy's `cannot_clip` says why."""
-        raise UserError(
-            f"clip_norm={max_norm:g}: order=priority steps parameters before all gradients are there"
-        )
 
     def apply(self) -> None:
         """Step what has arrived; the rest is stepped on arrival, with the settings of this step."""
@@ -146,15 +143,17 @@ class PriorityExchange(Exchange):
             self._step_arrived(wait=False)
             self._is_applied = True
 
-    def evaluate(self, computer: Computer, model: nn.Module) -> tuple[dict[str, float], int] | None:
+    def evaluate(
+        self, computer: Computer, model: nn.Module, *, alike: bool = False
+    ) -> tuple[dict[str, float], int] | None:
         """Evaluate after the last step is finished."""
         self.finish()
-        return super().evaluate(computer, model)
+        return super().evaluate(computer, model, alike=alike)
 
-    def held_parameters(self, model: nn.Module) -> Iterable[tuple[str, Tensor | None]]:
-        """Return the parameters after the last step is finished."""
+    def _stepped(self, model: nn.Module) -> Iterable[tuple[str, Tensor]]:
+        """The parameters after the last step is finished."""
         self.finish()
-        return super().held_parameters(model)
+        return model.named_parameters()
 
     def model_state(self, model: nn.Module) -> Mapping[str, Tensor] | None:
         """Return the model state of the finished step."""
@@ -164,35 +163,25 @@ class PriorityExchange(Exchange):
     def optimizer_state(self) -> dict[str, Any] | None:
         """Return the optimizer state on worker 0 and None elsewhere; every worker holds all of it."""
         self.finish()
-        assert self._optimizer is not None, "attach comes before optimizer_state"
         return self._optimizer.state_dict() if self.rank == 0 else None
 
-    def memory(self) -> Mapping[str, Any]:
-        """Collective: return the codec residuals of all workers, for a checkpoint."""
+    def _residuals(self) -> Mapping[str, Any]:
+        """Collective: the codec residuals of all workers, for a checkpoint."""
         self.finish()
-        owed = kept_by_codecs(self._collective, self._carrier_index, self._carrier)
-        return {"codec": owed} if owed else {}
-
-    def load_state(self, memory: Mapping[str, Any]) -> None:
-        """Restore this worker's codec residuals from a checkpoint."""
-        remember_kept(self._collective, memory.get("codec"))
+        return kept_by_codecs(self._collective, self._carrier_index, self._carrier)
 
     def total(self, values: Tensor) -> Tensor:
         """Collective: the sum over workers."""
         self.finish()
         return total(self._collective, self._carrier_index, self._carrier, values)
 
-    def take_times(self) -> Times:
+    def _take_times(self) -> Times:
         """Return how long this worker was blocked: by late workers, and by data in flight."""
         blocked, self._blocked = self._blocked, []
         late = self._sender.take_late() if self._sender is not None else []
         exchange_ns, wait_ns = exposed(blocked, late)
         posts, self._posts = self._posts, {}
         return Times(exchange_ns=exchange_ns, wait_ns=wait_ns, posts=posts)
-
-    def traffic(self) -> Traffic:
-        """Return what the collective has sent so far."""
-        return self._collective.traffic()
 
     def close(self) -> None:
         """Stop the sender thread; release gradients and links."""
@@ -213,7 +202,7 @@ class PriorityExchange(Exchange):
         if not self._is_open:
             self._is_open = True
             self._gradients.begin()
-            self._the_sender.begin(self._step)
+            self._the_sender.begin(self._gradients.step)
 
     def _fill(self, number: int) -> None:
         self._the_sender.fill(number)

@@ -16,8 +16,8 @@ import torch
 from manyhands.engine.exchange import LocalStep, PeerTraffic, SharedStep
 from manyhands.strategies.allreduce.priority.gradient_slices import GradientSlice
 from manyhands.strategies.allreduce.priority.slice_order import Desk, SendOrder
+from manyhands.strategies.common.collectives.background import SideThread
 from manyhands.strategies.common.collectives.collective import ScheduleCollective
-from manyhands.strategies.common.collectives.side_thread import SideThread
 
 __all__ = ["Agreed", "Lateness", "SliceSender"]
 

@@ -43,11 +43,19 @@ class SlicedGradients:
             for index in one.parameters:
                 self.slices_of[index].append(number)
         self._held = False
+        self.weight = 1.0
+        self.on_next_gradient: Callable[[], None] | None = None
+        self.step = 0
+        """The one that is computed."""
         self.reached: list[bool] = []
         """By parameter: whether this worker's backward has reached it in this step."""
         self._missing: list[set[int]] = []
         self.begin()
         self._tap = GradientTap(self.parameters, self._on_gradient)
+
+    def begin_step(self, step: int) -> None:
+        """Gradients from here on are of step `step`; its first backward begins it, when the last one has arrived."""
+        self.step = step
 
     def begin(self) -> None:
         """Begin the next step with no gradient present."""
@@ -88,6 +96,9 @@ class SlicedGradients:
         return [views[index] for index in range(len(views))]
 
     def _on_gradient(self, index: int, parameter: torch.Tensor) -> None:
+        if self.on_next_gradient is not None:
+            listener, self.on_next_gradient = self.on_next_gradient, None
+            listener()
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
         if gradient.is_sparse:
@@ -101,7 +112,7 @@ class SlicedGradients:
                 f"parameter {self._names[index]!r} got a second gradient after the first was sent; checkpoint with "
                 "use_reentrant=False"
             )
-        put(self.views[index], gradient, 1.0, add=self.reached[index])
+        put(self.views[index], gradient, self.weight, add=self.reached[index])
         self.reached[index] = True
         if not self._held:
             self._fill(index)

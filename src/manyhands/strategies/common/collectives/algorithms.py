@@ -30,9 +30,7 @@ __all__ = [
     "doubling",
     "grouped",
     "hierarchical",
-    "master_worker",
     "ring",
-    "round_robin",
     "tree",
 ]
 
@@ -46,18 +44,10 @@ def ring(rank: int, world: int) -> Table:
     one it has just copied.
     """
     right, left = (rank + 1) % world, (rank - 1) % world
+    hows = [How.ADD] * (world - 1) + [How.COPY] * (world - 1)
     return tuple(
-        Step(
-            sends=(Send(to=right, chunks=_one((rank - k) % world)),),
-            receives=(
-                Receive(
-                    source=left,
-                    chunks=_one((rank - k - 1) % world),
-                    how=How.ADD if k < world - 1 else How.COPY,
-                ),
-            ),
-        )
-        for k in range(2 * (world - 1))
+        _swap(right, _one((rank - k) % world), left, _one((rank - k - 1) % world), how)
+        for k, how in enumerate(hows)
     )
 
 
@@ -98,7 +88,12 @@ def butterfly(rank: int, world: int) -> Table:
 
 def doubling(rank: int, world: int) -> Table:
     """Recursive doubling: partners at distance 1, 2, 4, ... swap and add whole vectors."""
-    return _with_guests(rank, world, _exchanges, _WHOLE)
+
+    def exchanges(rank: int, power: int) -> Table:
+        distances = (1 << level for level in range(power.bit_length() - 1))
+        return tuple(_swap(rank ^ d, _WHOLE, rank ^ d, _WHOLE, How.ADD) for d in distances)
+
+    return _with_guests(rank, world, exchanges, _WHOLE)
 
 
 def all_to_all(rank: int, world: int) -> Table:
@@ -155,37 +150,23 @@ def direct(rank: int, world: int) -> Table:
 def round_robin(rank: int, world: int) -> Table:
     """As `direct`, one peer a round: in round k rank i sends to (i + k) mod P and hears from (i - k) mod P.
 
-    "Round-robin" means several things in the literature; this is what it means here. A chunk is added the
-    moment it arrives, so nothing is laid aside, and chunk j is summed in the order j, j - 1, j - 2, ... mod
-    P.
+    "Round-robin" means several things in the literature; this is what it means here. A chunk is added the moment it
+    arrives, so nothing is laid aside, and chunk j is summed in the order j, j - 1, j - 2, ... mod P.
     """
-    mine = _one(rank)
-    scatter = (
-        Step(
-            sends=(Send(to=ahead, chunks=_one(ahead)),),
-            receives=(Receive(source=behind, chunks=mine, how=How.ADD),),
-        )
-        for ahead, behind in zip(_ahead(rank, world), _behind(rank, world), strict=True)
-    )
-    gather = (
-        Step(
-            sends=(Send(to=ahead, chunks=mine),),
-            receives=(Receive(source=behind, chunks=_one(behind), how=How.COPY),),
-        )
-        for ahead, behind in zip(_ahead(rank, world), _behind(rank, world), strict=True)
-    )
+    mine, pairs = _one(rank), list(zip(_ahead(rank, world), _behind(rank, world), strict=True))
+    scatter = (_swap(ahead, _one(ahead), behind, mine, How.ADD) for ahead, behind in pairs)
+    gather = (_swap(ahead, mine, behind, _one(behind), How.COPY) for ahead, behind in pairs)
     return (*scatter, *gather)
 
 
 def hierarchical(rank: int, world: int, group_size: int | None = None) -> Table:
     """`direct` inside groups of neighbouring ranks, `direct` among their leaders, and back.
 
-    The vector has one part per place in a group, and in each group the member at that place leads the part:
-    it sums its group's values of the part in rank order, all-reduces them with the leaders of the same part
-    in the other groups (in group order), and hands the result to its group. So each of G groups sends
-    2(G-1)/G vectors to others, however many members share that. In a group with fewer members than parts
-    some lead several. `group_size` is by default the one that makes the fewest steps, near the square root
-    of `world`.
+    The vector has one part per place in a group, and in each group the member at that place leads the part: it sums its
+    group's values of the part in rank order, all-reduces them with the leaders of the same part in the other groups (in
+    group order), and hands the result to its group. So each of G groups sends 2(G-1)/G vectors to others, however many
+    members share that. In a group with fewer members than parts some lead several. `group_size` is by default the one
+    that makes the fewest steps, near the square root of `world`.
     """
     if world == 1:
         return ()
@@ -240,6 +221,10 @@ def _one(chunk: int) -> range:
     return range(chunk, chunk + 1)
 
 
+def _swap(to: int, given: range, source: int, taken: range, how: How) -> Step:
+    return Step(sends=(Send(to=to, chunks=given),), receives=(Receive(source=source, chunks=taken, how=how),))
+
+
 def _ahead(rank: int, world: int) -> list[int]:
     """The others in the order rank + 1, rank + 2, ...: all send so, and no two meet at one receiver."""
     return [(rank + k) % world for k in range(1, world)]
@@ -251,12 +236,10 @@ def _behind(rank: int, world: int) -> list[int]:
 
 
 def _after(item: int, ring_of: range) -> list[int]:
-    """`_ahead` within a run of numbers."""
     return [ring_of[k] for k in _ahead(item - ring_of.start, len(ring_of))]
 
 
 def _before(item: int, ring_of: range) -> list[int]:
-    """`_behind` within a run of numbers."""
     return [ring_of[k] for k in _behind(item - ring_of.start, len(ring_of))]
 
 
@@ -287,17 +270,6 @@ def _with_guests(rank: int, world: int, core: Schedule, whole: range) -> Table:
     return (Step(), *middle, Step())
 
 
-def _exchanges(rank: int, power: int) -> Table:
-    distances = [1 << level for level in range(power.bit_length() - 1)]
-    return tuple(
-        Step(
-            sends=(Send(to=rank ^ d, chunks=_WHOLE),),
-            receives=(Receive(source=rank ^ d, chunks=_WHOLE, how=How.ADD),),
-        )
-        for d in distances
-    )
-
-
 def _halving_doubling(rank: int, power: int) -> Table:
     """At distance d each partner is left with the aligned block of d chunks around its own number."""
 
@@ -307,19 +279,9 @@ def _halving_doubling(rank: int, power: int) -> Table:
 
     distances = [1 << level for level in range(power.bit_length() - 1)]
     halve = (
-        Step(
-            sends=(Send(to=rank ^ d, chunks=block(rank ^ d, d)),),
-            receives=(Receive(source=rank ^ d, chunks=block(rank, d), how=How.ADD),),
-        )
-        for d in reversed(distances)
+        _swap(rank ^ d, block(rank ^ d, d), rank ^ d, block(rank, d), How.ADD) for d in reversed(distances)
     )
-    double = (
-        Step(
-            sends=(Send(to=rank ^ d, chunks=block(rank, d)),),
-            receives=(Receive(source=rank ^ d, chunks=block(rank ^ d, d), how=How.COPY),),
-        )
-        for d in distances
-    )
+    double = (_swap(rank ^ d, block(rank, d), rank ^ d, block(rank ^ d, d), How.COPY) for d in distances)
     return (*halve, *double)
 
 
@@ -328,7 +290,9 @@ class _Groups:
 
     def __init__(self, world: int, group_size: int | None) -> None:
         self.world = world
-        self.size = min(world, group_size or _square_side(world))
+        root, sizes = isqrt(world), range(1, world + 1)
+        fewest = min(sizes, key=lambda size: (size + -(-world // size), abs(size - root)))
+        self.size = min(world, group_size or fewest)
         self.count = -(-world // self.size)
 
     def members(self, group: int) -> range:
@@ -343,18 +307,11 @@ class _Groups:
         return next(rank for rank in self.members(group) if part in self.led_by(rank))
 
     def chunk(self, part: int, group: int) -> range:
-        """The chunk of a part that is summed in `group`."""
         return _one(part * self.count + group)
 
     def chunks_of(self, rank: int) -> range:
-        """All chunks of the parts this rank leads."""
         parts = self.led_by(rank)
         return range(parts.start * self.count, parts.stop * self.count)
-
-
-def _square_side(world: int) -> int:
-    root = isqrt(world)
-    return min(range(1, world + 1), key=lambda size: (size + -(-world // size), abs(size - root)))
 
 
 def _single(world: int) -> int:  # noqa: ARG001 - the signature of Algorithm.chunks

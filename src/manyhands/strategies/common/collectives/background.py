@@ -1,19 +1,74 @@
-"""A thread that does work in the order given, while its worker computes."""
+"""A thread beside its worker's: its errors are raised in the waiting thread, and no wait outlasts it."""
 
 from __future__ import annotations
 
+import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 
-from manyhands.strategies.common.collectives.side_thread import SideThread
+__all__ = ["Background", "SideThread"]
 
-__all__ = ["Background"]
+_LOOK_S = 1.0  # how often who waits sees whether the thread is still there
+_END_S = 10.0  # a thread that has not ended by then ends with the process
+
+
+class SideThread(ABC):
+    """One worker's side thread; shared fields are read and changed under `_changed`."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._changed = threading.Condition()
+        self._error: BaseException | None = None
+        self._ends = False
+        self._thread: threading.Thread | None = None
+
+    @abstractmethod
+    def _run(self) -> None:
+        """The thread's main loop, until `_ends`; its error is raised in `_wait`."""
+
+    @abstractmethod
+    def _is_idle(self) -> bool:
+        """With the lock held: whether the thread waits for its worker only."""
+
+    def _start(self) -> None:
+        def guarded() -> None:
+            try:
+                self._run()
+            except BaseException as error:
+                with self._changed:
+                    self._error = error
+                    self._changed.notify_all()
+
+        if self._thread is None:
+            self._thread = threading.Thread(target=guarded, name=self._name, daemon=True)
+            self._thread.start()
+
+    def _wait(self) -> None:
+        """In the worker's thread, with the lock held: wait for a possible change, or raise the thread's error."""
+        if self._error is not None:
+            raise self._error
+        if self._thread is None or not self._thread.is_alive():
+            raise RuntimeError(f"the thread {self._name!r} has ended, and this worker waits for it")
+        self._changed.wait(_LOOK_S)
+
+    def _end(self, release: Callable[[], None]) -> None:
+        """Stop the thread; `release` ends whatever it waits for. Idempotent if `release` is."""
+        with self._changed:
+            self._ends = True
+            idle = self._is_idle()
+            self._changed.notify_all()
+        if idle and self._thread is not None:
+            self._thread.join(_END_S)
+        release()
+        if self._thread is not None:
+            self._thread.join(_END_S)
 
 
 class Background(SideThread):
-    """One worker's background thread, started with the first work. `close` is idempotent.
+    """A thread that does work in the order given, while its worker computes; started with the first work.
 
-    An error in the thread is raised by `wait`; work that was given after it is not done.
+    An error in the thread is raised by `wait`; work that was given after it is not done. `close` is idempotent.
     """
 
     def __init__(self, name: str) -> None:
@@ -24,7 +79,6 @@ class Background(SideThread):
 
     @property
     def is_idle(self) -> bool:
-        """Whether no work is running or queued."""
         with self._changed:
             return self._is_idle()
 
@@ -45,7 +99,6 @@ class Background(SideThread):
                 self._wait()
 
     def close(self, release: Callable[[], None]) -> None:
-        """Stop the thread; `release` ends whatever its work waits for."""
         with self._changed:
             self._waiting.clear()
         self._end(release)
@@ -54,14 +107,14 @@ class Background(SideThread):
         return self._done == self._given
 
     def _run(self) -> None:
-        while (work := self._next()) is not None:
+        while True:
+            with self._changed:
+                while not self._waiting and not self._ends:
+                    self._changed.wait()
+                if self._ends:
+                    return
+                work = self._waiting.popleft()
             work()
             with self._changed:
                 self._done += 1
                 self._changed.notify_all()
-
-    def _next(self) -> Callable[[], None] | None:
-        with self._changed:
-            while not self._waiting and not self._ends:
-                self._changed.wait()
-            return self._waiting.popleft() if self._waiting and not self._ends else None

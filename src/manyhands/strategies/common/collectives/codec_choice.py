@@ -57,15 +57,12 @@ class CodecChooser:
         error = auto_error(setting)
         assert error is not None, "a codec that is named is not chosen"
         self._error = error
-        self._executor = executor
-        self._make = make
-        self._clock_s = clock_s
+        self._executor, self._make, self._clock_s = executor, make, clock_s
         self.codec = RAW
         """The codec in use."""
         self.decisions: list[CodecChoice] = []
 
     def is_due(self, step: int) -> bool:
-        """Whether `look` would measure before the exchange of this step."""
         return looks_at(step, self.decisions[-1].step if self.decisions else -1)
 
     def look(self, step: int, filled: Filled) -> None:
@@ -83,26 +80,25 @@ class CodecChooser:
             )
             self._take(CodecChoice(codec=RAW, step=step, why=why), filled)
             return
-        measured = [
-            *self._link_times(values),
+        measured = [  # seconds to sum the sample unencoded, to sum next to nothing, and what each codec costs
+            self._fastest(values.clone()),
+            self._fastest(torch.zeros(_FEW, dtype=values.dtype)),
             *(x for name in names for x in self._cost(name, sample, values)),
         ]
         worst = torch.tensor(measured, dtype=torch.float64)
         self._executor.all_reduce(worst, "max")
         large_s, small_s, *of_codecs = worst.tolist()
         world = self._executor.world
+        large_bytes = sent_bytes(sample.num_bytes, 1.0, world, gathered=False)
+        costs = [
+            CodecCost(codec=name, encode_s=encode_s, decode_s=decode_s, share=share, error=error)
+            for name, encode_s, decode_s, share, error in zip(
+                names, of_codecs[::4], of_codecs[1::4], of_codecs[2::4], of_codecs[3::4], strict=True
+            )
+        ]
         decision = decide(
-            [
-                CodecCost(codec=name, encode_s=encode_s, decode_s=decode_s, share=share, error=error)
-                for name, encode_s, decode_s, share, error in zip(
-                    names, of_codecs[::4], of_codecs[1::4], of_codecs[2::4], of_codecs[3::4], strict=True
-                )
-            ],
-            LinkCost.of(
-                small_s=small_s,
-                large_s=large_s,
-                large_bytes=sent_bytes(sample.num_bytes, 1.0, world, gathered=False),
-            ),
+            costs,
+            LinkCost.of(small_s=small_s, large_s=large_s, large_bytes=large_bytes),
             sample_bytes=sample.num_bytes,
             num_bytes=sum(one.num_bytes for one, _ in free),
             world=world,
@@ -113,16 +109,13 @@ class CodecChooser:
         self._take(decision, filled)
 
     def summary(self) -> dict[str, Any]:
-        """Return what was chosen, for the run's summary."""
         return {CHOSEN: [{"step": one.step, "codec": one.codec, "why": one.why} for one in self.decisions]}
 
     def memory(self) -> dict[str, torch.Tensor]:
-        """Return the codec in use, since when, and its residuals, for a resumed run."""
         since = torch.tensor([self.decisions[-1].step if self.decisions else 0])
         return {f"{_IN_USE}{self.codec}": since, **self._executor.memory()}
 
     def remember(self, memory: Mapping[str, torch.Tensor]) -> None:
-        """Restore what `memory` returned."""
         kept = dict(memory)
         for name, since in memory.items():
             if name.startswith(_IN_USE):
@@ -134,18 +127,20 @@ class CodecChooser:
 
     def _take(self, decision: CodecChoice, filled: Filled) -> None:
         self.decisions.append(decision)
-        if decision.codec != self.codec:
-            _give_back(self._executor.memory(), filled)
-            self._use(decision.codec)
+        if decision.codec == self.codec:
+            return
+        # The residual is added to what is sent next: the next codec, if any, keeps its own from then on. Names are as
+        # `Compressor.memory` makes them from parcel keys: what was left out of a part, or of a sum by the worker that
+        # sent it, which only that worker holds.
+        parts = {parcel.number: part for parcel, part in filled}
+        for name, kept in self._executor.memory().items():
+            number, begin, end = map(int, name.rpartition("/")[2].split("."))
+            parts[number].view(torch.uint8)[begin:end].view(kept.dtype).add_(kept)
+        self._use(decision.codec)
 
     def _use(self, codec: str) -> None:
         self.codec = codec
         self._executor.carry_by(self._make(codec))
-
-    def _link_times(self, values: torch.Tensor) -> tuple[float, float]:
-        """Collective: return the seconds to sum the sample unencoded, and to sum next to nothing."""
-        large, small = values.clone(), torch.zeros(_FEW, dtype=values.dtype)
-        return self._fastest(large), self._fastest(small)
 
     def _fastest(self, vector: torch.Tensor) -> float:
         took = []
@@ -175,16 +170,3 @@ class CodecChooser:
         norm = float(values.norm())
         error = float((values - read).norm()) / norm if norm else 0.0
         return min(encode_s), min(decode_s), num_bytes / parcel.num_bytes, error
-
-
-def _give_back(memory: Mapping[str, torch.Tensor], filled: Filled) -> None:
-    """Add the residual to what is sent next: the next codec, if any, keeps its own residual from then on.
-
-    Names are as `Compressor.memory` makes them from parcel keys: what was left out of a part, or of a sum by the
-    worker that sent it, which only that worker holds.
-    """
-    parts = {parcel.number: part for parcel, part in filled}
-    for name, kept in memory.items():
-        _, _, key = name.rpartition("/")
-        number, begin, end = map(int, key.split("."))
-        parts[number].view(torch.uint8)[begin:end].view(kept.dtype).add_(kept)

@@ -38,6 +38,7 @@ __all__ = [
     "across_hosts",
     "barrier_in",
     "carrier",
+    "of_words",
     "over_links",
     "without_barrier",
 ]
@@ -48,13 +49,10 @@ class Collective(ABC):
 
     rank: int
     world: int
-
     wire: int = Wire.MEMORY
     """What carries the buckets, and in which codec: the result of `wire_of`."""
-
     codec: str = RAW
     """The codec setting."""
-
     step: int = 0
     """Which step the launched buckets belong to; set it before `finish`."""
 
@@ -73,7 +71,6 @@ class Collective(ABC):
 
     sums_rows: bool = False
     """Whether row-sparse gradients are summed as such; otherwise only dense ones are."""
-
     instead_of_rows: str = (
         "its rows are summed over links, if it is that of an nn.Embedding: add link=tcp, or build it with "
         "sparse=False"
@@ -87,11 +84,9 @@ class Collective(ABC):
         )
 
     def summary(self) -> dict[str, Any]:
-        """Return what a run's summary says of it: plain values."""
         return {}
 
     def memory(self) -> dict[str, torch.Tensor]:
-        """Return this worker's codec residuals, by name."""
         return {}
 
     def remember(self, memory: Mapping[str, torch.Tensor]) -> None:  # noqa: B027 - only codecs keep something
@@ -151,14 +146,12 @@ class SharedCollective(Collective):
     def __init__(self, group: SharedGroup, owned: Sequence[Sequence[range]] = ()) -> None:
         self.rank = group.rank
         self.world = group.world
-        self._group = group
-        self._owned = owned
+        self._group, self._owned = group, owned
         self._buckets: list[Bucket] = []
         self._messages = 0
         self._bytes = 0
 
     def allocate(self, parcels: Sequence[Parcel]) -> list[torch.Tensor]:
-        """Collective, once: reserve the arena and lay the buckets into it, each on a cache line of its own."""
         offsets, end = side_by_side((parcel.num_bytes for parcel in parcels), CACHE_LINE)
         self._group.allocate(end, f"the gradients of {self.world} workers")
         self._buckets = [
@@ -168,7 +161,6 @@ class SharedCollective(Collective):
         return [bucket.tensor for bucket in self._buckets]
 
     def launch(self, index: int) -> None:
-        """Mark this worker's part as filled."""
         bucket = self._buckets[index]
         part, others = bucket.tensor, self.world - 1
         if index < len(self._owned):
@@ -186,15 +178,12 @@ class SharedCollective(Collective):
         return self._group.poll()
 
     def finish(self) -> None:
-        """Reduce what is left, and wait for the slices of the others."""
         self._group.finish()
 
     def broadcast(self, index: int, root: int = 0) -> None:
-        """Copy worker `root`'s bytes to all."""
         self._group.broadcast(self._buckets[index], root)
 
     def is_done(self, index: int) -> bool:
-        """Whether all workers have reduced their slices of a bucket that was launched; never waits."""
         return self._group.is_done(self._buckets[index])
 
     def parts(self, index: int) -> Sequence[torch.Tensor]:
@@ -202,17 +191,14 @@ class SharedCollective(Collective):
         return self._buckets[index].parts
 
     def take_times(self) -> Times:
-        """Return times measured inside the compiled code, with waiting apart from reducing."""
         stats = self._group.take_stats()
         waits = {peer: waited for peer, waited in enumerate(stats.waiting_ns) if waited}
         return Times(exchange_ns=stats.reducing_ns, wait_ns=waits)
 
     def traffic(self) -> Traffic:
-        """Return bytes read from other workers, and result bytes written to them."""
         return Traffic(messages_sent=self._messages, bytes_sent=self._bytes)
 
     def close(self) -> None:
-        """Unmap the memory."""
         self._buckets = []
         self._group.close()
 
@@ -242,11 +228,8 @@ class ScheduleCollective(Collective):
     ) -> None:
         self.rank = executor.rank
         self.world = executor.world
-        self._executor = executor
-        self._links = links
-        self.codec = codec
-        self._chooser = chooser
-        self._arrive = arrive
+        self._executor, self._links, self.codec = executor, links, codec
+        self._chooser, self._arrive = chooser, arrive
         self._parcels: Sequence[Parcel] = ()
         self._buckets: list[torch.Tensor] = []
         self._launched: list[int] = []
@@ -256,22 +239,15 @@ class ScheduleCollective(Collective):
         self._leaves_early = False
         self._last_given = 0
 
-    def of_words(self) -> ScheduleCollective:
-        """Return another collective over the same links, for small exact values."""
-        return ScheduleCollective(self._executor, self._links, background=self._background)
-
     @property
     def wire(self) -> int:  # type: ignore[override]
-        """The wire, with the codec in use."""
         codec = self.codec if self._chooser is None else self._chooser.codec
         return wire_of(next((link.wire for link in self._links.values()), Wire.NONE), codec)
 
     def summary(self) -> dict[str, Any]:
-        """Return which codec was chosen, if one was."""
         return {} if self._chooser is None else self._chooser.summary()
 
     def allocate(self, parcels: Sequence[Parcel]) -> list[torch.Tensor]:
-        """Allocate plain memory of this worker."""
         self._parcels = parcels
         self._buckets = [torch.zeros(parcel.count, dtype=parcel.dtype) for parcel in parcels]
         return self._buckets
@@ -281,7 +257,6 @@ class ScheduleCollective(Collective):
         return self._executor.encodes(parcel) or (self._chooser is not None and not parcel.exact)
 
     def sum_rows(self, mine: GradientRows, below: int) -> GradientRows:
-        """Sum the rows by a butterfly."""
         return self._executor.sum_rows(mine, below)
 
     def sum_part(self, part: Parcel) -> None:
@@ -296,11 +271,9 @@ class ScheduleCollective(Collective):
         return self._executor.gather(mine)
 
     def memory(self) -> dict[str, torch.Tensor]:
-        """Return the residuals of the executor's codecs, and the codec in use if one is chosen."""
         return (self._chooser or self._executor).memory()
 
     def remember(self, memory: Mapping[str, torch.Tensor]) -> None:
-        """Restore the residuals, and the chosen codec."""
         (self._chooser or self._executor).remember(memory)
 
     def begin(self, step: int) -> None:
@@ -309,22 +282,17 @@ class ScheduleCollective(Collective):
         self._begun = True
         self._executor.at(step)
         looks = self._chooser is not None and self._chooser.is_due(step)
-        self._leaves_early = self.overlaps and not looks
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether a thread may sum while the worker computes; data on a network needs no core of this host."""
-        return any(link.wire in (Wire.TCP, Wire.TORCH) for link in self._links.values())
+        # Data on a network needs no core of this host, so a thread may sum while the worker computes.
+        overlaps = any(link.wire in (Wire.TCP, Wire.TORCH) for link in self._links.values())
+        self._leaves_early = overlaps and not looks
 
     def launch(self, index: int) -> None:
-        """Hand the bucket to the thread, or queue it for `finish`."""
         if self._leaves_early:
             self._last_given = self._background.give(partial(self._sum, [index]))
         else:
             self._launched.append(index)
 
     def finish(self) -> None:
-        """Wait for the sums of buckets that were sent, or run the schedule on each launched one, in order."""
         self._begun = False
         if self._arrive is not None:
             for peer, waited in self._arrive().items():
@@ -346,15 +314,12 @@ class ScheduleCollective(Collective):
             self._executor.all_reduce(self._buckets[index], parcel=self._parcels[index])
 
     def barrier(self) -> None:
-        """Collective: return when every worker has arrived."""
         self._executor.barrier()
 
     def broadcast(self, index: int, root: int = 0) -> None:
-        """Send worker `root`'s bucket to all, down a tree."""
         self._executor.broadcast(self._buckets[index], root)
 
     def take_times(self) -> Times:
-        """Return the waits for others; the caller times the exchange that backward does not hide."""
         waits, self._waits = self._waits, {}
         over = not self._begun and self._background.is_idle  # a step's traffic is reported together
         return Times(wait_ns=waits, posts=self._take_traffic() if over else {})
@@ -363,16 +328,14 @@ class ScheduleCollective(Collective):
         return self._executor.take_traffic()
 
     def traffic(self) -> Traffic:
-        """Return what the executor sent."""
         return Traffic(messages_sent=self._executor.messages_sent, bytes_sent=self._executor.bytes_sent)
 
     def close(self) -> None:
-        """Close the links, which ends pending waits."""
-        self._background.close(self._close_links)
+        def close_links() -> None:
+            for link in self._links.values():
+                link.close()
 
-    def _close_links(self) -> None:
-        for link in self._links.values():
-            link.close()
+        self._background.close(close_links)
 
 
 def carrier(
@@ -390,13 +353,9 @@ def over_links(
     algorithm: Algorithm, resources: Resources, codec: str = RAW, *, feedback: bool = True
 ) -> ScheduleCollective:
     """Return a worker's end over the links of one host, with a barrier in shared memory that tells which was late."""
-    group, links = resources.group(), resources.links()
-    carries = carrier(codec, feedback=feedback, seed=resources.seed, rank=group.rank, world=group.world)
-    executor = ScheduleExecutor(
-        algorithm, group.rank, group.world, links, resources.timeout_s, resources.alarm, codec=carries
+    return without_barrier(
+        algorithm, resources, codec, feedback=feedback, arrive=barrier_in(resources.group())
     )
-    chooser = _chooser(codec, executor, resources.seed)
-    return ScheduleCollective(executor, links, barrier_in(group), codec, chooser)
 
 
 def barrier_in(group: SharedGroup) -> Callable[[], Mapping[int, int]]:
@@ -411,16 +370,25 @@ def barrier_in(group: SharedGroup) -> Callable[[], Mapping[int, int]]:
 
 
 def without_barrier(
-    algorithm: Algorithm, resources: Resources, codec: str = RAW, *, feedback: bool = True
+    algorithm: Algorithm,
+    resources: Resources,
+    codec: str = RAW,
+    *,
+    feedback: bool = True,
+    arrive: Callable[[], Mapping[int, int]] | None = None,
 ) -> ScheduleCollective:
-    """Return a worker's end over links, on one host or several, that does not wait for arrivals."""
-    links, rank, world = resources.links(), resources.rank, resources.world
-    carries = carrier(codec, feedback=feedback, seed=resources.seed, rank=rank, world=world)
-    executor = ScheduleExecutor(
-        algorithm, rank, world, links, resources.timeout_s, resources.alarm, codec=carries
+    """Return a worker's end over links, on one host or several, that waits for arrivals by `arrive` alone."""
+    links = resources.links()
+    make = partial(
+        carrier, feedback=feedback, seed=resources.seed, rank=resources.rank, world=resources.world
     )
-    chooser = _chooser(codec, executor, resources.seed)
-    return ScheduleCollective(executor, links, codec=codec, chooser=chooser)
+    executor = ScheduleExecutor(
+        algorithm, resources.rank, resources.world, links, resources.timeout_s, resources.alarm, make(codec)
+    )
+    chooser = None
+    if auto_error(codec) is not None:
+        chooser = CodecChooser(codec, executor, partial(make, feedback=True))
+    return ScheduleCollective(executor, links, arrive, codec, chooser)
 
 
 def across_hosts(
@@ -428,11 +396,9 @@ def across_hosts(
 ) -> tuple[ScheduleCollective, ScheduleCollective]:
     """Return a worker's ends over links between hosts: for what may be encoded, and for small exact values."""
     gradients = without_barrier(algorithm, resources, codec, feedback=feedback)
-    return gradients, gradients.of_words()
+    return gradients, of_words(gradients)
 
 
-def _chooser(codec: str, executor: ScheduleExecutor, seed: int) -> CodecChooser | None:
-    if auto_error(codec) is None:
-        return None
-    make = partial(carrier, feedback=True, seed=seed, rank=executor.rank, world=executor.world)
-    return CodecChooser(codec, executor, make)
+def of_words(gradients: ScheduleCollective) -> ScheduleCollective:
+    """Return another collective over the same links, for small exact values."""
+    return ScheduleCollective(gradients._executor, gradients._links, background=gradients._background)

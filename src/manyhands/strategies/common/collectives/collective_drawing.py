@@ -13,23 +13,20 @@ from __future__ import annotations
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Final
 
 from manyhands.errors import UserError, format_bytes
 from manyhands.observe.draw.aligned import aligned
 from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
-from manyhands.strategies.common.collectives.collective_cost import cost
 from manyhands.strategies.common.collectives.schedule import Algorithm, chunk_bounds, span_bounds
-from manyhands.strategies.common.collectives.symbolic import replay
+from manyhands.strategies.common.collectives.schedule_proof import cost, replay
 
 __all__ = [
     "EXAMPLE",
-    "Item",
-    "MessageArrow",
-    "Picture",
     "as_svg",
     "as_text",
     "costs_text",
@@ -37,6 +34,7 @@ __all__ = [
     "figure",
     "refresh",
     "watch",
+    "write_figures",
 ]
 
 EXAMPLE: Final = ((17, 11, 1, 9), (5, 13, 23, 14), (3, 6, 10, 8), (12, 7, 2, 12))
@@ -73,17 +71,14 @@ class Picture:
 
     @property
     def world(self) -> int:
-        """Number of ranks."""
         return len(self.rows[0])
 
     @property
     def count(self) -> int:
-        """Number of items of the vector."""
         return len(self.rows[0][0])
 
 
 def watch(algorithm: Algorithm, vectors: Sequence[Sequence[float]]) -> Picture:
-    """Run `algorithm` on one vector per rank and note everything that is to be seen."""
     world, count = len(vectors), len(vectors[0])
     if any(len(vector) != count for vector in vectors):
         raise UserError(
@@ -98,7 +93,14 @@ def watch(algorithm: Algorithm, vectors: Sequence[Sequence[float]]) -> Picture:
     rows = [
         tuple(tuple(item for chunk in range(chunks) for item in start(rank, chunk)) for rank in range(world))
     ]
-    for held in replay(algorithm, world, start, _add):
+
+    def add(addends: Sequence[tuple[Item, ...]]) -> tuple[Item, ...]:
+        return tuple(
+            Item(sum(item.number for item in items), frozenset().union(*(item.ranks for item in items)))
+            for items in zip(*addends, strict=True)
+        )
+
+    for held in replay(algorithm, world, start, add):
         rows.append(tuple(tuple(item for chunk in one for item in chunk) for one in held))
     arrows = [
         tuple(
@@ -112,7 +114,6 @@ def watch(algorithm: Algorithm, vectors: Sequence[Sequence[float]]) -> Picture:
 
 
 def as_text(picture: Picture) -> str:
-    """Lines of aligned text: who sends what, then what everyone holds."""
     width = max((len(f"{item.number:g}") for row in picture.rows for rank in row for item in rank), default=1)
     letters = " ".join(f" {_letter(index):>{width}} " for index in range(picture.count))
     names = (f"worker {rank}".ljust(len(letters)) for rank in range(picture.world))
@@ -125,13 +126,10 @@ def as_text(picture: Picture) -> str:
 
 
 def figure(name: str) -> str:
-    """The worked example as it stands in the documentation."""
-    text = as_text(watch(ALGORITHMS[name], EXAMPLE))
-    return f"![{name} on four workers](figures/allreduce-{name}.svg)\n\n```text\n{text}```\n"
+    return f"![{name} on four workers](figures/allreduce-{name}.svg)\n"
 
 
 def example(world: int) -> tuple[tuple[int, ...], ...]:
-    """A worked example of so many workers, with as many numbers each."""
     if world == len(EXAMPLE):
         return EXAMPLE
     return tuple(tuple((7 * rank + 3 * item) % 19 + 1 for item in range(world)) for rank in range(world))
@@ -147,16 +145,9 @@ def costs_text(
     rows = [("workers", "steps", "messages", "bytes of the busiest", "bytes of all", "time")]
     for world in worlds:
         found = cost(algorithm, world, num_bytes)
-        rows.append(
-            (
-                str(world),
-                str(found.steps),
-                str(sum(found.messages)),
-                format_bytes(max(found.bytes_sent)),
-                format_bytes(sum(found.bytes_sent)),
-                f"{1e3 * found.time(*rates):,.2f} ms",
-            )
-        )
+        busiest, of_all = format_bytes(max(found.bytes_sent)), format_bytes(sum(found.bytes_sent))
+        counts = str(world), str(found.steps), str(sum(found.messages))
+        rows.append((*counts, busiest, of_all, f"{1e3 * found.time(*rates):,.2f} ms"))
     return aligned(rows)
 
 
@@ -167,13 +158,6 @@ def refresh(page: str, drawn: Callable[[str], str]) -> str:
         return f"{match[1]}\n{drawn(match[2])}{match[3]}"
 
     return re.sub(r"(<!-- figure: (\S+) -->)\n.*?(<!-- end of figure -->)", redraw, page, flags=re.DOTALL)
-
-
-def _add(addends: Sequence[tuple[Item, ...]]) -> tuple[Item, ...]:
-    return tuple(
-        Item(sum(item.number for item in items), frozenset().union(*(item.ranks for item in items)))
-        for items in zip(*addends, strict=True)
-    )
 
 
 def _marked(item: Item, world: int, width: int) -> str:
@@ -199,25 +183,24 @@ def _arrow_lines(arrows: Sequence[MessageArrow], per_line: int = 8) -> list[str]
 
 _COLOURS: Final = ("#0072b2", "#d55e00", "#009e73", "#aa4499", "#b8860b", "#56b4e9", "#7f3c8d", "#666666")
 _BOX_W, _BOX_H, _GAP, _PITCH, _LEFT, _TOP = 38, 30, 34, 92, 72, 40
-_STYLE: Final = (
-    "text{font:14px sans-serif;text-anchor:middle}.label{text-anchor:start}.head,text.done{font-weight:bold}"
-    "rect.part{fill:#f4f4f4;stroke:#bbb}rect.done{fill:#dff2df;stroke:#2c7a2c}line{stroke-width:1.6}"
-)
+_STYLE: Final = files("manyhands.strategies.common.collectives").joinpath("collective.css").read_text()
 
 
 def as_svg(picture: Picture) -> str:
-    """A drawing: one column per worker, one row per round, arrows for the messages between two rows."""
     width = _LEFT + picture.world * (picture.count * _BOX_W + _GAP)
     height = _TOP + (len(picture.rows) - 1) * _PITCH + _BOX_H + 16
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
         f'viewBox="0 0 {width} {height}">',
-        f"<style>{_STYLE}</style>",
+        f"<style>\n{_STYLE}</style>",
         '<rect width="100%" height="100%" fill="white"/>',
     ]
     for rank in range(picture.world):
         x = _x(picture, rank, picture.count / 2)
-        parts.append(_arrow_head(rank))
+        parts.append(
+            f'<marker id="head{rank}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
+            f'orient="auto"><path d="M0 0 L8 4 L0 8 z" fill="{_colour(rank)}"/></marker>'
+        )
         parts.append(f'<text class="head" x="{x:g}" y="24" fill="{_colour(rank)}">worker {rank}</text>')
     for number, row in enumerate(picture.rows):
         y = _TOP + number * _PITCH
@@ -240,13 +223,6 @@ def _colour(rank: int) -> str:
     return _COLOURS[rank % len(_COLOURS)]
 
 
-def _arrow_head(rank: int) -> str:
-    return (
-        f'<marker id="head{rank}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
-        f'orient="auto"><path d="M0 0 L8 4 L0 8 z" fill="{_colour(rank)}"/></marker>'
-    )
-
-
 def _box(item: Item, world: int, x: float, y: float) -> str:
     """An item: its number, and under it a bar with a segment in the colour of each rank that is in it."""
     state = "done" if len(item.ranks) == world else "part"
@@ -263,7 +239,6 @@ def _box(item: Item, world: int, x: float, y: float) -> str:
 
 
 def _drawn_arrows(picture: Picture, number: int) -> list[str]:
-    """The messages of a round, those that leave or reach one place fanned out side by side."""
     arrows = picture.arrows[number]
     y = _TOP + number * _PITCH
     leaving, reaching = (_fan(arrows, key) for key in (lambda a: a.source, lambda a: a.to))
@@ -287,19 +262,23 @@ def _fan(arrows: Sequence[MessageArrow], rank_of: Callable[[MessageArrow], int])
     }
 
 
+def write_figures(page: Path, svgs: Mapping[str, str], drawn: Callable[[str], str]) -> None:
+    """Write drawings by name into `figures` beside a page of the documentation, and the page's figures afresh."""
+    folder = page.parent / "figures"
+    folder.mkdir(exist_ok=True)
+    for name, svg in svgs.items():
+        (folder / f"{name}.svg").write_text(svg)
+    page.write_text(refresh(page.read_text(), drawn))
+
+
 def main(arguments: Sequence[str]) -> None:
     """Print the text of every figure, or write all figures into the given documentation folder."""
     if not arguments:
         for algorithm in ALGORITHMS.values():
             print(f"{algorithm.name}: {algorithm.description}\n\n{as_text(watch(algorithm, EXAMPLE))}")
         return
-    docs = Path(arguments[0])
-    for algorithm in ALGORITHMS.values():
-        drawing = docs / "figures" / f"allreduce-{algorithm.name}.svg"
-        drawing.parent.mkdir(exist_ok=True)
-        drawing.write_text(as_svg(watch(algorithm, EXAMPLE)))
-    page = docs / "allreduce.md"
-    page.write_text(refresh(page.read_text(), figure))
+    svgs = {f"allreduce-{one.name}": as_svg(watch(one, EXAMPLE)) for one in ALGORITHMS.values()}
+    write_figures(Path(arguments[0]) / "allreduce.md", svgs, figure)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from manyhands.native.segment import CACHE_LINE, round_up
-from manyhands.strategies.common.collectives.mailbox import Mailbox
+from manyhands.strategies.common.collectives.mailbox import LinkMessage, Mailbox
 from manyhands.strategies.common.collectives.schedule import chunk_bounds
 from manyhands.wire.codec import BadBytes, ParcelCodec, codec_named, encodes
 from manyhands.wire.codecs.powersgd import PowerSgd, sum_factors
@@ -44,30 +44,25 @@ class Compressor:
         sums = codec_named(text, feedback=feedback, seed=seed, worker=_SUMS + rank, sums=True)
         assert given is not None, "raw needs none"
         assert sums is not None, "raw needs none"
-        self.rank = rank
-        self.world = world
+        self.rank, self.world = rank, world
         self._given = given
         self._sums = sums
         self._rooms: dict[str, Tensor] = {}
 
     def at(self, step: int) -> None:
-        """Begin a step: what is exchanged from here on belongs to it."""
         self._given.at(step)
         self._sums.at(step)
 
     def encodes(self, parcel: Parcel) -> bool:
-        """Whether a parcel travels encoded."""
         return encodes(self._given, parcel)
 
     def memory(self) -> dict[str, Tensor]:
-        """Return the residuals of both codecs."""
         given, sums = self._given.memory(), self._sums.memory()
         return {f"given:{name}": kept for name, kept in given.items()} | {
             f"sums:{name}": kept for name, kept in sums.items()
         }
 
     def remember(self, memory: Mapping[str, Tensor]) -> None:
-        """Restore the residuals of both codecs."""
         for prefix, codec in (("given:", self._given), ("sums:", self._sums)):
             codec.remember(
                 {name.removeprefix(prefix): kept for name, kept in memory.items() if name.startswith(prefix)}
@@ -100,12 +95,7 @@ class Compressor:
         refused = mailbox.post([(peer, mine) for peer in self._peers()])
         vector.zero_()
         for rank in range(self.world):
-            came = mine
-            if rank != self.rank:
-                room = self._room("in", self._room_bytes(self._given, parcel))
-                refused, num_bytes = mailbox.receive(rank, room, refused, or_less=True)
-                came = room[:num_bytes]
-            self._add(self._given, parcel, came, vector, rank, mailbox)
+            refused = self._add(self._given, parcel, mine, vector, rank, mailbox, refused)
         mailbox.flush(refused, self._peers())
         self._given.settle(parcel, vector)
 
@@ -122,25 +112,15 @@ class Compressor:
         refused = mailbox.post([(peer, encoded[peer]) for peer in self._peers()])
         owned, total = chunks[self.rank], places[self.rank].zero_()
         for rank in range(self.world):
-            came = encoded[rank]
-            if rank != self.rank:
-                room = self._room("in", self._room_bytes(self._given, owned))
-                refused, num_bytes = mailbox.receive(rank, room, refused, or_less=True)
-                came = room[:num_bytes]
-            self._add(self._given, owned, came, total, rank, mailbox)
+            refused = self._add(self._given, owned, encoded[rank], total, rank, mailbox, refused)
         mailbox.flush(refused, self._peers())
         self._given.settle(owned, total)
         enter(2)
         mine = self._put(self._sums, owned, total, "out")
         refused = mailbox.post([(peer, mine) for peer in self._peers()])
         for rank in range(self.world):
-            came = mine
-            if rank != self.rank:
-                room = self._room("in", self._room_bytes(self._sums, chunks[rank]))
-                refused, num_bytes = mailbox.receive(rank, room, refused, or_less=True)
-                came = room[:num_bytes]
             places[rank].zero_()
-            self._add(self._sums, chunks[rank], came, places[rank], rank, mailbox)
+            refused = self._add(self._sums, chunks[rank], mine, places[rank], rank, mailbox, refused)
         mailbox.flush(refused, self._peers())
 
     def _peers(self) -> list[int]:
@@ -148,27 +128,37 @@ class Compressor:
         return [(self.rank + distance) % self.world for distance in range(1, self.world)]
 
     def _put(self, codec: ParcelCodec, parcel: Parcel, values: Tensor, name: str) -> Tensor:
-        """Return the bytes to send."""
         if not encodes(codec, parcel):
             return values.clone().view(torch.uint8)
         room = self._room(name, codec.size(parcel))
         return room[: codec.encode(parcel, values, room)]
 
     def _add(
-        self, codec: ParcelCodec, parcel: Parcel, came: Tensor, into: Tensor, rank: int, mailbox: Mailbox
-    ) -> None:
+        self,
+        codec: ParcelCodec,
+        parcel: Parcel,
+        came: Tensor,
+        into: Tensor,
+        rank: int,
+        mailbox: Mailbox,
+        refused: list[LinkMessage],
+    ) -> list[LinkMessage]:
+        """Add what `rank` sends, or `came` where that is this rank; return what is left to post."""
+        is_encoded = encodes(codec, parcel)
+        if rank != self.rank:
+            room = self._room("in", codec.size(parcel) if is_encoded else parcel.num_bytes)
+            refused, num_bytes = mailbox.receive(rank, room, refused, or_less=True)
+            came = room[:num_bytes]
         try:
-            if encodes(codec, parcel):
+            if is_encoded:
                 codec.add(parcel, came, into)
-                return
-            if came.numel() != parcel.num_bytes:
+            elif came.numel() == parcel.num_bytes:
+                into.add_(came.view(parcel.dtype))
+            else:
                 raise BadBytes(f"{came.numel()} bytes came, and {parcel.num_bytes} were due")
         except BadBytes as error:
             mailbox.refuse(rank, str(error))
-        into.add_(came.view(parcel.dtype))
-
-    def _room_bytes(self, codec: ParcelCodec, parcel: Parcel) -> int:
-        return codec.size(parcel) if encodes(codec, parcel) else parcel.num_bytes
+        return refused
 
     def _room(self, name: str, num_bytes: int) -> Tensor:
         room = self._rooms.get(name)

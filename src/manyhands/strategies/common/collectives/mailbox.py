@@ -7,6 +7,7 @@ back-pressure cannot deadlock the ranks: a message that is awaited can always be
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NoReturn
 
@@ -15,18 +16,19 @@ import torch
 from manyhands.engine.exchange import PeerTraffic
 from manyhands.errors import ManyhandsError, PeerTimeout, UserError, WorkerFailed
 from manyhands.native.wait_sign import LONG_WAIT_S, LongWait
-from manyhands.transport.link.alarm import Alarm
 from manyhands.transport.link.interface import (
     Closed,
     Flushed,
     Full,
     Link,
+    Message,
     PeerDied,
     Queued,
     Received,
     TimedOut,
 )
-from manyhands.transport.link.message import Message, ProtocolError
+from manyhands.transport.liveness import Alarm
+from manyhands.transport.messages import ProtocolError
 
 __all__ = ["LinkMessage", "Mailbox"]
 
@@ -58,13 +60,10 @@ class Mailbox:
             raise UserError(f"timeout_s={timeout_s}: must be above 0")
         self.messages_sent = 0
         self.bytes_sent = 0
-        self._rank = rank
-        self._links = links
-        self._timeout_s = timeout_s
-        self._alarm = alarm
-        self._roles = roles
+        self._rank, self._links, self._timeout_s = rank, links, timeout_s
+        self._alarm, self._roles = alarm, roles
         self._slice_s = LONG_WAIT_S if alarm is None else _ALARM_SLICE_S
-        self._posts: dict[int, PeerTraffic] = {}
+        self._posts: defaultdict[int, PeerTraffic] = defaultdict(PeerTraffic)
         self._name = ""
         self._place = (0, 0, 0)
 
@@ -76,8 +75,7 @@ class Mailbox:
             self._alarm.mark(call)
 
     def take_traffic(self) -> Mapping[int, PeerTraffic]:
-        """Return what went to and came from each peer since the last call."""
-        posts, self._posts = self._posts, {}
+        posts, self._posts = self._posts, defaultdict(PeerTraffic)
         return {self._role(peer): post for peer, post in posts.items()}
 
     def post(self, letters: Iterable[LinkMessage]) -> list[LinkMessage]:
@@ -105,9 +103,7 @@ class Mailbox:
                 try:
                     outcome = link.receive(slice_s, space)
                 except ProtocolError as error:
-                    raise ManyhandsError(
-                        f"{self._where()}: from rank {self._role(source)}: {error}"
-                    ) from error
+                    self.refuse(source, str(error))
                 if not isinstance(outcome, TimedOut):
                     break
                 left_s -= slice_s
@@ -118,9 +114,16 @@ class Mailbox:
                 refused = self.post(refused)
         if not isinstance(outcome, Received):
             self._lost(source, outcome)
-        self._post_of(source).received_ns = time.monotonic_ns()
-        room, came = space.nbytes, outcome.message.payload_bytes
-        self._check(source, outcome.message, came, 0 if or_less else room, room)
+        self._posts[source].received_ns = time.monotonic_ns()
+        message = outcome.message
+        room, came = space.nbytes, message.payload_bytes
+        place = (message.kind, message.step, message.tag)
+        if place != self._place or not (0 if or_less else room) <= came <= room:
+            raise ManyhandsError(  # of another collective, call, round or length: the ranks have diverged
+                f"{self._where()}: rank {self._role(source)} sent {came} bytes of (kind, call, round) "
+                f"{place}, due were {room} bytes of {self._place}; all ranks must make the same calls "
+                "in the same order with buffers of one length"
+            )
         return refused, came
 
     def flush(self, refused: Sequence[LinkMessage], peers: Iterable[int]) -> None:
@@ -137,11 +140,9 @@ class Mailbox:
                 self._late(peer, "took nothing")
 
     def refuse(self, source: int, why: str) -> NoReturn:
-        """Raise an error: the message of `source` is invalid."""
         raise ManyhandsError(f"{self._where()}: from rank {self._role(source)}: {why}")
 
     def _flush(self, peer: int, timeout_s: float) -> bool:
-        """Return whether everything queued for `peer` is sent."""
         with LongWait() as wait:
             while True:
                 slice_s = min(timeout_s, self._slice_s)
@@ -167,17 +168,11 @@ class Mailbox:
         num_bytes = payload.nbytes
         self.messages_sent += 1
         self.bytes_sent += num_bytes
-        post = self._post_of(peer)
+        post = self._posts[peer]
         post.sent_ns = post.sent_ns or time.monotonic_ns()
         post.messages_sent += 1
         post.bytes_sent += num_bytes
         return True
-
-    def _post_of(self, peer: int) -> PeerTraffic:
-        post = self._posts.get(peer)
-        if post is None:
-            post = self._posts[peer] = PeerTraffic()
-        return post
 
     def _link(self, peer: int) -> Link:
         try:
@@ -187,16 +182,6 @@ class Mailbox:
                 f"{self._where()}: there is no link to rank {self._role(peer)}, only to "
                 f"{sorted(map(self._role, self._links))}"
             ) from None
-
-    def _check(self, source: int, message: Message, came: int, least: int, most: int) -> None:
-        """Reject a message of another collective, call, round or length: the ranks have diverged."""
-        place = (message.kind, message.step, message.tag)
-        if place != self._place or not least <= came <= most:
-            raise ManyhandsError(
-                f"{self._where()}: rank {self._role(source)} sent {came} bytes of (kind, call, round) "
-                f"{place}, due were {most} bytes of {self._place}; all ranks must make the same calls "
-                "in the same order with buffers of one length"
-            )
 
     def _late(self, peer: int, what: str) -> NoReturn:
         role = self._role(peer)

@@ -20,17 +20,18 @@ _COUNT_BYTES = 8
 _SPARE_BYTES = 1 << 20  # for names and chunks that are longer than this worker's
 
 
-def kept_by_codecs(collective: Collective, index: int, bucket: torch.Tensor) -> Mapping[str, Any] | None:
-    """Collective: return all workers' codec residuals on worker 0, for `remember_kept`, through bucket `index`."""
+def kept_by_codecs(collective: Collective, index: int, bucket: torch.Tensor) -> Mapping[str, Any]:
+    """Collective: return all workers' codec residuals on worker 0, for a checkpoint, through bucket `index`."""
     memory = collective.memory()
     if not memory:
-        return None  # on all alike: they have sent the same buckets
+        return {}  # on all alike: they have sent the same buckets
     found = _gathered(collective, index, bucket, as_one(memory))
-    return {"codec": collective.codec, "workers": found} if collective.rank == 0 else None
+    return {"codec": {"codec": collective.codec, "workers": found}} if collective.rank == 0 else {}
 
 
-def remember_kept(collective: Collective, kept: Mapping[str, Any] | None) -> None:
+def remember_kept(collective: Collective, memory: Mapping[str, Any]) -> None:
     """Restore what `kept_by_codecs` returned; with another codec or other workers, start without residuals."""
+    kept = memory.get("codec")
     workers = kept["workers"] if kept is not None and kept["codec"] == collective.codec else ()
     if len(workers) == collective.world:
         collective.remember(as_memory(workers[collective.rank]))

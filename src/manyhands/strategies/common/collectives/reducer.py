@@ -62,8 +62,7 @@ class Reducer:
         named = trainable(model)
         self._names = [names[0] for names in named.values()]
         self._parameters = list(named)
-        self._collective = collective
-        self._layouts = layouts
+        self._collective, self._layouts = collective, layouts
         status_size = max(_SMALLEST_STATUS, _FLAGS + collective.world + len(named))
         shapes = [parameter.shape for parameter in self._parameters]
         parcels = [layout.parcel(number, shapes=shapes) for number, layout in enumerate(self._layouts)]
@@ -81,16 +80,16 @@ class Reducer:
             if not slot.count and self._parameters[slot.parameter].numel()
         }
         """By number of a parameter without a bucket slot: this worker's part of its gradient, then the sum."""
-        self.gradients = self._make_views()
+        views: dict[int, torch.Tensor] = {}
+        for layout, bucket in zip(self._layouts, self._buckets, strict=True):
+            for number, items in layout.views(bucket):
+                views[number] = items if number in self._rows else items.view(self._parameters[number].shape)
+        self.gradients = [views[index] for index in range(len(views))]
         """This worker's part of every trainable parameter's gradient, in its bucket."""
         self._bucket_of = {
             slot.parameter: index for index, layout in enumerate(self._layouts) for slot in layout.slots
         }
-        self._reached = [False] * len(named)
-        self._filled = [False] * len(named)
-        self._unfilled: list[int] = []
-        self._next_launch = 0
-        self._pending = False
+        self._next_launch, self._pending = 0, False
         self._held = False
         self._earlier: dict[int, torch.Tensor] = {}
         self.weight = 1.0
@@ -107,9 +106,12 @@ class Reducer:
 
     @property
     def carrier(self) -> int:
-        """The number of the largest bucket, whose memory may be used for other data while `is_idle`."""
         sizes = [bucket.nbytes for bucket in (*self._buckets, self._status)]
         return sizes.index(max(sizes))
+
+    def begin_step(self, step: int) -> None:
+        """Begin a step: from here on buckets may be sent as soon as they are full."""
+        self._collective.begin(step)
 
     @contextmanager
     def holding(self) -> Iterator[None]:
@@ -123,7 +125,11 @@ class Reducer:
     def finish(self, local: LocalStep) -> SharedStep:
         """Collective: sum what is left, agree on the step, and put the sums where the optimizer reads them."""
         self._collective.step = local.step
-        self._zero_unreached()
+        for index, layout in enumerate(self._layouts[self._next_launch :], self._next_launch):
+            for slot in layout.slots:
+                if not self._filled[slot.parameter]:
+                    self._fill_unreached(slot.parameter)
+            self._unfilled[index] = 0
         self._launch_filled()
         status = self._status
         status.zero_()
@@ -153,7 +159,7 @@ class Reducer:
         index = self.carrier
         broadcast(self._collective, index, [*self._buckets, self._status][index], tensors)
 
-    def owed(self) -> Mapping[str, Any] | None:
+    def residuals(self) -> Mapping[str, Any]:
         """Collective, between steps: return the codec residuals of all workers, on worker 0."""
         index = self.carrier if self.is_idle else self._status_index
         return kept_by_codecs(self._collective, index, [*self._buckets, self._status][index])
@@ -169,7 +175,6 @@ class Reducer:
         return parameter.grad if parameter.grad is not None else torch.empty_like(parameter)
 
     def close(self) -> None:
-        """Remove the hooks and release the buckets."""
         if self._gpu is not None:
             self._gpu.close()
         self._tap.close()
@@ -177,13 +182,6 @@ class Reducer:
             parameter.grad = None
         self.gradients, self._buckets = [], []
         self._status = self._totals = torch.empty(0)
-
-    def _make_views(self) -> list[torch.Tensor]:
-        views: dict[int, torch.Tensor] = {}
-        for layout, bucket in zip(self._layouts, self._buckets, strict=True):
-            for number, items in layout.views(bucket):
-                views[number] = items if number in self._rows else items.view(self._parameters[number].shape)
-        return [views[index] for index in range(len(views))]
 
     def _make_room(self, index: int) -> None:
         if self._parameters[index].grad is None:
@@ -211,7 +209,12 @@ class Reducer:
                 "backward of a step but the last inside accumulate(), and checkpoint with use_reentrant=False"
             )
         if gradient.is_sparse != (index in self._rows):
-            raise UserError(self._refusal(index))
+            name = repr(self._names[index])
+            raise UserError(
+                f"parameter {name} is of an embedding built with sparse=True and has a dense gradient as well"
+                if index in self._rows
+                else f"parameter {name} has a sparse gradient; {self._collective.instead_of_rows}"
+            )
         if index in self._rows:
             rows = GradientRows.of(gradient).times(self.weight)
             self._rows[index] = self._rows[index].plus(rows) if self._reached[index] else rows
@@ -233,20 +236,11 @@ class Reducer:
         elif self._pending:
             self._pending = self._collective.poll()
 
-    def _refusal(self, index: int) -> str:
-        name = repr(self._names[index])
-        if index in self._rows:
-            return (
-                f"parameter {name} is of an embedding built with sparse=True and has a dense gradient as well"
-            )
-        return f"parameter {name} has a sparse gradient; {self._collective.instead_of_rows}"
-
     def _start_step(self) -> None:
         self._reached = [False] * len(self._parameters)
         self._filled = [False] * len(self._parameters)
         self._unfilled = [len(layout.slots) for layout in self._layouts]
-        self._next_launch = 0
-        self._pending = False
+        self._next_launch, self._pending = 0, False
 
     def _launch_filled(self) -> None:
         if self._gpu is not None:
@@ -256,16 +250,7 @@ class Reducer:
             self._next_launch += 1
         self._pending = self._collective.poll()
 
-    def _zero_unreached(self) -> None:
-        for index, layout in enumerate(self._layouts[self._next_launch :], self._next_launch):
-            for slot in layout.slots:
-                self._fill_unreached(slot.parameter)
-            self._unfilled[index] = 0
-
     def _fill_unreached(self, index: int) -> None:
-        """Fill the part of a parameter that the last backward did not reach: what was accumulated, or zero."""
-        if self._filled[index]:
-            return
         if self._parameters[index].grad is None:
             self._reached[index] = False
         elif not self._reached[index]:
@@ -287,8 +272,7 @@ class Reducer:
         self._start_step()
         bad = tuple(rank for rank in range(world) if status[_FLAGS + rank])
         loss = float("nan") if bad else status[_LOSS]
-        stop, pause = status[_STOP] > 0, status[_PAUSE] > 0
-        return SharedStep(loss=loss, bad_workers=bad, stop=stop, pause=pause)
+        return SharedStep(loss=loss, bad_workers=bad, stop=status[_STOP] > 0, pause=status[_PAUSE] > 0)
 
 
 def gradient_layouts(model: nn.Module, cap_bytes: int, *, rows: bool = False) -> tuple[BucketLayout, ...]:

@@ -10,6 +10,7 @@ Each exchange is two messages: how many rows (i64), then their numbers (i64 each
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -21,28 +22,25 @@ __all__ = ["GradientRows", "row_sparse", "sum_rows"]
 _NUMBER_BYTES = 8
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class GradientRows:
     """Some rows of a table: their numbers, ascending, and their items, one row each."""
 
-    def __init__(self, numbers: Tensor, items: Tensor) -> None:
-        self.numbers = numbers
-        self.items = items
+    numbers: Tensor
+    items: Tensor
 
     @classmethod
     def of(cls, gradient: Tensor) -> GradientRows:
-        """Those of a sparse gradient, each once."""
         gradient = gradient.detach().coalesce()
         items = gradient.values().cpu()
         return cls(gradient.indices()[0].cpu(), items.reshape(len(items), -1).contiguous())
 
     @classmethod
     def none(cls, parameter: Tensor) -> GradientRows:
-        """No row of it."""
         width = parameter.numel() // max(1, parameter.shape[0])
         return cls(torch.empty(0, dtype=torch.int64), torch.empty(0, width, dtype=parameter.dtype))
 
     def plus(self, other: GradientRows) -> GradientRows:
-        """The rows of both; where both have one, the sum."""
         numbers, places = torch.unique(torch.cat([self.numbers, other.numbers]), return_inverse=True)
         items = torch.zeros(len(numbers), self.items.shape[1], dtype=self.items.dtype)
         items[places[: len(self.numbers)]] = self.items
@@ -56,7 +54,6 @@ class GradientRows:
         return self if weight == 1 else GradientRows(self.numbers, self.items * weight)
 
     def as_gradient(self, parameter: Tensor) -> Tensor:
-        """As the optimizer takes it."""
         shape = (len(self.numbers), *parameter.shape[1:])
         return torch.sparse_coo_tensor(
             self.numbers.unsqueeze(0).to(parameter.device),
@@ -88,7 +85,7 @@ def sum_rows(
     distance, number = 1, 3
     while distance < power:
         peer = rank ^ distance
-        theirs = swap.both(number, peer, mine)
+        theirs = swap.receive(number, peer, mine)
         mine = mine.plus(theirs) if rank < peer else theirs.plus(mine)
         distance, number = 2 * distance, number + 2
     if rank + power < world:
@@ -110,39 +107,28 @@ class _Swap:
             self._enter(number + step)
             self._mailbox.flush(self._mailbox.post([(peer, payload)]), [peer])
 
-    def receive(self, number: int, peer: int) -> GradientRows:
-        self._enter(number)
-        count = torch.empty(1, dtype=torch.int64)
-        self._mailbox.receive(peer, count.view(torch.uint8), [])
-        self._enter(number + 1)
-        room = self._room(peer, count)
-        self._mailbox.receive(peer, room, [])
+    def receive(self, number: int, peer: int, rows: GradientRows | None = None) -> GradientRows:
+        """The peer's rows, in exchange for these, if any."""
+        payloads = self._payloads(rows) if rows is not None else (None, None)
+        room = count = torch.empty(1, dtype=torch.int64)
+        for step, payload in enumerate(payloads):
+            self._enter(number + step)
+            refused = self._mailbox.post([(peer, payload)]) if payload is not None else []
+            if step:
+                room = self._room(peer, int(count))
+            refused, _ = self._mailbox.receive(peer, room.view(torch.uint8), refused)
+            if payload is not None:
+                self._mailbox.flush(refused, [peer])
         return self._read(peer, int(count), room)
-
-    def both(self, number: int, peer: int, rows: GradientRows) -> GradientRows:
-        count, body = self._payloads(rows)
-        self._enter(number)
-        refused = self._mailbox.post([(peer, count)])
-        theirs = torch.empty(1, dtype=torch.int64)
-        refused, _ = self._mailbox.receive(peer, theirs.view(torch.uint8), refused)
-        self._mailbox.flush(refused, [peer])
-        self._enter(number + 1)
-        refused = self._mailbox.post([(peer, body)])
-        room = self._room(peer, theirs)
-        refused, _ = self._mailbox.receive(peer, room, refused)
-        self._mailbox.flush(refused, [peer])
-        return self._read(peer, int(theirs), room)
 
     def _payloads(self, rows: GradientRows) -> tuple[Tensor, Tensor]:
         body = torch.cat([rows.numbers.view(torch.uint8), rows.items.contiguous().view(-1).view(torch.uint8)])
         return torch.tensor([len(rows.numbers)]).view(torch.uint8), body
 
-    def _room(self, peer: int, count: Tensor) -> Tensor:
-        if not 0 <= int(count) <= self._below:
-            self._mailbox.refuse(peer, f"{int(count)} rows of a table that has {self._below}")
-        return torch.empty(
-            int(count) * (_NUMBER_BYTES + self._width * self._dtype.itemsize), dtype=torch.uint8
-        )
+    def _room(self, peer: int, count: int) -> Tensor:
+        if not 0 <= count <= self._below:
+            self._mailbox.refuse(peer, f"{count} rows of a table that has {self._below}")
+        return torch.empty(count * (_NUMBER_BYTES + self._width * self._dtype.itemsize), dtype=torch.uint8)
 
     def _read(self, peer: int, count: int, room: Tensor) -> GradientRows:
         numbers = room[: _NUMBER_BYTES * count].view(torch.int64)

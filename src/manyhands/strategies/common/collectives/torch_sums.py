@@ -11,7 +11,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, NoReturn, TypeVar
+from operator import methodcaller
+from typing import Any, Final, TypeVar
 
 import torch
 
@@ -20,9 +21,9 @@ from manyhands.errors import Aborted, PeerTimeout, WorkerFailed, first_line
 from manyhands.native.wait_sign import LongWait
 from manyhands.strategies.common.collectives.collective import Collective
 from manyhands.strategies.common.collectives.row_sums import GradientRows
-from manyhands.transport.link.alarm import Alarm
-from manyhands.transport.link.torch_groups import SumGroup
+from manyhands.transport.link.torch_p2p import SumGroup
 from manyhands.transport.link.wire import Wire, wire_of
+from manyhands.transport.liveness import Alarm
 from manyhands.wire.parcels import Parcel
 
 __all__ = ["TorchCollective", "done_in_time"]
@@ -54,9 +55,7 @@ class TorchCollective(Collective):
         self.world = words.world
         self.sums_rows = words.sums_rows
         self._group: SumGroup | None = group
-        self._device = device
-        self._words = words
-        self._timeout_s = timeout_s
+        self._device, self._words, self._timeout_s = device, words, timeout_s
         self._alarm = alarm
         self._buckets: list[torch.Tensor] = []
         self._word_of: dict[int, int] = {}
@@ -70,7 +69,6 @@ class TorchCollective(Collective):
             alarm.on_ring(self._end)
 
     def allocate(self, parcels: Sequence[Parcel]) -> list[torch.Tensor]:
-        """Collective, once: allocate device memory, and host memory for exact parcels."""
         exact = [number for number, parcel in enumerate(parcels) if parcel.exact]
         self._word_of = {number: place for place, number in enumerate(exact)}
         words = self._words.allocate([parcels[number] for number in exact])
@@ -83,11 +81,9 @@ class TorchCollective(Collective):
         return self._buckets
 
     def sum_rows(self, mine: GradientRows, below: int) -> GradientRows:
-        """Sum the rows through the collective of exact values."""
         return self._words.sum_rows(mine, below)
 
     def begin(self, step: int) -> None:
-        """Begin a step, here and in the collective of exact values."""
         super().begin(step)
         self._words.begin(step)
 
@@ -102,10 +98,6 @@ class TorchCollective(Collective):
         self._under_way.append(self._ask(lambda group: group.allreduce(bucket)))
         self._messages += 2 * (self.world - 1)
         self._bytes += 2 * (self.world - 1) * bucket.nbytes // self.world
-
-    def poll(self) -> bool:
-        """Nothing to do: the group proceeds by itself."""
-        return False
 
     def finish(self) -> None:
         """Wait for the exact values of all, and order what is queued from here on after the sums."""
@@ -125,7 +117,6 @@ class TorchCollective(Collective):
         return True
 
     def broadcast(self, index: int, root: int = 0) -> None:
-        """Send worker `root`'s bucket to all."""
         if index in self._word_of:
             self._words.broadcast(self._word_of[index], root)
             return
@@ -135,21 +126,16 @@ class TorchCollective(Collective):
 
     @torch.no_grad()
     def spread(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Broadcast each tensor separately, from GPU to GPU."""
         for tensor in tensors:
-            if tensor.numel():
-                self._spread_one(tensor)
+            if not tensor.numel():
+                continue
+            flat = tensor.detach().to(self._device).contiguous().flatten()
+            self._await(self._ask(methodcaller("broadcast", flat.view(torch.uint8), 0)), "its weights")
+            if flat.data_ptr() != tensor.data_ptr():
+                tensor.copy_(flat.view(tensor.shape))
         return True
 
-    def _spread_one(self, tensor: torch.Tensor) -> None:
-        flat = tensor.detach().to(self._device).contiguous().flatten()
-        values = flat.view(torch.uint8)
-        self._await(self._ask(lambda group: group.broadcast(values, 0)), "its weights")
-        if flat.data_ptr() != tensor.data_ptr():
-            tensor.copy_(flat.view(tensor.shape))
-
     def take_times(self) -> Times:
-        """Return the times of the exact values; a GPU's waits are not part of the host's time."""
         return self._words.take_times()
 
     def traffic(self) -> Traffic:
@@ -157,7 +143,6 @@ class TorchCollective(Collective):
         return self._words.traffic() + Traffic(messages_sent=self._messages, bytes_sent=self._bytes)
 
     def close(self) -> None:
-        """Leave the group and release memory and links, without waiting for peers. Idempotent."""
         self._end()
         if self._ending is not None:
             self._ending.join(_LEAVING_S)
@@ -195,7 +180,13 @@ class TorchCollective(Collective):
             while not work.is_completed():
                 self._heed_alarm()
                 if time.monotonic() >= deadline:
-                    self._late(what)
+                    others = [rank for rank in range(self.world) if rank != self.rank]
+                    who = f"worker{'s' if len(others) > 1 else ''} {', '.join(map(str, others))}"
+                    raise PeerTimeout(
+                        f"worker {self.rank}: {what} did not come from the GPUs of {who} within {self._timeout_s:g} s, "
+                        "though all of them take part; NCCL_DEBUG=INFO tells more",
+                        others[0],
+                    )
                 wait.goes_on(0 if self.rank else 1)
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
@@ -210,15 +201,6 @@ class TorchCollective(Collective):
             raise Aborted(
                 f"worker {self.rank}: the workers' GPUs cannot exchange any more: {first_line(error)}"
             ) from error
-
-    def _late(self, what: str) -> NoReturn:
-        others = [rank for rank in range(self.world) if rank != self.rank]
-        who = f"worker{'s' if len(others) > 1 else ''} {', '.join(map(str, others))}"
-        raise PeerTimeout(
-            f"worker {self.rank}: {what} did not come from the GPUs of {who} within {self._timeout_s:g} s, though all "
-            "of them take part; NCCL_DEBUG=INFO tells more",
-            others[0],
-        )
 
     def _heed_alarm(self, wait_s: float = 0.0) -> None:
         lost = self._alarm.lost(wait_s) if self._alarm is not None else None

@@ -6,21 +6,23 @@ so every member has the same bits, in every run; 16-bit types are added in float
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from manyhands.data.batch_plan import split
-from manyhands.engine.exchange import PeerTraffic, Traffic
+from manyhands.engine.exchange import LocalStep, PeerTraffic, SharedStep, Traffic
 from manyhands.errors import UserError
 from manyhands.native.dtypes import HALVES
-from manyhands.strategies.common.collectives.mailbox import LinkMessage, Mailbox
+from manyhands.strategies.common.collectives.mailbox import Mailbox
+from manyhands.strategy import MIB
 from manyhands.transport.link.interface import Link
 
-__all__ = ["LinkGroup", "waits_of"]
+__all__ = ["LinkGroup", "agree_on", "sum_gradients", "waits_of"]
 
 _AT_ONCE_BYTES: Final = 128 << 10
 """Up to this many bytes every member sends everything to all; above, each sums a part and sends the result to all."""
@@ -51,15 +53,13 @@ class LinkGroup:
             raise UserError(f"rank={rank}: not one of the members {list(members)}")
         self.members = tuple(members)
         self.index = self.members.index(rank)
-        self.name = name
-        self._kind = kind
+        self.name, self._kind = name, kind
         self._mailbox = Mailbox(rank, links, timeout_s)
         self._calls = 0
         self._waited = [0] * self.world
 
     @property
     def world(self) -> int:
-        """The number of members."""
         return len(self.members)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -68,9 +68,12 @@ class LinkGroup:
             return tensor
         flat = _flat(tensor)
         if flat.nbytes <= _AT_ONCE_BYTES:
-            self._sum_at_once(flat)
+            rooms = {index: torch.empty_like(flat) for index in self._others()}
+            self.exchange(dict.fromkeys(self._others(), flat), rooms)
+            flat.copy_(_sum([rooms.get(index, flat) for index in range(self.world)]))
         else:
-            pieces = [flat[p.start : p.stop] for p in self._pieces(flat.numel())]
+            spans = [split(flat.numel(), index, self.world) for index in range(self.world)]
+            pieces = [flat[span.start : span.stop] for span in spans]
             pieces[self.index].copy_(self._scatter_sum(pieces))
             self._hand_out(pieces)
         return _back(tensor, flat)
@@ -119,25 +122,21 @@ class LinkGroup:
         """
         self._mailbox.enter(self.name, self._kind, self._calls, 1)
         self._calls += 1
-        letters: list[LinkMessage] = [(self.members[index], payload) for index, payload in sends.items()]
-        refused = self._mailbox.post(letters)
+        refused = self._mailbox.post((self.members[index], payload) for index, payload in sends.items())
         for index, space in receives.items():
             begin = time.monotonic_ns()
             refused, _ = self._mailbox.receive(self.members[index], space, refused)
             if space.nbytes <= _QUICK_BYTES:
                 self._waited[index] += time.monotonic_ns() - begin
-        self._mailbox.flush(refused, [peer for peer, _ in letters])
+        self._mailbox.flush(refused, [self.members[index] for index in sends])
 
     def barrier(self) -> None:
-        """Collective: return when every member has arrived."""
         self.all_reduce(torch.zeros(1))
 
     def traffic(self) -> Traffic:
-        """Return what this member has sent so far."""
         return Traffic(messages_sent=self._mailbox.messages_sent, bytes_sent=self._mailbox.bytes_sent)
 
     def take_traffic(self) -> Mapping[int, PeerTraffic]:
-        """What went to and came from each worker since the last call, by their numbers."""
         return self._mailbox.take_traffic()
 
     def take_waits(self) -> Mapping[int, int]:
@@ -151,24 +150,13 @@ class LinkGroup:
     def _others(self) -> list[int]:
         return [index for index in range(self.world) if index != self.index]
 
-    def _pieces(self, count: int) -> list[range]:
-        return [split(count, index, self.world) for index in range(self.world)]
-
-    def _sum_at_once(self, flat: Tensor) -> None:
-        """Send everything to all members; each adds up."""
-        rooms = {index: torch.empty_like(flat) for index in self._others()}
-        self.exchange(dict.fromkeys(self._others(), flat), rooms)
-        flat.copy_(_sum([rooms.get(index, flat) for index in range(self.world)]))
-
     def _scatter_sum(self, pieces: Sequence[Tensor]) -> Tensor:
-        """Return this member's piece, summed."""
         mine = pieces[self.index]
         rooms = {index: torch.empty_like(mine) for index in self._others()}
         self.exchange({index: pieces[index] for index in self._others()}, rooms)
         return _sum([rooms.get(index, mine) for index in range(self.world)])
 
     def _hand_out(self, pieces: Sequence[Tensor]) -> None:
-        """Send this member's piece to all, and receive theirs."""
         mine = pieces[self.index]
         self.exchange(dict.fromkeys(self._others(), mine), {index: pieces[index] for index in self._others()})
 
@@ -183,12 +171,10 @@ def waits_of(groups: Iterable[LinkGroup]) -> dict[int, int]:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Return the items as one row in host memory; without a copy if they already are."""
     return tensor.detach().cpu().contiguous().view(-1)
 
 
 def _back(tensor: Tensor, flat: Tensor) -> Tensor:
-    """Return the tensor with the items of `flat`."""
     if tensor.data_ptr() != flat.data_ptr():
         with torch.no_grad():
             tensor.copy_(flat.view(tensor.shape))
@@ -196,9 +182,64 @@ def _back(tensor: Tensor, flat: Tensor) -> Tensor:
 
 
 def _sum(addends: Sequence[Tensor]) -> Tensor:
-    """Sum the tensors in their order."""
     first = addends[0]
     total = first.to(torch.float32) if first.dtype in HALVES else first.clone()
     for addend in addends[1:]:
         total += addend
     return total.to(first.dtype)
+
+
+_BUCKET_BYTES: Final = 25 * MIB
+
+
+def sum_gradients(group: LinkGroup, parameters: Sequence[nn.Parameter]) -> None:
+    """Collective: each parameter's gradient becomes the sum over the members, with the same bits on all of them.
+
+    All members give parameters of the same shapes, in the same order. A parameter that no worker reached keeps no
+    gradient, as in one process: weight decay and momentum would move it.
+    """
+    trained = [one for one in parameters if one.requires_grad]
+    if group.world == 1 or not trained:
+        return
+    reached = group.all_reduce(torch.tensor([one.grad is not None for one in trained], dtype=torch.int32))
+    anyone = [one for one, count in zip(trained, reached.tolist(), strict=True) if count]
+    for bucket in _buckets(anyone):
+        for one in bucket:
+            if one.grad is None:
+                one.grad = torch.zeros_like(one)
+        dense = [
+            one.grad.to_dense() if one.grad.is_sparse else one.grad for one in bucket if one.grad is not None
+        ]
+        flat = group.all_reduce(torch.cat([gradient.reshape(-1) for gradient in dense]))
+        for one, part in zip(bucket, torch.split(flat, [one.numel() for one in bucket]), strict=True):
+            one.grad = part.view(one.shape)
+
+
+def agree_on(group: LinkGroup, local: LocalStep, *, counts: bool = True) -> SharedStep:
+    """Collective over all workers: the mean loss, whose was not finite, and whether any worker wants to stop.
+
+    Of several workers on the same samples, one `counts`.
+    """
+    told = torch.zeros(2 + group.world, dtype=torch.float64)
+    told[1] = local.stop
+    if not local.is_finite:
+        told[2 + group.index] = 1
+    elif counts and local.share:
+        told[0] = local.loss * local.share
+    told = group.all_reduce(told)
+    bad = tuple(index for index, flag in enumerate(told[2:].tolist()) if flag)
+    return SharedStep(loss=math.nan if bad else float(told[0]), bad_workers=bad, stop=bool(told[1]))
+
+
+def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    bucket: list[nn.Parameter] = []
+    size = 0
+    for one in parameters:
+        alike = not bucket or (one.dtype, one.device) == (bucket[0].dtype, bucket[0].device)
+        if bucket and (not alike or size + one.nbytes > _BUCKET_BYTES):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(one)
+        size += one.nbytes
+    if bucket:
+        yield bucket

@@ -6,7 +6,7 @@ of a pipeline, then the data replicas.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, unique
 
 from manyhands.errors import UserError
@@ -50,7 +50,6 @@ class Grid:
 
     @property
     def workers(self) -> int:
-        """The number of processes in the grid."""
         return self.data * self.stages * self.slices
 
     @staticmethod
@@ -71,26 +70,18 @@ class Grid:
         return Grid(data=data if data is not None else workers // each, stages=stages, slices=slices)
 
     def place(self, rank: int) -> Coordinates:
-        """Return the coordinates of the worker with this number."""
         rest, place_slice = divmod(rank, self.slices)
         data, stage = divmod(rest, self.stages)
         return Coordinates(data=data, stage=stage, slice=place_slice)
 
     def rank(self, place: Coordinates) -> int:
-        """The number of the worker at this place."""
         return (place.data * self.stages + place.stage) * self.slices + place.slice
 
     def along(self, axis: GridAxis, rank: int) -> tuple[int, ...]:
         """Return the workers that differ from this one along one axis only, itself included, in order."""
         at = self.place(rank)
-        match axis:
-            case GridAxis.DATA:
-                places = [Coordinates(data=k, stage=at.stage, slice=at.slice) for k in range(self.data)]
-            case GridAxis.STAGE:
-                places = [Coordinates(data=at.data, stage=k, slice=at.slice) for k in range(self.stages)]
-            case GridAxis.SLICE:
-                places = [Coordinates(data=at.data, stage=at.stage, slice=k) for k in range(self.slices)]
-        return tuple(self.rank(place) for place in places)
+        size = {GridAxis.DATA: self.data, GridAxis.STAGE: self.stages, GridAxis.SLICE: self.slices}[axis]
+        return tuple(self.rank(replace(at, **{axis.value: k})) for k in range(size))
 
     @property
     def copies(self) -> list[tuple[int, ...]]:

@@ -42,7 +42,6 @@ class Cut:
         return part if self.blocks == 1 else part.flatten(self.dim or 0, (self.dim or 0) + 1)
 
     def put(self, part: Tensor, whole: Tensor) -> None:
-        """Copy the part into its place; `whole` is contiguous."""
         view = self._view(whole)
         view.copy_(part.view(view.shape))
 
@@ -61,13 +60,10 @@ class Outline:
 
     parameters: Mapping[str, nn.Parameter]
     """By every name: a tied one has several."""
-
     buffers: Mapping[str, Tensor]
     """By every name: that of a module that stands at two places has several."""
-
     keys: tuple[str, ...]
     """Of its `state_dict()`, in order."""
-
     shapes: Mapping[str, torch.Size]
     """By those keys."""
 
@@ -102,16 +98,12 @@ class Held:
 
     whole: nn.Parameter
     """The parameter that the user's optimizer was built with."""
-
     local: nn.Parameter
     """The parameter that is used and stepped here; it may be `whole`."""
-
     shape: torch.Size
     """The shape of the whole."""
-
     cut: Cut | None = None
     """Which part `local` is; None: all of it, as for a parameter without dimensions."""
-
     tells: bool = True
     """Whether this worker sends it when the whole is assembled: one holder of each part does."""
 
@@ -131,8 +123,7 @@ class HeldModel:
         buffer_cuts: Mapping[str, Cut] | None = None,
     ) -> None:
         self.held = tuple(held)
-        self._outline = outline
-        self._optimizer = optimizer
+        self._outline, self._optimizer = outline, optimizer
         self._buffers = dict(buffers or {})
         self._buffer_cuts = dict(buffer_cuts or {})
         self._names = outline.names()
@@ -143,7 +134,17 @@ class HeldModel:
             for group in optimizer.param_groups
         ]
         self._shapes = {self._position[id(one.whole)]: one.shape for one in self.held if self._steps(one)}
-        self._take_over()
+        by_whole = {id(one.whole): one for one in self.held}
+        given = dict(optimizer.state)
+        for group in optimizer.param_groups:  # from here on it has the local parameters, and its state is cut
+            mine = [by_whole[id(parameter)] for parameter in group["params"] if id(parameter) in by_whole]
+            for parameter in group["params"]:
+                optimizer.state.pop(parameter, None)
+            group["params"] = [one.local for one in mine]
+            for one in mine:
+                if given.get(one.whole):
+                    state = {name: _part(value, one) for name, value in given[one.whole].items()}
+                    optimizer.state[one.local] = state
 
     def drop_rest(self) -> None:
         """Free the memory of parameters, or of their wholes, that this worker does not compute with."""
@@ -154,7 +155,6 @@ class HeldModel:
                 parameter.grad = None
 
     def gradients(self, wanted: Callable[[Held], bool] = lambda _: True) -> list[Tensor]:
-        """Of the parameters that are wanted, as far as they have one."""
         return [one.local.grad for one in self.held if one.local.grad is not None and wanted(one)]
 
     def named(self) -> Iterator[tuple[str, Tensor | None]]:
@@ -166,7 +166,7 @@ class HeldModel:
     def model_state(self, group: LinkGroup, model: nn.Module | None = None) -> dict[str, Tensor] | None:
         """Collective: the whole model's `state_dict()` on the first member, None on the others.
 
-        A module of `model` may have put another buffer in the place of the one that was there: it is told as it is now.
+        A module of `model` may have put another buffer in the place of the one that was there: it is sent as it is now.
         """
         entries = [
             _Entry({"name": self._names[id(one.whole)], "cut": _words(one.cut)}, one.local.detach())
@@ -195,7 +195,7 @@ class HeldModel:
                 state.setdefault(name, torch.empty(self._outline.shapes[name], dtype=tensor.dtype))
         missing = [key for key in self._outline.keys if key not in state]
         if missing:
-            raise ManyhandsError(f"no worker told of {missing[0]!r}, a tensor of the model")
+            raise ManyhandsError(f"no worker sent {missing[0]!r}, a tensor of the model")
         return {key: state[key] for key in self._outline.keys}
 
     def optimizer_state(self, group: LinkGroup) -> dict[str, Any] | None:
@@ -220,20 +220,6 @@ class HeldModel:
 
     def _steps(self, one: Held) -> bool:
         return id(one.whole) in self._position
-
-    def _take_over(self) -> None:
-        """Show the optimizer the local parameters in place of the whole ones, and cut the state that it has."""
-        by_whole = {id(one.whole): one for one in self.held}
-        given = dict(self._optimizer.state)
-        for group in self._optimizer.param_groups:
-            mine = [by_whole[id(parameter)] for parameter in group["params"] if id(parameter) in by_whole]
-            for parameter in group["params"]:
-                self._optimizer.state.pop(parameter, None)
-            group["params"] = [one.local for one in mine]
-            for one in mine:
-                if given.get(one.whole):
-                    state = {name: _part(value, one) for name, value in given[one.whole].items()}
-                    self._optimizer.state[one.local] = state
 
     def _state_entries(self) -> Iterator[_Entry]:
         for one in self.held:
@@ -260,7 +246,6 @@ class _Entry:
 
 
 def _part(value: Any, one: Held) -> Any:
-    """This worker's part of a value of the state: a tensor of the parameter's shape is cut as the parameter is."""
     if isinstance(value, Tensor) and value.shape == one.shape and value.dim():
         part = one.cut.of(value) if one.cut is not None else value
         return part.view(one.local.shape).to(one.local.device)
@@ -272,7 +257,6 @@ def _words(cut: Cut | None) -> list[int | None] | None:
 
 
 def _lay(into: dict[str, Any], name: str, entry: _Entry, shape: torch.Size) -> None:
-    """A tensor that came, whole or a part, into the whole one of this name."""
     assert entry.tensor is not None, "only tensors are laid"
     if entry.facts["cut"] is None:
         into[name] = entry.tensor
@@ -285,7 +269,7 @@ def _lay(into: dict[str, Any], name: str, entry: _Entry, shape: torch.Size) -> N
 
 def _gather(group: LinkGroup, entries: Sequence[_Entry]) -> list[_Entry] | None:
     """Collective: what all members tell, in their order, on the first; None on the others."""
-    told = [
+    headers = [
         {
             "facts": entry.facts,
             "dtype": None if entry.tensor is None else CODES[entry.tensor.dtype],
@@ -293,9 +277,9 @@ def _gather(group: LinkGroup, entries: Sequence[_Entry]) -> list[_Entry] | None:
         }
         for entry in entries
     ]
-    header = torch.frombuffer(bytearray(json.dumps(told).encode()), dtype=torch.uint8)
+    header = torch.frombuffer(bytearray(json.dumps(headers).encode()), dtype=torch.uint8)
     sizes = [int(one) for one in group.all_gather(torch.tensor([len(header)]))]
-    rounds = [int(one) for one in group.all_gather(torch.tensor([len(told)]))]
+    rounds = [int(one) for one in group.all_gather(torch.tensor([len(headers)]))]
     others = range(1, group.world)
     if group.index:
         group.exchange({0: header}, {})
@@ -305,28 +289,24 @@ def _gather(group: LinkGroup, entries: Sequence[_Entry]) -> list[_Entry] | None:
         return None
     rooms = {index: torch.empty(sizes[index], dtype=torch.uint8) for index in others}
     group.exchange({}, rooms)
-    heard = {index: json.loads(room.numpy().tobytes()) for index, room in rooms.items()}
+    announced = {index: json.loads(room.numpy().tobytes()) for index, room in rooms.items()}
     found: dict[int, list[_Entry]] = {index: [] for index in others}
     for number in range(max(rounds)):
         arriving = {}
         for index in others:
             if number < rounds[index]:
-                entry = _room_for(heard[index][number])
-                found[index].append(entry)
-                if entry.tensor is not None:
-                    arriving[index] = _bytes(entry.tensor)
+                expected = announced[index][number]
+                tensor = None
+                if expected["dtype"] is not None:
+                    tensor = torch.empty(expected["size"], dtype=BY_CODE[expected["dtype"]])
+                    arriving[index] = _bytes(tensor)
+                found[index].append(_Entry(expected["facts"], tensor))
         group.exchange({}, arriving)
     mine = [
         _Entry(entry.facts, None if entry.tensor is None else entry.tensor.detach().cpu().clone())
         for entry in entries
     ]
     return [*mine, *(entry for index in others for entry in found[index])]
-
-
-def _room_for(told: Mapping[str, Any]) -> _Entry:
-    """Where the tensor that was announced will be, contiguous."""
-    tensor = None if told["dtype"] is None else torch.empty(told["size"], dtype=BY_CODE[told["dtype"]])
-    return _Entry(told["facts"], tensor)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

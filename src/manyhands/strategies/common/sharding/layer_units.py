@@ -17,7 +17,7 @@ from torch import nn
 from manyhands.data.batch_plan import split
 from manyhands.errors import UserError
 from manyhands.native.dtypes import SUMMED
-from manyhands.strategies.common.sharding.pieces import Piece
+from manyhands.strategies.common.sharding.sliced_optimizer import Piece
 from manyhands.wire.flat_layout import BucketLayout, bucket_of
 
 __all__ = ["Unit", "UnitMemory", "move_buffers", "piece_ranges", "pieces_in", "units_of"]
@@ -34,18 +34,15 @@ class Unit:
     name: str
     module: nn.Module | None
     """Whose forward uses them; None where that is not one module, so that they stay through a step."""
-
     parameters: tuple[nn.Parameter, ...]
     layouts: tuple[BucketLayout, ...]
 
     @property
     def num_bytes(self) -> int:
-        """The size of the values."""
         return sum(layout.count * layout.dtype.itemsize for layout in self.layouts)
 
     @property
     def trained(self) -> list[int]:
-        """The numbers of those that get a gradient."""
         return [number for number, one in enumerate(self.parameters) if one.requires_grad]
 
 
@@ -80,7 +77,6 @@ def units_of(model: nn.Module) -> list[Unit]:
 
 
 def _layers(module: nn.Module, prefix: str, total: int) -> Iterator[tuple[str, nn.Module]]:
-    """The layers of a module, by name, in order."""
     for name, child in module.named_children():
         size = sum(parameter.nbytes for parameter in child.parameters())
         if not size:
@@ -114,21 +110,18 @@ class UnitMemory:
         self.is_here = True
 
     def adopt(self) -> None:
-        """Make the parameters views of this memory, without copying their values."""
         for layout, flat in zip(self.unit.layouts, self.flats, strict=True):
             for number, items in layout.views(flat):
                 parameter = self.unit.parameters[number]
                 parameter.data = items.view(parameter.shape)
 
     def make_room(self) -> None:
-        """Allocate the memory; it does not hold the values yet."""
         if not self.is_here:
             for flat in self.flats:
                 flat.untyped_storage().resize_(flat.numel() * flat.element_size())
             self.is_here = True
 
     def let_go(self) -> None:
-        """Free the memory."""
         if self.is_here:
             for flat in self.flats:
                 flat.untyped_storage().resize_(0)
@@ -159,7 +152,6 @@ def pieces_in(layout: BucketLayout, owned: range) -> Iterator[tuple[Piece, int]]
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:
-    """Move all buffers to the compute device; parameters stay."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:

@@ -6,7 +6,7 @@ keeps are simply the user's. Between steps it lists the model's parameters as al
 owner keeps that of its pieces here.
 
 A state that the optimizer is given, by its constructor or by `load_state_dict`, is taken over before the next step:
-cut to the owner's pieces, the rest let go.
+cut to the owner's pieces, the rest let go. `MergedState` puts the states of all owners together again.
 """
 
 from __future__ import annotations
@@ -23,9 +23,18 @@ from torch.optim import Optimizer
 
 from manyhands.errors import UserError
 from manyhands.strategies.common.sharding.optimizers import may_fuse, positions
-from manyhands.strategies.common.sharding.pieces import Piece
 
-__all__ = ["OwnedState", "SlicedOptimizer"]
+__all__ = ["MergedState", "OwnedState", "Part", "Piece", "SlicedOptimizer"]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Items `begin` to `end` of a parameter: the part that one owner keeps and updates."""
+
+    parameter: int
+    begin: int
+    end: int
+
 
 _SHOWN = ("params", "fused", "lr")  # what a group holds in another way during a step
 
@@ -36,17 +45,15 @@ class OwnedState:
 
     position: int
     """The parameter's number in the optimizer's `state_dict()`."""
-
     begin: int
     end: int
     shape: torch.Size
     """Of the state's tensors that were cut with the parameter."""
-
     is_whole: bool
     state: dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Owned:
     """A piece as the optimizer sees it: `proxy` shares the memory of the owner's values."""
 
@@ -88,15 +95,19 @@ class SlicedOptimizer:
     ) -> None:
         self._optimizer = optimizer
         self._owned = [
-            _Owned(
-                piece=piece,
-                parameter=parameters[piece.parameter],
-                proxy=nn.Parameter(_part(piece, values[piece.parameter])),
-            )
+            _Owned(piece, parameters[piece.parameter], nn.Parameter(_part(piece, values[piece.parameter])))
             for piece in pieces
         ]
         self._gradients = [_part(piece, gradients[piece.parameter]) for piece in pieces] if gradients else []
-        _require_known(optimizer, parameters)
+        known = {id(parameter) for parameter in parameters}
+        for number, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                if parameter.requires_grad and id(parameter) not in known:
+                    raise UserError(
+                        f"parameter group {number} of the optimizer holds a parameter of shape "
+                        f"{tuple(parameter.shape)} that is not one of the model's, so no worker would exchange its "
+                        "gradient"
+                    )
         by_parameter = {id(owned.parameter): owned for owned in self._owned}
         self._groups = [
             [by_parameter[id(p)] for p in group["params"] if id(p) in by_parameter]
@@ -108,7 +119,6 @@ class SlicedOptimizer:
         self._refusal = optimizer.register_state_dict_pre_hook(_refuse_state_dict)
 
     def reached(self) -> list[Tensor]:
-        """The gradients of the owner's pieces of parameters that have one."""
         return [gradient for gradient in self._present() if gradient is not None]
 
     def step(self) -> None:
@@ -128,7 +138,6 @@ class SlicedOptimizer:
                 owned.proxy.grad = None
 
     def state(self) -> list[OwnedState]:
-        """What the owner keeps, in the order of the optimizer's parameters."""
         self._adopt()
         position_of = positions(self._optimizer)
         owned_states = [
@@ -212,21 +221,18 @@ class SlicedOptimizer:
                 group["params"] = [one.proxy for one in owned]
                 if may_fuse(self._optimizer, group, group["params"], self._state):
                     group["fused"] = True
+                if rate != 1 and "lr" not in group:
+                    raise UserError(
+                        f"optimizer {type(self._optimizer).__name__} has no setting 'lr', so its steps cannot be "
+                        "scaled; use one that has, such as SGD or AdamW"
+                    )
                 if rate != 1:
-                    group["lr"] = self._scaled(group, rate)
+                    group["lr"] = group["lr"] * rate
             yield
         finally:
             self._state, self._optimizer.state = self._optimizer.state, outer
             for group, settings in zip(groups, shown, strict=True):
                 group.update(settings)
-
-    def _scaled(self, group: Mapping[str, Any], rate: float) -> Any:
-        if "lr" not in group:
-            raise UserError(
-                f"optimizer {type(self._optimizer).__name__} has no setting 'lr', so its steps cannot be scaled; use "
-                "one that has, such as SGD or AdamW"
-            )
-        return group["lr"] * rate
 
 
 def _part(piece: Piece, values: Tensor) -> Tensor:
@@ -238,19 +244,77 @@ def _of_no_parameter(state: Mapping[Any, Any]) -> dict[Any, Any]:
     return {key: value for key, value in state.items() if not isinstance(key, Tensor)}
 
 
-def _require_known(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-    known = {id(parameter) for parameter in parameters}
-    for number, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            if parameter.requires_grad and id(parameter) not in known:
-                raise UserError(
-                    f"parameter group {number} of the optimizer holds a parameter of shape {tuple(parameter.shape)} "
-                    "that is not one of the model's, so no worker would exchange its gradient"
-                )
-
-
 def _refuse_state_dict(_optimizer: Optimizer) -> NoReturn:
     raise UserError(
         "the optimizer's state lies in pieces with their owners, and state_dict() would miss it; save a checkpoint "
         "through manyhands, which gathers them"
     )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """Some rows of a parameter, or of the optimizer's state for it; the rows of a dense one are its items."""
+
+    shape: torch.Size
+    """Of the whole."""
+    rows: slice | Tensor
+    count: int
+    """How many rows these are."""
+    width: int = 1
+    """Items in a row."""
+
+    @property
+    def is_whole(self) -> bool:
+        return self.count * self.width == self.shape.numel()
+
+    def cut(self, value: Any) -> Any:
+        """A copy of this part of a whole; what has another shape than the parameter is not cut."""
+        if not isinstance(value, Tensor):
+            return value
+        if self.is_whole or value.shape != self.shape:
+            return value.detach().clone()
+        return value.detach().reshape(-1, self.width)[self.rows].reshape(-1).clone()
+
+    def is_cut(self, value: Any) -> bool:
+        """Whether it is this part of a tensor, and not something that every owner has."""
+        return isinstance(value, Tensor) and not self.is_whole and value.shape == (self.count * self.width,)
+
+    def room_in(self, whole: Tensor) -> Tensor:
+        assert isinstance(self.rows, slice), "rows that lie apart have no view"
+        return whole.view(-1, self.width)[self.rows].view(-1)
+
+    def lay_into(self, whole: Tensor | None, value: Tensor) -> Tensor:
+        """The whole with this part in it; the part itself where that is all."""
+        if not self.is_cut(value):
+            return value
+        if whole is None:
+            whole = torch.empty(self.shape, dtype=value.dtype)
+        whole.view(-1, self.width)[self.rows] = value.view(-1, self.width)
+        return whole
+
+
+class MergedState:
+    """The `state` that a single process's `state_dict()` would hold, out of what the owners of parts keep.
+
+    An owner, a worker of `central` or a shard of `ps`, keeps the state of its parts of the parameters. A tensor that
+    has the parameter's shape is cut as the parameter is; anything else (Adam's count of steps) every owner has, and the
+    first one's is taken.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[int, dict[str, Any]] = {}
+
+    def add(self, position: int, state: Mapping[str, Any], part: Part | None = None) -> None:
+        """Take in what one owner keeps for its part of a parameter; None: its tensors are laid in place already.
+
+        Tensors that it has whole become the state's own, not copies.
+        """
+        kept = self._kept.setdefault(position, {})
+        for key, value in state.items():
+            if part is not None and part.is_cut(value):
+                kept[key] = part.lay_into(kept.get(key), value)
+            else:
+                kept.setdefault(key, value)
+
+    def to_dict(self) -> dict[int, dict[str, Any]]:
+        return dict(sorted(self._kept.items()))

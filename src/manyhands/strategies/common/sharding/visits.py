@@ -1,4 +1,12 @@
-"""Who uses which unit of a model, and when: hooks that tell a listener, and keep anyone from reading what is not there.
+"""Who uses which unit of a model, and when: hooks, and the state machine that says what is fetched and dropped.
+
+    forward     a layer begins: its unit is fetched, and, where the last step tells, the one after it; it ends: dropped
+    backward    what autograd saved of a unit is asked for: fetched, the next one ahead; its gradient is whole: passed
+                on, and the unit dropped
+    anything    a parameter that is used outside of its layer's forward is fetched, and stays to the end of the step
+
+The order in which units were needed is remembered for each course (training, evaluation), and is a guess, no more:
+what was fetched for nothing is dropped at the end.
 
 A parameter whose memory was given back must not be read: torch would read from nowhere, and the process would die. So
 every way to it is watched: the forward of its layer, the forward of the module that has it, the attribute or the list
@@ -8,34 +16,125 @@ of parameters of that module, and what autograd saved of it for backward.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from manyhands.strategies.common.sharding.flow import Action, UnitFlow
 from manyhands.strategies.common.sharding.layer_units import Unit, UnitMemory
 
-__all__ = ["FlowListener", "SavedTensors", "UnitListener", "UnitVisits"]
+__all__ = ["Action", "Await", "Fetch", "FlowListener", "Hand", "Release", "UnitFlow", "UnitVisits"]
 
 
-class UnitListener(Protocol):
-    """Receives the uses of units, by number, and has their values present when it returns."""
+@dataclass(frozen=True, slots=True)
+class Action:
+    """What a flow asks for, of one unit."""
 
-    def enter(self, unit: int) -> None:
-        """A layer's forward begins."""
+    unit: int
 
-    def leave(self, unit: int) -> None:
-        """A layer's forward has ended."""
 
-    def touch(self, unit: int) -> None:
-        """A parameter is about to be read outside its layer's forward."""
+class Fetch(Action):
+    """Begin to fetch its values."""
+
+
+class Await(Action):
+    """Wait until its values are present."""
+
+
+class Hand(Action):
+    """Hand on its gradient."""
+
+
+class Release(Action):
+    """Free its values."""
+
+
+class UnitFlow:
+    """The state of all units, without a tensor; `lasting` ones stay from their first use to the end of a step."""
+
+    def __init__(self, count: int, lasting: Collection[int] = (), *, ahead: bool = True) -> None:
+        self._lasting = frozenset(lasting)
+        self._ahead = ahead
+        self._here: set[int] = set()
+        self._coming: set[int] = set()
+        self._inside = [0] * count
+        self._held: set[int] = set()
+        self._backward = False
+        self._course = ""
+        self._order: list[int] = []
+        self._known: dict[str, list[int]] = {}
+
+    def is_here(self, unit: int) -> bool:
+        return unit in self._here
+
+    def begin(self, course: str) -> None:
+        self._course, self._order, self._backward = course, [], False
+
+    def backward(self) -> None:
+        """From here on what a layer's forward needs stays, as where it is computed again for its backward."""
+        self._backward = True
+
+    def enter(self, unit: int) -> list[Action]:
+        self._inside[unit] += 1
+        return self._need(unit)
+
+    def leave(self, unit: int) -> list[Action]:
+        self._inside[unit] -= 1
+        if self._backward or unit in self._held or unit in self._lasting:
+            return []
+        return self._drop(unit)
+
+    def touch(self, unit: int) -> list[Action]:
+        """A parameter is used outside its layer's forward, or backward needs what was saved of it."""
+        if self._inside[unit]:
+            return []
+        self._held.add(unit)
+        return self._need(unit)
+
+    def complete(self, unit: int) -> list[Action]:
+        if not self._inside[unit]:
+            self._held.discard(unit)
+        return [Hand(unit), *self._drop(unit)]
+
+    def end(self) -> list[Action]:
+        self._known[self._course] = self._order
+        self._inside = [0] * len(self._inside)
+        self._held.clear()
+        self._backward = False
+        waited: list[Action] = [Await(unit) for unit in sorted(self._coming)]
+        left = sorted(self._here | self._coming)
+        self._here.clear()
+        self._coming.clear()
+        return [*waited, *(Release(unit) for unit in left)]
+
+    def _need(self, unit: int) -> list[Action]:
+        if unit in self._here:
+            return []
+        actions: list[Action] = [] if unit in self._coming else [Fetch(unit)]
+        self._order.append(unit)
+        known, position = self._known.get(self._course, []), len(self._order)
+        as_before = self._ahead and known[position - 1 : position] == self._order[-1:]
+        if as_before and position < len(known):  # what came after this one in the last step of the course
+            follower = known[position]
+            if follower not in self._here and follower not in self._coming:
+                actions.append(Fetch(follower))
+                self._coming.add(follower)
+        self._coming.discard(unit)
+        self._here.add(unit)
+        return [*actions, Await(unit)]
+
+    def _drop(self, unit: int) -> list[Action]:
+        if self._inside[unit] or unit not in self._here:
+            return []
+        self._here.discard(unit)
+        return [Release(unit)]
 
 
 class FlowListener(ABC):
-    """Receives the uses of units, and carries out the actions of their flow."""
+    """Receives the uses of units, by number, and has their values present when it returns, by their flow's actions."""
 
     _flow: UnitFlow
 
@@ -44,15 +143,12 @@ class FlowListener(ABC):
         """Carry out these actions in order."""
 
     def enter(self, unit: int) -> None:
-        """A layer's forward begins."""
         self._carry_out(self._flow.enter(unit))
 
     def leave(self, unit: int) -> None:
-        """A layer's forward has ended."""
         self._carry_out(self._flow.leave(unit))
 
     def touch(self, unit: int) -> None:
-        """A parameter is used outside of its layer's forward."""
         self._carry_out(self._flow.touch(unit))
 
 
@@ -74,9 +170,9 @@ class _OfUnit(NamedTuple):
 
 
 class UnitVisits:
-    """Hooks on `model`, from construction to `close`; they tell `listener` while `watching`."""
+    """Hooks on `model`, from construction to `close`; they call `listener` while `watching`."""
 
-    def __init__(self, model: nn.Module, memories: Sequence[UnitMemory], listener: UnitListener) -> None:
+    def __init__(self, model: nn.Module, memories: Sequence[UnitMemory], listener: FlowListener) -> None:
         self._listener = listener
         self._watching = False
         self._others: SavedTensors | None = None
@@ -111,7 +207,6 @@ class UnitVisits:
             self._watching, self._others = before, None
 
     def close(self) -> None:
-        """Remove all hooks."""
         for hook in self._hooks:
             hook.remove()
         for module, plain in self._plain:
@@ -148,7 +243,8 @@ class UnitVisits:
 
     def _pack(self, tensor: Tensor) -> Any:
         """What autograd saves of a unit is remembered by the unit, whose memory may go in between."""
-        number = self._by_storage.get(_storage_of(tensor))
+        has_storage = tensor.layout is torch.strided
+        number = self._by_storage.get(tensor.untyped_storage()._cdata) if has_storage else None
         if number is not None:
             return _OfUnit(number, tensor.detach())
         return tensor if self._others is None else self._others.pack(tensor)
@@ -186,8 +282,3 @@ class _Guarded(dict[str, Any]):
     def values(self) -> Any:
         self._touch_all()
         return super().values()
-
-
-def _storage_of(tensor: Tensor) -> int:
-    """The identity of the memory that a tensor lies in; 0 of one that has none."""
-    return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else 0

@@ -65,7 +65,6 @@ def number_rows(rows: Any, numbers: Any, different: Any) -> int:
 
 @njit(cache=True, nogil=True)
 def sum_rows(gradients: Any, numbers: Any, count: int) -> Any:
-    """The sum of all gradients of one number, in their order."""
     total = np.zeros((count, gradients.shape[1]), dtype=gradients.dtype)
     for index in range(numbers.size):
         own, given = total[numbers[index]], gradients[index]
@@ -76,7 +75,6 @@ def sum_rows(gradients: Any, numbers: Any, count: int) -> Any:
 
 @njit(cache=True, nogil=True)
 def ascend(rows: Any) -> bool:
-    """Whether every row is greater than the one before it."""
     in_order = True
     for index in range(1, rows.size):
         in_order = in_order and rows[index] > rows[index - 1]

@@ -18,19 +18,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from manyhands.errors import UserError
 from manyhands.optim import FTRL
-from manyhands.strategies.common.tables.placement import Placement
 from manyhands.strategies.common.tables.row_kernels import (
     adagrad_rows,
     adam_rows,
+    first_foreign_row,
     ftrl_rows,
     number_rows,
     sgd_rows,
@@ -38,7 +40,76 @@ from manyhands.strategies.common.tables.row_kernels import (
     take_rows,
 )
 
-__all__ = ["RowGradient", "RowTable", "require_lazy"]
+__all__ = ["Placement", "RowGradient", "RowTable", "place", "require_lazy"]
+
+_NO_OWNERS = np.empty(0, dtype=np.int16)
+
+
+class Placement:
+    """Which of `shards` shards has which of the rows 0 to `num_rows` - 1; `place` makes one and keeps it.
+
+    Rendezvous hashing (Thaler & Ravishankar 1998): every shard draws a number for every row, and the highest has it. So
+    rows that are asked for often, which tend to be neighbours (the frequent words of a vocabulary), lie on different
+    servers; shares are as even as chance makes them; and with one shard more, only those rows move that it takes.
+    """
+
+    def __init__(self, num_rows: int, shards: int) -> None:
+        self.num_rows, self.shards = num_rows, shards
+        self._owners: Tensor | None = None  # one shard needs no table
+        self._local: Tensor | None = None
+        if shards == 1:
+            self._rows = [torch.arange(num_rows)]
+            return
+        numbers = np.arange(num_rows, dtype=np.uint64)
+        owners = np.zeros(num_rows, dtype=np.int16)
+        best = np.zeros(num_rows, dtype=np.uint64)
+        for shard in range(shards):
+            drawn = _mixed(numbers ^ _mixed(np.full(1, shard + 1, dtype=np.uint64)))
+            higher = drawn > best
+            owners[higher], best[higher] = shard, drawn[higher]
+        self._rows = [torch.from_numpy(np.flatnonzero(owners == shard)) for shard in range(shards)]
+        self._owners = torch.from_numpy(owners)
+        self._local = torch.empty(num_rows, dtype=torch.int64)
+        for rows in self._rows:
+            self._local[rows] = torch.arange(len(rows))
+
+    def rows(self, shard: int) -> Tensor:
+        return self._rows[shard]
+
+    def count(self, shard: int) -> int:
+        return len(self._rows[shard])
+
+    def local(self, rows: Tensor) -> Tensor:
+        """For each row, which of its shard's it is; IndexError for one that the table does not have."""
+        if self._local is None:
+            return rows
+        return torch.index_select(self._local, 0, rows)
+
+    def split(self, rows: Tensor) -> list[Tensor]:
+        """By shard: which of `rows` are its own, in their order."""
+        if self._owners is None:
+            return [rows]
+        owners = torch.index_select(self._owners, 0, rows)
+        return [rows[owners == shard] for shard in range(self.shards)]
+
+    def foreign_row(self, rows: Tensor, shard: int) -> int | None:
+        owners = self._owners.numpy() if self._owners is not None else _NO_OWNERS
+        index = first_foreign_row(rows.numpy(), owners, shard, self.num_rows)
+        return None if index < 0 else int(rows[index])
+
+
+@lru_cache(maxsize=64)
+def place(num_rows: int, shards: int) -> Placement:
+    return Placement(num_rows, shards)
+
+
+def _mixed(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """SplitMix64 (Steele et al. 2014): every bit of the result depends on every bit of the number."""
+    mixed = numbers + np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))
+
 
 State = dict[str, Any]
 
@@ -54,7 +125,6 @@ class RowGradient:
 
     @staticmethod
     def total(terms: Sequence[tuple[RowGradient, float]]) -> RowGradient:
-        """The sum of gradients times factors, with rows that may be named twice."""
         if len(terms) == 1 and terms[0][1] == 1:
             return terms[0][0]
         return RowGradient(
@@ -72,8 +142,7 @@ class RowTable:
     def __init__(
         self, name: str, values: Tensor, kind: type[Optimizer], placement: Placement, shard: int = 0
     ) -> None:
-        self.name = name
-        self.values = values
+        self.name, self.values = name, values
         self.state: State = {}
         """By torch's names; what belongs to single items has the shape of `values`."""
         self._placement, self._shard = placement, shard
@@ -81,7 +150,6 @@ class RowTable:
 
     @property
     def nbytes(self) -> int:
-        """The memory of values and state."""
         kept = (value for value in self.state.values() if isinstance(value, Tensor))
         return self.values.nbytes + sum(value.nbytes for value in kept)
 
@@ -101,7 +169,15 @@ class RowTable:
 
         A gradient without rows is a step too: it counts. One that does not fit is refused as by `require_fit`.
         """
-        rows, gradients = self._summed(gradient)
+        self.require_fit(gradient)
+        rows = self._placement.local(gradient.rows).contiguous().numpy()
+        gradients = gradient.values.contiguous().numpy()
+        if not gradient.is_vetted:  # a row may be named twice
+            numbers, local = np.empty_like(rows), np.empty_like(rows)
+            count = number_rows(rows, numbers, local)
+            if count < rows.size:
+                gradients = sum_rows(gradients, numbers, count)
+            rows = local[:count]
         self._rule(self.values, self.state, rows, gradients, {**settings, "lr": float(settings["lr"]) * rate})
 
     def require_fit(self, gradient: RowGradient) -> None:
@@ -116,19 +192,6 @@ class RowTable:
             )
         if not gradient.is_vetted:
             self._require_inside(gradient.rows)
-
-    def _summed(self, gradient: RowGradient) -> tuple[Any, Any]:
-        """Rows of this part, each named once, and their gradients."""
-        self.require_fit(gradient)
-        rows = self._placement.local(gradient.rows).contiguous().numpy()
-        values = gradient.values.contiguous().numpy()
-        if gradient.is_vetted:
-            return rows, values
-        numbers, local = np.empty_like(rows), np.empty_like(rows)
-        count = number_rows(rows, numbers, local)
-        if count < rows.size:
-            values = sum_rows(values, numbers, count)
-        return local[:count], values
 
     def _require_inside(self, rows: Tensor) -> None:
         bad = self._placement.foreign_row(rows, self._shard)
@@ -156,21 +219,11 @@ def _sgd(values: Tensor, state: State, rows: Any, gradients: Any, settings: Mapp
     is_first = bool(momentum) and "momentum_buffer" not in state
     if is_first:
         state["momentum_buffer"] = torch.zeros_like(values)
-    sgd_rows(
-        values.numpy(),
-        state["momentum_buffer"].numpy() if momentum else np.empty((0, 0), dtype=values.numpy().dtype),
-        rows,
-        gradients,
-        _numbers(
-            values,
-            settings["lr"],
-            settings["weight_decay"],
-            momentum,
-            1.0 if is_first else 1.0 - settings["dampening"],  # as torch: the first gradient is not dampened
-        ),
-        bool(settings["nesterov"]),
-        bool(settings["maximize"]),
-    )
+    speeds = state["momentum_buffer"].numpy() if momentum else np.empty((0, 0), dtype=values.numpy().dtype)
+    fresh = 1.0 if is_first else 1.0 - settings["dampening"]  # as torch: the first gradient is not dampened
+    numbers = _numbers(values, settings["lr"], settings["weight_decay"], momentum, fresh)
+    nesterov, maximize = bool(settings["nesterov"]), bool(settings["maximize"])
+    sgd_rows(values.numpy(), speeds, rows, gradients, numbers, nesterov, maximize)
 
 
 def _adagrad(values: Tensor, state: State, rows: Any, gradients: Any, settings: Mapping[str, Any]) -> None:
@@ -179,14 +232,11 @@ def _adagrad(values: Tensor, state: State, rows: Any, gradients: Any, settings: 
         state["sum"] = torch.full_like(values, settings["initial_accumulator_value"])
     state["step"] += 1
     rate = settings["lr"] / (1 + (state["step"].item() - 1) * settings["lr_decay"])
-    adagrad_rows(
-        values.numpy(),
-        state["sum"].numpy(),
-        rows,
-        gradients,
+    numbers, maximize = (
         _numbers(values, rate, settings["weight_decay"], settings["eps"]),
         bool(settings["maximize"]),
     )
+    adagrad_rows(values.numpy(), state["sum"].numpy(), rows, gradients, numbers, maximize)
 
 
 def _adam(values: Tensor, state: State, rows: Any, gradients: Any, settings: Mapping[str, Any]) -> None:
@@ -198,38 +248,18 @@ def _adam(values: Tensor, state: State, rows: Any, gradients: Any, settings: Map
     step = state["step"].item()
     beta1, beta2 = (float(beta) for beta in settings["betas"])
     decay, decoupled = settings["weight_decay"], settings.get("decoupled_weight_decay", False)
-    adam_rows(
-        values.numpy(),
-        state["exp_avg"].numpy(),
-        state["exp_avg_sq"].numpy(),
-        rows,
-        gradients,
-        _numbers(
-            values,
-            settings["lr"] / (1 - beta1**step),
-            math.sqrt(1 - beta2**step),
-            0.0 if decoupled else decay,
-            1.0 - settings["lr"] * decay if decoupled else 1.0,
-            beta1,
-            beta2,
-            settings["eps"],
-        ),
-        bool(settings["maximize"]),
-    )
+    rate, root = settings["lr"] / (1 - beta1**step), math.sqrt(1 - beta2**step)
+    added, kept = (0.0, 1.0 - settings["lr"] * decay) if decoupled else (decay, 1.0)
+    numbers = _numbers(values, rate, root, added, kept, beta1, beta2, settings["eps"])
+    means, squares = state["exp_avg"].numpy(), state["exp_avg_sq"].numpy()
+    adam_rows(values.numpy(), means, squares, rows, gradients, numbers, bool(settings["maximize"]))
 
 
 def _ftrl(values: Tensor, state: State, rows: Any, gradients: Any, settings: Mapping[str, Any]) -> None:
-    beta, l1, l2 = settings["beta"], settings["l1"], settings["l2"]
     if not state:
         state.update(FTRL.begin(values, settings))
-    ftrl_rows(
-        values.numpy(),
-        state["z"].numpy(),
-        state["n"].numpy(),
-        rows,
-        gradients,
-        _numbers(values, settings["lr"], settings["alpha"], beta, l1, l2),
-    )
+    numbers = _numbers(values, *(settings[name] for name in ("lr", "alpha", "beta", "l1", "l2")))
+    ftrl_rows(values.numpy(), state["z"].numpy(), state["n"].numpy(), rows, gradients, numbers)
 
 
 Rule = Callable[[Tensor, State, Any, Any, Mapping[str, Any]], None]

@@ -49,7 +49,6 @@ class Unknown:
 
 
 def name_of(rows: Tensor) -> bytes:
-    """The name of a set: 32 bytes."""
     if rows.dtype != torch.int64 or rows.dim() != 1:
         raise ValueError(
             f"a row set is int64 in one dimension, and not {rows.dtype} of shape {tuple(rows.shape)}"
@@ -79,7 +78,6 @@ class RowSetNames:
         return self._give(unknown.name, rows)
 
     def forget(self) -> None:
-        """Forget all sets: the server was replaced."""
         self._given.clear()
 
     def _give(self, name: bytes, rows: Tensor) -> Given:
@@ -120,7 +118,6 @@ class RowSets:
         return given.rows
 
     def find(self, named: Named) -> Tensor | Unknown:
-        """Return the rows of a set, or Unknown."""
         rows = self._rows.get(named.name)
         if rows is None:
             return Unknown(name=named.name)

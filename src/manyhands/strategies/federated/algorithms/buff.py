@@ -23,9 +23,7 @@ from torch import Tensor
 
 from manyhands.data.randomness import mix
 from manyhands.errors import UserError
-from manyhands.strategies.common.consistency.buffered import Buffered
-from manyhands.strategies.common.consistency.policy import Policy
-from manyhands.strategies.common.consistency.rates import StalenessDamped
+from manyhands.strategies.common.consistency import Buffered, Policy
 from manyhands.strategies.federated.algorithms.algorithm import FederatedAlgorithm
 from manyhands.strategies.federated.client_updates import ClientUpdate, GivenModel, TallySum
 
@@ -125,7 +123,7 @@ class FedBuff(FederatedAlgorithm):
                 f"algorithm=fedbuff:{size:g}: how many updates make a step is a whole number of at least 1"
             )
         self._size = int(size)
-        self.policy: Policy = StalenessDamped(Buffered(self._size))
+        self.policy: Policy = Buffered(self._size, rates="damped")
         """Which updates make a step, and what each counts for."""
         self._clock_s = 0.0
         self._trips = 0

@@ -43,7 +43,7 @@ from manyhands.strategies.federated.secure.secure_tally import hash_of
 from manyhands.strategies.federated.strategy import Federated
 from manyhands.strategy import Strategy
 from manyhands.task import Task
-from manyhands.workloads.tasks import TASKS
+from manyhands.workloads.registry import TASK_NAMES, WORKLOADS, load
 
 __all__ = ["Device", "DevicePlan", "enrol", "plan_for"]
 
@@ -71,7 +71,7 @@ class DevicePlan:
         name, options, text = told.get("task"), told.get("task_options"), told.get("strategy")
         if (
             not isinstance(name, str)
-            or name not in TASKS
+            or name not in TASK_NAMES
             or not isinstance(options, dict)
             or not isinstance(text, str)
         ):
@@ -115,7 +115,7 @@ class DevicePlan:
 
 def _task_over(name: str, options: Mapping[str, Any], data: Path, schema: DataSchema) -> Task:
     """The built-in task with this device's data in the place of its own; no path of the server's is opened."""
-    entry = TASKS[name]
+    entry = load(WORKLOADS[name].task)
     paths = [option.name for option in entry.options if option.kind is Path]
     chosen = {key: value for key, value in options.items() if key not in paths}
     if not data.exists():
@@ -124,7 +124,7 @@ def _task_over(name: str, options: Mapping[str, Any], data: Path, schema: DataSc
         return read_columns(data, schema, entry.build(**chosen))
     if not paths:
         raise UserError(f"--data {data}: task {name} takes a .safetensors file with the columns {schema}")
-    task = entry.build(**chosen, **{paths[0]: data})
+    task: Task = entry.build(**chosen, **{paths[0]: data})
     schema.require_like(DataSchema.of(task), f"--data {data}")
     return task
 

@@ -16,7 +16,7 @@ from manyhands.strategies.federated.rounds.round_core import RoundTerms
 from manyhands.strategies.federated.strategy import Federated
 from manyhands.strategy import Strategy
 from manyhands.task import Task
-from manyhands.workloads.tasks import TASKS
+from manyhands.workloads.registry import TASK_NAMES, WORKLOADS, load
 
 __all__ = ["FederatedJob", "RoundSettings"]
 
@@ -84,7 +84,7 @@ class FederatedJob:
                 f"algorithm={self.strategy.algorithm}: with devices it is one of {', '.join(_OVER_HTTPS)}; the others "
                 "are for simulation"
             )
-        if self.task.options is None or self.task.name not in TASKS:
+        if self.task.options is None or self.task.name not in TASK_NAMES:
             raise UserError(
                 f"task {self.task.name!r}: devices make the task themselves and are sent no code; serve a built-in task"
             )
@@ -148,7 +148,7 @@ class FederatedJob:
     def plan(self, run: str, form: TensorForm) -> dict[str, Any]:
         """The plan that a device downloads once; it does not reveal where the server's files are."""
         options = dict(self.task.options or {})
-        paths = [one.name for one in TASKS[self.task.name].options if one.kind is Path]
+        paths = [one.name for one in load(WORKLOADS[self.task.name].task).options if one.kind is Path]
         return {
             "run": run,
             "task": self.task.name,

@@ -20,9 +20,8 @@ from manyhands.strategies.federated.deployed.rounds_server import RoundServer, r
 from manyhands.strategies.federated.deployed.server_files import ServerFiles, new_run
 from manyhands.strategies.federated.rounds.round_core import RoundPhase
 from manyhands.strategies.federated.secure.primitives import need_cryptography
-from manyhands.transport.link.authority import make_certificates
-from manyhands.transport.link.certificate import validity
-from manyhands.transport.link.secure import AUTHORITY, CERTIFICATE, KEY
+from manyhands.transport.certificates import make_certificates
+from manyhands.transport.security import AUTHORITY, CERTIFICATE, KEY, validity
 
 __all__ = ["ServingPlace", "serve_devices"]
 

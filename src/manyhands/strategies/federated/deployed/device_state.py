@@ -100,7 +100,7 @@ class DeviceState:
         if conflict is not None:
             self.close()
             raise UserError(f"--out {self.path}: is of another run of {before.task!r}: {conflict}")
-        self._directory.go_on_as(config)
+        self._directory.update_config(config)
 
     def save(self, rounds: int, model: Mapping[str, Tensor]) -> None:
         """The model after so many rounds: from here on it is the one that is loaded."""

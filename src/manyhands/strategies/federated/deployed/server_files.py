@@ -23,6 +23,7 @@ from manyhands.data.store.checkpoint import Loaded, NoCheckpoint, Snapshot
 from manyhands.data.store.fingerprint import fingerprint
 from manyhands.data.store.rundir import ON_COMMAND_LINE, RunDirectory
 from manyhands.errors import DataError, UserError
+from manyhands.native.closeable import Closeable
 from manyhands.strategies.federated.deployed.enrolment import Enrolment
 from manyhands.strategies.federated.rounds.round_core import RoundState, as_json, state_of
 
@@ -33,7 +34,7 @@ _FOLDER, _CLIENTS, _STATE = "federated", "clients.json", "state.json"
 _KEPT_CHECKPOINTS = 3
 
 
-class ServerFiles:
+class ServerFiles(Closeable):
     """A run directory of a server; a context manager, which holds its lock."""
 
     def __init__(self, directory: RunDirectory) -> None:
@@ -52,7 +53,7 @@ class ServerFiles:
             conflict = fingerprint(directory.config).conflict(fingerprint(config))
             if conflict is not None:
                 raise UserError(f"{path} cannot be gone on with: {conflict}")
-            directory.go_on_as({**config, "run": directory.config["run"]})
+            directory.update_config({**config, "run": directory.config["run"]})
             return cls(directory)
         except BaseException:
             directory.close()
@@ -117,12 +118,6 @@ class ServerFiles:
     def close(self) -> None:
         """Let others have the directory."""
         self.directory.close()
-
-    def __enter__(self) -> ServerFiles:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _read(self, name: str) -> dict[str, Any]:
         return read_json(self._folder / name)

@@ -6,16 +6,16 @@ client ──Advertisement──►  server ──KeyList──────►  
        ──Confirmation───►         ──UnmaskRequest►      its signature under that list; those of the others
        ──UnmaskReply────►                               a share of one of the two secrets of each client
 
-Numbers are big-endian, words of a masked input little-endian. A table is its number of rows, then rows of a client's
-number and as many bytes as the table's rows have, ascending by client. Nothing is read that the length does not cover.
+`transport.messages` makes their bytes, in which clients ascend; a masked input is its words alone, little-endian.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from itertools import pairwise
+from typing import Annotated, Any, Final, Self
 
 import numpy as np
 
@@ -29,6 +29,7 @@ from manyhands.strategies.federated.secure.primitives import (
     digest_of,
 )
 from manyhands.strategies.federated.secure.shamir import SHARE_BYTES
+from manyhands.transport.messages import U32, MessageCoder, ProtocolError
 
 __all__ = [
     "SEALED_BYTES",
@@ -48,10 +49,10 @@ __all__ = [
 LABEL: Final = b"manyhands secure sum 1"
 SEALED_BYTES: Final = 2 * SHARE_BYTES + SEAL_BYTES
 """A share of each of a client's two secrets, sealed for another client."""
-_ADVERTISED = struct.Struct(
-    f">I{KEY_BYTES}s{KEY_BYTES}s{KEY_BYTES}s{KEY_BYTES}s{KEY_BYTES}s{SIGNATURE_BYTES}s"
-)
-_COUNT = struct.Struct(">I")
+_Key = Annotated[bytes, KEY_BYTES]
+_Signature = Annotated[bytes, SIGNATURE_BYTES]
+_Shares = Mapping[U32, Annotated[bytes, SHARE_BYTES]]
+_Sealed = Mapping[U32, Annotated[bytes, SEALED_BYTES]]
 
 
 def fewest_clients(clients: int) -> int:
@@ -95,22 +96,41 @@ class SecureTerms:
         return digest_of(LABEL, self.round_id, struct.pack(">6Qd", *numbers, fixed.clip))
 
 
+class _Message:
+    """Bytes by `transport.messages`; ProtocolRefused where bytes are not such a message."""
+
+    __slots__ = ()
+
+    def encode(self) -> bytes:
+        return _CODER.encode(self)[1]
+
+    @classmethod
+    def decode(cls, data: bytes) -> Self:
+        try:
+            message: Self = _CODER.decode(_NUMBERS[cls], data)
+        except ProtocolError as error:
+            raise ProtocolRefused(str(error)) from error
+        if message.encode() != data:  # signatures are under these bytes: there is one spelling
+            raise ProtocolRefused(f"the clients of a {cls.__name__} are out of order")
+        return message
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Advertisement:
+class Advertisement(_Message):
     """A client's public keys for this round."""
 
-    client: int
-    terms: bytes
+    client: U32
+    terms: _Key
     """The digest of the terms it takes part under."""
-    model: bytes
+    model: _Key
     """The hash of the model that it was given."""
-    channel_key: bytes
+    channel_key: _Key
     """With which others seal shares for it."""
-    mask_key: bytes
+    mask_key: _Key
     """With which others agree on masks."""
-    commitment: bytes
+    commitment: _Key
     """Digest of the client's own seed."""
-    signature: bytes = bytes(SIGNATURE_BYTES)
+    signature: _Signature = bytes(SIGNATURE_BYTES)
     """Under all of the above."""
 
     @property
@@ -118,91 +138,31 @@ class Advertisement:
         """What the signature is under."""
         return digest_of(b"advertisement", LABEL, self.encode()[:-SIGNATURE_BYTES])
 
-    def encode(self) -> bytes:
-        """Its bytes, always as many."""
-        return _ADVERTISED.pack(
-            self.client,
-            self.terms,
-            self.model,
-            self.channel_key,
-            self.mask_key,
-            self.commitment,
-            self.signature,
-        )
-
-    @classmethod
-    def decode(cls, data: bytes) -> Advertisement:
-        """ProtocolRefused unless it has its bytes."""
-        if len(data) != _ADVERTISED.size:
-            raise ProtocolRefused(f"an advertisement has {_ADVERTISED.size} bytes, and this one {len(data)}")
-        client, terms, model, channel, mask, commitment, signature = _ADVERTISED.unpack(data)
-        return cls(
-            client=client,
-            terms=terms,
-            model=model,
-            channel_key=channel,
-            mask_key=mask,
-            commitment=commitment,
-            signature=signature,
-        )
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KeyList:
-    """The advertisements of all clients."""
+class KeyList(_Message):
+    """The advertisements of all clients, in any order; sent in ascending order."""
 
     advertisements: tuple[Advertisement, ...]
 
-    def encode(self) -> bytes:
-        """A table, whose rows begin with the client's number by themselves."""
-        return _table({one.client: one.encode()[_COUNT.size :] for one in self.advertisements})
-
-    @classmethod
-    def decode(cls, data: bytes) -> KeyList:
-        """ProtocolRefused where it is not one, or a client is in it twice."""
-        rows, rest = _read_table(data, _ADVERTISED.size - _COUNT.size)
-        _nothing_left(rest)
-        return cls(
-            advertisements=tuple(
-                Advertisement.decode(_COUNT.pack(client) + row) for client, row in rows.items()
-            )
-        )
+    def __post_init__(self) -> None:
+        ordered = sorted(self.advertisements, key=lambda one: one.client)
+        object.__setattr__(self, "advertisements", tuple(ordered))
+        _check_once([one.client for one in ordered])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SealedShares:
+class SealedShares(_Message):
     """A client's shares, by the client that can open them."""
 
-    shares: Mapping[int, bytes]
-
-    def encode(self) -> bytes:
-        """Encode as a table."""
-        return _table(self.shares)
-
-    @classmethod
-    def decode(cls, data: bytes) -> SealedShares:
-        """ProtocolRefused where it is not one."""
-        rows, rest = _read_table(data, SEALED_BYTES)
-        _nothing_left(rest)
-        return cls(shares=rows)
+    shares: _Sealed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Delivery:
+class Delivery(_Message):
     """The shares addressed to one client, by sender."""
 
-    shares: Mapping[int, bytes]
-
-    def encode(self) -> bytes:
-        """Encode as a table."""
-        return _table(self.shares)
-
-    @classmethod
-    def decode(cls, data: bytes) -> Delivery:
-        """ProtocolRefused where it is not one."""
-        rows, rest = _read_table(data, SEALED_BYTES)
-        _nothing_left(rest)
-        return cls(shares=rows)
+    shares: _Sealed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -227,23 +187,17 @@ class MaskedInput:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SurvivorList:
+class SurvivorList(_Message):
     """Clients whose masked input has arrived, and those whose input is missing although others masked with them."""
 
-    survivors: tuple[int, ...]
-    dropped: tuple[int, ...]
+    survivors: tuple[U32, ...]
+    dropped: tuple[U32, ...]
 
-    def encode(self) -> bytes:
-        """Two tables without bytes."""
-        return _table(dict.fromkeys(self.survivors, b"")) + _table(dict.fromkeys(self.dropped, b""))
-
-    @classmethod
-    def decode(cls, data: bytes) -> SurvivorList:
-        """ProtocolRefused where it is not one."""
-        survivors, rest = _read_table(data, 0)
-        dropped, rest = _read_table(rest, 0)
-        _nothing_left(rest)
-        return cls(survivors=tuple(survivors), dropped=tuple(dropped))
+    def __post_init__(self) -> None:
+        for name in ("survivors", "dropped"):
+            listed = tuple(sorted(getattr(self, name)))
+            object.__setattr__(self, name, listed)
+            _check_once(listed)
 
     def signed(self, terms: bytes, keys: bytes) -> bytes:
         """What a client signs who was given these lists, under terms and a key list of these digests."""
@@ -251,91 +205,42 @@ class SurvivorList:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Confirmation:
+class Confirmation(_Message):
     """A client's signature of the list of survivors."""
 
-    signature: bytes
-
-    def encode(self) -> bytes:
-        """Encode the signature alone."""
-        return self.signature
-
-    @classmethod
-    def decode(cls, data: bytes) -> Confirmation:
-        """ProtocolRefused unless it has a signature's bytes."""
-        if len(data) != SIGNATURE_BYTES:
-            raise ProtocolRefused(f"a signature has {SIGNATURE_BYTES} bytes, and this one {len(data)}")
-        return cls(signature=data)
+    signature: _Signature
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class UnmaskRequest:
+class UnmaskRequest(_Message):
     """The list of survivors again, with the signatures of the clients that confirmed it."""
 
     lists: SurvivorList
-    signatures: Mapping[int, bytes]
-
-    def encode(self) -> bytes:
-        """Encode as three tables."""
-        return self.lists.encode() + _table(self.signatures)
-
-    @classmethod
-    def decode(cls, data: bytes) -> UnmaskRequest:
-        """ProtocolRefused where it is not one."""
-        survivors, rest = _read_table(data, 0)
-        dropped, rest = _read_table(rest, 0)
-        signatures, rest = _read_table(rest, SIGNATURE_BYTES)
-        _nothing_left(rest)
-        lists = SurvivorList(survivors=tuple(survivors), dropped=tuple(dropped))
-        return cls(lists=lists, signatures=signatures)
+    signatures: Mapping[U32, _Signature]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class UnmaskReply:
+class UnmaskReply(_Message):
     """A client's shares of the seeds of survivors, and of the mask keys of those who dropped out."""
 
-    seeds: Mapping[int, bytes]
-    keys: Mapping[int, bytes]
-
-    def encode(self) -> bytes:
-        """Encode as two tables."""
-        return _table(self.seeds) + _table(self.keys)
-
-    @classmethod
-    def decode(cls, data: bytes) -> UnmaskReply:
-        """ProtocolRefused where it is not one."""
-        seeds, rest = _read_table(data, SHARE_BYTES)
-        keys, rest = _read_table(rest, SHARE_BYTES)
-        _nothing_left(rest)
-        return cls(seeds=seeds, keys=keys)
+    seeds: _Shares
+    keys: _Shares
 
 
-def _table(rows: Mapping[int, bytes]) -> bytes:
-    return _COUNT.pack(len(rows)) + b"".join(
-        _COUNT.pack(client) + row for client, row in sorted(rows.items())
-    )
+_NUMBERS: Final[dict[Any, int]] = {
+    Advertisement: 1,
+    KeyList: 2,
+    SealedShares: 3,
+    Delivery: 4,
+    SurvivorList: 5,
+    Confirmation: 6,
+    UnmaskRequest: 7,
+    UnmaskReply: 8,
+}
+_CODER: Final = MessageCoder({number: message for message, number in _NUMBERS.items()})
 
 
-def _read_table(data: bytes, num_bytes: int) -> tuple[dict[int, bytes], bytes]:
-    """Read a table: return its rows, and the bytes after them."""
-    size = _COUNT.size
-    if len(data) < size:
-        raise ProtocolRefused("a message ends before its table")
-    [count] = _COUNT.unpack_from(data)
-    end = size + count * (size + num_bytes)
-    if len(data) < end:
-        raise ProtocolRefused(f"a table of {count} rows needs {end} bytes, and {len(data)} have come")
-    rows = {}
-    before = -1
-    for begin in range(size, end, size + num_bytes):
-        [client] = _COUNT.unpack_from(data, begin)
-        if client <= before:
-            raise ProtocolRefused(f"client {client} is in a table twice, or out of order")
-        before = client
-        rows[client] = data[begin + size : begin + size + num_bytes]
-    return rows, data[end:]
-
-
-def _nothing_left(rest: Iterable[int]) -> None:
-    if rest:
-        raise ProtocolRefused("a message has more bytes than its tables")
+def _check_once(clients: Sequence[int]) -> None:
+    twice = [client for client, after in pairwise(clients) if client == after]
+    if twice:
+        raise ProtocolRefused(f"client {twice[0]} is in a table twice")

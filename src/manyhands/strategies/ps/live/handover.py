@@ -104,4 +104,4 @@ def _built(plan: TrainingPlan, strategy: Ps, step: int) -> tuple[Built, FlatLayo
     computer = Computer(replace(plan, device="cpu"), 0)
     built = computer.build(step)
     model, sparse = built.model, computer.task.sparse
-    return built, FlatLayout.of(model, built.optimizer, strategy.servers, sparse, strategy.stepping)
+    return built, FlatLayout.of(model, built.optimizer, strategy.servers, sparse, strategy.facts.stepping)

@@ -21,12 +21,12 @@ from manyhands.data.store.checkpoint import Snapshot
 from manyhands.data.store.rundir import RunDirectory
 from manyhands.data.store.tensorfile import read_tensors
 from manyhands.engine.computing import Computer, TrainingPlan
-from manyhands.engine.run_commands import Command
 from manyhands.native.segment import Segment
 from manyhands.observe.record.event_ring import EventRing
 from manyhands.places.external.process_group import ProcessGroup
-from manyhands.places.local.cores import threads_per_role
+from manyhands.places.local.host import threads_per_role
 from manyhands.places.local.watchdog import Watched
+from manyhands.places.run_commands import Command
 from manyhands.strategies.ps.digests import gradient_hash, layout_digest
 from manyhands.strategies.ps.external_roles import PsRanks
 from manyhands.strategies.ps.live.losses import LossBook
@@ -154,7 +154,7 @@ class ServerTraining:
             built = self._computer.build()
             strategy, sparse = request.strategy, request.plan.task.sparse
             self._layout = FlatLayout.of(
-                built.model, built.optimizer, strategy.servers, sparse, strategy.stepping
+                built.model, built.optimizer, strategy.servers, sparse, strategy.facts.stepping
             )
             self._model = built.model
             self._final = stack.enter_context(

@@ -25,7 +25,7 @@ from manyhands.strategies.ps.live.shard_encoding import RangeCoding, as_tensor
 from manyhands.strategies.ps.ps_messages import Push
 from manyhands.strategies.ps.shard_layout import FlatLayout
 from manyhands.strategies.ps.shard_store import Contribution
-from manyhands.transport.link.message import ProtocolError
+from manyhands.transport.messages import ProtocolError
 
 __all__ = ["Gradients"]
 

@@ -19,10 +19,10 @@ from manyhands.strategies.ps.shard_store import Averaging
 from manyhands.strategies.ps.strategy import Ps
 from manyhands.transport.hub.handshake import Credentials
 from manyhands.transport.hub.hub import Hub, Settings
-from manyhands.transport.hub.settings import spin_for
-from manyhands.transport.hub.typed_messages import MessageCoder
-from manyhands.transport.link.liveness import LivenessTimes
-from manyhands.transport.link.secure import Security
+from manyhands.transport.hub.hub_events import spin_for
+from manyhands.transport.liveness import LivenessTimes
+from manyhands.transport.messages import MessageCoder
+from manyhands.transport.security import Security
 
 __all__ = ["CODEC", "Job"]
 
@@ -145,5 +145,7 @@ class Job:
         computer = Computer(self.plan, worker_rank)
         built = computer.build()
         strategy, sparse = self.strategy, self.plan.task.sparse
-        layout = FlatLayout.of(built.model, built.optimizer, strategy.servers, sparse, strategy.stepping)
+        layout = FlatLayout.of(
+            built.model, built.optimizer, strategy.servers, sparse, strategy.facts.stepping
+        )
         return computer, built, layout

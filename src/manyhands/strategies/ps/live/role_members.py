@@ -1,23 +1,12 @@
-"""Externally started servers and workers on control connections; one of them may be a child of the leader.
-
-Starting a member means sending TakePart to a process: as soon as the process of that role has connected, and
-again when another of the same role replaces one that died. A lost member is reported as dead in any case: its
-messages are ignored, and it is told so if it still lives.
-
-    worker 1 on hostB    joins  ──►  rank 2 is there          start_worker(member=4, slot=1)  ──►  TakePart
-    kill -9              lost   ──►  member 4 has ended       start_worker(member=6, slot=1)       … waits
-    worker 1 on hostB    joins  ──►  rank 2 is there again                                    ──►  TakePart
-"""
+"""Externally started servers and workers of a run, as its leader sees them, and what it keeps of theirs."""
 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -25,18 +14,11 @@ from safetensors.torch import load
 
 from manyhands.data.store.atomic import WriteFailed
 from manyhands.data.store.tensorfile import encode_tensors
-from manyhands.errors import PeerTimeout, UserError, printable
+from manyhands.errors import UserError
 from manyhands.native.segment import Segment
-from manyhands.places.external.control_server import (
-    ControlEvent,
-    ControlServer,
-    Delivered,
-    ProcessRejected,
-    Warned,
-)
-from manyhands.places.local.control import ControlError
-from manyhands.places.local.failure import Failure
-from manyhands.places.local.supervisor import Ended, Event, Hung, Said, Started
+from manyhands.places.external.control_server import ControlServer
+from manyhands.places.local.supervisor import Ended, Event, Hung
+from manyhands.strategies.common.members import ExternalMembers
 from manyhands.strategies.ps.external_roles import PsRanks
 from manyhands.strategies.ps.live.ps_job import Job
 from manyhands.strategies.ps.live.ps_members import LocalMembers, RunFiles
@@ -47,11 +29,9 @@ from manyhands.strategies.ps.live.server_tables import final_bytes
 from manyhands.strategies.ps.live.snapshots import ShardSnapshots
 from manyhands.strategies.ps.shard_layout import FlatLayout
 from manyhands.strategies.ps.update_files import has_record, record_mark, record_of, record_rows, take_record
-from manyhands.transport.link.message import ProtocolError
+from manyhands.transport.messages import ProtocolError
 
 __all__ = ["RoleMembers", "RunKeeper"]
-
-_LOOK_S: Final = 0.02
 
 
 class RunKeeper:
@@ -68,7 +48,10 @@ class RunKeeper:
         try:
             match shipment.kind:
                 case "final":
-                    self._take_final(shipment.shard, data)
+                    with Segment.attach(os.dup(self._files.final)) as segment:
+                        memory = segment.tensor(0, final_bytes(self._layout), torch.uint8)
+                        take_final(self._layout, shipment.shard, data, memory)
+                        del memory
                 case "buffers":
                     _require_tensors(data)
                     with open(f"/proc/self/fd/{self._files.buffers}", "wb") as file:
@@ -80,12 +63,6 @@ class RunKeeper:
                     self._before[shipment.file] = take_record(self._job.run_path, shipment.file, bytes(data))
         except WriteFailed as error:
             self._say(f"no {shipment}: {error}")
-
-    def _take_final(self, shard: int, data: bytearray) -> None:
-        with Segment.attach(os.dup(self._files.final)) as segment:
-            memory = segment.tensor(0, final_bytes(self._layout), torch.uint8)
-            take_final(self._layout, shard, data, memory)
-            del memory
 
     def snapshot(self, wanted: SnapshotWanted) -> Sequence[Any]:
         """A shard's snapshot as buffers to send; empty if there is none."""
@@ -119,17 +96,7 @@ class RunKeeper:
         return rows + self._before.get(name, 0)
 
 
-@dataclass(slots=True)
-class _Wanted:
-    """A requested member that has not connected yet."""
-
-    member: int
-    number: int
-    serves: bool
-    since_s: float
-
-
-class RoleMembers:
+class RoleMembers(ExternalMembers):
     """All members on control connections, and the leader's child if the leader has a role; a context manager."""
 
     def __init__(
@@ -141,165 +108,65 @@ class RoleMembers:
         local: LocalMembers,
         say: Callable[[str], None],
     ) -> None:
-        self._control_server, self._ranks, self._job, self._keeper = control_server, ranks, job, keeper
-        self._local, self._say = local, say
-        self._has_child = 0 in (*ranks.servers, *ranks.workers)
-        self._wanted: dict[int, _Wanted] = {}  # by rank
-        self._at: dict[int, int] = {}  # by member, the rank that it is
-        self._member_of: dict[int, int] = {}  # by rank
-        self._untold: list[Event | Hung] = []
-        self._stack = ExitStack()
-
-    def __enter__(self) -> Self:
-        with ExitStack() as stack:
-            if self._has_child:
-                stack.enter_context(self._local)
-            self._stack = stack.pop_all()
-        return self
+        has_child = 0 in (*ranks.servers, *ranks.workers)
+        super().__init__(control_server, local if has_child else None, say, job.timeout_s)
+        self._ranks, self._job, self._keeper, self._local = ranks, job, keeper, local
 
     def __exit__(self, *_: object) -> None:
         """Stop the child and all standby processes; the leader tells the members themselves."""
         for rank in self._control_server.members:
             if rank not in self._member_of:
                 self._control_server.ask_to_stop(rank)
-        self._stack.close()
-
-    # ── what the launcher asks ────────────────────────────────────────────────────────────────────────────────────
-
-    @property
-    def members(self) -> tuple[int, ...]:
-        """The members that are connected, without those still awaited."""
-        return (*self._at, *(self._local.members if self._has_child else ()))
-
-    def together(self) -> AbstractContextManager[None]:
-        """A no-op: all processes except the leader's child have been started already."""
-        return nullcontext()
+        super().__exit__()
 
     def start_server(self, member: int, place: int) -> str:
         """Request the server of this index; its process gets a TakePart once it has connected."""
-        return self._want(_Wanted(member, place, True, time.monotonic()))
+        return self._start(
+            member, self._ranks.servers[place], lambda: self._local.start_server(member, place)
+        )
 
     def start_worker(self, member: int, slot: int) -> str:
         """Request the worker of this slot; its process gets a TakePart once it has connected."""
-        return self._want(_Wanted(member, slot, False, time.monotonic()))
+        return self._start(member, self._ranks.workers[slot], lambda: self._local.start_worker(member, slot))
 
-    def poll(self, timeout_s: float) -> Sequence[Event | Hung]:
-        """The events so far; PeerTimeout that names a role whose process was not started in time."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            if self._has_child:
-                self._untold += self._local.poll(0.0)
-            for event in self._control_server.poll(min(_LOOK_S, max(0.0, deadline - time.monotonic()))):
-                self._untold += self._hear(event)
-            self._require_in_time()
-            if self._untold or time.monotonic() >= deadline:
-                untold, self._untold = self._untold, []
-                return untold
-
-    def tell(self, member: int, payload: Mapping[str, Any]) -> None:
-        """Send over the control connection, or the child's channel; a no-op if the member has ended."""
-        rank = self._at.get(member)
-        if rank is not None:
-            self._control_server.tell(rank, payload)
-        elif self._is_child(member):
-            self._local.tell(member, payload)
-
-    def kill(self, member: int) -> None:
-        """Dismiss the member: its messages are ignored from now on, and it is told so."""
-        rank = self._at.get(member)
-        if rank is not None:
-            self._control_server.dismiss(rank, "the leader went on without it")
-        elif self._is_child(member):
-            self._local.kill(member)
-
-    def ask_to_stop(self, member: int) -> None:
-        """Ask the member to leave, if it has connected."""
-        rank = self._at.get(member)
-        if rank is not None:
-            self._control_server.ask_to_stop(rank)
-        elif self._is_child(member):
-            self._local.ask_to_stop(member)
-
-    def _is_child(self, member: int) -> bool:
-        return self._has_child and member in self._local.members
-
-    # ── parts ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _want(self, wanted: _Wanted) -> str:
-        rank = self._ranks.of(wanted.number, serves=wanted.serves)
+    def _start(self, member: int, rank: int, start_child: Callable[[], str]) -> str:
         if rank == 0:
-            start = self._local.start_server if wanted.serves else self._local.start_worker
-            return start(wanted.member, wanted.number)
-        self._wanted[rank] = wanted
-        if rank in self._control_server.members:
-            self._give_part(rank)
+            return start_child()
+        self._want(rank, member)
         return self._ranks.names[rank]
 
-    def _give_part(self, rank: int) -> None:
-        wanted = self._wanted.pop(rank, None)
-        if wanted is None:
-            return  # it stands by until its predecessor's end is reported
-        self._at[wanted.member], self._member_of[rank] = rank, wanted.member
-        job = self._job
+    def _name(self, rank: int) -> str:
+        return self._ranks.names[rank]
+
+    def _give_part(self, rank: int, member: int) -> None:
+        job, serves = self._job, rank in self._ranks.servers
         part = TakePart(
-            member=wanted.member,
-            serves=wanted.serves,
-            number=wanted.number,
+            member=member,
+            serves=serves,
+            number=(self._ranks.servers if serves else self._ranks.workers).index(rank),
             token=job.token,
             threads=job.threads,
             resume_version=job.resume_version,
             keeps=job.run_path is not None,
             records=record_mark(Path(job.run_path)) if job.run_path is not None else None,
-            buffers=bool(job.buffers) and not wanted.serves,
+            buffers=bool(job.buffers) and not serves,
         )
         self._control_server.tell(rank, PARTS.write(part))
         if part.buffers:
             self._control_server.give(rank, str(BUFFERS), list(encode_tensors(job.buffers)))
-        self._untold.append(Started(wanted.member, self._control_server.line(rank).pid))
 
-    def _require_in_time(self) -> None:
-        now_s = time.monotonic()
-        for rank, wanted in self._wanted.items():
-            waited_s = now_s - wanted.since_s
-            if waited_s > self._job.timeout_s:
-                remote = "".join(f"; {sentence}" for sentence in self._control_server.rejected[-3:])
-                raise PeerTimeout(
-                    f"{self._ranks.names[rank]} did not come within {waited_s:.0f} s; start it, or see on its host why "
-                    f"it ended{remote}",
-                    peer=-1,
-                )
-
-    # ── what comes over the lines ─────────────────────────────────────────────────────────────────────────────────
-
-    def _hear(self, event: ControlEvent) -> list[Event | Hung]:
-        match event:
-            case Started(member=rank):
-                self._give_part(rank)
-            case Said(member=rank, payload=payload):
-                return self._hear_said(rank, payload)
-            case Delivered(member=rank, name=name, data=data):
-                self._take(rank, name, data)
-            case Ended(member=rank):
-                return self._end(rank, event)
-            case ProcessRejected(sentence=sentence) | Warned(sentence=sentence):
-                self._say(sentence)
-        return []
-
-    def _hear_said(self, rank: int, payload: Mapping[str, Any]) -> list[Event | Hung]:
-        member = self._member_of.get(rank)
-        if member is None:
-            return []
+    def _said(self, rank: int, payload: Mapping[str, Any]) -> list[Event | Hung]:
         try:
             if payload.get("kind") == SnapshotWanted.__name__:
                 self._give_snapshot(rank, WANTS.read(payload))
                 return []
             REPORTS.read(payload)  # validate it here, since the launcher will parse it
-        except (ProtocolError, ControlError) as error:
+        except ProtocolError as error:
             self._refuse(rank, error)
             return []
         if payload.get("kind") == StepComputed.__name__:
-            self._keeper.computed(member, self._ranks.names[rank])
-        return [Said(member, payload)]
+            self._keeper.computed(self._member_of[rank], self._ranks.names[rank])
+        return super()._said(rank, payload)
 
     def _give_snapshot(self, rank: int, wanted: SnapshotWanted) -> None:
         servers = self._job.strategy.servers
@@ -309,28 +176,18 @@ class RoleMembers:
             rank, str(Shipment("snapshot", shard=wanted.shard)), self._keeper.snapshot(wanted)
         )
 
-    def _take(self, rank: int, name: str, data: bytearray) -> None:
+    def _receive(self, rank: int, name: str, data: bytearray) -> None:
         try:
             self._keeper.take(Shipment.parse(name, self._job.strategy.servers), data)
         except ProtocolError as error:
             self._refuse(rank, error)
 
-    def _refuse(self, rank: int, error: Exception) -> None:
-        """Dismiss a member that violated the protocol; the run continues without it."""
-        self._control_server.dismiss(rank, str(error))
-        self._say(f"{self._ranks.names[rank]} sent what nobody may send: {printable(str(error))}")
-
-    def _end(self, rank: int, ended: Ended) -> list[Event | Hung]:
-        member = self._member_of.pop(rank, None)
-        failure = ended.failure
-        if failure is not None and _is_refusal(failure):
-            raise failure.error()
-        if member is None:
-            return []  # it had no part yet: another may come in its place
-        del self._at[member]
+    def _ended(self, rank: int, ended: Ended) -> Ended:
+        reported = ended.failure.reported if ended.failure is not None else None
+        if ended.failure is not None and reported is not None and reported.kind == UserError.__name__:
+            raise ended.failure.error()  # it cannot do its work, here or in any successor: the port is taken, say
         payload = self._keeper.counted(ended.payload) if ended.payload is not None else None
-        told = replace(ended, member=member, name=self._ranks.names[rank], payload=payload)
-        return [replace(told, failure=replace(failure, rank=member)) if failure is not None else told]
+        return replace(ended, name=self._ranks.names[rank], payload=payload)
 
 
 def _require_tensors(data: bytearray) -> None:
@@ -338,8 +195,3 @@ def _require_tensors(data: bytearray) -> None:
         load(bytes(data))
     except SafetensorError as error:
         raise ProtocolError("buffers", f"{len(data)} bytes are no tensors: {error}") from error
-
-
-def _is_refusal(failure: Failure) -> bool:
-    """Whether a role cannot do its work, here or in any successor, for example because the port is taken."""
-    return failure.reported is not None and failure.reported.kind == UserError.__name__

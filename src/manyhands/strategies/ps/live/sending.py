@@ -21,7 +21,7 @@ from manyhands.strategies.ps.live.snapshots import ShardSnapshot, pack_install, 
 from manyhands.strategies.ps.shard_layout import FlatLayout
 from manyhands.strategies.ps.shard_store import ShardStore
 from manyhands.strategies.ps.update_files import is_record
-from manyhands.transport.link.message import ProtocolError
+from manyhands.transport.messages import ProtocolError
 
 __all__ = ["BUFFERS", "Shipment", "final_chunks", "pack_snapshot", "take_final", "unpack_snapshot"]
 

@@ -62,7 +62,7 @@ from manyhands.strategies.ps.shard_replica import ReplicaRole
 from manyhands.strategies.ps.shard_store import Contribution
 from manyhands.strategies.ps.update_files import ShardRecorder
 from manyhands.transport.hub.hub import Arrived, Joined, Lost, Ready, Rejected, Shared
-from manyhands.transport.link.message import ProtocolError
+from manyhands.transport.messages import ProtocolError
 
 __all__ = ["serve", "serve_with"]
 

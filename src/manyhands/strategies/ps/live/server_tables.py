@@ -28,7 +28,7 @@ from manyhands.strategies.ps.live.row_payloads import (
 )
 from manyhands.strategies.ps.shard_layout import FlatLayout
 from manyhands.strategies.ps.shard_store import ShardStore
-from manyhands.transport.link.message import ProtocolError
+from manyhands.transport.messages import ProtocolError
 from manyhands.wire.flat_layout import LINE_BYTES
 
 __all__ = ["ServerTables", "final_bytes", "final_tables", "leave_tables"]

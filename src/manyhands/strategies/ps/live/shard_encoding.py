@@ -17,7 +17,7 @@ from torch import Tensor
 
 from manyhands.native.segment import round_up
 from manyhands.strategies.ps.shard_layout import FlatLayout, ShardRange
-from manyhands.transport.link.message import ProtocolError
+from manyhands.transport.messages import ProtocolError
 from manyhands.wire.codec import BadBytes, codec_named, encodes
 from manyhands.wire.flat_layout import LINE_BYTES
 from manyhands.wire.parcels import Parcel, gaps_between

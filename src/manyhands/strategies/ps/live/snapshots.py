@@ -24,7 +24,7 @@ from manyhands.data.store.checkpoint import CheckpointStore, Loaded, NoCheckpoin
 from manyhands.data.store.state_tree import flatten, unflatten
 from manyhands.errors import CorruptCheckpoint
 from manyhands.strategies.ps.shard_state import ShardState
-from manyhands.transport.link.message import ProtocolError
+from manyhands.transport.messages import ProtocolError
 
 __all__ = ["ShardSnapshot", "ShardSnapshots", "pack_install", "unpack_install"]
 

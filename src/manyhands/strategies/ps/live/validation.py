@@ -23,7 +23,7 @@ from manyhands.strategies.ps.ps_messages import (
     Welcome,
     Yield,
 )
-from manyhands.transport.link.message import ProtocolError
+from manyhands.transport.messages import ProtocolError
 
 __all__ = ["FOR_WORKERS", "require_sense", "require_shard"]
 

@@ -11,7 +11,7 @@ from manyhands.strategies.ps.live.shard_encoding import as_tensor
 from manyhands.strategies.ps.live.validation import require_shard
 from manyhands.strategies.ps.live.worker_state import WorkerState
 from manyhands.strategies.ps.ps_messages import Parameters, Push, ReadRows, RowValues
-from manyhands.transport.link.message import ProtocolError
+from manyhands.transport.messages import ProtocolError
 
 __all__ = ["WorkerPayloads"]
 

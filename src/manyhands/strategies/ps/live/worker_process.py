@@ -11,10 +11,10 @@ from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from typing import Any
 
-from manyhands.engine.booking import StepBook
 from manyhands.engine.computing import Computed
 from manyhands.engine.exchange import Traffic
 from manyhands.engine.reduction import require_reduction
+from manyhands.engine.reporting import StepBook
 from manyhands.errors import Aborted, NonFinite, PeerTimeout
 from manyhands.native.threads import use_threads
 from manyhands.native.wait_sign import LongWait
@@ -48,8 +48,8 @@ from manyhands.strategies.ps.live.worker_state import WorkerState
 from manyhands.strategies.ps.ps_messages import Parameters, RowsUnknown, RowValues, View, Welcome, Work
 from manyhands.strategies.ps.update_files import ComputedRow
 from manyhands.transport.hub.hub import Arrived, Hub, Joined, Lost
-from manyhands.transport.link.message import ProtocolError
 from manyhands.transport.link.wire import Wire
+from manyhands.transport.messages import ProtocolError
 
 __all__ = ["work", "work_with"]
 

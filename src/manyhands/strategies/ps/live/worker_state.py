@@ -9,7 +9,7 @@ import torch
 
 from manyhands.data.store.atomic import WriteFailed
 from manyhands.engine.computing import Computed
-from manyhands.engine.diagnosis import Course, diagnose
+from manyhands.engine.worker import Course, diagnose
 from manyhands.errors import CorruptCheckpoint
 from manyhands.strategies.ps.live.area import WorkerArea
 from manyhands.strategies.ps.live.member_resources import MemberContext, MemberResources

@@ -25,7 +25,7 @@ from manyhands.strategies.common.tables.rowsets import RowSetNames, Unknown, nam
 from manyhands.strategies.ps.live.row_payloads import Said, pack, values_bytes
 from manyhands.strategies.ps.shard_layout import FlatLayout, Table
 from manyhands.task import RowsOf
-from manyhands.transport.link.message import ProtocolError
+from manyhands.transport.messages import ProtocolError
 from manyhands.wire.flat_layout import LINE_BYTES
 
 __all__ = ["WorkerTables"]

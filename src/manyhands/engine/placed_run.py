@@ -1,0 +1,209 @@
+"""The run of `fit` as a place sees it: what a process does that starts the workers, that leads, or that is led.
+
+here         run_session, which starts workers on this host
+rank 0       lead_group ── gather ── run_session ── gives out the run ──►
+rank r       join_group ── Training.take_part ─────────────────────────►  the same Run, but for its directory
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import queue
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from torch import nn
+
+from manyhands.data.randomness import preserved, seed_all
+from manyhands.data.store.state_tree import pack_tree, unpack_tree
+from manyhands.engine.request import Request
+from manyhands.engine.run import History, Run
+from manyhands.engine.session import run_session
+from manyhands.engine.training import Training, training_class
+from manyhands.errors import Aborted, PeerTimeout, UserError, WorkerFailed
+from manyhands.places.external.control_messages import Term
+from manyhands.places.external.process_group import GroupMember, ProcessGroup, join_group, lead_group
+from manyhands.places.external.process_place import ProcessPlace
+from manyhands.places.external.register import terms_of
+from manyhands.places.run_commands import Command
+from manyhands.strategy import Strategy
+
+__all__ = ["RequestedRun", "spoken_by"]
+
+_log = logging.getLogger("manyhands")
+_fits = itertools.count()
+"""Every process of a run calls `fit` as often as the others, in the same order: so each call has a name."""
+
+_RUN: Final = "run"
+_COME_AGAIN_S: Final = 30.0
+
+
+@contextmanager
+def spoken_by(leads: bool) -> Iterator[None]:
+    if leads:
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestedRun:
+    """What was asked of `fit`, to be run at a place; see `places.place.PlacedRun`."""
+
+    request: Request
+    out: str | Path | None
+    resume: bool
+
+    @property
+    def strategy(self) -> Strategy:
+        return self.request.strategy
+
+    @property
+    def workers(self) -> int:
+        return self.request.workers
+
+    @property
+    def device(self) -> str:
+        return self.request.plan.device
+
+    @property
+    def min_workers(self) -> int | None:
+        return self.request.options.min_workers
+
+    @property
+    def max_workers(self) -> int | None:
+        return self.request.options.max_workers
+
+    @property
+    def commands(self) -> queue.SimpleQueue[Command] | None:
+        return self.request.options.commands
+
+    @property
+    def calls_back(self) -> bool:
+        options = self.request.options
+        return bool(options.callbacks or options.on_rows or options.view or options.commands)
+
+    def for_others(self) -> RequestedRun:
+        alone: dict[str, Any] = {"on_rows": None, "view": None, "commands": None, "resume_command": ""}
+        options = replace(self.request.options, callbacks=(), progress="none", **alone)
+        return RequestedRun(request=replace(self.request, options=options), out=None, resume=False)
+
+    def following(self, commands: queue.SimpleQueue[Command]) -> RequestedRun:
+        options = replace(self.request.options, commands=commands)
+        return replace(self, request=replace(self.request, options=options))
+
+    def pack(self, result: Run) -> bytes:
+        return b"".join(bytes(chunk) for chunk in pack_tree(_tree(result)))
+
+    def unpack(self, data: bytes) -> Run:
+        """The run that another process has led, which keeps its directory."""
+        run = _run_of(self.request.plan.task.model(), bytearray(data))
+        if self.out is not None:
+            run.summary["notes"].append(
+                f"the run is kept in {self.out} on the node of the cluster that led it"
+            )
+        return run
+
+    def here(self) -> Run:
+        return run_session(self.request, self.out, self.resume)
+
+    def take_part(self, process: ProcessPlace, name: str | None = None) -> Run:
+        """Be one process of the run; `name` is by default made of how often this process has called `fit`.
+
+        Returns the same on each process but for the directory.
+        """
+        request = self.request
+        if process.world == 1:
+            return self.here()
+        kind = training_class(request.strategy, compiled=request.plan.task.compiled)
+        if not kind.can_take_part:
+            raise UserError(
+                f"strategy={request.strategy} starts processes of its own, and {process.kind} has started "
+                f"{process.world} that would be workers; use allreduce here, or start it without {process.kind}"
+            )
+        if process.index is None:  # the launcher counts processes, and gives them no roles
+            role, index = request.strategy.role_of(process.rank, request.workers)
+            process = replace(process, role=role, index=index)
+        with preserved():
+            seed_all(request.plan.seed)
+            model = request.plan.task.model()
+        name = name or f"fit/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_fits)}"
+        terms, timeout_s = _terms(request, model), request.options.timeout_s
+        asked: dict[str, Any] = {"security": request.options.security(), "comes_again": kind.comes_again}
+        if process.leads:
+            with lead_group(process, terms, name, timeout_s=timeout_s, **asked) as process_group:
+                return self._lead(process_group)
+        patience_s = timeout_s
+        with preserved(), spoken_by(leads=False):
+            while True:
+                with join_group(process, terms, name, timeout_s=patience_s, **asked) as member:
+                    member.timeout_s = timeout_s
+                    try:
+                        return _follow(member, kind(request, model), model)
+                    except Aborted as error:
+                        if not (
+                            kind.comes_again and member.line.over is not None and member.line.over.is_lost
+                        ):
+                            raise
+                        _log.warning("%s; %s tries to come again", error, process.name)
+                patience_s = min(timeout_s, _COME_AGAIN_S)
+
+    def _lead(self, process_group: ProcessGroup) -> Run:
+        process_group.gather(lambda sentence: _log.warning("%s", sentence))
+        run = run_session(self.request, self.out, self.resume, process_group)
+        process_group.give(_RUN, partial(pack_tree, _tree(run)))
+        process_group.shutdown()
+        return run
+
+
+def _follow(member: GroupMember, training: Training, model: nn.Module) -> Run:
+    training.take_part(member)
+    if member.place.leaves:
+        return Run(model=model, history=History([]), summary={})
+    line = member.line
+    try:
+        return _run_of(model, line.take(_RUN, member.timeout_s))
+    except (Aborted, PeerTimeout) as error:
+        if line.over is None:
+            raise
+        raise WorkerFailed(line.over.sentence, worker_rank=line.over.rank) from error
+
+
+def _tree(run: Run) -> dict[str, Any]:
+    return {"model": run.model.state_dict(), "summary": run.summary, "rows": list(run.history)}
+
+
+def _run_of(model: nn.Module, data: bytearray) -> Run:
+    tree = unpack_tree(data)
+    model.load_state_dict(tree["model"])
+    return Run(model=model, history=History(tree["rows"]), summary=tree["summary"])
+
+
+def _terms(request: Request, model: nn.Module) -> tuple[Term, ...]:
+    """What must be the same on every process, the most informative difference first."""
+    config: dict[str, Any] = request.config(model)
+    versions, plan = config.pop("versions"), request.plan
+    first = {name: config.pop(name) for name in ("task", "strategy", "steps", "seed")}
+    return terms_of(
+        {
+            **first,
+            "manyhands": versions["manyhands"],
+            "torch": versions["torch"],
+            **config,
+            "stopping": plan.stopping,
+            "autocast": plan.autocast,
+            "compile": plan.compile,
+            "buffers": plan.buffers,
+            "check_every": plan.check_every,
+            "slow": plan.slow,
+        }
+    )

@@ -1,0 +1,490 @@
+"""Rounds in which ranks lay data out, synchronize, and read from each other: the basis of compiled calls.
+
+A call (`exchange` or `direct`) is one block of int64 words in this process's memory: its record (see `calls`), where it
+stands, and what its kind needs. Every wait ends at `deadline_ns` at the latest with TIMED_OUT, and the same call may be
+made again to go on: that is how Python sees signals during a long wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+from llvmlite import ir
+from numba import int64, types, uint32
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from manyhands.interop.c10d.collective_calls import COMPARED_WORDS, EXTENT_WORD, RECORD_WORDS
+from manyhands.interop.c10d.shared_layout import (
+    ABORT_OFFSET,
+    ARRIVED,
+    DONE,
+    HALF_BYTES,
+    RECORD_BYTES,
+    RECORDS,
+    REGIONS,
+    TABLES,
+    WAKEUP,
+    MemoryLayout,
+)
+from manyhands.native.atomics import array_at, clock_ns, compare_swap_u32, futex_wake, load_u32
+from manyhands.native.decorators import njit
+from manyhands.native.group.reduction_kernels import ALL, SCRATCH_BYTES, call_reducer
+from manyhands.native.segment import CACHE_LINE
+from manyhands.native.waiting import (
+    ABORTED,
+    LEAVE_BYTES,
+    REACHED,
+    announce,
+    leave_cores,
+    on_my_core,
+    reached,
+    wait_until,
+)
+
+__all__ = [
+    "ADDRESS",
+    "BEGIN",
+    "GATHER",
+    "MISMATCH",
+    "PHASE",
+    "ROUND",
+    "SCRATCH_ROOM",
+    "SETTLE",
+    "STEP",
+    "Lane",
+    "Read",
+    "RoundReducer",
+    "abort",
+    "all_reduce",
+    "all_reduce_words",
+    "call_head",
+    "copy",
+    "exchange",
+    "exchange_words",
+    "leave",
+    "leave_round",
+    "most_words",
+    "record",
+    "reduce",
+    "region",
+    "stage_words",
+]
+
+MISMATCH: Final = 20  # beside REACHED, ABORTED and TIMED_OUT: the records differ, and nothing was read
+
+# The stage of this rank: a block of words that lives as long as the group.
+(
+    CONTROL,  # address of the shared memory
+    _REGION_BYTES,
+    _AREAS,  # address of the first rank's area
+    _HALF_BYTES,
+    RANK,
+    WORLD,
+    _SPINS,
+    _SCRATCH,  # address of SCRATCH_ROOM bytes of this rank's own
+    _ROUND,  # the last round this rank has arrived at
+    _PART_NS,  # when this rank may next try to change its core
+) = range(10)
+STAGE_WORDS: Final = 10
+SCRATCH_ROOM: Final = max(SCRATCH_BYTES, LEAVE_BYTES)
+_PART_EVERY_NS = 1_000_000  # moving costs some 20 microseconds
+
+# A call: its record, where it stands, and the reducer's address, operation and size of an item, or zeros.
+PHASE, ROUND, STEP, REDUCER, _OPERATION, ITEM_BYTES = range(RECORD_WORDS, RECORD_WORDS + 6)
+CALL_WORDS: Final = RECORD_WORDS + 6
+BEGIN: Final = 0
+"""Nothing is laid out yet."""
+GATHER: Final = 1
+"""This rank has laid its data out and waits until all have arrived."""
+SETTLE: Final = 2
+"""This rank has reduced its slice and waits until all are done."""
+
+
+class RoundReducer(NamedTuple):
+    """A compiled reduction (see `allreduce.kernels`): its address, its operation and the size of an item."""
+
+    address: int
+    operation: int
+    item_bytes: int
+
+
+def stage_words(
+    *, control: int, where: MemoryLayout, rank: int, world: int, spins: int, scratch: int, before: int
+) -> list[int]:
+    """The stage of a rank: `control` is the address of the shared memory, `before` the round before the first."""
+    areas = control + where.areas
+    return [control, where.region_bytes, areas, HALF_BYTES, rank, world, spins, scratch, before, 0]
+
+
+def call_head(record_words: Sequence[int], reducer: RoundReducer | None) -> list[int]:
+    return [*record_words, BEGIN, 0, 0, *(reducer or (0, 0, 0))]
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def copy(_typing: Any, target: Any, source: Any, num_bytes: Any) -> Any:  # noqa: ARG001
+    def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        target, source = (builder.inttoptr(address, ir.IntType(8).as_pointer()) for address in args[:2])
+        cgutils.raw_memcpy(builder, target, source, args[2], 1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), codegen
+
+
+@njit(nogil=True, inline="always")
+def region(stage: Any, rank: int) -> int:
+    return stage[CONTROL] + REGIONS + rank * stage[_REGION_BYTES]  # type: ignore[no-any-return]
+
+
+@njit(nogil=True, inline="always")
+def half(stage: Any, rank: int, number: int) -> int:
+    """Where `rank` stages round `number`."""
+    return stage[_AREAS] + (2 * rank + (number & 1)) * stage[_HALF_BYTES]  # type: ignore[no-any-return]
+
+
+@njit(nogil=True, inline="always")
+def record(stage: Any, rank: int, number: int) -> Any:
+    return array_at(region(stage, rank) + RECORDS + (number & 1) * RECORD_BYTES, RECORD_WORDS, int64)
+
+
+@njit(nogil=True)
+def _part_from(stage: Any, word: int) -> None:
+    """Move to another core if the rank that writes `word` runs on this one, unless that was tried just now."""
+    now_ns = clock_ns()
+    if now_ns >= stage[_PART_NS] and on_my_core(word):
+        leave_cores(region(stage, 0) + ARRIVED, stage[WORLD], stage[_REGION_BYTES], stage[_SCRATCH])
+        stage[_PART_NS] = now_ns + _PART_EVERY_NS
+
+
+@njit(nogil=True)
+def wait_for_all(stage: Any, which: int, number: int, deadline_ns: int) -> int:
+    """Wait until every rank's word `which` (ARRIVED or DONE) has come to `number`: REACHED, or why not."""
+    for rank in range(stage[WORLD]):
+        word = region(stage, rank) + which
+        if reached(word, number):
+            continue
+        if rank < stage[RANK]:  # of two on one core, the higher leaves
+            _part_from(stage, word)
+        status = wait_until(word, number, stage[CONTROL] + ABORT_OFFSET, deadline_ns, stage[_SPINS])
+        if status != REACHED:
+            return status  # type: ignore[no-any-return]
+    return REACHED
+
+
+@njit(nogil=True, inline="always")
+def next_round(stage: Any) -> int:
+    return stage[_ROUND] + 1  # type: ignore[no-any-return]
+
+
+@njit(nogil=True)
+def arrive(stage: Any, number: int) -> None:
+    """Announce that this rank's data of round `number` is laid out."""
+    stage[_ROUND] = number
+    announce(region(stage, stage[RANK]) + ARRIVED, number)
+
+
+@njit(nogil=True)
+def leave(stage: Any, number: int) -> None:
+    """Announce that this rank is done with round `number`."""
+    announce(region(stage, stage[RANK]) + DONE, number)
+
+
+@njit(nogil=True)
+def begin(stage: Any, call: Any) -> int:
+    """Lay the record of a call out for its first round, whose number is returned."""
+    number = next_round(stage)
+    call[ROUND] = number
+    own = record(stage, stage[RANK], number)
+    for word in range(RECORD_WORDS):
+        own[word] = call[word]
+    return number  # type: ignore[no-any-return]
+
+
+@njit(nogil=True)
+def all_agree(stage: Any, call: Any, number: int) -> bool:
+    """Whether all ranks have begun the same call in round `number`, at which all have arrived."""
+    for rank in range(stage[WORLD]):
+        other = record(stage, rank, number)
+        for word in range(COMPARED_WORDS):
+            if other[word] != call[word]:
+                return False
+    return True
+
+
+@njit(nogil=True, inline="always")
+def reduce(stage: Any, call: Any, parts: int, count: int, target: int) -> None:
+    """Combine `count` items at each of the addresses that lie at `parts`, one for each rank; see `call_reducer`."""
+    call_reducer(call[REDUCER], parts, stage[WORLD], count, call[_OPERATION], target, stage[_SCRATCH])
+
+
+@njit("void(int64)", nogil=True, cache=True)
+def leave_round(stage_address: int) -> None:
+    """Announce that this rank is done with the round it has arrived at, having read nothing."""
+    stage = array_at(stage_address, STAGE_WORDS, int64)
+    leave(stage, stage[_ROUND])
+
+
+@njit("void(int64, int64)", nogil=True, cache=True)
+def abort(stage_address: int, word: int) -> None:
+    """Store `word` (not 0) as the reason to stop, unless there is one, and wake everyone."""
+    stage = array_at(stage_address, STAGE_WORDS, int64)
+    compare_swap_u32(stage[CONTROL] + ABORT_OFFSET, uint32(0), uint32(word))
+    for rank in range(stage[WORLD]):
+        for which in (ARRIVED, DONE, WAKEUP):
+            futex_wake(region(stage, rank) + which)
+
+
+# The compiled all-reduce: direct, staged in blocks that stay in the cache.
+#
+# Rank j combines slice j of the block of all ranks, in rank order, and puts the result back into all of them. Its own
+# slice it takes from, and leaves in, the caller's tensor: only what others need is copied into shared memory, and only
+# what others have computed is copied out. While a rank waits for the results of one block, its part of the next is
+# already laid out.
+
+
+# After the words of every call: where the caller's items are, how many, and how many go in one block. Then comes a
+# word for each rank.
+ADDRESS, _COUNT, _BLOCK_ITEMS = range(CALL_WORDS, CALL_WORDS + 3)
+_PARTS: Final = CALL_WORDS + 3
+
+
+def all_reduce_words(head: Sequence[int], items: int, block_items: int, world: int) -> list[int]:
+    """The block of an all-reduce that has not begun; `head` is what `rounds.call_head` gives, ADDRESS is to be set."""
+    return [*head, 0, items, block_items, *(0,) * world]
+
+
+@njit(nogil=True, inline="always")
+def _cut(num_bytes: int, rank: int, world: int) -> int:
+    """Where the slice of `rank` begins in a block: on a cache line, slices as even as they divide."""
+    lines = (num_bytes + CACHE_LINE - 1) // CACHE_LINE
+    return min(lines * rank // world * CACHE_LINE, num_bytes)
+
+
+@njit(nogil=True)
+def _block(call: Any, step: int) -> Any:
+    size = call[_BLOCK_ITEMS] * call[ITEM_BYTES]
+    first = step * size
+    return call[ADDRESS] + first, min(size, call[_COUNT] * call[ITEM_BYTES] - first)
+
+
+@njit(nogil=True)
+def _stage_block(stage: Any, call: Any, step: int, number: int, out: bool) -> None:
+    """Copy what other ranks reduce into this rank's half, or their results `out` of it."""
+    address, size = _block(call, step)
+    first = _cut(size, stage[RANK], stage[WORLD])
+    end = _cut(size, stage[RANK] + 1, stage[WORLD])
+    staged = half(stage, stage[RANK], number)
+    if out:
+        copy(address, staged, first)
+        copy(address + end, staged + end, size - end)
+    else:
+        copy(staged, address, first)
+        copy(staged + end, address + end, size - end)
+
+
+@njit(nogil=True)
+def _reduce_block(stage: Any, call: Any, call_address: int, number: int) -> None:
+    """Combine this rank's slice of the block, its own part in the caller's tensor."""
+    address, size = _block(call, call[STEP])
+    world = stage[WORLD]
+    first, end = _cut(size, stage[RANK], world), _cut(size, stage[RANK] + 1, world)
+    parts_address = call_address + 8 * _PARTS
+    parts = array_at(parts_address, world, int64)
+    for rank in range(world):
+        parts[rank] = half(stage, rank, number) + first
+    parts[stage[RANK]] = address + first
+    reduce(stage, call, parts_address, (end - first) // call[ITEM_BYTES], ALL)
+
+
+@njit("int64(int64, int64, int64)", nogil=True, cache=True)
+def all_reduce(stage_address: int, call_address: int, deadline_ns: int) -> int:
+    """Take part in an all-reduce, from where it stands to its end: REACHED, or why not."""
+    stage = array_at(stage_address, STAGE_WORDS, int64)
+    call = array_at(call_address, _PARTS, int64)
+    if load_u32(stage[CONTROL] + ABORT_OFFSET) != 0:
+        return ABORTED
+    steps = (call[_COUNT] + call[_BLOCK_ITEMS] - 1) // call[_BLOCK_ITEMS]
+    if call[PHASE] == BEGIN:
+        number = begin(stage, call)
+        _stage_block(stage, call, 0, number, False)
+        arrive(stage, number)
+        call[PHASE] = GATHER
+    while True:
+        number = call[ROUND]
+        if call[PHASE] == GATHER:
+            status = wait_for_all(stage, ARRIVED, number, deadline_ns)
+            if status != REACHED:
+                return status  # type: ignore[no-any-return]
+            if call[STEP] == 0 and not all_agree(stage, call, number):
+                return MISMATCH
+            _reduce_block(stage, call, call_address, number)
+            leave(stage, number)
+            call[PHASE] = SETTLE
+            if call[STEP] + 1 < steps:
+                _stage_block(stage, call, call[STEP] + 1, number + 1, False)
+                arrive(stage, number + 1)
+        status = wait_for_all(stage, DONE, number, deadline_ns)
+        if status != REACHED:
+            return status  # type: ignore[no-any-return]
+        _stage_block(stage, call, call[STEP], number, True)
+        call[STEP] += 1
+        if call[STEP] >= steps:
+            return REACHED
+        call[ROUND] = number + 1
+        call[PHASE] = GATHER
+
+
+# The compiled exchange: every rank lays out lanes and reads lanes of others. All collectives but one are of this kind.
+#
+# A lane is bytes for one rank, or one lane for all. Broadcast, gathers, scatter, all-to-all and barrier are exchanges
+# that differ only in their tables. With a reducer, a rank does not copy what it reads but combines it with its own, in
+# rank order: that is reduce and reduce-scatter. What does not fit into one round goes in several, a window of each lane
+# at a time; the longest lane of any rank says how many.
+
+
+Lane = tuple[int, int]
+"""Address and size of bytes for one rank, or for all."""
+Read = tuple[int, int, int, int]
+"""Rank and lane to read, address and size of where it goes."""
+
+# After the words of every call: how many steps, lanes and reads there are, whether the ranks need not compare how much
+# they bring and expect, and the room of a lane in one round. Then the tables, and for a reducer a word for each rank.
+_STEPS, _LANES, _READS, _EVEN, _LANE_BYTES = range(CALL_WORDS, CALL_WORDS + 5)
+_TABLE: Final = CALL_WORDS + 5
+_LANE_WORDS: Final = 2
+_READ_WORDS: Final = 4
+
+
+def exchange_words(
+    head: Sequence[int], lanes: Sequence[Lane], reads: Sequence[Read], *, even: bool, lane_bytes: int
+) -> list[int]:
+    """The block of an exchange that has not begun; `head` is what `rounds.call_head` gives."""
+    words = [*head, 0, len(lanes), len(reads), even, lane_bytes]
+    for lane in lanes:
+        words += lane
+    for read in reads:
+        words += read
+    return words
+
+
+def most_words(world: int) -> int:
+    """The largest block of an exchange among `world` ranks, with room for a reducer's table."""
+    return _TABLE + (_LANE_WORDS + _READ_WORDS + 1) * world
+
+
+@njit(nogil=True, inline="always")
+def _brought(stage: Any, rank: int, number: int) -> Any:
+    """What `rank` brings for each rank, then what it expects from each, in bytes."""
+    size = 2 * stage[WORLD]
+    return array_at(region(stage, rank) + TABLES + (number & 1) * 8 * size, size, int64)
+
+
+@njit(nogil=True)
+def _tables_agree(stage: Any, number: int) -> bool:
+    world = stage[WORLD]
+    for sender in range(world):
+        brings = _brought(stage, sender, number)
+        for receiver in range(world):
+            if brings[receiver] != _brought(stage, receiver, number)[world + sender]:
+                return False
+    return True
+
+
+@njit(nogil=True)
+def _publish_table(stage: Any, call: Any, number: int) -> None:
+    world, rank = stage[WORLD], stage[RANK]
+    table = _brought(stage, rank, number)
+    for other in range(world):
+        lane = other if call[_LANES] == world else 0  # one lane for each, or one for all
+        table[other] = call[_TABLE + lane * _LANE_WORDS + 1]
+    for read in range(call[_READS]):
+        at = _TABLE + call[_LANES] * _LANE_WORDS + read * _READ_WORDS
+        table[world + call[at]] = call[at + 3]
+    table[world + rank] = table[rank]  # what a rank keeps for itself does not travel
+
+
+@njit(nogil=True)
+def _lay_out(stage: Any, call: Any, number: int) -> None:
+    """Copy this step's window of each lane into this rank's half."""
+    room = call[_LANE_BYTES]
+    first = call[STEP] * room
+    target = half(stage, stage[RANK], number)
+    for lane in range(call[_LANES]):
+        at = _TABLE + lane * _LANE_WORDS
+        size = min(room, call[at + 1] - first)
+        if size > 0:
+            copy(target + lane * room, call[at] + first, size)
+
+
+@njit(nogil=True)
+def _read(stage: Any, call: Any, number: int) -> None:
+    room = call[_LANE_BYTES]
+    first = call[STEP] * room
+    for read in range(call[_READS]):
+        at = _TABLE + call[_LANES] * _LANE_WORDS + read * _READ_WORDS
+        size = min(room, call[at + 3] - first)
+        if size > 0:
+            copy(call[at + 2] + first, half(stage, call[at], number) + call[at + 1] * room, size)
+
+
+@njit(nogil=True)
+def _combine(stage: Any, call: Any, parts_address: int, number: int) -> None:
+    """Combine this step's window of the lane that this rank reads from all others with its own, in rank order."""
+    room = call[_LANE_BYTES]
+    first = call[STEP] * room
+    at = _TABLE + call[_LANES] * _LANE_WORDS
+    if call[_READS] == 0 or call[at + 3] <= first:
+        return
+    parts = array_at(parts_address, stage[WORLD], int64)
+    for rank in range(stage[WORLD]):
+        parts[rank] = half(stage, rank, number) + call[at + 1] * room
+    parts[stage[RANK]] = call[at + 2] + first
+    reduce(stage, call, parts_address, min(room, call[at + 3] - first) // call[ITEM_BYTES], stage[RANK])
+
+
+@njit(nogil=True)
+def _steps(stage: Any, call: Any, number: int) -> int:
+    longest = 0
+    for rank in range(stage[WORLD]):
+        longest = max(longest, record(stage, rank, number)[EXTENT_WORD])
+    return (longest + call[_LANE_BYTES] - 1) // call[_LANE_BYTES]  # type: ignore[no-any-return]
+
+
+@njit("int64(int64, int64, int64)", nogil=True, cache=True)
+def exchange(stage_address: int, call_address: int, deadline_ns: int) -> int:
+    """Take part in an exchange, from where it stands to its end: REACHED, or why not."""
+    stage = array_at(stage_address, STAGE_WORDS, int64)
+    head = array_at(call_address, _TABLE, int64)
+    words = _TABLE + head[_LANES] * _LANE_WORDS + head[_READS] * _READ_WORDS
+    call = array_at(call_address, words, int64)
+    if load_u32(stage[CONTROL] + ABORT_OFFSET) != 0:
+        return ABORTED
+    while True:
+        if call[PHASE] == BEGIN:
+            if call[STEP] == 0:
+                begin(stage, call)
+                if call[_EVEN] == 0:
+                    _publish_table(stage, call, call[ROUND])
+            else:
+                call[ROUND] = next_round(stage)
+            _lay_out(stage, call, call[ROUND])
+            arrive(stage, call[ROUND])
+            call[PHASE] = GATHER
+        number = call[ROUND]
+        status = wait_for_all(stage, ARRIVED, number, deadline_ns)
+        if status != REACHED:
+            return status  # type: ignore[no-any-return]
+        if call[STEP] == 0:
+            if not all_agree(stage, call, number) or (call[_EVEN] == 0 and not _tables_agree(stage, number)):
+                return MISMATCH
+            call[_STEPS] = _steps(stage, call, number)
+        if call[REDUCER] == 0:
+            _read(stage, call, number)
+        else:
+            _combine(stage, call, call_address + 8 * words, number)
+        leave(stage, number)
+        call[STEP] += 1
+        call[PHASE] = BEGIN
+        if call[STEP] >= call[_STEPS]:
+            return REACHED

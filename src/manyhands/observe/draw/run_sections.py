@@ -1,0 +1,322 @@
+"""The sections of a run's page, each a function from a view to its heading and body; `page` lists them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import astuple
+from html import escape
+
+from manyhands.errors import format_bytes
+from manyhands.observe.analyse.recent import WINDOW_NS
+from manyhands.observe.analyse.view import Curve, Phase, Presence, RunView
+from manyhands.observe.draw.charts import (
+    Series,
+    bar_chart,
+    data_table,
+    histogram,
+    line_chart,
+    loss_chart,
+    matrix,
+    quiet,
+    share_bars,
+    short_number,
+)
+from manyhands.observe.draw.paper import PART_COLOURS, PageSection
+
+_TILE_LETTERS = 14
+_FACT_LETTERS = 24  # characters of a value that fit in one of two columns on a phone
+_MAX_NARROW_WAITS = 6  # workers whose waits fit in one column of the page
+
+
+def now(view: RunView) -> PageSection:
+    ended = view.phase is Phase.ENDED
+    left = view.seconds_left
+    values = {
+        "state": "evaluating" if view.evaluating else view.phase.value,
+        "loss": "–" if view.loss is None else f"{view.loss:.4g}",
+        "samples/s": f"{view.samples_per_s:,.0f}",
+        "elapsed": _duration(view.seconds),
+        "time left": _duration(left) if left is not None and view.phase is Phase.RUNNING else "–",
+    }
+    if ended:
+        del values["time left"]
+    of_all = f" of {view.steps_asked:,}" if view.steps_asked else ""
+    tiles = [f"<div><dt>{name}</dt><dd>{escape(text)}</dd></div>" for name, text in values.items()]
+    # A phone shows two tiles per row; a number that may be too long for one gets a full row.
+    kind = ' class="long"' if len(f"{view.steps_asked:,}{of_all}") > _TILE_LETTERS else ""
+    tiles.insert(1, f"<div{kind}><dt>step</dt><dd>{view.step:,}<small>{of_all}</small></dd></div>")
+    tiles.insert(3, _best(view))
+    done, most = min(view.step, view.steps_asked), max(1, view.steps_asked)
+    bar = f'<progress value="{done}" max="{most}" aria-label="step {view.step:,}{of_all}"></progress>'
+    heading = "The whole run" if ended else "Now"
+    said = _list(view.notices) if view.notices else ""
+    return PageSection(heading, f'<dl class="tiles">{"".join(tiles)}</dl>{bar}{said}', "wide")
+
+
+def _best(view: RunView) -> str:
+    """Return the tile of the best evaluation, which is reserved before there is one."""
+    if view.best is None:
+        return "<div><dt>best metric</dt><dd>–</dd></div>"
+    name, value, step = view.best
+    return (
+        f"<div><dt>best {escape(_words(name))}</dt>"
+        f"<dd>{escape(f'{value:.4g}')}<small> step {step:,}</small></dd></div>"
+    )
+
+
+def wrong(view: RunView) -> PageSection:
+    if view.warnings:
+        body = _list(view.warnings)
+    elif view.phase is Phase.STARTING:
+        body = quiet("Nothing so far; waiting for the first step.")
+    else:
+        body = '<p class="good">Nothing that the events tell of.</p>'
+    spoken = f'<div class="wrong" role="status" aria-live="polite">{body}</div>'
+    kind = "wide alarm" if view.warnings else "wide"
+    return PageSection("What is wrong", _fill("What is wrong", spoken), kind)
+
+
+def loss(view: RunView) -> PageSection:
+    series = [_by_step(curve) for curve in view.curves if "loss" in curve.name]
+    chart = loss_chart(series, title="Training and evaluation", x_label="step", empty=_none_yet(view))
+    return PageSection("Loss", chart)
+
+
+def metrics(view: RunView) -> PageSection:
+    curves = [one for one in view.curves if "loss" not in one.name and one.name != "samples_per_s"]
+    empty = "Nothing was evaluated." if view.phase is Phase.ENDED else "Nothing was evaluated yet."
+    if view.final:
+        empty = "Losses alone were evaluated; they are in the chart of the loss."
+    chart = line_chart(
+        [_by_step(curve) for curve in curves],
+        title="On the evaluation data",
+        x_label="step",
+        y_label="metric",
+        empty=empty,
+    )
+    return PageSection("Metrics", chart)
+
+
+def throughput(view: RunView) -> PageSection:
+    curves = [curve for curve in view.curves if curve.name == "samples_per_s"]
+    chart = line_chart(
+        [Series(name="samples/s", xs=one.seconds, ys=one.values) for one in curves],
+        title="All workers together, over the run's seconds",
+        x_label="seconds",
+        y_label="samples/s",
+        from_zero=True,
+        empty=_none_yet(view),
+    )
+    return PageSection("Throughput", chart)
+
+
+def _none_yet(view: RunView) -> str:
+    return "No step was recorded." if view.phase is Phase.ENDED else "Waiting for the first step."
+
+
+def workers(view: RunView) -> PageSection:
+    heading = "Workers and their time"
+    if not view.workers:
+        return PageSection(heading, quiet("No worker has begun yet."), "wide")
+    is_over = view.phase is Phase.ENDED
+    lately = f"the last {WINDOW_NS // 10**9} seconds"
+    bars = share_bars(
+        [(worker.name, astuple(worker.recent)) for worker in view.workers],
+        list(PART_COLOURS),
+        title="Time over the whole run" if is_over else f"Time in {lately}",
+        colours=list(PART_COLOURS.values()),
+    )
+    rows = [
+        (
+            _named(worker.name, worker.presence, view.phase),
+            f"{worker.steps:,}",
+            short_number(worker.steps_per_s),
+            f"{worker.compute_ms:.2f}",
+            f"{100 * worker.shares.wait:.0f} %",
+            worker.waits_for or "–",
+            format_bytes(worker.bytes_sent),
+            f"{worker.messages_sent:,}",
+        )
+        for worker in view.workers
+    ]
+    columns = ("worker", "steps", "steps/s", "compute, ms", "waited", "waits for", "sent", "messages")
+    over = "The whole run" if is_over else f"Since the beginning; steps/s, compute and waits for in {lately}"
+    table = data_table(columns, rows, title=over, words=(0, 5), scrolls=False)
+    both = f'<div class="pair">{bars}<div>{table}</div></div>'
+    return PageSection(heading, _fill(heading, both), "wide")
+
+
+def waits(view: RunView) -> PageSection:
+    heading = "Who waits for whom"
+    if len(view.waits) < 2:
+        return PageSection(heading, _fill(heading, quiet("One worker has nobody to wait for.")))
+    names = [worker.name for worker in view.workers][: len(view.waits)]
+    names += [f"worker {index}" for index in range(len(names), len(view.waits))]
+    table = matrix(
+        view.waits,
+        names,
+        [f"for {_number(name)}" for name in names],
+        title="Seconds that a row's worker waited",
+        corner="waited",
+        show=lambda seconds: f"{seconds:.2f}",
+        scrolls=False,
+    )
+    return PageSection(heading, _fill(heading, table), "broad" if _is_large(view) else "")
+
+
+def servers(view: RunView) -> PageSection:
+    heading = "Servers and their shards"
+    if not view.servers:
+        return PageSection(heading, "", "absent")
+    even = 1 / len(view.servers)
+    lately = "" if view.phase is Phase.ENDED else ", recently"
+    bars = bar_chart(
+        [(server.name, server.share) for server in view.servers],
+        title=f"Share of all applying{lately} (even: {100 * even:.0f} % each)",
+        show=lambda share: f"{100 * share:.0f} %",
+    )
+    rows = [
+        (
+            _named(server.name, server.presence, view.phase),
+            _shards(server.primary_of),
+            _shards(server.backup_of),
+            format_bytes(server.num_bytes) if server.num_bytes else "–",
+            f"{server.updates:,}",
+            short_number(server.updates_per_s),
+            f"{server.apply_ms:.3f}",
+        )
+        for server in view.servers
+    ]
+    columns = ("server", "primary of", "backup of", "parameters", "updates", "updates/s", "apply, ms")
+    over = "The whole run" if view.phase is Phase.ENDED else "Updates since the beginning; rates recently"
+    table = data_table(columns, rows, title=over, words=(0, 1, 2), scrolls=False)
+    both = f'<div class="pair">{bars}<div>{table}</div></div>'
+    return PageSection(heading, _fill(heading, both), "wide")
+
+
+def staleness(view: RunView) -> PageSection:
+    if not view.servers:
+        return PageSection("Staleness", "", "absent")
+    stale = view.staleness
+    newest = f": mean {stale.mean:.2f}, most {stale.max}" if stale.histogram else ""
+    chart = histogram(
+        stale.histogram,
+        title=f"Steps that updates missed{newest}",
+        x_label="steps missed",
+        y_label="updates",
+        empty="No server has applied an update.",
+    )
+    return PageSection("Staleness", chart)
+
+
+def traffic(view: RunView) -> PageSection:
+    heading = "Traffic by link and codec"
+    kind = "roomy" if view.servers and not _is_large(view) else ""
+    if not view.traffic:
+        return PageSection(heading, _fill(heading, quiet("Nothing was sent.")), kind)
+    rows = [(one.wire, one.codec, format_bytes(one.num_bytes), f"{one.messages:,}") for one in view.traffic]
+    steps = max(1, view.step)
+    each = format_bytes(sum(one.num_bytes for one in view.traffic) / steps)
+    columns = ("link", "codec", "sent", "messages")
+    table = data_table(
+        columns, rows, title=f"In steps, all roles together; {each} each", words=(0, 1), scrolls=False
+    )
+    return PageSection(heading, _fill(heading, table), kind)
+
+
+def members(view: RunView) -> PageSection:
+    heading = "Members, faults and recoveries"
+    kind = "broad" if view.servers else "wide" if _is_large(view) else ""
+    if not view.happenings:
+        nobody = _fill(heading, quiet("Nobody has come or gone."))
+        return PageSection(heading, nobody, kind)
+    has_epochs = any(one.epoch for one in view.happenings)
+    rows = [
+        (
+            f"{one.at_s:.1f} s",
+            *((str(one.epoch) if one.epoch else "–",) if has_epochs else ()),
+            one.who,
+            one.sentence or one.what,
+        )
+        for one in reversed(view.happenings)
+    ]
+    epoch = f"; the membership is in epoch {view.epoch}" if view.epoch else ""
+    columns = ("at", *(("epoch",) if has_epochs else ()), "who", "what happened")
+    words = (len(columns) - 2, len(columns) - 1)
+    table = data_table(columns, rows, title=f"The newest first{epoch}", words=words, scrolls=False)
+    return PageSection(heading, _fill(heading, table), kind)
+
+
+def notes(view: RunView) -> PageSection:
+    heading = "What is missing here"
+    body = _list(view.notes) if view.notes else quiet("Nothing: every event was read.")
+    return PageSection(heading, body, "wide slim")
+
+
+def made(view: RunView) -> PageSection:
+    heading = "How this was made"
+    if not view.about:
+        return PageSection(heading, quiet("Nothing is known of that yet."), "wide")
+    facts = []
+    for name, text in view.about:
+        kind = ' class="long"' if name == "command" or len(text) > _FACT_LETTERS else ""
+        shown = f"<code>{escape(text)}</code>" if name == "command" else escape(text)
+        facts.append(f"<div{kind}><dt>{escape(name)}</dt><dd>{shown}</dd></div>")
+    return PageSection(heading, f'<dl class="facts">{"".join(facts)}</dl>', "wide")
+
+
+def _is_large(view: RunView) -> bool:
+    return len(view.waits) > _MAX_NARROW_WAITS
+
+
+def _by_step(curve: Curve) -> Series:
+    """Sort by step: asynchronous workers end their steps in another order."""
+    points = sorted(zip(curve.steps, curve.values, strict=True), key=lambda point: point[0])
+    newest = (
+        f"{curve.values[-1]:.4g}" if curve.values and curve.name != "loss" else ""
+    )  # already among the tiles
+    return Series(name=_words(curve.name), xs=[x for x, _ in points], ys=[y for _, y in points], note=newest)
+
+
+def _fill(label: str, body: str) -> str:
+    """Return the scrollable part of a section, focusable by keyboard."""
+    return f'<div class="fill" tabindex="0" role="region" aria-label="{escape(label)}">{body}</div>'
+
+
+def _list(sentences: tuple[str, ...]) -> str:
+    return "<ul>" + "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences) + "</ul>"
+
+
+def _named(name: str, presence: Presence, phase: Phase) -> str:
+    """Return a member's name, and why it does not take part; at the end of a run all have left."""
+    takes_part = presence is Presence.PRESENT or phase is Phase.ENDED
+    return name if takes_part else f"{name} ({presence.value})"
+
+
+def _shards(numbers: tuple[int, ...]) -> str:
+    spans: list[tuple[int, int]] = []
+    for number in sorted(numbers):
+        if spans and spans[-1][1] == number - 1:
+            spans[-1] = (spans[-1][0], number)
+        else:
+            spans.append((number, number))
+    return ", ".join(str(first) if first == last else f"{first}–{last}" for first, last in spans) or "–"
+
+
+def _number(name: str) -> str:
+    return name.removeprefix("worker ")
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _duration(seconds: float) -> str:
+    if not math.isfinite(seconds):
+        return "–"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s" if seconds >= 1 else f"{seconds:.2g} s"
+    minutes, rest = divmod(whole, 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"

@@ -1,0 +1,114 @@
+"""What an application gives a hub, its settings, and gets back: events, in order with each member."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+from manyhands.errors import UserError
+from manyhands.native.segment import Segment
+from manyhands.transport.hub.areas import ArenaReader
+from manyhands.transport.hub.frames import NO_PAYLOAD, Limits
+from manyhands.transport.liveness import LivenessTimes
+from manyhands.transport.security import Security
+
+__all__ = ["Arrived", "HubEvent", "Joined", "Lost", "Ready", "Rejected", "Settings", "Shared", "spin_for"]
+
+_SPIN_S: Final = 50e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The limits, timeouts and security of a hub.
+
+    `queue_bytes` bounds what is queued for one peer; `arena_bytes` is the capacity for payloads in shared memory,
+    per direction of a Unix connection (0: none); `spin_s` is how long `poll` spins before it sleeps; `connect_s` is
+    how long a member that does not answer is dialled; `security` says how TCP connections are protected, and
+    whether they may leave this host.
+    """
+
+    limits: Limits = field(default_factory=Limits)
+    silence: LivenessTimes = field(default_factory=LivenessTimes)
+    queue_bytes: int = 64 << 20
+    arena_bytes: int = 1 << 20
+    spin_s: float = 0.0
+    connect_s: float = 60.0
+    security: Security = field(default_factory=Security.loopback)
+
+    def __post_init__(self) -> None:
+        for name in ("queue_bytes", "arena_bytes", "spin_s", "connect_s"):
+            if getattr(self, name) < 0:
+                raise UserError(f"{name}={getattr(self, name)}: must not be negative")
+
+
+def spin_for(processes: int) -> float:
+    """`spin_s` for a host where so many processes wait for each other: 0 if they must share cores."""
+    return _SPIN_S if processes <= len(os.sched_getaffinity(0)) else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A member proved its identity; messages may be sent to it."""
+
+    member: int
+    role: str
+
+
+class Arrived(NamedTuple):
+    """A message from a member; a `payload` in shared memory is valid until `release`, any other for good.
+
+    It is a tuple, because one is made for every message, and a frozen dataclass takes four times as long.
+    """
+
+    member: int
+    message: Any
+    payload: memoryview = NO_PAYLOAD
+    lender: ArenaReader | None = None
+    position: int = 0
+
+    def release(self) -> None:
+        """Release the payload; in order of receipt, or its space is freed later. Idempotent."""
+        if self.lender is not None:
+            self.lender.release(self.position)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shared:
+    """A member shared memory; the receiver owns the segment and closes it."""
+
+    member: int
+    segment: Segment
+    tag: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A registered descriptor is readable."""
+
+    descriptor: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The connection to a member ended or could not be made; `in_peace` if the member said goodbye."""
+
+    member: int
+    reason: str
+    in_peace: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """Connections were rejected: `count` of them since the last such event; `reason` is that of the last one.
+
+    The first is reported at once, later ones at growing intervals. `claimed` is its member number, if it had proved
+    the token.
+    """
+
+    reason: str
+    claimed: int | None = None
+    count: int = 1
+
+
+HubEvent = Joined | Arrived | Shared | Ready | Lost | Rejected

@@ -1,0 +1,379 @@
+"""How the connections of a run between hosts are protected: by mutual TLS, or not at all if the user allows it.
+
+    security = Security.from_directory("certificates/hostA")   # ca.pem, cert.pem, key.pem, token
+    end = security.wrap_server(accepted, "worker 1")           # and there: wrap_client(connected, "worker 0")
+    link = TcpLink(end, peer="worker 1")
+
+Both ends show a certificate that the authority of the run signed (`manyhands certificates`), over TLS 1.3 only. Names
+in certificates are not compared: a process with a certificate of this authority belongs to this run, and proves its
+token besides. This module needs only the standard library.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import ssl
+import stat
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any, Final
+
+from manyhands.errors import UserError
+from manyhands.transport.tls import End, SecureSocket, TlsRefused, why_refused
+
+__all__ = [
+    "AUTHORITY",
+    "CERTIFICATE",
+    "FILES",
+    "HANDSHAKE_S",
+    "KEY",
+    "TOKEN",
+    "End",
+    "SecureSocket",
+    "Security",
+    "TlsRefused",
+    "Validity",
+    "is_loopback",
+    "validity",
+]
+
+_SEQUENCE, _VERSION, _UTC_TIME, _TIME = 0x30, 0xA0, 0x17, 0x18
+_BEGIN: Final = "-----BEGIN CERTIFICATE-----"
+_END: Final = "-----END CERTIFICATE-----"
+
+
+@dataclass(frozen=True, slots=True)
+class Validity:
+    """The dates of a certificate, both in UTC."""
+
+    begin: datetime
+    """Before this it is not valid yet."""
+
+    end: datetime
+    """After this it has expired."""
+
+    def complaint(self, now: datetime) -> str | None:
+        """What is wrong with it at `now`, and what to do; None while it is valid."""
+        if now < self.begin:
+            return (
+                f"is not valid before {_said(self.begin)}, and this host's clock says {_said(now)}, "
+                f"{_long(self.begin - now)} earlier; set the clock of the host that is wrong"
+            )
+        if now > self.end:
+            return (
+                f"expired on {_said(self.end)}, {_long(now - self.end)} ago by this host's clock; make new ones with "
+                "`manyhands certificates`, or set the clock"
+            )
+        return None
+
+
+def validity(pem: str) -> Validity:
+    """The dates of the first certificate in `pem`; ValueError where there is none."""
+    begin = pem.find(_BEGIN)
+    end = pem.find(_END, begin)
+    if begin < 0 or end < 0:
+        raise ValueError("it has no PEM certificate")
+    der = ssl.PEM_cert_to_DER_cert(pem[begin : end + len(_END)])
+    certificate, _ = _open(der, _SEQUENCE)
+    fields, _ = _open(certificate, _SEQUENCE)
+    if fields[:1] == bytes([_VERSION]):
+        fields = _skip(fields)
+    for _ in ("serial number", "signature's algorithm", "issuer"):
+        fields = _skip(fields)
+    dates, _ = _open(fields, _SEQUENCE)
+    return Validity(_date(dates), _date(_skip(dates)))
+
+
+def _open(data: bytes, kind: int) -> tuple[bytes, bytes]:
+    if len(data) < 2 or data[0] != kind:
+        raise ValueError("it is no X.509 certificate")
+    length, at = data[1], 2
+    if length & 0x80:
+        at += length & 0x7F
+        length = int.from_bytes(data[2:at], "big")
+    if at + length > len(data):
+        raise ValueError("it is cut")
+    return data[at : at + length], data[at + length :]
+
+
+def _skip(data: bytes) -> bytes:
+    return _open(data, data[0] if data else 0)[1]
+
+
+def _date(data: bytes) -> datetime:
+    if data[:1] == bytes([_UTC_TIME]):  # two digits of the year: 50 and above are of the last century
+        text = _open(data, _UTC_TIME)[0].decode("ascii")
+        text = ("19" if text[:2] >= "50" else "20") + text
+    else:
+        text = _open(data, _TIME)[0].decode("ascii")
+    return datetime.strptime(text, "%Y%m%d%H%M%SZ").replace(tzinfo=UTC)
+
+
+def _said(moment: datetime) -> str:
+    return moment.strftime("%Y-%m-%d %H:%M UTC")
+
+
+def _long(span: timedelta) -> str:
+    hours = span.total_seconds() / 3600
+    if hours >= 48:
+        return f"{hours / 24:.0f} days"
+    return f"{hours:.1f} h" if hours >= 1 else f"{hours * 60:.0f} min"
+
+
+AUTHORITY, CERTIFICATE, KEY, TOKEN = FILES = ("ca.pem", "cert.pem", "key.pem", "token")
+"""What a host's folder holds: the authority's certificate, the host's own, its key, and the run's secret."""
+
+HANDSHAKE_S: Final = 10.0
+"""How long the handshake of a link may take."""
+
+_SECRET: Final = (KEY, TOKEN)
+_LEAST_TOKEN_CHARACTERS: Final = 32
+_MOST_FILE_BYTES: Final = 1 << 20
+_MEMORY_TURNS: Final = 8
+
+
+class Security:
+    """How connections are protected; a value that may be sent to processes of this host, which read the files anew.
+
+    Made by `loopback` (nothing leaves this host), `insecure` (plain everywhere, as the user said) or `from_directory`
+    (TLS on every TCP connection). Unix sockets are never encrypted: they end on this host, and their user is compared.
+    """
+
+    def __init__(self, *, anywhere: bool = False, directory: Path | None = None) -> None:
+        """Use one of the class methods instead."""
+        self.directory = directory
+        """The folder of this host's certificate, None without TLS."""
+        self.token = b""
+        """The run's secret, which hubs prove to each other; empty without TLS, where the run makes its own."""
+        self._anywhere = anywhere
+        self._contexts: tuple[ssl.SSLContext, ssl.SSLContext] | None = None
+        if directory is not None:
+            self.token = _read_token(directory / TOKEN)
+            self._contexts = _contexts(directory)
+
+    @classmethod
+    def loopback(cls) -> Security:
+        return _LOOPBACK
+
+    @classmethod
+    def insecure(cls) -> Security:
+        """Connections to anywhere in the clear: on a network where everybody may read and change what is trained."""
+        return _INSECURE
+
+    @classmethod
+    def from_directory(cls, path: str | os.PathLike[str]) -> Security:
+        """TLS with the files of a folder, or of the one in it that has this host's name.
+
+        UserError names the file that is missing or wrong, and what to do.
+        """
+        directory = _host_folder(Path(path))
+        for name in FILES:
+            _check_file(directory / name)
+        return cls(anywhere=True, directory=directory)
+
+    @property
+    def tls(self) -> bool:
+        return self._contexts is not None
+
+    @property
+    def anywhere(self) -> bool:
+        return self._anywhere
+
+    def check_address(self, host: str) -> None:
+        """Refuse an address off loopback that is neither encrypted nor allowed by the user."""
+        if not self._anywhere and not is_loopback(host):
+            raise UserError(
+                f"address {host!r}: it is not on loopback, and weights and gradients would travel in the clear; give "
+                "every process --tls DIR, with the folder that `manyhands certificates` made for its host, or "
+                "--insecure where you trust the network"
+            )
+
+    def begin(self, end: socket.socket, *, server_side: bool) -> End:
+        """A TCP connection under TLS, whose handshake its owner takes on (`SecureSocket.shake`); else as it is."""
+        if self._contexts is None or end.family == socket.AF_UNIX:
+            return end
+        return SecureSocket(end, self._contexts[server_side], server_side=server_side)
+
+    def wrap_server(self, end: socket.socket, peer: str, timeout_s: float = HANDSHAKE_S) -> End:
+        """The accepting end of a connection, ready to be used; TlsRefused, and it is closed, if `peer` may not come."""
+        return self._wrapped(end, peer, timeout_s, server_side=True)
+
+    def wrap_client(self, end: socket.socket, peer: str, timeout_s: float = HANDSHAKE_S) -> End:
+        return self._wrapped(end, peer, timeout_s, server_side=False)
+
+    def _wrapped(self, end: socket.socket, peer: str, timeout_s: float, *, server_side: bool) -> End:
+        ready = self.begin(end, server_side=server_side)
+        if isinstance(ready, SecureSocket):
+            try:
+                ready.complete(peer, timeout_s)
+            except BaseException:
+                ready.close()
+                raise
+        return ready
+
+    def __repr__(self) -> str:
+        """Everything but the token."""
+        if self.directory is not None:
+            return f"Security.from_directory({str(self.directory)!r})"
+        return "Security.insecure()" if self._anywhere else "Security.loopback()"
+
+    def __reduce__(self) -> tuple[Callable[..., Security], tuple[Any, ...]]:
+        """As the way to make it again: neither key nor token travels."""
+        directory = str(self.directory.absolute()) if self.directory is not None else None
+        return _made, (self._anywhere, directory)  # cloudpickle would take a class method to pieces
+
+
+_LOOPBACK: Final = Security()
+_INSECURE: Final = Security(anywhere=True)
+
+
+def _made(anywhere: bool, directory: str | None) -> Security:
+    if directory is not None:
+        return Security.from_directory(directory)
+    return _INSECURE if anywhere else _LOOPBACK
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address or name certainly stays on this host."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False  # a name: what it means is up to others
+
+
+def _host_folder(path: Path) -> Path:
+    """`path`, or the folder of this host in it, where it holds one for each."""
+    if not path.is_dir():
+        raise UserError(f"--tls {path}: there is no such folder; make it with `manyhands certificates`")
+    if (path / AUTHORITY).exists():
+        return path
+    name = socket.gethostname()
+    for candidate in (name, name.partition(".")[0]):
+        if (path / candidate / AUTHORITY).exists():
+            return path / candidate
+    folders = sorted(one.name for one in path.iterdir() if (one / AUTHORITY).exists())
+    if folders:
+        raise UserError(
+            f"--tls {path}: has folders for {', '.join(folders)} and none for this host, {name}; give --tls the one to "
+            f"use, or make one with `manyhands certificates {path} --hosts {name},…`"
+        )
+    raise UserError(
+        f"{path / AUTHORITY}: is missing; copy this host's folder of `manyhands certificates` here"
+    )
+
+
+def _check_file(path: Path) -> None:
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        raise UserError(f"{path}: is missing; {_where_from(path.name)}") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+    if not stat.S_ISREG(found.st_mode):
+        raise UserError(f"{path}: must be a file")
+    if found.st_size > _MOST_FILE_BYTES:
+        raise UserError(f"{path}: has {found.st_size} bytes, which is no {path.name}")
+    if path.name in _SECRET and found.st_mode & stat.S_IRWXO:
+        raise UserError(
+            f"{path}: every user of this host can read or change it (mode {stat.S_IMODE(found.st_mode):04o}); "
+            f"chmod 600 {path}, and make new ones if others may have read it"
+        )
+
+
+def _where_from(name: str) -> str:
+    if name == TOKEN:
+        return (
+            "every host needs the same one, 32 characters or more: copy it from another host, or write the output of "
+            "`python -c 'import secrets; print(secrets.token_hex())'` there"
+        )
+    return "copy this host's folder of `manyhands certificates` here, or put your own certificate there"
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text("ascii")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from error
+
+
+def _read_token(path: Path) -> bytes:
+    token = _read(path).strip()
+    if len(token) < _LEAST_TOKEN_CHARACTERS:
+        raise UserError(f"{path}: has {len(token)} characters; {_where_from(TOKEN)}")
+    return token.encode()
+
+
+def _contexts(directory: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """For connecting and accepting ends, tried out against each other."""
+    for name in (AUTHORITY, CERTIFICATE):
+        path = directory / name
+        try:
+            complaint = validity(_read(path)).complaint(datetime.now(UTC))
+        except ValueError as error:
+            if isinstance(error, UserError):
+                raise
+            raise UserError(f"{path}: {error}; {_where_from(name)}") from None
+        if complaint is not None:
+            raise UserError(f"{path}: {complaint}")
+    contexts = _context(directory, server_side=False), _context(directory, server_side=True)
+    _try_out(*contexts, directory)
+    return contexts
+
+
+def _context(directory: Path, *, server_side: bool) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server_side else ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False  # the run's authority signs for this run only
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # ca.pem may be an authority below another
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    if server_side:
+        context.num_tickets = 0  # a connection is never resumed
+    key = directory / KEY
+
+    def refuse() -> str:
+        raise UserError(f"{key}: is encrypted; write it without a password (openssl pkey -in …), mode 0600")
+
+    try:
+        context.load_verify_locations(directory / AUTHORITY)
+    except ssl.SSLError as error:
+        raise UserError(
+            f"{directory / AUTHORITY}: {error.reason or error}; it must be a PEM certificate"
+        ) from None
+    try:
+        context.load_cert_chain(directory / CERTIFICATE, key, refuse)
+    except ssl.SSLError as error:
+        if error.reason == "KEY_VALUES_MISMATCH":
+            raise UserError(
+                f"{key}: is not the key of {CERTIFICATE}; copy both from the same folder"
+            ) from None
+        raise UserError(
+            f"{key}: with {CERTIFICATE} beside it: {error.reason or 'is no PEM key'}; both must be PEM, of this host"
+        ) from None
+    return context
+
+
+def _try_out(client: ssl.SSLContext, server: ssl.SSLContext, directory: Path) -> None:
+    """Let a host's certificate meet itself, in memory: what others would refuse is refused here, with its file."""
+    to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = (
+        client.wrap_bio(to_client, to_server),
+        server.wrap_bio(to_server, to_client, server_side=True),
+    )
+    for turn in range(_MEMORY_TURNS):
+        try:
+            ends[turn % 2].do_handshake()
+        except ssl.SSLWantReadError:
+            continue
+        except ssl.SSLCertVerificationError as error:
+            raise UserError(
+                f"{directory / CERTIFICATE}: does not hold under {AUTHORITY}: {error.verify_message}; copy both from "
+                "the same folder of `manyhands certificates`"
+            ) from None
+        except ssl.SSLError as error:
+            raise UserError(f"{directory / CERTIFICATE}: {why_refused(error)}") from None

@@ -1,0 +1,104 @@
+"""The seam between a workload with a training of its own and the command line, which asks for none by its name.
+
+A workload says which options it has, how it trains with them and what came out; `cli/workload_command.py` makes
+`manyhands train NAME` and `manyhands compare NAME` of that: where the run is kept, its page, signals, summary, report.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from manyhands.strategy import Strategy
+from manyhands.workloads.task_options import option
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from manyhands.engine.interrupted_run import Keeping
+    from manyhands.engine.kernel_task import KernelTask
+    from manyhands.observe.draw.bars import Bars
+
+__all__ = ["ComparedTask", "CompiledWorkload", "TableRows", "TrainEnd", "WorkerOptions"]
+
+Chosen = TypeVar("Chosen")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerOptions:
+    """Who trains: the last options of a workload, filled in once they are checked."""
+
+    strategy: str = option(
+        "", "how: single, allreduce or mirrored", shown="single for one worker, else allreduce"
+    )
+    workers: int = option(0, "processes", at_least=0, shown="one a core")
+
+    def fill_in(self) -> None:
+        """A worker for each core, as far as the strategy takes them; one worker is `single`, more are `allreduce`."""
+        workers, cores = self.workers, len(os.sched_getaffinity(0))
+        if not workers:
+            most = Strategy.parse(self.strategy).most_workers if self.strategy else None
+            workers = min(cores, most or cores)
+        object.__setattr__(self, "workers", workers)
+        object.__setattr__(self, "strategy", self.strategy or ("single" if workers == 1 else "allreduce"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TableRows:
+    """A table that is printed at the end of a training."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    numbers: bool = True
+    """Whether all columns but the first hold numbers."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainEnd:
+    """How a training ended, to its end or by a signal."""
+
+    summary: Mapping[str, Any]
+    shown: Sequence[str | TableRows]
+    """What is printed."""
+    notes: Sequence[str] = ()
+    """What is said on stderr."""
+    interrupted: str = ""
+    """What the result of a run is that a signal ended, in words; empty: it came to its end."""
+    next: Mapping[str, Sequence[object]] = field(default_factory=dict)
+    """What to do next: the words of a command by what it gives."""
+    is_summary_of_run: bool = True
+    """Whether `summary` is what RUN/summary.json holds, instead of the one of `fit`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ComparedTask:
+    """The task of a comparison."""
+
+    task: KernelTask
+    score: Callable[[nn.Module], Mapping[str, float]] | None = None
+    """What a trained model is worth besides, by name; more is better."""
+    scores: tuple[str, ...] = ()
+    """The names."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompiledWorkload(Generic[Chosen]):
+    """One workload: its options, its training, and its task for comparisons."""
+
+    name: str
+    help: str
+    """What `manyhands train NAME` does: a sentence."""
+    options_type: type[Chosen]
+    """The options of `train`; they have `strategy` and `workers`, as `WorkerOptions`."""
+    train: Callable[[Chosen, Keeping, Bars], TrainEnd]
+    files: tuple[str, ...]
+    """Its own files in a run's directory; the first is the model."""
+    compare_help: str
+    compared_type: type
+    """The options of `compare`: those of this name that every comparison has get other defaults here."""
+    compared: Callable[[Any, Path], AbstractContextManager[ComparedTask]]
+    """The task of these options, with what it needs beside the directory of the comparison."""

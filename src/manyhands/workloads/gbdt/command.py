@@ -1,0 +1,191 @@
+"""`manyhands train gbdt` and `compare gbdt`: gradient boosting of trees."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from manyhands.workloads.compiled_workload import (
+    ComparedTask,
+    CompiledWorkload,
+    TableRows,
+    TrainEnd,
+    WorkerOptions,
+)
+from manyhands.workloads.gbdt.options import GbdtOptions
+from manyhands.workloads.task_options import narrowed, option
+
+if TYPE_CHECKING:
+    from manyhands.engine.interrupted_run import Keeping
+    from manyhands.observe.draw.bars import Bars
+    from manyhands.workloads.gbdt.row_sources import RowSource
+    from manyhands.workloads.gbdt.training import TableChoice
+
+__all__ = ["GBDT"]
+
+_HELD_OUT = 0.2  # of the embedded sets
+_SHOWN = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Table(GbdtOptions):
+    train: str = option(
+        "breast-cancer",
+        "rows: LIBSVM or Vowpal Wabbit text, plain or gzip, .npy or .parquet; or an embedded set: breast-cancer, "
+        "diabetes",
+        metavar="FILE",
+    )
+    label: str | None = option(
+        None,
+        "column of the labels in npy and Parquet: a number from 0, or a name",
+        shown="column 0; label, target or y",
+    )
+    categorical: str | None = option(None, "columns of categories, by number or name: 3,7", metavar="COLUMNS")
+
+    def source(self, path: str) -> RowSource:
+        from manyhands.data.row_files import Reading
+        from manyhands.workloads.gbdt.row_sources import open_source
+
+        return open_source(path, Reading(threads=len(os.sched_getaffinity(0))), self.label)
+
+    def table(
+        self, valid: str | None = None, fraction: float | None = None, start: Path | None = None
+    ) -> TableChoice:
+        from manyhands.workloads.gbdt.row_sources import EMBEDDED
+        from manyhands.workloads.gbdt.text_format import read_model
+        from manyhands.workloads.gbdt.training import TableChoice
+
+        usual = _HELD_OUT if self.train in EMBEDDED and valid is None else 0.0
+        return TableChoice(
+            train=self.source(self.train),
+            valid=self.source(valid) if valid is not None else None,
+            valid_fraction=usual if fraction is None else fraction,
+            categorical=tuple(one.strip() for one in self.categorical.split(",")) if self.categorical else (),
+            start=None if start is None else read_model(start),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TrainGbdt(WorkerOptions, _Table):
+    valid: str | None = option(None, "rows to measure on after each tree, read likewise", metavar="FILE")
+    valid_fraction: float | None = option(
+        None, "hold out this share of the rows instead", shown="0; 0.2 of embedded sets"
+    )
+    start: Path | None = option(
+        None, "begin with this model, ours or LightGBM's: its trees come first", metavar="MODEL"
+    )
+    test: str | None = option(None, "rows to measure the model on at the end, read likewise", metavar="FILE")
+    workers: int = option(1, "processes, each with a part of the rows", at_least=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.fill_in()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _CompareGbdt(_Table):
+    strategies: str = option("single; mirrored; allreduce", "what to compare")
+
+
+@contextmanager
+def _compared(asked: _CompareGbdt, _out: Path) -> Iterator[ComparedTask]:
+    # Imported here, as below, so that help texts do not wait for torch and compiled code.
+    from manyhands.observe.draw.bars import Bars
+    from manyhands.workloads.gbdt.training import gbdt_task
+
+    options = narrowed(GbdtOptions, asked)
+    with Bars() as bars, gbdt_task(asked.table(), options, shared=True, bars=bars) as task:
+        yield ComparedTask(task=task)
+
+
+def _train(asked: _TrainGbdt, keep: Keeping, bars: Bars) -> TrainEnd:
+    from manyhands.workloads.gbdt.model import measure_model
+    from manyhands.workloads.gbdt.text_format import MODEL_TEXT, write_model
+    from manyhands.workloads.gbdt.training import train_gbdt
+
+    test = asked.source(asked.test) if asked.test is not None else None
+    result = train_gbdt(
+        asked.table(asked.valid, asked.valid_fraction, asked.start),
+        narrowed(GbdtOptions, asked),
+        strategy=asked.strategy,
+        workers=asked.workers,
+        bars=bars,
+        keep=keep,
+    )
+    model, file = result.model, keep.out / MODEL_TEXT
+    write_model(model, file)
+    by_gain, by_split = model.importance("gain"), model.importance("split")
+    order = sorted(range(model.columns), key=lambda at: (-by_gain[at], at))
+    summary = {
+        **result.summary,
+        "objective": result.objective,
+        "trees": len(model.trees),
+        "trees_grown": result.trees_grown,
+        "rows": result.rows,
+        "valid_rows": result.valid_rows,
+        "features": model.columns,
+        "train_losses": result.train_losses,
+        "valid_losses": result.valid_losses,
+        "valid_loss": result.valid_losses[result.trees_kept - 1] if result.valid_losses else None,
+        "importance": [
+            {"feature": model.names[at], "gain": float(by_gain[at]), "splits": int(by_split[at])}
+            for at in order
+            if by_split[at]
+        ],
+        "seconds": result.seconds,
+        "train_seconds": result.train_seconds,
+        "interrupted": result.interrupted,
+        **(measure_model(model, test) if test is not None else {}),
+        "strategy": asked.strategy,
+        "workers": asked.workers,
+        "model": str(file),
+    }
+    grown = f"{summary['trees']} of {asked.trees} trees"
+    predict = ("predict", keep.out, asked.test or asked.train, "--out", "predictions.txt")
+    return TrainEnd(
+        summary=summary,
+        shown=_shown(summary),
+        interrupted=f"the model is that after {grown}" * result.interrupted,
+        next={"what it says of rows": predict},
+    )
+
+
+def _shown(summary: dict[str, Any]) -> list[str | TableRows]:
+    held_out = f" + {summary['valid_rows']:,} held out" if summary["valid_rows"] else ""
+    lines: list[str | TableRows] = [
+        f"gbdt · {summary['objective']} · {summary['strategy']} · {summary['workers']} workers · "
+        f"{summary['rows']:,} rows{held_out} · {summary['features']:,} features · {summary['trees']} trees in "
+        f"{summary['train_seconds']:.2f} s ({summary['seconds']:.1f} s with reading and starting)"
+    ]
+    if summary["train_losses"]:
+        name = "log loss" if summary["objective"] == "binary" else "squared error"
+        valid = f"  held out {summary['valid_loss']:.4f}" if summary["valid_loss"] is not None else ""
+        first, last = summary["train_losses"][0], summary["train_losses"][-1]
+        lines.append(f"{name}  train {first:.4f} → {last:.4f}{valid}")
+    if summary.get("test_rows"):
+        shown = ("accuracy", "auc", "log_loss", "rmse", "r2")
+        parts = [f"{key} {summary[key]:.4f}" for key in shown if summary.get(key) is not None]
+        lines.append(f"test  {'  '.join(parts)}  of {summary['test_rows']:,} rows")
+    if summary["importance"]:
+        rows = [
+            (one["feature"], f"{one['gain']:,.1f}", f"{one['splits']:,}")
+            for one in summary["importance"][:_SHOWN]
+        ]
+        lines.append(TableRows(head=("feature", "gain", "splits"), rows=rows))
+    return [*lines, f"model   {summary['model']}"]
+
+
+GBDT = CompiledWorkload(
+    name="gbdt",
+    help="Train gradient-boosted trees: a number or two labels, from a table of any size.",
+    options_type=_TrainGbdt,
+    train=_train,
+    files=("model.txt",),
+    compare_help="Compare strategies on gradient boosting of trees.",
+    compared_type=_CompareGbdt,
+    compared=_compared,
+)

@@ -1,0 +1,188 @@
+"""`manyhands train logreg` and `compare logreg`: a logistic regression of sparse examples."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from manyhands.errors import UserError
+from manyhands.strategy import Strategy, parse_size
+from manyhands.workloads.compiled_workload import ComparedTask, CompiledWorkload, TrainEnd, WorkerOptions
+from manyhands.workloads.logreg.options import LogregOptions
+from manyhands.workloads.task_options import narrowed, option
+
+if TYPE_CHECKING:
+    from manyhands.data.row_files import Reading
+    from manyhands.engine.interrupted_run import Keeping
+    from manyhands.observe.draw.bars import Bars
+
+__all__ = ["LOGREG"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Examples(LogregOptions):
+    train: str = option(..., "examples, LIBSVM or Vowpal Wabbit, plain or gzip; - is stdin", metavar="FILE")
+    file_format: str = option(
+        "auto", "how they are written: libsvm or vw; auto looks at the first line", flag="--format"
+    )
+    bits: int | None = option(
+        None, "hash features into a table of 2^bits", shown="none: the index is the row"
+    )
+    hash_names: str = option(
+        "numbers", "names of vw files that are numbers: numbers, as they are, or all: hashed", flag="--hash"
+    )
+    skip_bad: bool = option(False, "leave out lines that are wrong and count them", flag="--skip-bad")
+
+    @property
+    def reading(self) -> Reading:
+        from manyhands.data.row_files import Reading
+
+        return Reading(
+            format=self.file_format,
+            bits=self.bits,
+            hash=self.hash_names,
+            skip_bad=self.skip_bad,
+            threads=len(os.sched_getaffinity(0)),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TrainLogreg(WorkerOptions, _Examples):
+    test: str | None = option(None, "examples to measure the model on, read likewise", metavar="FILE")
+    strategy: str = option(
+        "single", "how: single, hogwild, allreduce, mirrored, central, local or ps, with settings"
+    )
+    workers: int = option(0, "threads or processes", at_least=0, shown="1 for single, else one a core")
+    memory: int = option(
+        2 << 30,
+        "keep parsed examples in memory up to this; else in temporary files",
+        reads=parse_size,
+        metavar="SIZE",
+        shown="2GiB",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.fill_in()
+        self.reading  # noqa: B018 - which checks what it is made of
+        if self.test is not None and self.test != "-" and not Path(self.test).is_file():
+            raise UserError(f"--test {self.test}: there is no such file")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _CompareLogreg(_Examples):
+    strategies: str = option("single; hogwild; allreduce; ps consistency=async", "what to compare")
+
+
+@contextmanager
+def _compared(asked: _CompareLogreg, _out: Path) -> Iterator[ComparedTask]:
+    # Imported here, as below, so that help texts do not wait for torch and compiled code.
+    from manyhands.data.row_files import RowFile
+    from manyhands.observe.draw.bars import Bars
+    from manyhands.workloads.logreg.examples import Examples, Spool, parse_examples
+    from manyhands.workloads.logreg.task import LogregTask
+
+    with Spool() as spool:
+        with Bars() as bars, bars.phase("reading", None, "bytes") as phase:
+            parsed = parse_examples(Examples(RowFile(asked.train, asked.reading)), 0, spool, phase.advance)
+        yield ComparedTask(task=LogregTask.of(parsed, narrowed(LogregOptions, asked)))
+
+
+def _train(asked: _TrainLogreg, keep: Keeping, bars: Bars) -> TrainEnd:
+    from manyhands.workloads.logreg.model import MODEL_FILE
+    from manyhands.workloads.logreg.training import train_logreg
+
+    result = train_logreg(
+        asked.train,
+        narrowed(LogregOptions, asked),
+        strategy=asked.strategy,
+        workers=asked.workers,
+        reading=asked.reading,
+        memory_bytes=asked.memory,
+        bars=bars,
+        keep=keep,
+    )
+    model, file = result.model, keep.out / MODEL_FILE
+    model.save(file)
+    measured: dict[str, Any] = {"accuracy": None, "auc": None, "log_loss": None, "examples": 0}
+    bad_lines = 0
+    if asked.test is not None:
+        tested = model.file(asked.test, asked.reading)
+        with bars.phase("testing", None, "examples") as phase:
+            measured = asdict(model.evaluate(tested, phase.advance))
+        bad_lines = tested.bad_lines
+    passes = len(result.progressive)
+    summary = {
+        **result.summary,
+        "accuracy": measured["accuracy"],
+        "auc": measured["auc"],
+        "log_loss": measured["log_loss"],
+        "test_examples": measured["examples"],
+        "learner": asked.learner,
+        "rate": result.rate,
+        "l1": asked.l1,
+        "l2": asked.l2,
+        "passes": passes,
+        "progressive_loss": result.progressive,
+        "examples": result.examples,
+        "bad_lines": result.bad_lines,
+        "bits": model.bits,
+        "features": int(model.weight.size),
+        "features_used": int((model.weight != 0).sum()),
+        "labels": [model.labels.no, model.labels.yes],
+        "seconds": result.seconds,
+        "examples_per_s": result.examples_per_s,
+        "interrupted": result.interrupted,
+        "strategy": str(Strategy.parse(asked.strategy)),
+        "workers": asked.workers,
+        "test_bad_lines": bad_lines,
+        "model": str(file),
+    }
+    files = [one for one in (asked.test, asked.train) if one not in (None, "-")]
+    return TrainEnd(
+        summary=summary,
+        shown=_shown(summary),
+        notes=[
+            f"{count} bad lines {where}were left out"
+            for count, where in ((result.bad_lines, ""), (bad_lines, "of the test file "))
+            if count
+        ],
+        interrupted=f"the model is that after {passes} of {asked.passes} passes" * result.interrupted,
+        next={
+            "what it answers": ("predict", keep.out, [*files, "FILE"][0], "--out", "probabilities.txt"),
+            "in fewer bits": ("export", keep.out, "--precision", "int8"),
+            "the same over HTTP": ("serve", keep.out),
+        },
+    )
+
+
+def _shown(summary: dict[str, Any]) -> list[str]:
+    lines = [
+        f"logreg · {summary['learner']} · {summary['strategy']} · {summary['workers']} workers · "
+        f"{summary['examples']:,} examples · {summary['features_used']:,} of {summary['features']:,} features · "
+        f"{summary['passes']} passes in {summary['seconds']:.1f} s · {summary['examples_per_s']:,.0f} examples/s",
+        f"progressive log loss  {'  '.join(f'{loss:.4f}' for loss in summary['progressive_loss'])}",
+    ]
+    if summary["test_examples"]:
+        area = "-" if summary["auc"] is None else f"{summary['auc']:.4f}"
+        lines.append(
+            f"test  accuracy {summary['accuracy']:.4f}  auc {area}  log loss {summary['log_loss']:.4f}  "
+            f"of {summary['test_examples']:,} examples"
+        )
+    return [*lines, f"model  {summary['model']}"]
+
+
+LOGREG = CompiledWorkload(
+    name="logreg",
+    help="Train a sparse logistic regression: two labels, any number of features.",
+    options_type=_TrainLogreg,
+    train=_train,
+    files=("model.safetensors",),
+    compare_help="Compare strategies on a sparse logistic regression.",
+    compared_type=_CompareLogreg,
+    compared=_compared,
+)
