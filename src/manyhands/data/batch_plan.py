@@ -65,13 +65,11 @@ class BatchPlan:
         return -(-self.num_samples // self.batch_size)
 
     def epoch(self, step: int) -> int:
-        """The epoch that `step` belongs to."""
         if step < 0:
             raise UserError(f"step is {step}; it must be at least 0")
         return step // self.batches_per_epoch
 
     def size(self, step: int) -> int:
-        """The number of samples in batch `step`."""
         return len(self._span(step))
 
     def indices(self, step: int) -> NDArray[np.int64]:

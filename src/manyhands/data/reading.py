@@ -27,10 +27,8 @@ from manyhands.data.shares import (
 
 __all__ = ["BatchReading", "ReadShare", "ShareReader"]
 
-_READING, _MAKING = (
-    1,
-    2,
-)  # what a stream draws is not what its model draws, nor what is drawn while a batch is made
+# What a stream draws is not what its model draws, nor what is drawn while a batch is made.
+_READING, _MAKING = 1, 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,15 +84,12 @@ class _DrawnApart(BatchShares):
         self._shares, self._seed = shares, seed
 
     def batch_samples(self, step: int) -> int:
-        """The number of samples in global batch `step`, as the wrapped shares give it."""
         return self._shares.batch_samples(step)
 
     def keep_from(self, step: int) -> None:
-        """Forward to the wrapped shares."""
         self._shares.keep_from(step)
 
     def share(self, step: int, part: int, parts: int) -> Share:
-        """The same share, with pieces made under separate random numbers."""
         share = self._shares.share(step, part, parts)
         pieces = tuple(
             replace(

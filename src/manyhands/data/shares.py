@@ -95,15 +95,12 @@ class IndexedShares(BatchShares):
 
     @property
     def gathers(self) -> bool:
-        """Whether the source gathers."""
         return self._source.gathers
 
     def batch_samples(self, step: int) -> int:
-        """The size of global batch `step`, from the batch plan."""
         return self._plan.size(step)
 
     def share(self, step: int, part: int, parts: int) -> Share:
-        """By number."""
         indices = self._plan.share(step, part, parts)
         if self._weights is None:
             return _share(indices, self._plan.size(step), self._microbatches, self._source.fetch)
@@ -153,15 +150,12 @@ class StreamShares(BatchShares):
         self._microbatches = microbatches
 
     def keep_from(self, step: int) -> None:
-        """In the one stream."""
         self._drawing.kept_from = step
 
     def batch_samples(self, step: int) -> int:
-        """The size of the current batch."""
         return len(self._drawing.batch(step))
 
     def share(self, step: int, part: int, parts: int) -> Share:
-        """By its place in the batch."""
         batch = self._drawing.batch(step)
         mine = split(len(batch), part, parts)
         return _share(batch[mine.start : mine.stop], len(batch), self._microbatches, self._collate)
@@ -191,16 +185,13 @@ class OwnShares(BatchShares):
         self._kept_from: int | None = None
 
     def keep_from(self, step: int) -> None:
-        """In every part's stream."""
         self._kept_from = step
 
     def batch_samples(self, step: int) -> int:
-        """The number of samples, the same for all batches."""
         del step
         return self._batch_size
 
     def share(self, step: int, part: int, parts: int) -> Share:
-        """The next of that part's own stream."""
         drawing = self._drawings.get((part, parts))
         if drawing is None:
             drawing = _Drawing(
@@ -242,7 +233,6 @@ class _Drawing:
         self._begin()
 
     def batch(self, step: int) -> list[Any]:
-        """Number `step`, from 0."""
         if step < self._next and step not in self._drawn:
             self._begin()
         while self._next <= step:

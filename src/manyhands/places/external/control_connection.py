@@ -208,7 +208,7 @@ class ControlConnection(Closeable):
         self.step = step
         stage, microbatch = place if place is not None else (NOBODY, NOBODY)
         self._marked = ControlMarked(
-            step=step, state=int(state), waiting_for=waiting_for, stage=stage, microbatch=microbatch
+            step=step, state=state, waiting_for=waiting_for, stage=stage, microbatch=microbatch
         )
 
     def received(self, timeout_s: float = 0.0) -> list[Mapping[str, Any]]:
@@ -352,13 +352,13 @@ class ControlConnection(Closeable):
         lost.
         """
         try:
-            self._go()
+            self._serve()
         except BaseException as error:
             self._end_waits(Broken(self.rank, f"{self.name}: its line to {self.leader} failed: {error!r}"))
             self._post(report(error, self.step), [])
             self._hub.flush(1.0)
 
-    def _go(self) -> None:
+    def _serve(self) -> None:
         pinged_s = time.monotonic()
         while not self._leaving and self._over is None:
             self._poll(_TICK_S)

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from manyhands.places.local.control import Failed, Finished, Note, Stop
+from manyhands.places.local.status import State
 from manyhands.transport.messages import MessageCoder
 
 __all__ = [
@@ -110,7 +111,7 @@ class ControlMarked:
     """What the process is doing; `stage` is -1 outside of pipelines."""
 
     step: int
-    state: int
+    state: State
     waiting_for: int
     stage: int
     microbatch: int

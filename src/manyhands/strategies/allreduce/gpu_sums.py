@@ -10,7 +10,7 @@ import torch
 
 from manyhands.engine.worker_resources import Resources
 from manyhands.errors import ManyhandsError, PeerTimeout, first_line
-from manyhands.places.external.store_waiting import comes_true
+from manyhands.places.external.key_value_store import comes_true
 from manyhands.places.local.rendezvous import RendezvousStore
 from manyhands.strategies.allreduce.chosen import collective_across_hosts, collective_for
 from manyhands.strategies.allreduce.gpu_choice import GpuSeat, SumsChoice, choose_sums, seat_of

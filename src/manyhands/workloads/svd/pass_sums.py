@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from manyhands.data.matrix import MatrixBlock
-from manyhands.data.sparse_rows import Rows
+from manyhands.data.matrix import MatrixBlock, Rows
 from manyhands.errors import DataError
 from manyhands.workloads.svd.krylov import GRAM, POLISH, Array, KrylovSpace, PassTotals
 from manyhands.workloads.svd.options import SvdSizes

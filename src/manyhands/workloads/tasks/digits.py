@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from manyhands.data.batch_plan import permutation
-from manyhands.data.bundled import bundled_file
+from manyhands.data.file_reader import bundled_file
 from manyhands.task import Task
 from manyhands.workloads.task_options import check_options, option
 from manyhands.workloads.tasks.builtin import BuiltinTask
