@@ -283,7 +283,7 @@ UNSEEN = {
         patch=(ShardCore, "_assign", "clock in record.recent or ", ""),
     ),
 }
-"""Guards that a thousand simulated runs do not need: the unit tests of the cores notice them, or a guard beside them."""
+"""Guards that a thousand simulated runs do not miss; unit tests of the cores have them."""
 
 
 def runs_until_caught(mutant: Mutant, first_seed: int, limit: int) -> tuple[int, list[str]]:
