@@ -38,7 +38,6 @@ def graph_text(graph: Graph, places: Sequence[str]) -> str:
 
 
 def graph_svg(graph: Graph, places: Sequence[str], title: str) -> str:
-    """Return the SVG; `title` says what is drawn."""
     kinds = list(dict.fromkeys(places))
     height = _TOP + len(graph.nodes) * (_HIGH + _GAP) + _LINE
     body = [
@@ -89,7 +88,6 @@ def _sharing(graph: Graph, one: TiedParameters, places: Sequence[str]) -> str:
 
 
 def _middle(number: int) -> int:
-    """Return the vertical middle of a node's box."""
     return _TOP + number * (_HIGH + _GAP) + _HIGH // 2
 
 

@@ -22,8 +22,7 @@ from manyhands.foresight.simulate.faults import (
     WorkerGoes,
 )
 from manyhands.foresight.simulate.models import Store
-from manyhands.foresight.simulate.network import Network
-from manyhands.foresight.simulate.observer import Observer
+from manyhands.foresight.simulate.network import Agenda, Network
 from manyhands.foresight.simulate.simulated_processes import (
     Assignment,
     Copy,
@@ -35,9 +34,8 @@ from manyhands.foresight.simulate.simulated_processes import (
     SimulatedMessage,
     WorkerProcess,
 )
-from manyhands.foresight.simulate.simulated_run import SimulatedHappening, SimulatedRun, WorkerTimes
+from manyhands.foresight.simulate.simulated_run import Observer, SimulatedHappening, SimulatedRun, WorkerTimes
 from manyhands.foresight.simulate.simulated_spec import SimulationSpec
-from manyhands.foresight.simulate.virtual_clock import Agenda
 from manyhands.places.run_commands import AddWorker, RemoveWorker
 from manyhands.strategies.common.membership import (
     Died,

@@ -12,9 +12,8 @@ from typing import Any
 
 from manyhands.foresight.simulate.faults import FaultRole
 from manyhands.foresight.simulate.models import LedgerStore, SimulatedMark, SimulatedSeen
-from manyhands.foresight.simulate.observer import Observer
 from manyhands.foresight.simulate.simulated_processes import Copy, ServerProcess
-from manyhands.foresight.simulate.simulated_run import SimulatedHappening, SimulatedRun
+from manyhands.foresight.simulate.simulated_run import Observer, SimulatedHappening, SimulatedRun
 from manyhands.strategies.ps.log_rows import LateRow, LostRow, SlotsRow, StepRow
 from manyhands.strategies.ps.ps_messages import LEAD, Ack, Message, Outcome, Work
 

@@ -24,19 +24,7 @@ from typing import Protocol
 from manyhands.errors import UserError, nearest
 from manyhands.facts import Waits
 
-__all__ = [
-    "Async",
-    "BatchPlace",
-    "Book",
-    "Bounded",
-    "Buffered",
-    "Group",
-    "Policy",
-    "SoftSync",
-    "Sync",
-    "blend",
-    "parse_consistency",
-]
+__all__ = ["Async", "BatchPlace", "Book", "Buffered", "Group", "Policy", "Sync", "blend", "parse_consistency"]
 
 
 class Book(Protocol):

@@ -23,7 +23,7 @@ from manyhands.engine.computing import Computer
 from manyhands.errors import UserError
 from manyhands.task import Metric
 
-__all__ = ["GivesOutput", "MeasureEnds", "TrainingEnds", "input_of"]
+__all__ = ["MeasureEnds", "TrainingEnds", "input_of"]
 
 _NOT_HERE: Final = (
     *("parameters", "buffers", "modules", "children", "state_dict", "load_state_dict", "get_parameter"),

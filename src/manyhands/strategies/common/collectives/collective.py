@@ -38,7 +38,6 @@ __all__ = [
     "across_hosts",
     "barrier_in",
     "carrier",
-    "of_words",
     "over_links",
     "without_barrier",
 ]
