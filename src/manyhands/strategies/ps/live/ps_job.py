@@ -14,7 +14,6 @@ from manyhands.native.segment import Segment
 from manyhands.strategies.ps import ps_messages
 from manyhands.strategies.ps.live.area import SharedParameters
 from manyhands.strategies.ps.pending_steps import ShardConfig
-from manyhands.strategies.ps.push_pull import PushPull, PushPullAnswer
 from manyhands.strategies.ps.shard_layout import FlatLayout
 from manyhands.strategies.ps.shard_store import Averaging
 from manyhands.strategies.ps.strategy import Ps
@@ -34,7 +33,6 @@ CODEC = MessageCoder(
         3: ps_messages.Read,
         4: ps_messages.Parameters,
         5: ps_messages.Push,
-        6: ps_messages.Ack,
         7: ps_messages.Refused,
         8: ps_messages.Fenced,
         9: ps_messages.NotPrimary,
@@ -47,8 +45,6 @@ CODEC = MessageCoder(
         16: ps_messages.ReadRows,
         17: ps_messages.RowValues,
         18: ps_messages.RowsUnknown,
-        19: PushPull,
-        20: PushPullAnswer,
     }
 )
 
