@@ -218,7 +218,7 @@ class ProcessTraining(Training):
         start: Loaded | None,
     ) -> dict[str, Any]:
         """One worker's part, in this process; returns its report. Worker 0's weights become the model's."""
-        from manyhands.engine.worker_links import connect_worker
+        from manyhands.engine.external_workers import connect_worker
 
         joined = time.monotonic_ns()
         job = self._job(None)

@@ -92,13 +92,13 @@ def launch(
         raise UserError(f"there is no script {path}")
     if workers < 1:
         raise UserError(f"workers={workers} must be at least 1")
-    asked = Strategy.parse(strategy) if strategy is not None else None
-    chosen = choose(asked, [range(workers)])  # refuses a strategy that cannot be
+    requested = Strategy.parse(strategy) if strategy is not None else None
+    chosen = choose(requested, [range(workers)])  # refuses a strategy that cannot be
     if device is not None:
         check_device(device)
     check_watchdog_s(watchdog_s)
     check_capacity(of_processes(), workers, allow_overload=allow_overload)
-    job = Script(path=path, arguments=tuple(arguments), strategy=asked, device=device)
+    job = Script(path=path, arguments=tuple(arguments), strategy=requested, device=device)
     with ExitStack() as stack:
         directory = None
         if out is not None:

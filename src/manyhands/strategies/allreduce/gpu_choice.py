@@ -43,7 +43,6 @@ class GpuSeat:
     """The host identity that NCCL uses, if NCCL_HOSTID sets one."""
 
     def to_text(self) -> str:
-        """Return the seat as one line of JSON."""
         return json.dumps([self.host, self.gpu, self.nccl, self.nccl_host])
 
     @classmethod
@@ -62,7 +61,6 @@ class GpuSeat:
 
 
 def seat_of(device: torch.device) -> GpuSeat:
-    """Return where a worker of this process computes."""
     host = host_identity()
     if device.type != "cuda":
         return GpuSeat(host=host, gpu="", nccl="")
@@ -78,7 +76,6 @@ class SumsChoice:
     why: str
 
     def summary(self) -> dict[str, Any]:
-        """Return the choice as an entry of the run's summary."""
         return {SUMS: {"by": "nccl" if self.nccl else "links", "why": self.why}}
 
 

@@ -12,7 +12,7 @@ from manyhands.engine.worker_resources import Resources
 from manyhands.errors import ManyhandsError, PeerTimeout, first_line
 from manyhands.places.external.key_value_store import comes_true
 from manyhands.places.local.rendezvous import RendezvousStore
-from manyhands.strategies.allreduce.chosen import collective_across_hosts, collective_for
+from manyhands.strategies.allreduce.exchange import collective_across_hosts, collective_for
 from manyhands.strategies.allreduce.gpu_choice import GpuSeat, SumsChoice, choose_sums, seat_of
 from manyhands.strategies.allreduce.strategy import AllReduce
 from manyhands.strategies.common.collectives.collective import Collective

@@ -98,7 +98,6 @@ class HelpedCollective(ScheduleCollective):
         return posts
 
     def traffic(self) -> Traffic:
-        """Return the traffic of both collectives, announcements included."""
         ways = (self._sums, self._orders)
         return super().traffic() + Traffic(
             messages_sent=sum(way.messages_sent for way in ways),
@@ -113,7 +112,6 @@ class HelpedCollective(ScheduleCollective):
         return found
 
     def _order(self, numbers: Sequence[int]) -> None:
-        """Send an order from worker 0 to every helper."""
         if self.rank != 0:
             return
         helpers = range(self.world, self._sums.world)
@@ -198,7 +196,6 @@ class _Helper:
         return Traffic(messages_sent=self._executor.messages_sent, bytes_sent=self._executor.bytes_sent)
 
     def step(self) -> bool:
-        """Carry out worker 0's next order; return whether there was one."""
         order = self._next_order()
         if order is None:
             self._book()

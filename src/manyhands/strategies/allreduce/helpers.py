@@ -49,12 +49,10 @@ class HelperSplit:
 
     @property
     def pieces(self) -> int:
-        """The number of pieces of the whole vector."""
         return self.workers * self.worker_pieces + self.helpers * self.helper_pieces
 
     @property
     def worker_share(self) -> Fraction:
-        """The fraction of the vector that each worker sums."""
         return Fraction(self.worker_pieces, self.pieces)
 
     @property

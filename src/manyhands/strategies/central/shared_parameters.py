@@ -17,11 +17,12 @@ import torch
 from torch import nn
 
 from manyhands.errors import UserError
-from manyhands.native.group.shared_group import SharedGroup
+from manyhands.native.group.shared_group import SharedGroup, slice_of
 from manyhands.native.segment import CACHE_LINE, Segment
-from manyhands.wire.flat_layout import BucketLayout, side_by_side
+from manyhands.strategies.common.sharding.sliced_optimizer import Piece
+from manyhands.wire.flat_layout import BucketLayout, LayoutSlot, bucket_of, least_loaded, padded, side_by_side
 
-__all__ = ["CentralParameters"]
+__all__ = ["CentralParameters", "Ownership", "cut", "keep_whole"]
 
 
 class CentralParameters:
@@ -66,7 +67,6 @@ class CentralParameters:
                 parameter.copy_(view, non_blocking=True)
 
     def close(self) -> None:
-        """Close the descriptor and drop this object's views of the memory."""
         self.values, self.shared = [], []
         if self._segment is not None:
             self._segment.close()
@@ -113,3 +113,81 @@ def _require_movable(named: Sequence[tuple[str, nn.Parameter]]) -> None:
                 f"parameters {one.name!r} and {next_one.name!r} are different parameters in the same memory, which "
                 "would come apart; tie them by assigning one Parameter to both"
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ownership:
+    """A partition of all parameters; every item belongs to exactly one worker."""
+
+    layouts: tuple[BucketLayout, ...]
+    """The buckets, with slots possibly reordered."""
+
+    ranges: tuple[tuple[range, ...], ...]
+    """By bucket and worker: the items of the bucket that the worker owns."""
+
+    pieces: tuple[tuple[Piece, ...], ...]
+    """By worker: what it owns, in the order of the parameters; at most one piece of each."""
+
+
+def cut(layouts: Sequence[BucketLayout], world: int) -> Ownership:
+    """Divide every bucket evenly, to the cache line, wherever the cut falls."""
+    ranges = tuple(
+        tuple(slice_of(layout.count, layout.dtype.itemsize, rank, world) for rank in range(world))
+        for layout in layouts
+    )
+    return Ownership(layouts=tuple(layouts), ranges=ranges, pieces=_pieces(layouts, ranges, world))
+
+
+def keep_whole(layouts: Sequence[BucketLayout], world: int, most: int | None = None) -> Ownership:
+    """Give every parameter to one worker, as evenly in bytes as the sizes allow.
+
+    The slots are in the order of `most` owners (None: `world`, which is at most that); each worker stands for one or
+    several neighbouring owners.
+    """
+    places = _owners(layouts, most or world)
+    sorted_layouts = tuple(_sorted(layout, places) for layout in layouts)
+    owners = {number: place * world // (most or world) for number, place in places.items()}
+    ranges = tuple(_ranges(layout, owners, world) for layout in sorted_layouts)
+    return Ownership(layouts=sorted_layouts, ranges=ranges, pieces=_pieces(sorted_layouts, ranges, world))
+
+
+def _owners(layouts: Sequence[BucketLayout], world: int) -> dict[int, int]:
+    slots = [(slot, layout.dtype.itemsize) for layout in layouts for slot in layout.slots]
+    numbers = [slot.parameter for slot, _ in slots]
+    owners = least_loaded([slot.count * item for slot, item in slots], world, numbers)
+    return dict(zip(numbers, owners, strict=True))
+
+
+def _sorted(layout: BucketLayout, owners: dict[int, int]) -> BucketLayout:
+    slots = sorted(layout.slots, key=lambda slot: owners[slot.parameter])
+    return bucket_of(layout.dtype, ((slot.parameter, slot.count) for slot in slots))
+
+
+def _ranges(layout: BucketLayout, owners: dict[int, int], world: int) -> tuple[range, ...]:
+    ends = [0] * world
+    for slot in layout.slots:
+        ends[owners[slot.parameter]] = slot.offset + padded(slot.count, layout.dtype)
+    begin, ranges = 0, []
+    for end in ends:
+        ranges.append(range(begin, max(begin, end)))
+        begin = ranges[-1].stop
+    return tuple(ranges)
+
+
+def _pieces(
+    layouts: Sequence[BucketLayout], ranges: Sequence[Sequence[range]], world: int
+) -> tuple[tuple[Piece, ...], ...]:
+    owned: list[list[Piece]] = [[] for _ in range(world)]
+    for layout, by_rank in zip(layouts, ranges, strict=True):
+        for slot in layout.slots:
+            for rank, mine in enumerate(by_rank):
+                piece = _overlap(slot, mine)
+                if piece.begin < piece.end or (slot.count == 0 and rank == 0):
+                    owned[rank].append(piece)
+    return tuple(tuple(sorted(pieces, key=lambda piece: piece.parameter)) for pieces in owned)
+
+
+def _overlap(slot: LayoutSlot, mine: range) -> Piece:
+    begin = min(max(mine.start - slot.offset, 0), slot.count)
+    end = min(max(mine.stop - slot.offset, 0), slot.count)
+    return Piece(slot.parameter, begin, end)

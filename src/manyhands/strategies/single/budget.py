@@ -28,7 +28,6 @@ class UnitBytes:
 
     @property
     def to_step(self) -> int:
-        """The bytes needed when the unit is stepped."""
         return self.values + self.gradients + self.state
 
 

@@ -52,7 +52,6 @@ class ParameterGuard(TorchFunctionMode):
         self._pending.update(numbers)
 
     def stepped(self, numbers: Iterable[int]) -> None:
-        """Mark parameters as stepped: they may be read again."""
         self._pending.difference_update(numbers)
 
     def close(self) -> None:

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from manyhands.engine.exchange import LocalStep, PeerTraffic, SharedStep
-from manyhands.strategies.allreduce.priority.gradient_slices import GradientSlice
 from manyhands.strategies.allreduce.priority.slice_order import Desk, SendOrder
+from manyhands.strategies.allreduce.priority.sliced_gradients import GradientSlice
 from manyhands.strategies.common.collectives.background import SideThread
 from manyhands.strategies.common.collectives.collective import ScheduleCollective
 
@@ -88,7 +88,6 @@ class SliceSender(SideThread):
             return self._is_idle()
 
     def begin(self, step: int) -> None:
-        """Begin the next step; the last one must be over."""
         sizes = [one.parcel.num_bytes for one in self._slices]
         order = SendOrder(sizes, [one.parcel.priority for one in self._slices], self._credit_bytes)
         with self._changed:
@@ -96,7 +95,6 @@ class SliceSender(SideThread):
             self._step = _Step(step, Desk(order, len(self._slices)))
 
     def fill(self, number: int) -> None:
-        """Mark a slice as filled by this worker."""
         with self._changed:
             assert self._step is not None, "begin comes before fill"
             self._step.desk.filled(number)

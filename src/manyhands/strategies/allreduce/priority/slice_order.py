@@ -90,7 +90,6 @@ class Desk:
         return bool(self._ready) and self._told != self._ready
 
     def filled(self, number: int) -> None:
-        """Mark a slice as filled by this worker."""
         self._ready.add(number)
 
     def closed(self) -> None:
@@ -116,5 +115,4 @@ class Desk:
         return self._order.next(everywhere)
 
     def arrived(self, number: int) -> None:
-        """Mark a slice as summed."""
         self._order.arrived(number)
