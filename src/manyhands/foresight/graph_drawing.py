@@ -11,7 +11,7 @@ from importlib.resources import files
 from typing import Final
 from xml.sax.saxutils import escape
 
-from manyhands.engine.placement.module_graph import Crossing, Graph, Node, TiedParameters, cut_of
+from manyhands.engine.placement.tracing import Crossing, Graph, Node, TiedParameters, cut_of
 from manyhands.errors import format_bytes
 from manyhands.observe.draw.aligned import aligned
 
