@@ -39,7 +39,7 @@ from manyhands.foresight.simulate.overlap_model import (
     push_at_once,
     step_seconds,
 )
-from manyhands.strategies.ps.staggering import round_of_shards
+from manyhands.strategies.ps.client_core import round_of_shards
 
 RESULT = Path(__file__).parent / "results" / "priority.json"
 WIDTH, LAYERS, STEPS, WARM, WORLD = 1024, 8, 16, 4, 2

@@ -14,7 +14,7 @@ from manyhands.foresight.simulate.overlap_model import (
     push_at_once,
     step_seconds,
 )
-from manyhands.strategies.ps.staggering import round_of_shards
+from manyhands.strategies.ps.client_core import round_of_shards
 
 SECONDS = st.floats(0.01, 1.0)
 

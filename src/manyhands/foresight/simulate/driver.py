@@ -45,6 +45,7 @@ from manyhands.strategies.common.membership import (
     MemberSilent,
     StartWorker,
 )
+from manyhands.strategies.ps.actions import Ack
 from manyhands.strategies.ps.client_core import Leave, Reason
 from manyhands.strategies.ps.log_rows import StepRow
 from manyhands.strategies.ps.member_events import (
@@ -223,6 +224,10 @@ class _Simulation:
         """A worker has finished computing, and requests more."""
         now_s = self._waiting_since_s[worker.member] = self._agenda.now_s
         self._observer.computed(worker.slot, work, self._computes_since_s[worker.slot], now_s)
+
+    def acknowledges(self, ack: Ack) -> None:
+        """A server has made a push durable."""
+        self._observer.acknowledges(ack)
 
     def steps(self, server: ServerProcess, row: StepRow, after_s: float) -> None:
         """A server has taken an optimizer step, this many seconds from now."""

@@ -184,9 +184,9 @@ class RunBook(Observer):
 
     def arrives(self, source: int, to: int, message: Message, num_bytes: int, now_s: float) -> None:
         del num_bytes
-        if isinstance(message, Read):
+        if isinstance(message, Read) or (isinstance(message, Push) and message.pulls):
             self._asked_s[message.slot, message.shard] = now_s
-        elif isinstance(message, Push):
+        if isinstance(message, Push):
             self._record_message(EventKind.RECEIVE, self._roles[to], message.slot, message, now_s)
         elif isinstance(message, Parameters):
             self._record_message(EventKind.RECEIVE, message.slot, self._roles[source], message, now_s)

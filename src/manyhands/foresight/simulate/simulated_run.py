@@ -10,6 +10,7 @@ from typing import Any
 from manyhands.foresight.simulate.faults import FaultRole
 from manyhands.foresight.simulate.models import Store
 from manyhands.foresight.simulate.simulated_processes import Copy, ServerProcess
+from manyhands.strategies.ps.actions import Ack
 from manyhands.strategies.ps.log_rows import Row, StepRow
 from manyhands.strategies.ps.ps_messages import Message, Work
 
@@ -103,6 +104,9 @@ class Observer:
 
     def arrives(self, source: int, to: int, message: Message, num_bytes: int, now_s: float) -> None:
         """A message arrives with its payload; the receiver may be busy with another."""
+
+    def acknowledges(self, ack: Ack) -> None:
+        """The primary of a shard says that a push is durable."""
 
     def steps(self, server: int, row: StepRow, began_s: float, took_s: float) -> None:
         """The primary of a shard takes an optimizer step."""
