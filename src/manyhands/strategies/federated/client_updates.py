@@ -20,16 +20,6 @@ from torch import Tensor
 
 from manyhands.engine.exchange import Traffic
 
-__all__ = [
-    "ClientAssignment",
-    "ClientUpdate",
-    "RoundPlace",
-    "RoundTally",
-    "TallySum",
-    "WeighedUpdate",
-    "shaped",
-]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClientAssignment:

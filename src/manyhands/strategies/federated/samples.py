@@ -24,8 +24,6 @@ from manyhands.task import Task
 if TYPE_CHECKING:
     from manyhands.places.local.loaders import Loaders
 
-__all__ = ["Batches", "IndexReader", "Samples", "apart", "columns_of", "each_tensor", "reading_ahead"]
-
 _PART_OF_MEMORY = 0.25  # of what is free on a GPU, for the data
 
 

@@ -26,8 +26,6 @@ from manyhands.strategies.federated.states import local_names
 from manyhands.strategies.federated.strategy import Federated
 from manyhands.task import Task
 
-__all__ = ["FederatedTraining"]
-
 
 class FederatedTraining(ExchangeTraining):
     """Training in which the workers of one host share the clients of every round."""

@@ -44,20 +44,6 @@ from manyhands.strategy import Strategy
 from manyhands.transport.link.interface import Link
 from manyhands.transport.link.mesh import Mesh, mesh_kind
 
-__all__ = [
-    "Epoch",
-    "EpochFiles",
-    "Epochs",
-    "SharedEpochs",
-    "read_state",
-    "receive_files",
-    "restore_buffers",
-    "send_files",
-    "state_tree",
-    "write_file",
-    "write_state",
-]
-
 _BUFFERS = "buffers that no checkpoint has"
 _STATE_FILES = ("state tensors", "state tree")
 """The names of the memory files in which a donor leaves its state."""

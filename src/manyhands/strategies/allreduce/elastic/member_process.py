@@ -40,19 +40,6 @@ from manyhands.strategies.allreduce.elastic.linked import LinkedEpochs, Wiring
 from manyhands.strategies.allreduce.elastic.member_control import Departed, ListeningContext, MemberLine
 from manyhands.strategies.allreduce.strategy import AllReduce
 
-__all__ = [
-    "CHECKPOINT",
-    "PARTS",
-    "START",
-    "WEIGHTS",
-    "ElasticJob",
-    "ElasticPart",
-    "TakeSlot",
-    "take_slot",
-    "wiring_of",
-    "work",
-]
-
 _WAIT_S: Final = 0.5
 _THIS_HOST: Final = "127.0.0.1"
 START, WEIGHTS, CHECKPOINT = "start", "weights", "checkpoint"

@@ -7,11 +7,7 @@ from collections.abc import Callable
 from typing import Final
 
 from manyhands.errors import UserError, nearest
-from manyhands.strategies.federated.algorithms.algorithm import (
-    ClientUpdate,
-    FederatedAlgorithm,
-    FederatedFacts,
-)
+from manyhands.strategies.federated.algorithms.algorithm import FederatedAlgorithm, FederatedFacts
 from manyhands.strategies.federated.algorithms.averaging import (
     FedAdagrad,
     FedAdam,
@@ -25,7 +21,7 @@ from manyhands.strategies.federated.algorithms.buff import FedBuff
 from manyhands.strategies.federated.algorithms.robust import CoordinateMedian, Krum, MultiKrum, TrimmedMean
 from manyhands.strategies.federated.algorithms.stateful import Ditto, Scaffold
 
-__all__ = ["ALGORITHMS", "ClientUpdate", "FederatedAlgorithm", "FederatedFacts", "algorithm_named"]
+__all__ = ["ALGORITHMS", "FederatedAlgorithm", "FederatedFacts", "algorithm_named"]
 
 ALGORITHMS: Final[dict[str, type[FederatedAlgorithm]]] = {
     kind.word: kind

@@ -24,8 +24,6 @@ from manyhands.strategies.federated.secure.secure_server import SecureServer
 from manyhands.strategies.federated.secure.secure_tally import hash_of
 from manyhands.strategies.federated.strategy import Federated
 
-__all__ = ["SecureAttempt", "StagedSum", "terms_from"]
-
 _LEAST_BYTES = 4096
 
 

@@ -23,8 +23,6 @@ import numpy as np
 
 from manyhands.errors import UserError
 
-__all__ = ["PrivacyBudget", "RoundKind", "Spending", "epsilon_of", "most_rounds", "need_accountant"]
-
 _ENDLESS: Final = 1 << 40
 
 

@@ -31,8 +31,6 @@ from manyhands.strategies.federated.secure.secure_client import SecureClient, Se
 from manyhands.strategies.federated.secure.secure_messages import SecureTerms, fewest_clients
 from manyhands.strategies.federated.secure.secure_server import RoundAbandoned, SecureServer
 
-__all__ = ["MESSAGES", "SecureTally", "client_bytes", "hash_of", "play_round", "published_bits", "terms_for"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SecureSum:
