@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import manyhands as mh
 from manyhands.workloads.glove.cooccurrence_files import RECORD
 from manyhands.workloads.glove.glove_task import GloveTask
-from manyhands.workloads.glove.train_glove import GloveOptions, train_glove
+from manyhands.workloads.glove.learning import GloveOptions, train_glove
 from walks import Tracer, passed
 
 MOST = {"mirrored": 20, "ps link=tcp": 38, "glove": 17}
