@@ -21,7 +21,7 @@ from torch import nn
 
 from manyhands.engine.desync_check import Agreement, parameter_hashes
 from manyhands.engine.exchange import LocalStep
-from manyhands.native.group.shared_group import SharedGroup
+from manyhands.native.group.shared_group import SharedGroup, SharedGroupFiles
 from manyhands.strategies.allreduce.exchange import AllReduceExchange
 from manyhands.strategies.common.collectives.collective import SharedCollective
 
@@ -40,7 +40,7 @@ def model_of(width: int) -> nn.Module:
 def measure(width: int, workers: int, rounds: int) -> dict[str, float]:
     """Medians in milliseconds, as worker 0 sees them."""
     found: dict[str, float] = {}
-    with SharedGroup.create(workers) as files:
+    with SharedGroupFiles.create(workers) as files:
 
         def work(rank: int) -> None:
             torch.manual_seed(0)

@@ -19,9 +19,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from manyhands.errors import ManyhandsError
-from manyhands.strategies.federated.deployed.app import DeviceApp
 from manyhands.strategies.federated.deployed.device_client import Device, DevicePlan, enrol
 from manyhands.strategies.federated.deployed.device_job import FederatedJob, RoundSettings
+from manyhands.strategies.federated.deployed.device_server import DeviceApp
 from manyhands.strategies.federated.deployed.device_state import DeviceState
 from manyhands.strategies.federated.deployed.http_client import Reply
 from manyhands.strategies.federated.deployed.protocol import body_hash, request_text

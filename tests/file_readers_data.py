@@ -30,7 +30,7 @@ def _idx_gzip(folder: Path) -> None:
 
 
 def _read_idx(folder: Path) -> object:
-    from manyhands.data.idx import read_idx
+    from manyhands.data.file_reader import read_idx
 
     return read_idx(folder / "sample", limit_bytes=1 << 26)
 

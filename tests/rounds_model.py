@@ -22,9 +22,8 @@ from manyhands.foresight.simulate.faults import (
     WorkerComes,
     WorkerGoes,
 )
-from manyhands.foresight.simulate.virtual_clock import Agenda
-from manyhands.strategies.federated.rounds.round_core import RoundState, RoundTerms, as_json, handle, state_of
-from manyhands.strategies.federated.rounds.round_events import (
+from manyhands.foresight.simulate.network import Agenda
+from manyhands.strategies.federated.rounds.round_core import (
     AbandonRound,
     BeginRound,
     ClientGone,
@@ -35,9 +34,14 @@ from manyhands.strategies.federated.rounds.round_events import (
     ReportCame,
     RoundDecision,
     RoundEvent,
+    RoundState,
+    RoundTerms,
     ServerResumed,
     TakeReport,
     TimePassed,
+    as_json,
+    handle,
+    state_of,
 )
 
 UNTIL_S = 20.0  # faults strike before

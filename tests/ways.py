@@ -61,7 +61,7 @@ def on_hosts(
     world, hosts = len(places), hosts_of(places)
     links: list[dict[int, Link]] = [{} for _ in range(world)]
     with ExitStack() as stack:
-        files = [stack.enter_context(SharedGroup.create(len(host))) for host in hosts]
+        files = [stack.enter_context(SharedGroupFiles.create(len(host))) for host in hosts]
         for high in range(world):
             for low in range(high):
                 links[low][high], links[high][low] = pair()
@@ -131,7 +131,7 @@ def with_exchanges(way: str, world: int, act: Callable[[Exchange], Result]) -> l
         if places:
             link_up = stack.enter_context(on_hosts(word, places))
         else:
-            link_up = partial(connect, way, stack.enter_context(SharedGroup.create(world)))
+            link_up = partial(connect, way, stack.enter_context(SharedGroupFiles.create(world)))
 
         def work(rank: int) -> Result:
             exchange = link_up(rank)

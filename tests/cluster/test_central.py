@@ -20,7 +20,7 @@ from equality import TWICE, distance, make_task, same_bits, train_in_threads, tr
 from manyhands.engine.exchange import Exchange, LocalStep
 from manyhands.errors import UserError
 from manyhands.native.group import group_calls
-from manyhands.native.group.shared_group import SharedGroup
+from manyhands.native.group.shared_group import SharedGroup, SharedGroupFiles
 from manyhands.strategies.central.exchange import CentralExchange
 from ways import BUCKET_BYTES, connect, in_threads, join, train_on, with_exchanges
 
@@ -78,7 +78,7 @@ def task_and_reference(name: str) -> tuple[mh.Task, dict[str, torch.Tensor]]:
 
 
 def train_centrally(task: mh.Task, world: int, steps: int = STEPS) -> list[dict[str, torch.Tensor]]:
-    with SharedGroup.create(world) as files:
+    with SharedGroupFiles.create(world) as files:
         return train_in_threads(task, world, lambda rank: connect("central", files, rank), steps)
 
 
@@ -245,7 +245,7 @@ def test_nothing_is_written_while_a_backward_runs() -> None:
         exchange.apply()
         return not torch.equal(before, model.weight)
 
-    with SharedGroup.create(2) as files:
+    with SharedGroupFiles.create(2) as files:
         groups = [join(files, rank) for rank in range(2)]
         exchanges = [CentralExchange(group, BUCKET_BYTES) for group in groups]
         assert in_threads(2, lambda rank: act(exchanges[rank])) == [True, True]

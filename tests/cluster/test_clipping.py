@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import manyhands as mh
 from equality import distance, train_in_threads
 from manyhands.errors import UserError
-from manyhands.native.group.shared_group import SharedGroup
+from manyhands.native.group.shared_group import SharedGroupFiles
 from ways import connect
 
 STEPS = 6
@@ -64,7 +64,7 @@ def plain_loop(clip_norm: float | None = None, clip_value: float | None = None) 
 @pytest.mark.parametrize("way", ["single", "mirrored", "central"])
 def test_clipping_is_that_of_the_plain_loop(way: str, clipping: dict[str, Any]) -> None:
     world = 1 if way == "single" else 3
-    with SharedGroup.create(world) as files:
+    with SharedGroupFiles.create(world) as files:
         found = train_in_threads(task(**clipping), world, lambda rank: connect(way, files, rank), STEPS)
     expected = plain_loop(**clipping)
     assert max(distance(weights, expected) for weights in found) < 1e-9
@@ -74,7 +74,7 @@ def test_clipping_is_that_of_the_plain_loop(way: str, clipping: dict[str, Any]) 
 
 @pytest.mark.parametrize("clipping", CLIPS[::2], ids=str)
 def test_a_worker_that_steps_alone_clips_its_own_gradient(clipping: dict[str, Any]) -> None:
-    with SharedGroup.create(1) as files:
+    with SharedGroupFiles.create(1) as files:
         found = train_in_threads(
             task(**clipping), 1, lambda rank: connect("local steps=2", files, rank), STEPS
         )

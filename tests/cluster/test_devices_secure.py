@@ -24,8 +24,7 @@ from manyhands.strategies.federated.deployed.http_client import Reply
 from manyhands.strategies.federated.deployed.rounds_server import RoundServer
 from manyhands.strategies.federated.deployed.server_files import TOKENS
 from manyhands.strategies.federated.deployed.stages import SecureAttempt, terms_from
-from manyhands.strategies.federated.secure.fixedpoint import FixedPoint
-from manyhands.strategies.federated.secure.masked_vectors import words_of
+from manyhands.strategies.federated.secure.fixedpoint import FixedPoint, words_of
 from manyhands.strategies.federated.secure.primitives import ProtocolRefused
 from manyhands.strategies.federated.secure.secure_client import SecureStage
 from manyhands.strategies.federated.secure.secure_messages import SurvivorList, UnmaskRequest
@@ -396,5 +395,5 @@ def test_no_sum_is_unmasked_that_would_not_count(least: int, threshold: int) -> 
     """Else the next attempt's sum, of others, would tell by its difference what one device has sent."""
     job = job_for(f"clients={DEVICES} secure=yes", min_reports=least)
     roster = {client: bytes([client]) * 32 for client in range(DEVICES)}
-    attempt = SecureAttempt.begin(job, roster, [torch.zeros(3)], 0.0)
+    attempt = SecureAttempt(job, roster, [torch.zeros(3)], 0.0)
     assert attempt.terms_as_json["threshold"] == threshold

@@ -21,7 +21,7 @@ from equality import (
     train_plainly,
 )
 from manyhands.engine.exchange import Exchange
-from manyhands.native.group.shared_group import SharedGroup
+from manyhands.native.group.shared_group import SharedGroup, SharedGroupFiles
 from manyhands.strategies.allreduce.exchange import AllReduceExchange
 from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
 from manyhands.strategies.common.collectives.collective import ScheduleCollective, SharedCollective
@@ -55,7 +55,7 @@ def reference(case: str, steps: int) -> dict[str, torch.Tensor]:
 
 
 def in_shared_memory(case: str, world: int, steps: int) -> list[dict[str, torch.Tensor]]:
-    with SharedGroup.create(world) as files:
+    with SharedGroupFiles.create(world) as files:
 
         def connect(rank: int) -> Exchange:
             group = SharedGroup(

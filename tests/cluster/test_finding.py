@@ -18,9 +18,8 @@ from torch.distributed import HashStore, PrefixStore
 from certificates import run_security
 from manyhands.engine.external_workers import ControlListener
 from manyhands.errors import ManyhandsError, PeerTimeout, UserError, WorkerFailed
-from manyhands.places.external import leader_address
+from manyhands.places.external import process_group as groups
 from manyhands.places.external.key_value_store import KeyValueStore
-from manyhands.places.external.leader_address import follow, lead
 from manyhands.places.external.links import _admit, open_links
 from manyhands.places.external.process_group import join_group, lead_group
 from manyhands.places.external.process_place import ProcessPlace, under_torchrun
@@ -43,7 +42,7 @@ def places(world: int, store: HashStore | None = None, master: str = "127.0.0.1"
 
 def seat(store: HashStore, run: str, rank: int, **fields: str) -> None:
     """A process that has come, as far as the store knows."""
-    mine = {**leader_address._mine(ProcessPlace(rank=rank, world=rank + 1)), **fields}
+    mine = {**groups._mine(ProcessPlace(rank=rank, world=rank + 1)), **fields}
     PrefixStore(f"manyhands/{run}", store).set(f"here/{rank}", json.dumps(mine))
 
 
@@ -135,12 +134,12 @@ def test_two_processes_of_one_rank_a_missing_rank_and_another_release_are_told_t
     store = HashStore()
     seat(store, "twice", 1, process="process 1 (worker 1 on vm)")
     with pytest.raises(UserError, match=r"two processes are rank 1: process .* and process "):
-        follow(places(2, store)[1], TERMS, "twice", security=Security.loopback(), timeout_s=0.2)
+        join_group(places(2, store)[1], TERMS, "twice", security=Security.loopback(), timeout_s=0.2)
 
     first, second, _ = places(3)
     call = {"security": Security.loopback(), "timeout_s": 0.3}
     led, followed = together(
-        lambda: lead(first, TERMS, "late", **call), lambda: follow(second, TERMS, "late", **call)
+        lambda: lead_group(first, TERMS, "late", **call), lambda: join_group(second, TERMS, "late", **call)
     )
     assert isinstance(led, PeerTimeout)
     assert "rank 2 of 3 did not come within 0 s" in str(led)
@@ -149,10 +148,10 @@ def test_two_processes_of_one_rank_a_missing_rank_and_another_release_are_told_t
     store = HashStore()
     seat(store, "old", 1, version="0.0.1", name="worker 1 on hostB")
     with pytest.raises(UserError, match=r"worker 1 on hostB is manyhands 0\.0\.1, and worker 0 on "):
-        lead(places(2, store)[0], TERMS, "old", **call)
+        lead_group(places(2, store)[0], TERMS, "old", **call)
 
     with pytest.raises(PeerTimeout, match=r"rank 0, which leads, did not come within"):
-        leader_address._read_leader(HashStore(), places(2)[1], timeout_s=-4.9)
+        groups._read_leader(HashStore(), places(2)[1], timeout_s=-4.9)
 
 
 @pytest.mark.parametrize(
@@ -165,22 +164,22 @@ def test_two_processes_of_one_rank_a_missing_rank_and_another_release_are_told_t
 def test_a_leader_that_other_hosts_cannot_reach_or_must_not_says_so_to_all(
     master: str, security: Security, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(leader_address, "address_towards", lambda host: host)
+    monkeypatch.setattr(groups, "address_towards", lambda host: host)
     store = HashStore()
     seat(store, "a", 1, host="another")
     first, second = places(2, store, master)
     with pytest.raises(UserError, match=told):
-        lead(first, TERMS, "a", security=security, timeout_s=1.0)
+        lead_group(first, TERMS, "a", security=security, timeout_s=1.0)
     with pytest.raises(ManyhandsError, match=told):
-        leader_address._read_leader(PrefixStore("manyhands/a", store), second, 1.0)
+        groups._read_leader(PrefixStore("manyhands/a", store), second, 1.0)
 
 
 def test_a_process_without_a_certificate_is_told_that_the_leader_has_one() -> None:
     store = HashStore()
-    led = {**leader_address._mine(places(2)[0]), "unix": "unix:nowhere", "host": host_identity()}
+    led = {**groups._mine(places(2)[0]), "unix": "unix:nowhere", "host": host_identity()}
     PrefixStore("manyhands/a", store).set("leader", json.dumps(led))
     with pytest.raises(UserError, match="has no certificate, and the leader"):
-        follow(places(2, store)[1], TERMS, "a", security=Security.loopback(), timeout_s=1.0)
+        join_group(places(2, store)[1], TERMS, "a", security=Security.loopback(), timeout_s=1.0)
 
 
 def test_a_port_in_use_and_a_store_that_nobody_opens_are_one_sentence_each() -> None:
@@ -204,7 +203,7 @@ def test_where_all_know_the_leaders_address_no_store_is_needed() -> None:
     first, second = (replace(place, leader=address, kind="specification") for place in places(2))
     call = {"security": Security.loopback(), "timeout_s": 10.0}
     with ExitStack() as stack:
-        leading = lead(first, TERMS, "a", **call)
+        leading = lead_group(first, TERMS, "a", **call)
         stack.callback(leading.control_server.close)
 
         def hears() -> int:
@@ -212,14 +211,14 @@ def test_where_all_know_the_leaders_address_no_store_is_needed() -> None:
                 leading.control_server.poll(0.1)
             return 1
 
-        following, _ = together(lambda: follow(second, TERMS, "a", **call), hears)
+        following, _ = together(lambda: join_group(second, TERMS, "a", **call), hears)
         stack.callback(following.line.close)
         assert leading.control_server.members == (1,)
         # On loopback nobody can knock who is another user: nothing listens at the port itself.
         with pytest.raises(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port), 1.0):
             pass
         with pytest.raises(UserError, match="cannot listen there"):
-            lead(first, TERMS, "a", **call)
+            lead_group(first, TERMS, "a", **call)
 
 
 @pytest.mark.parametrize("tls", [False, True])

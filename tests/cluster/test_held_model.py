@@ -88,7 +88,7 @@ def hold(model: nn.Module, optimizer: Optimizer, index: int, world: int, dim: in
                 local=local,
                 shape=parameter.shape,
                 cut=cut,
-                tells=cut is not None or index == 0,
+                reports=cut is not None or index == 0,
             )
         )
     return HeldModel(outline, optimizer, held, dict(model.named_buffers()) if index == 0 else {})
@@ -187,7 +187,7 @@ def test_empty_tensors_travel_too() -> None:
     def work(group: LinkGroup) -> Any:
         model = Empty()
         own = dict(model.named_buffers()) if group.index else {}
-        held = [Held(whole=model.weight, local=model.weight, shape=torch.Size([2]), tells=group.index == 0)]
+        held = [Held(whole=model.weight, local=model.weight, shape=torch.Size([2]), reports=group.index == 0)]
         return HeldModel(Outline.of(model), SGD(model.parameters(), lr=1), held, own).model_state(group)
 
     state, _ = together(2, work)

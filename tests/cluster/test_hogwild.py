@@ -140,7 +140,7 @@ def train(
         finally:
             trainer.close()
 
-    with SharedGroup.create(world) as files:
+    with SharedGroupFiles.create(world) as files:
         return in_threads(world, lambda rank: work(files, rank))
 
 
@@ -416,7 +416,7 @@ def test_a_row_that_the_task_did_not_name_is_refused() -> None:
 
 
 def test_waiting_for_a_turn_ends_and_names_the_one_whose_turn_it_is() -> None:
-    with SharedGroup.create(2) as files:
+    with SharedGroupFiles.create(2) as files:
 
         def act(rank: int) -> None:
             group = SharedGroup(

@@ -207,7 +207,7 @@ def test_a_record_that_no_role_makes_ends_its_line_and_leaves_the_events_whole(
             records[name][1] = value
         line._bag.put(ControlEvents(lost=lost), [records.tobytes()])
         failure = party.one(Ended).failure
-        assert "it broke the rules of the line: link protocol, field 'events'" in failure.sentence
+        assert "it broke the protocol: link protocol, field 'events'" in failure.sentence
         line.close()
     Collector({"worker-1": ring}, workers=2, directory=tmp_path).start().close()
     assert read_events(tmp_path / "worker-1.bin")["id"].tolist() == list(range(len(bad)))
@@ -299,7 +299,7 @@ def test_of_two_processes_with_one_rank_the_second_is_refused_and_the_first_stay
     first = party.join(1)
     with pytest.raises(UserError, match="two processes are rank 1"):
         party.join(1)
-    assert "two processes are rank 1" in party.control_server.late("join", 1.0)
+    assert "two processes are rank 1" in party.control_server.register.late("join", 1.0)
     first.send({"still": "here"})
     assert party.one(Said).payload == {"still": "here"}
 
@@ -371,7 +371,7 @@ def test_who_says_twice_who_it_is_is_lost_and_takes_no_second_rank(make: Callabl
     line = party.join(1)
     line._bag.put(hello_of(ProcessPlace(rank=2, world=4, kind="torchrun", host="hostB"), TERMS))
     assert "is lost: it says twice who it is" in party.one(Ended).failure.sentence
-    assert (party.control_server.members, party.control_server.missing) == ((), (1, 2, 3))
+    assert (party.control_server.members, party.control_server.register.missing) == ((), (1, 2, 3))
     party.join(2)
     party.until(lambda: party.control_server.members == (2,))
 
@@ -418,7 +418,7 @@ def test_what_comes_right_behind_the_welcome_is_not_lost(make: Callable[..., Par
         told = greet(connection, hello)
         for number in range(50):
             party.control_server.tell(1, {"number": number})
-        party.control_server._send_letters()
+        party.control_server._send_queued()
         return told
 
     party.control_server._greet = greet_and_tell  # type: ignore[method-assign]

@@ -31,7 +31,7 @@ from manyhands.engine.reporting import WorkerNote
 from manyhands.engine.worker import Trainer
 from manyhands.errors import NonFinite, UserError
 from manyhands.interop.own_loop.worker_group import WorkerGroup
-from manyhands.native.group.shared_group import SharedGroup
+from manyhands.native.group.shared_group import SharedGroupFiles
 from manyhands.strategy import Strategy
 from own_loop import mlp, on_workers, regression, shuffled, weights
 from ways import connect, in_threads
@@ -43,7 +43,7 @@ def one_thread_each() -> None:
 
 
 def train(task: mh.Task, text: str, world: int, steps: int) -> list[dict[str, torch.Tensor]]:
-    with SharedGroup.create(world) as files:
+    with SharedGroupFiles.create(world) as files:
         return train_in_threads(task, world, lambda rank: connect(text, files, rank), steps)
 
 
@@ -166,7 +166,7 @@ def test_checkpoint_waits_for_the_next_average_and_a_resumed_run_ends_alike(tmp_
     store = CheckpointStore(tmp_path, keep=10)
 
     def together(start: Loaded | None, steps: int) -> list[Any]:
-        with SharedGroup.create(2) as files:
+        with SharedGroupFiles.create(2) as files:
             return in_threads(
                 2,
                 lambda rank: run(
@@ -189,7 +189,7 @@ def test_checkpoint_waits_for_the_next_average_and_a_resumed_run_ends_alike(tmp_
 
 def test_loss_of_a_step_is_the_mean_over_its_batch_though_nobody_met(tmp_path: Path) -> None:
     task = small_task(lambda p: torch.optim.SGD(p, lr=0.0))  # nobody moves, so that all parts see one model
-    with SharedGroup.create(3) as files:
+    with SharedGroupFiles.create(3) as files:
         outcomes = in_threads(
             3,
             lambda rank: run(
@@ -209,7 +209,10 @@ def test_loss_that_is_not_finite_is_told_at_the_next_average() -> None:
     task = small_task(OPTIMIZERS["sgd"])
     marked = task.data[0][BatchPlan(60, 12, 0).share(1, 1, 2)[0]]
     task = mh.Task(model=task.model, loss=loss, data=task.data, optimizer=task.optimizer, batch_size=12)
-    with SharedGroup.create(2) as files, pytest.raises(NonFinite, match=r"worker 1, step 4: .*next average"):
+    with (
+        SharedGroupFiles.create(2) as files,
+        pytest.raises(NonFinite, match=r"worker 1, step 4: .*next average"),
+    ):
         in_threads(
             2,
             lambda rank: run(
@@ -232,7 +235,7 @@ def test_text_form() -> None:
 
 def test_optimizer_whose_state_cannot_be_averaged_is_refused() -> None:
     task = small_task(lambda p: torch.optim.LBFGS(p))
-    with SharedGroup.create(2) as files, pytest.raises(UserError, match="LBFGS"):
+    with SharedGroupFiles.create(2) as files, pytest.raises(UserError, match="LBFGS"):
         train_in_threads(task, 2, lambda rank: connect("local", files, rank), 2)
 
 

@@ -21,8 +21,8 @@ from manyhands.engine.computing import TrainingPlan
 from manyhands.engine.worker import Trained, Trainer
 from manyhands.engine.worker_resources import Resources
 from manyhands.errors import UserError
-from manyhands.native.group.shared_group import SharedGroup
-from manyhands.strategies.local.gossip import partner
+from manyhands.native.group.shared_group import SharedGroupFiles
+from manyhands.strategies.local.exchange import partner
 from manyhands.strategies.local.training import LocalTraining
 from manyhands.strategy import Strategy
 from manyhands.transport.link.mesh import SharedMesh
@@ -62,7 +62,7 @@ def train(
     """In threads, through the wiring that `fit` uses."""
     strategy = Strategy.parse(text)
     with ExitStack() as stack:
-        files = stack.enter_context(SharedGroup.create(world))
+        files = stack.enter_context(SharedGroupFiles.create(world))
         mesh = stack.enter_context(SharedMesh(world))
         ends = [
             {peer: list(map(os.dup, one)) for peer, one in mesh.descriptors(rank).items()}

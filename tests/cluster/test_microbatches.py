@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 import manyhands as mh
 from equality import OPTIMIZERS, Silent, distance, make_task, same_bits, train_in_threads, train_plainly
-from manyhands.data.shares import cut
+from manyhands.data.batch_plan import cut
 from manyhands.engine.computing import TrainingPlan
 from manyhands.engine.worker import Trainer
 from manyhands.errors import UserError
-from manyhands.native.group.shared_group import SharedGroup
+from manyhands.native.group.shared_group import SharedGroupFiles
 from ways import connect, with_exchanges
 
 STEPS = 12
@@ -43,7 +43,7 @@ def test_pieces_are_even_and_none_is_empty() -> None:
 )
 def test_the_step_is_that_of_the_whole_batch(way: str, world: int, microbatches: int) -> None:
     """Tied weights, a parameter that only some pieces reach, batches that divide by nothing."""
-    with SharedGroup.create(world) as files:
+    with SharedGroupFiles.create(world) as files:
         task = in_pieces(microbatches)
         found = train_in_threads(task, world, lambda rank: connect(way, files, rank), STEPS)
     assert max(distance(weights, plain_loop(TASK)) for weights in found) < 1e-9
@@ -65,7 +65,7 @@ def test_it_is_the_loop_that_accumulates_by_hand() -> None:
 
 def test_clipping_sees_the_whole_gradient() -> None:
     clipped = in_pieces(3, clip_norm=0.05)
-    with SharedGroup.create(2) as files:
+    with SharedGroupFiles.create(2) as files:
         found = train_in_threads(clipped, 2, lambda rank: connect("central", files, rank), STEPS)
     assert distance(found[0], plain_loop(clipped)) < 1e-9
     assert distance(plain_loop(clipped), plain_loop(TASK)) > 1e-3

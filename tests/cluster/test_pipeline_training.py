@@ -169,7 +169,7 @@ def test_activations_kept_are_those_of_the_schedule(schedule: str) -> None:
         task_of("lstm"), f"pipeline stages=3 microbatches=8 schedule={schedule}", 3, steps=1
     )
     for stage, exchange in enumerate(ended.exchanges):
-        assert exchange.most_kept == MOST_HELD[schedule](exchange.table, stage)
+        assert exchange.stage.most_kept == MOST_HELD[schedule](exchange.table, stage)
 
 
 def test_a_run_goes_on_under_another_number_of_stages_and_alone() -> None:

@@ -21,7 +21,6 @@ from manyhands.data.store.rundir import RunDirectory
 from manyhands.errors import Aborted, PeerTimeout, UserError
 from manyhands.places.external.control_connection import Broken, Contact, open_control_connection
 from manyhands.places.external.control_server import ControlServer
-from manyhands.places.external.leader_address import Leading
 from manyhands.places.external.process_group import ProcessGroup
 from manyhands.places.external.process_place import ProcessPlace
 from manyhands.places.external.register import terms_of
@@ -134,8 +133,7 @@ class Roles:
         control_server = ControlServer(place, TERMS, TOKEN, settings=FAST)
         self._leader = control_server.listen("tcp")
         self._listens.set()
-        leading = Leading(control_server=control_server, token=TOKEN, address="")
-        return ProcessGroup(place, leading, Security.loopback(), 20.0)
+        return ProcessGroup(place, control_server, TOKEN, "", Security.loopback(), 20.0)
 
     def start(self, *ranks: int, act: Callable[[Any], None] | None = None) -> None:
         for rank in ranks:

@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset
 import manyhands as mh
 from equality import distance, same_bits, train_in_threads, train_plainly
 from manyhands.errors import UserError
-from manyhands.native.group.shared_group import SharedGroup
+from manyhands.native.group.shared_group import SharedGroupFiles
 from ways import connect
 
 STEPS = 6
@@ -66,7 +66,7 @@ def plain_loop(weights: Tensor = WEIGHTS) -> tuple[dict[str, Tensor], list[float
     ("way", "world"), [("single", 1), ("mirrored", 3), ("central", 3), ("local steps=1", 1)]
 )
 def test_the_weights_of_the_plain_loop(way: str, world: int, microbatches: int) -> None:
-    with SharedGroup.create(world) as files:
+    with SharedGroupFiles.create(world) as files:
         mine = task(microbatches=microbatches)
         found = train_in_threads(mine, world, lambda rank: connect(way, files, rank), STEPS)
     expected, _ = plain_loop()
@@ -93,7 +93,7 @@ def test_the_history_has_the_mean_by_weight_whoever_steps(
 def test_batches_that_divide_by_nothing_have_their_own_mean_each() -> None:
     """Workers of which one has only samples without weight, in batches drawn by chance."""
     small = task(batch_size=7, weights=WEIGHTS.numpy())
-    with SharedGroup.create(4) as files:
+    with SharedGroupFiles.create(4) as files:
         found = train_in_threads(small, 4, lambda rank: connect("mirrored", files, rank), 12)
     assert max(distance(one, train_plainly(small, 12)) for one in found) < 1e-9
 

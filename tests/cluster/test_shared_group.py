@@ -242,7 +242,7 @@ def test_abort_wakes_sleepers_and_says_who_failed_first(blamed: int | None) -> N
 
 
 def test_the_parent_can_abort() -> None:
-    with SharedGroup.create(2) as files:
+    with SharedGroupFiles.create(2) as files:
         group = SharedGroup(
             control=os.dup(files.control), arena=os.dup(files.arena), rank=1, world=2, timeout_s=100
         )
@@ -304,7 +304,7 @@ def test_bad_input_gets_a_sentence() -> None:
 
 
 def test_a_control_segment_of_another_world_is_refused() -> None:
-    with SharedGroup.create(2) as files, pytest.raises(ManyhandsError, match="world 2"):
+    with SharedGroupFiles.create(2) as files, pytest.raises(ManyhandsError, match="world 2"):
         SharedGroup(control=os.dup(files.control), arena=os.dup(files.arena), rank=0, world=3, timeout_s=1)
 
 

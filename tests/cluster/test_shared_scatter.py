@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from manyhands.errors import Aborted, OutOfSharedMemory, UserError
-from manyhands.native.group.shared_group import SharedGroup, slice_of
+from manyhands.native.group.shared_group import SharedGroupFiles, slice_of
 from ways import in_threads, join
 
 
@@ -35,7 +35,7 @@ def test_each_rank_keeps_the_sum_of_its_own_slice_only(world: int) -> None:
             group.barrier()
             return scattered.tensor.clone()
 
-    with SharedGroup.create(world) as files:
+    with SharedGroupFiles.create(world) as files:
         results = in_threads(world, act)
     for rank, result in enumerate(results):
         mine = slice_of(count, 4, rank, world)
@@ -56,7 +56,7 @@ def test_ranges_may_be_uneven() -> None:
             group.finish()
             return bucket.tensor.clone()
 
-    with SharedGroup.create(3) as files:
+    with SharedGroupFiles.create(3) as files:
         first, second, third = in_threads(3, act)
     assert first.tolist() == [6.0] * 5 + [1.0] * 95
     assert second.tolist() == [2.0] * 100
@@ -79,7 +79,7 @@ def test_ranges_that_miss_or_repeat_an_item_are_refused(ranges: list[range]) -> 
             with pytest.raises(UserError, match="2 ranges, one after the other from 0 to 100"):
                 group.bucket(0, 100, torch.float32, ranges)
 
-    with SharedGroup.create(2) as files:
+    with SharedGroupFiles.create(2) as files:
         in_threads(2, act)
 
 
@@ -100,7 +100,7 @@ def test_common_memory_is_one_and_stays_beside_the_buckets() -> None:
             del values
             return read
 
-    with SharedGroup.create(world) as files:
+    with SharedGroupFiles.create(world) as files:
         for read in in_threads(world, act):
             assert read == [float(number) for number in range(5000)]
 
@@ -117,7 +117,7 @@ def test_what_fails_to_be_allocated_leaves_the_common_memory_alone() -> None:
                 group.allocate(1 << 50, "the gradients")
             return value.item() == 7
 
-    with SharedGroup.create(2) as files:
+    with SharedGroupFiles.create(2) as files:
         assert in_threads(2, act) == [True, True]
 
 
@@ -133,7 +133,7 @@ def test_share_comes_once_and_first_and_alike() -> None:
             with pytest.raises(UserError, match="comes once"):
                 group.share(1, "a test")
 
-    with SharedGroup.create(2) as files:
+    with SharedGroupFiles.create(2) as files:
         in_threads(2, act)
 
     def differ(rank: int) -> str:
@@ -144,7 +144,7 @@ def test_share_comes_once_and_first_and_alike() -> None:
                 return f"{type(error).__name__}: {error}"
         return ""
 
-    with SharedGroup.create(2) as files:
+    with SharedGroupFiles.create(2) as files:
         first, second = in_threads(2, differ)
     assert first.startswith("Aborted: rank 0 stops its exchange: rank 1 failed first")
     assert second.startswith(

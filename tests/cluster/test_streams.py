@@ -18,7 +18,7 @@ from equality import distance, train_in_threads
 from manyhands.data.randomness import mix, seed_all
 from manyhands.data.shares import StreamShares
 from manyhands.errors import UserError
-from manyhands.native.group.shared_group import SharedGroup
+from manyhands.native.group.shared_group import SharedGroupFiles
 from ways import connect
 
 STEPS, BATCH = 12, 8
@@ -119,7 +119,7 @@ def test_chance_is_the_same_for_all_whatever_they_draw_between_and_wherever_they
     ("way", "world"), [("single", 1), ("mirrored", 3), ("central", 3), ("local steps=1", 1)]
 )
 def test_the_weights_are_those_of_the_plain_loop(way: str, world: int) -> None:
-    with SharedGroup.create(world) as files:
+    with SharedGroupFiles.create(world) as files:
         found = train_in_threads(task(), world, lambda rank: connect(way, files, rank), STEPS)
     assert max(distance(weights, plain_loop()) for weights in found) < 1e-9
 

@@ -19,13 +19,13 @@ from equality import train_plainly as fitted_plainly
 from manyhands.engine.exchange import Exchange, LocalStep
 from manyhands.engine.worker_resources import Resources
 from manyhands.errors import Aborted, ManyhandsError, PeerTimeout, WorkerFailed
-from manyhands.native.group.shared_group import SharedGroup, SharedGroupFiles
+from manyhands.native.group.shared_group import SharedGroupFiles
 from manyhands.places.external.key_value_store import KeyValueStore
 from manyhands.places.external.sharing import no_group
 from manyhands.places.external.torch_store import RunStore
 from manyhands.strategies.allreduce import gpu_sums
 from manyhands.strategies.allreduce.exchange import AllReduceExchange
-from manyhands.strategies.allreduce.gpu_choice import GpuSeat
+from manyhands.strategies.allreduce.gpu_sums import GpuSeat
 from manyhands.strategies.allreduce.strategy import Mirrored
 from manyhands.strategies.allreduce.training import AllReduceTraining
 from manyhands.strategies.common.collectives.collective import SharedCollective
@@ -49,7 +49,7 @@ def connect(
 
 def with_exchanges(world: int, act: Callable[[AllReduceExchange], _T]) -> list[_T]:
     store = HashStore()
-    with SharedGroup.create(world) as files:
+    with SharedGroupFiles.create(world) as files:
 
         def work(rank: int) -> _T:
             exchange = AllReduceExchange(connect(files, store, rank), BUCKET_BYTES)
@@ -70,7 +70,7 @@ def test_the_loop_ends_with_the_weights_of_one_process_and_the_same_bits_on_all(
     task = make_task(OPTIMIZERS[optimizer])
     reference = fitted_plainly(task)
     store = HashStore()
-    with SharedGroup.create(world) as files:
+    with SharedGroupFiles.create(world) as files:
         found = train_in_threads(
             task, world, lambda rank: AllReduceExchange(connect(files, store, rank), BUCKET_BYTES)
         )
@@ -255,7 +255,7 @@ def one_step(collective: TorchCollective) -> None:
 
 
 def test_sums_that_do_not_come_end_the_wait_naming_the_others_and_leave_the_group() -> None:
-    with SharedGroup.create(1) as files:
+    with SharedGroupFiles.create(1) as files:
         collective, group = stuck(files, 0.2)
         collective.world = 3  # two others, who are there for the words and then hang
         with pytest.raises(PeerTimeout, match=r"from the GPUs of workers 1, 2 within 0\.2 s") as raised:
@@ -266,7 +266,7 @@ def test_sums_that_do_not_come_end_the_wait_naming_the_others_and_leave_the_grou
 
 def test_an_alarm_ends_a_wait_at_once_naming_who_was_lost() -> None:
     alarm = Alarm()
-    with SharedGroup.create(1) as files:
+    with SharedGroupFiles.create(1) as files:
         collective, group = stuck(files, 60.0, alarm)
         ringing = threading.Timer(0.1, alarm.ring, (2, "worker 2 on hostB is lost"))
         ringing.start()
@@ -284,7 +284,7 @@ def test_gloo_that_lost_a_peer_ends_as_aborted_where_nobody_says_who() -> None:
         def allreduce(self, tensor: torch.Tensor) -> Any:
             raise RuntimeError("connection closed by peer\nwith a stack")
 
-    with SharedGroup.create(1) as files:
+    with SharedGroupFiles.create(1) as files:
         collective = TorchCollective(Broken(), CPU, SharedCollective(join(files, 0)), 5.0)
         with pytest.raises(
             Aborted, match=r"worker 0: .* cannot exchange any more: connection closed by peer$"

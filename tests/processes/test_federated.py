@@ -14,7 +14,7 @@ import manyhands as mh
 from manyhands.errors import NonFinite, UserError
 from manyhands.strategies.federated.algorithms import ALGORITHMS, algorithm_named
 from manyhands.strategies.federated.algorithms.algorithm import ClientUpdate
-from manyhands.strategies.federated.algorithms.fedavg import FedAvg
+from manyhands.strategies.federated.algorithms.averaging import FedAvg
 from manyhands.strategies.federated.update_tally import PlainTally
 
 TRUE = torch.tensor([[2.0], [-1.0], [0.5]], dtype=torch.float64)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import warm
-from manyhands.native.group.shared_group import SharedGroup
+from manyhands.native.group.shared_group import SharedGroupFiles
 
 WORKER = Path(__file__).with_name("shared_group_worker.py")
 
@@ -31,7 +31,7 @@ def segments_held() -> list[str]:
 @contextmanager
 def started(task: str, world: int, timeout_s: float) -> Iterator[list[subprocess.Popen[str]]]:
     before = segments_held()
-    with SharedGroup.create(world) as files:
+    with SharedGroupFiles.create(world) as files:
         workers = [
             warm.Popen(
                 [

@@ -16,7 +16,7 @@ import torch
 import warm
 from hosts import switched_hosts
 from manyhands.data.store.rundir import RunDirectory
-from manyhands.places.external.leader_address import _near
+from manyhands.places.external.process_group import _near
 from manyhands.strategies.ps.audit_files import audit_run
 from roles import Cluster, cluster, free_ports
 

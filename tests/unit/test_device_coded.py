@@ -12,9 +12,8 @@ from safetensors.torch import load, save_file
 
 from manyhands.errors import DataError
 from manyhands.strategies.federated.client_updates import ClientUpdate
-from manyhands.strategies.federated.deployed.coded import UpdateForm
 from manyhands.strategies.federated.deployed.device_state import DeviceState
-from manyhands.strategies.federated.deployed.protocol import MessageRejected, TensorForm
+from manyhands.strategies.federated.deployed.protocol import MessageRejected, TensorForm, UpdateForm
 from manyhands.strategies.federated.strategy import Federated
 from manyhands.strategies.federated.update_encoding import UpdateCoding
 

@@ -28,13 +28,17 @@ from torch import nn
 from commands import run_command
 from devices import TOY
 from manyhands.errors import DataError, UserError
-from manyhands.strategies.federated.deployed.device_job import FederatedJob, RoundSettings
+from manyhands.strategies.federated.deployed.device_job import (
+    DataSchema,
+    FederatedJob,
+    RoundSettings,
+    read_columns,
+)
 from manyhands.strategies.federated.deployed.device_server import _check_tls
 from manyhands.strategies.federated.deployed.device_state import DeviceState, _put_once
-from manyhands.strategies.federated.deployed.enrolment import Enrolment
 from manyhands.strategies.federated.deployed.http_client import BackOff, HttpsAsker, Unreached
 from manyhands.strategies.federated.deployed.protocol import MessageRejected, TensorForm
-from manyhands.strategies.federated.deployed.schema import DataSchema, read_columns
+from manyhands.strategies.federated.deployed.server_files import Enrolment
 from manyhands.transport.certificates import make_certificates
 from manyhands.workloads.tasks import TASKS
 

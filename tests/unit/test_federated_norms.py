@@ -19,16 +19,19 @@ from torch import Tensor
 import manyhands as mh
 from manyhands.engine.computing import Computer, TrainingPlan
 from manyhands.errors import NonFinite, UserError
-from manyhands.strategies.federated.bounding import RoundNorms
 from manyhands.strategies.federated.client_updates import ClientUpdate, RoundTally, TallySum
-from manyhands.strategies.federated.norms import described_norms, norm_class, rejected_by_norm
+from manyhands.strategies.federated.norms import RoundNorms, described_norms, norm_class, rejected_by_norm
 from manyhands.strategies.federated.partition import Partition
-from manyhands.strategies.federated.rounds.round_core import RoundState, RoundTerms, as_json, handle, state_of
-from manyhands.strategies.federated.rounds.round_events import (
+from manyhands.strategies.federated.rounds.round_core import (
     AbandonRound,
     ClientsSeen,
     CloseRound,
     ReportCame,
+    RoundState,
+    RoundTerms,
+    as_json,
+    handle,
+    state_of,
 )
 from manyhands.strategies.federated.update_tally import KeptTally, PlainTally
 from rounds import play_rounds

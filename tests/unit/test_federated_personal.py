@@ -11,9 +11,9 @@ from torch import Tensor, nn
 import manyhands as mh
 from manyhands.errors import UserError
 from manyhands.strategies.federated.client_updates import ClientUpdate
-from manyhands.strategies.federated.kept_layers import local_names
 from manyhands.strategies.federated.partition import held_back
 from manyhands.strategies.federated.personal import fine_tuned, models_kept
+from manyhands.strategies.federated.states import local_names
 from manyhands.strategies.federated.update_encoding import UpdateCoding
 from rounds import Played, play_rounds
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from manyhands.engine.fitting import fit
 from manyhands.errors import UserError
-from manyhands.native.group.shared_group import SharedGroup
+from manyhands.native.group.shared_group import SharedGroup, SharedGroupFiles
 from manyhands.workloads.glove.cooccurrence_files import RECORD
 from manyhands.workloads.glove.glove_batches import AllReduceStep, TensorStep
 from manyhands.workloads.glove.glove_model import GloveModel, GloveSnapshot
@@ -87,7 +87,7 @@ def in_threads(
     task: GloveTask, workers: int, kind: Callable[[GloveTask, SharedGroup, int], AllReduceStep | TensorStep]
 ) -> tuple[list[GloveSnapshot], list[float]]:
     """The models of all ranks at the end, and the costs of both passes."""
-    with SharedGroup.create(workers) as files:
+    with SharedGroupFiles.create(workers) as files:
 
         def run(rank: int) -> tuple[GloveSnapshot, list[float]]:
             control, arena = os.dup(files.control), os.dup(files.arena)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from manyhands.data.idx import read_idx
+from manyhands.data.file_reader import read_idx
 from manyhands.errors import DataError
 
 CODES = {"uint8": 0x08, "int8": 0x09, "int16": 0x0B, "int32": 0x0C, "float32": 0x0D, "float64": 0x0E}
@@ -101,7 +101,7 @@ def test_a_damaged_gzip_file_is_never_taken_for_a_good_one(tmp_path: Path) -> No
         (b"\0\0\x08\0\0", "byte 3: the idx file has 0 dimensions"),
         (b"\0\0\x08\xff" + b"\0" * 2000, "byte 3: the idx file has 255 dimensions"),
         (b"\0\0\x08\x03" + b"\xff" * 12, "byte 4: 4294967295×4294967295×4294967295 items .* over the limit"),
-        (SMALL + b"\0", f"byte {len(SMALL)}: the file goes on after its last item"),
+        (SMALL + b"\0", f"byte {len(SMALL)}: the file continues after its last item"),
     ],
 )
 def test_another_format_is_refused_with_the_place(

@@ -17,7 +17,7 @@ from torch.distributed import HashStore, PrefixStore
 import manyhands as mh
 from manyhands.errors import ManyhandsError, PeerTimeout, UserError
 from manyhands.places.external.external_place import TorchrunPlace
-from manyhands.places.external.leader_address import follow
+from manyhands.places.external.process_group import join_group
 from manyhands.places.external.process_place import ProcessPlace
 from manyhands.places.place import standing
 from manyhands.places.ray.actor_placement import (
@@ -156,7 +156,7 @@ def test_who_comes_from_another_host_to_a_run_of_one_is_told_how_to_begin_it() -
     with pytest.raises(
         UserError, match=r"worker 3 on hostB comes to a run that began on one host.*--tls DIR"
     ):
-        follow(place, (), "run", security=Security.insecure(), timeout_s=1.0)
+        join_group(place, (), "run", security=Security.insecure(), timeout_s=1.0)
 
 
 def test_roles_are_started_again_ever_later_and_not_for_ever() -> None:

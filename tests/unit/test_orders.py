@@ -6,7 +6,7 @@ import pytest
 
 from manyhands.native.decorators import njit
 from manyhands.native.group.gate import FREE, enter, leave, require_turn
-from manyhands.native.group.shared_group import SharedGroup
+from manyhands.native.group.shared_group import SharedGroupFiles
 from manyhands.native.group.step_order import ORDERS, Order
 from ways import in_threads, join
 
@@ -25,7 +25,7 @@ def _leave(turn, number):  # type: ignore[no-untyped-def]
 
 def taken(name: str, world: int, stop_after: int | None = None) -> tuple[list[list[int]], list[int]]:
     """Which steps each worker took, and where each says that all are; one asks to stop after a step of its own."""
-    with SharedGroup.create(world) as files:
+    with SharedGroupFiles.create(world) as files:
 
         def work(rank: int) -> tuple[list[int], int]:
             with join(files, rank) as group:

@@ -28,7 +28,7 @@ def table(*turns: tuple[int, int, int, Pass], stages: int, microbatches: int, **
         name="by hand",
         stages=stages,
         microbatches=microbatches,
-        turns=tuple(
+        work_items=tuple(
             StageWork(tick=t, stage=s, microbatch=m, work=w)
             for t, s, m, w in sorted(turns, key=lambda t: t[:2])
         ),
@@ -38,7 +38,7 @@ def table(*turns: tuple[int, int, int, Pass], stages: int, microbatches: int, **
 
 def with_turns(schedule: Schedule, turns: list[StageWork]) -> Schedule:
     """The schedule with other turns, in the order that a table has."""
-    return replace(schedule, turns=tuple(sorted(turns, key=lambda turn: (turn.tick, turn.stage))))
+    return replace(schedule, work_items=tuple(sorted(turns, key=lambda turn: (turn.tick, turn.stage))))
 
 
 F, B, W = Pass.FORWARD, Pass.BACKWARD, Pass.WEIGHTS
@@ -123,7 +123,7 @@ def test_facts_of_a_schedule_are_needs(
 def test_turns_stand_by_tick() -> None:
     right = SCHEDULES["1f1b"](2, 2)
     with pytest.raises(ScheduleError, match="stands behind"):
-        check(replace(right, turns=right.turns[::-1]))
+        check(replace(right, work_items=right.work_items[::-1]))
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_what_is_held_goes_up_and_down() -> None:
 @EVERY
 def test_a_turn_less_or_twice_is_refused(name: str) -> None:
     right = SCHEDULES[name](3, 6)
-    turns, end = list(right.turns), right.turns[-1].tick + 1
+    turns, end = list(right.work_items), right.work_items[-1].tick + 1
     for index, turn in enumerate(turns):
         with pytest.raises(
             ScheduleError, match=rf"{turn.work.value} of micro-batch {turn.microbatch}.* is missing"
@@ -179,7 +179,7 @@ def test_a_turn_less_or_twice_is_refused(name: str) -> None:
 def test_a_turn_before_its_need_is_refused(name: str) -> None:
     """Every turn but the very first is moved to the front, where nothing has been done."""
     right = SCHEDULES[name](3, 6)
-    first, *others = [replace(turn, tick=turn.tick + 1) for turn in right.turns]
+    first, *others = [replace(turn, tick=turn.tick + 1) for turn in right.work_items]
     for turn in others:
         if turn.work is F and right.part(turn) == 0 and not (right.over_time and turn.microbatch):
             continue  # the input is there from the beginning
@@ -199,7 +199,7 @@ def test_two_turns_swapped_are_refused_unless_they_may_be(name: str) -> None:
         own = right.of_stage(stage)
         for index, one in enumerate(own):
             for other in own[index + 1 :]:
-                rest = [turn for turn in right.turns if turn not in (one, other)]
+                rest = [turn for turn in right.work_items if turn not in (one, other)]
                 mutant = with_turns(
                     right, [*rest, replace(one, tick=other.tick), replace(other, tick=one.tick)]
                 )
@@ -217,7 +217,7 @@ def test_random_ticks_are_judged_as_by_the_rules_written_out(name: str) -> None:
     right, rng = SCHEDULES[name](2, 2), random.Random(7)
     verdicts = set()
     for _ in range(200):
-        turns = list(right.turns)
+        turns = list(right.work_items)
         for _ in range(rng.randint(1, 2)):
             index = rng.randrange(len(turns))
             turns[index] = replace(turns[index], tick=max(0, turns[index].tick + rng.choice((-2, -1, 1, 2))))
@@ -234,10 +234,10 @@ def test_random_ticks_are_judged_as_by_the_rules_written_out(name: str) -> None:
 
 def is_right(schedule: Schedule) -> bool:
     """The same rules once more, as pairs of turns."""
-    places = [(turn.tick, turn.stage) for turn in schedule.turns]
+    places = [(turn.tick, turn.stage) for turn in schedule.work_items]
     if len(set(places)) < len(places):
         return False
-    at = {(turn.work, schedule.part(turn), turn.microbatch): turn.tick for turn in schedule.turns}
+    at = {(turn.work, schedule.part(turn), turn.microbatch): turn.tick for turn in schedule.work_items}
     for (work, part, microbatch), tick in at.items():
         needs = {
             F: [(F, part - 1, microbatch)] + [(F, part, microbatch - 1)] * schedule.over_time,
@@ -251,7 +251,7 @@ def is_right(schedule: Schedule) -> bool:
 
 
 def test_stages_that_wait_for_each_other_are_named() -> None:
-    shape = Schedule(name="by hand", stages=2, microbatches=1, turns=())
+    shape = Schedule(name="by hand", stages=2, microbatches=1, work_items=())
     ones = PartTimes(forward=(1, 1), backward=(1, 1), weights=(1, 1), send=(0, 0))
     orders = [[(B, 0, 0), (F, 0, 0)], [(F, 0, 0), (B, 0, 0)]]
     with pytest.raises(ScheduleError, match="stage 0 waits with backward of micro-batch 0, chunk 0"):
@@ -260,7 +260,7 @@ def test_stages_that_wait_for_each_other_are_named() -> None:
 
 @pytest.mark.parametrize("order", [[(F, 1, 0), (F, 0, 0)], [(F, 0, 0), (F, 1, 0), (B, 0, 0), (B, 1, 0)]])
 def test_slices_of_time_wait_for_each_other(order: list[tuple[Pass, int, int]]) -> None:
-    shape = Schedule(name="by hand", stages=1, microbatches=2, turns=())
+    shape = Schedule(name="by hand", stages=1, microbatches=2, work_items=())
     one = PartTimes(forward=(1,), backward=(1,), weights=(1,), send=(0,))
     assert play(shape, [order], one)
     with pytest.raises(

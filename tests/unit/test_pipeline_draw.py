@@ -32,7 +32,7 @@ def named(schedule: Schedule) -> dict[tuple[int, int], str]:
     return {
         (turn.stage, turn.tick): f"{LETTERS[turn.work]}{turn.microbatch}"
         + ("abc"[turn.chunk] if schedule.chunks > 1 else "")
-        for turn in schedule.turns
+        for turn in schedule.work_items
     }
 
 
@@ -83,9 +83,9 @@ def test_the_drawing_has_every_turn_in_its_place(name: str) -> None:
     root = ElementTree.fromstring(as_svg(schedule))
     boxes = [one for one in root.iter() if one.find("{*}title") is not None]
     labels = [one for one in root.iter() if one.get("class") == "on"]
-    assert len(boxes) == len(labels) == len(schedule.turns)
+    assert len(boxes) == len(labels) == len(schedule.work_items)
     assert {one.text for one in labels} == set(named(schedule).values())
-    for box, label, turn in zip(boxes, labels, schedule.turns, strict=True):
+    for box, label, turn in zip(boxes, labels, schedule.work_items, strict=True):
         assert label.text == named(schedule)[turn.stage, turn.tick]
         assert box.get("class") == {"F": "forward", "B": "backward", "W": "weights"}[LETTERS[turn.work]]
         inside = float(label.get("x", 0)) - float(box.get("x", 0))
@@ -93,7 +93,7 @@ def test_the_drawing_has_every_turn_in_its_place(name: str) -> None:
     columns = sorted({float(box.get("x", 0)) for box in boxes})
     rows = sorted({float(box.get("y", 0)) for box in boxes})
     assert len(rows) == 3
-    assert len(columns) == len({turn.tick for turn in schedule.turns})
+    assert len(columns) == len({turn.tick for turn in schedule.work_items})
     assert [float(box.get("x", 0)) for box in boxes] == sorted(float(box.get("x", 0)) for box in boxes)
 
 
@@ -111,7 +111,7 @@ def test_no_two_boxes_of_a_drawing_meet() -> None:
 def test_later_parts_of_a_stage_are_marked() -> None:
     schedule = interleaved(2, 4, 3)
     lines = as_svg(schedule).count('class="later"')
-    assert lines == sum(turn.chunk for turn in schedule.turns)
+    assert lines == sum(turn.chunk for turn in schedule.work_items)
 
 
 def test_a_drawing_is_light_and_dark_and_says_what_it_is() -> None:

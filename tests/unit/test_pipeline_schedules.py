@@ -24,9 +24,9 @@ def fits(name: str, stages: int, microbatches: int) -> bool:
 
 def letters(schedule: Schedule) -> list[str]:
     """A line for each stage: `F0` and so on at every tick, `..` where it waits."""
-    ticks = max(turn.tick for turn in schedule.turns) + 1
+    ticks = max(turn.tick for turn in schedule.work_items) + 1
     lines = [["..."[: 1 + schedule.chunks]] * ticks for _ in range(schedule.stages)]
-    for turn in schedule.turns:
+    for turn in schedule.work_items:
         chunk = "ab"[turn.chunk] if schedule.chunks > 1 else ""
         lines[turn.stage][turn.tick] = f"{turn.work.name[0]}{turn.microbatch}{chunk}"
     return [" ".join(line) for line in lines]

@@ -12,7 +12,6 @@ from scipy import stats
 
 from manyhands.errors import UserError
 from manyhands.strategies.federated.privacy import noise_draws
-from manyhands.strategies.federated.privacy.accountant import RoundKind, epsilon_of, most_rounds
 from manyhands.strategies.federated.privacy.noise_draws import (
     SeededDraws,
     SystemDraws,
@@ -21,7 +20,13 @@ from manyhands.strategies.federated.privacy.noise_draws import (
     discrete_gaussian,
 )
 from manyhands.strategies.federated.privacy.noising import LEAST_STEPS, NoiseShare, RoundNoise
-from manyhands.strategies.federated.privacy.spending import PrivacyBudget, Spending
+from manyhands.strategies.federated.privacy.spending import (
+    PrivacyBudget,
+    RoundKind,
+    Spending,
+    epsilon_of,
+    most_rounds,
+)
 from manyhands.strategies.federated.privacy.update_clipping import FIRST_BOUND, ClipRule, clipped, next_bound
 
 DRAWN = 100_000

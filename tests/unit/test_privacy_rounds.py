@@ -16,13 +16,11 @@ from manyhands.strategies.federated.algorithms import ALGORITHMS, algorithm_name
 from manyhands.strategies.federated.client_updates import ClientUpdate, RoundPlace
 from manyhands.strategies.federated.exchange import private_rounds
 from manyhands.strategies.federated.privacy.private_rounds import PrivateRounds
-from manyhands.strategies.federated.privacy.private_tally import PrivateTally
-from manyhands.strategies.federated.secure.round import play_round
 from manyhands.strategies.federated.secure.secure_client import SecureStage
 from manyhands.strategies.federated.secure.secure_messages import fewest_clients
-from manyhands.strategies.federated.secure.secure_tally import SecureTally, terms_for
+from manyhands.strategies.federated.secure.secure_tally import SecureTally, play_round, terms_for
 from manyhands.strategies.federated.strategy import Federated
-from manyhands.strategies.federated.update_tally import PlainTally, tally_for
+from manyhands.strategies.federated.update_tally import PlainTally, PrivateTally, tally_for
 from manyhands.strategy import Strategy
 
 WEIGHTS = [torch.zeros(2, 3), torch.zeros(4, dtype=torch.float64)]

@@ -13,14 +13,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from manyhands.errors import DataError, UserError
 from manyhands.strategies.federated.clients import selected
 from manyhands.strategies.federated.rounds.round_core import (
-    RoundPhase,
-    RoundState,
-    RoundTerms,
-    as_json,
-    handle,
-    state_of,
-)
-from manyhands.strategies.federated.rounds.round_events import (
     AbandonRound,
     BeginRound,
     ClientGone,
@@ -32,10 +24,16 @@ from manyhands.strategies.federated.rounds.round_events import (
     RoundDecision,
     RoundEvent,
     RoundFailed,
+    RoundPhase,
+    RoundState,
+    RoundTerms,
     ServerResumed,
     SumCame,
     TakeReport,
     TimePassed,
+    as_json,
+    handle,
+    state_of,
 )
 from rounds_model import rounds_complaints
 

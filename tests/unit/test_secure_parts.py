@@ -13,8 +13,11 @@ from hypothesis import strategies as st
 from manyhands.errors import UserError
 from manyhands.strategies.federated.secure.fixedpoint import FixedPoint
 from manyhands.strategies.federated.secure.primitives import (
+    PRIME,
+    SHARE_BYTES,
     ProtocolRefused,
     agree,
+    combine,
     derive,
     digest_of,
     mask_words,
@@ -23,9 +26,9 @@ from manyhands.strategies.federated.secure.primitives import (
     public_key,
     seal,
     sign,
+    split,
     verify,
 )
-from manyhands.strategies.federated.secure.shamir import PRIME, SHARE_BYTES, combine, split
 from securely import drawing
 
 h = bytes.fromhex

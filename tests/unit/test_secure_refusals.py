@@ -10,7 +10,7 @@ import pytest
 
 from manyhands.errors import UserError
 from manyhands.strategies.federated.secure.fixedpoint import FixedPoint
-from manyhands.strategies.federated.secure.primitives import ProtocolRefused, sign
+from manyhands.strategies.federated.secure.primitives import PRIME, SHARE_BYTES, ProtocolRefused, sign
 from manyhands.strategies.federated.secure.secure_client import SecureStage
 from manyhands.strategies.federated.secure.secure_messages import (
     Advertisement,
@@ -23,7 +23,6 @@ from manyhands.strategies.federated.secure.secure_messages import (
     fewest_clients,
 )
 from manyhands.strategies.federated.secure.secure_server import RoundAbandoned
-from manyhands.strategies.federated.secure.shamir import PRIME, SHARE_BYTES
 from securely import Party
 
 

@@ -9,20 +9,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from manyhands.strategies.federated.secure.keys import RoundKeys
-from manyhands.strategies.federated.secure.primitives import ProtocolRefused, public_key
-from manyhands.strategies.federated.secure.round import play_round
+from manyhands.strategies.federated.secure.primitives import SHARE_BYTES, ProtocolRefused, combine, public_key
 from manyhands.strategies.federated.secure.secure_client import SecureStage
-from manyhands.strategies.federated.secure.secure_cost import MESSAGES, client_bytes, published_bits
 from manyhands.strategies.federated.secure.secure_messages import (
     MaskedInput,
+    RoundKeys,
     SurvivorList,
     UnmaskReply,
     UnmaskRequest,
     fewest_clients,
 )
 from manyhands.strategies.federated.secure.secure_server import RoundAbandoned
-from manyhands.strategies.federated.secure.shamir import SHARE_BYTES, combine
+from manyhands.strategies.federated.secure.secure_tally import (
+    MESSAGES,
+    client_bytes,
+    play_round,
+    published_bits,
+)
 from securely import MODEL, Party, drawing
 
 STAGES = [stage for stage in SecureStage if stage < SecureStage.DONE]

@@ -136,7 +136,7 @@ def join_command(
     """Be a device: train on your own data whenever the server asks, and keep the current model."""
     # Imported here so that help texts do not wait for torch.
     from manyhands.places.local.signals import ending
-    from manyhands.strategies.federated.deployed.joining import JoiningDevice, join_rounds
+    from manyhands.strategies.federated.deployed.device_client import JoiningDevice, join_rounds
 
     spare_the_compiler()
     asked = JoiningDevice(

@@ -19,7 +19,7 @@ from manyhands.workloads.tasks.builtin import BuiltinTask
 if TYPE_CHECKING:
     from torch import nn
 
-    from manyhands.engine.placement.module_graph import Graph
+    from manyhands.engine.placement.tracing import Graph
     from manyhands.strategy import Strategy
     from manyhands.task import Task
 
@@ -108,8 +108,8 @@ def _traced(task: Task, samples: int) -> tuple[Graph, nn.Module]:
 
 
 def _placed(graph: Graph, model: nn.Module, where: dict[str, str]) -> tuple[str, ...]:
-    from manyhands.engine.placement.module_graph import places_by_name
     from manyhands.engine.placement.placed import AUTO, known_device
+    from manyhands.engine.placement.tracing import places_by_name
 
     for pattern, device in where.items():
         if device != AUTO:

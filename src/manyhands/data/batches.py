@@ -104,7 +104,6 @@ def as_dataset(data: Any, field: str) -> Any:
 
 
 def _check_columns(columns: Mapping[str, Any]) -> None:
-    """Refuse columns that are not arrays, or whose lengths differ."""
     for name, column in columns.items():
         if not _is_array(column):
             raise UserError(f"{name} is {_kind(column)}; beside tensors it must be a tensor or a numpy array")
@@ -117,7 +116,6 @@ def _check_columns(columns: Mapping[str, Any]) -> None:
 
 
 def _length(samples: Any, field: str) -> int:
-    """The number of samples, at least one."""
     try:
         length = len(samples)
     except (TypeError, NotImplementedError) as error:  # a tensor without dimensions, an unfinished dataset
@@ -179,5 +177,4 @@ def _is_array(value: Any) -> bool:
 
 
 def _kind(value: Any) -> str:
-    """A value's type as a sentence names it."""
     return f"{type(value).__module__}.{type(value).__qualname__}"

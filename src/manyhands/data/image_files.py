@@ -10,6 +10,7 @@ import io
 import json
 import math
 import tokenize
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from manyhands.data.file_reader import DataFile
-from manyhands.data.idx import read_idx
+from manyhands.data.file_reader import DataFile, read_idx
 from manyhands.errors import DataError, UserError, format_bytes
 
 __all__ = ["IMAGE_FORMATS", "ImageShape", "read_images"]
@@ -38,36 +38,36 @@ class ImageShape:
     white: float
 
     @property
-    def told(self) -> str:
-        """The size in words."""
+    def in_words(self) -> str:
         return f"{self.side}×{self.side} numbers from 0 to {self.white:g}"
 
     def images(self, values: Any) -> NDArray[np.float32]:
         """Numbers as (count, side, side); ValueError says what they are instead."""
         if isinstance(values, list) and not _all_numbers(values):
-            raise ValueError(f"it holds {_NO_NUMBERS}; an image is {self.told}")
+            raise ValueError(f"it holds {_NO_NUMBERS}; an image is {self.in_words}")
         try:
             array = np.asarray(values)
         except ValueError as error:  # rows of different lengths
-            raise ValueError(f"its rows have different lengths; an image is {self.told}") from error
+            raise ValueError(f"its rows have different lengths; an image is {self.in_words}") from error
         if array.dtype.kind not in "buif":
-            raise ValueError(f"it holds {_kind(array)}; an image is {self.told}")
+            kind = _NO_NUMBERS if array.dtype.kind in "OUSV" else str(array.dtype)
+            raise ValueError(f"it holds {kind}; an image is {self.in_words}")
         side = self.side
         if array.ndim > _MOST_DEEP or array.shape[-2:] != (side, side):
             if array.ndim in (1, 2) and array.shape[-1:] == (side * side,):  # rows of pixels
                 array = array.reshape(-1, side, side)
             else:
-                raise ValueError(f"its shape is {_shape(array)}; an image is {self.told}")
+                raise ValueError(f"its shape is {_shape(array)}; an image is {self.in_words}")
         # a channel of one may stand before the image
         if array.ndim > 3 and array.shape[-3] != 1:
-            raise ValueError(f"its shape is {_shape(array)}; an image has one channel: {self.told}")
+            raise ValueError(f"its shape is {_shape(array)}; an image has one channel: {self.in_words}")
         with np.errstate(over="ignore"):  # what is beyond single precision is beyond white
             images = array.reshape(-1, side, side).astype(np.float32)
         if not len(images):
             raise ValueError("it holds no image")
         if not np.isfinite(images).all() or images.min() < 0 or images.max() > self.white:
             found = f"{float(images.min()):g} to {float(images.max()):g}"
-            raise ValueError(f"its values go from {found}; an image is {self.told}")
+            raise ValueError(f"its values go from {found}; an image is {self.in_words}")
         return images
 
 
@@ -84,11 +84,10 @@ def read_images(path: str, shape: ImageShape, form: str = "auto") -> NDArray[np.
 
 
 def _form_of(file: Path) -> str:
-    """By how it begins, for names lie."""
     if file.is_dir():
         raise DataError(f"{file} is a directory; name one file of images")
     with DataFile(file) as opened:
-        start = bytes(opened.begins(8))
+        start = bytes(opened.up_to(8))
     if start.startswith(b"\x93NUMPY"):
         return "npy"
     if start.startswith(b"\0\0"):
@@ -138,10 +137,8 @@ def _npy(file: Path, shape: ImageShape) -> NDArray[np.float32]:
         version = np.lib.format.read_magic(stream)
         if version not in ((1, 0), (2, 0)):
             raise ValueError(f"its version is {version}; (1, 0) and (2, 0) are read")
-        header = (
-            np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        )
-        sizes, by_columns, dtype = header(stream)
+        read_header = getattr(np.lib.format, f"read_array_header_{version[0]}_0")
+        sizes, by_columns, dtype = read_header(stream)
         # An array of another size than its header says would be read from memory that nobody has written.
         wanted = math.prod(sizes) * dtype.itemsize
         held = len(content) - stream.tell()
@@ -153,10 +150,6 @@ def _npy(file: Path, shape: ImageShape) -> NDArray[np.float32]:
         return shape.images(array.reshape(sizes, order="F" if by_columns else "C"))
     except (SyntaxError, TypeError, OverflowError, RecursionError, tokenize.TokenError) as error:
         raise ValueError(f"it is no npy file: {error}") from error
-
-
-def _idx(file: Path, shape: ImageShape) -> NDArray[np.float32]:
-    return shape.images(read_idx(file))
 
 
 def _json(file: Path, shape: ImageShape) -> NDArray[np.float32]:
@@ -183,8 +176,9 @@ def _all_numbers(values: list[Any]) -> bool:
     return all(issubclass(kind, (int, float, np.number, np.bool_)) for kind in kinds)
 
 
-def _kind(array: NDArray[Any]) -> str:
-    return _NO_NUMBERS if array.dtype.kind in "OUSV" else str(array.dtype)
-
-
-_READERS = {"picture": _picture, "npy": _npy, "idx": _idx, "json": _json}
+_READERS: dict[str, Callable[[Path, ImageShape], NDArray[np.float32]]] = {
+    "picture": _picture,
+    "npy": _npy,
+    "idx": lambda file, shape: shape.images(read_idx(file)),
+    "json": _json,
+}

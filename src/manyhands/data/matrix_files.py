@@ -85,6 +85,11 @@ class NpyMatrix(MatrixFile):
         self.label = _column_number(path, label, self._width)
         self.columns = self._width - (self.label is not None)
 
+    @property
+    def is_mappable(self) -> bool:
+        """Whether its rows lie in the file as a process computes with them."""
+        return self.label is None and not self.is_column_major and self.dtype.isnative
+
     def mapped(self) -> NDArray[Any]:
         """All of it, labels too, read from the disk where it is looked at."""
         order: Literal["F", "C"] = "F" if self.is_column_major else "C"
@@ -137,8 +142,8 @@ class ParquetMatrix(MatrixFile):
             raise DataError(f"{path} has two columns of the same name; give each a name of its own")
         if chosen is not None:
             self._columns = tuple(chosen)
-        singles = all(_fits_single(field.type) for field in fields)
-        self._dtype = np.dtype(np.float32 if singles else np.float64)
+        kinds = [np.dtype(field.type.to_pandas_dtype()).char for field in fields]
+        self._dtype = np.dtype(np.float32 if set(kinds) <= set(_AS_SINGLE) else np.float64)
         self.names, self.columns = self._columns, len(self._columns)
 
     def blocks(
@@ -187,9 +192,6 @@ def _unzipped_head(path: Path) -> bytes:
 def _first_line(error: Exception) -> str:
     told = str(error).splitlines()
     return told[0] if told else type(error).__name__
-
-
-# ── npy ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _npy_header(path: Path) -> tuple[np.dtype[Any], tuple[int, int], bool, int]:
@@ -249,11 +251,7 @@ def _column_number(path: Path, label: str | None, columns: int) -> int | None:
     return number % columns
 
 
-# ── Parquet ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def _parquet(path: Path) -> Any:
-    """The opened file, a context manager."""
     try:
         import pyarrow
         from pyarrow import parquet
@@ -286,12 +284,7 @@ def _is_number(kind: Any) -> bool:
     return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind))
 
 
-def _fits_single(kind: Any) -> bool:
-    return np.dtype(kind.to_pandas_dtype()).char in _AS_SINGLE
-
-
 def _numbers(batch: Any, name: str, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """A column of a batch, null as NaN."""
     found = batch.column(name).to_numpy(zero_copy_only=False)
     if found.dtype == object:  # booleans of which some are null
         found = np.array([np.nan if value is None else value for value in found.tolist()], np.float64)

@@ -11,26 +11,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from manyhands.data.batch_plan import BatchPlan
+from manyhands.data.batch_plan import BatchPlan, BatchShares, IndexedShares, Share
 from manyhands.data.batches import BatchSource
 from manyhands.data.loading import Key
 from manyhands.data.own import own_data
 from manyhands.data.randomness import drawn_apart, mix, seed_all, seed_host
-from manyhands.data.shares import (
-    BatchShares,
-    IndexedShares,
-    OwnShares,
-    Share,
-    StreamShares,
-    sample_weights,
-)
+from manyhands.data.shares import OwnShares, StreamShares, sample_weights
 
 __all__ = ["BatchReading", "ReadShare", "ShareReader"]
 
-_READING, _MAKING = (
-    1,
-    2,
-)  # what a stream draws is not what its model draws, nor what is drawn while a batch is made
+# What a stream draws is not what its model draws, nor what is drawn while a batch is made.
+_READING, _MAKING = 1, 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,15 +77,12 @@ class _DrawnApart(BatchShares):
         self._shares, self._seed = shares, seed
 
     def batch_samples(self, step: int) -> int:
-        """The number of samples in global batch `step`, as the wrapped shares give it."""
         return self._shares.batch_samples(step)
 
     def keep_from(self, step: int) -> None:
-        """Forward to the wrapped shares."""
         self._shares.keep_from(step)
 
     def share(self, step: int, part: int, parts: int) -> Share:
-        """The same share, with pieces made under separate random numbers."""
         share = self._shares.share(step, part, parts)
         pieces = tuple(
             replace(

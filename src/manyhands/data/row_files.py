@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from manyhands.data import libsvm, vowpal
+from manyhands.data.matrix import Rows
 from manyhands.data.parse_kernels import (
     BAD_LINES,
     CODE,
@@ -38,7 +39,6 @@ from manyhands.data.parse_kernels import (
     ROWS,
     SIZE,
 )
-from manyhands.data.sparse_rows import Rows
 from manyhands.errors import DataError, UserError, format_bytes, nearest
 from manyhands.native.warming import prepare
 
@@ -126,12 +126,10 @@ class RowFile:
 
     @property
     def name(self) -> str:
-        """What messages call it."""
         return "stdin" if self.path == STDIN else self.path
 
     @property
     def rereadable(self) -> bool:
-        """Whether there can be a second reading."""
         return self.path != STDIN
 
     def blocks(self, on_bytes: Callable[[int], None] | None = None) -> Iterator[Rows]:
@@ -248,7 +246,6 @@ def warm_libsvm() -> None:
 
 
 def warm_vowpal() -> None:
-    """Compile what reads Vowpal Wabbit's format, likewise."""
     _parse(vowpal, Reading(), b"1 | 1:1\n" + _PADDING)
 
 

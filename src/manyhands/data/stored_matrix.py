@@ -15,17 +15,17 @@ import mmap
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from manyhands.data.matrix import BLOCK_BYTES, MatrixBlock, MatrixFile, OnBytes
+from manyhands.data.matrix import BLOCK_BYTES, MatrixBlock, MatrixFile, OnBytes, Rows
 from manyhands.data.matrix_files import NpyMatrix
-from manyhands.data.sparse_rows import Rows
 from manyhands.errors import DataError, ManyhandsError
 
 __all__ = ["MatrixStore", "OpenedMatrix", "StoredMatrix"]
@@ -34,27 +34,29 @@ _CSR: Final[dict[str, Any]] = {"starts": np.int64, "indices": np.int32, "values"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoredMatrix(ABC):
+class StoredMatrix:
     """The location of a matrix: a plain value, which is sent to other processes."""
 
     path: str  # the file, or the folder of several
     rows: int
     columns: int
     entries: int  # numbers that are there; of a sparse matrix, those that are not left out
+    dtype: str = ""  # of a table; empty for CSR
+    offset: int = 0  # of a table in its file
 
     @property
-    @abstractmethod
     def is_sparse(self) -> bool:
-        """Whether blocks are CSR."""
+        return not self.dtype
 
     @property
-    @abstractmethod
     def num_bytes(self) -> int:
-        """What a pass over it reads."""
+        if self.is_sparse:
+            return 8 * self.entries + 8 * self.rows
+        return self.entries * np.dtype(self.dtype).itemsize
 
-    @abstractmethod
     def opened(self, *, kept_in_memory: bool = True) -> OpenedMatrix:
         """Mapped in this process; pages that were read leave its memory at once unless they are `kept_in_memory`."""
+        return (_MappedRows if self.is_sparse else _MappedTable)(self, kept_in_memory)
 
 
 class OpenedMatrix(ABC):
@@ -88,10 +90,9 @@ class MatrixStore:
         self, file: MatrixFile, block_bytes: int = BLOCK_BYTES, on_bytes: OnBytes | None = None
     ) -> StoredMatrix:
         """The matrix of a file, without its labels; ManyhandsError says when the disk is full."""
-        if isinstance(file, NpyMatrix) and _is_mappable(file):
+        if isinstance(file, NpyMatrix) and file.is_mappable:
             assert file.rows is not None
-            assert file.columns is not None
-            return _DenseMatrix(
+            return StoredMatrix(
                 path=str(file.path.absolute()),
                 rows=file.rows,
                 columns=file.columns,
@@ -102,11 +103,15 @@ class MatrixStore:
         return self._written(file.blocks(block_bytes, on_bytes), str(file.path))
 
     def keep_array(self, table: NDArray[Any]) -> StoredMatrix:
-        """A table that is in memory."""
         return self._written(iter([MatrixBlock(begin=0, rows=np.ascontiguousarray(table))]), "a table")
 
     def _written(self, blocks: Iterator[MatrixBlock], name: str) -> StoredMatrix:
-        folder = self._new_folder()
+        if self._folder is None:
+            temporary = tempfile.TemporaryDirectory(prefix="manyhands-matrix-")
+            self._folder = Path(self._stack.enter_context(temporary))
+        self._count += 1
+        folder = self._folder / str(self._count)
+        folder.mkdir()
         try:
             first = next(blocks)
             if isinstance(first.rows, Rows):
@@ -120,61 +125,26 @@ class MatrixStore:
                 f"rows of {name} could not be kept in {folder}: {error.strerror}{hint}"
             ) from error
 
-    def _new_folder(self) -> Path:
-        if self._folder is None:
-            self._folder = Path(
-                self._stack.enter_context(tempfile.TemporaryDirectory(prefix="manyhands-matrix-"))
-            )
-        self._count += 1
-        folder = self._folder / str(self._count)
-        folder.mkdir()
-        return folder
-
-
-# ── tables ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _is_mappable(file: NpyMatrix) -> bool:
-    return file.label is None and not file.is_column_major and file.dtype.isnative
-
 
 def _write_dense(folder: Path, first: MatrixBlock, more: Iterator[MatrixBlock]) -> StoredMatrix:
     assert not isinstance(first.rows, Rows), "a table"
     rows, columns, dtype = 0, first.rows.shape[1], first.rows.dtype
     with (folder / "table").open("wb") as out:
-        for block in _with(first, more):
+        for block in chain([first], more):
             assert not isinstance(block.rows, Rows), "one kind"
             out.write(block.rows.data)
             rows += len(block)
-    return _DenseMatrix(
+    return StoredMatrix(
         path=str(folder / "table"),
         rows=rows,
         columns=columns,
         entries=rows * columns,
         dtype=dtype.str,
-        offset=0,
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _DenseMatrix(StoredMatrix):
-    dtype: str
-    offset: int
-
-    @property
-    def is_sparse(self) -> bool:
-        return False
-
-    @property
-    def num_bytes(self) -> int:
-        return self.entries * np.dtype(self.dtype).itemsize
-
-    def opened(self, *, kept_in_memory: bool = True) -> OpenedMatrix:
-        return _MappedTable(self, kept_in_memory)
-
-
 class _MappedTable(OpenedMatrix):
-    def __init__(self, matrix: _DenseMatrix, kept_in_memory: bool) -> None:
+    def __init__(self, matrix: StoredMatrix, kept_in_memory: bool) -> None:
         self._map = _Map(
             Path(matrix.path), np.dtype(matrix.dtype), matrix.offset, matrix.entries, kept_in_memory
         )
@@ -194,15 +164,12 @@ class _MappedTable(OpenedMatrix):
         self._map.close()
 
 
-# ── sparse ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def _write_sparse(folder: Path, first: MatrixBlock, more: Iterator[MatrixBlock]) -> StoredMatrix:
     rows = entries = columns = 0
     with ExitStack() as stack:
         out: dict[str, BinaryIO] = {name: stack.enter_context((folder / name).open("wb")) for name in _CSR}
         out["starts"].write(np.zeros(1, np.int64).data)
-        for block in _with(first, more):
+        for block in chain([first], more):
             part = block.rows
             assert isinstance(part, Rows), "one kind"
             out["starts"].write((part.starts[1:] + entries).data)
@@ -211,25 +178,11 @@ def _write_sparse(folder: Path, first: MatrixBlock, more: Iterator[MatrixBlock])
             rows, entries, columns = rows + len(part), entries + len(part.indices), max(columns, part.size)
     if not entries:
         raise DataError("no row has any entry; give a matrix that is not zero")
-    return _SparseMatrix(path=str(folder), rows=rows, columns=columns, entries=entries)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _SparseMatrix(StoredMatrix):
-    @property
-    def is_sparse(self) -> bool:
-        return True
-
-    @property
-    def num_bytes(self) -> int:
-        return 8 * self.entries + 8 * self.rows
-
-    def opened(self, *, kept_in_memory: bool = True) -> OpenedMatrix:
-        return _MappedRows(self, kept_in_memory)
+    return StoredMatrix(path=str(folder), rows=rows, columns=columns, entries=entries)
 
 
 class _MappedRows(OpenedMatrix):
-    def __init__(self, matrix: _SparseMatrix, kept_in_memory: bool) -> None:
+    def __init__(self, matrix: StoredMatrix, kept_in_memory: bool) -> None:
         counts = {"starts": matrix.rows + 1, "indices": matrix.entries, "values": matrix.entries}
         self._maps = {
             name: _Map(Path(matrix.path, name), np.dtype(kind), 0, counts[name], kept_in_memory)
@@ -267,9 +220,6 @@ class _MappedRows(OpenedMatrix):
             mapped.close()
 
 
-# ── maps ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 class _Map:
     """A file of items, mapped for reading."""
 
@@ -302,12 +252,5 @@ class _Map:
 
     def close(self) -> None:
         self._items = None
-        try:
+        with suppress(BufferError):  # a block is still in use; the map goes with it
             self._map.close()
-        except BufferError:  # a block is still in use; the map goes with it
-            pass
-
-
-def _with(first: MatrixBlock, more: Iterator[MatrixBlock]) -> Iterator[MatrixBlock]:
-    yield first
-    yield from more

@@ -68,7 +68,6 @@ def python_source_text(root: Path, max_bytes: int) -> str:
 
 
 def encode(text: str) -> NDArray[np.uint8]:
-    """Text as tokens: its UTF-8 bytes."""
     return np.frombuffer(bytearray(text, "utf-8"), np.uint8)
 
 

@@ -134,7 +134,6 @@ class KernelTrainer:
         return self._trained(step, stopped)
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
-        """Collective: the sum over workers of `values`."""
         return torch.tensor(self._control.sums(*values.tolist()), dtype=torch.float64)
 
     def optimizer_state(self) -> dict[str, Any] | None:

@@ -1,7 +1,7 @@
 """Workers that were started externally: how each connects to the others, and what reaches the leader.
 
 Every process runs the common loop in its main thread. It is connected to the others by shared memory on its host and
-by links to other hosts (`worker_links`). The leader is worker 0, with a thread that listens to the others
+by links to other hosts (`connect_worker`). The leader is worker 0, with a thread that listens to the others
 (`ControlListener`): the first failure ends every worker's waits, and is the one that every worker reports.
 """
 
@@ -12,26 +12,40 @@ import queue
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, Final, Self
 
+from manyhands.engine.device import device_of
 from manyhands.engine.history_rows import RowsInOrder
 from manyhands.engine.reporting import NOTES, WorkerNote
 from manyhands.engine.training import Stage
-from manyhands.engine.worker_links import WorkerLinks
-from manyhands.errors import Aborted, PeerTimeout, WorkerFailed, printable
+from manyhands.engine.worker_resources import Resources
+from manyhands.errors import Aborted, PeerTimeout, UserError, WorkerFailed, printable
+from manyhands.native.group.shared_group import SharedGroup, SharedGroupFiles
+from manyhands.native.threads import with_threads
 from manyhands.observe.record.event_ring import EventRing
 from manyhands.places.external.control_connection import ControlConnection
 from manyhands.places.external.control_server import ControlEvent, Warned
+from manyhands.places.external.key_value_store import comes_true
+from manyhands.places.external.links import open_heartbeats, open_links
 from manyhands.places.external.process_group import GroupMember, ProcessGroup
+from manyhands.places.external.sharing import attach_group, no_group, share_group_files, share_links
+from manyhands.places.external.torch_store import RunStore
 from manyhands.places.local.failure import Failure, report
+from manyhands.places.local.host import threads_per_role
 from manyhands.places.local.notes import TypedNotes
+from manyhands.places.local.rendezvous import Rendezvous, RendezvousStore, meet
 from manyhands.places.local.roster import Ended, Said
 from manyhands.places.local.signals import as_exception, counted_signals
 from manyhands.places.local.status import State
+from manyhands.strategy import Strategy
+from manyhands.transport.link.interface import Link
+from manyhands.transport.link.tcp import TcpLink
+from manyhands.transport.liveness import Alarm
 
 __all__ = [
     "ORDERS",
@@ -40,6 +54,8 @@ __all__ = [
     "ExternalWorker",
     "LeadingWorker",
     "MemberWorker",
+    "WorkerLinks",
+    "connect_worker",
     "wait_for_orders",
 ]
 
@@ -47,6 +63,8 @@ _log = logging.getLogger("manyhands")
 _TICK_S: Final = 0.1
 _CAUSE_S: Final = 1.0
 _TOLD_S: Final = 3.0
+_ALL_MET_S: Final = 3.0
+_THIS_HOST: Final = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,15 +186,11 @@ class ControlListener:
                 with self._changed:
                     self.finished[rank] = payload or {}
                     self._changed.notify_all()
-            case Ended(failure=Failure() as failure):
-                self._suspected(failure)
-
-    def _suspected(self, failure: Failure) -> None:
-        """Hold back a failure that may follow from another's; it is reported if no cause arrives."""
-        if failure.is_consequence and self._suspect is None:
-            self._suspect = failure, time.monotonic() + _CAUSE_S
-        elif not failure.is_consequence:
-            self._settle(failure)
+            case Ended(failure=Failure() as failure) if not failure.is_consequence:
+                self._settle(failure)
+            case Ended(failure=Failure() as failure) if self._suspect is None:
+                # It may follow from another's failure: it is reported if no cause arrives.
+                self._suspect = failure, time.monotonic() + _CAUSE_S
 
     def _settle(self, failure: Failure) -> None:
         with self._changed:
@@ -206,10 +220,6 @@ class ExternalWorker(ABC):
         """Connect this worker's waits to its links: a worker that fails or misses heartbeats ends them."""
         self._worker_links = worker_links
         self.on_failure(worker_links.abort)
-
-    @property
-    def _silent(self) -> tuple[int, str] | None:
-        return self._worker_links.silent if self._worker_links is not None else None
 
     @abstractmethod
     def mark(self, step: int, state: State, *, place: tuple[int, int] | None = None) -> None:
@@ -302,7 +312,7 @@ class LeadingWorker(ExternalWorker):
         return wanted
 
     def _end(self, error: BaseException) -> BaseException:
-        silent = self._silent
+        silent = self._worker_links.silent if self._worker_links is not None else None
         follows = isinstance(error, Aborted | PeerTimeout | WorkerFailed)
         patience_s = 0.0 if not follows else _CAUSE_S if silent is not None else _TOLD_S
         failure = self._listener.wait_for_failure(patience_s)
@@ -314,7 +324,13 @@ class LeadingWorker(ExternalWorker):
             return WorkerFailed(silent[1], worker_rank=silent[0])
         if failure is not None:
             return failure.error()
-        return _as_failure(error, self._process_group.place.name, self._step)
+        if not isinstance(error, Exception) or isinstance(error, WorkerFailed):
+            return error
+        # An error of the leader becomes a WorkerFailed, like any worker's, with its traceback.
+        reported = report(error, self._step)
+        raised = f"raised {reported.error} at step {self._step}: {printable(reported.message)}"
+        sentence = f"{self._process_group.place.name} {raised}"
+        return Failure(rank=0, sentence=sentence, name="worker 0", reported=reported).error()
 
 
 class MemberWorker(ExternalWorker):
@@ -338,38 +354,175 @@ class MemberWorker(ExternalWorker):
         return self._line.stop_requested()
 
     def _end(self, error: BaseException) -> BaseException:
-        return _tell_failure(error, self._line, self._silent)
+        """Report to the leader what ended this process; what to raise is the run's failure if this follows from it.
 
-
-def _tell_failure(
-    error: BaseException, line: ControlConnection, silent: tuple[int, str] | None
-) -> BaseException:
-    """Report to the leader what ended this process; returns what to raise, the run's failure if this follows.
-
-    A peer without heartbeat is named if the leader, which may be cut off as well, does not say what happened.
-    """
-    over, follows = line.over, isinstance(error, Aborted | PeerTimeout | WorkerFailed)
-    missed = silent if follows else None
-    if over is None:
-        told = Aborted(f"{line.name} was ended by a signal") if _is_signal(error) else error
-        line.fail(told if missed is None else Aborted(missed[1]))
-    if over is None and follows:
-        over = line.wait_over(_TOLD_S if missed is None else _CAUSE_S)
-    if missed is not None and (over is None or over.is_lost):
-        return WorkerFailed(missed[1], worker_rank=missed[0])
-    if over is None or _is_signal(error):
-        return error
-    return WorkerFailed(over.sentence, worker_rank=over.rank)
+        A peer without heartbeat is named if the leader, which may be cut off as well, does not say what happened.
+        """
+        line, follows = self._line, isinstance(error, Aborted | PeerTimeout | WorkerFailed)
+        over, missed = line.over, self._worker_links.silent if follows and self._worker_links else None
+        if over is None:
+            told = Aborted(f"{line.name} was ended by a signal") if _is_signal(error) else error
+            line.fail(told if missed is None else Aborted(missed[1]))
+            if follows:
+                over = line.wait_over(_TOLD_S if missed is None else _CAUSE_S)
+        if missed is not None and (over is None or over.is_lost):
+            return WorkerFailed(missed[1], worker_rank=missed[0])
+        if over is None or _is_signal(error):
+            return error
+        return WorkerFailed(over.sentence, worker_rank=over.rank)
 
 
 def _is_signal(error: BaseException) -> bool:
     return isinstance(error, SystemExit | KeyboardInterrupt)
 
 
-def _as_failure(error: BaseException, name: str, step: int) -> BaseException:
-    """An error of the leader as WorkerFailed, like any worker's, with its traceback."""
-    if not isinstance(error, Exception) or isinstance(error, WorkerFailed):
-        return error
-    reported = report(error, step)
-    sentence = f"{name} raised {reported.error} at step {step}: {printable(reported.message)}"
-    return Failure(rank=0, sentence=sentence, name="worker 0", reported=reported).error()
+class WorkerLinks:
+    """One worker's connections to the others; made by `connect_worker`."""
+
+    def __init__(
+        self,
+        resources: Resources,
+        rendezvous: Rendezvous,
+        files: SharedGroupFiles | None,
+        alarm: Alarm,
+        far: Sequence[TcpLink],
+    ) -> None:
+        self.resources = resources
+        self._rendezvous = rendezvous
+        self._files = files
+        self._alarm = alarm
+        self._far = far
+        self._lock = threading.Lock()
+        self._closed = False
+        self.silent: tuple[int, str] | None = None
+        """The rank that fell silent, and the sentence on it; None while everybody is heard."""
+
+    def abort(self, rank: int, sentence: str) -> None:
+        """From any thread: end this host's waits because `rank` has failed; idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._alarm.ring(rank, sentence)
+            if self._files is not None:
+                here = self._rendezvous.here
+                self._files.abort(here.index(rank) if rank in here else None)
+            for link in self._far:
+                link.interrupt()
+
+    def missed(self, rank: int, sentence: str) -> None:
+        """From the heartbeat thread: `rank` missed its heartbeats. Reported at once; this host's waits end."""
+        self.silent = rank, sentence
+        _log.warning("%s", sentence)
+        self.abort(rank, sentence)
+
+    def close(self) -> None:
+        """Close the connections; no wait may be under way. Idempotent."""
+        with self._lock:
+            self._closed = True
+
+
+@contextmanager
+def connect_worker(
+    party: ProcessGroup | GroupMember,
+    store: RendezvousStore,
+    strategy: Strategy,
+    *,
+    device: str,
+    seed: int,
+    timeout_s: float,
+) -> Iterator[WorkerLinks]:
+    """Collective: rendezvous, then open shared memory on this host and links to the others, as `strategy` needs.
+
+    UserError on every worker where the strategy cannot span so many hosts.
+    """
+    place = party.place
+    with ExitStack() as stack:
+        rendezvous = stack.enter_context(
+            meet(store, rank=place.rank, world=place.world, name="fit", timeout_s=timeout_s)
+        )
+        alarm, several = Alarm(), len(rendezvous.hosts) > 1
+        helpers = strategy.processes(1).get("helper", 0)
+        links: dict[int, Link] = {}
+        stack.push(partial(_let_go, links))
+        files: SharedGroupFiles | None = None
+        group: Callable[[], SharedGroup] = no_group
+        if several:
+            _require_hosts(strategy, rendezvous, store)
+        if not helpers:  # the members of the group
+            files = stack.enter_context(share_group_files(rendezvous, "gradients", timeout_s))
+            group = partial(attach_group, files, rendezvous, timeout_s)
+        if several:
+            links.update(share_links(rendezvous, timeout_s))
+            links.update(
+                open_links(
+                    rendezvous.rank,
+                    [rank for rank in range(rendezvous.world) if rank not in rendezvous.here],
+                    store,
+                    address=party.address,
+                    token=party.token,
+                    security=party.security,
+                    timeout_s=timeout_s,
+                )
+            )
+        elif strategy.facts.uses_links:
+            links.update(share_links(rendezvous, timeout_s, network=strategy.uses_network))
+        resources = Resources(
+            rank=place.rank,
+            world=place.world - helpers,
+            helpers=helpers,
+            timeout_s=timeout_s,
+            group=no_group if several else group,
+            host_group=group,
+            shares_memory=files is not None and not several,
+            links=lambda: links,
+            seed=seed,
+            device=device_of(device, rendezvous.local_rank),
+            hosts=rendezvous.hosts if several else (),
+            torch_store=partial(RunStore, store, "torch", timeout_s, partial(_heed, alarm)),
+            in_the_clear=party.security.anywhere and not party.security.tls,
+            alarm=alarm,
+        )
+        far = [link for link in links.values() if isinstance(link, TcpLink)]
+        worker_links = WorkerLinks(resources, rendezvous, files, alarm, far)
+        stack.callback(worker_links.close)
+        heartbeats = open_heartbeats(
+            rendezvous.rank,
+            rendezvous.world,
+            store,
+            address=party.address if several else _THIS_HOST,
+            timeout_s=timeout_s,
+            on_lost=worker_links.missed,
+        )
+        stack.callback(heartbeats.close)
+        alarm.mark = heartbeats.mark
+        with with_threads(threads_per_role(len(rendezvous.here))):
+            yield worker_links
+
+
+def _heed(alarm: Alarm) -> None:
+    """Called while waiting on the run's key-value store: raises if a peer that had to answer was lost."""
+    lost = alarm.lost()
+    if lost is not None:
+        raise WorkerFailed(lost[1], lost[0])
+
+
+def _require_hosts(strategy: Strategy, rendezvous: Rendezvous, store: RendezvousStore) -> None:
+    """Collective: UserError where the strategy cannot span these hosts, before anything is opened.
+
+    No worker raises it before all have reached this point. An earlier error would end the run for workers that are
+    still connecting, and those that already accept connections would wait in vain.
+    """
+    try:
+        strategy.across_hosts(rendezvous.hosts)
+    except UserError:
+        store.add("refused", 1)
+        comes_true(lambda: int(store.get("refused")) >= rendezvous.world, _ALL_MET_S)
+        raise
+
+
+def _let_go(links: Mapping[int, Link], kind: type[BaseException] | None, *_: object) -> None:
+    """Close links that an exchange left open; without a goodbye where this worker failed, so that no peer waits."""
+    for link in links.values():
+        if kind is not None and isinstance(link, TcpLink):
+            link.abandon()
+        link.close()

@@ -45,7 +45,7 @@ class KernelThreads(Training):
         workers = self._request.workers
         rows = RowsInOrder(self._start.step if self._start is not None else 0)
         with ExitStack() as stack:
-            files = stack.enter_context(SharedGroup.create(workers))
+            files = stack.enter_context(SharedGroupFiles.create(workers))
             rings = [stack.enter_context(EventRing.create(role=rank)) for rank in range(workers)]
             named = {f"worker-{rank}": ring for rank, ring in enumerate(rings)}
             collector = stack.enter_context(stage.collector(named))

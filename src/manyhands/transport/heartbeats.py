@@ -39,8 +39,6 @@ from manyhands.transport.liveness import (
     PeerLost,
 )
 
-__all__ = ["BeatPlace", "Heartbeats", "address_of_interface", "data_ages", "exchange_places", "is_stopped"]
-
 _log = logging.getLogger("manyhands")
 _TIMES: Final = 3  # how often a final datagram is sent: datagrams get lost
 _STOP, _PROGRESS = 0, 8  # words of control, then the entries
@@ -221,16 +219,29 @@ class Heartbeats:
 
 
 def exchange_places(
-    store: _Store, rank: int, world: int, address: str
+    store: _Store,
+    rank: int,
+    world: int,
+    address: str,
+    prefix: str = "",
+    wait_for: Callable[[str], None] = lambda _key: None,
 ) -> tuple[socket.socket, dict[int, BeatPlace], bytes]:
-    """Collective: this rank's socket, the addresses of all ranks, and the secret of the group, made by rank 0."""
+    """Collective: this rank's socket, the addresses of all ranks, and the secret of the group, made by rank 0.
+
+    `wait_for` waits for a key where the store's `get` does not.
+    """
+
+    def get(key: str) -> str:
+        wait_for(prefix + key)
+        return store.get(prefix + key).decode()
+
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     own = socket.socket(family, socket.SOCK_DGRAM)
     try:
         own.bind((address, 0))
         own.setblocking(False)
         if rank == 0:
-            store.set("secret", secrets.token_hex(32))
+            store.set(f"{prefix}secret", secrets.token_hex(32))
         mine = BeatPlace(
             address=address,
             port=own.getsockname()[1],
@@ -238,16 +249,13 @@ def exchange_places(
             pid=os.getpid(),
             pids=_pids(),
         )
-        store.set(f"place/{rank}", json.dumps(asdict(mine)))
-        places = {
-            other: BeatPlace(**json.loads(store.get(f"place/{other}").decode())) for other in range(world)
-        }
-        secret = bytes.fromhex(store.get("secret").decode())
-        if (
-            store.add("read", 1) == world
-        ):  # the last leaves nothing for the next group of this name to take for its own
+        store.set(f"{prefix}place/{rank}", json.dumps(asdict(mine)))
+        places = {other: BeatPlace(**json.loads(get(f"place/{other}"))) for other in range(world)}
+        secret = bytes.fromhex(get("secret"))
+        if store.add(f"{prefix}read", 1) == world:
+            # The last leaves nothing for the next group of this name to take for its own.
             for key in ("secret", "read", *(f"place/{other}" for other in range(world))):
-                store.delete_key(key)
+                store.delete_key(prefix + key)
         return own, places, secret
     except BaseException:
         own.close()

@@ -2,7 +2,7 @@
 
 A call (`exchange` or `direct`) is one block of int64 words in this process's memory: its record (see `calls`), where it
 stands, and what its kind needs. Every wait ends at `deadline_ns` at the latest with TIMED_OUT, and the same call may be
-made again to go on: that is how Python sees signals during a long wait.
+made again to continue: that is how Python sees signals during a long wait.
 """
 
 from __future__ import annotations

@@ -167,7 +167,7 @@ def open_session(store: c10d.Store, place: SessionPlace, options: Options, timeo
     timeout_s = timeout.total_seconds()
     fallback = FallbackGroup(store, place.rank, place.world, timeout)
     with ExitStack() as resources:
-        prefixed = c10d.PrefixStore("meeting/", store)
+        prefixed = c10d.PrefixStore("rendezvous/", store)
         rendezvous = resources.enter_context(
             meet(prefixed, rank=place.rank, world=place.world, name=place.name, timeout_s=timeout_s)
         )
@@ -186,7 +186,7 @@ def open_session(store: c10d.Store, place: SessionPlace, options: Options, timeo
 def _open_local(
     rendezvous: Rendezvous, place: SessionPlace, options: Options, timeout_s: float, resources: ExitStack
 ) -> LocalSession:
-    memory, letters, *ends = _share(rendezvous, options, timeout_s)
+    memory, rings, *ends = _share(rendezvous, options, timeout_s)
     peers = [rank for rank in range(place.world) if rank != place.rank]
     stage = CollectiveStage(memory, place.rank, place.world, place.label)
     resources.callback(stage.close)
@@ -197,14 +197,10 @@ def _open_local(
         for link in links.values():
             resources.callback(link.close)
         executor = ScheduleExecutor(ALGORITHMS[options.algorithm], place.rank, place.world, links, timeout_s)
-    post = PointToPoint(letters, stage, f"process group {place.name}", place.label)
+    post = PointToPoint(rings, stage, f"process group {place.name}", place.label)
     resources.callback(post.close)
 
-    def on_end(rank: int, in_peace: bool) -> None:
-        if not in_peace:
-            stage.abort(rank, StageReason.DIED)
-
-    rendezvous.watch(on_end)
+    rendezvous.watch(lambda rank, in_peace: None if in_peace else stage.abort(rank, StageReason.DIED))
     return LocalSession(stage=stage, collectives=Collectives(stage, executor), post=post)
 
 
@@ -214,12 +210,12 @@ def _share(rendezvous: Rendezvous, options: Options, timeout_s: float) -> tuple[
 
         def make() -> Sequence[Sequence[int]]:
             memory = made.enter_context(create_segment(rendezvous.world)).descriptor
-            letters = os.memfd_create("manyhands:post", os.MFD_CLOEXEC)
-            made.callback(os.close, letters)
+            rings = os.memfd_create("manyhands:post", os.MFD_CLOEXEC)
+            made.callback(os.close, rings)
             if options.algorithm == SHARED:
-                return [(memory, letters)] * rendezvous.world
+                return [(memory, rings)] * rendezvous.world
             mesh = made.enter_context(SharedMesh(rendezvous.world))
             ends = [sorted(mesh.descriptors(rank).items()) for rank in range(rendezvous.world)]
-            return [(memory, letters, *(end for _, pair in pairs for end in pair)) for pairs in ends]
+            return [(memory, rings, *(end for _, pair in pairs for end in pair)) for pairs in ends]
 
         return rendezvous.share(f"memory for algorithm={options.algorithm}", make, timeout_s)

@@ -30,7 +30,7 @@ from manyhands.native.segment import PAGE, Segment, reserve, round_up
 from manyhands.native.waiting import REACHED, nudge, wait_until
 from manyhands.transport.link import byte_ring
 
-__all__ = ["PointToPoint", "capacity_bytes", "ring_index"]
+__all__ = ["PointToPoint"]
 
 _SLICE_NS: Final = 250_000_000  # a waiter polls for failures this often
 _GRACE_S: Final = 0.001  # most callers wait for their message at once; only then does the thread take over
@@ -63,7 +63,7 @@ class PointToPoint:
         self._segment: Segment | None = None
         self._rings: dict[int, int] = {}
         """By peer: the address of the ring that leads to it."""
-        self._letters: dict[int, deque[OutgoingMessage]] = {}
+        self._outgoing: dict[int, deque[OutgoingMessage]] = {}
         self._requests: list[PendingReceive] = []
         self._inboxes: dict[int, Inbox] = {}
         self._driven = False  # a thread waits for the wake-up
@@ -75,9 +75,9 @@ class PointToPoint:
         work = PointToPointWork(CallKind.SEND, tensor, to, tag, self._drive)
         with self._changed:
             self._open(work, timeout_s)
-            self._letters[to].append(OutgoingMessage(work, tensor))
-            settled = self._advance()[1]
-        return self._posted(work, settled)
+            self._outgoing[to].append(OutgoingMessage(work, tensor))
+            ended = self._advance()[1]
+        return self._posted(work, ended)
 
     def receive(
         self, tensor: torch.Tensor, source: int | None, tag: int, timeout_s: float
@@ -88,24 +88,24 @@ class PointToPoint:
         with self._changed:
             self._open(work, timeout_s)
             sources = self._inboxes if source is None else (source,)
-            settled: Settled = []
-            if not any(self._inboxes[one].take_aside(request, settled) for one in sources):
+            ended: Ended = []
+            if not any(self._inboxes[one].take_aside(request, ended) for one in sources):
                 self._requests.append(request)
-                settled = self._advance()[1]
-        return self._posted(work, settled)
+                ended = self._advance()[1]
+        return self._posted(work, ended)
 
     def close(self) -> None:
         with self._changed:
             if self._closed:
                 return
             self._closed = True
-            settled = self._fail_all(
+            ended = self._fail_all(
                 lambda work: UserError(f"{work.describe(self._label)}: {self._name} was closed")
             )
             self._needed.notify_all()
             thread, self._thread = self._thread, None
         nudge(self._stage.wakeup_address(self._rank))  # for whoever of this process waits for it
-        _complete(settled)
+        _complete(ended)
         if thread is not None and thread is not threading.current_thread():
             thread.join()
         with self._changed:
@@ -146,11 +146,11 @@ class PointToPoint:
                 incoming = segment.address + ring_index(peer, self._rank, world) * one
                 for address in (outgoing, incoming):
                     byte_ring.prepare(address, one - byte_ring.CONTROL_BYTES)
-                self._rings[peer], self._letters[peer] = outgoing, deque()
+                self._rings[peer], self._outgoing[peer] = outgoing, deque()
                 self._inboxes[peer] = Inbox(peer, incoming, self._label)
 
-    def _posted(self, work: PointToPointWork, settled: Settled) -> PointToPointWork:
-        _complete(settled)
+    def _posted(self, work: PointToPointWork, ended: Ended) -> PointToPointWork:
+        _complete(ended)
         if not work.is_completed():
             with self._changed:
                 if self._thread is None and not self._closed:
@@ -163,27 +163,27 @@ class PointToPoint:
         return work
 
     def _pending(self) -> bool:
-        return bool(self._requests) or any(self._letters.values())
+        return bool(self._requests) or any(self._outgoing.values())
 
-    def _advance(self) -> tuple[bool, Settled]:
+    def _advance(self) -> tuple[bool, Ended]:
         """Move what can be moved now, with the lock held: whether anything did, and which messages ended."""
-        moved, settled = False, Settled()
-        for peer, letters in self._letters.items():
+        moved, ended = False, Ended()
+        for peer, outgoing in self._outgoing.items():
             gone = True
-            while letters and gone:
-                wrote, gone = letters[0].advance(self._rings[peer])
+            while outgoing and gone:
+                wrote, gone = outgoing[0].advance(self._rings[peer])
                 if wrote:
                     moved = True
                     nudge(self._stage.wakeup_address(peer))
                 if gone:
-                    settled.append((letters.popleft().work, None))
+                    ended.append((outgoing.popleft().work, None))
         for source, inbox in self._inboxes.items():
-            if inbox.advance(self._requests, settled):
+            if inbox.advance(self._requests, ended):
                 moved = True
                 nudge(self._stage.wakeup_address(source))
-        if settled:
+        if ended:
             self._changed.notify_all()
-        return moved, settled
+        return moved, ended
 
     def _carry_on(self) -> None:
         """Run the background thread: it waits for the wake-up while no other thread does."""
@@ -229,8 +229,8 @@ class PointToPoint:
                     if self._closed:
                         return
                     rung = self._stage.wakeup_count()
-                    moved, settled = self._advance()
-                _complete(settled)
+                    moved, ended = self._advance()
+                _complete(ended)
                 now_ns = time.monotonic_ns()
                 if moved:
                     continue
@@ -241,9 +241,9 @@ class PointToPoint:
             with self._changed:  # messages that can no longer complete fail
                 if self._closed:
                     return
-                _, settled = self._advance()
-                settled += self._fail_all(self._doom)
-            _complete(settled)
+                _, ended = self._advance()
+                ended += self._fail_all(self._doom)
+            _complete(ended)
         finally:
             with self._changed:
                 self._driven = False
@@ -265,25 +265,25 @@ class PointToPoint:
         self._stage.abort(peers[0], StageReason.LATE)  # a cut message corrupts all that follow
         return PeerTimeout(f"{what}: nobody {deed} in time: {where}", peers[0])
 
-    def _fail_all(self, doom: Callable[[PointToPointWork], ManyhandsError | None]) -> Settled:
+    def _fail_all(self, doom: Callable[[PointToPointWork], ManyhandsError | None]) -> Ended:
         """Withdraw, with the lock held, every message that can no longer complete."""
-        settled: Settled = []
-        for letters in self._letters.values():
-            for letter in list(letters):
-                if (error := doom(letter.work)) is not None:
-                    letters.remove(letter)
-                    settled.append((letter.work, error))
+        ended: Ended = []
+        for outgoing in self._outgoing.values():
+            for message in list(outgoing):
+                if (error := doom(message.work)) is not None:
+                    outgoing.remove(message)
+                    ended.append((message.work, error))
         for request in list(self._requests):
             if (error := doom(request.work)) is not None:
                 self._requests.remove(request)
-                settled.append((request.work, error))
-        if settled:
+                ended.append((request.work, error))
+        if ended:
             self._changed.notify_all()
-        return settled
+        return ended
 
 
-def _complete(settled: Settled) -> None:
-    for work, error in settled:
+def _complete(ended: Ended) -> None:
+    for work, error in ended:
         work.complete(error)
 
 
@@ -330,7 +330,7 @@ class PointToPointWork(PendingWork):
         return f"{self.kind.name.lower()} of {_load(self.result()[0])} {way} {whom} (tag {self.tag})"
 
 
-Settled = list[tuple[PointToPointWork, BaseException | None]]
+Ended = list[tuple[PointToPointWork, BaseException | None]]
 """Works that have ended, and how; completed once the lock is released."""
 
 
@@ -400,7 +400,7 @@ class Inbox:
         self._target: PendingReceive | _Aside | None = None
         self._aside: deque[_Aside] = deque()
 
-    def take_aside(self, request: PendingReceive, settled: Settled) -> bool:
+    def take_aside(self, request: PendingReceive, ended: Ended) -> bool:
         """Serve a new receive from what was set aside, if the first message of its tag is there."""
         for message in self._aside:
             if request.takes(self.source, message.header[0]):
@@ -409,11 +409,11 @@ class Inbox:
                 if refusal is None:
                     request.tensor.view(-1).view(torch.uint8).copy_(message.bytes)
                 request.work.source = self.source
-                settled.append((request.work, refusal))
+                ended.append((request.work, refusal))
                 return True
         return False
 
-    def advance(self, requests: list[PendingReceive], settled: Settled) -> bool:
+    def advance(self, requests: list[PendingReceive], ended: Ended) -> bool:
         """Read what is there, as long as it may serve a receive; whether anything moved.
 
         A receive that is served is removed from `requests`.
@@ -426,7 +426,7 @@ class Inbox:
                 if self._read < HEADER_BYTES:
                     break
                 self._read = 0
-                self._target = self._receiver(requests, settled)
+                self._target = self._receiver(requests, ended)
             target = self._target
             payload = target.tensor if isinstance(target, PendingReceive) else target.bytes
             before, self._read = self._read, self._take(payload.data_ptr(), payload.nbytes)
@@ -437,7 +437,7 @@ class Inbox:
             self._target = None
             if isinstance(target, PendingReceive):
                 requests.remove(target)
-                settled.append((target.work, None))
+                ended.append((target.work, None))
             elif target.header[0] >= 0:
                 self._aside.append(target)
         return moved
@@ -445,7 +445,7 @@ class Inbox:
     def _take(self, address: int, num_bytes: int) -> int:
         return int(byte_ring.read(self._ring, address, num_bytes, self._read, 0, 0)) if num_bytes else 0
 
-    def _receiver(self, requests: list[PendingReceive], settled: Settled) -> PendingReceive | _Aside:
+    def _receiver(self, requests: list[PendingReceive], ended: Ended) -> PendingReceive | _Aside:
         header = self._header.tolist()
         request = next((one for one in requests if one.takes(self.source, header[0])), None)
         if request is not None:
@@ -455,7 +455,7 @@ class Inbox:
                 request.begun = True
                 return request
             requests.remove(request)
-            settled.append((request.work, refusal))
+            ended.append((request.work, refusal))
             header[0] = -1  # read to its end, and dropped
         return _Aside(header)
 

@@ -113,7 +113,7 @@ class Conductor:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._turn = threading.Lock()  # held by the thread that runs a job
+        self._running = threading.Lock()  # held by the thread that runs a job
         self._changed = threading.Condition()
         self._queue: deque[tuple[Callable[[], None], PendingWork]] = deque()
         self._idle = 0  # threads that will poll the queue again before anything else
@@ -124,12 +124,12 @@ class Conductor:
         self, job: Callable[[], None], result: Sequence[torch.Tensor], *, background: bool
     ) -> c10d.Work:
         """Run `job`, which fills `result`: in the background, or now; it then raises what the job raises."""
-        if not background and not self._queue and self._turn.acquire(blocking=False):
+        if not background and not self._queue and self._running.acquire(blocking=False):
             try:
                 self._check_open()
                 job()
             finally:
-                self._turn.release()
+                self._running.release()
             return FinishedWork(result)
         work = PendingWork(result)
         with self._changed:
@@ -151,7 +151,7 @@ class Conductor:
         deadline = time.monotonic() + patience_s
         with self._changed:
             drained = self._changed.wait_for(lambda: not self._queue, patience_s)
-        mine = drained and self._turn.acquire(timeout=max(deadline - time.monotonic(), 0))
+        mine = drained and self._running.acquire(timeout=max(deadline - time.monotonic(), 0))
         if not mine:
             interrupt()
         with self._changed:
@@ -162,8 +162,8 @@ class Conductor:
         for _, work in dropped:
             work.complete(UserError(f"{self._name}: closed before this call began"))
         if not mine:
-            self._turn.acquire()  # what was interrupted ends soon
-        self._turn.release()
+            self._running.acquire()  # what was interrupted ends soon
+        self._running.release()
         for thread in threads:
             thread.join()
 
@@ -179,7 +179,7 @@ class Conductor:
                     self._threads.discard(threading.current_thread())
                     return
             error: BaseException | None = None
-            with self._turn:
+            with self._running:
                 with self._changed:
                     if not self._queue:  # another thread took the job
                         continue

@@ -30,7 +30,7 @@ from manyhands.engine.reporting import StepBook, WorkerContext
 from manyhands.errors import UserError
 from manyhands.interop.own_loop.loop_buffers import BufferKeeper
 from manyhands.interop.own_loop.readings import Draws, Readings
-from manyhands.interop.own_loop.scaler import require_prepared_scaler, telling_of_scalers
+from manyhands.interop.own_loop.scaler import detecting_scalers, require_prepared_scaler
 from manyhands.interop.own_loop.small_sums import Call, Word, Words, require_same
 from manyhands.places.local.status import State
 
@@ -202,7 +202,7 @@ class Rounds:
         if self.exchange.steps_itself:
             self._optimizer, self._watch = optimizer, GradientWatch(model)
             self._hooks.callback(optimizer.register_step_pre_hook(self._on_step).remove)
-            self._hooks.enter_context(telling_of_scalers(optimizer))
+            self._hooks.enter_context(detecting_scalers(optimizer))
         else:
             self._hooks.callback(optimizer.register_step_post_hook(lambda *_: self._average()).remove)
         self.clock.start()

@@ -76,21 +76,21 @@ _ALONE = "single"
 _BY_DEFAULT = "mirrored"
 
 
-def choose(asked: Strategy | None, hosts: Hosts) -> Strategy:
+def choose(requested: Strategy | None, hosts: Hosts) -> Strategy:
     """The strategy for workers on these hosts: the requested one if possible, else a suitable default."""
     world = sum(map(len, hosts))
-    if asked is not None and asked.facts.instead_of_own_loop:
+    if requested is not None and requested.facts.instead_of_own_loop:
         raise UserError(
-            f"strategy={asked} is not for a loop of your own; use mirrored, central or allreduce there, or "
-            f"{asked.facts.instead_of_own_loop}"
+            f"strategy={requested} is not for a loop of your own; use mirrored, central or allreduce there, or "
+            f"{requested.facts.instead_of_own_loop}"
         )
-    if asked is not None and asked.most_workers is not None and world > asked.most_workers:
-        raise UserError(f"strategy={asked} is one process, but there are {world} workers; leave it out")
-    asked = asked or Strategy.parse(_BY_DEFAULT)
-    return asked if len(hosts) == 1 else asked.across_hosts(hosts)
+    if requested is not None and requested.most_workers is not None and world > requested.most_workers:
+        raise UserError(f"strategy={requested} is one process, but there are {world} workers; leave it out")
+    requested = requested or Strategy.parse(_BY_DEFAULT)
+    return requested if len(hosts) == 1 else requested.across_hosts(hosts)
 
 
-def connect(place: ProcessPlace, name: str, asked: Strategy | None, timeout_s: float) -> GroupConnection:
+def connect(place: ProcessPlace, name: str, requested: Strategy | None, timeout_s: float) -> GroupConnection:
     """Collective: connect to the other workers of the group `name`; every wait lasts at most `timeout_s`."""
     if place.world == 1:
         return GroupConnection(
@@ -100,10 +100,14 @@ def connect(place: ProcessPlace, name: str, asked: Strategy | None, timeout_s: f
     with ExitStack() as stack:
         stack.enter_context(nullcontext(store))  # rank 0 may host it: it lives as long as the group
         met = meet(
-            PrefixStore("meeting", store), rank=place.rank, world=place.world, name=name, timeout_s=timeout_s
+            PrefixStore("rendezvous", store),
+            rank=place.rank,
+            world=place.world,
+            name=name,
+            timeout_s=timeout_s,
         )
         rendezvous = stack.enter_context(met)
-        strategy = choose(asked, rendezvous.hosts)
+        strategy = choose(requested, rendezvous.hosts)
         if len(rendezvous.hosts) == 1:
             connection = _on_one_host(rendezvous, strategy, timeout_s, stack)
         else:

@@ -24,10 +24,10 @@ from manyhands.native.threads import choose_functions
 from manyhands.observe.record.event_ring import EventRing
 from manyhands.observe.record.events import EventKind
 from manyhands.places.external.process_place import Launched, ProcessPlace, joining_place
-from manyhands.places.local.context import RoleContext
+from manyhands.places.local.control import RoleContext
 from manyhands.strategy import Strategy
 
-__all__ = ["join", "open_group"]
+__all__ = ["join"]
 
 _open: dict[str, str] = {}
 """The groups of this process by name, with where each was joined."""
@@ -94,9 +94,9 @@ def open_group(
         raise UserError(f"check_every={check_every} must be at least 1, or 0 to compare nothing")
     launched = place.launched
     parsed = Strategy.parse(strategy) if strategy is not None else None
-    asked = _said_once("strategy", parsed, launched.strategy if launched is not None else None)
+    requested = _given_once("strategy", parsed, launched.strategy if launched is not None else None)
     where = check_device(
-        _said_once("device", device, launched.device if launched is not None else None) or "cpu"
+        _given_once("device", device, launched.device if launched is not None else None) or "cpu"
     )
     if launched is not None and out is not None:
         raise UserError(f"out={out} is the launcher's to say: manyhands launch --out {out}")
@@ -105,7 +105,7 @@ def open_group(
         ring = stack.enter_context(EventRing.create(role=place.rank)) if out is not None else None
         if ring is not None:
             worker_context = Recorded(ring)
-        connection = connect(place, name, asked, timeout_s)
+        connection = connect(place, name, requested, timeout_s)
         if check_every is None:
             check_every = _CHECK_EVERY if connection.on_one_host else 0
         rounds = Rounds(connection.words, connection.exchange, worker_context, check_every)
@@ -142,7 +142,7 @@ def _register(name: str, where: str, stack: ExitStack) -> None:
 _T = TypeVar("_T")
 
 
-def _said_once(what: str, here: _T | None, launcher: _T | None) -> _T | None:
+def _given_once(what: str, here: _T | None, launcher: _T | None) -> _T | None:
     """The value of the script or of the launcher; UserError where both are given and differ."""
     if here is not None and launcher is not None and here != launcher:
         raise UserError(

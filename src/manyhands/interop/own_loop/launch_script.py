@@ -30,8 +30,7 @@ from manyhands.observe.analyse.collect import Collector
 from manyhands.observe.record.event_ring import BlackBoxes, EventRing
 from manyhands.places.external import process_place
 from manyhands.places.local.capacity import check_capacity, of_processes
-from manyhands.places.local.context import RoleContext
-from manyhands.places.local.control import Finished
+from manyhands.places.local.control import Finished, RoleContext
 from manyhands.places.local.local import LocalCluster, Role
 from manyhands.places.local.patience import check_watchdog_s
 from manyhands.places.local.watchdog import Watched
@@ -92,13 +91,13 @@ def launch(
         raise UserError(f"there is no script {path}")
     if workers < 1:
         raise UserError(f"workers={workers} must be at least 1")
-    asked = Strategy.parse(strategy) if strategy is not None else None
-    chosen = choose(asked, [range(workers)])  # refuses a strategy that cannot be
+    requested = Strategy.parse(strategy) if strategy is not None else None
+    chosen = choose(requested, [range(workers)])  # refuses a strategy that cannot be
     if device is not None:
         check_device(device)
     check_watchdog_s(watchdog_s)
     check_capacity(of_processes(), workers, allow_overload=allow_overload)
-    job = Script(path=path, arguments=tuple(arguments), strategy=asked, device=device)
+    job = Script(path=path, arguments=tuple(arguments), strategy=requested, device=device)
     with ExitStack() as stack:
         directory = None
         if out is not None:

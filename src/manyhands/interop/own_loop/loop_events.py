@@ -26,7 +26,7 @@ from manyhands.observe.record.event_ring import EventRing
 from manyhands.observe.record.events import EventKind
 from manyhands.places.local.status import State
 
-__all__ = ["Recorded", "Unwatched", "align", "keeping", "own_loop_config"]
+__all__ = ["Recorded", "Unwatched", "keeping", "own_loop_config"]
 
 _ROUNDS = 9  # of comparing clocks
 

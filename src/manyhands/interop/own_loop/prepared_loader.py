@@ -31,7 +31,7 @@ from manyhands.errors import UserError
 from manyhands.interop.own_loop.backward_rounds import Rounds
 from manyhands.interop.own_loop.readings import END, FILLERS, Draws, LoaderPart, Move, remade
 
-__all__ = ["OwnStreamLoader", "SharedStreamLoader", "SplitLoader", "mark_of", "prepare_loader"]
+__all__ = ["prepare_loader"]
 
 _MARKED: Final = 4096  # bytes of a tensor that go into the mark of a batch, at each of its ends
 
@@ -123,7 +123,7 @@ class SharedStreamLoader(_GroupLoader):
                     found = self._read(batches, draws)
             finally:
                 if draws is not None and reader.rank == 0:
-                    draws.keep()  # the next reading goes on where this one ended
+                    draws.keep()  # the next reading continues where this one ended
 
     def _read(self, batches: Iterator[Any], draws: Draws | None) -> BatchShare | None:
         with draws.lent() if draws is not None and self._draws_here else nullcontext():

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -56,7 +56,7 @@ class Draws:
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """Whoever draws inside goes on from here; afterwards the process has its own states back."""
+        """Whoever draws inside continues from here; afterwards the process has its own states back."""
         own = [(index, GENERATORS[index][0]()) for index in self._lent]
         for index in self._lent:
             GENERATORS[index][1](self._states[index])
@@ -129,18 +129,12 @@ def remade(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
     return DataLoader(loader.dataset, **{**kept, **changes})
 
 
-class Loader(Protocol):
-    """A loader that can be stopped permanently."""
-
-    is_stopped: bool
-    """It gives no batch any more: a worker asked to stop while it was being read."""
-
-
 @dataclass(slots=True)
 class LoaderReading:
     """One loader being read, from its first batch to its last."""
 
-    loader: Loader
+    loader: Any
+    """It has `is_stopped`: set, it gives no batch any more."""
     part: LoaderPart
     is_over: bool = False
     """The loop over the loader ends after the batch at hand."""
@@ -170,7 +164,7 @@ class Readings:
         return self._open[-1].part if self._open else self._whole
 
     @contextmanager
-    def open(self, loader: Loader) -> Iterator[LoaderReading]:
+    def open(self, loader: Any) -> Iterator[LoaderReading]:
         reading = LoaderReading(loader, self.part)
         self._open.append(reading)
         try:

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from manyhands.errors import UserError
 
-__all__ = ["PartsScaler", "require_prepared_scaler", "telling_of_scalers"]
+__all__ = ["PartsScaler", "detecting_scalers", "require_prepared_scaler"]
 
 _HANDLES_SCALES: Final = "_step_supports_amp_scaling"
 _OWN_KINDS: Final = (GradScaler, CpuGradScaler, CudaGradScaler)  # the latter two are older names of it
@@ -33,7 +33,7 @@ Unscale = Callable[[Optimizer, torch.Tensor], bool]
 
 
 class PartsScaler(GradScaler):
-    """A GradScaler that goes on from `given`, which must be enabled; its `unscale_` and `step` are collective."""
+    """A GradScaler that continues from `given`, which must be enabled; its `unscale_` and `step` are collective."""
 
     def __init__(self, given: GradScaler, unscale: Unscale) -> None:
         if type(given) not in _OWN_KINDS:
@@ -63,7 +63,7 @@ class PartsScaler(GradScaler):
 
 
 @contextmanager
-def telling_of_scalers(optimizer: Optimizer) -> Iterator[None]:
+def detecting_scalers(optimizer: Optimizer) -> Iterator[None]:
     """While this is open, a GradScaler that was not prepared shows in the optimizer's step."""
     with _saying(optimizer, handles_scales=True):
         yield

@@ -21,6 +21,7 @@ from manyhands.engine.exchange import Times, Traffic
 from manyhands.errors import UserError
 from manyhands.native.dtypes import BY_CODE, CODES, LINKED
 from manyhands.strategies.common.collectives.collective import Collective
+from manyhands.strategies.common.collectives.piggyback import total
 from manyhands.wire.parcels import Parcel
 
 __all__ = ["AloneCollective", "Call", "Word", "Words", "require_same"]
@@ -120,17 +121,13 @@ class Words:
         """Wait for the words of all workers, by rank."""
         self.collective.finish()
         rows = self._table[: self.world * _FIELDS].view(self.world, _FIELDS).tolist()
-        return tuple(
-            Word(
-                call=Call(int(call)),
-                stop=bool(stop),
-                last=bool(last),
-                mark=int(mark),
-                news=int(news),
-                value=value,
+        words = []
+        for call, *flags, mark, news, value in rows:
+            stop, last = map(bool, flags)
+            words.append(
+                Word(call=Call(int(call)), stop=stop, last=last, mark=int(mark), news=int(news), value=value)
             )
-            for call, stop, last, mark, news, value in rows
-        )
+        return tuple(words)
 
     def meet(self, call: Call, value: float = 0.0) -> tuple[Word, ...]:
         """Synchronize all workers in the same call; UserError names those that are in another."""
@@ -140,14 +137,7 @@ class Words:
         return words
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
-        result = values.clone()
-        for piece in torch.split(result, _CARRIERS[-1]):
-            index, carrier = self._carrier(piece)
-            carrier[: len(piece)] = piece
-            self.collective.launch(index)
-            self.collective.finish()
-            piece.copy_(carrier[: len(piece)])
-        return result
+        return total(self.collective, *self._carrier(values), values)
 
     def broadcast(self, content: torch.Tensor, root: int = 0) -> None:
         """Make worker `root`'s bytes everyone's: a flat tensor of uint8, of one length on all."""
@@ -170,8 +160,9 @@ class Words:
         return torch.cat(parts)
 
     def _carrier(self, piece: torch.Tensor) -> tuple[int, torch.Tensor]:
-        numbered = enumerate(self._carriers, start=1)
-        return next((index, carrier) for index, carrier in numbered if carrier.nbytes >= piece.nbytes)
+        """The smallest that takes it at once; else the largest."""
+        numbered = list(enumerate(self._carriers, start=1))
+        return next((one for one in numbered if one[1].nbytes >= piece.nbytes), numbered[-1])
 
     def _shapes(self, rows: torch.Tensor) -> list[tuple[int, ...]]:
         """Every worker's shape; UserError names workers whose tensors do not fit together."""

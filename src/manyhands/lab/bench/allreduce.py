@@ -25,7 +25,7 @@ from manyhands.engine.footprint import PER_LINK
 from manyhands.errors import UserError, format_bytes, nearest
 from manyhands.lab.bench.allreduce_worker import GLOO, ITEM_BYTES, WorkerPlan
 from manyhands.lab.bench.workers import Workers
-from manyhands.native.group.shared_group import SharedGroup
+from manyhands.native.group.shared_group import SharedGroupFiles
 from manyhands.places.local.capacity import check_capacity, of_processes
 from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
 from manyhands.transport.link.mesh import SharedMesh
@@ -142,7 +142,7 @@ def _run_workers(
     """What each rank measured: contender, size, repetition."""
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="manyhands-bench-"))
-        files = stack.enter_context(SharedGroup.create(workers))
+        files = stack.enter_context(SharedGroupFiles.create(workers))
         processes = stack.enter_context(Workers("manyhands.lab.bench.allreduce_worker"))
         with SharedMesh(workers) as mesh:
             for rank in range(workers):

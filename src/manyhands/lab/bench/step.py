@@ -36,7 +36,7 @@ from manyhands.lab.bench.step_worker import (
     StepPlan,
 )
 from manyhands.lab.bench.workers import Workers
-from manyhands.native.group.shared_group import SharedGroup, warm
+from manyhands.native.group.shared_group import SharedGroupFiles, warm
 from manyhands.places.local.capacity import check_capacity, of_processes
 from manyhands.places.local.host import threads_per_role
 
@@ -179,7 +179,8 @@ def _run_workers(
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="manyhands-bench-"))
         rendezvous, *groups = [
-            stack.enter_context(SharedGroup.create(workers)).descriptors for _ in range(1 + len(STRATEGIES))
+            stack.enter_context(SharedGroupFiles.create(workers)).descriptors
+            for _ in range(1 + len(STRATEGIES))
         ]
         processes = stack.enter_context(Workers("manyhands.lab.bench.step_worker"))
         for rank in range(workers):

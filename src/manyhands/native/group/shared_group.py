@@ -4,7 +4,7 @@ The direct algorithm: a bucket has one part per rank, side by side in one shared
 every rank has filled its part, reads slice j of all parts, combines them in rank order, and writes the
 result back to all parts. No byte is copied on the way, and nobody writes a line that another writes.
 
-    parent    files = SharedGroup.create(world=2); start the children with pass_fds=files.descriptors
+    parent    files = SharedGroupFiles.create(world=2); start the children with pass_fds=files.descriptors
     child     group = SharedGroup(control=..., arena=..., rank=0, world=2, timeout_s=5)
               group.allocate(num_bytes, "gradients")
               bucket = group.bucket(0, count, torch.float32)
@@ -34,8 +34,6 @@ from manyhands.native.group import group_calls, reduction_kernels
 from manyhands.native.segment import CACHE_LINE, PAGE, Segment, reserve, round_up
 from manyhands.native.wait_sign import sign_address
 from manyhands.native.waiting import ABORTED, REACHED, TIMED_OUT, spins_for
-
-__all__ = ["Bucket", "GroupStats", "SharedGroup", "SharedGroupFiles", "slice_of", "warm"]
 
 _OPERATIONS = {"sum": reduction_kernels.SUM, "mean": reduction_kernels.MEAN, "max": reduction_kernels.MAX}
 _MAGIC, _VERSION = 0x6D68_6772, 1
@@ -97,7 +95,8 @@ class SharedGroupFiles(Closeable):
 
     def __init__(self, control: Segment, arena: int, world: int) -> None:
         self._control = control
-        self._arena = arena
+        self.arena = arena
+        """The descriptor of the arena, which rank 0 sizes in `allocate`."""
         self.world = world
 
     @classmethod
@@ -119,11 +118,6 @@ class SharedGroupFiles(Closeable):
         return self._control.descriptor
 
     @property
-    def arena(self) -> int:
-        """The descriptor of the arena, which rank 0 sizes in `allocate`."""
-        return self._arena
-
-    @property
     def descriptors(self) -> tuple[int, int]:
         return self.control, self.arena
 
@@ -133,9 +127,9 @@ class SharedGroupFiles(Closeable):
 
     def close(self) -> None:
         self._control.close()
-        if self._arena >= 0:
-            os.close(self._arena)
-            self._arena = -1
+        if self.arena >= 0:
+            os.close(self.arena)
+            self.arena = -1
 
 
 class SharedGroup(Closeable):
@@ -173,7 +167,13 @@ class SharedGroup(Closeable):
         self._scratch = np.zeros(reduction_kernels.SCRATCH_BYTES, np.uint8)
         self._state = self._new_block(group_calls.GROUP_WAITING_NS + 2 * world)
         self._address = self._state.ctypes.data
-        before = self._check_header()
+        magic, version, of_world, before = self._control.array(0, _HEADER, np.uint32).tolist()
+        if (magic, version, of_world) != (_MAGIC, _VERSION, world):
+            self.close()
+            raise ManyhandsError(
+                f"the control segment is not one of a group of {world} (it says {magic:#x}, version {version}, "
+                f"world {of_world})"
+            )
         for word, value in {
             group_calls.GROUP_CONTROL: self._control.address,
             group_calls.GROUP_RANK: rank,
@@ -189,11 +189,6 @@ class SharedGroup(Closeable):
         self._state[group_calls.GROUP_WAITING_NS + world :] = self._roles
         self._barrier = self._new_block(group_calls.BUCKET_TABLE + world)
         self.timeout_s = timeout_s
-
-    @staticmethod
-    def create(world: int) -> SharedGroupFiles:
-        """The memory of a group of `world` ranks; called by their parent."""
-        return SharedGroupFiles.create(world)
 
     @property
     def timeout_s(self) -> float:
@@ -264,9 +259,16 @@ class SharedGroup(Closeable):
                 f"bucket(offset={offset}, count={count}, {dtype}): the offset must be a multiple of {CACHE_LINE} "
                 f"and the end at most {self._part_bytes} bytes"
             )
-        mine = _checked(ranges, count, self.world)[self.rank] if ranges is not None else None
-        if mine is None:
+        if ranges is None:
             mine = slice_of(count, dtype.itemsize, self.rank, self.world)
+        else:
+            ends = [0, *(one.stop for one in ranges)]
+            follow = all(one == range(begin, one.stop) for begin, one in zip(ends, ranges, strict=False))
+            if len(ranges) != self.world or ends[-1] != count or not follow:
+                raise UserError(
+                    f"ranges={list(ranges)}: must be {self.world} ranges, one after the other from 0 to {count}"
+                )
+            mine = ranges[self.rank]
         block = self._new_block(group_calls.BUCKET_TABLE + self.world)
         block[group_calls.BUCKET_COUNT] = len(mine)
         block[group_calls.BUCKET_REDUCER] = reduction_kernels.reducer_address(SUMMED[dtype])
@@ -280,13 +282,12 @@ class SharedGroup(Closeable):
 
         With `scatter`, each rank's own slice of its own `Bucket.tensor` will hold the result, the rest what it held.
         """
-        self._advance(bucket, _operation(op) + scatter * group_calls.SCATTER, group_calls.LAUNCH)
+        operation = _operation(op) + scatter * group_calls.SCATTER
+        self._advance(self._own(bucket), operation, group_calls.LAUNCH)
 
     def poll(self) -> bool:
         """Reduce my slice of every bucket that all ranks have launched; whether some are still to come."""
-        status = group_calls.advance(self._address, 0, 0, group_calls.POLL)
-        if status != REACHED:
-            self._fail(status)
+        self._advance(0, 0, group_calls.POLL)
         return bool(self._state[group_calls.GROUP_OLDEST])
 
     def is_done(self, bucket: Bucket) -> bool:
@@ -295,25 +296,21 @@ class SharedGroup(Closeable):
 
     def finish(self) -> None:
         """Wait until everything launched is complete: every rank's `Bucket.tensor` holds the result."""
-        status = group_calls.advance(self._address, 0, 0, group_calls.FINISH)
-        if status != REACHED:
-            self._fail(status)
+        self._advance(0, 0, group_calls.FINISH)
 
     def all_reduce(self, bucket: Bucket, op: str = "sum") -> None:
         """Collective: `launch` and `finish` in one compiled call."""
-        self._advance(bucket, _operation(op), group_calls.FINISH)
+        self._advance(self._own(bucket), _operation(op), group_calls.FINISH)
 
     def broadcast(self, bucket: Bucket, root: int = 0) -> None:
         """Collective: rank `root`'s part goes to all, byte by byte; finishes everything launched before."""
         if not 0 <= root < self.world:
             raise UserError(f"root={root}: must be at least 0 and less than world={self.world}")
-        self._advance(bucket, reduction_kernels.COPY + root, group_calls.FINISH)
+        self._advance(self._own(bucket), reduction_kernels.COPY + root, group_calls.FINISH)
 
     def barrier(self) -> None:
         """Collective: wait until every rank is here; finishes everything launched before."""
-        status = group_calls.advance(self._address, self._barrier.ctypes.data, 0, group_calls.FINISH)
-        if status != REACHED:
-            self._fail(status)
+        self._advance(self._barrier.ctypes.data, 0, group_calls.FINISH)
 
     def abort(self, rank_blamed: int | None = None) -> None:
         """End every wait in the group, on all ranks, with `Aborted`; the first to be blamed stays blamed."""
@@ -362,10 +359,13 @@ class SharedGroup(Closeable):
                 "ranks must ask for the same"
             )
 
-    def _advance(self, bucket: Bucket, operation: int, until: int) -> None:
+    def _own(self, bucket: Bucket) -> int:
         if bucket.group is not self:
             raise UserError("the bucket belongs to another group")
-        status = group_calls.advance(self._address, bucket.address, operation, until)
+        return bucket.address
+
+    def _advance(self, bucket_address: int, operation: int, until: int) -> None:
+        status = group_calls.advance(self._address, bucket_address, operation, until)
         if status != REACHED:
             self._fail(status)
 
@@ -373,17 +373,6 @@ class SharedGroup(Closeable):
         block = np.zeros(words, np.int64)
         self._blocks.append(block)
         return block
-
-    def _check_header(self) -> int:
-        """The number of the operation before the first."""
-        magic, version, world, before = self._control.array(0, _HEADER, np.uint32).tolist()
-        if (magic, version) != (_MAGIC, _VERSION) or world != self.world:
-            self.close()
-            raise ManyhandsError(
-                f"the control segment is not one of a group of {self.world} (it says {magic:#x}, version {version}, "
-                f"world {world})"
-            )
-        return int(before)
 
     def _fail(self, status: int) -> NoReturn:
         if status == group_calls.CLOSED:
@@ -414,20 +403,6 @@ class SharedGroup(Closeable):
             f"{', '.join(others)}; see whether it still runs, or allow more than timeout_s={self.timeout_s:g}",
             self._roles[first],
         )
-
-
-def _checked(ranges: Sequence[range], count: int, world: int) -> Sequence[range]:
-    """The ranges, if they are one per rank and together hold every item once, in order."""
-    ends = [0, *(mine.stop for mine in ranges)]
-    if (
-        len(ranges) != world
-        or ends[-1] != count
-        or any(mine != range(begin, mine.stop) for begin, mine in zip(ends, ranges, strict=False))
-    ):
-        raise UserError(
-            f"ranges={list(ranges)}: must be {world} ranges, one after the other from 0 to {count}"
-        )
-    return ranges
 
 
 def _operation(op: str) -> int:

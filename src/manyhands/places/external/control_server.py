@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -47,18 +47,15 @@ from manyhands.places.external.key_value_store import KeyValueStore
 from manyhands.places.external.process_place import ProcessPlace
 from manyhands.places.external.register import Register, clock_notice
 from manyhands.places.external.send_queue import SendQueue, Wakeup, pieces
-from manyhands.places.local.control import Failed, Finished, Message, Note, Stop, encoded
+from manyhands.places.local.control import Failed, Finished, Note, Stop, encoded
 from manyhands.places.local.failure import Failure, describe_status
 from manyhands.places.local.host import host_identity
 from manyhands.places.local.roster import Ended, Said, Started
-from manyhands.places.local.status import State
 from manyhands.places.local.status import StatusRow as ProcessStatus
 from manyhands.transport.hub.handshake import Credentials
 from manyhands.transport.hub.hub import Hub
-from manyhands.transport.hub.hub_events import Arrived, HubEvent, Joined, Lost, Ready, Rejected, Settings
+from manyhands.transport.hub.hub_events import Arrived, HubEvent, Lost, Ready, Rejected, Settings, Shared
 from manyhands.transport.messages import ProtocolError
-
-__all__ = ["ControlEvent", "ControlServer", "Delivered", "ProcessRejected", "Warned", "hello_of"]
 
 _MOST_LARGE: Final = 64  # large objects that one member may be sending at a time
 _MOST_LOST: Final = 1 << 40  # events that one member may report as dropped at a time
@@ -144,7 +141,7 @@ class ControlServer(Closeable):
         self.store = KeyValueStore()
         """The run's store, which the members reach as `ControlConnection.store`."""
 
-        self._register = Register(hello_of(place, terms))
+        self.register = Register(hello_of(place, terms))
         self._members: dict[int, _Member] = {}  # by rank, members that left included
         self._ranks: dict[int, int] = {}  # from the hub's number
         self._untold: list[ControlEvent] = []
@@ -187,17 +184,6 @@ class ControlServer(Closeable):
     def known(self) -> tuple[int, ...]:
         return tuple(self._members)
 
-    @property
-    def missing(self) -> tuple[int, ...]:
-        return self._register.missing
-
-    def late(self, deed: str, waited_s: float, named: Callable[[int], str] = "rank {}".format) -> str:
-        return self._register.late(deed, waited_s, named)
-
-    @property
-    def rejected(self) -> Sequence[str]:
-        return self._register.rejected
-
     def name_of(self, rank: int) -> str:
         """`worker 2 on hostB (process 4711)`; just the rank if it never joined."""
         member = self._members.get(rank)
@@ -217,11 +203,11 @@ class ControlServer(Closeable):
         """Return what happened, in order per member; waits at most `timeout_s` for the first event."""
         deadline = time.monotonic() + timeout_s
         while True:
-            self._send_letters()
+            self._send_queued()
             untold, self._untold = self._untold, []
             left_s = 0.0 if untold else max(0.0, deadline - time.monotonic())
             told = untold + [one for event in self._hub.poll(left_s) for one in self._hear(event)]
-            self._send_letters()
+            self._send_queued()
             if told or left_s == 0.0:
                 return told
 
@@ -229,11 +215,11 @@ class ControlServer(Closeable):
 
     def tell(self, member: int, payload: Mapping[str, Any]) -> None:
         """Send JSON to a member, which its `received` returns; in order, without waiting. A no-op if it has left."""
-        self._post(member, Note(payload=payload))
+        self._bag(member).put(encoded(Note(payload=payload), LINE))
 
     def ask_to_stop(self, member: int) -> None:
         """Ask the member to stop; a no-op if it has left."""
-        self._post(member, Stop())
+        self._bag(member).put(encoded(Stop(), LINE))
 
     def give(self, member: int, name: str, chunks: Iterable[Any]) -> None:
         """Send a large object, which the member's `take(name)` returns; chunks are buffers, produced lazily.
@@ -260,9 +246,11 @@ class ControlServer(Closeable):
         """Send everything and wait until all members have left; return the ranks that have not. Replaces `poll`."""
         deadline = time.monotonic() + timeout_s
         self._seeing_off = True
-        while (left := self._connected()) and time.monotonic() < deadline:
+        while True:
+            left = tuple(rank for rank, member in self._members.items() if member.connected)
+            if not left or time.monotonic() >= deadline:
+                return left
             self.poll(0.05)
-        return left
 
     def close(self) -> None:
         """Say goodbye to every member and close; what is still queued is dropped (see `shutdown`)."""
@@ -273,56 +261,41 @@ class ControlServer(Closeable):
             member.bag.close()
         self._stack.close()
 
-    def _connected(self) -> tuple[int, ...]:
-        return tuple(rank for rank, member in self._members.items() if member.connected)
-
     def _bag(self, rank: int) -> SendQueue:
         member = self._members.get(rank)
         if member is None:
             raise UserError(f"member={rank} never came")
         return member.bag
 
-    def _post(self, rank: int, message: Message) -> None:
-        self._bag(rank).put(encoded(message, LINE))
-
-    def _send_letters(self) -> bool:
-        """Pass queued messages to the hub; return whether all queues are empty. The hub may still hold some."""
-        done = True
+    def _send_queued(self) -> None:
+        """Pass queued messages to the hub, as far as it accepts them."""
         for member in self._members.values():
             if member.connected:
                 connection = member.connection
-                done &= member.bag.empty(lambda m, p, to=connection: self._hub.send(to, m, p))  # type: ignore[misc]
-        return done
+                member.bag.empty(lambda m, p, to=connection: self._hub.send(to, m, p))  # type: ignore[misc]
 
     # ── what they say ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def _hear(self, event: HubEvent) -> list[ControlEvent]:
         match event:
-            case Arrived():
+            case Arrived(connection, message, payload):
                 try:
-                    return self._take(event)
+                    return self._take(connection, message, payload)
                 finally:
                     event.release()
             case Lost(connection, reason, in_peace):
                 return self._lost(connection, reason, in_peace)
-            case Rejected(reason, claimed):
-                if claimed is None:
-                    return []  # an unknown peer, which has not proved the token
+            case Rejected(reason, claimed) if claimed is not None:  # else an unknown peer, without the token
                 return [
-                    ProcessRejected(
-                        f"a process that has this run's token was turned away: {printable(reason)}"
-                    )
+                    ProcessRejected(f"a process that has this run's token was rejected: {printable(reason)}")
                 ]
             case Ready():
                 self._wakeup.answer()
-            case Joined():
-                pass  # connected, but its hello has not arrived yet
-            case _:
-                raise AssertionError(f"nobody shares memory over a line: {event}")
-        return []
+            case Shared():
+                raise AssertionError(f"nobody shares memory over a control connection: {event}")
+        return []  # Joined: connected, but its hello has not arrived yet
 
-    def _take(self, arrived: Arrived) -> list[ControlEvent]:
-        connection, message = arrived.member, arrived.message
+    def _take(self, connection: int, message: object, payload: memoryview) -> list[ControlEvent]:
         if isinstance(message, ControlHello):
             return self._greet(connection, message)
         rank = self._ranks.get(connection)
@@ -332,19 +305,35 @@ class ControlServer(Closeable):
         member = self._members[rank]
         member.seen = replace(member.seen, heartbeat_ns=time.monotonic_ns())
         try:
-            return self._said(rank, member, message, arrived.payload)
+            return self._said(rank, member, message, payload)
         except ProtocolError as error:
             self._hub.disconnect(connection, str(error))
-            return self._lost(connection, f"it broke the rules of the line: {printable(str(error))}", False)
+            return self._lost(connection, f"it broke the protocol: {printable(str(error))}", False)
 
     def _said(self, rank: int, member: _Member, message: object, payload: memoryview) -> list[ControlEvent]:
         match message:
-            case Note() | Finished() | Failed():
-                return self._control(rank, member, message)
+            case Note() | Finished() | Failed() if member.ended:
+                pass  # its end was reported: nothing may follow it
+            case Note(payload=note):
+                return [Said(rank, note)]
+            case Finished(payload=result):
+                return [self._end(rank, member, payload=result)]
+            case Failed():
+                sentence = f"{member.name} raised {message.error} at step {message.step}: {printable(message.message)}"
+                return [self._end(rank, member, Failure(rank=rank, sentence=sentence, reported=message))]
             case ControlPing(sent_ns=sent_ns):
                 self._hub.send(member.connection, ControlPong(sent_ns=sent_ns, leader_ns=time.monotonic_ns()))
             case ControlMarked():
-                member.seen = _process_status(member.hello.pid, message)
+                now_ns = time.monotonic_ns()
+                member.seen = ProcessStatus(
+                    pid=member.hello.pid,
+                    heartbeat_ns=now_ns,
+                    marked_ns=now_ns,
+                    step=message.step,
+                    state=message.state,
+                    waiting_for=message.waiting_for,
+                    place=(message.stage, message.microbatch) if message.stage != NOBODY else None,
+                )
             case ControlEvents(lost=lost):
                 if len(payload) % RECORD.itemsize or not 0 <= lost < _MOST_LOST:
                     raise ProtocolError("events", f"{len(payload)} bytes of records, {lost} lost")
@@ -369,10 +358,10 @@ class ControlServer(Closeable):
         if connection in self._ranks:
             self._hub.disconnect(connection, "it says twice who it is")
             return self._lost(connection, "it says twice who it is", False)
-        refused = self._register.arrive(hello)
+        refused = self.register.arrive(hello)
         if refused is None and self._seeing_off:
             # The run is over: free the rank that `arrive` has just taken, and reject the process.
-            self._register.leave(hello.rank)
+            self.register.leave(hello.rank)
             refused = ControlRefused(field="rank", reason=f"{hello.name} comes too late: the run is over")
         if refused is not None:
             self._hub.send(connection, refused)
@@ -385,18 +374,6 @@ class ControlServer(Closeable):
         told: list[ControlEvent] = [Started(hello.rank, hello.pid)]
         notice = clock_notice(hello.name, hello.unix_s, time.time())
         return [*told, Warned(hello.rank, notice)] if notice is not None else told
-
-    def _control(self, rank: int, member: _Member, message: Note | Finished | Failed) -> list[ControlEvent]:
-        if member.ended:
-            return []  # its end was reported: nothing may follow it
-        match message:
-            case Note(payload=payload):
-                return [Said(rank, payload)]
-            case Finished(payload=payload):
-                return [self._end(rank, member, payload=payload)]
-            case Failed():
-                sentence = f"{member.name} raised {message.error} at step {message.step}: {printable(message.message)}"
-                return [self._end(rank, member, Failure(rank=rank, sentence=sentence, reported=message))]
 
     def _lost(self, connection: int, reason: str, in_peace: bool) -> list[ControlEvent]:
         rank = self._ranks.pop(connection, None)
@@ -419,7 +396,7 @@ class ControlServer(Closeable):
         payload: Mapping[str, Any] | None = None,
     ) -> Ended:
         member.ended = True
-        self._register.leave(rank)
+        self.register.leave(rank)
         short = member.hello.name.partition(" on ")[0]  # the name in the run's files
         return Ended(
             member=rank,
@@ -429,20 +406,3 @@ class ControlServer(Closeable):
             payload=payload,
             failure=replace(failure, name=short) if failure is not None else None,
         )
-
-
-def _process_status(pid: int, marked: ControlMarked) -> ProcessStatus:
-    try:
-        state = State(marked.state)
-    except ValueError as error:
-        raise ProtocolError("state", str(error)) from error
-    now_ns = time.monotonic_ns()
-    return ProcessStatus(
-        pid=pid,
-        heartbeat_ns=now_ns,
-        marked_ns=now_ns,
-        step=marked.step,
-        state=state,
-        waiting_for=marked.waiting_for,
-        place=(marked.stage, marked.microbatch) if marked.stage != NOBODY else None,
-    )

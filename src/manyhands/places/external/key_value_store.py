@@ -7,17 +7,18 @@ proved the run's token. Values are text. The size of keys and values is bounded,
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from manyhands.errors import UserError
 from manyhands.places.external.control_messages import StoreAnswer, StoreCall
 from manyhands.transport.messages import ProtocolError
 
-__all__ = ["KeyValueStore"]
-
 _MOST_KEYS: Final = 1 << 16
 _LONGEST: Final = 1 << 16
+_FIRST_PAUSE_S: Final = 0.002
+_LONGEST_PAUSE_S: Final = 0.1
 
 
 class KeyValueStore:
@@ -98,3 +99,18 @@ class KeyValueStore:
         if key not in self._values and len(self._values) >= _MOST_KEYS:
             raise UserError(f"more than {_MOST_KEYS} keys")
         self._values[key] = value
+
+
+def comes_true(is_done: Callable[[], bool], timeout_s: float) -> bool:
+    """Poll until `is_done` holds (True) or the timeout is over (False).
+
+    A blocking wait in the store would lock out all other threads of this process meanwhile.
+    """
+    deadline, pause_s = time.monotonic() + timeout_s, _FIRST_PAUSE_S
+    while not is_done():
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            return False
+        time.sleep(min(pause_s, left_s))
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+    return True

@@ -22,15 +22,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 from manyhands.errors import ManyhandsError, PeerTimeout
+from manyhands.places.external.key_value_store import comes_true
 from manyhands.places.external.specification import listening_at
-from manyhands.places.external.store_waiting import comes_true
 from manyhands.places.local.rendezvous import RendezvousStore
+from manyhands.transport.heartbeats import Heartbeats, exchange_places
 from manyhands.transport.hub.addresses import tune
 from manyhands.transport.link.tcp import TcpLink
 from manyhands.transport.liveness import SILENT_AFTER_S
-from manyhands.transport.security import HANDSHAKE_S, End, Security, TlsRefused
-
-__all__ = ["address_towards", "meet_all", "open_links"]
+from manyhands.transport.security import HANDSHAKE_S, Security
+from manyhands.transport.tls import End, TlsRefused
 
 _HELLO: Final = struct.Struct("!II32s")  # from, to, nonce
 _PROOF_BYTES: Final = 32
@@ -92,6 +92,31 @@ def open_links(
             deadline=deadline,
             name_of=name_of,
         )
+
+
+def open_heartbeats(
+    rank: int,
+    world: int,
+    store: RendezvousStore,
+    *,
+    address: str,
+    timeout_s: float,
+    on_lost: Callable[[int, str], None],
+) -> Heartbeats:
+    """Collective: monitor all other workers, those of this host too; `on_lost(rank, sentence)` runs in a thread.
+
+    The control connections have heartbeats too, but Python sends them, and a long call that holds the GIL delays them:
+    their timeouts are long. The heartbeats here come from compiled code, as those of `mh.join` do.
+    """
+    deadline = time.monotonic() + timeout_s
+
+    def wait_for(key: str) -> None:
+        if not comes_true(lambda: store.check([key]), deadline - time.monotonic()):
+            raise _late([int(key.rpartition("/")[2]) if key[-1].isdigit() else 0], "say where it listens")
+
+    own, places, secret = exchange_places(store, rank, world, address, "beats/", wait_for)
+    others = {peer: place for peer, place in places.items() if peer != rank}
+    return Heartbeats(rank, own, others, secret, on_lost)
 
 
 def meet_all(

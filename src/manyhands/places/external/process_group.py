@@ -11,19 +11,35 @@ When the leader's block ends, whatever the cause, the other processes are told w
 
 from __future__ import annotations
 
+import errno
+import hashlib
+import json
+import os
+import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Final, Self
 
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
 from manyhands.errors import ManyhandsError, PeerTimeout, UserError, WorkerFailed, first_line
-from manyhands.places.external.control_connection import ControlConnection
+from manyhands.native.version import __version__
+from manyhands.places.external.control_connection import Contact, ControlConnection, open_control_connection
 from manyhands.places.external.control_messages import Term
-from manyhands.places.external.control_server import ControlEvent, ProcessRejected, Warned
-from manyhands.places.external.leader_address import Following, Leading, follow, lead
+from manyhands.places.external.control_server import ControlEvent, ControlServer, ProcessRejected, Warned
+from manyhands.places.external.key_value_store import comes_true
+from manyhands.places.external.links import address_towards
 from manyhands.places.external.process_place import ProcessPlace
+from manyhands.places.external.specification import listening_at
+from manyhands.places.local.host import host_identity
+from manyhands.places.local.rendezvous import hosts_of
 from manyhands.places.local.roster import Ended, Started
-from manyhands.transport.security import Security
+from manyhands.transport.hub.hub_events import Settings
+from manyhands.transport.liveness import LivenessTimes
+from manyhands.transport.security import Security, is_loopback
 
 __all__ = ["GroupMember", "ProcessGroup", "join_group", "lead_group"]
 
@@ -36,11 +52,19 @@ _STARTING_S: Final = 5.0
 class ProcessGroup:
     """All processes of a run, at its leader; a context manager. Call it from one thread at a time."""
 
-    def __init__(self, place: ProcessPlace, leading: Leading, security: Security, timeout_s: float) -> None:
+    def __init__(
+        self,
+        place: ProcessPlace,
+        control_server: ControlServer,
+        token: bytes,
+        address: str,
+        security: Security,
+        timeout_s: float,
+    ) -> None:
         self.place = place
-        self.control_server = leading.control_server
-        self.token = leading.token
-        self.address = leading.address
+        self.control_server = control_server
+        self.token = token
+        self.address = address
         """Where links of this process listen for other hosts; empty if there are none."""
 
         self.security = security
@@ -55,11 +79,12 @@ class ProcessGroup:
         """
         began = time.monotonic()
         needed = self.place.world - self.place.later
-        while any(rank < needed for rank in self.control_server.missing):
+        while any(rank < needed for rank in self.control_server.register.missing):
             waited_s = time.monotonic() - began
             if waited_s >= self.timeout_s:
                 raise PeerTimeout(
-                    self.control_server.late("join", waited_s, self._named), self.control_server.missing[0]
+                    self.control_server.register.late("join", waited_s, self._named),
+                    self.control_server.register.missing[0],
                 )
             for event in self.control_server.poll(_TICK_S):
                 match event:
@@ -68,18 +93,15 @@ class ProcessGroup:
                     case Warned(_, sentence):
                         notice(sentence)
                     case ProcessRejected(sentence, field) if field != "rank":
-                        self._await_those_who_start()
+                        # Before the run is given up, let processes that are about to join do so: they are told why.
+                        deadline = time.monotonic() + min(_STARTING_S, self.timeout_s)
+                        while self.control_server.register.missing and time.monotonic() < deadline:
+                            self.control_server.poll(_TICK_S)
                         raise UserError(sentence)
                     case Ended(failure=failure) if failure is not None:
                         raise failure.error()
                     case _:
                         self.early.append(event)
-
-    def _await_those_who_start(self) -> None:
-        """Before the run is given up, let processes that are about to join do so: they are then told why."""
-        deadline = time.monotonic() + min(_STARTING_S, self.timeout_s)
-        while self.control_server.missing and time.monotonic() < deadline:
-            self.control_server.poll(_TICK_S)
 
     def _named(self, rank: int) -> str:
         spec = self.place.cluster
@@ -108,14 +130,6 @@ class ProcessGroup:
                 f"{self.control_server.name_of(left[0])} has not taken the result of the run in time"
             )
 
-    def break_off(self, rank: int, sentence: str) -> None:
-        """Tell every member that the run has failed, and wait briefly for them to leave."""
-        self.control_server.break_off(rank, sentence)
-        self.control_server.shutdown(_BREAK_OFF_S)
-
-    def close(self) -> None:
-        self.control_server.close()
-
     def __enter__(self) -> Self:
         return self
 
@@ -128,29 +142,36 @@ class ProcessGroup:
                 sentence = first_line(error)
                 if not isinstance(error, ManyhandsError):
                     sentence = f"{self.place.name} ended with {type(error).__name__}: {sentence}"
-                self.break_off(rank, sentence)
+                self.control_server.break_off(rank, sentence)  # and wait briefly for members to leave
+                self.control_server.shutdown(_BREAK_OFF_S)
         finally:
-            self.close()
+            self.control_server.close()
 
 
+@dataclass
 class GroupMember:
     """One process's membership in a run that another process leads; a context manager."""
 
-    def __init__(
-        self, place: ProcessPlace, following: Following, security: Security, timeout_s: float
-    ) -> None:
-        self.place = place
-        self.line: ControlConnection = following.line
-        self.token = following.token
-        self.address = following.address
-        self.security = security
-        self.timeout_s = timeout_s
+    place: ProcessPlace
+    line: ControlConnection
+    token: bytes
+    address: str
+    security: Security
+    timeout_s: float
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.line.close()
+
+
+_HEARD_S: Final = 2.0
+_TOKEN_BYTES: Final = 32
+_PATIENT: Final = Settings(silence=LivenessTimes(silence_s=20.0, handshake_s=10.0))
+"""Long liveness times: a process trains in Python while a thread sends its heartbeats, which one long call may
+delay.
+"""
 
 
 def lead_group(
@@ -162,8 +183,41 @@ def lead_group(
     timeout_s: float,
     comes_again: bool = False,
 ) -> ProcessGroup:
-    leading = lead(place, terms, name, security=security, timeout_s=timeout_s, comes_again=comes_again)
-    return ProcessGroup(place, leading, security, timeout_s)
+    """Become the leader of the run `name` and publish its address; no member has joined yet.
+
+    If that is impossible, the waiting processes are told why. `comes_again` says that a lost process may rejoin, or
+    be replaced.
+    """
+    settings = _settings(security, comes_again)
+    if place.leader is not None:
+        token = security.token or _open_token(place.leader)
+        with ExitStack() as stack:
+            control_server = stack.enter_context(ControlServer(place, terms, token, settings=settings))
+            _listen(control_server, place.leader)
+            stack.pop_all()
+        host = place.leader.rpartition(":")[0]
+        return ProcessGroup(place, control_server, token, host, security, timeout_s)
+    store = _store(place, name, timeout_s)
+    _sit_down(store, place)
+    try:
+        hosts = _wait_for_all(store, place, timeout_s)
+        several = len(hosts) > 1 or ((comes_again or place.later) and _may_be_reached(place, security))
+        address = _own_address(place, security) if several else ""
+        token = security.token or secrets.token_bytes(_TOKEN_BYTES)
+        with ExitStack() as stack:
+            control_server = stack.enter_context(ControlServer(place, terms, token, settings=settings))
+            told = {"unix": control_server.listen("unix")}
+            if address:
+                told["tcp"] = control_server.listen(f"tcp:{address}:0")
+            if not security.token:
+                told["token"] = token.hex()
+            store.set("leader", json.dumps({**_mine(place), **told}))
+            stack.pop_all()
+        return ProcessGroup(place, control_server, token, address, security, timeout_s)
+    except ManyhandsError as error:
+        store.set("leader", json.dumps({**_mine(place), "refused": str(error)}))
+        _await_readers(store, place)
+        raise
 
 
 def join_group(
@@ -175,5 +229,169 @@ def join_group(
     timeout_s: float,
     comes_again: bool = False,
 ) -> GroupMember:
-    following = follow(place, terms, name, security=security, timeout_s=timeout_s, comes_again=comes_again)
-    return GroupMember(place, following, security, timeout_s)
+    """Find the leader of the run `name` and open the control connection to it; see `lead_group`."""
+    settings = _settings(security, comes_again)
+    if place.leader is not None:
+        token = security.token or _open_token(place.leader)
+        address = _near(place.leader) or f"tcp:{place.leader}"
+        contact = Contact(name=f"the leader at {place.leader}", address=address, token=token)
+        line = open_control_connection(place, contact, terms, timeout_s=timeout_s, settings=settings)
+        address = address_towards(place.leader.rpartition(":")[0])
+        return GroupMember(place, line, token, address, security, timeout_s)
+    store = _store(place, name, timeout_s)
+    _sit_down(store, place, follows_another=comes_again)
+    told = _read_leader(store, place, timeout_s)
+    token = security.token or bytes.fromhex(str(told.get("token", "")))
+    if not token:
+        raise UserError(
+            f"{place.name} has no certificate, and the leader, {told['name']}, has one: give every process --tls DIR, "
+            "with the folder that `manyhands certificates` made for its host"
+        )
+    near = told["host"] == host_identity()
+    if not near and "tcp" not in told:
+        raise UserError(
+            f"{place.name} comes to a run that began on one host, that of {told['name']}, and listens nowhere else; "
+            "begin it with --tls DIR, or with --insecure where you trust the network, and let workers come later"
+        )
+    contact = Contact(name=told["name"], address=told["unix"] if near else told["tcp"], token=token)
+    line = open_control_connection(place, contact, terms, timeout_s=timeout_s, settings=settings)
+    address = address_towards(told["tcp"].split(":")[1]) if "tcp" in told else ""
+    return GroupMember(place, line, token, address, security, timeout_s)
+
+
+def _store(place: ProcessPlace, name: str, timeout_s: float) -> Store:
+    return PrefixStore(f"manyhands/{name}", place.open_store(timeout_s))
+
+
+def _mine(place: ProcessPlace) -> dict[str, str]:
+    return {
+        "name": place.name,
+        "host": host_identity(),
+        "version": __version__,
+        "process": f"process {os.getpid()} ({place.name})",
+    }
+
+
+def _sit_down(store: Store, place: ProcessPlace, *, follows_another: bool = False) -> None:
+    mine = json.dumps({**_mine(place), "nonce": secrets.token_hex(8)})
+    there = store.compare_set(f"here/{place.rank}", "", mine).decode()
+    if there == mine:
+        return
+    other = json.loads(there)
+    if (other["host"], other["process"]) == (host_identity(), _mine(place)["process"]):
+        return  # this same process, which lost its control connection and rejoins
+    if follows_another:
+        store.set(f"here/{place.rank}", mine)  # only the leader can tell whether the other process is dead
+        return
+    raise UserError(
+        f"two processes are rank {place.rank}: {other['process']} and {_mine(place)['process']}; give each a rank, "
+        "or each job a port, of its own"
+    )
+
+
+def _settings(security: Security, comes_again: bool) -> Settings:
+    """The hub settings: if a lost process may rejoin, a wrong verdict is cheap, so the liveness times are shorter."""
+    return replace(Settings() if comes_again else _PATIENT, security=security)
+
+
+def _may_be_reached(place: ProcessPlace, security: Security) -> bool:
+    """Whether the leader has an address for other hosts and may listen there."""
+    if place.master is None or is_loopback(address := address_towards(place.master)):
+        return False
+    try:
+        security.check_address(address)
+    except UserError:
+        return False
+    return True
+
+
+def _own_address(place: ProcessPlace, security: Security) -> str:
+    assert place.master is not None, "who has a store is told where it is"
+    address = address_towards(place.master)
+    if is_loopback(address):
+        raise UserError(
+            f"MASTER_ADDR={place.master} means {address} on {place.host}, the host of rank 0, which no other host can "
+            "reach; give an address that all hosts know it by"
+        )
+    security.check_address(address)
+    return address
+
+
+def _wait_for_all(store: Store, place: ProcessPlace, timeout_s: float) -> tuple[tuple[int, ...], ...]:
+    keys = [f"here/{rank}" for rank in range(place.world - place.later)]
+    if not comes_true(lambda: store.check(keys), timeout_s):
+        late = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        if late:
+            who = f"rank{'s' if len(late) > 1 else ''} {', '.join(map(str, late))}"
+            raise PeerTimeout(
+                f"{who} of {place.world} did not come within {timeout_s:.0f} s; see whether it was started, with the "
+                f"same MASTER_ADDR and MASTER_PORT, and whether it failed before it called fit",
+                late[0],
+            )
+    seats = [json.loads(store.get(key).decode()) for key in keys]
+    for seat in seats:
+        _require_version(seat, place)
+    return hosts_of([seat["host"] for seat in seats])
+
+
+def _await_readers(store: Store, place: ProcessPlace) -> None:
+    """Wait briefly until all present processes have read the reason: the store's server may end with this process."""
+    if not isinstance(store, PrefixStore) or not isinstance(store.underlying_store, TCPStore):
+        return
+    others = (rank for rank in range(place.world - place.later) if rank != place.rank)
+    heard = [f"heard/{rank}" for rank in others if store.check([f"here/{rank}"])]
+    comes_true(lambda: not heard or store.check(heard), _HEARD_S)
+
+
+def _require_version(other: Mapping[str, str], place: ProcessPlace) -> None:
+    if other["version"] != __version__:
+        raise UserError(
+            f"{other['name']} is manyhands {other['version']}, and {place.name} is manyhands {__version__}: install "
+            "one release on all hosts"
+        )
+
+
+def _read_leader(store: Store, place: ProcessPlace, timeout_s: float) -> dict[str, str]:
+    # Slightly longer than the leader waits for all ranks: its answer then names the missing ones.
+    patience_s = timeout_s + 5.0
+    if not comes_true(lambda: store.check(["leader"]), patience_s):
+        raise PeerTimeout(
+            f"{place.name} (rank {place.rank}): rank 0, which leads, did not come within {patience_s:.0f} s; see "
+            "whether it was started, and whether it failed before it called fit",
+            0,
+        )
+    told: dict[str, str] = json.loads(store.get("leader").decode())
+    _require_version(told, place)
+    if "refused" in told:
+        store.set(f"heard/{place.rank}", "")
+        raise ManyhandsError(f"the leader, {told['name']}, cannot begin: {told['refused']}")
+    return told
+
+
+def _listen(control_server: ControlServer, leader: str) -> None:
+    """Listen at the leader's address of a specification; UserError if another process already does."""
+    near = _near(leader)
+    try:
+        control_server.listen(near or listening_at(leader))
+    except UserError as error:
+        cause = error.__cause__
+        if near is None or not isinstance(cause, OSError) or cause.errno != errno.EADDRINUSE:
+            raise
+        raise UserError(
+            f"address {leader!r}: cannot listen there: it is in use by another run that is led from this host; give "
+            "the leader another port"
+        ) from error
+
+
+def _near(leader: str) -> str | None:
+    """The Unix socket of a leader that only its own host reaches, where users are compared; None for any other."""
+    if not is_loopback(leader.rpartition(":")[0]):
+        return None
+    return f"unix:manyhands-{hashlib.sha256(leader.encode()).hexdigest()[:32]}"
+
+
+def _open_token(leader: str) -> bytes:
+    """Return a token that is not secret: for a run without certificates, whose processes share only the leader's
+    address.
+    """
+    return hashlib.sha256(f"manyhands without certificates, led from {leader}".encode()).digest()

@@ -14,10 +14,8 @@ from typing import Final
 from torch._C._distributed_c10d import Store
 
 from manyhands.errors import ManyhandsError
-from manyhands.places.external.store_waiting import comes_true
+from manyhands.places.external.key_value_store import comes_true
 from manyhands.places.local.rendezvous import RendezvousStore
-
-__all__ = ["RunStore"]
 
 _BYTES: Final = "base64:"
 

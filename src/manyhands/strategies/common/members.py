@@ -198,7 +198,7 @@ class ExternalMembers(ABC):
         for rank, (_, since_s) in self._wanted.items():
             waited_s = time.monotonic() - since_s
             if self._come_within_s is not None and waited_s > self._come_within_s:
-                remote = "".join(f"; {sentence}" for sentence in self._control_server.rejected[-3:])
+                remote = "".join(f"; {sentence}" for sentence in self._control_server.register.rejected[-3:])
                 raise PeerTimeout(
                     f"{self._name(rank)} did not come within {waited_s:.0f} s; start it, or see on its host why "
                     f"it ended{remote}",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -23,7 +23,6 @@ from manyhands.engine.exchange import Traffic
 __all__ = [
     "ClientAssignment",
     "ClientUpdate",
-    "GivenModel",
     "RoundPlace",
     "RoundTally",
     "TallySum",
@@ -33,30 +32,18 @@ __all__ = [
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GivenModel:
-    """The model that a client of a round starts from."""
-
-    client: int
-    weights: Sequence[Tensor]
-    number: int
-    """The round in which the client was given the model."""
-    staleness: int = 0
-    """How many rounds ago that was."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ClientAssignment:
     """The work assigned to a client in a round."""
 
     client: int
-    samples: NDArray[np.int64]
-    """Indices of the client's samples."""
     weights: Sequence[Tensor]
     """The model that it begins with."""
     number: int
     """The round in which the client was given the work, from 0; its random numbers follow from it."""
     staleness: int = 0
     """How many rounds ago that was, when its update is counted."""
+    samples: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    """Indices of the client's samples, once an algorithm has said who takes part."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +78,6 @@ class ClientUpdate:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are sent."""
         if self.encoded_bytes is not None:
             return self.encoded_bytes
         return sum(change.numel() * change.element_size() for change in self.change)
@@ -104,7 +90,6 @@ class ClientUpdate:
 
     @property
     def is_finite(self) -> bool:
-        """Whether it can be counted."""
         return math.isfinite(self.loss) and all(map(_all_finite, self.change))
 
 

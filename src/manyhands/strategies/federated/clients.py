@@ -50,7 +50,6 @@ class LocalWork:
 
 
 def work_of(strategy: Federated) -> LocalWork:
-    """What a client does in a round of this strategy."""
     whole = algorithm_named(strategy.algorithm).whole_batches
     return LocalWork(epochs=1 if whole else strategy.epochs, batch=ALL if whole else strategy.batch)
 
@@ -74,7 +73,6 @@ def batches(
 
 
 def steps_in(work: LocalWork, samples: int) -> int:
-    """That a client with so many samples takes in a round."""
     return work.epochs * (1 if work.batch == ALL else -(-samples // work.batch))
 
 
@@ -87,7 +85,6 @@ def held(model: nn.Module) -> list[Tensor]:
 
 
 def held_names(model: nn.Module) -> list[str]:
-    """Names of the tensors that are sent, in the same order."""
     return [
         *(name for name, _ in model.named_parameters()),
         *(name for name, buffer in model.named_buffers() if buffer.is_floating_point()),
@@ -122,14 +119,12 @@ class ClientTrainer:
         self._optimizer = task.optimizer(self._copy.parameters())
 
     def play(self, assigned: Sequence[ClientAssignment], like: Optimizer) -> Iterator[ClientUpdate]:
-        """The updates of these clients, one after another; the optimizer of each begins anew, set as `like` is."""
         for one, after in zip_longest(assigned, assigned[1:]):
             self._after = after
             yield self._train(one, like)
 
     @property
     def notice(self) -> str:
-        """A notice for the user about this runner: none."""
         return ""
 
     def _train(self, one: ClientAssignment, like: Optimizer) -> ClientUpdate:
@@ -158,7 +153,6 @@ class ClientTrainer:
         )
 
     def _run(self, one: ClientAssignment, correct: Callable[[], None] | None) -> tuple[float, int]:
-        """Steps over the client's samples; their mean loss, and how many."""
         losses, steps = torch.zeros((), dtype=torch.float64, device=self._device), 0
         with plain_products(self._copy):
             after = self._batches_of(self._after) if self._after is not None else None

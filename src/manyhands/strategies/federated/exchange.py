@@ -34,7 +34,6 @@ from manyhands.native.heap import keep_freed_memory
 from manyhands.strategies.common.collectives.collective import Collective
 from manyhands.strategies.common.collectives.piggyback import broadcast, total
 from manyhands.strategies.federated.algorithms import FederatedAlgorithm, FederatedFacts, algorithm_named
-from manyhands.strategies.federated.bounding import RoundNorms
 from manyhands.strategies.federated.client_updates import (
     ClientAssignment,
     ClientUpdate,
@@ -43,10 +42,9 @@ from manyhands.strategies.federated.client_updates import (
     TallySum,
 )
 from manyhands.strategies.federated.clients import held, held_names, selected, steps_in, work_of
-from manyhands.strategies.federated.kept_layers import LocalLayers
-from manyhands.strategies.federated.norms import require_finite
+from manyhands.strategies.federated.norms import RoundNorms, require_finite
 from manyhands.strategies.federated.partition import Partition, held_back
-from manyhands.strategies.federated.personal import tuned
+from manyhands.strategies.federated.personal import AFTER_ALL, Tuned, tuned
 from manyhands.strategies.federated.privacy.private_rounds import PrivateRounds
 from manyhands.strategies.federated.rounds.simulated_rounds import (
     SimulatedCourse,
@@ -68,9 +66,8 @@ from manyhands.strategies.federated.spread import (
     shown_clients,
     spread_over,
 )
-from manyhands.strategies.federated.states import ClientStates, gathered, restored
-from manyhands.strategies.federated.strategy import Federated
-from manyhands.strategies.federated.tuning import AFTER_ALL, Tuned, Tuning
+from manyhands.strategies.federated.states import ClientStates, LocalLayers, gathered, restored
+from manyhands.strategies.federated.strategy import Federated, Tuning
 from manyhands.strategies.federated.update_encoding import UpdateCoding
 from manyhands.strategies.federated.update_tally import tally_for
 from manyhands.task import Metric, Task
@@ -93,7 +90,6 @@ def split_over(strategy: Federated, task: Task, seed: int) -> list[NDArray[np.in
 
 
 def private_rounds(strategy: Federated, clients: int, seed: int) -> PrivateRounds | None:
-    """What bounds and noises the updates of so many clients, where the strategy asks for it."""
     terms = strategy.privacy
     if terms.rule is None:
         return None
@@ -129,9 +125,7 @@ class FederatedExchange(Exchange):
         self.meter = Meter(take_times=times, traffic=lambda: self._sent)
         self.kept = ExchangeState(gather=self._memory, load=self._load)
         self.rounds = self
-        self._strategy = strategy
-        self._seed = seed
-        self._collective = collective
+        self._strategy, self._seed, self._collective = strategy, seed, collective
         self._algorithm: FederatedAlgorithm = algorithm_named(strategy.algorithm)
         self._work = work_of(strategy)
         self._tuning = Tuning.parse(strategy.personal)
@@ -164,7 +158,6 @@ class FederatedExchange(Exchange):
             [self._bucket] = collective.allocate([Parcel.whole(0, _ROOM, torch.float64, exact=True)])
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Collective: give every worker worker 0's weights."""
         self._optimizer = optimizer
         self._weights = held(model)
         if self._collective is not None:
@@ -172,22 +165,24 @@ class FederatedExchange(Exchange):
         keep_freed_memory()
 
     def compute(self, computer: Computer, model: nn.Module, step: int) -> Computed:
-        """This worker's share of the clients of round `step`."""
         assert self._optimizer is not None, "attach comes before compute"
         trainer = self._client_runner(computer, model)
         begin = time.monotonic()
         assigned = self._assigned(step)
         self._clients = [one.client for one in assigned]
-        place = RoundPlace(number=step, clients=self._in_tally(), rank=self.rank, total=self.total)
+        # A tally knows those that report and, with secure sums, those that drop out.
+        secure = self._course is not None and self._strategy.secure
+        known = list(self._course.asked) if self._course is not None and secure else self._clients
+        place = RoundPlace(number=step, clients=known, rank=self.rank, total=self.total)
         self._tally = tally_for(
             self._strategy, self._algorithm, place, self._weights, self._sent_by_clients(), self._private
         )
-        mine = self._mine(assigned)
-        losses: list[float] = []
-        samples = 0
-        self._counted = 0
-        self._refused_now = []
-        self._round = step + 1
+        # This worker simulates the clients whose state it has, or an equal share.
+        mine = assigned[self.rank :: self.world]
+        if self._kept_by_clients():
+            mine = [one for one in assigned if one.client % self.world == self.rank]
+        losses, samples = [], 0
+        self._counted, self._refused_now, self._round = 0, [], step + 1
         self._norms.begin_round()
         self._coding.begin_round()
         for update in trainer.play(mine, self._optimizer):
@@ -207,11 +202,29 @@ class FederatedExchange(Exchange):
         task = replace(computer.task, loss=_precise(computer, computer.task.loss))
         self._trained = (task, model)
         self._measures = {name: _precise(computer, one) for name, one in computer.measures().items()}
-        self._algorithm.attach(self._facts(model))
+        sizes, strategy = [len(samples) for samples in self._samples_of], self._strategy
+        per_round = strategy.per_round(len(sizes))
+        self._algorithm.attach(
+            FederatedFacts(
+                names=held_names(model),
+                parameters=len(list(model.parameters())),
+                clients=len(sizes),
+                per_round=per_round,
+                weight=float(sum(min(size, strategy.max_samples) for size in sizes)),
+                most_steps=max(steps_in(self._work, size) for size in sizes),
+                seed=self._seed,
+            )
+        )
         self._algorithm.layers = LocalLayers(held_names(model), self._strategy.keep)
-        self._load_clients()
+        device = next((one.device for one in self._weights), torch.device("cpu"))
+        for name, (states, _) in self._kept_by_clients().items():
+            kept = (self._loaded_state or {}).get("clients", {}).get(name, {})
+            states.update(restored(kept, self.rank, self.world, device))
+        most = math.ceil(per_round * (strategy.over if strategy.secure else 1))
+        each_round = math.ceil(min(len(sizes), most) / self.world)
+        cohort = Cohort(sizes=sizes, each_round=each_round, wanted=strategy.together)
         self._trainer, self._simulation = client_runner_for(
-            task, model, self._algorithm, self._work, self._seed, self._cohort()
+            task, model, self._algorithm, self._work, self._seed, cohort
         )
         self._loaders = self._trainer.samples.loaders = reading_ahead(task, f"worker {self.rank}")
         return self._trainer
@@ -228,27 +241,6 @@ class FederatedExchange(Exchange):
         if self._private is not None and self._loaded_state is not None:
             self._private.restore(self._loaded_state.get("privacy"))
 
-    def _facts(self, model: nn.Module) -> FederatedFacts:
-        clients = len(self._samples_of)
-        return FederatedFacts(
-            names=held_names(model),
-            parameters=len(list(model.parameters())),
-            clients=clients,
-            per_round=self._strategy.per_round(clients),
-            weight=float(sum(min(len(one), self._strategy.max_samples) for one in self._samples_of)),
-            most_steps=max(steps_in(self._work, len(one)) for one in self._samples_of),
-            seed=self._seed,
-        )
-
-    def _cohort(self) -> Cohort:
-        """The clients that this worker simulates."""
-        sizes = [len(samples) for samples in self._samples_of]
-        most = math.ceil(
-            self._strategy.per_round(len(sizes)) * (self._strategy.over if self._strategy.secure else 1)
-        )
-        each_round = math.ceil(min(len(sizes), most) / self.world)
-        return Cohort(sizes=sizes, each_round=each_round, wanted=self._strategy.together)
-
     def _assigned(self, step: int) -> list[ClientAssignment]:
         """What the clients of round `step` are given, the same on every worker."""
         if self._private is not None and self._private.draws_itself:
@@ -257,35 +249,10 @@ class FederatedExchange(Exchange):
             assert self._rounds is not None, "clients are met before they are asked"
             self._course = self._rounds.begin(step)
             chosen = list(self._course.counted)
-        return [
-            ClientAssignment(
-                client=one.client,
-                samples=self._samples_of[one.client],
-                weights=one.weights,
-                number=one.number,
-                staleness=one.staleness,
-            )
-            for one in self._algorithm.given(step, chosen, self._weights)
-        ]
-
-    def _in_tally(self) -> list[int]:
-        """The clients that a tally knows: those that report and, with secure sums, those that drop out."""
-        if self._course is not None and self._strategy.secure:
-            return list(self._course.asked)
-        return self._clients
-
-    def _selected(self, step: int) -> list[int]:
-        clients = len(self._samples_of)
-        return selected(self._seed, step, clients, self._strategy.per_round(clients))
-
-    def _mine(self, assigned: list[ClientAssignment]) -> list[ClientAssignment]:
-        """The clients that this worker simulates: those whose state it has, or an equal share."""
-        if self._kept_by_clients():
-            return [one for one in assigned if one.client % self.world == self.rank]
-        return assigned[self.rank :: self.world]
+        given = self._algorithm.given(step, chosen, self._weights)
+        return [replace(one, samples=self._samples_of[one.client]) for one in given]
 
     def _sent_by_clients(self) -> Sequence[Tensor]:
-        """Tensors like those of an update."""
         return self._algorithm.layers.shared(self._algorithm.sent(self._weights))
 
     def _kept_by_clients(self) -> dict[str, tuple[ClientStates, Sequence[Tensor]]]:
@@ -316,17 +283,19 @@ class FederatedExchange(Exchange):
                 self._refused_now.append(update.client)
                 return
         self._norms.add(update)
-        self._tally.add(update, self._algorithm.weight(self._bounded(update)))
+        # A client that says it has more samples counts for so many.
+        bounded = replace(update, samples=min(update.samples, self._strategy.max_samples))
+        self._tally.add(update, self._algorithm.weight(bounded))
         self._counted += update.samples
-
-    def _bounded(self, update: ClientUpdate) -> ClientUpdate:
-        """As it is weighed: a client that says it has more samples counts for so many."""
-        return replace(update, samples=min(update.samples, self._strategy.max_samples))
 
     def agree(self, local: LocalStep) -> SharedStep:
         """Collective: the total of all updates, and whether any worker wants to stop."""
         assert self._tally is not None, "compute comes before agree"
-        found, self._tally = self._tally.total(self._reject()), None
+        largest = self._norms.judge(self._clients, self.total)
+        for client in self._norms.rejected_here:  # they keep what they had before the round
+            self._algorithm.refused(client)
+            self._coding.refused(client)
+        found, self._tally = self._tally.total(largest), None
         self._found = found
         self._sent += found.traffic
         refused = float(len(self._refused_now))
@@ -339,21 +308,12 @@ class FederatedExchange(Exchange):
             stop=bool(words[0] > 0),
         )
 
-    def _reject(self) -> int | None:
-        """Collective: which updates are too large to count; their clients keep what they had before the round."""
-        largest = self._norms.judge(self._clients, self.total)
-        for client in self._norms.rejected_here:
-            self._algorithm.refused(client)
-            self._coding.refused(client)
-        return largest
-
     def _closed(self, some_refused: bool) -> bool:
         """Whether the round counts without rejected updates; collective where some were rejected."""
         if self._course is None or self._rounds is None:
             return True
-        if not (some_refused or self._norms.rejected) or self._clients != list(
-            self._course.counted
-        ):  # or not those of the round
+        of_round = self._clients == list(self._course.counted)
+        if not of_round or not (some_refused or self._norms.rejected):
             return self._rounds.close()
         whose = torch.zeros(len(self._samples_of), dtype=torch.float64)
         whose[self._refused_now] = 1
@@ -362,7 +322,6 @@ class FederatedExchange(Exchange):
 
     @torch.no_grad()
     def apply(self) -> None:
-        """Apply the server's step to the model."""
         assert self._found is not None, "agree comes before apply"
         like = self._algorithm.sent(self._weights)
         found, self._found = self._algorithm.layers.whole(self._found, like), None
@@ -374,7 +333,6 @@ class FederatedExchange(Exchange):
         return self._algorithm.layers.put(client, self._algorithm.personal(client, self._weights))
 
     def optimizer_state(self) -> dict[str, Any] | None:
-        """That of a client who begins."""
         assert self._optimizer is not None, "attach comes before optimizer_state"
         return self._optimizer.state_dict() if self.rank == 0 else None
 
@@ -392,16 +350,8 @@ class FederatedExchange(Exchange):
         return {name: value for name, value in kept.items() if value} if self.rank == 0 else {}
 
     def _load(self, memory: Mapping[str, Any]) -> None:
-        """Restore the algorithm's state; the rest is kept until it can be restored."""
         self._loaded_state = memory
         self._algorithm.load_state(memory.get("algorithm", {}))
-
-    def _load_clients(self) -> None:
-        """What this worker's clients have kept, when it is known what that is like."""
-        device = next((one.device for one in self._weights), torch.device("cpu"))
-        for name, (states, _) in self._kept_by_clients().items():
-            kept = (self._loaded_state or {}).get("clients", {}).get(name, {})
-            states.update(restored(kept, self.rank, self.world, device))
 
     def cannot_continue(self, computer: Computer, step: int) -> str:
         """A budget of privacy that does not allow the next round."""
@@ -411,17 +361,17 @@ class FederatedExchange(Exchange):
         assert self._private is not None, "a budget is one of noise, and noise needs a clip"
         spending = self._private.spending
         assert spending is not None, "a budget is one of noise"
-        if spending.affords(self._selected(step) if self._strategy.secure else ()):
+        clients = len(self._samples_of)
+        asked = selected(self._seed, step, clients, self._strategy.per_round(clients))
+        if spending.affords(asked if self._strategy.secure else ()):
             return ""
         self._private.ended = f"stopped after round {step}: {spending.why_over()}"
         return self._private.ended
 
     def total(self, values: Tensor) -> Tensor:
-        """Collective: the sum over workers."""
         return values if self._collective is None else total(self._collective, 0, self._bucket, values)
 
     def step_samples(self) -> int:
-        """What the clients of all workers have trained on in the round, once for each epoch."""
         return self._counted * self._work.epochs
 
     def row_facts(self) -> Mapping[str, Any]:
@@ -452,22 +402,20 @@ class FederatedExchange(Exchange):
         if found is not None and self._round:  # or the model is as it began
             who = [] if self._strategy.noise else self._clients  # with noise that is a secret
             require_finite(found[0], self._round, self._norms.describe(who))
-        self._spread = {} if found is None or self._strategy.noise else self._spread_now()
+        self._spread = {}
+        if found is not None and not self._strategy.noise:
+            most, samples = DURING
+            shown = shown_clients(len(self._tested), most)
+            models = ((client, self.personal(client)) for client in self._simulated_here(shown))
+            measures = self._measure(models, samples_each(len(shown), samples))
+            self._spread = spread_over(measures, shown, list(self._measures), self.total)
         return found
-
-    def _spread_now(self) -> dict[str, dict[str, float]]:
-        """Collective: over clients, of each measure with the models that they have now."""
-        most, samples = DURING
-        shown = shown_clients(len(self._tested), most)
-        models = ((client, self.personal(client)) for client in self._played_here(shown))
-        found = self._measure(models, samples_each(len(shown), samples))
-        return spread_over(found, shown, list(self._measures), self.total)
 
     def evaluation_facts(self) -> Mapping[str, Any]:
         """How the measures spread over clients; with noise nothing, since its promise would not hold for it."""
         return {"fairness": self._spread} if self._spread else {}
 
-    def _played_here(self, clients: Sequence[int]) -> list[int]:
+    def _simulated_here(self, clients: Sequence[int]) -> list[int]:
         return [one for one in clients if one % self.world == self.rank]
 
     def _measure(self, models: Tuned, each: int) -> ClientMeasures:
@@ -486,7 +434,7 @@ class FederatedExchange(Exchange):
         if self._trained is None or self._strategy.noise:  # no promise of noise holds for them
             return {}
         shown = shown_clients(len(self._tested))
-        mine, each = self._played_here(shown), samples_each(len(shown))
+        mine, each = self._simulated_here(shown), samples_each(len(shown))
         kinds = {"measured": self._own_models(*self._trained, mine)}
         if self._strategy.gives_own_models:
             kinds["measured_common"] = ((client, self._weights) for client in mine)
@@ -521,7 +469,6 @@ class FederatedExchange(Exchange):
         yield from tuned(task, model, assigned, work, self._optimizer, self._seed, together=together)
 
     def close(self) -> None:
-        """Let go of the memory, and end loader processes."""
         if self._loaders is not None:
             self._loaders.close()
         if self._collective is not None:

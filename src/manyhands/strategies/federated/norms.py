@@ -1,24 +1,27 @@
-"""Which updates of a round are too large beside the others': one client alone must not be able to spoil the model.
+"""Norms of updates: how one that is far larger than the others of its round is found and left out.
 
-    limit = the power of two above  ratio × the median of the round's norms;  an update of norm ≥ limit is rejected
-
-The median stays honest as long as fewer than half of the clients are hostile. The limit is a power of two so that a
-server need not keep single updates until the median is known: it adds up the updates of one power of two together
-(`norm_class`), and leaves whole sums out. This bounds what one update can do; it does not find updates that are merely
-wrong, for which there are the robust algorithms.
+Updates are summed in double precision, grouped by the power of two of their norm. Once the median of a round's norms is
+known, whole groups can be left out without keeping single updates. Norms of honest clients lie within a few powers of
+two, so there are only a few sums. Workers of a simulation exchange the norms of the clients that they simulated.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
+import torch
+from torch import Tensor
+
 from manyhands.errors import NonFinite, UserError
+from manyhands.strategies.federated.client_updates import ClientUpdate
 
 __all__ = [
-    "FEWEST_NORMS",
+    "ClassSums",
+    "RoundNorms",
     "check_norm_ratio",
     "described_clients",
     "described_norms",
@@ -70,7 +73,6 @@ def described_norms(norms: Mapping[int, float]) -> str:
 
 
 def described_clients(clients: Sequence[int]) -> str:
-    """The clients by number, where nothing is known of what they sent."""
     rest = len(clients) - _SHOWN
     shown = ", ".join(f"client {client}" for client in clients[:_SHOWN])
     return shown if rest <= 0 else f"{shown} and {rest} more"
@@ -89,3 +91,103 @@ def require_finite(measured: Mapping[str, float], number: int, came: str, *, wei
         f"round {number} has spoiled the model: {what}; the round was made of the updates of {came}; leave out a "
         "client whose norm stands out, or use a smaller learning rate"
     )
+
+
+_ONE: Final = 0  # class, where no norm matters
+
+
+@dataclass(slots=True)
+class PartialSum:
+    """A partial sum of weight times update, with its weights and losses."""
+
+    sums: list[Tensor]
+    weight: float = 0.0
+    loss: float = 0.0
+
+
+class ClassSums:
+    """The partial sums of a round's updates so far, by norm class."""
+
+    def __init__(self, like: Sequence[Tensor], *, by_norm: bool) -> None:
+        """Of tensors like these; not `by_norm`: all in one sum."""
+        self._like, self._by_norm = like, by_norm
+        self._classes: dict[int, PartialSum] = {}
+
+    @classmethod
+    def whole(cls, sums: Sequence[Tensor], weight: float, loss: float) -> ClassSums:
+        made = cls(sums, by_norm=False)
+        made._classes[_ONE] = PartialSum(list(sums), weight, loss)
+        return made
+
+    def add(self, update: ClientUpdate, weight: float) -> None:
+        which = norm_class(update.norm) if self._by_norm else _ONE
+        if which not in self._classes:
+            self._classes[which] = self._empty()
+        part = self._classes[which]
+        for total, change in zip(part.sums, update.change, strict=True):
+            total.add_(change, alpha=weight)
+        part.weight += weight
+        part.loss += weight * update.loss
+
+    def total(self, largest: int | None = None) -> PartialSum:
+        """The sum of all updates up to the class `largest`, if given; it may be the stored sum, not a copy."""
+        parts = [part for which, part in sorted(self._classes.items()) if largest is None or which <= largest]
+        if len(parts) == 1:
+            return parts[0]
+        found = self._empty()
+        for part in parts:
+            for total, one in zip(found.sums, part.sums, strict=True):
+                total.add_(one)
+            found.weight += part.weight
+            found.loss += part.loss
+        return found
+
+    def _empty(self) -> PartialSum:
+        return PartialSum([torch.zeros_like(one, dtype=torch.float64) for one in self._like])
+
+
+class RoundNorms:
+    """One worker's view of the norms of a round; with a ratio of 0 norms are not checked."""
+
+    def __init__(self, ratio: float) -> None:
+        self._ratio = ratio
+        self._mine: dict[int, float] = {}
+        self._all: dict[int, float] = {}
+        self.rejected: dict[int, float] = {}
+        """Whose updates of this round do not count, and their norms."""
+        self.total_rejected = 0
+        """Rejected updates of clients that this worker simulated, over all rounds."""
+
+    def begin_round(self) -> None:
+        self._mine, self._all, self.rejected = {}, {}, {}
+
+    def add(self, update: ClientUpdate) -> None:
+        if self._ratio:
+            self._mine[update.client] = update.norm
+
+    def judge(self, clients: Sequence[int], total: Callable[[Tensor], Tensor]) -> int | None:
+        """Collective: which updates are rejected; returns the largest class of norms that counts, if there is one.
+
+        `clients` are those of the round, in the same order on every worker.
+        """
+        if not self._ratio:
+            return None
+        place = {client: at for at, client in enumerate(clients)}
+        rows = torch.zeros(2, len(place), dtype=torch.float64)  # whether an update came, and its norm
+        for client, norm in self._mine.items():
+            rows[:, place[client]] = torch.tensor([1.0, norm], dtype=torch.float64)
+        came, norms = total(rows.flatten()).view(2, -1).tolist()
+        self._all = {client: norms[at] for client, at in place.items() if came[at]}
+        self.rejected = {client: self._all[client] for client in rejected_by_norm(self._all, self._ratio)}
+        self.total_rejected += len(self.rejected_here)
+        return largest_class(self._all.values(), self._ratio)
+
+    @property
+    def rejected_here(self) -> list[int]:
+        return [client for client in self.rejected if client in self._mine]
+
+    def describe(self, clients: Sequence[int]) -> str:
+        """What the round was made of, where these clients took part."""
+        if not self._ratio:
+            return f"{described_clients(clients) or 'its clients'}, whose norms were not looked at"
+        return described_norms({one: norm for one, norm in self._all.items() if one not in self.rejected})

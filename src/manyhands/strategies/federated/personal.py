@@ -4,24 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands.errors import UserError
+from manyhands.strategies.federated.algorithms.algorithm import FederatedAlgorithm
 from manyhands.strategies.federated.client_updates import ClientAssignment
 from manyhands.strategies.federated.clients import LocalWork, held, held_names, work_of
-from manyhands.strategies.federated.kept_layers import LocalLayers
 from manyhands.strategies.federated.partition import Partition, held_back
 from manyhands.strategies.federated.simulation import Cohort, client_runner_for
-from manyhands.strategies.federated.states import ClientStates, restored
-from manyhands.strategies.federated.strategy import AUTO, Federated
-from manyhands.strategies.federated.tuning import AFTER_ALL, Tuned, Tuning, TuningSteps
+from manyhands.strategies.federated.states import ClientStates, LocalLayers, restored
+from manyhands.strategies.federated.strategy import AUTO, FINE_TUNE, Federated, Tuning
 from manyhands.task import Task
 
-__all__ = ["fine_tuned", "models_kept", "tuned"]
+__all__ = ["AFTER_ALL", "Tuned", "fine_tuned", "models_kept", "tuned"]
+
+AFTER_ALL: Final = 2**31 - 1
+"""The number of a round that no run has: what is random in fine-tuning is drawn apart."""
+
+Tuned = Iterator[tuple[int, Sequence[Tensor]]]
+"""Clients, and what their models have become: parameters, then floating-point buffers."""
+
+
+class TuningSteps(FederatedAlgorithm):
+    """Plain training steps after which a client reports its tensors as they are: they are not averaged."""
+
+    word: ClassVar[str] = FINE_TUNE
+    about: ClassVar[str] = "steps on a client's own samples after the last round"
+
+    def report(
+        self, client: int, start: Sequence[Tensor], trained: Sequence[Tensor], steps: int
+    ) -> Sequence[Tensor]:
+        del client, start, steps
+        return [one.clone() for one in trained]
 
 
 def fine_tuned(

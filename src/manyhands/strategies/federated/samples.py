@@ -55,7 +55,6 @@ class IndexReader:
         self._source = source
 
     def read(self, key: _BatchKey, kept_from: int = 0) -> Any:
-        """The samples of the key, whatever was read before."""
         del kept_from
         seed, *indices = key
         with drawn_apart(seed):
@@ -63,7 +62,6 @@ class IndexReader:
 
 
 def reading_ahead(task: Task, owner: str) -> Loaders[_BatchKey] | None:
-    """Loader processes for a task's samples, to be closed; None where it has no use for them."""
     if not task.loaders:
         return None
     from manyhands.places.local.loaders import Loaders
@@ -88,11 +86,9 @@ class Samples:
 
     @property
     def resident(self) -> bool:
-        """Whether all samples lie on the device, so that `gather` may be called."""
         return self._columns is not None
 
     def fetch(self, indices: NDArray[np.int64]) -> Any:
-        """The batch of these samples."""
         if self._columns is not None:
             return self.gather(torch.from_numpy(np.ascontiguousarray(indices)).to(self._device))
         batch = self._source.fetch(indices)
@@ -117,7 +113,6 @@ class Samples:
             yield batch if self._device.type == "cpu" else moved(batch, self._device)
 
     def take_input_ns(self) -> int:
-        """What getting the samples took since this was asked last."""
         taken, self._input_ns = self._input_ns, 0
         return taken
 
@@ -129,7 +124,6 @@ class Samples:
         return apart(self.fetch(indices.reshape(-1)), indices.shape)
 
     def gather(self, indices: Tensor) -> Any:
-        """The batch of these samples, whose numbers are on the device already."""
         return each_tensor(self._columns, lambda column: column.index_select(0, indices))
 
 
@@ -184,7 +178,6 @@ def _all_of(columns: list[Any]) -> list[Any] | None:
 
 
 def _joined(parties: Parties) -> Any:
-    """All parties' columns, one party's after another's."""
     found = []
     for samples, chosen in parties.parts():
         columns = columns_of(samples)

@@ -122,13 +122,11 @@ def _choose(task: Task, model: nn.Module, work: LocalWork, cohort: Cohort) -> Cl
 
 
 def _steps(work: LocalWork, cohort: Cohort) -> int:
-    """That one worker's clients take in a round, about."""
     mean = math.ceil(sum(cohort.sizes) / len(cohort.sizes))
     return cohort.each_round * steps_in(work, mean)
 
 
 def _fitting(model: nn.Module) -> int:
-    """How many stacked copies are within bounds."""
     weights = sum(one.numel() * one.element_size() for one in model.parameters())
     device = next(model.parameters()).device
     room = float(_STACK_BYTES)
@@ -138,7 +136,6 @@ def _fitting(model: nn.Module) -> int:
 
 
 def _slower(model: nn.Module, work: LocalWork, sizes: Sequence[int]) -> str:
-    """Why one client after another is faster, where it is."""
     if next(model.parameters()).device.type == "cpu":
         for name, module in model.named_modules():
             large = isinstance(module, nn.modules.conv._ConvNd) and module.weight.numel() >= _LARGE_KERNEL
@@ -150,7 +147,6 @@ def _slower(model: nn.Module, work: LocalWork, sizes: Sequence[int]) -> str:
 
 
 def _cannot(task: Task, model: nn.Module) -> str:
-    """Why clients of this task cannot be stacked; empty where they can."""
     if task.collate is not None:
         return "the task has a collate of its own"
     parameters = list(model.parameters())
@@ -210,6 +206,5 @@ def _close(one: Tensor, other: Tensor) -> bool:
 
 
 def _first_line(error: Exception) -> str:
-    """An error in few words."""
     line = str(error).strip().split("\n", 1)[0]
     return line if len(line) <= 120 else f"{line[:117]}..."

@@ -48,7 +48,6 @@ _UNFIT: Final = (ArithmeticError, AttributeError, LookupError, RuntimeError, Typ
 
 
 def shown_clients(count: int, most: int = _MOST_CLIENTS) -> list[int]:
-    """The clients that are reported: all, or an evenly spaced selection."""
     return sorted(set(np.linspace(0, count - 1, min(count, most)).round().astype(int).tolist()))
 
 
@@ -130,7 +129,6 @@ def measured(
 def _means(
     model: nn.Module, batch: Any, measures: Mapping[str, Metric], failed: dict[str, str]
 ) -> dict[str, float]:
-    """Of the measures that have not failed; those that do are added to these."""
     found = {}
     for name, measure in measures.items():
         if name in failed:

@@ -27,12 +27,78 @@ from manyhands.engine.computing import require_loss
 from manyhands.strategies.federated.algorithms import FederatedAlgorithm
 from manyhands.strategies.federated.client_updates import ClientAssignment, ClientUpdate
 from manyhands.strategies.federated.clients import LocalWork, batches
-from manyhands.strategies.federated.replayed import ReplayedGradients
 from manyhands.strategies.federated.samples import Batches, Samples, apart
 from manyhands.strategies.federated.small_products import plain_products
 from manyhands.task import Task
 
-__all__ = ["ITEM_BY_ITEM", "StackedGradients", "StackedStep", "StackedTrainer", "steps_of"]
+__all__ = ["ITEM_BY_ITEM", "StackedGradients", "StackedTrainer", "steps_of"]
+
+Gradients = Callable[[Sequence[Tensor], Any], tuple[list[Tensor], Tensor]]
+_WORTH: Final = 20  # times that a shape has been computed before a graph of it is made
+_GRAPHS: Final = 8  # at most: each keeps its own memory
+_WARM_UP: Final = 3  # runs before a capture, in which libraries choose their kernels
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    indices: Tensor
+    gradients: list[Tensor]
+    losses: Tensor
+
+    def replay(self, indices: NDArray[np.int64]) -> tuple[list[Tensor], Tensor]:
+        host = torch.from_numpy(np.ascontiguousarray(indices.reshape(-1))).pin_memory()
+        self.indices.copy_(host, non_blocking=True)
+        self.graph.replay()
+        return self.gradients, self.losses
+
+
+class ReplayedGradients:
+    """Gradients of the first rows of `stacks`, from samples on the GPU; a shape that comes often has a graph."""
+
+    def __init__(self, gradients: Gradients, samples: Samples, stacks: Sequence[Tensor]) -> None:
+        self._gradients = gradients
+        self._samples = samples
+        self._stacks = stacks
+        self._seen: dict[tuple[int, ...], int] = {}
+        self._captured: dict[tuple[int, ...], _Captured] = {}
+        self.refused = ""
+        """Why no graph could be made, where that was tried."""
+
+    def __call__(self, indices: NDArray[np.int64]) -> tuple[list[Tensor], Tensor]:
+        """For samples (clients, batch) of the first so many clients; valid until the next call."""
+        shape = indices.shape
+        if shape in self._captured:
+            return self._captured[shape].replay(indices)
+        self._seen[shape] = self._seen.get(shape, 0) + 1
+        if self._seen[shape] > _WORTH and len(self._captured) < _GRAPHS and not self.refused:
+            try:
+                self._captured[shape] = self._capture(shape)
+            except (
+                RuntimeError
+            ) as error:  # a loss may do what a graph cannot hold, and is then launched as before
+                self.refused = str(error).split("\n", 1)[0]
+            else:
+                return self._captured[shape].replay(indices)
+        return self._compute(torch.from_numpy(np.ascontiguousarray(indices)).to(self._stacks[0].device))
+
+    def _compute(self, indices: Tensor) -> tuple[list[Tensor], Tensor]:
+        batch = apart(self._samples.gather(indices.reshape(-1)), indices.shape)
+        return self._gradients([stack[: len(indices)] for stack in self._stacks], batch)
+
+    def _capture(self, shape: tuple[int, ...]) -> _Captured:
+        indices = torch.zeros(int(np.prod(shape)), dtype=torch.int64, device=self._stacks[0].device)
+        aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            for _ in range(_WARM_UP):
+                self._compute(indices.view(shape))
+        torch.cuda.current_stream().wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            gradients, losses = self._compute(indices.view(shape))
+        return _Captured(graph, indices, gradients, losses)
+
 
 Indices = NDArray[np.int64]
 Correct = Callable[[int, Sequence[Tensor], Sequence[Tensor]], None]
@@ -63,7 +129,6 @@ class _Work:
 
 
 def steps_of(batches_of: Sequence[Sequence[Indices]]) -> Iterator[StackedStep]:
-    """The steps of clients that have these batches; those with more come first."""
     counts = [len(own) for own in batches_of]
     assert counts == sorted(counts, reverse=True), "clients with more steps come first"
     for number in range(counts[0] if counts else 0):
@@ -157,13 +222,11 @@ class StackedTrainer:
         self._replayed: ReplayedGradients | None = None
 
     def play(self, assigned: Sequence[ClientAssignment], like: Optimizer) -> Iterator[ClientUpdate]:
-        """The updates of these clients, in their order; the optimizer of each begins anew, set as `like` is."""
         for begin in range(0, len(assigned), self._most):
             yield from self._play_group(assigned[begin : begin + self._most], like)
 
     @property
     def notice(self) -> str:
-        """A notice for the user about this runner."""
         refused = self._replayed.refused if self._replayed is not None else ""
         return f"; without a CUDA graph ({refused})" if refused else ""
 
@@ -191,7 +254,6 @@ class StackedTrainer:
             yield updates[one.client]
 
     def _train_personal(self, works: Sequence[_Work], like: Optimizer) -> None:
-        """The models that the clients have for themselves."""
         algorithm = self._algorithm
         starts = [algorithm.personal(work.client, work.given.weights) for work in works]
         self._run(works, starts, like, algorithm.correct_personal, [work.given.weights for work in works])
@@ -204,7 +266,6 @@ class StackedTrainer:
         return _Work(given, list(own))
 
     def _row(self, position: int, start: Sequence[Tensor]) -> list[Tensor]:
-        """One client's tensors as they are now; what is not trained is as it was."""
         tensors = list(start)
         for one in self._trained:
             tensors[one] = self._stacks[one][position]
@@ -280,7 +341,6 @@ class StackedTrainer:
         return active
 
     def _computed(self, step: StackedStep) -> tuple[list[Tensor], Tensor]:
-        """Gradients and losses of all active clients."""
         if len(step.parts) == 1:
             [(_, indices)] = step.parts
             if self._replayed is not None:
@@ -313,7 +373,6 @@ class StackedTrainer:
         return parameters
 
     def _clip(self, gradients: Sequence[Tensor]) -> None:
-        """Each client's gradient by itself, as torch clips one."""
         task = self._task
         if task.clip_norm is not None:
             norms = [torch.linalg.vector_norm(one.flatten(1), dim=1) for one in gradients]

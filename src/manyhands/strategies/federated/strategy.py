@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Final
 
-from manyhands.errors import UserError
+from manyhands.errors import UserError, nearest
 from manyhands.facts import (
     ENDS,
     NO_SERVERS,
@@ -21,16 +21,15 @@ from manyhands.facts import (
     WorkerMemory,
 )
 from manyhands.strategies.federated.algorithms import FederatedAlgorithm, algorithm_named
-from manyhands.strategies.federated.kept_layers import EVERYTHING_SHARED
 from manyhands.strategies.federated.norms import check_norm_ratio
 from manyhands.strategies.federated.partition import NATURAL, Partition
-from manyhands.strategies.federated.privacy.terms import FIXED, SERVER, SYSTEM, PrivacyTerms
+from manyhands.strategies.federated.privacy.private_rounds import FIXED, SERVER, SYSTEM, PrivacyTerms
 from manyhands.strategies.federated.secure.fixedpoint import MOST_WEIGHT, FixedPoint
-from manyhands.strategies.federated.tuning import NOTHING_PERSONAL, Tuning
+from manyhands.strategies.federated.states import EVERYTHING_SHARED
 from manyhands.strategy import Strategy, setting, switch_setting, whole_number
 from manyhands.wire.names import RAW, check_codec, codec_setting, feedback_setting, has_feedback
 
-__all__ = ["ALL", "AUTO", "Federated"]
+__all__ = ["ALL", "AUTO", "FINE_TUNE", "Federated", "Tuning"]
 
 ALL = 0
 """The batch that is all of a client's samples."""
@@ -66,6 +65,33 @@ def _number(kind: str) -> Callable[[str], float]:
 
 
 _read_number = _number("a number")
+
+
+FINE_TUNE: Final = "finetune"
+_NOTHING_PERSONAL: Final = "none"  # clients use the model that the algorithm gives them
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """Fine-tuning settings: for how many epochs each client trains on its samples."""
+
+    epochs: int
+
+    @classmethod
+    def parse(cls, text: str) -> Tuning | None:
+        """Read `finetune:2`, or `finetune` for one epoch; None for `none`; UserError for anything else."""
+        if text == _NOTHING_PERSONAL:
+            return None
+        word, colon, number = text.partition(":")
+        if word != FINE_TUNE:
+            raise UserError(f"personal={text}: unknown; {nearest(word, [FINE_TUNE, _NOTHING_PERSONAL])}")
+        if not colon:
+            return cls(1)
+        if not (number.isascii() and number.isdigit() and 0 < int(number) < 10**6):
+            raise UserError(
+                f"personal={text}: {number!r} is no number of epochs; write {FINE_TUNE}:1 or more"
+            )
+        return cls(int(number))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +136,7 @@ class Federated(Strategy):
     """With secure=yes, how many an item is rounded to, its sign included."""
     keep: str = setting(EVERYTHING_SHARED, str)
     """Which layers stay with each client, by the names of parameters or modules: `head`, `*norm*,head`; or `none`."""
-    personal: str = setting(NOTHING_PERSONAL, str)
+    personal: str = setting(_NOTHING_PERSONAL, str)
     """What each client makes of the common model for itself after the last round: `finetune:EPOCHS`, or `none`."""
     held_out: float = setting(0.0, _number("a number from 0 to below 1"), lambda value: f"{value:g}")
     """Which part of its samples a client does not train on, and is measured by instead; 0: by what it trains on."""
@@ -176,7 +202,6 @@ class Federated(Strategy):
         self._check_norms()
 
     def _check_rounds(self) -> None:
-        """UserError where clients that drop out, or are too many, make no sense, or are not thought of as yet."""
         if not 1 <= self.over < math.inf:
             raise UserError(f"federated over={self.over:g}: must be a number of at least 1")
         if not 0 <= self.dropout < 1:
@@ -201,7 +226,6 @@ class Federated(Strategy):
             algorithm.check_round(self.min_reports)
 
     def _check_whole_batches(self, algorithm: FederatedAlgorithm) -> None:
-        """UserError for what an algorithm of whole batches would not look at."""
         if not algorithm.whole_batches:
             return
         for name, unused in (("epochs", self.epochs != 1), ("batch", self.batch not in (_BATCH, ALL))):
@@ -212,7 +236,6 @@ class Federated(Strategy):
                 )
 
     def _check_personal(self, algorithm: FederatedAlgorithm) -> None:
-        """UserError where models of clients' own, or what they are measured by, would come to nothing."""
         try:
             tuning = Tuning.parse(self.personal)
         except UserError as error:
@@ -235,7 +258,6 @@ class Federated(Strategy):
                 )
 
     def _check_secure(self) -> None:
-        """UserError where a secure sum is not enough, hides nobody, or could overflow."""
         if not self.secure:
             for name, default in (("range", _RANGE), ("bits", _BITS)):
                 if getattr(self, name) != default:
@@ -262,7 +284,6 @@ class Federated(Strategy):
             self.check_round(self.clients)
 
     def _check_privacy(self) -> None:
-        """UserError where the settings promise less than they seem to."""
         if self.privacy.rule is None:
             return
         if not algorithm_named(self.algorithm).sums_only:
@@ -274,7 +295,6 @@ class Federated(Strategy):
             self.check_clients(self.clients)
 
     def _check_norms(self) -> None:
-        """UserError for a bound on norms that would bound nothing."""
         try:
             check_norm_ratio(self.norm_ratio)
         except UserError as error:
@@ -293,7 +313,6 @@ class Federated(Strategy):
 
     @property
     def privacy(self) -> PrivacyTerms:
-        """What is promised; UserError where that makes no sense."""
         try:
             return PrivacyTerms(
                 clip=self.clip,
@@ -319,7 +338,6 @@ class Federated(Strategy):
 
     @property
     def fixed_point(self) -> FixedPoint:
-        """How updates become whole numbers, with secure=yes."""
         return FixedPoint(clip=self.range, bits=self.bits, max_weight=self.max_samples)
 
     def check_parties(self, clients: int) -> None:
@@ -354,11 +372,10 @@ class Federated(Strategy):
         """Whether clients use other models than the common one."""
         algorithm = algorithm_named(self.algorithm)
         return (
-            self.personal != NOTHING_PERSONAL or self.keep != EVERYTHING_SHARED or algorithm.trains_personal
+            self.personal != _NOTHING_PERSONAL or self.keep != EVERYTHING_SHARED or algorithm.trains_personal
         )
 
     def per_round(self, clients: int) -> int:
-        """How many of so many clients take part in a round."""
         return max(1, round(self.fraction * clients))
 
     def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:

@@ -17,12 +17,12 @@ from manyhands.places.local.template import expect
 from manyhands.strategies.common.collectives.collective import SharedCollective
 from manyhands.strategies.federated.clients import held_names
 from manyhands.strategies.federated.exchange import FederatedExchange, private_rounds, split_over
-from manyhands.strategies.federated.kept_layers import local_names
 from manyhands.strategies.federated.partition import NATURAL
-from manyhands.strategies.federated.privacy.accountant import need_accountant
+from manyhands.strategies.federated.privacy.spending import need_accountant
 from manyhands.strategies.federated.rounds.simulated_rounds import simulated_rounds
 from manyhands.strategies.federated.secure.primitives import need_cryptography
 from manyhands.strategies.federated.spread import skew_of, spread_of
+from manyhands.strategies.federated.states import local_names
 from manyhands.strategies.federated.strategy import Federated
 from manyhands.task import Task
 
@@ -109,7 +109,6 @@ class FederatedTraining(ExchangeTraining):
 
     @classmethod
     def exchange(cls, strategy: Any, resources: Resources) -> Exchange:
-        """One worker's end: alone, or in the shared memory of one host."""
         if strategy.noise:
             need_accountant()  # imported here: it takes a second and is not part of a round
         collective = SharedCollective(resources.group()) if resources.world > 1 else None
@@ -117,12 +116,10 @@ class FederatedTraining(ExchangeTraining):
 
 
 def _refused(finished: Sequence[Mapping[str, Any]]) -> int:
-    """How many updates were not counted, since they are not finite."""
     return sum(one["updates_refused"] for one in finished)
 
 
 def _rejected(finished: Sequence[Mapping[str, Any]]) -> int:
-    """How many updates were not counted because of their norms."""
     return sum(one["updates_rejected"] for one in finished)
 
 
@@ -140,7 +137,6 @@ def _columns(
 
 
 def _check_privacy(strategy: Federated, model: nn.Module, clients: int) -> None:
-    """UserError where so many clients, or this model, cannot be given what the strategy promises."""
     if strategy.privacy.rule is None:
         return
     strategy.check_clients(clients)

@@ -89,19 +89,16 @@ class UpdateCoding:
 
 
 def _groups(like: Sequence[Tensor], weights: int) -> list[list[int]]:
-    """The tensors of each parcel: the model's, and those added to them that are more than a number."""
     added = [at for at in range(weights, len(like)) if like[at].numel() > 1]
     return [list(range(weights)), *([added] if added else [])]
 
 
 def _dtype(like: Sequence[Tensor], group: Sequence[int]) -> torch.dtype:
-    """In which a parcel's tensors are one row."""
     wide = any(like[at].dtype == torch.float64 for at in group)
     return torch.float64 if wide else torch.float32
 
 
 def _code(codec: ParcelCodec, parcel: Parcel, group: Sequence[int], change: list[Tensor]) -> int:
-    """Make these tensors what the server reads; how many bytes were sent."""
     flat = torch.cat([change[at].detach().flatten().to("cpu", parcel.dtype) for at in group])
     encoded = round_trip(codec, parcel, flat, torch.empty(codec.size(parcel), dtype=torch.uint8))
     pieces = torch.split(flat, [change[at].numel() for at in group])

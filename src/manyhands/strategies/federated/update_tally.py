@@ -1,8 +1,10 @@
-"""The tallies of a simulation: a plain sum over the workers, every update by itself, or the secure protocol's sum."""
+"""The tally of a simulated round: updates summed, kept one by one, or summed with privacy."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -17,14 +19,13 @@ from manyhands.strategies.federated.client_updates import (
     WeighedUpdate,
     shaped,
 )
-from manyhands.strategies.federated.norms import norm_class
+from manyhands.strategies.federated.norms import ClassSums, norm_class
 from manyhands.strategies.federated.privacy.private_rounds import PrivateRounds
-from manyhands.strategies.federated.privacy.private_tally import PrivateTally
+from manyhands.strategies.federated.privacy.update_clipping import clipped
 from manyhands.strategies.federated.secure.secure_tally import SecureTally
 from manyhands.strategies.federated.strategy import Federated
-from manyhands.strategies.federated.sums import ClassSums
 
-__all__ = ["KeptTally", "PlainTally", "Total", "tally_for"]
+__all__ = ["KeptTally", "PlainTally", "PrivateTally", "tally_for"]
 
 Total = Callable[[Tensor], Tensor]
 """Collective: the sum of a flat float64 tensor over the workers."""
@@ -59,7 +60,6 @@ class PlainTally:
         self._sent = Traffic()
 
     def add(self, update: ClientUpdate, weight: float) -> None:
-        """Add an update to this worker's sum."""
         self._sent += Traffic(messages_sent=1, bytes_sent=update.num_bytes)
         self._sums.add(update, weight)
 
@@ -87,7 +87,6 @@ class KeptTally:
         self._sent = Traffic()
 
     def add(self, update: ClientUpdate, weight: float) -> None:
-        """Kept until the round's end."""
         self._sent += Traffic(messages_sent=1, bytes_sent=update.num_bytes)
         self._mine[update.client] = (update, weight)
 
@@ -129,3 +128,53 @@ class KeptTally:
         update, weight = self._mine[client]
         words = torch.tensor([weight, weight * update.loss], dtype=torch.float64)
         return torch.cat([*(one.detach().flatten().to("cpu", torch.float64) for one in update.change), words])
+
+
+class PrivateTally:
+    """The tally of one round of a private run."""
+
+    def __init__(
+        self,
+        inside: Callable[[Sequence[Tensor]], RoundTally],
+        rounds: PrivateRounds,
+        like: Sequence[Tensor],
+        place: RoundPlace,
+    ) -> None:
+        self._rounds, self._like, self._place = rounds, like, place
+        self._noise = rounds.noise
+        self._items = sum(one.numel() for one in like)
+        self._inside = inside([torch.zeros(self._items + int(self._noise.adapts), dtype=torch.float64)])
+
+    def add(self, update: ClientUpdate, weight: float) -> None:
+        del weight
+        rounds, noise = self._rounds, self._noise
+        flat, within = clipped(update.change, noise.bound)
+        vector = noise.vector(flat, within)
+        if rounds.step:
+            draws = rounds.client_draws(self._place.number, update.client)
+            vector = torch.from_numpy(noise.in_steps(vector, rounds.step, rounds.fewest, draws) * rounds.step)
+        sent = replace(update, change=[vector], loss=0.0, samples=1, encoded_bytes=update.num_bytes)
+        self._inside.add(sent, 1.0)
+
+    def total(self, largest: int | None = None) -> TallySum:
+        """Collective: the noisy sum; what the round cost is counted, and the next one's bound is set."""
+        del largest  # the clip bounds every norm
+        rounds, place = self._rounds, self._place
+        rounds.take(place.clients)
+        found = self._inside.total()
+        row = self._noised(found.sums[0].cpu())
+        if self._noise.adapts:
+            rounds.follow(self._noise.share_within(float(row[-1]), rounds.cohort))
+        sums = shaped(row[: self._items], self._like)
+        return TallySum(sums=sums, weight=rounds.cohort, loss=math.nan, traffic=found.traffic)
+
+    def _noised(self, row: Tensor) -> Tensor:
+        """With the server's noise, which worker 0 draws for all."""
+        draws = self._rounds.server_draws(self._place.number)
+        if draws is None:
+            return row
+        if self._place.rank:
+            row.zero_()
+        else:
+            self._noise.add(row, draws)
+        return self._place.total(row)

@@ -111,7 +111,7 @@ class StageBorders:
         """Returns the time spent on communication between slices since the last call."""
         self.slow_down: Callable[[float], None] = lambda _: None
         """Called once in each work item, before it sends anything, with the seconds that it has taken."""
-        post.heed = self._times.append
+        post.on_wait = self._times.append
 
     def is_last(self, part: ChainPart) -> bool:
         return part.number + 1 == self.schedule.parts
@@ -169,7 +169,7 @@ class StageBorders:
         )
 
     @contextmanager
-    def timed(self, turn: StageWork) -> Iterator[None]:
+    def timed(self, item: StageWork) -> Iterator[None]:
         begin_ns = self._begin_ns = time.monotonic_ns()
         yield
         self._be_slow()
@@ -185,7 +185,7 @@ class StageBorders:
                 MicrobatchTime(
                     begin_ns=begin_ns,
                     end_ns=end_ns,
-                    microbatch=turn.microbatch,
+                    microbatch=item.microbatch,
                     waited_for=worker,
                     exchange_ns=exchange_ns,
                 )

@@ -17,13 +17,13 @@ from typing import Any, Final, NoReturn
 
 from torch import Tensor, nn
 
+from manyhands.data.batch_plan import Microbatch, Share
 from manyhands.data.randomness import mix, seed_all
-from manyhands.data.shares import Microbatch, Share
 from manyhands.engine.computing import Computer
 from manyhands.errors import UserError
 from manyhands.task import Metric
 
-__all__ = ["GivesOutput", "MeasureEnds", "TrainingEnds", "input_of"]
+__all__ = ["MeasureEnds", "TrainingEnds", "input_of"]
 
 _NOT_HERE: Final = (
     *("parameters", "buffers", "modules", "children", "state_dict", "load_state_dict", "get_parameter"),

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,6 @@ from manyhands.engine.exchange import (
     PeerTraffic,
     SharedStep,
     Times,
-    Traffic,
     WorkerPart,
 )
 from manyhands.engine.footprint import sizes_of
@@ -35,7 +34,6 @@ from manyhands.strategies.common.sharding.optimizers import stepping_for
 from manyhands.strategies.pipeline.borders import Passed, StageBorders
 from manyhands.strategies.pipeline.ends import MeasureEnds, TrainingEnds, input_of
 from manyhands.strategies.pipeline.schedule_cost import most_held
-from manyhands.strategies.pipeline.schedules import Schedule
 from manyhands.strategies.pipeline.split import (
     Holding,
     holding_of,
@@ -61,20 +59,16 @@ _ALL, _REPLICAS, _SLICES, _TIED = 0x60, 0x61, 0x62, 0x100
 _MOST_EVALUATIONS: Final = 1 << 16
 
 
-class ShowsPlace(Protocol):
-    """Callback that publishes what this worker is doing."""
-
-    def __call__(self, step: int, state: State, *, place: tuple[int, int] | None = None) -> None:
-        """Report the step and state and, within the step, the (stage, micro-batch)."""
-
-
 class PipelineExchange(Exchange):
-    """One stage of a pipeline replica; `plan` has as many micro-batches as the strategy."""
+    """One stage of a pipeline replica; `plan` has as many micro-batches as the strategy.
+
+    `mark(step, state, place=(stage, micro-batch))` publishes what this worker is doing.
+    """
 
     builds_on_host = True
 
     def __init__(
-        self, strategy: Pipeline, resources: Resources, plan: TrainingPlan, mark: ShowsPlace
+        self, strategy: Pipeline, resources: Resources, plan: TrainingPlan, mark: Callable[..., None]
     ) -> None:
         self.rank, self.world = resources.rank, resources.world
         self._strategy, self._plan, self._mark = strategy, plan, mark
@@ -91,11 +85,16 @@ class PipelineExchange(Exchange):
         # A parameter that several stages hold counts once.
         self.parts = GradientParts(
             held=lambda: self._held.gradients(),
-            counted=lambda: self._held.gradients(lambda one: one.tells),
+            counted=lambda: self._held.gradients(lambda one: one.reports),
             total=self.total,
         )
-        self.meter = Meter(take_times=self._take_times, traffic=self._traffic)
-        self._table = strategy.table()
+        self.meter = Meter(
+            take_times=self._take_times,
+            traffic=lambda: sum((group.traffic() for group in self._groups()), self._post.traffic()),
+        )
+        self.table = strategy.table()
+        # Who reports for its replica: the first slice of the last stage, which has the loss.
+        self._counts = self._place.stage == strategy.stages - 1 and self._place.slice == 0
         self._links = links = resources.links() if self.world > 1 else {}
         self.wire = next((link.wire for link in links.values()), self.wire)
         self._timeout_s = timeout_s = resources.timeout_s
@@ -111,15 +110,6 @@ class PipelineExchange(Exchange):
         self._steps = 0
         self._passed_ns = 0
 
-    @property
-    def table(self) -> Schedule:
-        return self._table
-
-    @property
-    def most_kept(self) -> int:
-        """Peak number of micro-batches whose activations this stage kept in the last step."""
-        return self._stage.most_kept
-
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
         outline, chain = Outline.of(model), chain_of(model)
@@ -131,25 +121,25 @@ class PipelineExchange(Exchange):
         self._holding = holding = holding_of(model, chain, self.cuts, strategy.stages, place.stage)
         computer = Computer(self._plan, self.rank)
         held = self._slice(model, holding, computer.device)
-        told = {
+        buffers = {
             name: model.get_buffer(name)
             for name in holding.buffers
             if name in outline.keys and place.data == 0
             if place.slice == 0 or name in self._sliced.buffers
         }
         stepping_for(optimizer, strategy.facts.stepping, strategy.word)
-        self._held = HeldModel(outline, optimizer, held, told, self._sliced.buffers)
+        self._held = HeldModel(outline, optimizer, held, buffers, self._sliced.buffers)
         self._held.drop_rest()
         local = {id(one.whole): one.local for one in held}
         for number, (stages, parameters) in enumerate(holding.tied):
             members = [self._stages[stage] for stage in stages]
             group = self._group(members, _TIED + number, "stages that share weights")
             self._tied.append((group, tuple(local[id(one)] for one in parameters)))
-        self._borders = StageBorders(self._table, place.stage, holding.parts, self._post, computer.device)
+        self._borders = StageBorders(self.table, place.stage, holding.parts, self._post, computer.device)
         self._borders.passed = self._passed
-        self._stage = (
+        self.stage: WaveStage | PipelineStage = (
             WaveStage(self._borders)
-            if self._table.over_time
+            if self.table.over_time
             else PipelineStage(self._borders, recompute=strategy.recompute)
         )
         for part in holding.parts:
@@ -166,11 +156,11 @@ class PipelineExchange(Exchange):
         stage = self._place.stage
         self._passed()  # drop what was counted between steps
         self._borders.slow_down = partial(computer.slow_down, step)
-        self._stage.run(
-            ends,
-            len(share.pieces),
-            lambda microbatch: self._mark(step + 1, State.COMPUTING, place=(stage, microbatch)),
-        )
+
+        def mark(microbatch: int) -> None:
+            self._mark(step + 1, State.COMPUTING, place=(stage, microbatch))
+
+        self.stage.run(ends, len(share.pieces), mark)
         loss = ends.mean_loss()
         samples = share.samples if self._counts else 0
         return Computed(loss=loss, share=share.weight, samples=samples, input_ns=ends.input_ns)
@@ -196,7 +186,7 @@ class PipelineExchange(Exchange):
                         output = self._borders.forward_only(part, number % _MOST_EVALUATIONS, ends)
                         if self._borders.is_last(part):
                             totals[column] += ends.measured(output)
-                    self._post.settle()
+                    self._post.flush()
                     number += 1
                 totals[-1] += piece.samples
         if not self._counts:
@@ -212,7 +202,9 @@ class PipelineExchange(Exchange):
         for group, parameters in self._tied:
             sum_gradients(group, parameters)
         shared = agree_on(self._all, local, counts=self._counts)
-        self._collect_posts()
+        for posts in (self._post.take_traffic(), *(group.take_traffic() for group in self._groups())):
+            for worker, post in posts.items():
+                self._posts.setdefault(worker, PeerTraffic()).add(post)
         return shared
 
     def apply(self) -> None:
@@ -238,13 +230,9 @@ class PipelineExchange(Exchange):
     def _take_times(self) -> Times:
         """Times of the last step's work items; once the step is agreed on, also its traffic and waits."""
         posts, self._posts = self._posts, {}
-        waits, turns = waits_of(self._groups()), self._borders.take_times()
-        passed_ns = sum(turn.exchange_ns for turn in turns)
-        return Times(exchange_ns=passed_ns, wait_ns=waits, posts=posts, turns=turns)
-
-    def _traffic(self) -> Traffic:
-        """Traffic of the stage's messages and of all its groups."""
-        return sum((group.traffic() for group in self._groups()), self._post.traffic())
+        waits, items = waits_of(self._groups()), self._borders.take_times()
+        passed_ns = sum(item.exchange_ns for item in items)
+        return Times(exchange_ns=passed_ns, wait_ns=waits, posts=posts, turns=items)
 
     def summary(self) -> Mapping[str, Any]:
         return {"layers": layer_traffic(self._sliced.traffic, self._steps)}
@@ -252,11 +240,6 @@ class PipelineExchange(Exchange):
     def close(self) -> None:
         for link in self._links.values():
             link.close()
-
-    @property
-    def _counts(self) -> bool:
-        """Whether this worker reports for its replica: the first slice of the last stage, which has the loss."""
-        return self._place.stage == self._strategy.stages - 1 and self._place.slice == 0
 
     def _passed(self) -> Passed:
         spent_ns = self._sliced.clock.spent_ns
@@ -286,18 +269,13 @@ class PipelineExchange(Exchange):
         place, held = self._place, []
         for one in holding.parameters:
             mine = self._sliced.cut.get(id(one))
-            tells = place.data == 0 and id(one) in holding.first and (mine is not None or place.slice == 0)
+            reports = place.data == 0 and id(one) in holding.first and (mine is not None or place.slice == 0)
             local, where = (one, None) if mine is None else (mine.local, mine.cut)
-            held.append(Held(whole=one, local=local, shape=one.shape, cut=where, tells=tells))
+            held.append(Held(whole=one, local=local, shape=one.shape, cut=where, reports=reports))
         return held
 
-    def _collect_posts(self) -> None:
-        for posts in (self._post.take_traffic(), *(group.take_traffic() for group in self._groups())):
-            for worker, post in posts.items():
-                self._posts.setdefault(worker, PeerTraffic()).add(post)
-
     def _agree_on_cuts(self, model: nn.Module, chain: Sequence[nn.Module]) -> tuple[int, ...]:
-        strategy, parts = self._strategy, self._table.parts
+        strategy, parts = self._strategy, self.table.parts
         if strategy.cuts:
             return strategy.cuts
         if parts in (1, len(chain)) and not strategy.memory:
@@ -322,6 +300,6 @@ class PipelineExchange(Exchange):
             )
         model.zero_grad()  # parameters that layers use without owning them got gradients, too
         strategy = self._strategy
-        need = part_bytes(layers, most_held(self._table, by_part=True), recompute=strategy.recompute)
+        need = part_bytes(layers, most_held(self.table, by_part=True), recompute=strategy.recompute)
         limit = strategy.memory * strategy.tensor  # of the slices of a stage together
-        return planned(layers, strategy.stages, self._table.chunks, need, limit)
+        return planned(layers, strategy.stages, self.table.chunks, need, limit)

@@ -34,7 +34,7 @@ from manyhands.errors import UserError
 from manyhands.strategies.common.collectives.schedule import ScheduleError
 from manyhands.strategies.pipeline.schedules import MOST_HELD, PartTimes, Pass, Schedule, StageWork, play
 
-__all__ = ["Boundary", "PipelineCost", "check", "cost", "equal_times", "held_during", "most_held"]
+__all__ = ["Boundary", "PipelineCost", "check", "cost", "equal_times", "most_held"]
 
 
 def check(schedule: Schedule, most_held: Callable[[Schedule, int], int] | None = None) -> None:
@@ -50,10 +50,10 @@ def check(schedule: Schedule, most_held: Callable[[Schedule, int], int] | None =
             schedule.name, lambda whole, _: whole.microbatches * whole.chunks
         )
         most = [allowed(schedule, stage) for stage in range(schedule.stages)]
-        for turn, held in held_during(schedule):
-            if held > most[turn.stage]:
+        for item, held in held_during(schedule):
+            if held > most[item.stage]:
                 raise ScheduleError(
-                    f"{_named(turn)} makes the activations that the stage holds {held}; at most {most[turn.stage]} are "
+                    f"{_named(item)} makes the activations that the stage holds {held}; at most {most[item.stage]} are "
                     "allowed"
                 )
     except ScheduleError as error:
@@ -69,18 +69,18 @@ def held_during(schedule: Schedule, *, by_part: bool = False) -> Iterator[tuple[
     """
     release = Pass.WEIGHTS if schedule.splits_backward else Pass.BACKWARD
     held = [0] * schedule.parts
-    for turn in schedule.turns:
-        holder = schedule.part(turn) if by_part else turn.stage
-        held[holder] += turn.work is Pass.FORWARD
-        yield turn, held[holder]
-        held[holder] -= turn.work is release
+    for item in schedule.work_items:
+        holder = schedule.part(item) if by_part else item.stage
+        held[holder] += item.work is Pass.FORWARD
+        yield item, held[holder]
+        held[holder] -= item.work is release
 
 
 def most_held(schedule: Schedule, *, by_part: bool = False) -> tuple[int, ...]:
     """The peak number of held activations of each stage, or with `by_part` of each part of the chain."""
     most = [0] * (schedule.parts if by_part else schedule.stages)
-    for turn, held in held_during(schedule, by_part=by_part):
-        holder = schedule.part(turn) if by_part else turn.stage
+    for item, held in held_during(schedule, by_part=by_part):
+        holder = schedule.part(item) if by_part else item.stage
         most[holder] = max(most[holder], held)
     return tuple(most)
 
@@ -93,35 +93,35 @@ def _check_places(schedule: Schedule) -> None:
     """Every item belongs to this schedule, items are sorted by tick and stage, and no stage has two at one tick."""
     works = set(_works(schedule))
     before: StageWork | None = None
-    for turn in schedule.turns:
+    for item in schedule.work_items:
         inside = (
-            0 <= turn.stage < schedule.stages
-            and 0 <= turn.microbatch < schedule.microbatches
-            and 0 <= turn.chunk < schedule.chunks
-            and turn.tick >= 0
-            and turn.work in works
+            0 <= item.stage < schedule.stages
+            and 0 <= item.microbatch < schedule.microbatches
+            and 0 <= item.chunk < schedule.chunks
+            and item.tick >= 0
+            and item.work in works
         )
         if not inside:
-            raise ScheduleError(f"there is no {_named(turn)}")
-        if before is not None and (before.tick, before.stage) >= (turn.tick, turn.stage):
-            if (before.tick, before.stage) == (turn.tick, turn.stage):
-                raise ScheduleError(f"{_named(turn)} is at the same time as {_named(before)}")
+            raise ScheduleError(f"there is no {_named(item)}")
+        if before is not None and (before.tick, before.stage) >= (item.tick, item.stage):
+            if (before.tick, before.stage) == (item.tick, item.stage):
+                raise ScheduleError(f"{_named(item)} is at the same time as {_named(before)}")
             raise ScheduleError(
-                f"{_named(turn)} stands behind {_named(before)}; turns stand by tick, then by stage"
+                f"{_named(item)} stands behind {_named(before)}; items stand by tick, then by stage"
             )
-        before = turn
+        before = item
 
 
 def _checked_ticks(schedule: Schedule) -> _Done:
     """When each item was done; ScheduleError for one that occurs twice, or not at all."""
     count = schedule.microbatches
     done: _Done = {work: [-1] * (schedule.parts * count) for work in Pass}
-    for turn in schedule.turns:
-        cell = schedule.part(turn) * count + turn.microbatch
-        ticks = done[turn.work]
+    for item in schedule.work_items:
+        cell = schedule.part(item) * count + item.microbatch
+        ticks = done[item.work]
         if ticks[cell] >= 0:
-            raise ScheduleError(f"{_named(turn)} was done before, at tick {ticks[cell]}")
-        ticks[cell] = turn.tick
+            raise ScheduleError(f"{_named(item)} was done before, at tick {ticks[cell]}")
+        ticks[cell] = item.tick
     for work in _works(schedule):
         if -1 in done[work]:
             part, microbatch = divmod(done[work].index(-1), schedule.microbatches)
@@ -134,23 +134,23 @@ def _checked_ticks(schedule: Schedule) -> _Done:
 def _check_needs(schedule: Schedule, done: _Done) -> None:
     count, parts = schedule.microbatches, schedule.parts
     forward, backward = done[Pass.FORWARD], done[Pass.BACKWARD]
-    for turn in schedule.turns:
-        part = schedule.part(turn)
-        cell = part * count + turn.microbatch
-        if turn.work is Pass.FORWARD:
-            if part and forward[cell - count] >= turn.tick:
-                raise _too_early(turn, "the output of the part before", forward[cell - count])
-            if schedule.over_time and turn.microbatch and forward[cell - 1] >= turn.tick:
-                raise _too_early(turn, "its own state after the slice before", forward[cell - 1])
-        elif turn.work is Pass.BACKWARD:
-            if forward[cell] >= turn.tick:
-                raise _too_early(turn, "its own forward", forward[cell])
-            if part + 1 < parts and backward[cell + count] >= turn.tick:
-                raise _too_early(turn, "the gradient of the part after", backward[cell + count])
-            if schedule.over_time and turn.microbatch + 1 < count and backward[cell + 1] >= turn.tick:
-                raise _too_early(turn, "the gradient of its state from the slice after", backward[cell + 1])
-        elif backward[cell] >= turn.tick:
-            raise _too_early(turn, "its own backward", backward[cell])
+    for item in schedule.work_items:
+        part = schedule.part(item)
+        cell = part * count + item.microbatch
+        if item.work is Pass.FORWARD:
+            if part and forward[cell - count] >= item.tick:
+                raise _too_early(item, "the output of the part before", forward[cell - count])
+            if schedule.over_time and item.microbatch and forward[cell - 1] >= item.tick:
+                raise _too_early(item, "its own state after the slice before", forward[cell - 1])
+        elif item.work is Pass.BACKWARD:
+            if forward[cell] >= item.tick:
+                raise _too_early(item, "its own forward", forward[cell])
+            if part + 1 < parts and backward[cell + count] >= item.tick:
+                raise _too_early(item, "the gradient of the part after", backward[cell + count])
+            if schedule.over_time and item.microbatch + 1 < count and backward[cell + 1] >= item.tick:
+                raise _too_early(item, "the gradient of its state from the slice after", backward[cell + 1])
+        elif backward[cell] >= item.tick:
+            raise _too_early(item, "its own backward", backward[cell])
 
 
 def _works(schedule: Schedule) -> tuple[Pass, ...]:
@@ -158,14 +158,14 @@ def _works(schedule: Schedule) -> tuple[Pass, ...]:
     return Pass.FORWARD, Pass.BACKWARD, *split
 
 
-def _too_early(turn: StageWork, need: str, tick: int) -> ScheduleError:
-    return ScheduleError(f"{_named(turn)} needs {need}, which is there after tick {tick}")
+def _too_early(item: StageWork, need: str, tick: int) -> ScheduleError:
+    return ScheduleError(f"{_named(item)} needs {need}, which is there after tick {tick}")
 
 
-def _named(turn: StageWork, *, when: bool = True) -> str:
-    at = f" at tick {turn.tick}" if when else ""
-    chunk = f", chunk {turn.chunk}," if turn.chunk else ""
-    return f"{turn.work.value} of micro-batch {turn.microbatch}{chunk} on stage {turn.stage}{at}"
+def _named(item: StageWork, *, when: bool = True) -> str:
+    at = f" at tick {item.tick}" if when else ""
+    chunk = f", chunk {item.chunk}," if item.chunk else ""
+    return f"{item.work.value} of micro-batch {item.microbatch}{chunk} on stage {item.stage}{at}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,11 +230,11 @@ def cost(schedule: Schedule, times: PartTimes, message_bytes: Sequence[int] = ()
         raise UserError(
             f"message_bytes={list(message_bytes)}: {schedule.parts} parts have {schedule.parts - 1} borders"
         )
-    turns = [schedule.of_stage(stage) for stage in range(schedule.stages)]
-    orders = [[(turn.work, turn.microbatch, turn.chunk) for turn in own] for own in turns]
+    items = [schedule.of_stage(stage) for stage in range(schedule.stages)]
+    orders = [[(item.work, item.microbatch, item.chunk) for item in own] for own in items]
     begins = play(schedule, orders, times)
     took = times.of_work(schedule)
-    lengths = [[took[turn.work][schedule.part(turn)] for turn in own] for own in turns]
+    lengths = [[took[item.work][schedule.part(item)] for item in own] for own in items]
     return PipelineCost(
         time=max(own[-1] + took_s[-1] for own, took_s in zip(begins, lengths, strict=True)),
         busy=tuple(map(sum, lengths)),
@@ -245,14 +245,14 @@ def cost(schedule: Schedule, times: PartTimes, message_bytes: Sequence[int] = ()
 
 def _boundaries(schedule: Schedule, message_bytes: Sequence[int]) -> tuple[Boundary, ...]:
     sent: dict[tuple[int, int], list[int]] = defaultdict(lambda: [0, 0])
-    for turn in schedule.turns:
-        part = schedule.part(turn)
-        if turn.work is Pass.WEIGHTS:
+    for item in schedule.work_items:
+        part = schedule.part(item)
+        if item.work is Pass.WEIGHTS:
             continue
-        other = part + 1 if turn.work is Pass.FORWARD else part - 1
+        other = part + 1 if item.work is Pass.FORWARD else part - 1
         to = other % schedule.stages
-        if 0 <= other < schedule.parts and to != turn.stage:
-            counted = sent[turn.stage, to]
+        if 0 <= other < schedule.parts and to != item.stage:
+            counted = sent[item.stage, to]
             counted[0] += 1
             counted[1] += message_bytes[min(part, other)] if message_bytes else 0
     return tuple(

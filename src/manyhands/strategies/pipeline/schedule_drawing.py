@@ -21,7 +21,7 @@ from manyhands.strategies.common.collectives.collective_drawing import write_fig
 from manyhands.strategies.pipeline.schedule_cost import Boundary, PipelineCost
 from manyhands.strategies.pipeline.schedules import SCHEDULES, Pass, Schedule, StageWork
 
-__all__ = ["FIGURES", "LETTERS", "as_svg", "as_text", "costs_text", "figure", "heading"]
+__all__ = ["LETTERS", "as_svg", "as_text", "costs_text", "heading"]
 
 LETTERS: Final = {Pass.FORWARD: "F", Pass.BACKWARD: "B", Pass.WEIGHTS: "W"}
 """The letter of a work item in a drawing, before the number of its micro-batch."""
@@ -42,7 +42,7 @@ def heading(schedule: Schedule) -> str:
 def as_text(schedule: Schedule, width: int | None = None) -> str:
     """Lines of aligned text; what is wider than `width` continues below."""
     ticks = _ticks(schedule)
-    names = {(turn.stage, turn.tick): _name(schedule, turn) for turn in schedule.turns}
+    names = {(item.stage, item.tick): _name(schedule, item) for item in schedule.work_items}
     cell = max(map(len, names.values())) + 1
     left = len(f"stage {schedule.stages - 1}") + 2
     per_block = ticks if width is None else max(1, (width - left) // cell)
@@ -89,12 +89,12 @@ def _many(number: int, what: str) -> str:
 
 
 def _ticks(schedule: Schedule) -> int:
-    return schedule.turns[-1].tick + 1
+    return schedule.work_items[-1].tick + 1
 
 
-def _name(schedule: Schedule, turn: StageWork) -> str:
-    chunk = _letter(turn.chunk) if schedule.chunks > 1 else ""
-    return f"{LETTERS[turn.work]}{turn.microbatch}{chunk}"
+def _name(schedule: Schedule, item: StageWork) -> str:
+    chunk = _letter(item.chunk) if schedule.chunks > 1 else ""
+    return f"{LETTERS[item.work]}{item.microbatch}{chunk}"
 
 
 def _letter(chunk: int) -> str:
@@ -112,7 +112,7 @@ _STYLE: Final = files("manyhands.strategies.pipeline").joinpath("schedule.css").
 
 def as_svg(schedule: Schedule) -> str:
     ticks = _ticks(schedule)
-    cell = max(27, 6 + 7 * max(len(_name(schedule, turn)) for turn in schedule.turns))
+    cell = max(27, 6 + 7 * max(len(_name(schedule, item)) for item in schedule.work_items))
     width = max(_LEFT + ticks * cell + 12, 430)
     height = _TOP + schedule.stages * _ROW + 26
     parts = [
@@ -127,7 +127,7 @@ def as_svg(schedule: Schedule) -> str:
         y = _TOP + stage * _ROW
         parts.append(f'<text x="8" y="{y + 17}">stage {stage}</text>')
         parts.append(f'<rect class="track" x="{_LEFT}" y="{y}" width="{ticks * cell - 1}" height="{_BOX}"/>')
-    parts += [_box(schedule, turn, cell) for turn in schedule.turns]
+    parts += [_box(schedule, item, cell) for item in schedule.work_items]
     bottom = _TOP + schedule.stages * _ROW + 12
     parts += [
         f'<text class="faint tick" x="{_LEFT + tick * cell + cell / 2:g}" y="{bottom}">{tick}</text>'
@@ -149,19 +149,19 @@ def _legend(schedule: Schedule) -> Iterator[str]:
         yield f'<text class="faint" x="{x:g}" y="44">weight gradients are in B</text>'
 
 
-def _box(schedule: Schedule, turn: StageWork, cell: int) -> str:
+def _box(schedule: Schedule, item: StageWork, cell: int) -> str:
     """One work item; the number of lines at the foot of its box is the number of its chunk."""
-    x, y = _LEFT + turn.tick * cell, _TOP + turn.stage * _ROW
-    chunk = f", part {_letter(turn.chunk)}" if schedule.chunks > 1 else ""
-    said = f"tick {turn.tick}, stage {turn.stage}: {turn.work.value} of {turn.microbatch}{chunk}"
+    x, y = _LEFT + item.tick * cell, _TOP + item.stage * _ROW
+    chunk = f", part {_letter(item.chunk)}" if schedule.chunks > 1 else ""
+    said = f"tick {item.tick}, stage {item.stage}: {item.work.value} of {item.microbatch}{chunk}"
     lines = "".join(
         f'<rect class="later" x="{x + 3}" y="{y + _BOX - 4 - 3 * number}" width="{cell - 7}" height="1.5"/>'
-        for number in range(min(turn.chunk, 3))
+        for number in range(min(item.chunk, 3))
     )
     return (
-        f'<rect class="{_KINDS[turn.work][0]}" x="{x}" y="{y}" width="{cell - 1}" height="{_BOX}" rx="2">'
+        f'<rect class="{_KINDS[item.work][0]}" x="{x}" y="{y}" width="{cell - 1}" height="{_BOX}" rx="2">'
         f"<title>{said}</title></rect>{lines}"
-        f'<text class="on" x="{x + (cell - 1) / 2:g}" y="{y + 17}">{_name(schedule, turn)}</text>'
+        f'<text class="on" x="{x + (cell - 1) / 2:g}" y="{y + 17}">{_name(schedule, item)}</text>'
     )
 
 

@@ -63,7 +63,7 @@ class Schedule:
     name: str
     stages: int
     microbatches: int
-    turns: tuple[StageWork, ...]
+    work_items: tuple[StageWork, ...]
     """All work items, by tick, then by stage."""
     chunks: int = 1
     splits_backward: bool = False
@@ -73,10 +73,10 @@ class Schedule:
     backward the gradient of its state from the slice after."""
 
     def of_stage(self, stage: int) -> tuple[StageWork, ...]:
-        return tuple(turn for turn in self.turns if turn.stage == stage)
+        return tuple(item for item in self.work_items if item.stage == stage)
 
-    def part(self, turn: StageWork) -> int:
-        return turn.chunk * self.stages + turn.stage
+    def part(self, item: StageWork) -> int:
+        return item.chunk * self.stages + item.stage
 
     @property
     def parts(self) -> int:
@@ -251,10 +251,10 @@ def zero_bubble_h1(stages: int, microbatches: int) -> Schedule:
         # Stage s puts weight gradients off by s micro-batches. It then holds as many as stage 0, which is the most
         # that 1F1B holds, and the stages before it have their gradients so much earlier.
         order: list[tuple[Pass, int, int]] = []
-        for turn in _alternating(whole, whole, min(stages - stage - 1, microbatches)):
-            order.append(turn)
-            if turn[0] is Pass.BACKWARD and turn[1] >= stage:
-                order.append((Pass.WEIGHTS, turn[1] - stage, 0))
+        for item in _alternating(whole, whole, min(stages - stage - 1, microbatches)):
+            order.append(item)
+            if item[0] is Pass.BACKWARD and item[1] >= stage:
+                order.append((Pass.WEIGHTS, item[1] - stage, 0))
         order += [(Pass.WEIGHTS, k, 0) for k in range(max(0, microbatches - stage), microbatches)]
         orders.append(order)
     return _placed(_shape("zb-h1", stages, microbatches, splits_backward=True), orders)
@@ -297,7 +297,7 @@ def _shape(name: str, stages: int, microbatches: int, chunks: int = 1, **kind: b
     for what, number in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
         if number < 1:
             raise UserError(f"{what}={number} is not allowed; the least is 1")
-    return Schedule(name=name, stages=stages, microbatches=microbatches, turns=(), chunks=chunks, **kind)
+    return Schedule(name=name, stages=stages, microbatches=microbatches, work_items=(), chunks=chunks, **kind)
 
 
 def _alternating(
@@ -316,10 +316,10 @@ def _placed(shape: Schedule, orders: Sequence[Order]) -> Schedule:
     """The table in which every work item has the earliest tick that its stage's order and its needs allow."""
     one, none = (1,) * shape.parts, (0,) * shape.parts
     times = PartTimes(forward=one, backward=one, weights=one if shape.splits_backward else none, send=none)
-    turns = [
+    items = [
         StageWork(tick=int(tick), stage=stage, microbatch=microbatch, work=work, chunk=chunk)
         for stage, begins in enumerate(play(shape, orders, times))
         for tick, (work, microbatch, chunk) in zip(begins, orders[stage], strict=True)
     ]
-    turns.sort(key=lambda turn: (turn.tick, turn.stage))
-    return replace(shape, turns=tuple(turns))
+    items.sort(key=lambda item: (item.tick, item.stage))
+    return replace(shape, work_items=tuple(items))

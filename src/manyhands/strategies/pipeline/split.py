@@ -26,7 +26,6 @@ from manyhands.strategy import enough
 
 __all__ = [
     "Holding",
-    "LayerCost",
     "balanced",
     "check_cuts",
     "holding_of",

@@ -69,12 +69,12 @@ class StageMessages:
         self.stage = stage
         self._workers = tuple(workers)
         self._links, self._timeout_s = links, timeout_s
-        self.heed: Callable[[MicrobatchTime], object] = lambda _: None
+        self.on_wait: Callable[[MicrobatchTime], object] = lambda _: None
         """Called with each receive that had to wait."""
         self._pass = 0
         self._checked = True
         self._unsent: dict[int, deque[Message]] = {other: deque() for other in range(len(workers))}
-        self._put_by: dict[_Key, Tensor] = {}
+        self._early: dict[_Key, Tensor] = {}
         self._sent_shapes: dict[int, tuple[int, ...]] = {}  # by part: of its outputs, without the batch
         self._received_shapes: dict[int, tuple[int, ...]] = {}
         self._first_shapes: dict[
@@ -97,7 +97,7 @@ class StageMessages:
         if flow is Flow.OUTPUT:
             self._check(part, microbatch, tensor)
         if to == self.stage:
-            self._put_by[flow, part, microbatch] = tensor.detach()
+            self._early[flow, part, microbatch] = tensor.detach()
             return
         shape = (tensor.dim(), *tensor.shape[1:])
         if flow is Flow.OUTPUT and self._sent_shapes.get(part) != shape:  # the receiver does not know it yet
@@ -114,17 +114,17 @@ class StageMessages:
     def receive(self, flow: Flow, part: int, microbatch: int, source: int) -> Tensor:
         """Receive from stage `source`: the output of `part` in its shape, or that output's gradient, flattened."""
         key = (flow, part, microbatch)
-        if key not in self._put_by:
+        if key not in self._early:
             begin_ns = time.monotonic_ns()
-            while key not in self._put_by:
+            while key not in self._early:
                 self._take_next(source, key)
             end_ns, worker = time.monotonic_ns(), self._workers[source]
-            self.heed(
+            self.on_wait(
                 MicrobatchTime(begin_ns=begin_ns, end_ns=end_ns, microbatch=microbatch, waited_for=worker)
             )
-        return self._put_by.pop(key)
+        return self._early.pop(key)
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Wait until the links have taken everything that was sent; PeerTimeout where a link makes no progress."""
         left_s = self._timeout_s
         while any(self._unsent.values()):
@@ -195,7 +195,7 @@ class StageMessages:
             dims, *tail = self._received_shapes[part]
             rest = math.prod(tail)
             payload = payload.view(*([payload.numel() // max(1, rest)] if dims else []), *tail)
-        self._put_by[flow, part, microbatch] = payload
+        self._early[flow, part, microbatch] = payload
 
     def _next(self, source: int, awaited: _Key) -> Message:
         worker, left_s = self._workers[source], self._timeout_s

@@ -160,7 +160,7 @@ class PipelineStage:
         self._schedule = schedule = borders.schedule
         self._recompute = recompute
         self._kept: dict[tuple[int, int], _Kept] = {}
-        self._turns = schedule.of_stage(borders.stage)
+        self._items = schedule.of_stage(borders.stage)
         self.most_kept = 0
         """Peak number of (part, micro-batch) pairs that were kept at once in the last pass."""
 
@@ -171,30 +171,30 @@ class PipelineStage:
         """
         self._borders.post.begin()
         self._kept, self.most_kept = {}, 0
-        for turn in self._turns:
-            if turn.microbatch < count:
-                mark(turn.microbatch)
-                if turn.work is Pass.FORWARD:
-                    self._forward(turn, ends)
-                elif turn.work is Pass.BACKWARD:
-                    self._backward(turn, ends)
+        for item in self._items:
+            if item.microbatch < count:
+                mark(item.microbatch)
+                if item.work is Pass.FORWARD:
+                    self._forward(item, ends)
+                elif item.work is Pass.BACKWARD:
+                    self._backward(item, ends)
                 else:
-                    with self._borders.timed(turn):
-                        kept = self._kept.pop((self._schedule.part(turn), turn.microbatch))
+                    with self._borders.timed(item):
+                        kept = self._kept.pop((self._schedule.part(item), item.microbatch))
                         if kept.put_off is not None:
                             kept.put_off.weight_gradients()
                 self.most_kept = max(self.most_kept, len(self._kept))
-        self._borders.post.settle()
+        self._borders.post.flush()
         assert not self._kept, "every forward has its backward"
 
-    def _forward(self, turn: StageWork, ends: Ends) -> None:
-        part, microbatch, borders = self._part(turn), turn.microbatch, self._borders
+    def _forward(self, item: StageWork, ends: Ends) -> None:
+        part, microbatch, borders = self._part(item), item.microbatch, self._borders
         x = borders.input(part, microbatch) if part.number else ends.input(microbatch)
         kept = self._kept[part.number, microbatch] = _Kept(x)
         is_last = borders.is_last(part)
         if is_last:
             ends.prepare(microbatch)
-        with borders.timed(turn):
+        with borders.timed(item):
             if is_last and self._recompute:
                 return  # its backward computes the forward as well
             with torch.no_grad() if self._recompute else nullcontext():
@@ -205,11 +205,11 @@ class PipelineStage:
             if not self._recompute:
                 kept.root = output
 
-    def _backward(self, turn: StageWork, ends: Ends) -> None:
-        part, microbatch, borders = self._part(turn), turn.microbatch, self._borders
+    def _backward(self, item: StageWork, ends: Ends) -> None:
+        part, microbatch, borders = self._part(item), item.microbatch, self._borders
         kept = self._kept[part.number, microbatch]
         gradient = borders.gradient(part, microbatch, kept.shape) if kept.shape is not None else None
-        with borders.timed(turn):
+        with borders.timed(item):
             root = kept.root
             if root is None:
                 # Recomputing must not move buffers twice. The last part's forward was skipped, so there this is the
@@ -235,8 +235,8 @@ class PipelineStage:
             return ends.loss(microbatch, output)
         return self._borders.tensor(output, part, microbatch)
 
-    def _part(self, turn: StageWork) -> ChainPart:
-        return self._borders.parts[self._schedule.part(turn)]
+    def _part(self, item: StageWork) -> ChainPart:
+        return self._borders.parts[self._schedule.part(item)]
 
 
 @contextmanager

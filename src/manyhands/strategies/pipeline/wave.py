@@ -64,7 +64,7 @@ class WaveStage:
     def __init__(self, borders: StageBorders) -> None:
         self._borders = borders
         (self._part,) = borders.parts.values()
-        self._turns = borders.schedule.of_stage(borders.stage)
+        self._items = borders.schedule.of_stage(borders.stage)
         self._slices = borders.schedule.microbatches
         self._kept: dict[int, _Slice] = {}
         self._state_gradients: list[list[Tensor | None]] = []  # from the following slice, by recurrent layer
@@ -81,22 +81,22 @@ class WaveStage:
         for piece in range(count):
             self._borders.post.begin(checked=False)
             self._state_gradients = []
-            for turn in self._turns:
-                mark(turn.microbatch)
-                if turn.work is Pass.FORWARD:
-                    self._forward(turn, piece, ends)
+            for item in self._items:
+                mark(item.microbatch)
+                if item.work is Pass.FORWARD:
+                    self._forward(item, piece, ends)
                 else:
-                    self._backward(turn, piece, ends)
+                    self._backward(item, piece, ends)
                 self.most_kept = max(self.most_kept, len(self._kept))
-            self._borders.post.settle()
+            self._borders.post.flush()
             self._whole = None
 
-    def _forward(self, turn: StageWork, piece: int, ends: Ends) -> None:
-        part, number, borders = self._part, turn.microbatch, self._borders
+    def _forward(self, item: StageWork, piece: int, ends: Ends) -> None:
+        part, number, borders = self._part, item.microbatch, self._borders
         x = borders.input(part, number) if part.number else self._own_input(number, piece, ends)
         if borders.is_last(part):
             ends.prepare(piece)
-        with borders.timed(turn):
+        with borders.timed(item):
             with ends.computing():
                 kept = self._kept[number] = self._apply(x, number, piece, ends)
             if borders.is_last(part):
@@ -104,11 +104,11 @@ class WaveStage:
             else:
                 borders.send_output(part, number, kept.output)
 
-    def _backward(self, turn: StageWork, piece: int, ends: Ends) -> None:
-        part, number, borders = self._part, turn.microbatch, self._borders
+    def _backward(self, item: StageWork, piece: int, ends: Ends) -> None:
+        part, number, borders = self._part, item.microbatch, self._borders
         is_last = borders.is_last(part)
         arrived = None if is_last else borders.gradient(part, number, self._kept[number].output.shape)
-        with borders.timed(turn):
+        with borders.timed(item):
             if (
                 is_last and number == self._slices - 1
             ):  # the loss over the whole gives each slice's leaf a gradient

@@ -75,10 +75,15 @@ class TensorExchange(Exchange):
         )
         self.parts = GradientParts(
             held=lambda: self._need().gradients(),
-            counted=self._counted,
+            # Cut parameters count on every slice, whole ones on the first.
+            counted=lambda: self._need().gradients(lambda one: one.cut is not None or self._place.slice == 0),
             total=self._slices.all_reduce,
         )
-        self.meter = Meter(take_times=self._take_times, traffic=self._traffic)
+        self._groups = self._everyone, self._slices, self._data
+        self.meter = Meter(
+            take_times=self._take_times,
+            traffic=lambda: sum((group.traffic() for group in self._groups), Traffic()),
+        )
         self._device = device if device is not None else torch.device("cpu")
         self._optimizer: Optimizer | None = None
         self._held: HeldModel | None = None
@@ -97,16 +102,10 @@ class TensorExchange(Exchange):
         first = self._place.data == 0
         held = []
         for identity, parameter in whole.items():
-            cut = self._sliced.cut.get(identity)
-            held.append(
-                Held(
-                    whole=parameter,
-                    local=cut.local if cut is not None else parameter,
-                    shape=parameter.shape,
-                    cut=cut.cut if cut is not None else None,
-                    tells=first and (cut is not None or self._place.slice == 0),
-                )
-            )
+            mine = self._sliced.cut.get(identity)
+            local, cut = (parameter, None) if mine is None else (mine.local, mine.cut)
+            reports = first and (cut is not None or self._place.slice == 0)
+            held.append(Held(whole=parameter, local=local, shape=parameter.shape, cut=cut, reports=reports))
         buffers = {
             key: value
             for key, value in model.named_buffers()
@@ -144,10 +143,6 @@ class TensorExchange(Exchange):
                 self._posts.setdefault(peer, PeerTraffic()).add(post)
         return shared
 
-    def _counted(self) -> list[torch.Tensor]:
-        """Gradients that count on this worker: of cut parameters on every slice, of whole ones on the first."""
-        return self._need().gradients(lambda one: one.cut is not None or self._place.slice == 0)
-
     def apply(self) -> None:
         assert self._optimizer is not None, "attach comes before apply"
         self._optimizer.step()
@@ -173,9 +168,6 @@ class TensorExchange(Exchange):
         waits = waits_of(self._groups)
         return Times(exchange_ns=max(0, spent_ns - sum(waits.values())), wait_ns=waits, posts=posts)
 
-    def _traffic(self) -> Traffic:
-        return sum((group.traffic() for group in self._groups), Traffic())
-
     def summary(self) -> Mapping[str, Any]:
         traffic = self._sliced.traffic if self._sliced is not None else {}
         return {"layers": layer_traffic(traffic, self._steps)}
@@ -183,10 +175,6 @@ class TensorExchange(Exchange):
     def close(self) -> None:
         for link in self._links.values():
             link.close()
-
-    @property
-    def _groups(self) -> tuple[LinkGroup, ...]:
-        return self._everyone, self._slices, self._data
 
     def _need(self) -> HeldModel:
         assert self._held is not None, "attach comes first"

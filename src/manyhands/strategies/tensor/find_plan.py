@@ -69,21 +69,21 @@ def find_plan(model: nn.Module, slices: int, part: Sequence[nn.Module] | None = 
     return dict(sorted(plan.items(), key=lambda entry: order[entry[0]]))
 
 
-def said_plan(module: nn.Module, prefix: str = "") -> dict[str, Slicing] | None:
+def declared_plan(module: nn.Module, prefix: str = "") -> dict[str, Slicing] | None:
     """The plan that a module declares with `tensor_plan`, by full names; None where it declares none."""
-    said: Any = getattr(module, "tensor_plan", None)
-    if said is None:
+    declared: Any = getattr(module, "tensor_plan", None)
+    if declared is None:
         return None
-    said = said() if callable(said) else said
-    if not isinstance(said, Mapping):
+    declared = declared() if callable(declared) else declared
+    if not isinstance(declared, Mapping):
         raise UserError(
-            f"{type(module).__name__}.tensor_plan is a {type(said).__name__}; it must be a dict of names of modules to "
-            "how: {'fc1': 'column', 'fc2': 'row'}"
+            f"{type(module).__name__}.tensor_plan is a {type(declared).__name__}; it must be a dict of names of "
+            "modules to how: {'fc1': 'column', 'fc2': 'row'}"
         )
     names = [name for name, _ in module.named_modules() if name]
     layers = [name for name, one in module.named_modules() if name and not _inside(one)]
     plan: dict[str, Slicing] = {}
-    for pattern, how in said.items():
+    for pattern, how in declared.items():
         matching = [pattern] if pattern in names else [one for one in layers if fnmatchcase(one, pattern)]
         if not matching:
             (close,) = get_close_matches(str(pattern), names, n=1, cutoff=0) or ("none",)
@@ -105,9 +105,9 @@ class _Finder:
     def visit(self, path: str, module: nn.Module, plan: dict[str, Slicing]) -> None:
         if path in plan:
             return
-        said = said_plan(module, path)
-        if said is not None:
-            plan |= {name: how for name, how in said.items() if name not in plan}  # outer plan wins
+        declared = declared_plan(module, path)
+        if declared is not None:
+            plan |= {name: how for name, how in declared.items() if name not in plan}  # outer plan wins
             for name, child in module.named_modules(prefix=path):
                 if child is not module and getattr(child, "tensor_plan", None) is not None:
                     self.visit(name, child, plan)
@@ -319,8 +319,8 @@ def _splits_heads(attention: nn.MultiheadAttention, slices: int) -> bool:
 
 def _chain(module: nn.Module) -> list[nn.Module]:
     """The modules that are applied one after another; empty where nothing declares an order."""
-    said = module.chain() if isinstance(module, SaysChain) else _inside(module)
-    return [part for one in said for part in _flat(one)]
+    declared = module.chain() if isinstance(module, SaysChain) else _inside(module)
+    return [part for one in declared for part in _flat(one)]
 
 
 def _inside(module: nn.Module) -> list[nn.Module]:

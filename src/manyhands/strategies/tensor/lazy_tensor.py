@@ -20,7 +20,7 @@ from manyhands.errors import UserError
 from manyhands.native.dtypes import HALVES
 from manyhands.strategies.tensor.moves import Port, gathered
 
-__all__ = ["LazyWhole", "cross_entropy", "settled"]
+__all__ = ["LazyWhole", "as_whole"]
 
 _ABOUT = (
     *("shape", "dtype", "device", "ndim", "layout"),
@@ -103,7 +103,7 @@ class LazyWhole(Tensor):
             on_part = first._on_part(function, args, kwargs)
             if on_part is not None:
                 return on_part
-        args, kwargs = tree_map(settled, (tuple(args), dict(kwargs)))
+        args, kwargs = tree_map(as_whole, (tuple(args), dict(kwargs)))
         return function(*args, **kwargs)
 
     @classmethod
@@ -112,7 +112,7 @@ class LazyWhole(Tensor):
     ) -> Any:
         """Gather for operations that reach the dispatcher without passing through `__torch_function__`."""
         del types
-        args, kwargs = tree_map(settled, (tuple(args), dict(kwargs or {})))
+        args, kwargs = tree_map(as_whole, (tuple(args), dict(kwargs or {})))
         return function(*args, **kwargs)
 
     def _on_part(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
@@ -130,7 +130,7 @@ class LazyWhole(Tensor):
         return None
 
 
-def settled(value: Any) -> Any:
+def as_whole(value: Any) -> Any:
     """Collective for a stand-in: return the tensor that it stands for; return any other value unchanged."""
     return value.whole() if isinstance(value, LazyWhole) else value
 

@@ -23,7 +23,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from manyhands.errors import UserError
 from manyhands.strategies.common.grid.held import Cut
-from manyhands.strategies.tensor.lazy_tensor import settled
+from manyhands.strategies.tensor.lazy_tensor import as_whole
 from manyhands.strategies.tensor.moves import Port, copied, gathered, scattered, summed
 from manyhands.strategies.tensor.sliced_layers import SlicedModule, along, whole_attribute
 from manyhands.strategies.tensor.slicing_plan import SliceKind, Slicing, parts_of
@@ -43,7 +43,7 @@ class OutputChannels(SlicedModule, _ConvNd):
         return {name: along(0, parts) for name in ("weight", "bias")}
 
     def forward(self, x: Tensor) -> Tensor:
-        x = settled(x)
+        x = as_whole(x)
         dim = -len(self.kernel_size) - 1
         self.expect(x, dim, self.in_channels, "channels")
         if self.sliced.how.leaves_sliced:
@@ -266,7 +266,7 @@ class SpatialModule(SlicedModule):
         """Return this slice's rows; takes them from the whole image where the plan scatters it here."""
         if not self.sliced.how.scatter:
             return x
-        x = settled(x)
+        x = as_whole(x)
         self.sliced.rows.height = height = x.shape[_ROWS]
         self.sliced.draws.enter(x)
         return scattered(x, self.port, _ROWS, [len(one) for one in self.shares(height)])

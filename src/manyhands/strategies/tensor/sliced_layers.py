@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from manyhands.errors import UserError
 from manyhands.strategies.common.grid.held import Cut
-from manyhands.strategies.tensor.lazy_tensor import LazyWhole, settled
+from manyhands.strategies.tensor.lazy_tensor import LazyWhole, as_whole
 from manyhands.strategies.tensor.moves import Port, copied, gathered, summed
 from manyhands.strategies.tensor.slicing_plan import SliceKind, Slicing, parts_of
 
@@ -160,7 +160,7 @@ class ColumnLinear(SlicedModule, nn.Linear):
         return {name: along(0, parts, how.fused) for name in ("weight", "bias")}
 
     def forward(self, x: Tensor) -> Tensor:
-        x = settled(x)
+        x = as_whole(x)
         self.expect(x, -1, self.in_features, "features")
         if self.sliced.how.leaves_sliced:
             self.sliced.draws.enter(x)
@@ -270,7 +270,7 @@ class HeadsAttention(SlicedModule, nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output and, where requested, the attention weights, as torch does; both whole on every slice."""
         del is_causal  # only a hint: a caller that sets it passes the mask as well
-        given = settled(query), settled(key), settled(value)
+        given = as_whole(query), as_whole(key), as_whole(value)
         alone = given[0].dim() == 2
         self.sliced.draws.enter(given[0])
         copies = {id(one): copied(one, self.port) for one in given}  # one copy where one tensor is all three

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from manyhands.data.sparse_rows import Rows
+from manyhands.data.matrix import Rows
 from manyhands.errors import DataError, ManyhandsError, UserError, format_bytes
 from manyhands.native.segment import available_bytes
 from manyhands.workloads.gbdt import bin_kernels

@@ -22,8 +22,8 @@ from typing import Any, BinaryIO, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from manyhands.data.matrix import Rows
 from manyhands.data.row_files import RowFile
-from manyhands.data.sparse_rows import Rows
 from manyhands.errors import DataError, ManyhandsError
 from manyhands.workloads.logreg.labels import Labels, labels_of
 

@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
+from manyhands.data.matrix import Rows
 from manyhands.data.row_files import Reading, RowFile
-from manyhands.data.sparse_rows import Rows
 from manyhands.data.store.atomic import write_atomically
 from manyhands.data.store.exported import narrow, widen
 from manyhands.data.store.tensorfile import encode_tensors

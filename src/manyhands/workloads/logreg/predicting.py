@@ -8,8 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
 
+from manyhands.data.matrix import Rows
 from manyhands.data.row_files import FORMATS, Reading, RowText
-from manyhands.data.sparse_rows import Rows
 from manyhands.data.store.exported import check_precision
 from manyhands.errors import DataError, UserError
 from manyhands.workloads.exporting import Export, ExportAsked

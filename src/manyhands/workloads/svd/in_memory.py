@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from manyhands.data.matrix import MatrixBlock
-from manyhands.data.sparse_rows import Rows
+from manyhands.data.matrix import MatrixBlock, Rows
 from manyhands.errors import DataError, UserError
 from manyhands.workloads.svd.krylov import DONE, Array, KrylovSpace, advance, begin, numbers_of
 from manyhands.workloads.svd.model import SvdModel

@@ -10,8 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from manyhands.data.matrix import MatrixBlock
-from manyhands.data.sparse_rows import Rows
+from manyhands.data.matrix import MatrixBlock, Rows
 from manyhands.data.stored_matrix import StoredMatrix
 from manyhands.errors import DataError
 from manyhands.workloads.svd.krylov import GRAM, POLISH, Array, KrylovSpace, PassTotals, numbers_of

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from manyhands.data.batch_plan import permutation
-from manyhands.data.bundled import bundled_file
+from manyhands.data.file_reader import bundled_file
 from manyhands.engine.chain import ChainFunction
 from manyhands.errors import UserError
 from manyhands.task import Task

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manyhands.data.idx import read_idx
+from manyhands.data.file_reader import read_idx
 from manyhands.errors import DataError, UserError
 from manyhands.task import Task
 from manyhands.workloads.task_options import check_options, option

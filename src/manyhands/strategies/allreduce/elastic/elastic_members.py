@@ -92,7 +92,6 @@ class LocalElasticMembers(ChildMembers):
             return self.start_child(member, f"worker {slot}", partial(work, slot=slot), files, env)
 
     def begin(self, view: EpochView) -> None:
-        """Send each member the shared memory of the epoch."""
         if self._files is not None:
             self._files.close()
         self._files = EpochFiles(len(view.seats), self._job.strategy, with_state=view.has_fresh)
@@ -106,7 +105,6 @@ class LocalElasticMembers(ChildMembers):
         self._files.let_go()
 
     def abort(self) -> None:
-        """Set the abort flag in the shared memory of the epoch."""
         assert self._files is not None, "an epoch that is ended was begun"
         self._files.abort(None)
 
@@ -171,7 +169,6 @@ class ExternalElasticMembers(ExternalMembers):
         return self._name(slot)
 
     def begin(self, view: EpochView) -> None:
-        """Nothing is sent besides the view; from here on new members get their state from a donor."""
         del view
         self._start = None
 

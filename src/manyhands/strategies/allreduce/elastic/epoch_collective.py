@@ -49,7 +49,6 @@ class StepChannel:
         return self.view.epoch if self.view is not None else 0
 
     def begin(self, view: EpochView) -> None:
-        """Enter the epoch of this view."""
         self.view, self.passed, self.next = view, 0, None
 
     def passes(self) -> None:
@@ -93,15 +92,12 @@ class ElasticCollective(Collective):
         self._passes = passes
 
     def allocate(self, parcels: Sequence[Parcel]) -> list[torch.Tensor]:
-        """Delegates to the inner collective."""
         return self._inner.allocate(parcels)
 
     def rounds(self, parcel: Parcel) -> bool:
-        """Delegates to the inner collective."""
         return self._inner.rounds(parcel)
 
     def begin(self, step: int) -> None:
-        """Delegates to the inner collective."""
         self._inner.begin(step)
 
     def launch(self, index: int) -> None:
@@ -112,7 +108,6 @@ class ElasticCollective(Collective):
             raise MembersChanged(str(error)) from error
 
     def poll(self) -> bool:
-        """Delegates to the inner collective."""
         try:
             return self._inner.poll()
         except LOST as error:
@@ -139,13 +134,10 @@ class ElasticCollective(Collective):
         self._passes()
 
     def take_times(self) -> Times:
-        """Delegates to the inner collective."""
         return self._inner.take_times()
 
     def traffic(self) -> Traffic:
-        """Delegates to the inner collective."""
         return self._inner.traffic()
 
     def close(self) -> None:
-        """Close the inner collective."""
         self._inner.close()

@@ -84,7 +84,6 @@ class ElasticExchange(Exchange):
                 self._leave()
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Collective: begin with the state of rank 0, or with the donor's, which `model` already holds."""
         self._model, self._optimizer = model, optimizer
         if self._loaded is not None:
             restore_buffers(model, self._loaded)
@@ -252,7 +251,6 @@ class ElasticExchange(Exchange):
             self._optimizer.zero_grad()
 
     def compute(self, computer: Computer, model: nn.Module, step: int) -> Computed:
-        """Forward and backward; buffers are copied first, so that an interrupted step can be undone."""
         self._keep()
         self._began = True
         return super().compute(computer, model, step)
@@ -268,16 +266,13 @@ class ElasticExchange(Exchange):
         return replace(shared, bad_workers=tuple(view.seats[rank].slot for rank in shared.bad_workers))
 
     def apply(self) -> None:
-        """Take the optimizer step, which is the same on every worker."""
         self._current.apply()
 
     def optimizer_state(self) -> dict[str, Any] | None:
-        """Return the optimizer state on the lowest rank of the epoch, None elsewhere."""
         assert self._optimizer is not None, "attach comes before optimizer_state"
         return self._optimizer.state_dict() if self.rank == 0 else None
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
-        """Collective: the sum over the members of the epoch."""
         return self._current.total(values)
 
     def _take_times(self) -> Times:
@@ -296,5 +291,4 @@ class ElasticExchange(Exchange):
         return self._sent if self._inner is None else self._sent + self._inner.meter.traffic()
 
     def close(self) -> None:
-        """Release the epoch, its collective and the gradients."""
         self._close_epoch()

@@ -30,7 +30,7 @@ from manyhands.observe.record.event_ring import EventRing
 from manyhands.observe.record.events import EventKind
 from manyhands.places.external.control_connection import ControlConnection
 from manyhands.places.external.process_group import GroupMember, ProcessGroup
-from manyhands.places.local.context import Context, RoleContext
+from manyhands.places.local.control import Context, RoleContext
 from manyhands.places.local.notes import TypedNotes
 from manyhands.places.local.packed_job import load
 from manyhands.strategies.allreduce.elastic.elastic_messages import Done

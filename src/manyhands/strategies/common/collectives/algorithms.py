@@ -23,7 +23,6 @@ from manyhands.strategies.common.collectives.schedule import (
 
 __all__ = [
     "ALGORITHMS",
-    "all_to_all",
     "broadcast",
     "butterfly",
     "direct",

@@ -26,7 +26,7 @@ from manyhands.wire.codecs.powersgd import PowerSgd, sum_factors
 from manyhands.wire.feedback import ErrorFeedback
 from manyhands.wire.parcels import Parcel
 
-__all__ = ["Compressor", "gathers"]
+__all__ = ["Compressor"]
 
 _SUMS = 1 << 20  # worker numbers are below this; sums seed their draws with higher ones
 

@@ -213,13 +213,13 @@ class ScheduleExecutor:
                 enter(number)
                 self._run_round(work, arithmetic, encoded)
         if encoded is not None:
-            encoded.settle(plan.own_results)
+            encoded.round_own(plan.own_results)
 
     def _run_round(self, work: Round, arithmetic: _Arithmetic, encoded: _Encoded | None) -> None:
         if encoded is None:
             refused = self._mailbox.post([(d.to, arithmetic.items(d.begin, d.end)) for d in work.departures])
         else:
-            refused = self._mailbox.post(encoded.letters(work.departures))
+            refused = self._mailbox.post(encoded.messages(work.departures))
         deferred: list[tuple[Landing, torch.Tensor]] = []
         for landing in work.landings:
             space = arithmetic.space(landing)
@@ -329,7 +329,7 @@ class _Encoded:
     _vector: torch.Tensor
     _room: Callable[[str, int], torch.Tensor]
 
-    def letters(self, departures: Sequence[Departure]) -> list[LinkMessage]:
+    def messages(self, departures: Sequence[Departure]) -> list[LinkMessage]:
         """Return the messages to post, each span encoded once for all receivers; constant until all are sent."""
         spans = list(dict.fromkeys((one.begin, one.end) for one in departures))
         parcels = [self._parcel.part(*span) for span in spans]
@@ -352,7 +352,7 @@ class _Encoded:
         self._codec.decode(parcel, room[:num_bytes], space)
         return refused
 
-    def settle(self, spans: Sequence[tuple[int, int]]) -> None:
+    def round_own(self, spans: Sequence[tuple[int, int]]) -> None:
         """Round these items, computed here, as if they were sent, so that all ranks hold the same values."""
         for begin, end in spans:
             parcel = self._parcel.part(begin, end)

@@ -78,11 +78,11 @@ class Mailbox:
         posts, self._posts = self._posts, defaultdict(PeerTraffic)
         return {self._role(peer): post for peer, post in posts.items()}
 
-    def post(self, letters: Iterable[LinkMessage]) -> list[LinkMessage]:
+    def post(self, messages: Iterable[LinkMessage]) -> list[LinkMessage]:
         """Send what the links take at once; return the rest in order, to be posted again."""
         refused: list[LinkMessage] = []
         full: set[int] = set()
-        for peer, payload in letters:
+        for peer, payload in messages:
             if peer in full or not self._send(peer, payload):
                 full.add(peer)
                 refused.append((peer, payload))
@@ -107,7 +107,7 @@ class Mailbox:
                 if not isinstance(outcome, TimedOut):
                     break
                 left_s -= slice_s
-                self._heed_alarm()
+                self._check_alarm()
                 if left_s <= 0:
                     self._late(source, "sent nothing")
                 wait.goes_on(self._role(source))
@@ -154,7 +154,7 @@ class Mailbox:
                 timeout_s -= slice_s
                 if timeout_s <= 0:
                     return False
-                self._heed_alarm()
+                self._check_alarm()
                 wait.goes_on(self._role(peer))
 
     def _send(self, peer: int, payload: torch.Tensor) -> bool:
@@ -175,25 +175,22 @@ class Mailbox:
         return True
 
     def _link(self, peer: int) -> Link:
-        try:
-            return self._links[peer]
-        except KeyError:
-            raise UserError(
-                f"{self._where()}: there is no link to rank {self._role(peer)}, only to "
-                f"{sorted(map(self._role, self._links))}"
-            ) from None
+        if peer not in self._links:
+            there = sorted(map(self._role, self._links))
+            raise UserError(f"{self._where()}: no link leads to rank {self._role(peer)}, only to {there}")
+        return self._links[peer]
 
     def _late(self, peer: int, what: str) -> NoReturn:
         role = self._role(peer)
         raise PeerTimeout(f"{self._where()}: rank {role} {what} within {self._timeout_s:g} s", role)
 
-    def _heed_alarm(self, wait_s: float = 0.0) -> None:
+    def _check_alarm(self, wait_s: float = 0.0) -> None:
         lost = self._alarm.lost(wait_s) if self._alarm is not None else None
         if lost is not None:
             raise WorkerFailed(f"{self._where()}: {lost[1]}", lost[0])
 
     def _lost(self, peer: int, outcome: Closed | PeerDied) -> NoReturn:
-        self._heed_alarm(_CAUSE_S)  # it may have left because of another loss, which the alarm will name
+        self._check_alarm(_CAUSE_S)  # it may have left because of another loss, which the alarm will name
         reason = outcome.reason if isinstance(outcome, PeerDied) else "the link was closed"
         role = self._role(peer)
         raise WorkerFailed(f"{self._where()}: lost rank {role}: {reason}", role)

@@ -229,7 +229,7 @@ class _Expressions:
 # A message of b bytes takes alpha + b * beta, reducing b bytes takes b * gamma (Hockney's model with
 # reduction, as in Thakur, Rabenseifner and Gropp 2005). A rank has one port out and one port in, which work
 # at the same time and each carry one message after the other; it reduces when its round's messages are in,
-# and goes on to its next round without waiting for ranks it exchanges nothing with. So the time is that of
+# and continues to its next round without waiting for ranks it exchanges nothing with. So the time is that of
 # the longest chain of waits, found by playing the rounds through.
 
 
@@ -259,7 +259,7 @@ def cost(algorithm: Algorithm, world: int, num_bytes: int, item_bytes: int = 1) 
     """Count one all-reduce of `num_bytes`, cut between items of `item_bytes` as the executor cuts them."""
     if num_bytes < 0 or item_bytes < 1 or num_bytes % item_bytes:
         raise UserError(
-            f"num_bytes={num_bytes}, item_bytes={item_bytes}: a vector is a whole number of items"
+            f"num_bytes={num_bytes}, item_bytes={item_bytes}: a vector has an integer number of items"
         )
     tables = algorithm.tables(world)
     sizes = _Sizes(count=num_bytes // item_bytes, item_bytes=item_bytes, chunks=algorithm.chunks(world))

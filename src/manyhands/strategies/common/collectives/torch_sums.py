@@ -163,7 +163,7 @@ class TorchCollective(Collective):
         """Begin an operation; raise the lost worker's error if that is why the group is gone."""
         group = self._group
         if group is None:
-            self._heed_alarm()
+            self._check_alarm()
             raise Aborted(f"worker {self.rank} has left the group of GPUs")
         return self._checked(lambda: begin(group))
 
@@ -172,13 +172,13 @@ class TorchCollective(Collective):
         for work in self._unsure:
             self._await(work, "its sums")
         self._unsure = []
-        self._heed_alarm()  # a group that was ended leaves anything in its buckets
+        self._check_alarm()  # a group that was ended leaves anything in its buckets
 
     def _await(self, work: Any, what: str) -> None:
         deadline, pause_s = time.monotonic() + self._timeout_s, _FIRST_LOOK_S
         with LongWait() as wait:
             while not work.is_completed():
-                self._heed_alarm()
+                self._check_alarm()
                 if time.monotonic() >= deadline:
                     others = [rank for rank in range(self.world) if rank != self.rank]
                     who = f"worker{'s' if len(others) > 1 else ''} {', '.join(map(str, others))}"
@@ -190,19 +190,19 @@ class TorchCollective(Collective):
                 wait.goes_on(0 if self.rank else 1)
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
-        self._heed_alarm()
+        self._check_alarm()
         self._checked(work.wait)
 
     def _checked(self, act: Callable[[], _T]) -> _T:
         try:
             return act()
         except RuntimeError as error:
-            self._heed_alarm(_CAUSE_S)  # a peer is gone, whose name will be known in a moment
+            self._check_alarm(_CAUSE_S)  # a peer is gone, whose name will be known in a moment
             raise Aborted(
                 f"worker {self.rank}: the workers' GPUs cannot exchange any more: {first_line(error)}"
             ) from error
 
-    def _heed_alarm(self, wait_s: float = 0.0) -> None:
+    def _check_alarm(self, wait_s: float = 0.0) -> None:
         lost = self._alarm.lost(wait_s) if self._alarm is not None else None
         if lost is not None:
             raise WorkerFailed(f"worker {self.rank}, sums on GPUs: {lost[1]}", lost[0])

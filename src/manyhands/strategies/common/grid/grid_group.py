@@ -220,15 +220,15 @@ def agree_on(group: LinkGroup, local: LocalStep, *, counts: bool = True) -> Shar
 
     Of several workers on the same samples, one `counts`.
     """
-    told = torch.zeros(2 + group.world, dtype=torch.float64)
-    told[1] = local.stop
+    values = torch.zeros(2 + group.world, dtype=torch.float64)
+    values[1] = local.stop
     if not local.is_finite:
-        told[2 + group.index] = 1
+        values[2 + group.index] = 1
     elif counts and local.share:
-        told[0] = local.loss * local.share
-    told = group.all_reduce(told)
-    bad = tuple(index for index, flag in enumerate(told[2:].tolist()) if flag)
-    return SharedStep(loss=math.nan if bad else float(told[0]), bad_workers=bad, stop=bool(told[1]))
+        values[0] = local.loss * local.share
+    values = group.all_reduce(values)
+    bad = tuple(index for index, flag in enumerate(values[2:].tolist()) if flag)
+    return SharedStep(loss=math.nan if bad else float(values[0]), bad_workers=bad, stop=bool(values[1]))
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

@@ -11,7 +11,7 @@ from enum import Enum, unique
 
 from manyhands.errors import UserError
 
-__all__ = ["Coordinates", "Grid", "GridAxis", "require_multiple"]
+__all__ = ["Grid", "GridAxis", "require_multiple"]
 
 
 @unique

@@ -104,7 +104,7 @@ class Held:
     """The shape of the whole."""
     cut: Cut | None = None
     """Which part `local` is; None: all of it, as for a parameter without dimensions."""
-    tells: bool = True
+    reports: bool = True
     """Whether this worker sends it when the whole is assembled: one holder of each part does."""
 
 
@@ -171,7 +171,7 @@ class HeldModel:
         entries = [
             _Entry({"name": self._names[id(one.whole)], "cut": _words(one.cut)}, one.local.detach())
             for one in self.held
-            if one.tells
+            if one.reports
         ]
         entries += [
             _Entry(
@@ -223,7 +223,7 @@ class HeldModel:
 
     def _state_entries(self) -> Iterator[_Entry]:
         for one in self.held:
-            if not (one.tells and self._steps(one)):
+            if not (one.reports and self._steps(one)):
                 continue
             position = self._position[id(one.whole)]
             for name, value in self._optimizer.state.get(one.local, {}).items():
@@ -239,7 +239,7 @@ class HeldModel:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Entry:
-    """Something that a worker tells: facts of JSON, and a tensor or none."""
+    """Something that a worker reports: facts of JSON, and a tensor or none."""
 
     facts: dict[str, Any]
     tensor: Tensor | None

@@ -61,18 +61,14 @@ def units_of(model: nn.Module) -> list[Unit]:
     for name, module in layers:
         for parameter in module.parameters():
             owners.setdefault(parameter, set()).add(name)
-    groups = [
+    every: list[tuple[str, nn.Module | None, list[nn.Parameter]]] = [
         (name, module, [one for one in module.parameters() if owners[one] == {name}])
         for name, module in layers
     ]
-    rest = [one for one in model.parameters() if len(owners.get(one, ())) != 1]
-    units = [(name, module, own) for name, module, own in groups if own]
-    every: list[tuple[str, nn.Module | None, list[nn.Parameter]]] = [*units]
-    if rest:
-        every.append((REST, None, rest))
+    every.append((REST, None, [one for one in model.parameters() if len(owners.get(one, ())) != 1]))
     return [
         Unit(number=number, name=name, module=module, parameters=tuple(own), layouts=_layouts(own))
-        for number, (name, module, own) in enumerate(every)
+        for number, (name, module, own) in enumerate(unit for unit in every if unit[2])
     ]
 
 

@@ -18,7 +18,7 @@ from manyhands.data.randomness import preserved, seed_all
 from manyhands.errors import UserError
 from manyhands.facts import Stepping
 
-__all__ = ["KeptState", "cannot_step", "is_elementwise", "kept_by", "may_fuse", "positions", "stepping_for"]
+__all__ = ["KeptState", "is_elementwise", "kept_by", "may_fuse", "positions", "stepping_for"]
 
 _FUSED = frozenset({SGD, Adagrad, Adam, AdamW})
 _FUSED_DTYPES = (torch.float32, torch.float64)  # 16-bit ones would be rounded once where torch rounds often
@@ -113,8 +113,8 @@ def cannot_step(optimizer: Optimizer, way: Stepping) -> str:
         with preserved(), torch.no_grad():
             together, _ = _tried(optimizer, chosen, Stepping.TOGETHER)
     except Exception as error:  # whatever the user's class raises
-        told = str(error).strip().partition("\n")[0]
-        return f"a trial on small parameters with dense gradients raised {type(error).__name__} ({told})"
+        first = str(error).strip().partition("\n")[0]
+        return f"a trial on small parameters with dense gradients raised {type(error).__name__} ({first})"
     try:
         with preserved(), torch.no_grad():
             apart, keeps_shapes = _tried(optimizer, chosen, way)

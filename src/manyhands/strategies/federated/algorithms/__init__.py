@@ -12,14 +12,18 @@ from manyhands.strategies.federated.algorithms.algorithm import (
     FederatedAlgorithm,
     FederatedFacts,
 )
+from manyhands.strategies.federated.algorithms.averaging import (
+    FedAdagrad,
+    FedAdam,
+    FedAvg,
+    FedNova,
+    FedProx,
+    FedSgd,
+    FedYogi,
+)
 from manyhands.strategies.federated.algorithms.buff import FedBuff
-from manyhands.strategies.federated.algorithms.ditto import Ditto
-from manyhands.strategies.federated.algorithms.fedavg import FedAvg, FedSgd
-from manyhands.strategies.federated.algorithms.nova import FedNova
-from manyhands.strategies.federated.algorithms.opt import FedAdagrad, FedAdam, FedYogi
-from manyhands.strategies.federated.algorithms.prox import FedProx
 from manyhands.strategies.federated.algorithms.robust import CoordinateMedian, Krum, MultiKrum, TrimmedMean
-from manyhands.strategies.federated.algorithms.scaffold import Scaffold
+from manyhands.strategies.federated.algorithms.stateful import Ditto, Scaffold
 
 __all__ = ["ALGORITHMS", "ClientUpdate", "FederatedAlgorithm", "FederatedFacts", "algorithm_named"]
 

@@ -14,9 +14,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from manyhands.strategies.federated.client_updates import ClientUpdate, GivenModel, TallySum
-from manyhands.strategies.federated.kept_layers import LocalLayers
-from manyhands.strategies.federated.states import ClientStates
+from manyhands.strategies.federated.client_updates import ClientAssignment, ClientUpdate, TallySum
+from manyhands.strategies.federated.states import ClientStates, LocalLayers
 
 __all__ = ["ClientUpdate", "FederatedAlgorithm", "FederatedFacts"]
 
@@ -124,9 +123,11 @@ class FederatedAlgorithm(ABC):
         self.layers.keep(client, trained)
         return change
 
-    def given(self, number: int, chosen: Sequence[int], weights: Sequence[Tensor]) -> Sequence[GivenModel]:
+    def given(
+        self, number: int, chosen: Sequence[int], weights: Sequence[Tensor]
+    ) -> Sequence[ClientAssignment]:
         """On the server: whose updates make round `number`, and what each began with; the same on every worker."""
-        return [GivenModel(client=client, weights=weights, number=number) for client in chosen]
+        return [ClientAssignment(client=client, weights=weights, number=number) for client in chosen]
 
     def summary(self) -> Mapping[str, Any]:
         """What is worth a place in the summary of the run."""

@@ -25,7 +25,7 @@ from manyhands.data.randomness import mix
 from manyhands.errors import UserError
 from manyhands.strategies.common.consistency import Buffered, Policy
 from manyhands.strategies.federated.algorithms.algorithm import FederatedAlgorithm
-from manyhands.strategies.federated.client_updates import ClientUpdate, GivenModel, TallySum
+from manyhands.strategies.federated.client_updates import ClientAssignment, ClientUpdate, TallySum
 
 __all__ = ["ClientArrivals", "FedBuff", "Underway", "duration_s", "next_client"]
 
@@ -46,7 +46,6 @@ def _speed_of(seed: int, client: int) -> float:
 
 
 def next_client(seed: int, trip: int, free: Sequence[int]) -> int:
-    """The free client that starts next, as the `trip`-th to do so; all free clients are equally likely."""
     return int(np.random.default_rng(mix(seed, trip, _NEXT)).choice(free))
 
 
@@ -73,17 +72,14 @@ class ClientArrivals:
         self._waiting: list[tuple[int, int]] = []
 
     def add(self, back: Underway) -> None:
-        """Record that one more client has reported."""
         self._waiting.append((back.client, back.version))
 
     @property
     def num_active(self) -> int:
-        """Number of clients that are training."""
         return len(self._underway)
 
     @property
     def num_waiting(self) -> int:
-        """Number of clients that have reported and whose updates are in no step yet."""
         return len(self._waiting)
 
     def slots_at(self, clock: int) -> tuple[int, ...]:
@@ -92,15 +88,12 @@ class ClientArrivals:
         return tuple(sorted(client for client, version in (*away, *self._waiting) if version == clock))
 
     def num_arrived(self, clock: int) -> int:
-        """How many of them are back."""
         return sum(version == clock for _, version in self._waiting)
 
     def waits(self, slot: int, clock: int) -> bool:
-        """Whether that client is back with that update."""
         return (slot, clock) in self._waiting
 
     def first_waiting(self, count: int) -> tuple[tuple[int, int], ...]:
-        """In the order in which they came back."""
         return tuple(self._waiting[:count])
 
 
@@ -139,7 +132,9 @@ class FedBuff(FederatedAlgorithm):
                 "way at once; use a smaller number, or a larger fraction"
             )
 
-    def given(self, number: int, chosen: Sequence[int], weights: Sequence[Tensor]) -> Sequence[GivenModel]:
+    def given(
+        self, number: int, chosen: Sequence[int], weights: Sequence[Tensor]
+    ) -> Sequence[ClientAssignment]:
         """The clients that report before the next step, with what each began with; `chosen`: a synchronous cohort."""
         del chosen
         self._versions[number] = [one.detach().clone() for one in weights]
@@ -154,7 +149,7 @@ class FedBuff(FederatedAlgorithm):
             back.append(first.client)
             self._send_off(number, back)
         found = [
-            GivenModel(
+            ClientAssignment(
                 client=client, weights=self._versions[version], number=version, staleness=number - version
             )
             for client, version in group.updates
@@ -181,7 +176,6 @@ class FedBuff(FederatedAlgorithm):
         return True
 
     def weight(self, update: ClientUpdate) -> float:
-        """The same weight for all clients, reduced for lateness by the policy's rate."""
         return self.policy.rate(update.staleness)
 
     def mean(self, found: TallySum) -> Sequence[Tensor]:
@@ -192,13 +186,11 @@ class FedBuff(FederatedAlgorithm):
         return [one / self._size for one in found.sums]
 
     def summary(self) -> Mapping[str, Any]:
-        """How stale updates were, and how long this would have taken."""
         count, total, most = self._stale
         stale = {"mean": total / count if count else 0.0, "max": most}
         return {"staleness": stale, "simulated_s": self._clock_s}
 
     def memory(self) -> Mapping[str, Any]:
-        """The state for a checkpoint: the clients in flight, their model versions and the clock."""
         return {
             "clock_s": self._clock_s,
             "trips": self._trips,
@@ -208,7 +200,6 @@ class FedBuff(FederatedAlgorithm):
         }
 
     def load_state(self, memory: Mapping[str, Any]) -> None:
-        """Restore the clients in flight, the model versions they began with, and the simulated clock."""
         if not memory:
             return
         self._clock_s, self._trips = float(memory["clock_s"]), int(memory["trips"])

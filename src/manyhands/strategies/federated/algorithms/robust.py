@@ -28,12 +28,10 @@ class _Robust(FederatedAlgorithm):
     single_updates: ClassVar[bool] = True
 
     def weight(self, update: ClientUpdate) -> float:
-        """All clients weigh the same."""
         del update
         return 1.0
 
     def mean(self, found: TallySum) -> Sequence[Tensor]:
-        """Tensor by tensor."""
         columns = zip(*(one.change for one in found.updates), strict=True)
         return [self._middle(torch.stack([one.double() for one in column])) for column in columns]
 
@@ -75,7 +73,6 @@ class TrimmedMean(_Robust):
         return math.ceil(self._fraction * clients - 1e-9)
 
     def check_round(self, clients: int) -> None:
-        """UserError unless at least one client remains after trimming."""
         if 2 * self._left_out(clients) >= clients:
             raise UserError(
                 f"algorithm=trimmed:{self._fraction:g}: of {clients} clients a round nobody would stay; use "
@@ -102,7 +99,6 @@ class Krum(_Robust):
         self._hostile = int(hostile)
 
     def check_round(self, clients: int) -> None:
-        """UserError unless honest clients are a majority among the neighbours of every update."""
         if clients < 2 * self._hostile + 3:
             raise UserError(
                 f"algorithm={self.word}:{self._hostile}: takes {2 * self._hostile + 3} clients a round (twice that "
@@ -110,7 +106,6 @@ class Krum(_Robust):
             )
 
     def mean(self, found: TallySum) -> Sequence[Tensor]:
-        """The mean of the updates with the lowest scores; an update that was not finite counts as a hostile one."""
         hostile = max(0, self._hostile - found.missing)
         rows = [
             torch.cat([one.double().flatten() for one in each.change[: self.facts.parameters]])
@@ -148,5 +143,4 @@ def krum_scores(rows: Tensor, hostile: int) -> Tensor:
 
 
 def _trimmed(rows: Tensor, each: int) -> Tensor:
-    """The mean of each item without its `each` largest and smallest."""
     return rows.sort(0).values[each : len(rows) - each].mean(0)

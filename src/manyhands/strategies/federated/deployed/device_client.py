@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -22,22 +23,27 @@ from manyhands.errors import DataError, ManyhandsError, UserError, printable
 from manyhands.strategies.federated.algorithms import algorithm_named
 from manyhands.strategies.federated.client_updates import ClientAssignment, ClientUpdate
 from manyhands.strategies.federated.clients import ClientTrainer, held, work_of
-from manyhands.strategies.federated.deployed.coded import UpdateForm
+from manyhands.strategies.federated.deployed.device_job import DataSchema, read_columns
 from manyhands.strategies.federated.deployed.device_state import DeviceState
-from manyhands.strategies.federated.deployed.http_client import Asker, BackOff, Reply, Unreached
+from manyhands.strategies.federated.deployed.http_client import Asker, BackOff, HttpsAsker, Reply, Unreached
 from manyhands.strategies.federated.deployed.protocol import (
     MOST_HOLD_S,
     SMALL_BYTES,
     MessageRejected,
     TensorForm,
+    UpdateForm,
     enrolment_text,
     read_object,
     whole_in,
 )
-from manyhands.strategies.federated.deployed.schema import DataSchema, read_columns
 from manyhands.strategies.federated.deployed.stages import terms_from
-from manyhands.strategies.federated.secure.masked_vectors import words_of
-from manyhands.strategies.federated.secure.primitives import ProtocolRefused, public_identity, sign
+from manyhands.strategies.federated.secure.fixedpoint import words_of
+from manyhands.strategies.federated.secure.primitives import (
+    ProtocolRefused,
+    need_cryptography,
+    public_identity,
+    sign,
+)
 from manyhands.strategies.federated.secure.secure_client import SecureClient, SecureStage
 from manyhands.strategies.federated.secure.secure_tally import hash_of
 from manyhands.strategies.federated.strategy import Federated
@@ -45,12 +51,13 @@ from manyhands.strategy import Strategy
 from manyhands.task import Task
 from manyhands.workloads.registry import TASK_NAMES, WORKLOADS, load
 
-__all__ = ["Device", "DevicePlan", "enrol", "plan_for"]
+__all__ = ["Device", "DevicePlan", "JoiningDevice", "enrol", "join_rounds", "plan_for"]
 
 _MOST_PLAN_BYTES = 1 << 24
 _MOST_LETTER_BYTES = 1 << 24
 _MOST_WORK_BYTES = 1 << 20  # with secure=yes it names all who are asked
 _GONE = 409
+_Made = TypeVar("_Made")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,18 +76,17 @@ class DevicePlan:
     def read(cls, told: Mapping[str, Any], data: Path) -> DevicePlan:
         """UserError where the task is not one that this device has, or its data do not fit."""
         name, options, text = told.get("task"), told.get("task_options"), told.get("strategy")
-        if (
-            not isinstance(name, str)
-            or name not in TASK_NAMES
-            or not isinstance(options, dict)
-            or not isinstance(text, str)
-        ):
+        known = isinstance(name, str) and name in TASK_NAMES
+        if not known or not isinstance(options, dict) or not isinstance(text, str):
             raise UserError(
                 f"the server trains {name!r}, which this release has not; use the server's release"
             )
         strategy = Strategy.parse(text)
         if not isinstance(strategy, Federated):
             raise UserError(f"the server trains by {text!r}, which is not federated")
+        hold_s = told.get("hold_s")
+        if not isinstance(hold_s, int | float) or not 0 < hold_s < MOST_HOLD_S:
+            raise MessageRejected(400, f"hold_s is {hold_s!r:.40}; it must be a number of seconds")
         schema = DataSchema.parse(str(told.get("schema")))
         task = _task_over(str(name), options, data, schema)
         seed = whole_in(told, "seed")
@@ -107,7 +113,7 @@ class DevicePlan:
             task=task,
             strategy=strategy,
             seed=seed,
-            hold_s=_seconds(told.get("hold_s")),
+            hold_s=float(hold_s),
             form=form,
             config=config,
         )
@@ -206,7 +212,10 @@ class Device:
                 self._sleep(self._back_off.next_s())  # the server has gone on since, or has lost its way
                 continue
             if work.get("state") == "done":
-                self._say_that_it_has_it()
+                # The server waits a while to hear that it has the model; it may have ended.
+                with suppress(Unreached):
+                    target = f"/work?have={self._rounds + 1}&after={self._after}"
+                    self._ask("GET", target, b"", self._hash, SMALL_BYTES)
                 return self._rounds
             if work.get("state") == "train":
                 attempt = whole_in(work, "attempt", self._after + 1)
@@ -215,15 +224,6 @@ class Device:
                 else:
                     self._report(attempt)
                 self._after = max(self._after, attempt)
-
-    def _say_that_it_has_it(self) -> None:
-        """The server waits for that a while before it ends; it may have ended."""
-        try:
-            self._ask(
-                "GET", f"/work?have={self._rounds + 1}&after={self._after}", b"", self._hash, SMALL_BYTES
-            )
-        except Unreached:
-            pass
 
     def _asked(self, method: str, target: str, body: bytes = b"", most: int = SMALL_BYTES) -> Reply | None:
         """An answer, asked for until there is one; None where the server will have none of it (409, 422).
@@ -251,7 +251,6 @@ class Device:
             self._sleep(self._back_off.next_s())
 
     def _fetch(self, expected: str, rounds: int) -> bool:
-        """The current model, checked and kept; False where it is another by now."""
         reply = self._asked("GET", "/model", most=self._plan.form.most_bytes)
         if reply is None:
             return False
@@ -271,7 +270,6 @@ class Device:
         return True
 
     def _update(self) -> ClientUpdate | None:
-        """What training from the current model gives; None where that is not finite."""
         if self._made is None or self._made[0] != self._hash:
             assigned = ClientAssignment(
                 client=self._client, samples=self._samples, weights=self._weights, number=self._rounds
@@ -329,21 +327,19 @@ class Device:
             SecureStage.UNMASK: party.unmask,
         }
         for stage, answer in answers.items():
-            letter = b"" if stage is SecureStage.ADVERTISE else self._letter(attempt, stage)
+            letter: bytes | None = b""
+            if stage is not SecureStage.ADVERTISE:
+                since, letter = self._clock(), None
+                while letter is None and self._clock() - since < self._patience_s:
+                    reply = self._asked("GET", f"/secure/{attempt}/{int(stage)}", most=_MOST_LETTER_BYTES)
+                    if reply is None:
+                        return
+                    letter = reply.body if reply.status == 200 else None
             if letter is None:
                 return
             if self._asked("POST", f"/secure/{attempt}/{int(stage)}", answer(letter)) is None:
                 return
         self._tell(f"has taken part in attempt {attempt}")
-
-    def _letter(self, attempt: int, stage: SecureStage) -> bytes | None:
-        """What the server sends at a stage; None where the attempt is over."""
-        since = self._clock()
-        while self._clock() - since < self._patience_s:
-            reply = self._asked("GET", f"/secure/{attempt}/{int(stage)}", most=_MOST_LETTER_BYTES)
-            if reply is None or reply.status == 200:
-                return None if reply is None else reply.body
-        return None
 
 
 def plan_for(ask: Asker, data: Path) -> DevicePlan:
@@ -363,7 +359,6 @@ def _comes_back(reply: Reply) -> bool:
 
 
 def _answered(reply: Reply) -> Reply:
-    """Unreached where to ask again."""
     if _comes_back(reply):
         raise Unreached(f"the server answered {reply.status}: {_sentence(reply)}")
     return reply
@@ -376,11 +371,62 @@ def _object(reply: Reply) -> dict[str, Any]:
         raise ManyhandsError(f"{refused}: it is another server, or another release") from refused
 
 
-def _seconds(value: Any) -> float:
-    if not isinstance(value, int | float) or not 0 < value < MOST_HOLD_S:
-        raise MessageRejected(400, f"hold_s is {value!r:.40}; it must be a number of seconds")
-    return float(value)
-
-
 def _sentence(reply: Reply) -> str:
     return printable(reply.body[:300].decode(errors="replace").strip().partition("\n")[0])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JoiningDevice:
+    """The arguments of `manyhands federated join`."""
+
+    address: str
+    data: Path
+    out: Path
+    token: str | None = None
+    authority: Path | None = None
+    """The server's ca.pem; None: the authorities that this host trusts."""
+    patience_s: float = 86400.0
+    most_pause_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        for name, value in (("--patience", self.patience_s), ("--max-pause", self.most_pause_s)):
+            if not value > 0:
+                raise UserError(f"{name} {value:g}: must be above 0")
+
+
+def join_rounds(asked: JoiningDevice, tell: Callable[[str], None]) -> int:
+    """Take part until the run is done; how many rounds the model has seen. ManyhandsError where the server is gone."""
+    need_cryptography()
+    ask = HttpsAsker(asked.address, asked.authority)
+    home = DeviceState(asked.out)
+    try:
+        _until_reached(lambda: enrol(ask, home, asked.token, asked.address), asked)
+        assert home.client is not None, "enrol raises where it fails"
+        ask.sign_as(str(home.about.get("run")), home.client, home.secret)
+        plan = _until_reached(lambda: plan_for(ask, asked.data), asked)
+        ask.allow(plan.hold_s)
+        home.begin(plan.config)
+        tell(f"client {home.client}: {plan.task.samples} samples of {plan.task.name} stay here")
+        device = Device(
+            ask,
+            home,
+            plan,
+            tell=lambda sentence: tell(f"client {home.client} {sentence}"),
+            patience_s=asked.patience_s,
+            most_pause_s=asked.most_pause_s,
+        )
+        return device.run()
+    finally:
+        home.close()
+        ask.close()
+
+
+def _until_reached(call: Callable[[], _Made], asked: JoiningDevice) -> _Made:
+    pauses, since = BackOff(most_s=asked.most_pause_s), time.monotonic()
+    while True:
+        try:
+            return call()
+        except Unreached as lost:
+            if time.monotonic() - since > asked.patience_s:
+                raise ManyhandsError(f"{lost}; it was tried for {asked.patience_s:g} s") from lost
+            time.sleep(pauses.next_s())

@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import socket
 import ssl
 import stat
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import parse_qs
 
-from manyhands.errors import UserError
-from manyhands.strategies.federated.deployed.app import DeviceApp
+from manyhands.errors import UserError, printable
 from manyhands.strategies.federated.deployed.device_job import FederatedJob
+from manyhands.strategies.federated.deployed.protocol import (
+    BODY,
+    MODEL,
+    SMALL_BYTES,
+    MessageRejected,
+    body_hash,
+    read_object,
+    whole_in,
+)
 from manyhands.strategies.federated.deployed.rounds_server import RoundServer, require_complete, shapes_of
 from manyhands.strategies.federated.deployed.server_files import ServerFiles, new_run
 from manyhands.strategies.federated.rounds.round_core import RoundPhase
@@ -23,7 +37,207 @@ from manyhands.strategies.federated.secure.primitives import need_cryptography
 from manyhands.transport.certificates import make_certificates
 from manyhands.transport.security import AUTHORITY, CERTIFICATE, KEY, validity
 
-__all__ = ["ServingPlace", "serve_devices"]
+__all__ = ["DeviceApp", "ServingPlace", "serve_devices"]
+
+_Receive = Callable[[], Awaitable[Mapping[str, Any]]]
+_Send = Callable[[Mapping[str, Any]], Awaitable[None]]
+_Made = TypeVar("_Made")
+_LOOK_S = 0.05
+_BODY_S = 60.0
+_BODIES = 2  # of one client that are read at once: the newest, and one whose connection was lost
+_JSON, _BYTES, _TEXT = "application/json", "application/octet-stream", "text/plain; charset=utf-8"
+
+
+class DeviceApp:
+    """The ASGI application; only its worker thread touches `server`. Call `close` at the end."""
+
+    def __init__(
+        self, make: Callable[[], RoundServer], hold_s: float, clock: Callable[[], float] = time.monotonic
+    ):
+        self._hold_s, self._clock = hold_s, clock
+        self._thread = ThreadPoolExecutor(1, "rounds")
+        try:
+            self.server = self._thread.submit(make).result()
+        except BaseException:
+            self._thread.shutdown()
+            raise
+        self._seen: tuple[Any, ...] = ()
+        self._reading: Counter[int] = Counter()
+        self._changed = asyncio.Event()
+        self.with_last_model: set[int] = set()
+        """Clients that know of the end of the run and have its last model."""
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+    async def tick(self) -> None:
+        """Deadlines; to be called every few hundredths of a second."""
+        await self._run(self.server.tick, self._clock())
+
+    async def _run(self, call: Callable[..., _Made], *arguments: Any) -> _Made:
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._thread, partial(call, *arguments))
+        finally:
+            state = self.server.state
+            seen = state.phase, state.done, state.attempt, self.server.secure_stage
+            if seen != self._seen:
+                self._seen = seen
+                self._changed.set()
+                self._changed = asyncio.Event()
+
+    async def __call__(self, scope: Mapping[str, Any], receive: _Receive, send: _Send) -> None:
+        """Answer one request, as ASGI asks."""
+        if scope["type"] != "http":
+            return
+        try:
+            status, kind, body = await self._answer(scope, receive)
+        except MessageRejected as refused:
+            status, kind, body = refused.status, _TEXT, f"{refused}\n".encode()
+        except Exception as error:
+            # where the run has failed, the server ends (`RoundServer.failed`); devices ask the next one
+            self.server.tell(f"a request failed: {type(error).__name__}: {printable(str(error))}")
+            status, kind, body = 503, _TEXT, b"the server could not answer; ask again later\n"
+        headers = [(b"content-type", kind.encode()), (b"content-length", str(len(body)).encode())]
+        if status in (401, 403, 411, 413):  # the rest of an unauthenticated request is not read
+            headers.append((b"connection", b"close"))
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    async def _answer(self, scope: Mapping[str, Any], receive: _Receive) -> tuple[int, str, bytes]:
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        if "transfer-encoding" in headers:
+            # also where no body is read: what follows it could pass for a request
+            raise MessageRejected(411, "the request does not say how long it is: it has Transfer-Encoding")
+        words = scope["path"].strip("/").split("/")
+        match scope["method"], *words:
+            case "POST", "enrol":
+                asked = read_object(await _body(receive, headers, SMALL_BYTES), "the enrolment")
+                return 200, _JSON, _json(await self._run(self.server.enrol, asked))
+            case "POST", "report", attempt:
+                number = whole_in({"attempt": attempt}, "attempt")
+                server, client = self.server, await self._who(scope, headers)
+                await self._run(server.expects, client, number)
+                body = await self._signed_body(client, headers, receive, server.updates.most_bytes)
+                report = server.report, client, number, headers.get(MODEL, ""), body, self._clock()
+                return 200, _JSON, _json(await self._run(*report))
+            case "POST", "leave", attempt:
+                client = await self._who(scope, headers)
+                number = whole_in({"attempt": attempt}, "attempt")
+                return 200, _JSON, _json(await self._run(self.server.leave, client, number, self._clock()))
+            case (("GET" | "POST"), "secure", attempt, stage):
+                numbers = {"attempt": attempt, "stage": stage}
+                number, at = whole_in(numbers, "attempt"), whole_in(numbers, "stage")
+                client = await self._who(scope, headers)
+                if scope["method"] == "GET":
+                    return await self._letter(client, number, at)
+                limit = await self._run(lambda: self.server.secure_attempt(number).most_bytes)
+                body = await self._signed_body(client, headers, receive, limit)
+                await self._run(self.server.secure_message, client, number, at, body, self._clock())
+                return 200, _JSON, _json({})
+            case "GET", "plan":
+                await self._who(scope, headers)
+                return 200, _JSON, _json(self.server.plan)
+            case "GET", "model":
+                await self._who(scope, headers)
+                return 200, _BYTES, await self._run(lambda: self.server.model_body)
+            case "GET", "work":
+                return await self._work(scope, headers)
+        raise MessageRejected(
+            404, "there is nothing here; see docs/federated-deployment.md for what there is"
+        )
+
+    async def _who(self, scope: Mapping[str, Any], headers: Mapping[str, str]) -> int:
+        path, query = (scope[name].decode("latin-1") for name in ("raw_path", "query_string"))
+        path = path.partition("?")[0]  # as the client wrote and signed it
+        target = f"{path}?{query}" if query else path
+        return await self._run(self.server.authenticated, headers, scope["method"], target)
+
+    async def _signed_body(
+        self, client: int, headers: Mapping[str, str], receive: _Receive, most_bytes: int
+    ) -> bytes:
+        """Read the body and check it against the hash that the client signed."""
+        if self._reading[client] >= _BODIES:
+            raise MessageRejected(
+                429, f"client {client} is sending {_BODIES} requests already; one at a time"
+            )
+        self._reading[client] += 1
+        try:
+            body = await _body(receive, headers, most_bytes)
+        finally:
+            self._reading[client] -= 1
+        if body_hash(body) != headers.get(BODY):
+            raise MessageRejected(401, f"the body is not the one that client {client} has signed")
+        return body
+
+    async def _work(self, scope: Mapping[str, Any], headers: Mapping[str, str]) -> tuple[int, str, bytes]:
+        client = await self._who(scope, headers)
+        query = {name: found[0] for name, found in parse_qs(scope["query_string"].decode("latin-1")).items()}
+        have, after = whole_in(query, "have") - 1, whole_in(query, "after")  # 0: it has no model yet
+        until = self._clock() + self._hold_s
+        while True:
+            changed = self._changed
+            told, at_once = await self._run(self.server.work, client, have, after, self._clock())
+            if at_once or self._clock() >= until:
+                if told["state"] == "done" and have == told["rounds"]:
+                    self.with_last_model.add(client)
+                return 200, _JSON, _json(told)
+            await _wait(changed, until - self._clock())
+
+    async def _letter(self, client: int, attempt: int, stage: int) -> tuple[int, str, bytes]:
+        until = self._clock() + self._hold_s
+        while True:
+            changed = self._changed
+            letter = await self._run(lambda: self.server.secure_attempt(attempt).letter(client, stage))
+            if letter is not None:
+                return 200, _BYTES, letter
+            if self._clock() >= until:
+                return 204, _BYTES, b""
+            await _wait(changed, until - self._clock())
+
+
+async def _wait(changed: asyncio.Event, timeout_s: float) -> None:
+    try:
+        await asyncio.wait_for(changed.wait(), max(_LOOK_S, timeout_s))
+    except TimeoutError:
+        pass  # the waiting request checks again
+
+
+async def _body(receive: _Receive, headers: Mapping[str, str], most_bytes: int) -> bytes:
+    """The request's body; MessageRejected before more than `most_bytes` of it are read, or if it takes too long.
+
+    What a request says of its length is compared with what comes: one in chunks could say anything.
+    """
+    said = headers.get("content-length", "")
+    if not (said.isascii() and said.isdigit() and len(said) < 20):
+        raise MessageRejected(411, "the request does not say how long it is")
+    length = int(said)
+    if length > most_bytes:
+        raise MessageRejected(413, f"the request has {length} bytes; at most {most_bytes} make sense")
+    parts: list[bytes] = []
+    came = 0
+    try:
+        async with asyncio.timeout(_BODY_S):
+            while True:
+                message = await receive()
+                if message["type"] != "http.request":
+                    raise MessageRejected(400, "the request ended before its body")
+                parts.append(message.get("body", b""))
+                came += len(parts[-1])
+                if came > length:
+                    raise MessageRejected(413, f"the request has more than the {length} bytes that it says")
+                if not message.get("more_body", False):
+                    break
+    except TimeoutError:
+        raise MessageRejected(408, f"the request took more than {_BODY_S:g} s") from None
+    if came != length:
+        raise MessageRejected(400, "the request is not as long as it says")
+    return b"".join(parts)
+
+
+def _json(value: Mapping[str, Any]) -> bytes:
+    return json.dumps(value).encode() + b"\n"
+
 
 _TICK_S = 0.05
 _WAITING = 1024
@@ -49,7 +263,10 @@ class ServingPlace:
 
 def serve_devices(job: FederatedJob, place: ServingPlace, tell: Callable[[str], None]) -> None:
     """Hold all rounds; ManyhandsError where it gave up. `tell` hears what happens, a sentence each."""
-    _need_web()
+    try:
+        import uvicorn  # noqa: F401
+    except ImportError:
+        raise UserError("serving devices needs the web extra: pip install 'manyhands[web,tls]'") from None
     need_cryptography()
     if place.tls is not None:
         _check_tls(place.tls)
@@ -57,7 +274,9 @@ def serve_devices(job: FederatedJob, place: ServingPlace, tell: Callable[[str], 
         _listening(place.host, place.port) as listener,
         ServerFiles.begin(place.out, job.config(shapes_of(job), new_run()), resume=place.resume) as files,
     ):
-        folder = _certificates(place)
+        folder = place.tls or place.out / _CERTIFICATES / place.host
+        if not folder.is_dir():
+            make_certificates(place.out / _CERTIFICATES, [place.host], days=_CERTIFICATE_DAYS)
         _check_tls(folder)  # they may have been made a year ago
         app = DeviceApp(lambda: RoundServer(job, files, time.monotonic(), tell), job.settings.hold_s)
         try:
@@ -110,7 +329,7 @@ async def _serve(app: DeviceApp, listener: socket.socket, folder: Path, place: S
 
 async def _tick(app: DeviceApp, linger_s: float) -> None:
     """Until the run is over and everybody who was there has the last model, or has had time enough."""
-    while not app.server.is_over:
+    while not app.server.state.is_over:
         await app.tick()
         await asyncio.sleep(_TICK_S)
     if app.server.failed is not None:  # as it saved the last round
@@ -121,16 +340,6 @@ async def _tick(app: DeviceApp, linger_s: float) -> None:
     while time.monotonic() < until and not (there and there <= app.with_last_model):
         await asyncio.sleep(_TICK_S)
     await asyncio.sleep(_TICK_S)  # the answer to the last one leaves
-
-
-def _certificates(place: ServingPlace) -> Path:
-    """The folder of what the server shows."""
-    if place.tls is not None:
-        return place.tls
-    made = place.out / _CERTIFICATES
-    if not (made / place.host).is_dir():
-        make_certificates(made, [place.host], days=_CERTIFICATE_DAYS)
-    return made / place.host
 
 
 def _check_tls(folder: Path) -> None:
@@ -168,10 +377,3 @@ def _listening(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=_WAITING)
     except OSError as error:
         raise UserError(f"--host {host} --port {port}: cannot be listened on: {error.strerror}") from error
-
-
-def _need_web() -> None:
-    try:
-        import uvicorn  # noqa: F401
-    except ImportError:
-        raise UserError("serving devices needs the web extra: pip install 'manyhands[web,tls]'") from None

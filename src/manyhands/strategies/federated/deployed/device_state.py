@@ -47,7 +47,7 @@ class DeviceState:
             self.secret = self._identity()
         except OSError as error:
             raise UserError(f"--out {path}: cannot be used: {error.strerror}") from error
-        self.about = self._read_about()
+        self.about: dict[str, Any] = read_json(path / _ABOUT)
         self._directory: RunDirectory | None = None
 
     def _identity(self) -> bytes:
@@ -64,17 +64,12 @@ class DeviceState:
             raise DataError(f"{path} is damaged; remove the folder and enrol anew")
         return secret
 
-    def _read_about(self) -> dict[str, Any]:
-        return read_json(self.path / _ABOUT)
-
     @property
     def client(self) -> int | None:
-        """Its number, once it is enrolled."""
         found = self.about.get("client")
         return found if isinstance(found, int) else None
 
     def remember(self, **facts: Any) -> None:
-        """Store more facts in `device.json`."""
         self.about = {**self.about, **facts}
         write_json(self.path / _ABOUT, self.about)
 
@@ -103,14 +98,12 @@ class DeviceState:
         self._directory.update_config(config)
 
     def save(self, rounds: int, model: Mapping[str, Tensor]) -> None:
-        """The model after so many rounds: from here on it is the one that is loaded."""
         assert self._directory is not None, "begin comes before save"
         store = self._directory.checkpoints(keep=1)
         store.remove_after(rounds)  # of a server that was set back
         store.save(Snapshot(step=rounds, model=model, optimizer={}))
 
     def load(self) -> Loaded | None:
-        """The newest model, None where there is none."""
         assert self._directory is not None, "begin comes before load"
         try:
             return self._directory.checkpoints(keep=1).load()
@@ -135,7 +128,6 @@ class DeviceState:
         write_atomically(self.path / _LEFT, encode_tensors({"left": left}), mode=0o600)
 
     def close(self) -> None:
-        """Let others have the folder."""
         if self._directory is not None:
             self._directory.close()
             self._directory = None

@@ -65,7 +65,6 @@ class BackOff:
         return longest * self._random.uniform(0.5, 1.0)
 
     def reset(self) -> None:
-        """Start over after the server was reached."""
         self._tries = 0
 
 
@@ -92,18 +91,15 @@ class HttpsAsker:
         self._signer: tuple[str, int, bytes] | None = None
 
     def sign_as(self, run: str, client: int, secret: bytes) -> None:
-        """Sign all further requests as this client."""
         self._signer = run, client, secret
 
     def allow(self, hold_s: float) -> None:
-        """The server may take so much longer to answer."""
         self._timeout_s = _TIMEOUT_S + hold_s
         self.close()
 
     def __call__(
         self, method: str, target: str, body: bytes = b"", model: str = "", most_bytes: int = SMALL_BYTES
     ) -> Reply:
-        """One request and its answer."""
         headers = {"content-length": str(len(body)), MODEL: model, BODY: body_hash(body)}
         if self._signer is not None:
             run, client, secret = self._signer
@@ -160,7 +156,6 @@ class HttpsAsker:
         return bytes(content)
 
     def close(self) -> None:
-        """Let go of the connection; the next request makes another."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None

@@ -28,20 +28,26 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.data.store.tensorfile import encode_tensors
-from manyhands.errors import ManyhandsError, printable
+from manyhands.errors import DataError, ManyhandsError, printable
 from manyhands.native.dtypes import NAMED, STORED
 from manyhands.strategies.federated.clients import held, held_names
 from manyhands.strategies.federated.secure.primitives import digest_of
+from manyhands.strategies.federated.strategy import Federated
+from manyhands.wire.codec import BadBytes, ParcelCodec, codec_named, encodes
+from manyhands.wire.names import has_feedback
 from manyhands.wire.nesting import MOST_NESTED, json_depth
+from manyhands.wire.parcels import Parcel
 
 __all__ = [
     "BODY",
     "CLIENT",
     "MODEL",
+    "MOST_HOLD_S",
     "SIGNATURE",
     "SMALL_BYTES",
     "MessageRejected",
     "TensorForm",
+    "UpdateForm",
     "body_hash",
     "enrolment_text",
     "read_object",
@@ -67,7 +73,6 @@ class MessageRejected(ManyhandsError):
 
 
 def body_hash(body: bytes) -> str:
-    """The value of the `x-body` header."""
     return hashlib.sha256(body).hexdigest()
 
 
@@ -83,7 +88,6 @@ def enrolment_text(token: str, key: bytes) -> bytes:
 
 
 def read_object(body: bytes, what: str) -> dict[str, Any]:
-    """A JSON object, or MessageRejected."""
     try:
         found = json.loads(body)
     except (ValueError, RecursionError):
@@ -117,7 +121,6 @@ class TensorForm:
 
     @classmethod
     def of(cls, model: nn.Module) -> TensorForm:
-        """The form of a model."""
         found = zip(held_names(model), held(model), strict=True)
         return cls(
             tuple((name, str(one.dtype).removeprefix("torch."), tuple(one.shape)) for name, one in found)
@@ -125,28 +128,23 @@ class TensorForm:
 
     @property
     def as_json(self) -> list[Any]:
-        """The form as JSON, for the plan."""
         return [[name, dtype, list(shape)] for name, dtype, shape in self.rows]
 
     @property
     def items(self) -> tuple[int, ...]:
-        """How many numbers each tensor has."""
         return tuple(_items(shape) for _, _, shape in self.rows)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the tensors alone."""
         return sum(
             _items(shape) * torch.empty(0, dtype=NAMED[dtype]).element_size() for _, dtype, shape in self.rows
         )
 
     @property
     def most_bytes(self) -> int:
-        """The most bytes that a body may have."""
         return self.num_bytes + len(self._header()) + _ABOUT_BYTES
 
     def encode(self, tensors: Sequence[Tensor], about: Mapping[str, str]) -> bytes:
-        """Encode tensors as a body."""
         named = {row[0]: one.detach() for row, one in zip(self.rows, tensors, strict=True)}
         return b"".join(encode_tensors(named, about))
 
@@ -183,7 +181,6 @@ class TensorForm:
         return tensors, about if isinstance(about, dict) else {}
 
     def _header(self) -> bytes:
-        """The one that our writer would write."""
         empty = {
             name: torch.empty(shape, dtype=NAMED[dtype], device="meta") for name, dtype, shape in self.rows
         }
@@ -227,3 +224,88 @@ def _items(shape: Sequence[int]) -> int:
     for size in shape:
         count *= size
     return count
+
+
+_NAME: Final = "update"
+
+
+class UpdateForm:
+    """How updates of a model are encoded in a run; both ends build it from the plan."""
+
+    def __init__(self, form: TensorForm, strategy: Federated, seed: int) -> None:
+        self._form, self._text, self._seed = form, strategy.codec, seed
+        wide = any(NAMED[dtype] == torch.float64 for _, dtype, _ in form.rows)
+        count = sum(form.items)
+        self._parcel = Parcel.whole(0, count, torch.float64 if wide else torch.float32)
+        codec = self._codec(0)
+        self.is_coded: Final = encodes(codec, self._parcel)
+        """Whether a codec makes updates smaller; for a few numbers some do not."""
+        self.keeps: Final = (
+            self.is_coded and strategy.feedback and has_feedback(strategy.codec)  # else nothing is left out
+        )
+        """Whether a device keeps what was left out of its updates."""
+        self._most = codec.size(self._parcel) if codec is not None and self.is_coded else 0
+
+    def _codec(self, client: int) -> ParcelCodec | None:
+        return codec_named(self._text, feedback=False, seed=self._seed, worker=client)
+
+    @property
+    def most_bytes(self) -> int:
+        return _coded_form(self._most).most_bytes if self.is_coded else self._form.most_bytes
+
+    def encode(
+        self,
+        change: Sequence[Tensor],
+        about: Mapping[str, str],
+        left: Tensor | None,
+        *,
+        client: int,
+        number: int,
+    ) -> tuple[bytes, Tensor | None]:
+        if not self.is_coded:
+            return self._form.encode(change, about), None
+        codec = self._codec(client)
+        assert codec is not None, "raw has none"
+        codec.at(number)
+        row = torch.cat([one.detach().flatten().to("cpu", self._parcel.dtype) for one in change])
+        if left is not None:
+            row += left
+        room = torch.empty(self._most, dtype=torch.uint8)
+        encoded = room[: codec.encode(self._parcel, row, room)]
+        body = _coded_form(len(encoded)).encode([encoded], about)
+        if not self.keeps:
+            return body, None
+        read = torch.empty_like(row)
+        codec.decode(self._parcel, encoded, read)
+        return body, row - read
+
+    def decode(self, body: bytes, *, client: int) -> tuple[list[Tensor], dict[str, Any]]:
+        """The tensors of a client's update, and what the header says besides; MessageRejected with what is wrong."""
+        if not self.is_coded:
+            return self._form.decode(body)
+        length = _LENGTH.unpack_from(body)[0] if len(body) >= _LENGTH.size else 0
+        [encoded], about = _coded_form(min(self._most, max(0, len(body) - _LENGTH.size - length))).decode(
+            body
+        )
+        codec = self._codec(client)
+        assert codec is not None, "raw has none"
+        row = torch.empty(self._parcel.count, dtype=self._parcel.dtype)
+        try:
+            codec.decode(self._parcel, encoded, row)
+        except BadBytes as error:
+            raise MessageRejected(422, f"the update is no {self._text}: {error}") from error
+        pieces = torch.split(row, list(self._form.items))
+        rows = zip(pieces, self._form.rows, strict=True)
+        return [piece.view(shape).to(NAMED[dtype]) for piece, (_, dtype, shape) in rows], about
+
+    def require_left(self, left: Tensor, where: str) -> Tensor:
+        """What was kept; DataError where it is not of this run's updates."""
+        if left.shape != (self._parcel.count,) or left.dtype != self._parcel.dtype:
+            raise DataError(f"{where}: is not of this model's updates; remove it")
+        if not bool(left.isfinite().all()):
+            raise DataError(f"{where}: has a number that is not finite; remove it")
+        return left
+
+
+def _coded_form(num_bytes: int) -> TensorForm:
+    return TensorForm(((_NAME, "uint8", (num_bytes,)),))

@@ -19,9 +19,8 @@ from manyhands.engine.computing import Computer, TrainingPlan
 from manyhands.engine.exchange import Traffic
 from manyhands.errors import ManyhandsError
 from manyhands.strategies.federated.algorithms import FederatedFacts
-from manyhands.strategies.federated.client_updates import ClientUpdate, TallySum
+from manyhands.strategies.federated.client_updates import ClientUpdate, TallySum, shaped
 from manyhands.strategies.federated.clients import held, held_names
-from manyhands.strategies.federated.deployed.coded import UpdateForm
 from manyhands.strategies.federated.deployed.device_job import FederatedJob
 from manyhands.strategies.federated.deployed.protocol import (
     BODY,
@@ -30,6 +29,7 @@ from manyhands.strategies.federated.deployed.protocol import (
     SIGNATURE,
     MessageRejected,
     TensorForm,
+    UpdateForm,
     body_hash,
     request_text,
     whole_in,
@@ -37,13 +37,13 @@ from manyhands.strategies.federated.deployed.protocol import (
 from manyhands.strategies.federated.deployed.server_files import ServerFiles
 from manyhands.strategies.federated.deployed.stages import SecureAttempt
 from manyhands.strategies.federated.norms import (
+    ClassSums,
     described_clients,
     described_norms,
     largest_class,
     require_finite,
 )
-from manyhands.strategies.federated.rounds.round_core import RoundPhase, RoundState, handle
-from manyhands.strategies.federated.rounds.round_events import (
+from manyhands.strategies.federated.rounds.round_core import (
     AbandonRound,
     BeginRound,
     ClientGone,
@@ -55,14 +55,16 @@ from manyhands.strategies.federated.rounds.round_events import (
     RoundDecision,
     RoundEvent,
     RoundFailed,
+    RoundPhase,
+    RoundState,
     ServerResumed,
     SumCame,
     TakeReport,
     TimePassed,
+    handle,
 )
 from manyhands.strategies.federated.secure.primitives import ProtocolRefused, verify
 from manyhands.strategies.federated.secure.secure_tally import hash_of
-from manyhands.strategies.federated.sums import ClassSums
 
 __all__ = ["RoundServer", "initial_model", "require_complete", "shapes_of"]
 
@@ -79,10 +81,12 @@ def initial_model(job: FederatedJob) -> torch.nn.Module:
 class RoundServer:
     """The server's side of one run."""
 
+    _norms: dict[int, float]
+    _secure: SecureAttempt | None
+
     def __init__(
         self, job: FederatedJob, files: ServerFiles, at_s: float, tell: Callable[[str], None] = lambda _: None
     ) -> None:
-        """Go on with what the files have, or begin."""
         self._job, self._files, self.tell, self._terms = job, files, tell, job.terms
         self.failed: Exception | None = None
         """What kept a decision from being carried out: nothing is answered any more, and the run must be resumed."""
@@ -96,14 +100,8 @@ class RoundServer:
         self.enrolment, self.new_tokens = files.enrolment(job.strategy.clients)
         self.plan = job.plan(files.run, self.form)
         self.state = RoundState()
-        self._sum = self._empty()
-        self._norms: dict[int, float] = {}
-        self._secure: SecureAttempt | None = None
+        self._forget()
         self._began = self._attempt_began = time.monotonic()
-        self._resume(at_s)
-        self._refresh()
-
-    def _resume(self, at_s: float) -> None:
         found = self._files.load()
         if found is None:
             self._files.save_round(self.state, self._model.state_dict(), {}, [])
@@ -112,6 +110,7 @@ class RoundServer:
             self._model.load_state_dict(loaded.model)
             self._algorithm.load_state(loaded.extra.get("algorithm", {}))
         self._do(ServerResumed(at_s=at_s))
+        self._refresh()
 
     def _refresh(self) -> None:
         """What is asked for often, made once a round."""
@@ -119,15 +118,9 @@ class RoundServer:
         self.model_body = self.form.encode(self._weights, {"rounds": str(self.state.done)})
 
     @property
-    def is_over(self) -> bool:
-        """Whether there is nothing more to do."""
-        return self.state.is_over
-
-    @property
     def secure_stage(self) -> int:
-        """Stage of the current secure sum; -1 where there is none."""
         secure = self._secure  # another thread may look
-        return secure.stage if secure is not None else -1
+        return int(secure.server.stage) if secure is not None else -1
 
     def authenticated(self, headers: Mapping[str, str], method: str, target: str) -> int:
         """Whose request it is; MessageRejected unless that client has signed it, and the hash of its body."""
@@ -143,7 +136,6 @@ class RoundServer:
         return client
 
     def enrol(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """Enrol a device and return its number."""
         grown, number = self.enrolment.enrol(asked)
         if grown != self.enrolment:
             self._files.save_enrolment(grown)
@@ -216,16 +208,15 @@ class RoundServer:
         return ClientUpdate(client=client, change=change, samples=bounded, steps=steps, loss=loss)
 
     def leave(self, client: int, attempt: int, at_s: float) -> dict[str, Any]:
-        """A client will not report."""
         if attempt == self.state.attempt:
             if self._secure is not None:
-                self._secure.drop(client)
+                self._secure.server.drop(client)
             self._do(ClientGone(client=client, at_s=at_s))
         return {}
 
     def secure_message(self, client: int, attempt: int, stage: int, body: bytes, at_s: float) -> None:
         """A client's message of the secure sum; MessageRejected where it is wrong or too late."""
-        secure = self._current(attempt)
+        secure = self.secure_attempt(attempt)
         try:
             secure.receive(client, stage, body)
         except ProtocolRefused as refused:
@@ -234,26 +225,17 @@ class RoundServer:
         self._do(ClientSeen(client=client, at_s=at_s))
         self._advance(at_s)
 
-    def secure_reply(self, client: int, attempt: int, stage: int) -> bytes | None:
-        """What a client is sent at a stage; None as long as that is not known."""
-        return self._current(attempt).letter(client, stage)
-
-    def secure_limit(self, attempt: int) -> int:
-        """Bytes that such a message has at most."""
-        return self._current(attempt).most_bytes
-
-    def _current(self, attempt: int) -> SecureAttempt:
+    def secure_attempt(self, attempt: int) -> SecureAttempt:
+        """The current one; MessageRejected for another, or where updates come in the clear."""
         if self._secure is None or attempt != self.state.attempt:
             raise MessageRejected(409, f"attempt {attempt} has ended, or is not summed securely")
         return self._secure
 
     def tick(self, at_s: float) -> None:
-        """Tell the core that time has passed, so that deadlines take effect."""
         self._advance(at_s)
         self._do(TimePassed(at_s=at_s))
 
     def _advance(self, at_s: float) -> None:
-        """The next stage of a secure sum, if it is time for it."""
         secure = self._secure
         if secure is None:
             return
@@ -267,7 +249,7 @@ class RoundServer:
             self._do(RoundFailed(attempt=self.state.attempt, why=str(refused), at_s=at_s))
             return
         if found is not None:
-            self._sum = ClassSums.whole(found.split(self._weights), found.weight, found.loss)
+            self._sum = ClassSums.whole(shaped(found.flat, self._weights), found.weight, found.loss)
             self._do(SumCame(attempt=self.state.attempt, clients=found.clients, at_s=at_s))
 
     def _do(self, event: RoundEvent, update: ClientUpdate | None = None) -> tuple[RoundDecision, ...]:
@@ -287,8 +269,13 @@ class RoundServer:
     ) -> None:
         for decision in decisions:
             match decision:
-                case BeginRound():
-                    self._begin(decision, event.at_s)
+                case BeginRound(asked=asked):
+                    self._forget()
+                    self._files.save_state(self.state)
+                    self._attempt_began = time.monotonic()
+                    if self._job.strategy.secure:
+                        roster = {client: self.enrolment.key_of(client) for client in asked}
+                        self._secure = SecureAttempt(self._job, roster, self._weights, event.at_s)
                 case TakeReport():
                     assert update is not None, "only a report is taken"
                     self._sum.add(update, self._algorithm.weight(update))
@@ -305,20 +292,7 @@ class RoundServer:
                     if not decision.repeated:
                         self.tell(f"a report of client {decision.client} was refused: {decision.why}")
 
-    def _begin(self, decision: BeginRound, at_s: float) -> None:
-        self._forget()
-        self._files.save_state(self.state)
-        self._attempt_began = time.monotonic()
-        if self._job.strategy.secure:
-            self._secure = SecureAttempt.begin(
-                self._job,
-                {client: self.enrolment.key_of(client) for client in decision.asked},
-                self._weights,
-                at_s,
-            )
-
     def _close(self, decision: CloseRound) -> None:
-        """The server's step, evaluated and saved."""
         norms = self._norms
         total = self._sum.total(largest_class(norms.values(), self._terms.norm_ratio))
         found = TallySum(sums=total.sums, weight=total.weight, loss=total.loss, traffic=Traffic())
@@ -340,8 +314,16 @@ class RoundServer:
         if decision.rejected:
             row["rejected"] = {str(client): norms[client] for client in decision.rejected}
         rows: list[dict[str, Any]] = [row]
-        measured = self._measured()
-        self._require_finite(measured, {client: norms.get(client) for client in decision.counted})
+        plan = TrainingPlan(task=self._job.task, steps=1, seed=0, evaluate_every=1, checkpoint_every=0)
+        with preserved():
+            found_metrics = Computer(plan, 0).evaluate(self._model)
+        measured = dict(found_metrics[0]) if found_metrics is not None else {}
+        # Before anything is saved: the run continues from the round before, when it is resumed.
+        came = f"{described_clients(list(decision.counted))}, whose norms a secure sum does not show"
+        if seen := {client: norms[client] for client in decision.counted if client in norms}:
+            came = described_norms(seen)
+        finite = all(bool(one.isfinite().all()) for one in self._weights)
+        require_finite(measured, self.state.done, came, weights=finite)
         if measured:
             rows.append({"step": self.state.done, "metrics": measured, "at_s": now - self._began})
         self._files.save_round(self.state, self._model.state_dict(), dict(self._algorithm.memory()), rows)
@@ -357,21 +339,6 @@ class RoundServer:
         self.tell(
             f"round {self.state.done} of {self._terms.rounds}: {len(decision.counted)} updates  loss {loss:.4f}{shown}"
         )
-
-    def _require_finite(self, measured: Mapping[str, float], counted: Mapping[int, float | None]) -> None:
-        """NonFinite, before anything is saved: the run continues from the round before, when it is resumed."""
-        seen = {client: norm for client, norm in counted.items() if norm is not None}
-        came = described_norms(seen)
-        if not seen:
-            came = f"{described_clients(list(counted))}, whose norms a secure sum does not show"
-        finite = all(bool(one.isfinite().all()) for one in self._weights)
-        require_finite(measured, self.state.done, came, weights=finite)
-
-    def _measured(self) -> dict[str, float]:
-        plan = TrainingPlan(task=self._job.task, steps=1, seed=0, evaluate_every=1, checkpoint_every=0)
-        with preserved():
-            found = Computer(plan, 0).evaluate(self._model)
-        return dict(found[0]) if found is not None else {}
 
     def _end(self, decision: EndRounds) -> None:
         rows = self._files.directory.metrics.read()
@@ -391,14 +358,12 @@ class RoundServer:
         self.tell(decision.why)
 
     def _forget(self) -> None:
-        self._sum, self._norms, self._secure = self._empty(), {}, None
-
-    def _empty(self) -> ClassSums:
-        return ClassSums(self._weights, by_norm=self._terms.norm_ratio > 0)
+        self._sum = ClassSums(self._weights, by_norm=self._terms.norm_ratio > 0)
+        self._norms = {}
+        self._secure = None
 
 
 def shapes_of(job: FederatedJob) -> dict[str, str]:
-    """The parameters of the job's model, for its configuration."""
     return parameter_shapes(initial_model(job).named_parameters())
 
 

@@ -13,12 +13,10 @@ from typing import Any
 
 from torch import Tensor
 
-from manyhands.strategies.federated.client_updates import shaped
 from manyhands.strategies.federated.deployed.device_job import FederatedJob
-from manyhands.strategies.federated.deployed.enrolment import from_hex
 from manyhands.strategies.federated.deployed.protocol import MessageRejected
-from manyhands.strategies.federated.secure.fixedpoint import FixedPoint
-from manyhands.strategies.federated.secure.masked_vectors import LOSS_ITEMS, sum_of
+from manyhands.strategies.federated.deployed.server_files import from_hex
+from manyhands.strategies.federated.secure.fixedpoint import LOSS_ITEMS, FixedPoint, sum_of
 from manyhands.strategies.federated.secure.primitives import KEY_BYTES, ProtocolRefused, digest_of
 from manyhands.strategies.federated.secure.secure_client import SecureStage
 from manyhands.strategies.federated.secure.secure_messages import SEALED_BYTES, SecureTerms, fewest_clients
@@ -41,49 +39,30 @@ class StagedSum:
     clients: tuple[int, ...]
     """Whose updates are in it."""
 
-    def split(self, like: Sequence[Tensor]) -> list[Tensor]:
-        """The sums in the shapes of these tensors."""
-        return shaped(self.flat, like)
-
 
 class SecureAttempt:
     """One attempt at a round, on the server."""
 
     def __init__(
-        self, terms: SecureTerms, roster: Mapping[int, bytes], model: bytes, deadlines_s: tuple[float, float]
+        self, job: FederatedJob, roster: Mapping[int, bytes], weights: Sequence[Tensor], at_s: float
     ) -> None:
-        """`deadlines_s`: when the first stage ends, and how long each of the others may take."""
-        self._terms, self._roster = terms, roster
-        self._server = SecureServer(terms, roster, model)
-        self._due_s, self._stage_s = deadlines_s
-        self._letters: dict[int, dict[int, bytes]] = {}
-        self._came: dict[tuple[int, int], bytes] = {}
-
-    @classmethod
-    def begin(
-        cls, job: FederatedJob, roster: Mapping[int, bytes], weights: Sequence[Tensor], at_s: float
-    ) -> SecureAttempt:
-        """With keys and an id that no other attempt has."""
-        fixed = job.strategy.fixed_point
-        terms = SecureTerms(
+        self._roster = roster
+        self._terms = SecureTerms(
             round_id=os.urandom(KEY_BYTES),
             clients=len(roster),
             # no sum is made that would not count: with the next attempt's it would tell more than either
             threshold=max(fewest_clients(len(roster)), min(job.terms.minimum, len(roster))),
             length=sum(one.numel() for one in weights) + LOSS_ITEMS + 1,
-            fixed=fixed,
+            fixed=job.strategy.fixed_point,
         )
-        settings = job.settings
-        return cls(terms, roster, hash_of(weights), (at_s + settings.deadline_s, settings.stage_s))
-
-    @property
-    def stage(self) -> int:
-        """Which messages are waited for."""
-        return int(self._server.stage)
+        self.server = SecureServer(self._terms, roster, hash_of(weights))
+        # when the first stage ends, and how long each of the others may take
+        self._due_s, self._stage_s = at_s + job.settings.deadline_s, job.settings.stage_s
+        self._letters: dict[int, dict[int, bytes]] = {}
+        self._came: dict[tuple[int, int], bytes] = {}
 
     @property
     def terms_as_json(self) -> dict[str, Any]:
-        """What a device must know to take part."""
         terms, fixed = self._terms, self._terms.fixed
         return {
             "round_id": terms.round_id.hex(),
@@ -98,7 +77,6 @@ class SecureAttempt:
 
     @property
     def most_bytes(self) -> int:
-        """The most bytes that any message may have."""
         words = self._terms.length * self._terms.fixed.dtype.itemsize
         return max(_LEAST_BYTES, words, 16 + self._terms.clients * (4 + SEALED_BYTES))
 
@@ -110,20 +88,16 @@ class SecureAttempt:
             if before != digest:
                 raise ProtocolRefused(f"client {client} has sent something else at this stage before")
             return
-        if stage != self._server.stage:
+        if stage != self.server.stage:
             raise ProtocolRefused(
-                f"the round is at {self._server.stage.name}: the message is too late, or too early"
+                f"the round is at {self.server.stage.name}: the message is too late, or too early"
             )
         try:
-            self._server.receive(client, body)
+            self.server.receive(client, body)
         except ProtocolRefused:
-            self._server.drop(client)  # the others need not wait for it
+            self.server.drop(client)  # the others need not wait for it
             raise
         self._came[client, stage] = digest
-
-    def drop(self, client: int) -> None:
-        """A client will not answer any more."""
-        self._server.drop(client)
 
     def letter(self, client: int, stage: int) -> bytes | None:
         """What the client is sent at a stage, None while that is not known; MessageRejected if it never will be."""
@@ -137,23 +111,23 @@ class SecureAttempt:
 
     def silent(self, at_s: float) -> frozenset[int]:
         """Clients that have not answered although the stage's deadline has passed."""
-        return self._server.waits_for if at_s >= self._due_s else frozenset()
+        return self.server.waits_for if at_s >= self._due_s else frozenset()
 
     def advance(self, at_s: float) -> StagedSum | None:
         """Advance to the next stage if all clients have answered or the deadline has passed; return the sum, if any.
 
         RoundAbandoned where too few clients are left; nothing is revealed then.
         """
-        if self._server.waits_for and at_s < self._due_s:
+        if self.server.waits_for and at_s < self._due_s:
             return None
-        letters = self._server.advance()
+        letters = self.server.advance()
         self._due_s = at_s + self._stage_s
-        stage = self._server.stage
+        stage = self.server.stage
         if stage is not SecureStage.DONE:
             self._letters[int(stage)] = letters
             return None
-        flat, loss, weight = sum_of(self._terms.fixed, self._server.result())
-        return StagedSum(flat=flat, weight=weight, loss=loss, clients=self._server.survivors)
+        flat, loss, weight = sum_of(self._terms.fixed, self.server.result())
+        return StagedSum(flat=flat, weight=weight, loss=loss, clients=self.server.survivors)
 
 
 def terms_from(told: Any, items: int, strategy: Federated) -> tuple[SecureTerms, dict[int, bytes]]:

@@ -32,16 +32,13 @@ _AT_ONCE: Final = 1 << 18
 class UniformDraws(Protocol):
     """A source of independent uniform random numbers."""
 
-    def uniform(self, count: int) -> NDArray[np.float64]:
-        """So many, evenly from the multiples of 2⁻⁵³ above 0 and up to 1."""
-        ...
+    def uniform(self, count: int) -> NDArray[np.float64]: ...
 
 
 class SystemDraws:
     """The operating system's generator, a cryptographic one."""
 
     def uniform(self, count: int) -> NDArray[np.float64]:
-        """Draw numbers that cannot be predicted or repeated."""
         words = np.frombuffer(os.urandom(8 * count), dtype=np.uint64)
         return ((words >> np.uint64(11)).astype(np.float64) + 1.0) * 2.0**-53
 
@@ -53,7 +50,6 @@ class SeededDraws:
         self._random = np.random.default_rng(mix(seed, *numbers))
 
     def uniform(self, count: int) -> NDArray[np.float64]:
-        """Draw the next numbers."""
         return 1.0 - self._random.random(count)
 
 
@@ -83,7 +79,6 @@ def discrete_gaussian(count: int, deviation: float, draws: UniformDraws) -> NDAr
 
 
 def _normal(count: int, draws: UniformDraws) -> NDArray[np.float64]:
-    """Box and Muller's, two from two."""
     half = (count + 1) // 2
     radius = np.sqrt(-2.0 * np.log(draws.uniform(half)))
     angle = (2.0 * math.pi) * draws.uniform(half)
@@ -91,7 +86,6 @@ def _normal(count: int, draws: UniformDraws) -> NDArray[np.float64]:
 
 
 def _accepted(count: int, deviation: float, draws: UniformDraws) -> NDArray[np.int64]:
-    """Those of so many draws from a discrete Laplace that are kept."""
     scale = math.floor(deviation) + 1
     size = np.floor(-scale * np.log(draws.uniform(count)))
     negative = draws.uniform(count) <= 0.5

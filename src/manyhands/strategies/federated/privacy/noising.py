@@ -69,7 +69,6 @@ class RoundNoise:
 
     @property
     def deviation(self) -> float:
-        """Standard deviation of each item of the sum."""
         return self.share.update * self.bound
 
     @property
@@ -78,7 +77,6 @@ class RoundNoise:
         return self.deviation / self.share.bit if self.share.bit else self.bound
 
     def vector(self, update: Tensor, within: bool) -> Tensor:
-        """A client's: its clipped update, and the item that says whether it was clipped."""
         if not self.adapts:
             return update
         bit = (0.5 if within else -0.5) * self.bit_scale
@@ -97,7 +95,6 @@ class RoundNoise:
         return whole
 
     def add(self, sums: Tensor, draws: UniformDraws) -> None:
-        """The server's noise, in place."""
         if self.deviation:
             add_gaussian(sums.numpy(), self.deviation, draws)
 

@@ -1,5 +1,9 @@
 """The privacy that a run has spent for each client, and how many more rounds its budget allows.
 
+A round is the Gaussian mechanism: noise of `noise` times the most that one client can change. Where a client is in a
+round with a probability, and it stays secret in which, the cost is lower (Poisson sampling). Costs are Rényi
+divergences, by Google's `dp-accounting`; they add up over rounds, and epsilon follows from their sum.
+
 With a trusted server, only the server knows which clients were in which round: all clients are counted alike, by
 rounds, at the price of a round that one may have been in. With secure aggregation the server is not trusted, and it
 knows which clients it asked: each client is counted by the rounds that it was in, at the full price, and the client
@@ -8,15 +12,99 @@ with most of them is the worst off.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, Final
 
 import numpy as np
 
-from manyhands.strategies.federated.privacy.accountant import RoundKind, epsilon_of, most_rounds
+from manyhands.errors import UserError
 
-__all__ = ["PrivacyBudget", "Spending"]
+__all__ = ["PrivacyBudget", "RoundKind", "Spending", "epsilon_of", "most_rounds", "need_accountant"]
+
+_ENDLESS: Final = 1 << 40
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundKind:
+    """The properties of a round that determine its privacy cost."""
+
+    noise: float
+    """The deviation of the noise, by the most that one client can change."""
+    probability: float
+    """The probability with which a client is in the round, where that stays secret; 1 where it is known."""
+
+
+def need_accountant() -> None:
+    """UserError that names the extra, where the package is not installed."""
+    try:
+        import dp_accounting  # noqa: F401
+    except ImportError as error:
+        raise UserError(
+            "noise needs the dp-accounting package, which counts what it protects; "
+            "pip install 'manyhands[privacy]', or leave out noise="
+        ) from error
+
+
+@lru_cache(maxsize=64)
+def _one_round(kind: RoundKind) -> tuple[Any, Any]:
+    import dp_accounting
+
+    event = dp_accounting.GaussianDpEvent(kind.noise)
+    if kind.probability < 1:
+        event = dp_accounting.PoissonSampledDpEvent(kind.probability, event)
+    accountant = dp_accounting.rdp.RdpAccountant()
+    with _quiet():
+        accountant.compose(event)
+    return accountant.orders, accountant.rdp
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the package's warnings of orders that it leaves out: epsilon is the least of all the others."""
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def epsilon_of(played: Mapping[RoundKind, int], delta: float) -> float:
+    import dp_accounting
+
+    orders, divergences = None, 0.0
+    for kind, rounds in played.items():
+        if rounds:
+            orders, one = _one_round(kind)
+            divergences = divergences + rounds * one
+    if orders is None:
+        return 0.0
+    found, _ = dp_accounting.rdp.compute_epsilon(orders, divergences, delta)
+    return float(found)
+
+
+def most_rounds(
+    kind: RoundKind, epsilon: float, delta: float, before: Mapping[RoundKind, int] | None = None
+) -> int:
+    def is_within(rounds: int) -> bool:
+        played = dict(before or {})
+        played[kind] = played.get(kind, 0) + rounds
+        return epsilon_of(played, delta) <= epsilon
+
+    if not is_within(1):
+        return 0
+    low, high = 1, 2
+    while high < _ENDLESS and is_within(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if is_within(middle) else (low, middle)
+    return low
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +137,6 @@ class Spending:
 
     @property
     def most_rounds(self) -> int | None:
-        """In how many rounds of this kind a client may be; None without a budget."""
         return self._most
 
     @property
@@ -59,18 +146,15 @@ class Spending:
 
     @property
     def epsilon(self) -> float:
-        """Epsilon spent so far for the client that is worst off."""
         return self.epsilon_after(0)
 
     def take(self, chosen: Sequence[int]) -> None:
-        """Record a round of these clients."""
         if self._apart:
             self._rounds[list(chosen)] += 1
         else:
             self._rounds[0] += 1
 
     def affords(self, chosen: Sequence[int]) -> bool:
-        """Whether these may be in a round now."""
         if self._most is None:
             return True
         asked = self._rounds[list(chosen)] if self._apart else self._rounds
@@ -86,7 +170,6 @@ class Spending:
         )
 
     def summary(self) -> str:
-        """What was spent so far, in words."""
         count = f"{self.rounds} round" + ("" if self.rounds == 1 else "s")
         whose = " of the client that was in most" if self._apart else ""
         return f"epsilon is {self.epsilon:.4g} after {count}{whose}"

@@ -17,31 +17,173 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeAlias
 
 from manyhands.errors import DataError, UserError
 from manyhands.strategies.federated.clients import selected
 from manyhands.strategies.federated.norms import check_norm_ratio, described_norms, rejected_by_norm
-from manyhands.strategies.federated.rounds.round_events import (
-    AbandonRound,
-    BeginRound,
-    ClientGone,
-    ClientSeen,
-    ClientsSeen,
-    CloseRound,
-    EndRounds,
-    RefuseReport,
-    ReportCame,
-    RoundDecision,
-    RoundEvent,
-    RoundFailed,
-    ServerResumed,
-    SumCame,
-    TakeReport,
-    TimePassed,
+
+__all__ = [
+    "AbandonRound",
+    "BeginRound",
+    "ClientGone",
+    "ClientSeen",
+    "ClientsSeen",
+    "CloseRound",
+    "EndRounds",
+    "RefuseReport",
+    "ReportCame",
+    "RoundDecision",
+    "RoundEvent",
+    "RoundFailed",
+    "RoundPhase",
+    "RoundState",
+    "RoundTerms",
+    "ServerResumed",
+    "SumCame",
+    "TakeReport",
+    "TimePassed",
+    "as_json",
+    "handle",
+    "state_of",
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClientSeen:
+    """A client asked whether there is work for it."""
+
+    client: int
+    at_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClientsSeen:
+    """Several clients asked for work at once, as in a simulation."""
+
+    clients: tuple[int, ...]
+    at_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClientGone:
+    """A client will not report in this round: it said so, or its message was rejected."""
+
+    client: int
+    at_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReportCame:
+    """A client's report has arrived, and the driver has validated its content."""
+
+    client: int
+    attempt: int
+    """The attempt for which it was made."""
+    digest: str
+    """Digest of its content, by which a repeated report is recognised."""
+    at_s: float
+    norm: float = 0.0
+    """Norm of its update; 0 where it was not computed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SumCame:
+    """The sum of several clients' updates has arrived, in a round in which no single update is seen."""
+
+    attempt: int
+    clients: tuple[int, ...]
+    at_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundFailed:
+    """The current round can no longer produce a sum."""
+
+    attempt: int
+    why: str
+    at_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimePassed:
+    """Nothing happened, but the clock has advanced to this time."""
+
+    at_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerResumed:
+    """The server was restarted: sums of an open round, and which clients were present, are lost."""
+
+    at_s: float
+
+
+RoundEvent: TypeAlias = (
+    ClientSeen | ClientsSeen | ClientGone | ReportCame | SumCame | RoundFailed | TimePassed | ServerResumed
 )
 
-__all__ = ["RoundPhase", "RoundState", "RoundTerms", "as_json", "handle", "state_of"]
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BeginRound:
+    """Save the state, and then ask these clients."""
+
+    attempt: int
+    number: int
+    """Number of the round, from 0; there may be several attempts at one."""
+    asked: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TakeReport:
+    """Add this client's update to the sum."""
+
+    client: int
+    attempt: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RefuseReport:
+    """Do not add this client's report; it is rejected."""
+
+    client: int
+    attempt: int
+    why: str
+    repeated: bool = False
+    """Whether it is in the sum already, just as it came now: its sender did not get the answer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CloseRound:
+    """Move the model by the mean of what was added, and save it together with the state: the round counts."""
+
+    attempt: int
+    number: int
+    counted: tuple[int, ...]
+    """Whose updates are in it."""
+    rejected: tuple[int, ...] = ()
+    """Whose updates are to be left out of it, since their norms are too large beside the others'."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AbandonRound:
+    """Forget the sum; the round does not count, and is tried again."""
+
+    attempt: int
+    number: int
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EndRounds:
+    """The rounds are over: all of them count, or no client has come for too long."""
+
+    complete: bool
+    why: str
+
+
+RoundDecision: TypeAlias = BeginRound | TakeReport | RefuseReport | CloseRound | AbandonRound | EndRounds
+
 
 _Outcome = tuple["RoundState", tuple[RoundDecision, ...]]
 
@@ -141,7 +283,6 @@ class RoundState:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more will be decided."""
         return self.phase in (RoundPhase.FINISHED, RoundPhase.GIVEN_UP)
 
     @property
@@ -329,7 +470,6 @@ def _too_late(event: RoundEvent, why: str) -> tuple[RoundDecision, ...]:
 
 
 def as_json(state: RoundState) -> dict[str, Any]:
-    """The state as JSON holds it."""
     return {
         "phase": str(state.phase),
         "done": state.done,

@@ -18,8 +18,7 @@ import numpy as np
 from manyhands.data.randomness import mix
 from manyhands.errors import DataError, ManyhandsError, UserError
 from manyhands.strategies.federated.algorithms.buff import duration_s
-from manyhands.strategies.federated.rounds.round_core import RoundState, RoundTerms, as_json, handle, state_of
-from manyhands.strategies.federated.rounds.round_events import (
+from manyhands.strategies.federated.rounds.round_core import (
     AbandonRound,
     ClientGone,
     ClientsSeen,
@@ -28,9 +27,14 @@ from manyhands.strategies.federated.rounds.round_events import (
     ReportCame,
     RoundDecision,
     RoundEvent,
+    RoundState,
+    RoundTerms,
     ServerResumed,
     SumCame,
     TimePassed,
+    as_json,
+    handle,
+    state_of,
 )
 from manyhands.strategies.federated.secure.secure_messages import fewest_clients
 from manyhands.strategies.federated.strategy import Federated
@@ -134,7 +138,6 @@ class SimulatedRounds:
         return isinstance(ended, CloseRound)
 
     def memory(self) -> dict[str, Any]:
-        """The state for a checkpoint; empty where all attempts have counted in full."""
         if self.all_report and self.state.attempt == self.state.done:
             return {}
         return {"state": as_json(self.state), "participation": asdict(self.participation)}
@@ -150,7 +153,6 @@ class SimulatedRounds:
             raise DataError(f"the participation of clients is damaged: {error!r}") from error
 
     def summary(self) -> dict[str, Any]:
-        """The outcome of the rounds, for the run's summary."""
         attempts = {"attempts": self.state.attempt, "abandoned": self.state.abandoned}
         return {**attempts, **asdict(self.participation)}
 
@@ -201,7 +203,6 @@ class SimulatedRounds:
         raise AssertionError("an attempt ends with its last client, or at its deadline")
 
     def _count(self, attempt: _Attempt, in_time: int, after: RoundState) -> None:
-        """An attempt is over; who is there, and the time, are told anew with the next."""
         self.state = replace(after, present={}, now_s=0.0, since_s=0.0, counted_s=0.0)
         self.participation.simulated_s += after.now_s - attempt.begun.since_s
         self.participation.asked += len(attempt.asked)
@@ -216,7 +217,6 @@ class SimulatedRounds:
 
 
 def _reports(event: RoundEvent) -> int:
-    """How many come with an event."""
     return len(event.clients) if isinstance(event, SumCame) else int(isinstance(event, ReportCame))
 
 

@@ -16,11 +16,14 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from manyhands.errors import UserError
+from manyhands.strategies.federated.client_updates import ClientUpdate
 
-__all__ = ["MOST_WEIGHT", "RINGS", "FixedPoint", "Words"]
+__all__ = ["LOSS_ITEMS", "MOST_WEIGHT", "FixedPoint", "Words", "sum_of", "words_of"]
 
 RINGS: Final[dict[int, np.dtype[np.unsignedinteger]]] = {
     16: np.dtype(np.uint16),
@@ -59,7 +62,6 @@ class FixedPoint:
 
     @property
     def most(self) -> int:
-        """The largest integer of an item, before it is weighted."""
         return int(2 ** (self.bits - 1)) - 1
 
     @property
@@ -69,7 +71,6 @@ class FixedPoint:
 
     @property
     def dtype(self) -> np.dtype[np.unsignedinteger]:
-        """The integer type of the words."""
         return RINGS[self.ring]
 
     @property
@@ -101,7 +102,6 @@ class FixedPoint:
         return np.append(whole * weight, weight).astype(self.dtype)
 
     def decode(self, words: Words) -> tuple[NDArray[np.int64], int]:
-        """The sum of w·q for each item, signed, and the sum of weights."""
         signed = words.view(f"i{words.itemsize}").astype(np.int64)
         return signed[:-1], int(signed[-1])
 
@@ -113,6 +113,28 @@ class FixedPoint:
         return clients <= weight <= clients * self.max_weight and in_bounds
 
     def mean(self, words: Words) -> NDArray[np.float64]:
-        """The weighted mean of what clients encoded, from the sum of their words."""
         items, weight = self.decode(words)
         return items.astype(np.float64) * np.float64(self.step / weight)
+
+
+LOSS_ITEMS: Final = 2
+
+
+def words_of(fixed: FixedPoint, update: ClientUpdate, weight: float) -> Words:
+    """What a client masks; its numbers are finite."""
+    if weight != int(weight) or weight < 1:
+        raise UserError(
+            f"secure=yes: client {update.client} weighs {weight:g}; only whole numbers of at least 1 are summed"
+        )
+    flat = torch.cat([one.detach().flatten().to("cpu", torch.float64) for one in update.change]).numpy()
+    whole = math.floor(update.loss)
+    loss = [whole * fixed.step, (update.loss - whole) * fixed.clip]
+    return fixed.encode(np.append(flat, loss), int(weight))
+
+
+def sum_of(fixed: FixedPoint, words: Words) -> tuple[Tensor, float, float]:
+    """The sum of weight times update, all tensors in a row in double precision; of weight times loss; of weights."""
+    items, weight = fixed.decode(words)
+    sums = torch.from_numpy(items.astype(np.float64) * np.float64(fixed.step))
+    whole, rest = (float(one) for one in items[-LOSS_ITEMS:])
+    return sums[:-LOSS_ITEMS], whole + rest / fixed.most, float(weight)

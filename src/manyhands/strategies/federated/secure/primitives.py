@@ -16,7 +16,8 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Final
 
 import numpy as np
@@ -26,12 +27,14 @@ from manyhands.errors import ManyhandsError, UserError
 
 __all__ = [
     "KEY_BYTES",
-    "NONCE_BYTES",
+    "PRIME",
     "SEAL_BYTES",
+    "SHARE_BYTES",
     "SIGNATURE_BYTES",
     "Draw",
     "ProtocolRefused",
     "agree",
+    "combine",
     "derive",
     "digest_of",
     "mask_words",
@@ -41,6 +44,7 @@ __all__ = [
     "public_key",
     "seal",
     "sign",
+    "split",
     "verify",
 ]
 
@@ -79,7 +83,6 @@ def digest_of(*parts: bytes) -> bytes:
 
 
 def public_key(secret: bytes) -> bytes:
-    """The X25519 public key of a secret of 32 bytes."""
     need_cryptography()
     from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
@@ -102,7 +105,6 @@ def agree(secret: bytes, theirs: bytes) -> bytes:
 
 
 def derive(secret: bytes, salt: bytes, info: bytes, num_bytes: int = KEY_BYTES) -> bytes:
-    """Derive a key with HKDF-SHA256."""
     need_cryptography()
     from cryptography.hazmat.primitives.hashes import SHA256
     from cryptography.hazmat.primitives.kdf.hkdf import HKDF
@@ -134,7 +136,6 @@ def open_sealed(key: bytes, sealed: bytes, context: bytes) -> bytes:
 
 
 def public_identity(secret: bytes) -> bytes:
-    """The Ed25519 public key of a secret of 32 bytes."""
     need_cryptography()
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -142,7 +143,6 @@ def public_identity(secret: bytes) -> bytes:
 
 
 def sign(secret: bytes, text: bytes) -> bytes:
-    """Sign with Ed25519."""
     need_cryptography()
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -150,7 +150,6 @@ def sign(secret: bytes, text: bytes) -> bytes:
 
 
 def verify(public: bytes, signature: bytes, text: bytes) -> bool:
-    """Whether the owner of `public` signed the text."""
     need_cryptography()
     from cryptography.exceptions import InvalidSignature
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -175,3 +174,72 @@ def mask_words(key: bytes, length: int, dtype: np.dtype[np.unsignedinteger]) -> 
     stream = Cipher(AES(key), CTR(bytes(16))).encryptor()
     found = stream.update(bytes(length * dtype.itemsize)) + stream.finalize()
     return np.frombuffer(found, dtype=dtype.newbyteorder("<")).astype(dtype, copy=False)
+
+
+PRIME: Final = 2**521 - 1
+SHARE_BYTES: Final = 66
+_DRAWN: Final = SHARE_BYTES + 32
+"""A number of so many bytes, modulo the prime, is uniform to within 2⁻²⁵⁶."""
+
+
+def split(secret: bytes, threshold: int, points: Sequence[int], draw: Draw = os.urandom) -> dict[int, bytes]:
+    """A share for each point, any `threshold` of which give the secret; points are distinct and above 0."""
+    if len(secret) != KEY_BYTES:
+        raise ValueError(f"a secret has {KEY_BYTES} bytes, and this one {len(secret)}")
+    if not 1 <= threshold <= len(points):
+        raise ValueError(f"threshold {threshold}: must be at least 1 and at most the {len(points)} points")
+    if len(set(points)) < len(points) or not all(0 < point < PRIME for point in points):
+        raise ValueError(f"points {list(points)}: must be distinct and above 0")
+    terms = [int.from_bytes(secret, "big")]
+    terms += [int.from_bytes(draw(_DRAWN), "big") % PRIME for _ in range(threshold - 1)]
+    return {point: _value(terms, point).to_bytes(SHARE_BYTES, "big") for point in points}
+
+
+def combine(shares: Sequence[tuple[int, bytes]], threshold: int) -> bytes:
+    """The secret of (point, share) pairs; ProtocolRefused where they are too few, doubled, or not of one secret.
+
+    Shares beyond the threshold are checked against the others.
+    """
+    if len(shares) < threshold:
+        raise ProtocolRefused(f"{len(shares)} shares, and it takes {threshold}")
+    values: dict[int, int] = {}
+    for point, share in sorted(shares):
+        value = int.from_bytes(share, "big")
+        if not 0 < point < PRIME or len(share) != SHARE_BYTES or value >= PRIME:
+            raise ProtocolRefused(f"the share at {point} is none")
+        if point in values:
+            raise ProtocolRefused(f"two shares are of point {point}")
+        values[point] = value
+    points = tuple(values)[:threshold]
+    found = _at(0, points, values)
+    if found >> (8 * KEY_BYTES) or any(
+        _at(point, points, values) != values[point] for point in list(values)[threshold:]
+    ):
+        raise ProtocolRefused("shares do not belong to one secret; one was changed, or is of another")
+    return found.to_bytes(KEY_BYTES, "big")
+
+
+def _value(terms: Sequence[int], point: int) -> int:
+    found = 0
+    for term in reversed(terms):
+        found = (found * point + term) % PRIME
+    return found
+
+
+def _at(where: int, points: tuple[int, ...], values: Mapping[int, int]) -> int:
+    factors = _factors(where, points)
+    return sum(factor * values[point] for factor, point in zip(factors, points, strict=True)) % PRIME
+
+
+@lru_cache(maxsize=256)  # a server combines the shares of the same holders for every client
+def _factors(where: int, points: tuple[int, ...]) -> tuple[int, ...]:
+    """Lagrange's: what the value at each point counts for the value at `where`."""
+    found = []
+    for mine in points:
+        above, below = 1, 1
+        for other in points:
+            if other != mine:
+                above = above * (where - other) % PRIME
+                below = below * (mine - other) % PRIME
+        found.append(above * pow(below, -1, PRIME) % PRIME)
+    return tuple(found)

@@ -18,9 +18,9 @@ from dataclasses import replace
 from enum import IntEnum
 
 from manyhands.strategies.federated.secure.fixedpoint import Words
-from manyhands.strategies.federated.secure.keys import RoundKeys, point_of
 from manyhands.strategies.federated.secure.primitives import (
     KEY_BYTES,
+    SHARE_BYTES,
     Draw,
     ProtocolRefused,
     agree,
@@ -29,6 +29,7 @@ from manyhands.strategies.federated.secure.primitives import (
     public_key,
     seal,
     sign,
+    split,
     verify,
 )
 from manyhands.strategies.federated.secure.secure_messages import (
@@ -37,13 +38,14 @@ from manyhands.strategies.federated.secure.secure_messages import (
     Delivery,
     KeyList,
     MaskedInput,
+    RoundKeys,
     SealedShares,
     SecureTerms,
     SurvivorList,
     UnmaskReply,
     UnmaskRequest,
+    point_of,
 )
-from manyhands.strategies.federated.secure.shamir import SHARE_BYTES, split
 
 __all__ = ["SecureClient", "SecureStage", "require_signed"]
 
@@ -102,7 +104,6 @@ class SecureClient:
         self._lists: SurvivorList | None = None
 
     def advertise(self) -> bytes:
-        """The keys of this round, signed."""
         with self._taking(SecureStage.ADVERTISE):
             mine = Advertisement(
                 client=self.number,

@@ -24,11 +24,14 @@ from manyhands.strategies.federated.secure.fixedpoint import FixedPoint, Words
 from manyhands.strategies.federated.secure.primitives import (
     KEY_BYTES,
     SEAL_BYTES,
+    SHARE_BYTES,
     SIGNATURE_BYTES,
     ProtocolRefused,
+    agree,
+    derive,
     digest_of,
+    mask_words,
 )
-from manyhands.strategies.federated.secure.shamir import SHARE_BYTES
 from manyhands.transport.messages import U32, MessageCoder, ProtocolError
 
 __all__ = [
@@ -38,12 +41,14 @@ __all__ = [
     "Delivery",
     "KeyList",
     "MaskedInput",
+    "RoundKeys",
     "SealedShares",
     "SecureTerms",
     "SurvivorList",
     "UnmaskReply",
     "UnmaskRequest",
     "fewest_clients",
+    "point_of",
 ]
 
 LABEL: Final = b"manyhands secure sum 1"
@@ -90,7 +95,6 @@ class SecureTerms:
 
     @property
     def digest(self) -> bytes:
-        """Digest of all terms."""
         fixed = self.fixed
         numbers = (self.clients, self.threshold, self.length, fixed.bits, fixed.max_weight, fixed.ring)
         return digest_of(LABEL, self.round_id, struct.pack(">6Qd", *numbers, fixed.clip))
@@ -135,7 +139,6 @@ class Advertisement(_Message):
 
     @property
     def signed(self) -> bytes:
-        """What the signature is under."""
         return digest_of(b"advertisement", LABEL, self.encode()[:-SIGNATURE_BYTES])
 
 
@@ -172,7 +175,6 @@ class MaskedInput:
     words: Words
 
     def encode(self) -> bytes:
-        """Encode the words alone."""
         return self.words.astype(self.words.dtype.newbyteorder("<"), copy=False).tobytes()
 
     @classmethod
@@ -200,7 +202,6 @@ class SurvivorList(_Message):
             _check_once(listed)
 
     def signed(self, terms: bytes, keys: bytes) -> bytes:
-        """What a client signs who was given these lists, under terms and a key list of these digests."""
         return digest_of(b"survivors", LABEL, terms, keys, self.encode())
 
 
@@ -244,3 +245,38 @@ def _check_once(clients: Sequence[int]) -> None:
     twice = [client for client, after in pairwise(clients) if client == after]
     if twice:
         raise ProtocolRefused(f"client {twice[0]} is in a table twice")
+
+
+_PAIR: Final = struct.Struct(">II")
+
+
+def point_of(client: int) -> int:
+    """Where a client's shares are taken: above 0, which is where the secret is."""
+    return client + 1
+
+
+class RoundKeys:
+    """Derives the keys of one round, bound to its id, its terms and the model that was downloaded."""
+
+    def __init__(self, terms: SecureTerms, model: bytes) -> None:
+        self._terms = terms
+        self._bound = digest_of(terms.digest, model)
+
+    def shared_mask(self, secret: bytes, theirs: bytes, mine: int, other: int) -> Words:
+        """The mask that two clients share; the same from either end, and from the server with one's secret."""
+        pair = _PAIR.pack(min(mine, other), max(mine, other))
+        key = derive(agree(secret, theirs), self._terms.round_id, LABEL + b" mask " + pair + self._bound)
+        return mask_words(key, self._terms.length, self._terms.fixed.dtype)
+
+    def own_mask(self, seed: bytes, client: int) -> Words:
+        info = LABEL + b" own " + _PAIR.pack(client, client) + self._bound
+        return mask_words(
+            derive(seed, self._terms.round_id, info), self._terms.length, self._terms.fixed.dtype
+        )
+
+    def channel(self, agreed: bytes, source: int, destination: int) -> bytes:
+        info = LABEL + b" share " + _PAIR.pack(source, destination) + self._bound
+        return derive(agreed, self._terms.round_id, info)
+
+    def context(self, source: int, destination: int) -> bytes:
+        return self._terms.round_id + _PAIR.pack(source, destination)

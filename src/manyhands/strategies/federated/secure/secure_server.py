@@ -15,11 +15,11 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from manyhands.strategies.federated.secure.fixedpoint import Words
-from manyhands.strategies.federated.secure.keys import RoundKeys, point_of
 from manyhands.strategies.federated.secure.primitives import (
     KEY_BYTES,
     ProtocolRefused,
     agree,
+    combine,
     digest_of,
     public_key,
     verify,
@@ -31,13 +31,14 @@ from manyhands.strategies.federated.secure.secure_messages import (
     Delivery,
     KeyList,
     MaskedInput,
+    RoundKeys,
     SealedShares,
     SecureTerms,
     SurvivorList,
     UnmaskReply,
     UnmaskRequest,
+    point_of,
 )
-from manyhands.strategies.federated.secure.shamir import combine
 
 __all__ = ["RoundAbandoned", "SecureServer"]
 
@@ -73,12 +74,10 @@ class SecureServer:
 
     @property
     def waits_for(self) -> frozenset[int]:
-        """Clients that have not answered yet at this stage."""
         return self._asked - self._came
 
     @property
     def survivors(self) -> tuple[int, ...]:
-        """Whose inputs are in the sum, once that is settled."""
         return self._lists.survivors
 
     def receive(self, sender: int, data: bytes) -> None:
@@ -136,7 +135,6 @@ class SecureServer:
         return {}
 
     def result(self) -> Words:
-        """The sum of the survivors' words, once the round is done."""
         if self.stage is not SecureStage.DONE:
             raise ProtocolRefused(f"there is no sum: the round is at {self.stage.name}")
         return self._sum

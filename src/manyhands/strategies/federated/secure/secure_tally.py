@@ -1,10 +1,16 @@
-"""The tally of a simulated round by the secure protocol: what each client would mask, and the server's result."""
+"""A simulated round by the secure protocol, on encoded bytes: what each client masks, the server's result, the cost.
+
+Bonawitz et al. (CCS 2017) count for one of n users with m words modulo R: 2n public keys, 5n - 4 shares, the vector,
+2n·|key| + (5n - 4)·|share| + m⌈log₂ R⌉ bits. That is the protocol against a server that is curious but honest.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -12,17 +18,121 @@ from torch import Tensor
 from manyhands.engine.exchange import Traffic
 from manyhands.errors import NonFinite
 from manyhands.strategies.federated.client_updates import ClientUpdate, TallySum, shaped
-from manyhands.strategies.federated.secure.fixedpoint import FixedPoint, Words
-from manyhands.strategies.federated.secure.masked_vectors import LOSS_ITEMS, sum_of, words_of
-from manyhands.strategies.federated.secure.round import play_round
+from manyhands.strategies.federated.secure.fixedpoint import LOSS_ITEMS, FixedPoint, Words, sum_of, words_of
+from manyhands.strategies.federated.secure.primitives import (
+    KEY_BYTES,
+    SEAL_BYTES,
+    SHARE_BYTES,
+    SIGNATURE_BYTES,
+    Draw,
+    public_identity,
+)
+from manyhands.strategies.federated.secure.secure_client import SecureClient, SecureStage
 from manyhands.strategies.federated.secure.secure_messages import SecureTerms, fewest_clients
-from manyhands.strategies.federated.secure.secure_server import RoundAbandoned
+from manyhands.strategies.federated.secure.secure_server import RoundAbandoned, SecureServer
 
-__all__ = ["SecureTally", "hash_of", "terms_for"]
+__all__ = ["MESSAGES", "SecureTally", "client_bytes", "hash_of", "play_round", "published_bits", "terms_for"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SecureSum:
+    """The result of a secure round, and its cost."""
+
+    words: Words
+    """The sum of the survivors' words."""
+    survivors: tuple[int, ...]
+    """Whose inputs are in it."""
+    messages: int
+    """How many the clients sent."""
+    sent: Mapping[int, int]
+    """Bytes that each client sent."""
+    received: Mapping[int, int]
+    """Bytes that each client received."""
+
+
+def play_round(
+    terms: SecureTerms,
+    identities: Mapping[int, bytes],
+    inputs: Mapping[int, Words],
+    model: bytes,
+    *,
+    leaves: Mapping[int, SecureStage] | None = None,
+    draw: Draw = os.urandom,
+) -> SecureSum:
+    """The sum of the inputs of all clients that stay; `identities` are their Ed25519 secrets.
+
+    A client leaves at the stage that `leaves` says, before it answers, or before it masks if it has no input.
+    RoundAbandoned where too few are left.
+    """
+    roster = {client: public_identity(secret) for client, secret in identities.items()}
+    clients = {
+        client: SecureClient(client, secret, roster, terms, model, draw)
+        for client, secret in identities.items()
+    }
+    server = SecureServer(terms, roster, model)
+    going = {client: SecureStage.MASK for client in identities if client not in inputs} | dict(leaves or {})
+    sent, received, messages = dict.fromkeys(identities, 0), dict.fromkeys(identities, 0), 0
+    letters: Mapping[int, bytes] = dict.fromkeys(identities, b"")
+    while server.stage < SecureStage.DONE:
+        stage = server.stage
+        for client, letter in sorted(letters.items()):
+            received[client] += len(letter)
+            if going.get(client, SecureStage.DONE) <= stage:
+                continue
+            answer = _answer(clients[client], stage, letter, inputs)
+            sent[client] += len(answer)
+            messages += 1
+            server.receive(client, answer)
+        letters = server.advance()
+    return SecureSum(
+        words=server.result(), survivors=server.survivors, messages=messages, sent=sent, received=received
+    )
+
+
+def _answer(client: SecureClient, stage: SecureStage, letter: bytes, inputs: Mapping[int, Words]) -> bytes:
+    if stage is SecureStage.ADVERTISE:
+        return client.advertise()
+    if stage is SecureStage.SHARE:
+        return client.share(letter)
+    if stage is SecureStage.MASK:
+        return client.mask(letter, inputs[client.number])
+    return client.confirm(letter) if stage is SecureStage.CONFIRM else client.unmask(letter)
+
+
+MESSAGES: Final = 5
+"""That a client sends in a round, and receives."""
+_NUMBER: Final = 4
+
+
+def published_bits(clients: int, items: int, ring: int, key: int = 256, share: int = 256) -> int:
+    """What one client sends and receives by the published formula, in bits."""
+    return 2 * clients * key + (5 * clients - 4) * share + items * ring
+
+
+def client_bytes(terms: SecureTerms) -> int:
+    """What one client sends and receives in a round that nobody leaves.
+
+    On top of the formula, with our sizes of keys and shares: signatures, the digests that bind a round, the seals of
+    shares, and the numbers of clients and rows.
+    """
+    n = terms.clients
+    published = published_bits(n, terms.length, terms.fixed.ring, 8 * KEY_BYTES, 8 * SHARE_BYTES) // 8
+    signatures = 2 * n * SIGNATURE_BYTES + SIGNATURE_BYTES + SIGNATURE_BYTES
+    digests = (n + 1) * 3 * KEY_BYTES + 2 * KEY_BYTES
+    seals = 2 * (n - 1) * SEAL_BYTES
+    return published + signatures + digests + seals + _numbers(n)
+
+
+def _numbers(clients: int) -> int:
+    advertised = 1 + (1 + clients)
+    shares = 2 * (1 + clients - 1)
+    survivors = 2 + clients
+    request = survivors + 1 + clients
+    reply = 2 + clients
+    return _NUMBER * (advertised + shares + survivors + request + reply)
 
 
 def hash_of(weights: Sequence[Tensor]) -> bytes:
-    """SHA-256 of a model's tensors: shapes, types and bytes."""
     found = hashlib.sha256()
     for one in weights:
         found.update(f"{one.dtype} {tuple(one.shape)};".encode())
@@ -63,7 +173,6 @@ class SecureTally:
         self._inputs: dict[int, Words] = {}
 
     def add(self, update: ClientUpdate, weight: float) -> None:
-        """What a client would mask; its numbers are finite."""
         self._inputs[update.client] = words_of(self._fixed, update, weight)
 
     def total(self, largest: int | None = None) -> TallySum:

@@ -1,10 +1,4 @@
-"""FedOpt: an adaptive optimizer on the server (Reddi et al., "Adaptive Federated Optimization", ICLR 2021).
-
-    m ← β₁ m + (1 - β₁) Δ      v ← by the algorithm      w ← w + η m / (√v + τ)
-
-Δ is the mean of the updates. As in the paper there is no correction of the bias of m and v, and v begins with τ².
-Buffers (running statistics of BatchNorm) are averaged as they are: a mean of variances is one, a step of Adam is not.
-"""
+"""Algorithms whose clients keep nothing: FedAvg, FedSGD, FedProx, FedNova, and FedOpt, a server with an optimizer."""
 
 from __future__ import annotations
 
@@ -18,7 +12,74 @@ from torch import Tensor
 from manyhands.errors import UserError
 from manyhands.strategies.federated.algorithms.algorithm import FederatedAlgorithm
 
-__all__ = ["FedAdagrad", "FedAdam", "FedYogi"]
+__all__ = ["FedAdagrad", "FedAdam", "FedAvg", "FedNova", "FedProx", "FedSgd", "FedYogi"]
+
+
+class FedAvg(FederatedAlgorithm):
+    """Clients train for some epochs; the model becomes the mean of theirs, weighted by their samples."""
+
+    word: ClassVar[str] = "fedavg"
+    about: ClassVar[str] = "the mean of what clients have trained, by their samples"
+    sums_only: ClassVar[bool] = True
+
+
+class FedSgd(FederatedAlgorithm):
+    """One step of each client on all of its data: the synchronous step, on data that stays where it is."""
+
+    word: ClassVar[str] = "fedsgd"
+    about: ClassVar[str] = "one step of each client on all of its data"
+    whole_batches: ClassVar[bool] = True
+    sums_only: ClassVar[bool] = True
+
+
+class FedProx(FederatedAlgorithm):
+    """Each client's loss gets mu/2 times its squared distance from the weights that it began with."""
+
+    word: ClassVar[str] = "fedprox"
+    about: ClassVar[str] = "FedAvg whose clients are held near the weights they began with"
+    number: ClassVar[str] = "MU"
+    corrects: ClassVar[bool] = True
+    sums_only: ClassVar[bool] = True
+
+    def __init__(self, mu: float = 0.01) -> None:
+        super().__init__()
+        self._mu = mu
+
+    def correct(self, client: int, parameters: Sequence[Tensor], start: Sequence[Tensor]) -> None:
+        """The gradient of the distance is mu times the way that was gone."""
+        del client
+        for parameter, begun in zip(parameters, start, strict=False):  # buffers come after the parameters
+            if parameter.grad is not None:
+                parameter.grad.add_(parameter.detach() - begun, alpha=self._mu)
+
+
+class FedNova(FederatedAlgorithm):
+    """FedAvg whose clients count by their samples, however many steps they took; buffers are averaged as they are."""
+
+    word: ClassVar[str] = "fednova"
+    about: ClassVar[str] = "FedAvg that divides each update by its number of steps"
+
+    def sent(self, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The model's, and one number: the steps, by the most that any client takes."""
+        return [*weights, torch.zeros(1, dtype=torch.float64)]
+
+    def report(
+        self, client: int, start: Sequence[Tensor], trained: Sequence[Tensor], steps: int
+    ) -> Sequence[Tensor]:
+        change = super().report(client, start, trained, steps)
+        parameters = self.facts.parameters
+        return [
+            *(one / steps for one in change[:parameters]),
+            *change[parameters:],
+            torch.tensor([steps / self.facts.most_steps], dtype=torch.float64),
+        ]
+
+    def step(self, weights: Sequence[Tensor], mean: Sequence[Tensor]) -> None:
+        """As many mean steps as clients took on average."""
+        taken, parameters = float(mean[-1]) * self.facts.most_steps, self.facts.parameters
+        scaled = [one * taken for one in mean[:parameters]]
+        super().step(weights, [*scaled, *mean[parameters:-1]])
+
 
 _BETA_1, _BETA_2, _TAU = 0.9, 0.99, 1e-3
 
@@ -61,11 +122,9 @@ class _FedOpt(FederatedAlgorithm):
         """Take the square of the mean into the second moment, in place."""
 
     def memory(self) -> Mapping[str, Any]:
-        """Both moments, for a checkpoint."""
         return {"momentum": self._momentum, "second": self._second} if self._momentum else {}
 
     def load_state(self, memory: Mapping[str, Any]) -> None:
-        """Restore both moments."""
         self._momentum = list(memory.get("momentum", ()))
         self._second = list(memory.get("second", ()))
 

@@ -1,13 +1,4 @@
-"""SCAFFOLD (Karimireddy et al., "Stochastic Controlled Averaging for Federated Learning", ICML 2020).
-
-Every client i keeps c_i, the mean of the gradients that it last met, and the server keeps c, their mean over all
-clients. A client's step follows g - c_i + c: what drives its own data away from the others' is taken off.
-
-    c_i⁺ = (1/K) Σ g      Δc_i = c_i⁺ - c_i      w ← w + mean Δw_i      c ← c + (weight of the round / of all) mean Δc_i
-
-For plain SGD that c_i⁺ is the paper's option II, c_i - c + (w - w_i) / (K η). The paper's clients all weigh the same;
-here they weigh by their samples, in both means alike, so that the loss that is minimised is the one of the pooled data.
-"""
+"""Algorithms whose clients keep something from round to round: SCAFFOLD and Ditto."""
 
 from __future__ import annotations
 
@@ -20,7 +11,7 @@ from torch import Tensor
 from manyhands.strategies.federated.algorithms.algorithm import FederatedAlgorithm
 from manyhands.strategies.federated.client_updates import TallySum
 
-__all__ = ["Scaffold"]
+__all__ = ["Ditto", "Scaffold"]
 
 
 class Scaffold(FederatedAlgorithm):
@@ -40,11 +31,9 @@ class Scaffold(FederatedAlgorithm):
         self._coming: dict[int, Sequence[Tensor]] = {}  # by client that has reported: c_i⁺, until c follows
 
     def sent(self, weights: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The model's, and a control variate's change for each parameter."""
         return [*weights, *weights[: self.facts.parameters]]
 
     def kept(self, weights: Sequence[Tensor]) -> Sequence[Tensor]:
-        """A control variate for each parameter."""
         return weights[: self.facts.parameters]
 
     def begin(self, client: int, weights: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -99,9 +88,39 @@ class Scaffold(FederatedAlgorithm):
             self._server = [torch.zeros_like(one) for one in like]
 
     def memory(self) -> Mapping[str, Any]:
-        """The server's control variate."""
         return {"server": self._server} if self._server else {}
 
     def load_state(self, memory: Mapping[str, Any]) -> None:
-        """Restore the server's control variate."""
         self._server = list(memory.get("server", ()))
+
+
+class Ditto(FederatedAlgorithm):
+    """Ditto: FedAvg, plus a personal model for every client that never leaves it."""
+
+    word: ClassVar[str] = "ditto"
+    about: ClassVar[str] = (
+        "FedAvg, beside which each client trains a model of its own, held near the common one"
+    )
+    number: ClassVar[str] = "LAMBDA"
+    trains_personal: ClassVar[bool] = True
+    models_kept: ClassVar[int] = 1
+    cannot_keep_layers: ClassVar[str] = "each client has a whole model of its own"
+
+    def __init__(self, hold: float = 0.1) -> None:
+        super().__init__()
+        self._hold = hold
+
+    def kept(self, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+        return weights
+
+    def personal(self, client: int, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+        return self.states.get(client, weights)
+
+    def correct_personal(self, client: int, parameters: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
+        del client
+        for parameter, common in zip(parameters, weights, strict=False):  # buffers come after the parameters
+            if parameter.grad is not None:
+                parameter.grad.add_(parameter.detach() - common, alpha=self._hold)
+
+    def keep_personal(self, client: int, trained: Sequence[Tensor]) -> None:
+        self.keep(client, trained)
