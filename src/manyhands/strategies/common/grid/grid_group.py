@@ -104,7 +104,6 @@ class LinkGroup:
         ]
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
-        """Collective: member `root`'s tensor becomes everyone's, in place."""
         if self.world == 1 or not tensor.numel():
             return tensor
         flat = _flat(tensor)
