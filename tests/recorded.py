@@ -10,6 +10,7 @@ from manyhands.foresight.simulate import SimulatedRun, SimulationSpec, Witness, 
 from manyhands.foresight.simulate.models import LedgerStore
 from manyhands.foresight.simulate.simulated_run import SimulatedHappening
 from manyhands.strategies.common.consistency import Policy, blend
+from manyhands.strategies.ps.actions import Ack
 from manyhands.strategies.ps.audit import Audit, Evidence, audit
 from manyhands.strategies.ps.log_rows import RestoredRow, Row, StepRow
 from manyhands.strategies.ps.ps_messages import Message, Push
@@ -99,11 +100,11 @@ def _changed(row: Row, policy: Policy, fields: dict[str, Any]) -> StepRow:
     values = {
         name: value(getattr(first, name)) if callable(value) else value for name, value in fields.items()
     }
-    updates = (replace(first, **values), *row.updates[1:])
+    updates = (first._replace(**values), *row.updates[1:])
     staleness = [update.staleness for update in updates]
     factors, rate = blend(policy, [update.weight for update in updates], staleness, updates[0].parts)
-    fitting = tuple(replace(update, factor=factor) for update, factor in zip(updates, factors, strict=True))
-    return replace(row, updates=fitting, rate=rate)
+    fitting = tuple(update._replace(factor=factor) for update, factor in zip(updates, factors, strict=True))
+    return row._replace(updates=fitting, rate=rate)
 
 
 def _version(rows: Iterable[Row]) -> int:
@@ -142,9 +143,11 @@ class _Scribe(Witness):
         if self._witness is not None:
             self._witness.happens(happening)
 
-    def sends(self, source: int, to: int, message: Message, now_s: float) -> None:
+    def acknowledges(self, ack: Ack) -> None:
         if self._witness is not None:
-            self._witness.sends(source, to, message, now_s)
+            self._witness.acknowledges(ack)
+
+    def sends(self, source: int, to: int, message: Message, now_s: float) -> None:
         if not isinstance(message, Push) or message.skip:
             return
         rows = self.pushed.setdefault(message.member, [])

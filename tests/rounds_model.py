@@ -22,7 +22,7 @@ from manyhands.foresight.simulate.faults import (
     WorkerComes,
     WorkerGoes,
 )
-from manyhands.foresight.simulate.virtual_clock import Agenda
+from manyhands.foresight.simulate.network import Agenda
 from manyhands.strategies.federated.rounds.round_core import (
     AbandonRound,
     BeginRound,

@@ -14,7 +14,7 @@ import pytest
 from manyhands.foresight.simulate import ComputeModel, SimulationSpec, simulate
 from manyhands.foresight.simulate.experiments import learn_digits
 from simulated_campaign import CHOSEN_BY_ARRIVAL, campaign, fresh_seed
-from simulated_mutants import MUTANTS, runs_until_caught
+from simulated_mutants import GUARDS, MUTANTS, runs_until_caught
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1800)]
 
@@ -38,10 +38,11 @@ def test_elastic_runs_and_federated_rounds_keep_theirs(capsys: pytest.CaptureFix
     assert done == {"elastic": RUNS // 2, "rounds": RUNS // 2}
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.parametrize("name", [*MUTANTS, *GUARDS])
 def test_a_broken_server_is_caught_within_a_thousand_runs(name: str) -> None:
-    count, found = runs_until_caught(MUTANTS[name], FIRST_SEED, limit=1000)
-    assert found, f"MANYHANDS_SOAK_SEED={FIRST_SEED}: not within {count} runs: {MUTANTS[name].what}"
+    mutant = (MUTANTS | GUARDS)[name]
+    count, found = runs_until_caught(mutant, FIRST_SEED, limit=1000)
+    assert found, f"MANYHANDS_SOAK_SEED={FIRST_SEED}: not within {count} runs: {mutant.what}"
 
 
 @pytest.mark.parametrize("seed", range(3, 10))

@@ -179,9 +179,9 @@ def again(policy: Policy) -> Callable[[list[Row]], list[Row]]:
             for u in last.updates
         }
         updates = tuple(
-            replace(u, clock=tops[u.slot] + 1, read_version=u.read_version + 1) for u in last.updates
+            u._replace(clock=tops[u.slot] + 1, read_version=u.read_version + 1) for u in last.updates
         )
-        more = replace(last, sequence=last.sequence + 1, version=last.version + 1, updates=updates)
+        more = last._replace(sequence=last.sequence + 1, version=last.version + 1, updates=updates)
         return [*rows, more]
 
     return change

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.strategies.central.ownership import Ownership, cut, keep_whole
+from manyhands.strategies.central.shared_parameters import Ownership, cut, keep_whole
 from manyhands.strategies.common.sharding.sliced_optimizer import Piece
 from manyhands.wire.flat_layout import BucketLayout, lay_out
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from manyhands.cli import graph_command as command
 from manyhands.cli.main import app
-from manyhands.engine.placement.module_graph import (
+from manyhands.engine.placement.tracing import (
     Crossing,
     Edge,
     Graph,
@@ -24,8 +24,8 @@ from manyhands.engine.placement.module_graph import (
     TiedParameters,
     cut_of,
     places_by_name,
+    trace,
 )
-from manyhands.engine.placement.tracing import trace
 from manyhands.errors import UserError
 from manyhands.facts import IN_STEP, Promises, Truth
 from manyhands.foresight.graph_drawing import graph_svg, graph_text

@@ -7,9 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.errors import UserError
-from manyhands.foresight.simulate.bursts import push_at_once
-from manyhands.foresight.simulate.overlap_model import ORDERS, LayeredStep, gain_bound, step_seconds
-from manyhands.strategies.ps.staggering import round_of_shards
+from manyhands.foresight.simulate.overlap_model import (
+    ORDERS,
+    LayeredStep,
+    gain_bound,
+    push_at_once,
+    step_seconds,
+)
+from manyhands.strategies.ps.client_core import round_of_shards
 
 SECONDS = st.floats(0.01, 1.0)
 

@@ -13,7 +13,7 @@ import pytest
 from manyhands.data.store.rundir import RunDirectory
 from manyhands.errors import DataError
 from manyhands.strategies.common.consistency import parse_consistency
-from manyhands.strategies.ps.actions import Action, Log, SendMessage
+from manyhands.strategies.ps.actions import Action, Apply, Log, SendMessage
 from manyhands.strategies.ps.audit import Audit, audit
 from manyhands.strategies.ps.audit_files import audit_run
 from manyhands.strategies.ps.audit_found import Verdict
@@ -46,7 +46,7 @@ def drive(consistency: str, steps: int = 30, order: tuple[int, ...] = SLOTS) -> 
 
     def take(actions: list[Action]) -> None:
         for action in actions:
-            if isinstance(action, Log):
+            if isinstance(action, Log | Apply):
                 rows.append(action.row)
             elif isinstance(action, SendMessage) and isinstance(action.message, Parameters):
                 work[action.message.slot] = action.message
@@ -107,8 +107,8 @@ def planted(rows: list[Row], version: int, **fields: object) -> list[Row]:
     result: list[Row] = []
     for row in rows:
         if isinstance(row, StepRow) and row.version == version:
-            update = replace(row.updates[0], **fields)  # type: ignore[arg-type]
-            row = replace(row, updates=(update, *row.updates[1:]))
+            update = row.updates[0]._replace(**fields)  # type: ignore[arg-type]
+            row = row._replace(updates=(update, *row.updates[1:]))
         result.append(row)
     return result
 
@@ -257,7 +257,7 @@ def test_the_bound_is_judged_where_the_log_still_says_what_was_read() -> None:
 
 
 def test_violations_name_the_shard() -> None:
-    bad = replace(step(2, 1, 0, 0), shard=5)
+    bad = step(2, 1, 0, 0)._replace(shard=5)
     found = audit({5: [[bad]], 0: [drive("async")]}, parse_consistency("async"), 30)
     assert [(violation.shard, violation.sentence[:8]) for violation in found.violations] == [(5, "shard 5:")]
 
@@ -350,7 +350,7 @@ def test_a_version_that_is_not_the_next_is_named(consistency: str, version: int)
     last = max(number for number, row in enumerate(rows) if isinstance(row, StepRow))
     row = rows[last]
     assert isinstance(row, StepRow)
-    rows[last] = replace(row, version=version)
+    rows[last] = row._replace(version=version)
     sentences = [violation.sentence for violation in check(rows, consistency).violations]
     assert f"shard 0: version {version} follows version {row.version - 1}" in sentences
 
@@ -378,7 +378,7 @@ def test_more_lost_clocks_than_the_run_has_batches_are_named(consistency: str) -
 def test_two_replicas_of_which_one_wrote_a_step_of_nothing() -> None:
     rows = drive("async")
     [row] = [row for row in rows if isinstance(row, StepRow) and row.version == 5]
-    other = [replace(one, updates=()) if one is row else one for one in rows]
+    other = [row._replace(updates=()) if one is row else one for one in rows]
     for files in ([rows, other], [other, rows]):
         found = audit({0: files}, parse_consistency("async"), 30)
         assert any("different rows about" in one.sentence for one in found.violations)
@@ -451,11 +451,13 @@ def test_a_sequence_number_that_comes_twice_is_named(consistency: str) -> None:
     rows = drive(consistency)
     steps = [at for at, row in enumerate(rows) if isinstance(row, StepRow)]
     first, second = steps[4], steps[5]
-    again = replace(rows[second], sequence=rows[first].sequence)
+    row = rows[second]
+    assert isinstance(row, StepRow)
+    again = row._replace(sequence=rows[first].sequence)
     found = check([*rows[:second], again, *rows[second + 1 :]], consistency)
     assert not found.clean
     assert f"its sequence number {again.sequence} is that of version 5" in found.violations[0].sentence
-    back = replace(rows[second], sequence=rows[first].sequence - 1)
+    back = row._replace(sequence=rows[first].sequence - 1)
     found = check([*rows[:second], back, *rows[second + 1 :]], consistency)
     assert f"entry {back.sequence} follows entry" in found.violations[0].sentence
 

@@ -8,12 +8,10 @@ from manyhands.errors import ManyhandsError
 from manyhands.strategies.ps.actions import SendMessage
 from manyhands.strategies.ps.client_core import ClientAction, ClientCore, Compute, Leave, Reason, Wait
 from manyhands.strategies.ps.ps_messages import (
-    Ack,
     Fenced,
     Hello,
     Message,
     NotPrimary,
-    Outcome,
     Parameters,
     Push,
     Read,
@@ -108,30 +106,24 @@ def test_reads_again_no_more_than_once() -> None:
     assert core.handle(retired, 2) == [Compute(work=train(5), versions=(12, 22))]
 
 
-def test_pushes_what_it_computed_and_reads_on_without_waiting_for_the_ack() -> None:
+def test_a_push_and_the_read_behind_it_are_one_message() -> None:
     core = computing(clock=4)
     assert core.waiting_for == ()
     messages = sent(core.computed(weight=0.25))
     push = Push(
-        shard=0, slot=SLOT, member=MEMBER, clock=4, read_version=11, batch=104, part=0, parts=1, weight=0.25
+        shard=0,
+        slot=SLOT,
+        member=MEMBER,
+        clock=4,
+        read_version=11,
+        batch=104,
+        part=0,
+        parts=1,
+        weight=0.25,
+        pulls=True,
     )
-    assert messages[:2] == [(1, push), (1, read(0, 5))]
-    assert [message for _, message in messages[2:]] == [
-        Push(
-            shard=1,
-            slot=SLOT,
-            member=MEMBER,
-            clock=4,
-            read_version=21,
-            batch=104,
-            part=0,
-            parts=1,
-            weight=0.25,
-        ),
-        read(1, 5),
-    ]
+    assert messages == [(1, push), (2, push._replace(shard=1, read_version=21))]
     assert core.holds(0)
-    assert core.handle(Ack(shard=0, slot=SLOT, clock=4, outcome=Outcome.APPLIED), 1) == []
     assert core.handle(parameters(0, 5, 12, train(5)), 1) == []
     assert not core.holds(0)
     assert core.holds(1)
@@ -145,7 +137,7 @@ def test_a_new_primary_is_told_again_exactly_what_its_shard_has_not_answered() -
     core.handle(parameters(0, 5, 12, train(5)), 1)
     assert sent(core.view(view(2, 1, 9))) == [(9, Hello(shard=1, slot=SLOT, member=MEMBER, settled=4))]
     assert core.handle(parameters(1, 5, 99), 2) == [], "the old primary's last words count for nothing"
-    assert sent(core.handle(welcome(1, 4), 9)) == [(9, pushed[2][1]), (9, read(1, 5))]
+    assert sent(core.handle(welcome(1, 4), 9)) == [(9, pushed[1][1])]
     assert core.handle(parameters(1, 5, 22), 9) == [Compute(work=train(5), versions=(12, 22))]
     # while it computes nothing is unanswered: it only greets
     assert sent(core.view(view(3, 8, 9))) == [(8, Hello(shard=0, slot=SLOT, member=MEMBER, settled=5))]
@@ -155,12 +147,11 @@ def test_a_new_primary_is_told_again_exactly_what_its_shard_has_not_answered() -
 def test_what_is_computed_while_a_shard_has_no_primary_is_pushed_when_it_has_one() -> None:
     core = computing(clock=4)
     assert core.view(view(2, 1, 0)) == []
-    assert [to for to, _ in sent(core.computed(weight=1.0))] == [1, 1]
+    assert [to for to, _ in sent(core.computed(weight=1.0))] == [1]
     assert [to for to, _ in sent(core.view(view(3, 1, 9)))] == [9]
-    push, again = sent(core.handle(welcome(1, 4), 9))
-    assert isinstance(push[1], Push)
-    assert push[1].clock == 4
-    assert again == (9, read(1, 5))
+    [(_, push)] = sent(core.handle(welcome(1, 4), 9))
+    assert isinstance(push, Push)
+    assert (push.clock, push.pulls) == (4, True)
 
 
 def test_a_server_that_does_not_know_yet_is_asked_again() -> None:
@@ -199,7 +190,7 @@ def test_a_late_worker_still_owes_the_other_shards_what_the_lead_may_have_counte
     pushed = sent(core.computed(weight=0.5))
     core.handle(parameters(0, 5, version=8, work=train(8)), 1)
     assert sent(core.view(view(2, 1, 9))) == [(9, Hello(shard=1, slot=SLOT, member=MEMBER, settled=4))]
-    assert sent(core.handle(welcome(1, 4), 9)) == [(9, pushed[2][1]), (9, read(1, 5))]
+    assert sent(core.handle(welcome(1, 4), 9)) == [(9, pushed[1][1])]
     ahead = Hello(shard=1, slot=SLOT, member=MEMBER, settled=8)
     assert sent(core.handle(parameters(1, 5, version=5), 9)) == [(9, ahead), (9, read(1, 8))]
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from manyhands.errors import UserError
 from manyhands.strategies.common.consistency import parse_consistency
-from manyhands.strategies.ps.actions import Apply, Drop, Log
+from manyhands.strategies.ps.actions import Apply, Drop, Log, Outcome
 from manyhands.strategies.ps.log_rows import LateRow, LostRow, Row, SkippedRow, StepRow
 from manyhands.strategies.ps.pending_steps import Change
 from manyhands.strategies.ps.ps_messages import (
@@ -21,7 +21,6 @@ from manyhands.strategies.ps.ps_messages import (
     Closing,
     Entry,
     Generation,
-    Outcome,
     Push,
     SlotsChanged,
     Update,
@@ -68,14 +67,14 @@ def chosen(number: int, *updates: tuple[int, int], shard: int = 1, step: int = 0
 
 def steps_of(change: Change) -> list[list[tuple[int, int]]]:
     return [
-        [(part.slot, part.clock) for part in action.contributions]
+        [(part.slot, part.clock) for part in action.row.updates]
         for action in change.actions
         if isinstance(action, Apply)
     ]
 
 
 def rows_of(change: Change) -> list[Row]:
-    return [action.row for action in change.actions if isinstance(action, Log)]
+    return [action.row for action in change.actions if isinstance(action, Log | Apply)]
 
 
 def train(clock: int, batch: int, part: int = 0, parts: int = 1) -> Work:
@@ -132,7 +131,7 @@ def test_softsync_takes_the_first_to_arrive_and_at_the_end_the_rest() -> None:
     change = shard.commit(push(0, 0))
     assert steps_of(change) == [[(1, 0), (0, 0)]]
     factors = [
-        part.factor for action in change.actions if isinstance(action, Apply) for part in action.contributions
+        part.factor for action in change.actions if isinstance(action, Apply) for part in action.row.updates
     ]
     assert factors == [0.5, 0.5]
     assert steps_of(shard.commit(push(1, 1))) == [[(1, 1)]], "no more will come"
@@ -505,7 +504,7 @@ def test_staleness_counts_the_steps_of_this_history_that_were_not_read() -> None
     shard.restore(term=7)
     taus = []
     for clock, read, term in ((3, 1, 0), (4, 9, 0), (5, 5, 7)):
-        change = shard.commit(replace(push(0, clock, read=read), read_term=term))
+        change = shard.commit(push(0, clock, read=read)._replace(read_term=term))
         [row] = (row for row in rows_of(change) if isinstance(row, StepRow))
         taus.append(row.updates[0].staleness)
     assert taus == [3 - 1, 4 - 3, 5 - 5], "of version 9 in the lost life, only 3 steps are in this one"

@@ -60,8 +60,8 @@ def test_steps_have_the_bits_of_torchs_own(shards: int) -> None:
     for shard in range(shards):
         layout, plain = store_of(built(sgd), shards, shard)
         _, other = store_of(built(sgd), shards, shard)
+        other.plain = None
         gradient = layout.range_in(torch.zeros(layout.range_bytes(shard), dtype=torch.uint8), shard)
-        out = torch.zeros(layout.range_bytes(shard), dtype=torch.uint8)
         for step in range(20):
             for piece in gradient.pieces:
                 piece.copy_(torch.randn(piece.shape, generator=draw))
@@ -71,25 +71,24 @@ def test_steps_have_the_bits_of_torchs_own(shards: int) -> None:
                 flags[step % len(gradient.pieces)] = 0
                 gradient.pieces[step % len(gradient.pieces)].fill_(float("nan"))
             rate = (1.0, 1 / 3)[step % 2]
-            other.apply([Contribution(gradient=gradient, present=flags)], rate)
-            assert plain.turn(gradient.memory.data_ptr(), flags.data_ptr(), rate, out.data_ptr())
+            contribution = Contribution(gradient=gradient, present=flags)
+            assert plain.first_bad(contribution) is None
+            other.apply([contribution], rate)
+            plain.apply([contribution], rate)
             assert torch.equal(plain.memory, other.memory), step
-            assert torch.equal(out, plain.memory)
         assert plain.state().batches == other.state().batches == 20
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_a_gradient_that_is_not_finite_changes_nothing(bad: float) -> None:
+def test_a_gradient_that_is_not_finite_is_named(bad: float) -> None:
     layout, store = store_of(built(sgd))
-    before = store.memory.clone()
     gradient = layout.range_in(torch.zeros(layout.range_bytes(0), dtype=torch.uint8), 0)
     gradient.pieces[-1][-1] = bad
     flags = layout.flags(0, {entry.name for entry in layout.entries})
-    assert not store.turn(gradient.memory.data_ptr(), flags.data_ptr(), 1.0)
-    assert torch.equal(store.memory, before)
-    assert store.state().batches == 0
+    contribution = Contribution(gradient=gradient, present=flags)
+    assert store.first_bad(contribution) == layout.entries[layout.pieces[0][-1].parameter].name
     gradient.pieces[-1][-1] = torch.finfo(torch.float32).max  # finite, though a sum of such is not
-    assert store.turn(gradient.memory.data_ptr(), flags.data_ptr(), 1.0)
+    assert store.first_bad(contribution) is None
 
 
 def hooked(parameters: Any) -> optim.Optimizer:
@@ -129,14 +128,14 @@ class Careful(optim.SGD):
     ],
 )
 def test_it_is_for_nothing_but_plain_sgd(make: Callable[[Any], Any]) -> None:
-    assert not store_of(built(make))[1].turns
+    assert store_of(built(make))[1].plain is None
 
 
 def test_it_is_not_for_other_types_and_not_beside_a_scheduler() -> None:
-    assert store_of(built(sgd))[1].turns
-    assert not store_of(built(sgd, dtype=torch.float64))[1].turns
+    assert store_of(built(sgd))[1].plain is not None
+    assert store_of(built(sgd, dtype=torch.float64))[1].plain is None
     schedule = {"scheduler": lambda one: optim.lr_scheduler.ExponentialLR(one, gamma=0.9)}
-    assert not store_of(built(sgd, **schedule))[1].turns
+    assert store_of(built(sgd, **schedule))[1].plain is None
 
 
 def test_settings_that_a_state_brings_are_followed() -> None:
@@ -144,9 +143,9 @@ def test_settings_that_a_state_brings_are_followed() -> None:
         state = one.state()
         state.optimizer["param_groups"][0]["lr"] = lr
         one.load_state(state)
-        gradient = torch.ones(layout.range_bytes(0) // 4)
+        gradient = torch.ones(layout.range_bytes(0) // 4).view(torch.uint8)
         flags = layout.flags(0, {entry.name for entry in layout.entries})
-        assert one.turn(gradient.data_ptr(), flags.data_ptr(), 1.0)
+        one.apply([Contribution(gradient=layout.range_in(gradient, 0), present=flags)])
         return one.values.pieces[-1].clone()
 
     layout, store = store_of(built(sgd))

@@ -8,12 +8,22 @@ from dataclasses import replace
 import pytest
 
 from manyhands.strategies.common.consistency import parse_consistency
-from manyhands.strategies.ps.actions import Action, Apply, Discard, Drop, Keep, Load, Log, SendMessage
+from manyhands.strategies.ps.actions import (
+    Ack,
+    Action,
+    Apply,
+    Discard,
+    Drop,
+    Keep,
+    Load,
+    Log,
+    Outcome,
+    SendMessage,
+)
 from manyhands.strategies.ps.log_rows import LateRow, LostRow, RestoredRow
 from manyhands.strategies.ps.pending_steps import ShardConfig
 from manyhands.strategies.ps.ps_messages import (
     LAUNCHER,
-    Ack,
     Chosen,
     ChosenKept,
     Concluded,
@@ -25,7 +35,6 @@ from manyhands.strategies.ps.ps_messages import (
     Installed,
     Message,
     NotPrimary,
-    Outcome,
     Parameters,
     Push,
     Read,
@@ -99,6 +108,10 @@ def said(actions: list[Action]) -> list[Message]:
     return [message for _, message in sent(actions)]
 
 
+def acks(actions: list[Action]) -> list[Ack]:
+    return [action for action in actions if isinstance(action, Ack)]
+
+
 def primary(consistency: str = "async", *, backup: int = 0, steps: int = 100) -> ShardReplica:
     replica = ShardReplica(config(consistency, steps=steps), FIRST)
     replica.view(view(1, (FIRST, backup)))
@@ -124,17 +137,15 @@ def test_without_backup_a_push_is_applied_and_acknowledged_at_once() -> None:
     shard = primary()
     actions = shard.handle(push(0, 0), WORKER)
     assert actions[0] == Keep(shard=0, slot=0, clock=0, copy=False)
-    assert [type(action) for action in actions[1:]] == [Apply, Log, SendMessage]
-    assert sent(actions) == [(WORKER, Ack(shard=0, slot=0, clock=0, outcome=Outcome.APPLIED))]
+    assert [type(action) for action in actions[1:]] == [Apply, Ack]
+    assert acks(actions) == [Ack(shard=0, slot=0, clock=0, outcome=Outcome.APPLIED)]
 
 
 def test_a_push_sent_again_is_acknowledged_and_not_applied() -> None:
     shard = primary()
     shard.handle(push(0, 0), WORKER)
     actions = shard.handle(push(0, 0), WORKER)
-    assert actions == [
-        SendMessage(to=WORKER, message=Ack(shard=0, slot=0, clock=0, outcome=Outcome.DUPLICATE))
-    ]
+    assert actions == [Ack(shard=0, slot=0, clock=0, outcome=Outcome.DUPLICATE)]
     assert shard.core.version == 1
 
 
@@ -148,14 +159,14 @@ def test_nothing_is_told_before_the_backup_has_it() -> None:
     assert first.handle(read(0, 1), WORKER) == []
 
     actions = second.handle(forward, FIRST)
-    assert [type(action) for action in actions] == [Keep, Apply, Log, SendMessage]
+    assert [type(action) for action in actions] == [Keep, Apply, SendMessage]
     [(to, forwarded)] = sent(actions)
     assert (to, forwarded) == (FIRST, Forwarded(shard=0, epoch=1, sequence=1))
     assert sent(second.handle(forward, FIRST)) == [(FIRST, forwarded)], "again: answered, not applied"
 
-    told = said(first.handle(forwarded, SECOND))
-    assert told[0] == Ack(shard=0, slot=0, clock=0, outcome=Outcome.APPLIED)
-    assert isinstance(told[1], Forward), "the batch of the next read is given out by the log, too"
+    actions = first.handle(forwarded, SECOND)
+    assert acks(actions) == [Ack(shard=0, slot=0, clock=0, outcome=Outcome.APPLIED)]
+    assert isinstance(said(actions)[0], Forward), "the batch of the next read is given out by the log, too"
     assert first.core.state() == second.core.state()
 
 
@@ -167,9 +178,7 @@ def test_the_backup_takes_over_with_everything_that_was_acknowledged() -> None:
     second.view(view(2, (SECOND, 0)))
     assert second.role is ReplicaRole.PRIMARY
     assert said(second.handle(hello(0), WORKER)) == [Welcome(shard=0, slot=0, next_clock=1, version=1)]
-    assert said(second.handle(push(0, 0), WORKER)) == [
-        Ack(shard=0, slot=0, clock=0, outcome=Outcome.DUPLICATE)
-    ]
+    assert second.handle(push(0, 0), WORKER) == [Ack(shard=0, slot=0, clock=0, outcome=Outcome.DUPLICATE)]
     [answer] = said(second.handle(read(0, 1), WORKER))
     assert isinstance(answer, Parameters)
     assert (answer.version, answer.work.kind) == (1, WorkKind.TRAIN)
@@ -179,7 +188,7 @@ def test_a_dead_backup_is_not_waited_for() -> None:
     first, _ = pair()
     first.handle(push(0, 0), WORKER)
     actions = first.view(view(2, (FIRST, 0)))
-    assert said(actions) == [Ack(shard=0, slot=0, clock=0, outcome=Outcome.APPLIED)]
+    assert acks(actions) == [Ack(shard=0, slot=0, clock=0, outcome=Outcome.APPLIED)]
 
 
 def test_a_new_backup_is_given_a_copy_and_waited_for() -> None:
@@ -219,11 +228,11 @@ def test_a_successor_fences_the_member_before_it() -> None:
     shard.view(view(2, (FIRST, 0), members=(20, WORKER + 1), epochs=(1,)))
     for message in (push(0, 0), read(0, 0), hello(0)):
         assert said(shard.handle(message, WORKER)) == [Fenced(shard=0, slot=0, holder=20)]
-    assert said(shard.handle(push(0, 0, member=20), 20))[0] == Ack(
+    assert acks(shard.handle(push(0, 0, member=20), 20))[0] == Ack(
         shard=0, slot=0, clock=0, outcome=Outcome.APPLIED
     )
     assert shard.handle(read(0, 1, member=20), 20), "the old member's read is gone"
-    assert said(shard.handle(push(0, 1, member=30), 30))[0] == Ack(
+    assert acks(shard.handle(push(0, 1, member=30), 30))[0] == Ack(
         shard=0, slot=0, clock=1, outcome=Outcome.APPLIED
     )
     assert said(shard.handle(read(0, 2, member=20), 20)) == [Fenced(shard=0, slot=0, holder=30)]
@@ -344,7 +353,7 @@ def test_the_lead_tells_the_other_shards_its_choice_until_it_is_kept() -> None:
     other.handle(push(0, 0, shard=1), WORKER)
     other.handle(push(1, 0, shard=1), WORKER + 1)
     actions = other.handle(chosen, FIRST)
-    assert [a.contributions[0].slot for a in actions if isinstance(a, Apply)] == [1]
+    assert [a.row.updates[0].slot for a in actions if isinstance(a, Apply)] == [1]
     [kept] = [m for m in said(actions) if isinstance(m, ChosenKept)]
     assert (kept.shard, kept.number) == (1, 1)
     assert lead.handle(kept, SECOND) == [], "it was replaced: what it keeps went with it"
@@ -388,7 +397,7 @@ def test_a_restored_shard_is_told_what_it_may_take_without_a_choice() -> None:
     for message in said(lead.handle(asks, THIRD)):
         back.handle(message, FIRST)
     steps = [a for a in back.handle(push(0, 0, shard=1), WORKER) if isinstance(a, Apply)]
-    assert [[part.slot for part in step.contributions] for step in steps] == [[0]]
+    assert [[part.slot for part in step.row.updates] for step in steps] == [[0]]
 
 
 def deliver(actions: dict[int, list[Action]], servers: dict[int, ServerCore]) -> list[Action]:
@@ -422,7 +431,7 @@ def test_a_shard_and_a_lead_restored_together_lack_no_choice_although_the_questi
     deliver({THIRD: new_lead.view(place)}, servers)
     for slot in (0, 1):
         steps = [a for a in back.handle(push(slot, 0, shard=1), WORKER + slot) if isinstance(a, Apply)]
-        assert [[part.slot for part in step.contributions] for step in steps] == [[slot]]
+        assert [[part.slot for part in step.row.updates] for step in steps] == [[slot]]
 
 
 def test_a_worker_is_let_go_when_the_last_choice_is_kept_everywhere() -> None:
@@ -516,7 +525,7 @@ def test_when_everyone_has_left_the_rest_is_applied_and_the_launcher_is_told() -
         gone=(Update(slot=0, clock=1), Update(slot=1, clock=2)),
     )
     actions = lead.view(left)
-    assert [[part.slot for part in a.contributions] for a in actions if isinstance(a, Apply)] == [[0]]
+    assert [[part.slot for part in a.row.updates] for a in actions if isinstance(a, Apply)] == [[0]]
     assert [
         (a.row.slot, a.row.until) for a in actions if isinstance(a, Log) and isinstance(a.row, LostRow)
     ] == [(1, 2)]
@@ -583,7 +592,5 @@ def test_a_late_gradient_is_dropped_where_it_was_kept() -> None:
     forwards = [said(first.handle(push(slot, 0, parts=2), WORKER + slot))[0] for slot in (0, 1)]
     actions = [action for forward in forwards for action in second.handle(forward, FIRST)]
     assert Drop(shard=0, slot=1, clock=0) in actions
-    acks = [
-        m for m in said(first.handle(Forwarded(shard=0, epoch=1, sequence=2), SECOND)) if isinstance(m, Ack)
-    ]
-    assert [(ack.slot, ack.outcome) for ack in acks] == [(0, Outcome.APPLIED), (1, Outcome.LATE)]
+    told = acks(first.handle(Forwarded(shard=0, epoch=1, sequence=2), SECOND))
+    assert [(ack.slot, ack.outcome) for ack in told] == [(0, Outcome.APPLIED), (1, Outcome.LATE)]

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from manyhands.strategies.common.consistency import parse_consistency
-from manyhands.strategies.ps.actions import Action, Apply, Drop, Keep, SendMessage
+from manyhands.strategies.ps.actions import Ack, Action, Apply, Drop, Keep, SendMessage
 from manyhands.strategies.ps.client_core import ClientAction, ClientCore, Compute, Flush
 from manyhands.strategies.ps.pending_steps import ShardConfig
 from manyhands.strategies.ps.ps_messages import (
-    Ack,
     Fenced,
     Forward,
     Hello,
@@ -86,10 +83,10 @@ def kinds(actions: list[Action]) -> list[type]:
 
 def test_a_push_waits_for_a_read_of_a_later_clock() -> None:
     held = Unconfirmed(needed=True)
-    assert held.awaits(push(3), None)
-    assert held.awaits(push(3), read(3)), "that is the one it was computed from"
-    assert not held.awaits(push(3), read(4)), "sent again, behind what confirmed it"
-    assert not Unconfirmed(needed=False).awaits(push(3), None)
+    assert held.awaits(push(3), -1)
+    assert held.awaits(push(3), 3), "that is the one it was computed from"
+    assert not held.awaits(push(3), 4), "sent again, behind what confirmed it"
+    assert not Unconfirmed(needed=False).awaits(push(3), -1)
 
 
 def test_one_push_of_a_slot_is_held_and_what_it_replaces_is_named() -> None:
@@ -190,7 +187,7 @@ def test_what_a_fenced_worker_pushed_late_is_held_unless_its_successor_has_spoke
     [welcome] = said(shard.handle(Hello(shard=0, slot=0, member=NEW, settled=0), NEW))
     assert isinstance(welcome, Welcome)
     assert welcome.arrived == 1
-    later = replace(push(0), clock=1)
+    later = push(0)._replace(clock=1)
     assert not shard.keeps(later)
     assert kinds(shard.handle(later, OLD)) == [Fenced]
 

@@ -28,8 +28,7 @@ from manyhands.foresight.simulate import (
     draw_faults,
     simulate,
 )
-from manyhands.foresight.simulate.network import Network
-from manyhands.foresight.simulate.virtual_clock import Agenda
+from manyhands.foresight.simulate.network import Agenda, Network
 
 FAST = Timing(start_s=0.2, silent_after_s=0.3, snapshot_every_s=0.5, limit_s=600.0)
 

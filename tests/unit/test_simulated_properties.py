@@ -18,7 +18,7 @@ from manyhands.strategies.ps.actions import Action, Keep
 from manyhands.strategies.ps.ps_messages import Forward, Message, Push
 from manyhands.strategies.ps.server_core import ServerCore
 from simulated import PROMISES, complaints, drawn, ending, severed, stormy
-from simulated_mutants import MUTANTS, config_of, runs_until_caught
+from simulated_mutants import GUARDS, MUTANTS, config_of, runs_until_caught
 
 SEEDS_PER_CASE = 12
 
@@ -72,6 +72,7 @@ FAILED_ONCE = [
     ("stormy", 5002295, "softsync:2", 0),
     ("stormy", 64400112, "sync", 0),
     ("drawn", 701486, "aware:bounded:2", 0),
+    ("stormy", 37, "sync", 1),
 ]
 """Every run that ever broke a promise, with a server or with a judge of its time."""
 
@@ -155,3 +156,21 @@ def test_a_broken_server_is_caught_for_the_right_reason(
 def test_a_broken_server_is_caught_among_all_runs(name: str, first_seed: int, pattern: str) -> None:
     count, found = runs_until_caught(MUTANTS[name], first_seed, limit=200)
     assert re.search(pattern, "\n".join(found)), f"not within {count} runs: {MUTANTS[name].what}"
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    [
+        ("uncopied", "its backup after|was acknowledged by shard"),
+        ("unread", "in no step|did not end|without update"),
+        ("alone", "without update"),
+        ("sleepy", "did not end"),
+        ("stepless", "did not end"),
+        ("confirming", "steps of the shards for update"),
+        ("gullible", "steps of the shards for update"),
+    ],
+)
+def test_without_a_guard_of_the_one_path_a_run_breaks_a_promise(name: str, pattern: str) -> None:
+    """Those that few runs catch; the soak has them all."""
+    count, found = runs_until_caught(GUARDS[name], first_seed=0, limit=200)
+    assert re.search(pattern, "\n".join(found)), f"not within {count} runs: {GUARDS[name].what}"

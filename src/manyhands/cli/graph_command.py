@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from manyhands.cli.command_options import add_task_command, check_writable
-from manyhands.cli.early import usual_workers
+from manyhands.cli.lazy_commands import usual_workers
 from manyhands.errors import UserError, format_bytes
 from manyhands.strategy import check_count
 from manyhands.workloads.registry import offered
@@ -19,7 +19,7 @@ from manyhands.workloads.tasks.builtin import BuiltinTask
 if TYPE_CHECKING:
     from torch import nn
 
-    from manyhands.engine.placement.module_graph import Graph
+    from manyhands.engine.placement.tracing import Graph
     from manyhands.strategy import Strategy
     from manyhands.task import Task
 
@@ -83,7 +83,6 @@ def _graph(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Commo
 
 
 def _patterns(given: list[str] | None) -> dict[str, str] | None:
-    """From a pattern to a device."""
     if not given:
         return None
     found = {}
@@ -109,8 +108,8 @@ def _traced(task: Task, samples: int) -> tuple[Graph, nn.Module]:
 
 
 def _placed(graph: Graph, model: nn.Module, where: dict[str, str]) -> tuple[str, ...]:
-    from manyhands.engine.placement.module_graph import places_by_name
     from manyhands.engine.placement.placed import AUTO, known_device
+    from manyhands.engine.placement.tracing import places_by_name
 
     for pattern, device in where.items():
         if device != AUTO:

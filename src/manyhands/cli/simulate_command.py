@@ -18,15 +18,15 @@ from manyhands.cli.command_options import (
     half,
     print_next,
 )
-from manyhands.cli.ended_by_signal import ended_by_signal
 from manyhands.cli.program import spare_the_compiler
+from manyhands.cli.runs import ended_by_signal
 from manyhands.cli.train_command import end_run, task_table
 from manyhands.errors import UserError
 from manyhands.workloads.registry import offered
 from manyhands.workloads.tasks.builtin import BuiltinTask
 
 if TYPE_CHECKING:
-    from manyhands.foresight.simulate.conditions import SimulatedConditions
+    from manyhands.foresight.simulate.simulated_spec import SimulatedConditions
 
 __all__ = ["parse_seconds", "simulate_app"]
 
@@ -90,8 +90,8 @@ def parse_seconds(option: str, text: str) -> float:
 
 def _conditions(common: _Common) -> SimulatedConditions:
     from manyhands.engine.options import Slowdown
-    from manyhands.foresight.simulate.conditions import SimulatedConditions
     from manyhands.foresight.simulate.network import NetworkModel
+    from manyhands.foresight.simulate.simulated_spec import SimulatedConditions
     from manyhands.lab.compare.bandwidth import Rate
 
     rate = Rate.parse(common.bandwidth).bits_per_s / 8 if common.bandwidth is not None else float("inf")
@@ -112,7 +112,7 @@ def _simulate(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Co
     # Imported here so that help texts do not wait for torch.
     from manyhands.engine.options import Options
     from manyhands.engine.request import Length
-    from manyhands.foresight.simulating import fit_simulated
+    from manyhands.foresight.simulate.simulated_training import fit_simulated
 
     spare_the_compiler()
     check_writable(common.json)

@@ -11,19 +11,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from manyhands.data.batch_plan import BatchPlan
+from manyhands.data.batch_plan import BatchPlan, BatchShares, IndexedShares, Share
 from manyhands.data.batches import BatchSource
 from manyhands.data.loading import Key
 from manyhands.data.own import own_data
 from manyhands.data.randomness import drawn_apart, mix, seed_all, seed_host
-from manyhands.data.shares import (
-    BatchShares,
-    IndexedShares,
-    OwnShares,
-    Share,
-    StreamShares,
-    sample_weights,
-)
+from manyhands.data.shares import OwnShares, StreamShares, sample_weights
 
 __all__ = ["BatchReading", "ReadShare", "ShareReader"]
 

@@ -1,15 +1,8 @@
-"""One worker's share of a global batch, in the pieces that it is computed in.
-
-What the shares of a batch weigh adds up to 1, and so does what the pieces of a share weigh in it: whoever adds up the
-gradients of their mean losses, with these weights, has the gradient of the whole batch.
-"""
+"""Shares of batches of samples that can only be iterated; and the weights of samples."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -18,115 +11,11 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import default_collate
 
-from manyhands.data.batch_plan import BatchPlan, split
-from manyhands.data.batches import BatchSource
+from manyhands.data.batch_plan import BatchShares, Share, share_of, split
 from manyhands.data.own import WorkerData
 from manyhands.errors import UserError
 
-__all__ = [
-    "BatchShares",
-    "IndexedShares",
-    "Microbatch",
-    "OwnShares",
-    "Share",
-    "StreamShares",
-    "sample_weights",
-]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Microbatch:
-    """Samples that are computed at once."""
-
-    samples: int
-    weight: float  # in the share
-    fetch: Callable[[], Any]  # gives them collated
-    sample_weights: NDArray[np.float64] | None = None
-    """Of each sample in the piece, of which the sum is 1; None: all weigh the same."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Share:
-    """One worker's part of one global batch."""
-
-    samples: int
-    weight: float  # in the batch
-    pieces: tuple[Microbatch, ...]  # none where there is nothing to compute
-
-
-class BatchShares(ABC):
-    """The shares of every global batch; `batch_samples` refers to the batch that was shared out last."""
-
-    @property
-    def gathers(self) -> bool:
-        """Whether batches are gathered from arrays in memory: that draws nothing, and takes no time to speak of."""
-        return False
-
-    @abstractmethod
-    def batch_samples(self, step: int) -> int:
-        """The number of samples in global batch `step`."""
-
-    @abstractmethod
-    def share(self, step: int, part: int, parts: int) -> Share:
-        """Part `part` of `parts` of global batch `step`."""
-
-    def keep_from(self, step: int) -> None:  # noqa: B027 - what is looked up by number needs no memory
-        """Remember what is drawn of `step` and later ones: they may be asked for in any order."""
-
-
-class IndexedShares(BatchShares):
-    """Shares of batches whose samples are looked up by number, each in at most `microbatches` pieces.
-
-    With `weights`, one for each sample of the source, shares and pieces weigh what their samples do, and those that
-    weigh nothing are not computed.
-    """
-
-    def __init__(
-        self,
-        source: BatchSource,
-        plan: BatchPlan,
-        microbatches: int = 1,
-        weights: NDArray[np.float64] | None = None,
-    ) -> None:
-        self._source = source
-        self._plan = plan
-        self._microbatches = microbatches
-        self._weights = weights
-
-    @property
-    def gathers(self) -> bool:
-        return self._source.gathers
-
-    def batch_samples(self, step: int) -> int:
-        return self._plan.size(step)
-
-    def share(self, step: int, part: int, parts: int) -> Share:
-        indices = self._plan.share(step, part, parts)
-        if self._weights is None:
-            return _share(indices, self._plan.size(step), self._microbatches, self._source.fetch)
-        whole = float(self._weights[self._plan.indices(step)].sum())
-        if not whole > 0:
-            raise UserError(
-                f"weights: no sample of batch {step} weighs more than 0, so it has no mean; leave such samples "
-                "out of data"
-            )
-        mine = self._weights[indices]
-        total = float(mine.sum())
-        pieces = []
-        for piece in cut(len(indices), self._microbatches):
-            weights = mine[piece.start : piece.stop]
-            weight = float(weights.sum())
-            if weight > 0:
-                fetch = partial(self._source.fetch, indices[piece.start : piece.stop])
-                pieces.append(
-                    Microbatch(
-                        samples=len(piece),
-                        weight=weight / total,
-                        fetch=fetch,
-                        sample_weights=weights / weight,
-                    )
-                )
-        return Share(samples=len(indices), weight=total / whole, pieces=tuple(pieces))
+__all__ = ["OwnShares", "StreamShares", "sample_weights"]
 
 
 class StreamShares(BatchShares):
@@ -158,7 +47,7 @@ class StreamShares(BatchShares):
     def share(self, step: int, part: int, parts: int) -> Share:
         batch = self._drawing.batch(step)
         mine = split(len(batch), part, parts)
-        return _share(batch[mine.start : mine.stop], len(batch), self._microbatches, self._collate)
+        return share_of(batch[mine.start : mine.stop], len(batch), self._microbatches, self._collate)
 
 
 class OwnShares(BatchShares):
@@ -203,7 +92,7 @@ class OwnShares(BatchShares):
             )
             self._drawings[part, parts] = drawing
         drawing.kept_from = self._kept_from
-        return _share(drawing.batch(step), self._batch_size, self._microbatches, self._collate)
+        return share_of(drawing.batch(step), self._batch_size, self._microbatches, self._collate)
 
 
 class _Drawing:
@@ -273,19 +162,6 @@ class _Drawing:
         )
 
 
-def _share(mine: Any, count: int, microbatches: int, fetch: Callable[[Any], Any]) -> Share:
-    """This worker's share of a batch of `count` samples; `fetch` makes a batch of some of them."""
-    pieces = [
-        Microbatch(
-            samples=len(piece),
-            weight=len(piece) / len(mine),
-            fetch=partial(fetch, mine[piece.start : piece.stop]),
-        )
-        for piece in cut(len(mine), microbatches)
-    ]
-    return Share(samples=len(mine), weight=len(mine) / count, pieces=tuple(pieces))
-
-
 def sample_weights(weights: Any, samples: int) -> NDArray[np.float64]:
     """One number of at least 0 for each sample, some of them above; a UserError says what they are instead."""
     allowed = f"weights must be one number of at least 0 for each of the {samples} samples of data"
@@ -301,9 +177,3 @@ def sample_weights(weights: Any, samples: int) -> NDArray[np.float64]:
     if not found.any():
         raise UserError("weights are all 0; some samples must weigh more")
     return found
-
-
-def cut(count: int, most: int) -> list[range]:
-    """`range(count)` in at most `most` pieces, none of them empty, whose sizes differ by at most one."""
-    pieces = min(count, most)
-    return [split(count, number, pieces) for number in range(pieces)]

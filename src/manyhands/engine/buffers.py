@@ -143,7 +143,6 @@ def _forward(
 
 @torch.no_grad()
 def _track(module: _BatchNorm, mean: Tensor, variance: Tensor) -> None:
-    """Update the running statistics as torch's batch norm does."""
     if not module.track_running_stats or module.running_mean is None or module.running_var is None:
         return
     rate = module.momentum

@@ -10,7 +10,7 @@ import inspect
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,16 +19,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from manyhands.data.batch_plan import BatchShares, Microbatch, Share
 from manyhands.data.batches import BatchSource
+from manyhands.data.loading import Key, Upcoming
 from manyhands.data.randomness import mix, seed_all
-from manyhands.data.reading import BatchReading
-from manyhands.data.shares import Microbatch, Share
+from manyhands.data.reading import BatchReading, ReadShare, ShareReader
 from manyhands.engine.device import device_of, moved
 from manyhands.engine.dynamo import optimizer_of
 from manyhands.engine.kernel_task import AnyTask
 from manyhands.engine.options import EarlyStopping, Slowdown
 from manyhands.errors import UserError
 from manyhands.places.local.forking import LOADERS_VARIABLE
+from manyhands.places.local.loaders import Loaders
 from manyhands.task import Metric, Task
 
 __all__ = [
@@ -37,6 +39,7 @@ __all__ = [
     "Computer",
     "NumberReader",
     "TrainingPlan",
+    "loaded_ahead",
     "require_loss",
     "worker_environment",
 ]
@@ -142,7 +145,6 @@ class Computer:
 
     @property
     def task(self) -> Task:
-        """The task that is trained."""
         return self._task
 
     @contextmanager
@@ -152,7 +154,6 @@ class Computer:
         if not task.loaders:
             yield
             return
-        from manyhands.engine.ahead import loaded_ahead
 
         steps, owner = self.plan.steps, f"worker {self._rank}"
         reading, device = self._reading, self.device
@@ -247,7 +248,6 @@ class Computer:
         return self.means(total(totals) if total is not None else totals)
 
     def measures(self) -> dict[str, Metric]:
-        """The evaluation measures, by name."""
         return {"evaluation_loss": self._mean_loss, **self._task.metrics}
 
     def evaluation_batches(self, part: int = 0, parts: int = 1) -> Iterator[Microbatch]:
@@ -378,3 +378,80 @@ def _require_plain_step(optimizer: Optimizer) -> None:
             f"optimizer {type(optimizer).__name__} asks for the loss again and again within one step, and a run "
             "computes it once for each; use another optimizer, such as AdamW"
         )
+
+
+@contextmanager
+def loaded_ahead(
+    reading: BatchReading, task: Task, shares: BatchShares, *, steps: int, owner: str, device: torch.device
+) -> Iterator[BatchShares]:
+    """Yield `shares` of `reading` as the task's loader processes read them; the processes end on exit."""
+    loading = task.loading
+    prepare = _pinned if loading.pinned and device.type == "cuda" else None
+    with Loaders[Key](partial(ShareReader, reading), loading, task.loaders, owner, prepare) as loaders:
+        kind = _StreamAhead if reading.streams else _IndexedAhead
+        yield kind(shares, loaders, Upcoming(steps))
+
+
+class _Ahead(BatchShares):
+    """Requests shares from a loader process and keeps the one that was requested last."""
+
+    def __init__(self, shares: BatchShares, loaders: Loaders[Key], upcoming: Upcoming) -> None:
+        self._shares = shares
+        self._loaders = loaders
+        self._upcoming = upcoming
+        self._key: Key | None = None
+        self._held: ReadShare | None = None
+
+    def _read(self, key: Key) -> ReadShare:
+        if self._held is None or key != self._key:
+            self._held = None  # capacity for the next
+            upcoming = self._upcoming.after(key, self._loaders.window)
+            self._held, self._key = self._loaders.get(key, upcoming, kept_from=key[0]), key
+        return self._held
+
+    def _batch(self, key: Key, number: int) -> Any:
+        return self._read(key).batches[number]
+
+
+class _IndexedAhead(_Ahead):
+    """Prefetch of indexed samples: share sizes are known here, and only what is fetched is loaded."""
+
+    def batch_samples(self, step: int) -> int:
+        """The size of global batch `step`, from the batch plan."""
+        return self._shares.batch_samples(step)
+
+    def share(self, step: int, part: int, parts: int) -> Share:
+        """The same share, with samples that come from a loader process."""
+        share = self._shares.share(step, part, parts)
+        pieces = tuple(
+            replace(piece, fetch=partial(self._batch, (step, part, parts), number))
+            for number, piece in enumerate(share.pieces)
+        )
+        return replace(share, pieces=pieces)
+
+
+class _StreamAhead(_Ahead):
+    """Prefetch of a stream: only the loader process draws from it."""
+
+    def batch_samples(self, step: int) -> int:
+        """The size of the current batch, as the loader process reports it."""
+        held = self._held
+        assert held is not None, "the share of a batch comes first"
+        assert self._key is not None and self._key[0] == step, "the last batch is the one at hand"  # noqa: PT018
+        return held.batch_samples
+
+    def share(self, step: int, part: int, parts: int) -> Share:
+        """The share that the loader process drew from the stream."""
+        key = step, part, parts
+        share = self._read(key).share
+        pieces = tuple(
+            replace(piece, fetch=partial(self._batch, key, number))
+            for number, piece in enumerate(share.pieces)
+        )
+        return replace(share, pieces=pieces)
+
+
+def _pinned(found: ReadShare) -> ReadShare:
+    from torch.utils.data._utils.pin_memory import pin_memory
+
+    return replace(found, batches=pin_memory(found.batches))  # type: ignore[no-untyped-call]

@@ -75,7 +75,6 @@ class Agreement:
         )
 
     def _first_unlike(self, hashes: Hashes) -> list[int] | None:
-        """The first group of copies whose parameters differ."""
         return next((group for group in self._copies if (hashes[group] != hashes[group[0]]).any()), None)
 
     def _exchanged(self, mine: Hashes) -> Hashes:
@@ -107,7 +106,6 @@ def describe_difference(names: Sequence[str], hashes: Hashes, ranks: Sequence[in
 
 
 def _who(values: Sequence[int], ranks: Sequence[int]) -> str:
-    """A phrase on which ranks differ from which."""
     (common, count), (_, next_count) = Counter(values).most_common(2)
     if count == next_count:
         groups = [

@@ -184,7 +184,6 @@ class SentFor:
 
     @property
     def total(self) -> Traffic:
-        """The bytes sent for all purposes."""
         return self.gradients + self.control + self.checkpoints
 
     def __add__(self, more: SentFor) -> SentFor:
@@ -204,7 +203,6 @@ class SentFor:
 
     @classmethod
     def from_dict(cls, told: Mapping[str, Mapping[str, int]]) -> SentFor:
-        """Read what `to_dict` wrote."""
         return cls(**{name: Traffic(**sent) for name, sent in told.items()})
 
 
@@ -445,23 +443,18 @@ class SingleExchange(Exchange):
     _optimizer: Optimizer
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Keep the optimizer for the steps."""
         del model
         self._optimizer = optimizer
 
     def agree(self, local: LocalStep) -> SharedStep:
-        """The agreed step of one worker: what it brought."""
         return SharedStep(loss=local.loss, bad_workers=() if local.is_finite else (0,), stop=local.stop)
 
     def apply(self) -> None:
-        """Take one optimizer step."""
         self._optimizer.step()
         self._optimizer.zero_grad()
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum over one worker: `values`."""
         return values
 
     def optimizer_state(self) -> dict[str, Any] | None:
-        """The optimizer's `state_dict()`."""
         return self._optimizer.state_dict()

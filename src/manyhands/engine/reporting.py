@@ -175,7 +175,6 @@ class Reporter:
 
     @property
     def seconds(self) -> float:
-        """Seconds since training began."""
         return (time.monotonic_ns() - self._began_ns) / 1e9
 
     def next_due(self, step: int) -> int:
@@ -279,7 +278,6 @@ class Reporter:
         self._worker_context.record(EventKind.CHECKPOINT, begin, time.monotonic_ns() - begin, step=step - 1)
 
     def _kept(self) -> dict[str, Any]:
-        """The state that evaluations carry into a checkpoint."""
         kept: dict[str, Any] = {}
         if self._patience is not None:
             kept["early_stopping"] = self._patience.state()
@@ -346,7 +344,6 @@ class StepBook:
         self._at_ns = moment_ns
 
     def input(self, duration_ns: int, samples: int) -> None:
-        """Book reading `samples` samples."""
         self._record(EventKind.INPUT, self._at_ns, duration_ns, step=self._step, count=samples)
         self._at_ns += duration_ns
 

@@ -129,7 +129,6 @@ class Request:
         return cls(plan=plan, strategy=strategy, workers=workers, samples=samples, options=options)
 
     def config(self, model: nn.Module) -> dict[str, Any]:
-        """The contents of config.json."""
         return {
             "task": self.plan.task.name,
             "task_options": self.plan.task.options,

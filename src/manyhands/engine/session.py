@@ -186,7 +186,6 @@ class _Session:
         return run
 
     def _train(self, training: Training) -> Run:
-        """Run the training and store its results."""
         began = time.monotonic()
         sharing = sharing_sentence(self._request.plan.device, self._request.workers)
         self._notes += [*training.notes, *([sharing] if sharing is not None else [])]
@@ -235,7 +234,6 @@ class _Session:
         return Run(model=result.model, history=self.history, summary=summary, path=path)
 
     def _say(self, sentence: str) -> None:
-        """Show a notice now, and again in the summary."""
         self._notes.append(sentence)
         _log.warning("%s", sentence)
 
@@ -386,5 +384,4 @@ class _TrainingClock:
 
     @property
     def seconds(self) -> float:
-        """The seconds; 0 before training began."""
         return 0.0 if self._began_s is None else time.monotonic() - self._began_s

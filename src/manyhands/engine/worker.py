@@ -205,7 +205,6 @@ class Trainer:
             self._weight = 0.0
 
     def _step(self, step: int, model: nn.Module, scheduler: LRScheduler | None) -> SharedStep:
-        """Train on global batch `step`, from 0."""
         exchange, worker_context = self._exchange, self._worker_context
         worker_context.mark(step + 1, State.COMPUTING)
         meter, before = exchange.meter, exchange.meter.traffic()
@@ -338,7 +337,6 @@ class Course:
     last: float | None = None
 
     def add(self, loss: float) -> None:
-        """Add the next loss."""
         if self.first is None:
             self.first = loss
         self.last = loss

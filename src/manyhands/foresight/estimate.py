@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -60,14 +61,17 @@ def estimate(task: Task, tell: Tell = lambda _: None) -> Estimate:
 
 
 def _estimate(task: Task, mode: FakeTensorMode | None, tell: Tell) -> Estimate:
-    """Estimate with tensors of `mode`, or real ones."""
     seed_all(0)
     with mode if mode is not None else nullcontext():
         tell("building the model" + (", without its memory" if mode is not None else ""))
         model = task.model()
         optimizer = optimizer_of(task, model)
         units = units_of(model)
-        source = _samples(task)
+        if task.streams:
+            raise UserError(
+                f"memory: data is {task.stream_name}, of which no sample can be looked at without drawing it"
+            )
+        source = BatchSource(task.data, task.collate)
         most = min(task.batch_size, len(source)) if mode is not None else min(_FEW, len(source))
         few = max(1, most // 2)
         numbers = sum(one.numel() for one in model.parameters())
@@ -97,24 +101,11 @@ def _estimate(task: Task, mode: FakeTensorMode | None, tell: Tell) -> Estimate:
     return Estimate(footprint=footprint, how=_HOW[mode is not None], model=model)
 
 
-def _samples(task: Task) -> BatchSource:
-    if task.streams:
-        raise UserError(
-            f"memory: data is {task.stream_name}, of which no sample can be looked at without drawing it"
-        )
-    return BatchSource(task.data, task.collate)
-
-
 def _batch(source: BatchSource, count: int, mode: FakeTensorMode | None) -> Any:
-    """Return some samples, as the loss gets them."""
-    with _outside(mode):
+    outside = torch.utils._python_dispatch._disable_current_modes() if mode is not None else nullcontext()
+    with outside:  # the fake mode is suspended, so that tensors are real
         batch = source.fetch(range(count))
     return batch if mode is None else tree_map_only(Tensor, mode.from_tensor, batch)
-
-
-def _outside(mode: FakeTensorMode | None) -> Any:
-    """Suspend the fake mode, so that tensors are real."""
-    return torch.utils._python_dispatch._disable_current_modes() if mode is not None else nullcontext()
 
 
 def _saved(task: Task, model: nn.Module, units: Iterable[Unit], batch: Any) -> tuple[int, dict[int, int]]:
@@ -140,8 +131,9 @@ def _saved(task: Task, model: nn.Module, units: Iterable[Unit], batch: Any) -> t
     hooks = []
     for unit in units:
         if unit.module is not None:
-            hooks.append(unit.module.register_forward_pre_hook(_entering(inside, unit.number)))
-            hooks.append(unit.module.register_forward_hook(_leaving(inside), always_call=True))
+            enter = partial(_entering, inside, unit.number)
+            hooks.append(unit.module.register_forward_pre_hook(enter))
+            hooks.append(unit.module.register_forward_hook(lambda *_: _leaving(inside), always_call=True))
     try:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             task.loss(model, batch)
@@ -151,18 +143,12 @@ def _saved(task: Task, model: nn.Module, units: Iterable[Unit], batch: Any) -> t
     return total, by_unit
 
 
-def _entering(inside: list[int], number: int) -> Callable[..., None]:
-    def enter(*_: Any) -> None:
-        inside.append(number)
-
-    return enter
+def _entering(inside: list[int], number: int, *_: Any) -> None:
+    inside.append(number)
 
 
-def _leaving(inside: list[int]) -> Callable[..., None]:
-    def leave(*_: Any) -> None:
-        inside.pop()
-
-    return leave
+def _leaving(inside: list[int]) -> None:
+    inside.pop()  # and return None: a forward hook's result would replace the output
 
 
 def _state_bytes(optimizer: Optimizer, mode: FakeTensorMode | None) -> int:

@@ -11,7 +11,7 @@ from importlib.resources import files
 from typing import Final
 from xml.sax.saxutils import escape
 
-from manyhands.engine.placement.module_graph import Crossing, Graph, Node, TiedParameters, cut_of
+from manyhands.engine.placement.tracing import Crossing, Graph, Node, TiedParameters, cut_of
 from manyhands.errors import format_bytes
 from manyhands.observe.draw.aligned import aligned
 
@@ -38,7 +38,6 @@ def graph_text(graph: Graph, places: Sequence[str]) -> str:
 
 
 def graph_svg(graph: Graph, places: Sequence[str], title: str) -> str:
-    """Return the SVG; `title` says what is drawn."""
     kinds = list(dict.fromkeys(places))
     height = _TOP + len(graph.nodes) * (_HIGH + _GAP) + _LINE
     body = [
@@ -89,7 +88,6 @@ def _sharing(graph: Graph, one: TiedParameters, places: Sequence[str]) -> str:
 
 
 def _middle(number: int) -> int:
-    """Return the vertical middle of a node's box."""
     return _TOP + number * (_HIGH + _GAP) + _HIGH // 2
 
 

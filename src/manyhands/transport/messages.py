@@ -1,6 +1,6 @@
 """The one serializer: messages become bytes by their annotations alone, nothing is pickled, nothing received executed.
 
-A message is a frozen dataclass, and its bytes are those of its fields, one after the other, little-endian:
+A message is a frozen dataclass or a NamedTuple, and its bytes are those of its fields in order, little-endian:
 
     int, IntEnum            8 bytes, signed; U32: 4 bytes, unsigned; another Enum: its place in the class
     float · bool            8 bytes · 1 byte
@@ -9,10 +9,10 @@ A message is a frozen dataclass, and its bytes are those of its fields, one afte
     Mapping[K, V]           4 bytes of count, then keys and values; numbers as keys ascend
     Mapping[str, Any]       JSON, as text: what an application says
     T | None, A | B         1 byte, which of them, then its bytes
-    dataclass               its fields
+    dataclass, NamedTuple   its fields
 
-A class of numbers alone is packed by one `struct`, and so is a NamedTuple of int and float, which frequent messages
-are: it is much faster to construct.
+A class of numbers alone is packed by one `struct`. Frequent messages are NamedTuples: these are much faster to
+construct.
 
 Whatever bytes arrive, `decode` returns a message whose every field has its annotated type and which `encode` would
 accept, or raises ProtocolError. No count or length is believed beyond the bytes that are there. Text must be valid
@@ -31,8 +31,6 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Final, Union, get_args, get_origin, get_type_hints
 
 from manyhands.errors import ManyhandsError, UserError
-
-__all__ = ["MAX_KIND", "U32", "MessageCoder", "ProtocolError"]
 
 MAX_KIND: Final = (1 << 16) - 1
 _QUOTED: Final = 60
@@ -118,8 +116,6 @@ class MessageCoder:
 
 
 def _compile(message: type) -> tuple[_Write, Callable[[Buffer], Any]]:
-    if issubclass(message, tuple):
-        return _as_tuple(message)
     flat = _flat_fields(message, "")
     if flat is not None:
         return _as_struct(message, flat)
@@ -136,10 +132,15 @@ def _compile(message: type) -> tuple[_Write, Callable[[Buffer], Any]]:
 
 
 def _hints(message: type) -> dict[str, Any]:
-    if not is_dataclass(message):
-        raise UserError(f"{message.__name__} is no dataclass")
+    if not _is_record(message):
+        raise UserError(f"{message.__name__} is no dataclass and no NamedTuple")
     hints = get_type_hints(message, include_extras=True)
-    return {field.name: hints[field.name] for field in fields(message)}
+    names = getattr(message, "_fields", None) or [field.name for field in fields(message)]
+    return {name: hints[name] for name in names}
+
+
+def _is_record(hint: Any) -> bool:
+    return isinstance(hint, type) and (is_dataclass(hint) or hasattr(hint, "_fields"))
 
 
 def _code(hint: Any) -> str | None:
@@ -167,33 +168,11 @@ def _flat_fields(message: type, prefix: str) -> list[tuple[str, Any]] | None:
         if _code(hint) is not None:
             flat.append((prefix + name, hint))
             continue
-        is_class = isinstance(hint, type) and is_dataclass(hint)
-        inner = _flat_fields(hint, f"{prefix}{name}.") if is_class else None
+        inner = _flat_fields(hint, f"{prefix}{name}.") if _is_record(hint) else None
         if inner is None:
             return None
         flat += inner
     return flat
-
-
-def _as_tuple(message: Any) -> tuple[_Write, Callable[[Buffer], Any]]:
-    """The encoder and decoder of a NamedTuple of plain numbers, packed and unpacked without conversion."""
-    hints = get_type_hints(message)
-    names: tuple[str, ...] = getattr(message, "_fields", ())
-    wrong = [name for name in names if hints[name] not in (int, float)]
-    if wrong or not names:
-        raise UserError(f"{message.__name__}: a tuple that travels has names and plain numbers, not {wrong}")
-    layout = struct.Struct("<" + "".join(_CODES[hints[name]] for name in names))
-    pack, unpack, make, size = layout.pack, layout.unpack, message._make, layout.size
-
-    def encode(value: Any) -> bytes:
-        return pack(*value)
-
-    def decode(body: Buffer) -> Any:
-        if len(body) != size:
-            _wrong_size(message, size, body)
-        return make(unpack(body))
-
-    return encode, decode
 
 
 def _as_struct(message: type, flat: list[tuple[str, Any]]) -> tuple[_Write, Callable[[Buffer], Any]]:
@@ -217,29 +196,34 @@ def _as_struct(message: type, flat: list[tuple[str, Any]]) -> tuple[_Write, Call
 
 def _builder(message: type, places: Any) -> Callable[[tuple[Any, ...]], Any]:
     """Return a function that builds `message` from unpacked numbers, using the next `places`."""
-    plain: list[tuple[str, int]] = []
-    checked: list[tuple[str, int, Any, dict[int, Any]]] = []
-    nested: list[tuple[str, Callable[[tuple[Any, ...]], Any]]] = []
-    for name, hint in _hints(message).items():
+    hints = _hints(message)
+    makers: list[tuple[int, Callable[[tuple[Any, ...]], Any] | None]] = []
+    for name, hint in hints.items():
         allowed = _allowed(hint)
         if allowed is not None:
-            checked.append((name, next(places), hint, allowed))
+            makers.append((0, _checker(f"{message.__name__}.{name}", hint, next(places), allowed)))
         elif _code(hint) is not None:
-            plain.append((name, next(places)))
+            makers.append((next(places), None))
         else:
-            nested.append((name, _builder(hint, places)))
+            makers.append((0, _builder(hint, places)))
+    make_tuple = getattr(message, "_make", None)
 
     def build(numbers: tuple[Any, ...]) -> Any:
-        values = {name: numbers[place] for name, place in plain}
-        for name, place, hint, allowed in checked:
-            if numbers[place] not in allowed:
-                raise ProtocolError(f"{message.__name__}.{name}", f"{numbers[place]} is no {hint.__name__}")
-            values[name] = allowed[numbers[place]]
-        for name, make in nested:
-            values[name] = make(numbers)
-        return _built(message, values)
+        values = [numbers[place] if make is None else make(numbers) for place, make in makers]
+        if make_tuple is not None:
+            return make_tuple(values)
+        return _built(message, dict(zip(hints, values, strict=True)))
 
     return build
+
+
+def _checker(where: str, hint: Any, place: int, allowed: dict[int, Any]) -> Callable[[tuple[Any, ...]], Any]:
+    def check(numbers: tuple[Any, ...]) -> Any:
+        if numbers[place] not in allowed:
+            raise ProtocolError(where, f"{numbers[place]} is no {hint.__name__}")
+        return allowed[numbers[place]]
+
+    return check
 
 
 def _wrong_size(message: type, expected: int, body: Buffer) -> None:
@@ -257,7 +241,7 @@ def _rules(hint: Any, where: str) -> tuple[_Write, _Read]:
         return _sized_rules(hint)
     if origin is Annotated and arguments[0] is bytes:
         return _fixed_rules(arguments[1])
-    if isinstance(hint, type) and is_dataclass(hint):
+    if _is_record(hint):
         return _dataclass_rules(hint)
     if origin is tuple:
         return _tuple_rules(arguments, where)
@@ -266,11 +250,11 @@ def _rules(hint: Any, where: str) -> tuple[_Write, _Read]:
     if origin is Mapping:
         return _mapping_rules(arguments[0], arguments[1], where)
     is_union = origin in (UnionType, Union)
-    if is_union and all(arm is NoneType or is_dataclass(arm) or len(arguments) == 2 for arm in arguments):
+    if is_union and all(arm is NoneType or _is_record(arm) or len(arguments) == 2 for arm in arguments):
         return _union_rules(arguments, where)
     raise UserError(
-        f"{where}: {hint} cannot travel; allowed are int, float, bool, str, bytes, Enum, dataclasses of these, one of "
-        "several dataclasses, tuples and Mappings of any of these, any of these or None, and Mapping[str, Any]"
+        f"{where}: {hint} cannot travel; allowed are int, float, bool, str, bytes, Enum, dataclasses and NamedTuples "
+        "of these, one of several such, tuples and Mappings of any of these, any of these or None, Mapping[str, Any]"
     )
 
 

@@ -9,7 +9,7 @@ Both work above autograd: a copy is an operation like any other, and gradients g
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,10 +19,18 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from manyhands.engine.device import moved
-from manyhands.engine.placement.placement_log import PlacedOperation, PlacementLog
-from manyhands.errors import UserError
+from manyhands.errors import UserError, format_bytes
 
-__all__ = ["Entering", "ForwardPass", "Leaving", "Placing", "brought", "tensors_in"]
+__all__ = [
+    "Entering",
+    "ForwardPass",
+    "Leaving",
+    "PlacedOperation",
+    "PlacementLog",
+    "Placing",
+    "brought",
+    "tensors_in",
+]
 
 _COPIES = {"to", "cpu", "cuda", "copy_"}
 _CPU = torch.device("cpu")
@@ -34,19 +42,17 @@ class ForwardPass:
     """The state of a forward pass: the running modules, innermost last, and the log of what they did."""
 
     soft: bool
-    log: PlacementLog = field(default_factory=PlacementLog)
+    log: PlacementLog = field(default_factory=lambda: PlacementLog())
     running: list[tuple[str, torch.device | None]] = field(default_factory=list)
     handles: list[RemovableHandle] = field(default_factory=list)
     """Of the hooks that follow it."""
 
     def begin(self) -> None:
-        """Begin a forward pass."""
         self.log.rows.clear()
         self.running.clear()
 
     @property
     def module(self) -> str:
-        """The innermost running module."""
         return self.running[-1][0] if self.running else ""
 
     @property
@@ -66,7 +72,6 @@ class Entering:
     def __call__(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The inputs that the module gets instead."""
         self.course.running.append((self.name, self.device))
         if self.device is None:
             return args, kwargs
@@ -80,7 +85,6 @@ class Leaving:
     course: ForwardPass
 
     def __call__(self, _module: nn.Module, _args: Any, _output: Any) -> None:
-        """Pop the module; torch also calls this after errors."""
         if self.course.running:
             self.course.running.pop()
 
@@ -217,3 +221,71 @@ def _writes(name: str) -> bool:
 
 def _num_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(one.numel() * one.element_size() for one in tensors)
+
+
+_HEAD = ("module", "operation", "device", "shape", "copied", "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedOperation:
+    """One operation, as it was called in Python: `linear`, `matmul`, `to`."""
+
+    module: str
+    """The module in whose `forward` it was called; empty for the model's own."""
+
+    operation: str
+    device: str
+    """Where it ran; of a copy, where to."""
+
+    shape: tuple[int, ...]
+    """Of its result, of the first where there are several."""
+
+    copied_bytes: int = 0
+    """What was copied from one device to another for it."""
+
+    note: str = ""
+    """Why it did not run where its module is placed; empty where it did."""
+
+
+@dataclass(slots=True)
+class PlacementLog:
+    """The operations of the last forward pass, in order; `print` it, or iterate over its rows.
+
+    Operations of backward run where those of forward did, and gradients pass every copy in reverse.
+    """
+
+    rows: list[PlacedOperation] = field(default_factory=list)
+    """Of the last forward pass."""
+
+    notes: list[str] = field(default_factory=list)
+    """What was placed elsewhere than it was asked for, and why; a sentence each."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[PlacedOperation]:
+        return iter(self.rows)
+
+    @property
+    def copied_bytes(self) -> int:
+        """The bytes that the last forward pass copied between devices."""
+        return sum(row.copied_bytes for row in self.rows)
+
+    def note(self, sentence: str) -> None:
+        if sentence not in self.notes:
+            self.notes.append(sentence)
+
+    def __str__(self) -> str:
+        table = [_HEAD, *map(_cells, self.rows)]
+        widths = [max(len(row[column]) for row in table) for column in range(len(_HEAD))]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in table
+        ]
+        lines += [f"note: {sentence}" for sentence in self.notes]
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def _cells(row: PlacedOperation) -> tuple[str, ...]:
+    copied = format_bytes(row.copied_bytes) if row.copied_bytes else ""
+    shape = "×".join(map(str, row.shape)) or "scalar"
+    return (row.module or "(model)", row.operation, row.device, shape, copied, row.note)

@@ -20,8 +20,7 @@ from manyhands.foresight.simulate.faults import (
 )
 from manyhands.foresight.simulate.models import Ledger, Model, SimulatedTrained, Store
 from manyhands.foresight.simulate.network import NetworkModel
-from manyhands.foresight.simulate.observer import Observer
-from manyhands.foresight.simulate.simulated_run import SimulatedRun
+from manyhands.foresight.simulate.simulated_run import Observer, SimulatedRun
 from manyhands.foresight.simulate.simulated_spec import ComputeModel, SimulationSpec, Timing
 from manyhands.foresight.simulate.witness import Witness, WitnessedPromise
 

@@ -22,8 +22,7 @@ from manyhands.foresight.simulate.faults import (
     WorkerGoes,
 )
 from manyhands.foresight.simulate.models import Store
-from manyhands.foresight.simulate.network import Network
-from manyhands.foresight.simulate.observer import Observer
+from manyhands.foresight.simulate.network import Agenda, Network
 from manyhands.foresight.simulate.simulated_processes import (
     Assignment,
     Copy,
@@ -35,9 +34,8 @@ from manyhands.foresight.simulate.simulated_processes import (
     SimulatedMessage,
     WorkerProcess,
 )
-from manyhands.foresight.simulate.simulated_run import SimulatedHappening, SimulatedRun, WorkerTimes
+from manyhands.foresight.simulate.simulated_run import Observer, SimulatedHappening, SimulatedRun, WorkerTimes
 from manyhands.foresight.simulate.simulated_spec import SimulationSpec
-from manyhands.foresight.simulate.virtual_clock import Agenda
 from manyhands.places.run_commands import AddWorker, RemoveWorker
 from manyhands.strategies.common.membership import (
     Died,
@@ -47,6 +45,7 @@ from manyhands.strategies.common.membership import (
     MemberSilent,
     StartWorker,
 )
+from manyhands.strategies.ps.actions import Ack
 from manyhands.strategies.ps.client_core import Leave, Reason
 from manyhands.strategies.ps.log_rows import StepRow
 from manyhands.strategies.ps.member_events import (
@@ -225,6 +224,10 @@ class _Simulation:
         """A worker has finished computing, and requests more."""
         now_s = self._waiting_since_s[worker.member] = self._agenda.now_s
         self._observer.computed(worker.slot, work, self._computes_since_s[worker.slot], now_s)
+
+    def acknowledges(self, ack: Ack) -> None:
+        """A server has made a push durable."""
+        self._observer.acknowledges(ack)
 
     def steps(self, server: ServerProcess, row: StepRow, after_s: float) -> None:
         """A server has taken an optimizer step, this many seconds from now."""

@@ -74,7 +74,6 @@ def straggler_table(
 
 
 def render_stragglers(rows: Sequence[StragglerRow]) -> str:
-    """Return the table as text."""
     lines = [f"{'consistency':<12}{'waiting':>8}{'updates/s':>11}"]
     lines += [f"{row.consistency:<12}{row.waiting_share:>8.1%}{row.updates_per_s:>11.1f}" for row in rows]
     return "\n".join(lines)

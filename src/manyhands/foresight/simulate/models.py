@@ -96,15 +96,12 @@ class LedgerStore(Store):
         self.groups.append(tuple(mark for _, mark in gradients))
 
     def read(self) -> SimulatedSeen:
-        """Return the current length."""
         return SimulatedSeen(self, len(self.groups))
 
     def state(self) -> list[tuple[SimulatedMark, ...]]:
-        """Return a copy of the list."""
         return list(self.groups)
 
     def load(self, state: Any) -> None:
-        """Replace the list."""
         self.groups = list(state)
 
 
@@ -112,12 +109,10 @@ class Ledger(Model):
     """A symbolic model: gradients are names, values are lists of names."""
 
     def store(self, shard: int, num_shards: int) -> LedgerStore:
-        """Return an empty list."""
         del shard, num_shards
         return LedgerStore()
 
     def gradient(self, slot: int, work: Work, read: Sequence[Any]) -> tuple[list[Gradient], float]:
-        """Return the name of the update, once for each shard."""
         mark = SimulatedMark(slot, work.clock, work.batch, work.part, work.parts)
         return [mark] * len(read), 1.0 / work.parts
 
@@ -132,7 +127,6 @@ class _RangeStore(Store):
         self._optimizer = make_optimizer([self.values])
 
     def apply(self, gradients: Sequence[tuple[float, Gradient]], rate: float) -> None:
-        """Step with the weighted sum, in the given order."""
         total = torch.zeros_like(self.values)
         for factor, gradient in gradients:
             total.add_(gradient, alpha=factor)
@@ -145,15 +139,12 @@ class _RangeStore(Store):
             group["lr"] = lr
 
     def read(self) -> torch.Tensor:
-        """Return a copy of the values."""
         return self.values.detach().clone()
 
     def state(self) -> Any:
-        """Return a copy of the values and of the optimizer's state."""
         return self.read(), copy.deepcopy(self._optimizer.state_dict())
 
     def load(self, state: Any) -> None:
-        """Load values and optimizer state."""
         values, optimizer = state
         with torch.no_grad():
             self.values.copy_(values)
@@ -183,11 +174,9 @@ class SimulatedTrained(Model):
         self._initial = nn.utils.parameters_to_vector(self._parameters).detach().clone()
 
     def store(self, shard: int, num_shards: int) -> Store:
-        """Return a range of the initial parameters."""
         return _RangeStore(self._initial.tensor_split(num_shards)[shard], self._make_optimizer)
 
     def gradient(self, slot: int, work: Work, read: Sequence[Any]) -> tuple[list[Gradient], float]:
-        """Return the gradient of the part's mean loss times its weight, split by shard."""
         del slot
         self.show(read)
         weight = self._weight(work.batch, work.part, work.parts)

@@ -6,13 +6,16 @@ jitter, and then occupies the receiver's link: many workers that push at once qu
 
 from __future__ import annotations
 
+import heapq
 import math
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from manyhands.errors import UserError
 
-__all__ = ["Network", "NetworkModel"]
+__all__ = ["Agenda", "Network", "NetworkModel"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +52,6 @@ class Network:
         self._slow[member] = (until_s, factor)
 
     def arrival_s(self, source: int, to: int, num_bytes: int, now_s: float) -> float:
-        """Return when a message that is sent now arrives."""
         model = self._model
         travel_s = model.latency_s
         if model.jitter_s:
@@ -70,3 +72,31 @@ class Network:
     def _slowness(self, member: int, now_s: float) -> float:
         until_s, factor = self._slow.get(member, (0.0, 1.0))
         return factor if now_s < until_s else 1.0
+
+
+class Agenda:
+    """A virtual clock with scheduled calls; nothing sleeps."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.num_done = 0
+        self._planned: list[tuple[float, int, Callable[..., None], tuple[Any, ...], bool]] = []
+        self._number = 0
+        self._num_in_earnest = 0
+
+    def at(self, at_s: float, what: Callable[..., None], *arguments: Any, idly: bool = False) -> None:
+        """Schedule `what(*arguments)`; an `idly` scheduled call runs only while other calls are scheduled."""
+        self._number += 1
+        self._num_in_earnest += not idly
+        at_s = at_s if at_s > self.now_s else self.now_s
+        heapq.heappush(self._planned, (at_s, self._number, what, arguments, idly))
+
+    def next(self) -> bool:
+        """Advance to the next scheduled call and run it; False if there is none."""
+        if not self._num_in_earnest:
+            return False
+        self.now_s, _, what, arguments, idly = heapq.heappop(self._planned)
+        self._num_in_earnest -= not idly
+        self.num_done += 1
+        what(*arguments)
+        return True

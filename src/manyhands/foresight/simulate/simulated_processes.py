@@ -16,7 +16,7 @@ from manyhands.errors import ManyhandsError
 from manyhands.foresight.simulate.faults import FaultRole
 from manyhands.foresight.simulate.models import Gradient, Store
 from manyhands.foresight.simulate.simulated_spec import SimulationSpec
-from manyhands.strategies.ps.actions import Action, Apply, Discard, Drop, Keep, Load, Log, SendMessage
+from manyhands.strategies.ps.actions import Ack, Action, Apply, Discard, Drop, Keep, Load, Log, SendMessage
 from manyhands.strategies.ps.client_core import ClientAction, ClientCore, Compute, Flush, Leave, Wait
 from manyhands.strategies.ps.log_rows import Row, StepRow
 from manyhands.strategies.ps.ps_messages import (
@@ -129,6 +129,9 @@ class SimulatedContext(Protocol):
     def computed(self, worker: WorkerProcess, work: Work) -> None:
         """The worker has finished computing, and requests more."""
 
+    def acknowledges(self, ack: Ack) -> None:
+        """A server has made a push durable."""
+
     def steps(self, server: ServerProcess, row: StepRow, after_s: float) -> None:
         """A server has taken an optimizer step, this many seconds from now."""
 
@@ -206,15 +209,17 @@ class ServerProcess(Process):
                     self._world.post(self.member, to, message, self._payload(message, payload), seconds)
                 case Keep(shard=shard, slot=slot, clock=clock):
                     self.held[shard][slot, clock] = payload
-                case Apply(shard=shard, contributions=contributions, rate=rate):
-                    gradients = [(c.factor, self.held[shard].pop((c.slot, c.clock))) for c in contributions]
-                    self.stores[shard].apply(gradients, rate)
+                case Apply(row=row):
+                    held = self.held[row.shard]
+                    gradients = [(one.factor, held.pop((one.slot, one.clock))) for one in row.updates]
+                    self.stores[row.shard].apply(gradients, row.rate)
                     seconds += self._spec.timing.apply_s
+                    self._log(row)
+                    self._world.steps(self, row, seconds)
+                case Ack():
+                    self._world.acknowledges(action)
                 case Log(row=row):
-                    self.rows[row.shard].append(row)
-                    self.written[row.shard].append(row)
-                    if isinstance(row, StepRow):
-                        self._world.steps(self, row, seconds)
+                    self._log(row)
                 case Drop(shard=shard, slot=slot, clock=clock):
                     del self.held[shard][slot, clock]
                 case Load(shard=shard):
@@ -222,6 +227,10 @@ class ServerProcess(Process):
                 case Discard(shard=shard):
                     self._empty(shard)
         return seconds
+
+    def _log(self, row: Row) -> None:
+        self.rows[row.shard].append(row)
+        self.written[row.shard].append(row)
 
     def _look_around(self, view: View) -> None:
         """Report the shards of which this server has become the primary."""

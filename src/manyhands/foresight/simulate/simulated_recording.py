@@ -12,7 +12,7 @@ from typing import Any
 from manyhands.engine.exchange import Traffic
 from manyhands.engine.reporting import StepBook
 from manyhands.foresight.simulate.faults import FaultRole
-from manyhands.foresight.simulate.observer import Observer
+from manyhands.foresight.simulate.simulated_run import Observer
 from manyhands.foresight.simulate.task_model import SimulatedTask
 from manyhands.observe.record.event_ring import EventRing
 from manyhands.observe.record.events import NOBODY, EventKind
@@ -42,7 +42,6 @@ class EventBook:
         self.newest_ns = begin_ns  # when the newest event ended: the clock of those who look on
 
     def ns(self, at_s: float) -> int:
-        """Convert virtual time to the clock of the events."""
         return self._begin_ns + round(at_s * 1e9)
 
     def by(self, role: int) -> Callable[..., bool]:
@@ -58,12 +57,10 @@ class EventBook:
         return record
 
     def at(self, role: int, kind: EventKind, begin_s: float, end_s: float, **fields: Any) -> None:
-        """Record one event of a role, between two moments of virtual time."""
         begin_ns = self.ns(begin_s)
         self.by(role)(kind, begin_ns, self.ns(end_s) - begin_ns, **fields)
 
     def everybody(self, kind: EventKind, begin_s: float, end_s: float) -> None:
-        """Record the same event for all roles."""
         for role in range(len(self._rings)):
             self.at(role, kind, begin_s, end_s)
 
@@ -136,7 +133,6 @@ class RunBook(Observer):
             self._news.take_rows([row] if row is not None else [])
 
     def computed(self, slot: int, work: Work, began_s: float, now_s: float) -> None:
-        """Record the step, and report its loss."""
         made = self._model.made[slot]
         book = StepBook(self._events.by(slot), work.batch, self._events.ns(began_s))
         book.compute(self._events.ns(now_s))
@@ -167,7 +163,7 @@ class RunBook(Observer):
             num_bytes = self._model.layout.range_bytes(message.shard)
             self._pushed[message.slot] = self._pushed.get(message.slot, 0) + num_bytes
             self.sent += Traffic(messages_sent=1, bytes_sent=num_bytes)
-            self._letter(EventKind.SEND, message.slot, self._roles[to], message, now_s)
+            self._record_message(EventKind.SEND, message.slot, self._roles[to], message, now_s)
         elif isinstance(message, Parameters):
             role = self._roles[source]
             asked_s = self._asked_s.pop((message.slot, message.shard), now_s)
@@ -182,21 +178,20 @@ class RunBook(Observer):
                     count=message.shard,
                     value=message.waited_for,
                 )
-            self._letter(EventKind.SEND, role, message.slot, message, now_s)
+            self._record_message(EventKind.SEND, role, message.slot, message, now_s)
         elif isinstance(message, Read):
             self.sent += Traffic(messages_sent=1)
 
     def arrives(self, source: int, to: int, message: Message, num_bytes: int, now_s: float) -> None:
-        """Record the receiving end of the same messages."""
         del num_bytes
-        if isinstance(message, Read):
+        if isinstance(message, Read) or (isinstance(message, Push) and message.pulls):
             self._asked_s[message.slot, message.shard] = now_s
-        elif isinstance(message, Push):
-            self._letter(EventKind.RECEIVE, self._roles[to], message.slot, message, now_s)
+        if isinstance(message, Push):
+            self._record_message(EventKind.RECEIVE, self._roles[to], message.slot, message, now_s)
         elif isinstance(message, Parameters):
-            self._letter(EventKind.RECEIVE, message.slot, self._roles[source], message, now_s)
+            self._record_message(EventKind.RECEIVE, message.slot, self._roles[source], message, now_s)
 
-    def _letter(
+    def _record_message(
         self, kind: EventKind, role: int, peer: int, message: Push | Parameters, now_s: float
     ) -> None:
         self._events.at(
@@ -245,5 +240,4 @@ class RunBook(Observer):
             )
 
     def ends(self, at_s: float) -> None:
-        """Record that training is over, and that all roles leave."""
         self._events.everybody(EventKind.LEAVE, at_s, at_s)

@@ -7,6 +7,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
 from manyhands.engine.options import Slowdown
 from manyhands.errors import UserError
@@ -17,7 +18,7 @@ from manyhands.strategies.common.consistency import Policy, parse_consistency
 from manyhands.strategies.ps.ps_messages import Work
 from manyhands.transport.liveness import SILENT_AFTER_S
 
-__all__ = ["ComputeModel", "SimulationSpec", "Timing"]
+__all__ = ["ComputeModel", "SimulatedConditions", "SimulationSpec", "Timing"]
 
 
 def _positive(name: str, value: float) -> None:
@@ -51,7 +52,6 @@ class ComputeModel:
                 raise UserError(f"{name}={value}: must be from 0 to 1")
 
     def seconds(self, slot: int, work: Work, draw: random.Random, seed: int = 0) -> float:
-        """Return how long one computation takes."""
         seconds = self.step_s * self.factors.get(slot, 1.0) / work.parts
         for slow in self.slow:
             seconds += slow.extra_s(seed=seed, step=work.batch, worker_rank=slot, compute_s=seconds)
@@ -127,7 +127,52 @@ class SimulationSpec:
 
     @property
     def policy(self) -> Policy:
-        """The consistency, as a policy."""
         if isinstance(self.consistency, str):
             return parse_consistency(self.consistency)
         return self.consistency
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedConditions:
+    """What a simulated run of a task is told of its machines, which there are none of."""
+
+    step_s: float | None = None
+    """Seconds in which one worker computes a whole global batch; None: as long as one takes here, measured."""
+
+    slow: tuple[Slowdown, ...] = ()  # workers that are slowed on purpose
+    spread: float = 0.0  # by up to which share any computation is longer or shorter
+    network: NetworkModel = field(default_factory=NetworkModel)
+    apply_s: float = 0.0  # seconds of one optimizer step of one shard
+
+    def __post_init__(self) -> None:
+        self.compute(self.step_s or 1.0)
+        if self.step_s == 0:
+            raise UserError("step_s=0.0: must be positive and finite")
+        self.timing()
+
+    def compute(self, measured_s: float) -> ComputeModel:
+        """Return the compute model, where a whole batch takes `measured_s` unless set otherwise."""
+        step_s = measured_s if self.step_s is None else self.step_s
+        return ComputeModel(step_s=step_s, slow=self.slow, spread=self.spread)
+
+    def timing(self) -> Timing:
+        return Timing(apply_s=self.apply_s)
+
+    def require_workers(self, workers: int) -> None:
+        """Raise UserError where a slowed worker does not exist."""
+        for slow in self.slow:
+            if slow.worker >= workers:
+                raise UserError(f"slow: there is no worker {slow.worker} among {workers}; they count from 0")
+
+    def to_dict(self) -> dict[str, Any]:
+        network = self.network
+        rate = network.bandwidth_bytes_per_s
+        return {
+            "step_s": self.step_s,
+            "slow": [{name: getattr(one, name) for name in one.__slots__} for one in self.slow],
+            "spread": self.spread,
+            "latency_s": network.latency_s,
+            "jitter_s": network.jitter_s,
+            "bandwidth_bytes_per_s": rate if rate < float("inf") else None,
+            "apply_s": self.apply_s,
+        }

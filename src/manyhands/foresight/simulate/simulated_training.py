@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,15 +20,19 @@ from torch import nn
 
 from manyhands.data.store.checkpoint import Snapshot
 from manyhands.data.store.rundir import RunDirectory
+from manyhands.engine.device import check_device
 from manyhands.engine.exchange import SentFor
-from manyhands.engine.request import Request
+from manyhands.engine.kernel_task import AnyTask
+from manyhands.engine.options import Options
+from manyhands.engine.request import Length, Request
+from manyhands.engine.run import Run
+from manyhands.engine.session import run_session
 from manyhands.engine.training import Result, Stage, Training
 from manyhands.errors import UserError
-from manyhands.foresight.simulate.conditions import SimulatedConditions
 from manyhands.foresight.simulate.driver import simulate
 from manyhands.foresight.simulate.simulated_recording import EventBook, RunBook, SimulatedNews
 from manyhands.foresight.simulate.simulated_run import SimulatedRun
-from manyhands.foresight.simulate.simulated_spec import SimulationSpec
+from manyhands.foresight.simulate.simulated_spec import SimulatedConditions, SimulationSpec
 from manyhands.foresight.simulate.task_model import SimulatedTask, TaskStore
 from manyhands.observe.record.event_ring import EventRing
 from manyhands.strategies.common.consistency import Policy
@@ -42,7 +46,8 @@ from manyhands.strategy import Strategy
 from manyhands.task import Task
 from manyhands.transport.link.wire import Wire, wire_of
 
-__all__ = ["SimulatedRequest", "SimulatedTraining", "require_simulated"]
+__all__ = ["SimulatedRequest", "SimulatedTraining", "fit_simulated", "require_simulated"]
+
 
 _RING_EVENTS = 1 << 10
 
@@ -109,7 +114,6 @@ class SimulatedTraining(Training):
         raise UserError(f"{directory.path} cannot be resumed: a simulated run is made in one go")
 
     def run(self, stage: Stage) -> Result:
-        """Simulate to the end, evaluate, and write a checkpoint."""
         request = self._request
         with ExitStack() as stack:
             stack.enter_context(_one_thread())
@@ -263,7 +267,6 @@ class _Files:
             recorder.close()
 
     def computed(self, row: ComputedRow) -> None:
-        """Write a worker's gradient record."""
         if self._run_path is not None:
             if row.process not in self._workers:
                 self._workers[row.process] = Recorder(self._run_path, row.process)
@@ -271,7 +274,6 @@ class _Files:
                 self._workers[row.process].write(row)
 
     def write(self, run: SimulatedRun) -> None:
-        """Write every server's log, once the run has ended."""
         for member in range(len(run.written[0])) if self._run_path is not None else ():
             shards = ShardRecorder(self._run_path, member + 1)
             for shard in sorted(run.written):
@@ -292,3 +294,32 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def fit_simulated(
+    task: AnyTask,
+    strategy: str | Strategy = "ps",
+    *,
+    workers: int,
+    length: Length | None = None,
+    seed: int = 0,
+    out: str | Path | None = None,
+    conditions: SimulatedConditions | None = None,
+    options: Options | None = None,
+) -> Run:
+    """Train `task` under parameter servers on `workers` simulated workers, and return what came out, as `fit` does.
+
+    Gradients, steps and metrics are real; times are virtual, and as `conditions` say. The run has the events, the
+    history, the records of updates, the summary and the checkpoint of a live one. UserError where it has no servers.
+    """
+    chosen, conditions = Strategy.parse(strategy), conditions or SimulatedConditions()
+    require_simulated(chosen, task)
+    options = replace(options or Options(), allow_overload=True)  # no worker takes room
+    if options.slow is not None:
+        raise UserError("options.slow slows live workers; give conditions=SimulatedConditions(slow=…)")
+    asked = Request.make(task, chosen, workers, length or Length(), seed, options, check_device("cpu"))
+    conditions.require_workers(workers)
+    request = SimulatedRequest(
+        conditions=conditions, **{one.name: getattr(asked, one.name) for one in fields(asked)}
+    )
+    return run_session(request, out, False, train=SimulatedTraining)

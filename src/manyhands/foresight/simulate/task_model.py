@@ -72,7 +72,6 @@ class TaskStore(Store):
         self.version = 0
 
     def apply(self, gradients: Sequence[tuple[float, Gradient]], rate: float) -> None:
-        """Take the step that a live server takes."""
         contributions = [replace(pushed.contribution, factor=factor) for factor, pushed in gradients]
         self._store.apply(contributions, rate, len({pushed.batch for _, pushed in gradients}))
         self._read = None
@@ -85,7 +84,6 @@ class TaskStore(Store):
         return self._read
 
     def state(self) -> _StoreState:
-        """Return a copy of values and optimizer state."""
         copied = self._store.state()
         fresh = ShardState(
             model={name: value.clone() for name, value in copied.model.items()},
@@ -95,23 +93,19 @@ class TaskStore(Store):
         return _StoreState(fresh, self.version)
 
     def load(self, state: Any) -> None:
-        """Load values and optimizer state."""
         self._store.load_state(state.state)
         self.version, self._read = state.version, None
 
     @property
     def shard_state(self) -> ShardState:
-        """Return the state that a checkpoint is made of."""
         return self._store.state()
 
     @property
     def nbytes(self) -> int:
-        """The bytes of values and optimizer state."""
         return self._store.nbytes
 
     @property
     def digest(self) -> str:
-        """Return the SHA-256 of the values."""
         return shard_digest(self._store, self._layout, self._shard)
 
 
@@ -126,7 +120,6 @@ class SimulatedTask(Model):
         self.samples = 0
 
     def store(self, shard: int, num_shards: int) -> TaskStore:
-        """Return a shard in its initial state."""
         assert num_shards == self.layout.shards, "the stage was made for the run"
         return TaskStore(self._stage.store(shard), self.layout, shard)
 

@@ -1,6 +1,7 @@
 """Independent checker of simulated runs: what workers read and servers held, against the consistency's guarantees.
 
-It looks at the stores of a symbolic model (`Ledger`) and at the messages, and never asks a core or a policy. So a bug
+It looks at the stores of a symbolic model (`Ledger`) and at what servers acknowledge, and never asks a core or a
+policy. So a bug
 in a core, or in the auditor that reads its log, is not repeated here.
 """
 
@@ -12,11 +13,11 @@ from typing import Any
 
 from manyhands.foresight.simulate.faults import FaultRole
 from manyhands.foresight.simulate.models import LedgerStore, SimulatedMark, SimulatedSeen
-from manyhands.foresight.simulate.observer import Observer
 from manyhands.foresight.simulate.simulated_processes import Copy, ServerProcess
-from manyhands.foresight.simulate.simulated_run import SimulatedHappening, SimulatedRun
+from manyhands.foresight.simulate.simulated_run import Observer, SimulatedHappening, SimulatedRun
+from manyhands.strategies.ps.actions import Ack, Outcome
 from manyhands.strategies.ps.log_rows import LateRow, LostRow, SlotsRow, StepRow
-from manyhands.strategies.ps.ps_messages import LEAD, Ack, Message, Outcome, Work
+from manyhands.strategies.ps.ps_messages import LEAD, Work
 
 __all__ = ["Witness", "WitnessedPromise"]
 
@@ -70,13 +71,11 @@ class Witness(Observer):
         del now_s
         self._readings.append(_Reading(slot, work, tuple(read)))
 
-    def sends(self, source: int, to: int, message: Message, now_s: float) -> None:
+    def acknowledges(self, ack: Ack) -> None:
         """Record which updates were acknowledged as safe."""
-        del source, to, now_s
-        if isinstance(message, Ack):
-            self._reached[message.slot] = max(self._reached.get(message.slot, 0), message.clock + 1)
-            if message.outcome in self._safe(message.shard):
-                self._acknowledged[message.shard].add((message.slot, message.clock))
+        self._reached[ack.slot] = max(self._reached.get(ack.slot, 0), ack.clock + 1)
+        if ack.outcome in self._safe(ack.shard):
+            self._acknowledged[ack.shard].add((ack.slot, ack.clock))
 
     def _safe(self, shard: int) -> tuple[Outcome, ...]:
         """Return which answers guarantee that an update counts: an accepted one may be late, except at the lead."""

@@ -26,7 +26,6 @@ from manyhands.places.local.packed_job import pack
 from manyhands.places.local.supervisor import Ended, Role, Said, Started, Supervisor
 from manyhands.strategies.ps.actions import SendMessage
 from manyhands.strategies.ps.client_core import ClientAction, ClientCore, Compute
-from manyhands.strategies.ps.client_fast_path import ClientLane
 from manyhands.strategies.ps.live.area import SharedParameters, WorkerArea
 from manyhands.strategies.ps.live.ps_job import Job
 from manyhands.strategies.ps.live.ps_launcher import new_token
@@ -45,11 +44,11 @@ from manyhands.strategies.ps.ps_messages import (
     SlotView,
     View,
 )
-from manyhands.strategies.ps.push_pull import PushPull, PushPullAnswer, in_push_pulls
 from manyhands.strategies.ps.shard_layout import FlatLayout
 from manyhands.strategies.ps.strategy import Ps
 from manyhands.task import Task
-from manyhands.transport.hub.hub import Arrived, Hub, Lost
+from manyhands.transport.hub.hub import Hub
+from manyhands.transport.hub.hub_events import Arrived, Lost
 
 __all__ = ["OurPeer", "OurServer", "WorkerEnd"]
 
@@ -192,7 +191,6 @@ class WorkerEnd:
         self._part.flags.copy_(layout.flags(0, {PARAMETER}))
         self._is_shared = job.strategy.link == "shared"
         self._core = ClientCore(slot=slot, member=member, num_shards=1)
-        self._lane = ClientLane(self._core)
         self._hub: Hub = job.hub(member, "worker", destination=self._destination)
         self._computing = False
 
@@ -232,11 +230,7 @@ class WorkerEnd:
     def exchange(self) -> None:
         """Push the gradient; return when the server has applied it and the new parameters are here."""
         self._computing = False
-        turn = self._lane.turn(weight=1.0)
-        if turn is not None:
-            self._hub.send(*turn, self._push_payload(*turn))
-        else:
-            self._do(self._core.computed(weight=1.0))
+        self._do(self._core.computed(weight=1.0))
         self._listen_until(lambda: self._computing)
         if self._tables.exist:
             self._tables.begin()
@@ -263,12 +257,6 @@ class WorkerEnd:
 
     def _take(self, event: Arrived) -> None:
         message = event.message
-        if type(message) is PushPullAnswer:
-            if self._lane.answered(message, event.member) is not None:
-                self._computing = True
-                event.release()
-                return
-            message = message.parameters
         if isinstance(message, RowValues):
             self._tables.take(message.shard, event.payload)
         elif isinstance(message, RowsUnknown):
@@ -277,10 +265,10 @@ class WorkerEnd:
         event.release()
 
     def _do(self, actions: list[ClientAction]) -> None:
-        for action, turn in in_push_pulls(actions):
+        for action in actions:
             match action:
                 case SendMessage(to=to, message=message):
-                    self._hub.send(to, turn or message, self._payload(to, message))
+                    self._hub.send(to, message, self._payload(to, message))
                 case Compute():
                     self._computing = True
                 case _:
@@ -289,18 +277,17 @@ class WorkerEnd:
     def _payload(self, to: int, message: Message) -> list[Any]:
         match message:
             case Push():
-                return self._push_payload(to, message)
+                inline = (
+                    [] if self._is_shared else [self._part.flags.numpy(), self._part.gradient.memory.numpy()]
+                )
+                return inline + self._tables.push(to, message.shard) if self._tables.exist else inline
             case ReadRows():
                 return self._tables.request(to, message.shard)
             case _:
                 return []
 
-    def _push_payload(self, to: int, push: Push | PushPull) -> list[Any]:
-        inline = [] if self._is_shared else [self._part.flags.numpy(), self._part.gradient.memory.numpy()]
-        return inline + self._tables.push(to, push.shard) if self._tables.exist else inline
-
     def _destination(self, member: int, message: Any, num_bytes: int) -> memoryview | None:
         del member
-        if isinstance(message, Parameters | PushPullAnswer) and self._part.values.nbytes == num_bytes:
+        if isinstance(message, Parameters) and self._part.values.nbytes == num_bytes:
             return memoryview(self._part.values.numpy())  # type: ignore[arg-type]
         return None

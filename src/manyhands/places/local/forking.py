@@ -46,10 +46,7 @@ __all__ = [
     "LOADERS_VARIABLE",
     "MOST_PASSED",
     "TEMPLATE_NAME",
-    "BatchEnd",
-    "BatchRequest",
     "ForkRequest",
-    "ImportRequest",
     "TemplateSpec",
     "await_birth",
     "born_loaders",
@@ -129,37 +126,13 @@ class ForkRequest:
         return json.dumps(asdict(self)).encode()
 
 
-@dataclass(frozen=True, slots=True)
-class BatchRequest:
-    """Forks are asked for now, one after the other, until a `BatchEnd`."""
+_Asked = tuple[ForkRequest | dict[str, Any], list[int]]
+"""What the launcher sends, with the descriptors that came along: a fork, or one of
 
-    modules: tuple[str, ...]
-    """What the template imports first, where it has not: they will need it, and so may those after them."""
-
-    def to_bytes(self) -> bytes:
-        return json.dumps({"batch": self.modules}).encode()
-
-
-@dataclass(frozen=True, slots=True)
-class BatchEnd:
-    """That is all: what was forked gets the launcher as its parent."""
-
-    def to_bytes(self) -> bytes:
-        return json.dumps({"end": True}).encode()
-
-
-@dataclass(frozen=True, slots=True)
-class ImportRequest:
-    """What forks that are asked for soon will need: it is imported as soon as nobody asks for anything."""
-
-    modules: tuple[str, ...]
-
-    def to_bytes(self) -> bytes:
-        return json.dumps({"imports": self.modules}).encode()
-
-
-_Asked = tuple[ForkRequest | BatchRequest | BatchEnd | ImportRequest, list[int]]
-"""What the launcher sends, with the descriptors that came along."""
+{"imports": modules}    forks that are asked for soon will need them: imported when nobody asks for anything
+{"batch": modules}      forks are asked for now, one after the other, which need these modules
+{"end": true}           that is all: what was forked gets the launcher as its parent
+"""
 
 _Born = tuple[ForkRequest, list[int]]
 """What a fork is to be."""
@@ -193,7 +166,7 @@ def _import_all(names: Sequence[str]) -> None:
         except Exception as error:
             if isinstance(
                 error, OSError
-            ):  # such as a limit of this shell's, which the launcher meets too and names
+            ):  # such as a limit of this shell, which the launcher meets too and names
                 print(f"manyhands: {name} is not imported ahead: {error}", file=sys.stderr)
             else:
                 traceback.print_exc()
@@ -236,9 +209,9 @@ def _serve(control: socket.socket, spec: TemplateSpec) -> _Born | None:
         match asked:
             case None:
                 return None
-            case ImportRequest(modules), _:
+            case {"imports": modules}, _:
                 soon += modules
-            case BatchRequest(modules), _:
+            case {"batch": modules}, _:
                 if not sys.modules.keys() >= set(modules):
                     _import_all(modules)
                 born = _serve_batch(control, spec)
@@ -250,7 +223,7 @@ def _serve(control: socket.socket, spec: TemplateSpec) -> _Born | None:
                     num_forks += born
                     is_settled = False
                     _tell(control, done=True)
-            case BatchEnd(), _:
+            case {"end": _}, _:
                 _tell(control, done=True)
             case ForkRequest(), passed:
                 _tell(control, error=why_none)
@@ -333,12 +306,8 @@ def _next_of(control: socket.socket, spec: TemplateSpec, ready: Sequence[tuple[i
     if not data:
         return None
     told = json.loads(data)
-    if "imports" in told:
-        return ImportRequest(tuple(told["imports"])), []
-    if "batch" in told:
-        return BatchRequest(tuple(told["batch"])), []
-    if "end" in told:
-        return BatchEnd(), []
+    if "role" not in told:
+        return told, []
     request = ForkRequest(**told)
     while len(passed) < request.num_descriptors:
         more, others, _, _ = socket.recv_fds(control, 1, MOST_PASSED)
@@ -390,16 +359,12 @@ def _live(request: ForkRequest, passed: Sequence[int]) -> int:
     if line is not None:
         _show_name(b"mh loader")
         return _load(line)
-    role = importlib.import_module("manyhands.places.local.role_process")
-    status: int = role.run_role(spec)
-    return status
+    return int(importlib.import_module("manyhands.places.local.role_process").run_role(spec))
 
 
 def _load(line: socket.socket) -> int:
     _take_threads("1")
-    loader = importlib.import_module("manyhands.places.local.loader")
-    status: int = loader.run_loader(line)
-    return status
+    return int(importlib.import_module("manyhands.places.local.loader").run_loader(line))
 
 
 def _bear_loaders(count: int) -> socket.socket | None:
@@ -434,8 +399,7 @@ def take_environment(request: ForkRequest) -> None:
     os.chdir(request.folder)
     os.umask(request.umask)
     os.sched_setaffinity(0, request.cores)
-    for name, limit in request.limits.items():
-        soft, hard = limit
+    for name, (soft, hard) in request.limits.items():
         resource.setrlimit(getattr(resource, name), (soft, hard))
     random.seed()
     numpy: Any = sys.modules.get("numpy")

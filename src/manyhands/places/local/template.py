@@ -26,10 +26,7 @@ from manyhands.places.local import entry
 from manyhands.places.local.child_descriptors import RoleSpec
 from manyhands.places.local.forking import (
     MOST_PASSED,
-    BatchEnd,
-    BatchRequest,
     ForkRequest,
-    ImportRequest,
     TemplateSpec,
 )
 from manyhands.strategies.registry import STRATEGIES
@@ -58,19 +55,8 @@ _LATER: Final = tuple(module for home in STRATEGIES.values() for module in home.
 # prints where Python was.
 _COMMAND: Final = (sys.executable, "-P", "-X", "faulthandler")
 _READ_ONCE: Final = (
-    "OMP_",
-    "MKL_",
-    "KMP_",
-    "GOMP_",
-    "OPENBLAS_",
-    "NUMBA_",
-    "TORCH",
-    "PYTORCH",
-    "PYTHON",
-    "LD_",
-    "MALLOC_",
-    "CUDA_",
-)
+    "OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "NUMBA_", "TORCH", "PYTORCH", "PYTHON", "LD_", "MALLOC_", "CUDA_",
+)  # fmt: skip
 """Variables that begin so are read while importing."""
 
 _NOT_READ_ONCE: Final = ("OMP_NUM_THREADS", "PYTHONPATH", "CUDA_VISIBLE_DEVICES", "TORCHINDUCTOR_CACHE_DIR")
@@ -138,12 +124,17 @@ class Template:
                 yield
                 return
             with _adopting_orphans():
-                self._send(BatchRequest(tuple(_expected)))
+                self._send(batch=list(_expected))
                 self._in_batch = True
                 try:
                     yield
                 finally:
-                    self._end_batch()
+                    # Have what was forked begin: when `done` is told, this process is its parent.
+                    self._in_batch = False
+                    self._send(end=True)
+                    told: dict[str, Any] = {}
+                    while self._control.fileno() >= 0 and "done" not in told:
+                        told, _ = self._hear("a batch of processes")
 
     def fork(self, spec: RoleSpec, output: tuple[int, int], environment: Mapping[str, str]) -> AdoptedProcess:
         """A child of this process that lives `spec`; `output` are the writing ends of its stdout and stderr.
@@ -156,11 +147,13 @@ class Template:
         self, name: str, role: str, passed: Sequence[int], environment: Mapping[str, str], folder: str = ""
     ) -> AdoptedProcess:
         """A fork for what the first file makes of `role`, in `folder` or here, with the descriptors in `passed`."""
+        mask = os.umask(0o077)  # to know it, it has to be set
+        os.umask(mask)
         request = ForkRequest(
             role=role,
             environment=environment,
             folder=folder or os.readlink("/proc/self/cwd"),
-            umask=_umask(),
+            umask=mask,
             cores=tuple(os.sched_getaffinity(0)),
             limits={name: resource.getrlimit(getattr(resource, name)) for name in _LIMITS},
             num_descriptors=len(passed),
@@ -188,12 +181,12 @@ class Template:
             new = tuple(module for module in modules if module not in self._foreseen)
             self._foreseen.update(new)
             if new:
-                self._send(ImportRequest(new))
+                self._send(imports=new)
 
     def close(self) -> None:
         """End it, which has nothing to lose; its forks live on."""
         if self._in_batch:
-            self._send(BatchEnd())
+            self._send(end=True)
         self._control.close()
         self._process.kill()
         self._process.wait()
@@ -203,19 +196,11 @@ class Template:
         self._control.close()
         self._process.returncode = 0
 
-    def _send(self, message: BatchRequest | BatchEnd | ImportRequest) -> None:
+    def _send(self, **message: Any) -> None:
         try:
-            self._control.send(message.to_bytes())
+            self._control.send(json.dumps(message).encode())
         except OSError:  # it is gone, which the next request for a fork reports
             return
-
-    def _end_batch(self) -> None:
-        """Have what was forked begin: when this returns, this process is its parent."""
-        self._in_batch = False
-        self._send(BatchEnd())
-        told: dict[str, Any] = {}
-        while self._control.fileno() >= 0 and "done" not in told:
-            told, _ = self._hear("a batch of processes")
 
     def _hear(self, name: str) -> tuple[dict[str, Any], list[int]]:
         deadline = time.monotonic() + _START_S
@@ -314,12 +299,6 @@ def _key(environment: Mapping[str, str], modules: Sequence[str]) -> tuple[object
         if name.startswith(_READ_ONCE) and name not in _NOT_READ_ONCE
     }
     return sys.executable, entry.__file__, tuple(modules), tuple(sorted(read_once.items()))
-
-
-def _umask() -> int:
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
 
 
 _expected: dict[str, None] = {}

@@ -14,14 +14,32 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from manyhands.engine.exchange import Exchange, ExchangeState, LocalStep, Meter, SharedStep, WorkerPart
+from manyhands.engine.exchange import (
+    Exchange,
+    ExchangeState,
+    LocalStep,
+    Meter,
+    SharedStep,
+    WorkerPart,
+)
+from manyhands.engine.worker_resources import Resources
 from manyhands.native.heap import keep_freed_memory
-from manyhands.strategies.common.collectives.collective import Collective
+from manyhands.strategies.allreduce.helpers import helped_collective
+from manyhands.strategies.allreduce.strategy import AllReduce
+from manyhands.strategies.common.collectives.algorithms import ALGORITHMS, grouped
+from manyhands.strategies.common.collectives.collective import (
+    Collective,
+    ScheduleCollective,
+    SharedCollective,
+    across_hosts,
+    over_links,
+)
 from manyhands.strategies.common.collectives.piggyback import remember_kept
 from manyhands.strategies.common.collectives.reducer import Reducer, gradient_layouts
+from manyhands.strategies.common.collectives.schedule import Algorithm
 from manyhands.wire.codec import check_optimizer
 
-__all__ = ["AllReduceExchange"]
+__all__ = ["AllReduceExchange", "algorithm_of", "collective_across_hosts", "collective_for"]
 
 
 class AllReduceExchange(Exchange):
@@ -41,7 +59,6 @@ class AllReduceExchange(Exchange):
 
     @property
     def wire(self) -> int:  # type: ignore[override]
-        """The wire of the collective, which may change during a run."""
         return self._collective.wire
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -59,11 +76,9 @@ class AllReduceExchange(Exchange):
         return self.hooks
 
     def agree(self, local: LocalStep) -> SharedStep:
-        """Collective: finish the sums. Afterwards every worker has the same gradients."""
         return self._reducer.finish(local)
 
     def apply(self) -> None:
-        """Take the optimizer step, which is the same on every worker."""
         self._optimizer.step()
         self._optimizer.zero_grad()
 
@@ -79,15 +94,12 @@ class AllReduceExchange(Exchange):
         return super().model_state(model)
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
-        """Collective: the sum over workers."""
         return self._reducer.total(values)
 
     def summary(self) -> Mapping[str, Any]:
-        """Return the summary of the collective and the extra entries of `besides`."""
         return {**self._collective.summary(), **self.besides}
 
     def close(self) -> None:
-        """Release gradients, memory and links."""
         if self.hooks is not None:
             self.hooks.close()
         self._collective.close()
@@ -96,3 +108,31 @@ class AllReduceExchange(Exchange):
     def _reducer(self) -> Reducer:
         assert self.hooks is not None, "attach comes first"
         return self.hooks
+
+
+def collective_for(strategy: AllReduce, resources: Resources) -> Collective:
+    """Return this worker's collective, for workers that all run on one host."""
+    if not strategy.facts.uses_links:
+        return SharedCollective(resources.group())
+    if strategy.helpers:
+        return helped_collective(resources, strategy.codec)
+    algorithm = algorithm_of(strategy, resources.world)
+    return over_links(algorithm, resources, strategy.codec, feedback=strategy.feedback)
+
+
+def algorithm_of(strategy: AllReduce, world: int) -> Algorithm:
+    """Return the algorithm that sums over links between the workers of one host."""
+    if strategy.algorithm == "hierarchical":
+        return grouped(strategy.group or world)  # one host is one group
+    return ALGORITHMS[strategy.algorithm]
+
+
+def collective_across_hosts(
+    strategy: AllReduce, resources: Resources
+) -> tuple[ScheduleCollective, ScheduleCollective]:
+    """Return this worker's collectives over links between hosts: one for gradients, one for small exact values."""
+    if strategy.helpers:
+        both = helped_collective(resources, strategy.codec)
+        return both, both
+    algorithm = grouped(strategy.group) if strategy.group else ALGORITHMS[strategy.algorithm]
+    return across_hosts(algorithm, resources, strategy.codec, feedback=strategy.feedback)

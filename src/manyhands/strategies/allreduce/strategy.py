@@ -172,15 +172,12 @@ class AllReduce(Strategy):
         return self.algorithm != "direct" or self.uses_network or self.helpers > 0
 
     def processes(self, workers: int) -> dict[str, int]:
-        """Workers, and helpers where there are some."""
         return {"worker": workers, **({"helper": self.helpers} if self.helpers else {})}
 
     def role_of(self, rank: int, workers: int) -> tuple[str, int]:
-        """Helpers are the ranks after the workers."""
         return ("worker", rank) if rank < workers else ("helper", rank - workers)
 
     def placed(self, world: int, roles: Mapping[str, int]) -> tuple[Strategy, int]:
-        """Under torchrun the last processes help."""
         if self.helpers and roles:
             raise UserError(
                 f"strategy={self}: a cluster specification has no type for helpers; leave helpers out, or start the "
@@ -195,7 +192,6 @@ class AllReduce(Strategy):
         return self, count - self.helpers
 
     def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
-        """A helper holds a bucket at most, and what came of it."""
         rows = super().needs(model, workers)
         if self.helpers:
             bucket = min(self.buckets, model.gradients)
@@ -252,7 +248,6 @@ class AllReduce(Strategy):
 
     @property
     def facts(self) -> Facts:
-        """All workers that are there take every step together."""
         promises = ELASTIC if self.elastic else IN_STEP
         urgent = self.order == "priority"
         refused = {}  # sums inside forward need everybody, and the links to themselves
@@ -306,7 +301,6 @@ class Mirrored(AllReduce):
                 raise UserError(f"mirrored has no setting {one.name!r}; use allreduce for it")
 
     def across_hosts(self, hosts: Sequence[Sequence[int]]) -> Strategy:
-        """An all-reduce that suits the hosts."""
         return AllReduce(buckets=self.buckets).across_hosts(hosts)
 
 

@@ -10,14 +10,20 @@ from manyhands.engine.exchanging import ExchangeTraining
 from manyhands.engine.reporting import WorkerContext
 from manyhands.engine.training import Training
 from manyhands.engine.worker_resources import Resources
-from manyhands.strategies.allreduce.chosen import algorithm_of, collective_across_hosts, collective_for
-from manyhands.strategies.allreduce.exchange import AllReduceExchange
-from manyhands.strategies.allreduce.gpu_choice import SUMS, sums_sentence
-from manyhands.strategies.allreduce.gpu_sums import chosen_sums, sums_on_gpus
-from manyhands.strategies.allreduce.helped import help_workers
+from manyhands.strategies.allreduce.exchange import (
+    AllReduceExchange,
+    algorithm_of,
+    collective_across_hosts,
+    collective_for,
+)
+from manyhands.strategies.allreduce.gpu_sums import SUMS, chosen_sums, sums_on_gpus, sums_sentence
+from manyhands.strategies.allreduce.helpers import help_workers
 from manyhands.strategies.allreduce.priority.exchange import PriorityExchange
 from manyhands.strategies.allreduce.strategy import AllReduce
-from manyhands.strategies.common.collectives.collective import Collective, without_barrier
+from manyhands.strategies.common.collectives.collective import (
+    Collective,
+    without_barrier,
+)
 from manyhands.strategy import Strategy
 
 __all__ = ["AllReduceTraining"]
@@ -40,7 +46,6 @@ class AllReduceTraining(ExchangeTraining):
 
     @classmethod
     def exchange(cls, strategy: AllReduce, resources: Resources) -> Exchange:
-        """Return this worker's exchange, on one host."""
         if resources.world == 1:
             return SingleExchange()  # nobody to exchange with
         if strategy.order == "priority":

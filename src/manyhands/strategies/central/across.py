@@ -82,12 +82,10 @@ class BetweenHosts:
 
     @property
     def most_workers(self) -> int:
-        """The number of workers on the largest host."""
         return max(map(len, self.hosts))
 
     @property
     def wire(self) -> int:
-        """The wire that carries this worker's buckets to others."""
         if self._executor is None:
             return Wire.MEMORY
         return wire_of(next(link.wire for link in self._far()))
@@ -122,11 +120,9 @@ class BetweenHosts:
         self._background.wait(number)
 
     def sum(self, buffer: torch.Tensor) -> None:
-        """Collective among leaders: `buffer` becomes the sum over hosts."""
         self._need().all_reduce(buffer)
 
     def broadcast(self, buffer: torch.Tensor, root: int) -> None:
-        """Collective among leaders: `buffer` becomes that of host number `root`."""
         self._need().broadcast(buffer, root)
 
     def take_traffic(self) -> Mapping[int, PeerTraffic]:
@@ -134,13 +130,11 @@ class BetweenHosts:
         return self._executor.mailbox.take_traffic() if self._executor is not None else {}
 
     def traffic(self) -> Traffic:
-        """Return what this worker has sent to other hosts so far."""
         if self._executor is None:
             return Traffic()
         return self._executor.mailbox.traffic()
 
     def close(self) -> None:
-        """Close the links, which ends pending work."""
         self._background.close(self._close_links)
 
     def _close_links(self) -> None:
@@ -179,15 +173,12 @@ class HostsCollective(Collective):
 
     @property
     def wire(self) -> int:  # type: ignore[override]
-        """The network on a leader, memory elsewhere."""
         return self._between.wire
 
     def allocate(self, parcels: Sequence[Parcel]) -> list[torch.Tensor]:
-        """Collective, once: allocate the buckets in the memory of each host."""
         return self.inside.allocate(parcels)
 
     def launch(self, index: int) -> None:
-        """Mark this worker's part as filled, for the workers of this host."""
         self.inside.launch(index)
         self._launched.append(index)
 

@@ -29,9 +29,14 @@ from manyhands.facts import Stepping
 from manyhands.native.group.shared_group import SharedGroup
 from manyhands.native.heap import keep_freed_memory
 from manyhands.strategies.central.across import BetweenHosts, HostsCollective
-from manyhands.strategies.central.gather_state import Carrier, gather_state
-from manyhands.strategies.central.ownership import Ownership, cut, keep_whole
-from manyhands.strategies.central.shared_parameters import CentralParameters
+from manyhands.strategies.central.shared_parameters import (
+    Carrier,
+    CentralParameters,
+    Ownership,
+    cut,
+    gather_state,
+    keep_whole,
+)
 from manyhands.strategies.central.strategy import Central
 from manyhands.strategies.common.collectives.collective import SharedCollective
 from manyhands.strategies.common.collectives.reducer import Reducer, gradient_layouts
@@ -76,7 +81,6 @@ class CentralExchange(Exchange):
 
     @property
     def wire(self) -> int:  # type: ignore[override]
-        """A host's leader sends over the network; all other exchange is memory."""
         return Wire.MEMORY if self._between is None else self._between.wire
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -115,7 +119,6 @@ class CentralExchange(Exchange):
         keep_freed_memory()  # every step frees what the next one takes
 
     def _share_out(self, layouts: Sequence[BucketLayout], optimizer: Optimizer) -> Ownership:
-        """Return which worker of this host updates which parameters."""
         alone = self._group.world == 1 and self._between is None
         ways = Central().facts.stepping
         if alone or stepping_for(optimizer, ways, Central.word) is Stepping.IN_PIECES:
@@ -156,7 +159,6 @@ class CentralExchange(Exchange):
         return {**settings, "state": {**settings["state"], **state}}
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
-        """Collective: the sum over workers."""
         return self._reducer.total(values)
 
     def close(self) -> None:

@@ -28,7 +28,6 @@ class Central(Strategy):
         check_buckets(self.buckets)
 
     def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
-        """Parameters and optimizer state are there once."""
         return shared_copy(model, workers, workers)
 
     @property

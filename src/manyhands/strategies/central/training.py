@@ -18,7 +18,6 @@ class CentralTraining(ExchangeTraining):
 
     @classmethod
     def exchange(cls, strategy: Central, resources: Resources) -> Exchange:
-        """Return this worker's exchange, on one host."""
         return CentralExchange(resources.group(), strategy.buckets)
 
     @classmethod

@@ -19,7 +19,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from manyhands.errors import UserError, nearest
 from manyhands.facts import Waits
@@ -59,8 +59,7 @@ class Book(Protocol):
         """The first `count` waiting updates as (slot, clock), in the order of arrival."""
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
+class Group(NamedTuple):
     """The updates (slot, clock) of one optimizer step, in the order of their sum."""
 
     step: int
@@ -68,8 +67,7 @@ class Group:
     updates: tuple[tuple[int, int], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class BatchPlace:
+class BatchPlace(NamedTuple):
     """Part `part` of `parts` of a batch."""
 
     batch: int

@@ -43,12 +43,10 @@ class HogwildKernels(Training):
         self._training: Training = kind(request, model)
 
     def resume(self, directory: RunDirectory, config: Mapping[str, Any]) -> int | None:
-        """Resume from the newest checkpoint, whether threads or processes wrote it."""
         return self._training.resume(directory, config)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """The notices that resuming produced."""
         return self._training.notes
 
     def run(self, stage: Stage) -> Result:

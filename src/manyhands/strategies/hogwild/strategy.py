@@ -50,11 +50,9 @@ class Hogwild(Strategy):
         check_choice("hands", self.hands, _HANDS)
 
     def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
-        """Parameters and optimizer state are there once; each worker computes whole batches."""
         return shared_copy(model, workers, 1)
 
     def check(self, workers: int, device: str, *, compiled: bool = False) -> None:
-        """Python's steps need processes, and memory that all of them write."""
         super().check(workers, device, compiled=compiled)
         if self.hands == "threads" and not compiled:
             raise UserError(

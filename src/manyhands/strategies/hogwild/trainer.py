@@ -34,7 +34,7 @@ from manyhands.native.group.shared_group import SharedGroup
 from manyhands.native.group.step_order import ORDERS, Order
 from manyhands.native.heap import keep_freed_memory
 from manyhands.places.local.status import State
-from manyhands.strategies.hogwild.stepper import SharedStepper
+from manyhands.strategies.hogwild.shared_model import SharedStepper
 
 __all__ = ["HogwildTrainer"]
 
@@ -122,7 +122,6 @@ class HogwildTrainer:
         return self._trained(model, step, stopped)
 
     def total(self, values: Tensor) -> Tensor:
-        """Collective: the sum over workers."""
         room, sums = self._totals.tensor, []
         for piece in torch.split(values, room.numel()):
             room.zero_()
@@ -141,13 +140,11 @@ class HogwildTrainer:
         return model.state_dict() if self.rank == 0 else None
 
     def close(self) -> None:
-        """Release the shared memory and the group."""
         if self._stepper is not None:
             self._stepper.close()
         self._group.close()
 
     def _attach(self, built: Built, first: int) -> _Loop:
-        """Collective: move the model into shared memory."""
         group, task = self._group, self._computer.task
         stepper = SharedStepper(group, built.model, built.optimizer, task.sparse, _CONTROL_BYTES)
         self._stepper = stepper

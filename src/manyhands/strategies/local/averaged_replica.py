@@ -105,13 +105,11 @@ class Replica:
         self._tap = GradientTap(self._parameters, self._note)
 
     def broadcast(self) -> None:
-        """Collective: give every worker worker 0's parameters and buffers."""
         tensors = [*self._model.parameters(), *self._model.buffers()]
         broadcast(self._collective, len(self._buckets), self._status, tensors)
 
     @property
     def parameters(self) -> Sequence[Tensor]:
-        """The trainable parameters."""
         return self._parameters
 
     @torch.no_grad()
@@ -154,7 +152,6 @@ class Replica:
         self._reached = [False] * len(self._parameters)
 
     def total(self, values: Tensor) -> Tensor:
-        """Collective: the sum over workers of a float64 vector."""
         if len(values) > len(self._status):
             return total(self._collective, self._totals_index, self._totals, values)
         return total(self._collective, len(self._buckets), self._status, values)
@@ -163,7 +160,6 @@ class Replica:
         """Nothing is sent before an average."""
 
     def holding(self) -> AbstractContextManager[None]:
-        """An empty context: gradients accumulate in place."""
         return nullcontext()
 
     def residuals(self) -> Mapping[str, Any]:
@@ -171,7 +167,6 @@ class Replica:
         return kept_by_codecs(self._collective, len(self._buckets), self._status)
 
     def close(self) -> None:
-        """Remove the hooks."""
         self._tap.close()
 
     def _held(self) -> list[_Held]:

@@ -11,7 +11,7 @@ it:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,16 +28,18 @@ from manyhands.engine.exchange import (
     PeerTraffic,
     SharedStep,
     Times,
+    Traffic,
     WorkerPart,
 )
 from manyhands.native.heap import keep_freed_memory
 from manyhands.strategies.common.collectives.collective import Collective
 from manyhands.strategies.common.collectives.piggyback import remember_kept
+from manyhands.strategies.common.grid.grid_group import LinkGroup
 from manyhands.strategies.local.averaged_replica import Replica
-from manyhands.strategies.local.gossip import Gossip
 from manyhands.strategies.local.outer import Mean, OuterStep
+from manyhands.transport.link.interface import Link
 
-__all__ = ["LocalExchange"]
+__all__ = ["Gossip", "LocalExchange", "partner"]
 
 _STOP, _FLAGS = 0, 1
 
@@ -85,7 +87,6 @@ class LocalExchange(Exchange):
 
     @property
     def wire(self) -> int:  # type: ignore[override]
-        """The wire of the collective, which may change during a run."""
         return self._collective.wire
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -96,7 +97,6 @@ class LocalExchange(Exchange):
         keep_freed_memory()  # every step frees what the next one takes
 
     def backward(self, loss: Tensor, share: float) -> None:
-        """Backward of the mean loss over this worker's part, whatever its share."""
         del share
         loss.backward()  # type: ignore[no-untyped-call]
 
@@ -118,7 +118,6 @@ class LocalExchange(Exchange):
         return self._agree_on_all(local.stop)
 
     def apply(self) -> None:
-        """Take this worker's step, unless its loss was not finite."""
         if not self._broken:
             self._optimizer.step()
         self._optimizer.zero_grad()
@@ -146,7 +145,6 @@ class LocalExchange(Exchange):
             return super().evaluate(computer, model)
 
     def model_state(self, model: nn.Module) -> Mapping[str, Tensor] | None:
-        """Return the state of what the run results in."""
         with self._outer.shown(self._replica.parameters):
             state = super().model_state(model)
             if state is None or not self._outer.keeps_apart:
@@ -167,11 +165,9 @@ class LocalExchange(Exchange):
         remember_kept(self._collective, memory)
 
     def total(self, values: Tensor) -> Tensor:
-        """Collective: the sum over workers."""
         return self._replica.total(values)
 
     def _take_times(self) -> Times:
-        """The times of the collective and of gossip."""
         assert self._gossip is not None, "or the collective's alone are taken"
         times = self._collective.take_times()
         waits = dict(times.wait_ns)
@@ -183,11 +179,9 @@ class LocalExchange(Exchange):
         return replace(times, wait_ns=waits, posts=posts)
 
     def summary(self) -> Mapping[str, Any]:
-        """Return the summary of the collective."""
         return self._collective.summary()
 
     def close(self) -> None:
-        """Remove the hooks, and release memory and links."""
         if self.hooks is not None:
             self.hooks.close()
         if self._gossip is not None:
@@ -208,3 +202,67 @@ class LocalExchange(Exchange):
         bad = tuple(rank for rank in range(self.world) if said[_FLAGS + rank])
         *earlier, loss = said[_FLAGS + self.world :]
         return SharedStep(loss=loss, bad_workers=bad, stop=bool(said[_STOP]), earlier=tuple(earlier))
+
+
+_KIND = 61  # of messages; the averages over the same links have other ones
+
+
+# Gossip between averages: after a step each worker and one partner take the mean of the two.
+# Partners follow a round-robin tournament in which every two workers are paired once: in each round all are in pairs,
+# except one worker that rests if their number is odd.
+def partner(rank: int, world: int, rendezvous: int) -> int | None:
+    """Return the partner of worker `rank` of `world` in round `rendezvous`, counted from 0; None: it rests."""
+    places = world + world % 2
+    if places < 2:
+        return None
+    last, turn = places - 1, rendezvous % (places - 1)
+    if rank == last:
+        other = turn
+    elif rank == turn:
+        other = last
+    else:
+        other = (2 * turn - rank) % (places - 1)
+    return other if other < world else None
+
+
+class Gossip:
+    """One worker's end, over links to all others; `close` closes them and is idempotent."""
+
+    def __init__(self, rank: int, world: int, links: Mapping[int, Link], timeout_s: float) -> None:
+        self._rank, self._world = rank, world
+        self._links = links
+        self._group = LinkGroup(rank, range(world), links, timeout_s, kind=_KIND, name="gossip")
+
+    @torch.no_grad()
+    def meet(self, step: int, parameters: Sequence[Tensor]) -> None:
+        """Called on every worker after `step`: parameters become the mean of this worker's and its partner's."""
+        other = partner(self._rank, self._world, step)
+        by_type: dict[torch.dtype, list[Tensor]] = {}
+        for parameter in parameters:
+            by_type.setdefault(parameter.dtype, []).append(parameter)
+        for tensors in by_type.values():
+            if other is None:
+                self._group.exchange({}, {})
+                continue
+            mine = torch.cat([tensor.detach().reshape(-1) for tensor in tensors]).cpu()
+            theirs = torch.empty_like(mine)
+            self._group.exchange({other: mine}, {other: theirs})
+            theirs.add_(mine).mul_(0.5)  # a sum of two has one order: both have the same bits
+            sizes = [tensor.numel() for tensor in tensors]
+            for tensor, mean in zip(tensors, torch.split(theirs, sizes), strict=True):
+                tensor.copy_(mean.view(tensor.shape))
+
+    def traffic(self) -> Traffic:
+        return self._group.traffic()
+
+    def take_waits(self) -> Mapping[int, int]:
+        """Return how long this worker waited for each other one since the last call, in nanoseconds."""
+        return self._group.take_waits()
+
+    def take_traffic(self) -> Mapping[int, PeerTraffic]:
+        """Return what went to and came from each worker since the last call."""
+        return self._group.take_traffic()
+
+    def close(self) -> None:
+        for link in self._links.values():
+            link.close()

@@ -42,7 +42,6 @@ class OuterStep(ABC):
         parameter.copy_(mean)
 
     def memory(self) -> dict[str, Tensor]:
-        """Return the state that a resumed run needs."""
         return {}
 
     def load_state(self, memory: Mapping[str, Tensor]) -> None:  # noqa: B027 - the mean remembers nothing
@@ -59,7 +58,6 @@ class Mean(OuterStep):
     """Every replica becomes the mean."""
 
     def take(self, number: int, parameter: Tensor, mean: Tensor) -> None:
-        """Set the parameter to the mean."""
         self.plainly(number, parameter, mean)
 
 
@@ -72,14 +70,12 @@ class Nesterov(OuterStep):
         self._velocity: dict[int, Tensor] = {}
 
     def begin(self, parameters: Sequence[Tensor]) -> None:
-        """Save the common parameters."""
         if not self._before:
             self._before = [parameter.detach().clone() for parameter in parameters]
         for before, parameter in zip(self._before, parameters, strict=True):
             before.copy_(parameter)
 
     def take(self, number: int, parameter: Tensor, mean: Tensor) -> None:
-        """Step as `torch.optim.SGD(nesterov=True)` does with the gradient `before - mean`."""
         gradient = self._before[number] - mean
         velocity = self._velocity.get(number)
         if velocity is None:
@@ -91,11 +87,9 @@ class Nesterov(OuterStep):
         )
 
     def memory(self) -> dict[str, Tensor]:
-        """Return the momentum of each parameter that has some."""
         return {str(number): velocity for number, velocity in self._velocity.items()}
 
     def load_state(self, memory: Mapping[str, Tensor]) -> None:
-        """Restore the momentum."""
         self._velocity = {int(number): velocity.clone() for number, velocity in memory.items()}
 
 
@@ -117,19 +111,16 @@ class Elastic(OuterStep):
             self._centre = [parameter.detach().clone() for parameter in parameters]
 
     def take(self, number: int, parameter: Tensor, mean: Tensor) -> None:
-        """Move worker and centre, each from the values before the step."""
         centre = self._centre[number]
         parameter.sub_((parameter - centre).mul_(self._own_pull))
         centre.add_((mean - centre).mul_(self._pull))
 
     def plainly(self, number: int, parameter: Tensor, mean: Tensor) -> None:
-        """Set the parameter and the centre to the mean."""
         super().plainly(number, parameter, mean)
         self._centre[number].copy_(mean)
 
     @contextmanager
     def shown(self, parameters: Sequence[Tensor]) -> Iterator[None]:
-        """While the context is open, parameters hold the centre."""
         if not self._centre:
             yield
             return
@@ -159,7 +150,6 @@ def check_outer(text: str) -> None:
 
 
 def outer_step(text: str, world: int) -> OuterStep:
-    """Return the step that `outer=TEXT` stands for."""
     word, numbers = _read(text)
     return OUTER[word][1](numbers, world)
 

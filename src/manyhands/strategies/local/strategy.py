@@ -93,7 +93,6 @@ class Local(Strategy):
         return self.outer.startswith("elastic")
 
     def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
-        """A replica each, and room in which replicas are averaged."""
         [worker] = super().needs(model, workers)
         if workers == 1:
             return [worker]
@@ -107,7 +106,6 @@ class Local(Strategy):
 
     @property
     def facts(self) -> Facts:
-        """All workers are needed for the next average."""
         drifts = Promise(
             answer=Answer.NO, words="replicas drift apart between averages; the same in every repetition"
         )

@@ -15,8 +15,7 @@ from manyhands.strategies.common.collectives.collective import (
     across_hosts,
     over_links,
 )
-from manyhands.strategies.local.exchange import LocalExchange
-from manyhands.strategies.local.gossip import Gossip
+from manyhands.strategies.local.exchange import Gossip, LocalExchange
 from manyhands.strategies.local.outer import outer_step
 from manyhands.strategies.local.strategy import Local
 from manyhands.transport.link.interface import Link

@@ -10,15 +10,16 @@ or dropped.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
 
-from manyhands.strategies.ps.log_rows import Row
+from manyhands.strategies.ps.log_rows import Row, StepRow
 from manyhands.strategies.ps.ps_messages import Message
 
-__all__ = ["Action", "Apply", "Discard", "Drop", "Keep", "Load", "Log", "SendMessage", "UpdateFactor"]
+__all__ = ["Ack", "Action", "Apply", "Discard", "Drop", "Keep", "Load", "Log", "Outcome", "SendMessage"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SendMessage:
+class SendMessage(NamedTuple):
     """Send a message to a member, with its payload if it has one.
 
     Parameters and RowValues carry the store's values as they are at this point of the list. A Forward of a Push
@@ -29,8 +30,7 @@ class SendMessage:
     message: Message
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Keep:
+class Keep(NamedTuple):
     """Hold the gradient that came with the current message.
 
     With `copy`, the worker may overwrite the gradient before it is applied. The driver has to copy it if it lies
@@ -43,27 +43,41 @@ class Keep:
     copy: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateFactor:
-    """A held gradient, and its factor in the weighted sum."""
+class Apply(NamedTuple):
+    """Take one optimizer step, release its gradients, and append the step's row to the shard's log.
 
-    slot: int
-    clock: int
-    factor: float
+    The gradient of the step is the weighted sum of those of `row.updates`, in this order. A learning rate schedule
+    advances by as many batches as they are of.
+    """
+
+    row: StepRow
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Apply:
-    """Take one optimizer step with the weighted sum of these gradients, in this order, then release them."""
+class Outcome(IntEnum):
+    """What happened to a push."""
+
+    APPLIED = 1
+    """The optimizer has taken the step it belongs to."""
+    ACCEPTED = 2
+    """It is safe, and waits for the rest of its group."""
+    DUPLICATE = 3
+    """The shard had it already."""
+    LATE = 4
+    """Its group was complete without it (backup workers): it is ignored."""
+    SKIPPED = 5
+    """The worker sent no gradient, because it was not finite."""
+
+
+class Ack(NamedTuple):
+    """The push is durable: it survives as many deaths as the run promises.
+
+    Nothing is sent, since the answer to the Read behind the push implies it. A simulated run is checked by it.
+    """
 
     shard: int
-    contributions: tuple[UpdateFactor, ...]
-    rate: float
-    """The factor on the learning rate."""
-    batches: tuple[int, ...]
-    """The batches of the gradients, ascending and without duplicates; a learning rate schedule follows the last."""
-    version: int
-    """The shard's version after the step."""
+    slot: int
+    clock: int
+    outcome: Outcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,4 +110,4 @@ class Log:
     row: Row
 
 
-Action = SendMessage | Keep | Apply | Drop | Load | Discard | Log
+Action = SendMessage | Keep | Apply | Ack | Drop | Load | Discard | Log

@@ -85,13 +85,18 @@ class ShardAuditor:
         """Check that a push, a loss or a change of slots is one entry with a unique sequence number.
 
         The rows that an entry leads to have the same number: one step at most, unless the entry is the lead's
-        choice for another shard, or a change of slots makes groups smaller. Where each update is a step by
-        itself, an entry is a single row.
+        choice for another shard, or a change of slots makes groups smaller, or (by clock, after a restore) the loss
+        of several updates completes several steps. Where each update is a step by itself, an entry is a single row.
         """
         alone, chosen = self._policy.each_alone, self._policy.chosen_by_lead
         if chosen and self._shard != LEAD:
             return
-        resized = {(row.term, row.sequence) for row in rows if chosen and isinstance(row, SlotsRow)}
+        by_clock = self._policy.stepwise
+        several = {
+            (row.term, row.sequence)
+            for row in rows
+            if (chosen and isinstance(row, SlotsRow)) or (by_clock and isinstance(row, LostRow))
+        }
         counted = [
             row
             for row in rows
@@ -99,7 +104,7 @@ class ShardAuditor:
         ]
         for before, row in pairwise(counted):
             entry = (row.term, row.sequence)
-            if entry == (before.term, before.sequence) and entry not in resized:
+            if entry == (before.term, before.sequence) and entry not in several:
                 self.say(
                     f"{where(row)}: its sequence number {row.sequence} is that of {where(before)} already"
                 )

@@ -2,7 +2,7 @@
 
     Hello ─► Welcome (every shard) ─► Read c ─► Parameters (every shard; the lead's says which batch) ─► Compute
                                         ▲                                                                  │
-                                        └──────────── Push c, and right behind it Read c+1 ◄───────────────┘
+                                        └──────────── Push c, and with it Read c+1 ◄───────────────────────┘
 
 Rows of tables are read in between: the batch, which the lead named, says which. `read_rows` asks for them after
 Compute, and `awaits_rows` says when all are here.
@@ -22,14 +22,14 @@ it.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import NamedTuple
 
 from manyhands.errors import ManyhandsError
 from manyhands.strategies.ps.actions import SendMessage
 from manyhands.strategies.ps.ps_messages import (
     LEAD,
-    Ack,
     Fenced,
     Hello,
     Message,
@@ -47,13 +47,11 @@ from manyhands.strategies.ps.ps_messages import (
     Work,
     WorkKind,
 )
-from manyhands.strategies.ps.push_pull import PushPull, PushPullAnswer
-from manyhands.strategies.ps.staggering import round_of_shards
 
-__all__ = ["ClientAction", "ClientCore", "Compute", "Flush", "Leave", "Reason", "Wait"]
+__all__ = ["ClientAction", "ClientCore", "Compute", "Flush", "Leave", "Reason", "Wait", "round_of_shards"]
 
 _UNKNOWN = Work(kind=WorkKind.UNKNOWN)
-_OF_A_SHARD = (Parameters, Ack, Welcome, RowValues, RowsUnknown, Refused, NotPrimary)  # sent to workers
+_OF_A_SHARD = (Parameters, Welcome, RowValues, RowsUnknown, Refused, NotPrimary)  # sent to workers
 
 
 class Reason(Enum):
@@ -69,8 +67,7 @@ class Reason(Enum):
     """A shard refused a non-finite gradient, and the run is configured to stop at one."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Compute:
+class Compute(NamedTuple):
     """The parameters have arrived: compute this work, then call `ClientCore.computed`."""
 
     work: Work
@@ -115,12 +112,20 @@ class _Shard:
     version: int = 0
     term: int = 0
     work: Work = field(default=_UNKNOWN)
-    push: Push | PushPull | None = None  # sent or to be sent, and not known to be settled
+    push: Push | None = None  # sent or to be sent, and not known to be settled
     pushed: bool = False  # it was sent, to this primary or to one before it
     read: Read | None = None  # sent or to be sent, and not answered
     asked_again: int = -1  # the last clock that we read for twice
     rows: ReadRows | None = None  # the same
     rows_version: int = -1  # of the rows that were read for the update under way
+
+
+def round_of_shards(slot: int, num_shards: int) -> tuple[int, ...]:
+    """Every shard once, starting at number `slot`, in the order of a worker's pushes.
+
+    Workers that push at the same time start at different shards: bursts do not meet at one server.
+    """
+    return tuple((slot + number) % num_shards for number in range(num_shards))
 
 
 class ClientCore:
@@ -144,6 +149,7 @@ class ClientCore:
         self.member = member
         self._skip_nonfinite = skip_nonfinite
         self._shards = [_Shard(index) for index in range(num_shards)]
+        self._in_round = [self._shards[index] for index in round_of_shards(slot, num_shards)]
         self._view_epoch = -1
         self._clock: int | None = None  # the update we read for, compute or push; none before the first Read
         self._computing: Work | None = None
@@ -184,7 +190,7 @@ class ClientCore:
         """Whether the gradient last pushed to `shard` may have to be sent again."""
         return self._shards[shard].push is not None
 
-    def awaits(self, message: Parameters | PushPullAnswer | RowValues, source: int) -> bool:
+    def awaits(self, message: Parameters | RowValues, source: int) -> bool:
         """Whether this is the awaited answer; the payload of any other must not overwrite what was read."""
         shard = self._shards[message.shard]
         asked = shard.rows if isinstance(message, RowValues) else shard.read
@@ -218,8 +224,6 @@ class ClientCore:
         if source != shard.primary:
             return []
         match message:
-            case Ack():
-                return []  # the answer to the Read behind the push implies it
             case Parameters():
                 return self._parameters(shard, message) if self.awaits(message, source) else []
             case Welcome():
@@ -265,29 +269,30 @@ class ClientCore:
             return []
         if work is None:
             raise ManyhandsError(f"worker {self.slot} computed something that it was not asked for")
-        self._clock = work.clock + 1
+        clock = work.clock
+        self._clock = clock + 1
         self._out = not self._confirms
         actions: list[ClientAction] = []
-        for index in round_of_shards(self.slot, len(self._shards)):
-            shard = self._shards[index]
+        for shard in self._in_round:
             shard.push = Push(
-                shard=shard.index,
-                slot=self.slot,
-                member=self.member,
-                clock=work.clock,
-                read_version=shard.version,
-                read_term=shard.term,
-                batch=work.batch,
-                part=work.part,
-                parts=work.parts,
-                weight=weight,
-                skip=skip,
-                rows_version=shard.rows_version,
+                shard.index,
+                self.slot,
+                self.member,
+                clock,
+                shard.version,
+                work.batch,
+                work.part,
+                work.parts,
+                weight,
+                skip,
+                shard.term,
+                shard.rows_version,
+                not self._confirms,
             )
             shard.rows_version, shard.pushed = -1, False
+            shard.read = Read(shard.index, self.slot, self.member, clock + 1)
             actions += self._send_push(shard)
-            actions += self._ask(shard, work.clock + 1)
-        return [*actions, *self._flush()]
+        return [*actions, *self._flush()] if self._confirms else actions
 
     def _flush(self) -> list[ClientAction]:
         """Request the `flushed` call, once every push has been sent."""
@@ -363,9 +368,10 @@ class ClientCore:
         return self._send_read(shard)
 
     def _send_read(self, shard: _Shard) -> list[ClientAction]:
+        """Send the outstanding Read, unless it goes with an outstanding push."""
         if shard.read is None or not shard.welcome or not self._out:
             return []
-        return [SendMessage(to=shard.primary, message=shard.read)]
+        return [] if shard.push is not None and shard.push.pulls else [SendMessage(shard.primary, shard.read)]
 
     def _send_rows(self, shard: _Shard) -> list[ClientAction]:
         if shard.rows is None or not shard.welcome:
@@ -377,14 +383,14 @@ class ClientCore:
         if shard.rows is not None and shard.rows.clock == message.clock:
             return self._send_rows(shard)
         if shard.push is not None and shard.push.clock == message.clock:
-            return self._send_push(shard)  # the Read behind it still waits there
+            return self._send_push(shard)
         return []
 
     def _send_push(self, shard: _Shard) -> list[ClientAction]:
         if shard.push is None or not shard.welcome:
             return []
         shard.pushed = True
-        return [SendMessage(to=shard.primary, message=_push(shard.push))]
+        return [SendMessage(shard.primary, shard.push)]
 
     def _parameters(self, shard: _Shard, message: Parameters) -> list[ClientAction]:
         shard.settled = max(shard.settled, message.clock)
@@ -392,8 +398,12 @@ class ClientCore:
         shard.push = shard.read = None
         if shard.index == LEAD:
             self._clock = self._next_clock(shard, message.work)
-        actions = [action for place in self._shards for action in self._go_ahead(place)]
-        return [*actions, *self._go_on()]
+        actions: list[ClientAction] = []
+        for place in self._shards:
+            if place.read is None and self._clock is not None and place.settled < self._clock:
+                actions += self._go_ahead(place, self._clock)
+        actions += self._go_on()
+        return actions
 
     def _go_on(self) -> list[ClientAction]:
         """Execute the lead's answer once every shard has answered.
@@ -434,22 +444,20 @@ class ClientCore:
             lead.settled, *(shard.next_clock for shard in self._shards)
         )  # no shard will be sent the clocks before this
 
-    def _go_ahead(self, shard: _Shard) -> list[ClientAction]:
+    def _go_ahead(self, shard: _Shard, clock: int) -> list[ClientAction]:
         """Tell a shard that answered an earlier clock where this worker is, and read for that clock.
 
         The updates in between will never be sent: a step was taken without them, or a shard was restored from
         before them. Since the shard has answered, everything pushed to it is settled.
         """
-        if shard.read is not None or self._clock is None or shard.settled >= self._clock:
-            return []
-        shard.settled = self._clock
-        return [*(self._greet(shard) if shard.greeted else []), *self._ask(shard, self._clock)]
+        shard.settled = clock
+        return [*(self._greet(shard) if shard.greeted else []), *self._ask(shard, clock)]
 
     def _begin(self, work: Work) -> list[ClientAction]:
         match work.kind:
             case WorkKind.TRAIN:
                 self._computing = work
-                return [Compute(work=work, versions=tuple(shard.version for shard in self._shards))]
+                return [Compute(work, tuple([shard.version for shard in self._shards]))]
             case WorkKind.FINISHED:
                 return self._leave(Reason.FINISHED, f"slot {self.slot} has nothing more to do")
             case WorkKind.RETIRED:
@@ -460,14 +468,14 @@ class ClientCore:
     # ── the end ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _refused(self, shard: _Shard, message: Refused) -> list[ClientAction]:
-        push = None if shard.push is None else _push(shard.push)
+        push = shard.push
         if push is None or message.clock != push.clock or push.skip:
             return []
         if not self._skip_nonfinite:
             where = f"update {message.clock} of worker {self.slot} (batch {push.batch})"
             return self._leave(Reason.REFUSED, f"shard {shard.index} refused {where}: {message.reason}")
-        shard.push = replace(push, skip=True)
-        return self._send_push(shard)  # the Read behind the refused push still waits there
+        shard.push = push._replace(skip=True)
+        return self._send_push(shard)
 
     def _fenced(self, holder: int) -> list[ClientAction]:
         return self._leave(
@@ -477,7 +485,3 @@ class ClientCore:
     def _leave(self, reason: Reason, sentence: str) -> list[ClientAction]:
         self._left = True
         return [Leave(reason=reason, sentence=sentence)]
-
-
-def _push(kept: Push | PushPull) -> Push:
-    return kept.push if isinstance(kept, PushPull) else kept

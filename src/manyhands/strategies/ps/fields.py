@@ -7,7 +7,6 @@ rejected here, by the name of the field, before any of that.
 from __future__ import annotations
 
 import json
-from dataclasses import fields
 from functools import cache
 from typing import Any, TypeVar
 
@@ -62,7 +61,7 @@ def checked(kind: type[_T], table: Any, where: str) -> _T:
 
 @cache
 def _wanted(kind: type[Any]) -> dict[str, str]:
-    return {field.name: str(field.type) for field in fields(kind)}
+    return {name: str(getattr(hint, "__forward_arg__", hint)) for name, hint in kind.__annotations__.items()}
 
 
 def _fits(name: str, hint: str, value: Any) -> bool:

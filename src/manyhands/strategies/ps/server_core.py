@@ -62,23 +62,20 @@ class ServerCore:
     def handle(self, message: Message, sender: int) -> list[Action]:
         """The actions for a message of member `sender`."""
         match message:
-            case Read() | Push() | Forward() | Forwarded() | Chosen() | ReadRows() | Hello() | Yield():
-                return self._pass(message.shard, message, sender)
+            case Push() | Read() | Forward() | Forwarded() | Chosen() | ReadRows() | Hello() | Yield():
+                replica = self.replicas.get(message.shard)
             case ChosenKept():
-                return self._pass(LEAD, message, sender)
+                replica = self.replicas.get(LEAD)
             case View():
                 return self.view(message)
             case Install():
-                return self._replica(message.shard).handle(message, sender)
+                replica = self._replica(message.shard)
             case _:
                 raise ValueError(f"server {self.member} was sent a {type(message).__name__}")
-
-    def _pass(self, shard: int, message: Message, sender: int) -> list[Action]:
-        replica = self.replicas.get(shard)
         if replica is not None:
             return replica.handle(message, sender)
         if isinstance(message, Hello | Read | ReadRows | Push):
-            return [SendMessage(to=sender, message=NotPrimary(shard=shard, epoch=-1))]
+            return [SendMessage(to=sender, message=NotPrimary(shard=message.shard, epoch=-1))]
         return []  # of a part in the shard that this server does not have yet, or had in an earlier life
 
     def _replica(self, shard: int) -> ShardReplica:

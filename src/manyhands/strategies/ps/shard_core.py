@@ -18,7 +18,7 @@ from enum import IntEnum, auto
 from typing import Any
 
 from manyhands.strategies.common.consistency import Group
-from manyhands.strategies.ps.actions import Action, Log
+from manyhands.strategies.ps.actions import Action, Log, Outcome
 from manyhands.strategies.ps.decisions import Decision, Decisions
 from manyhands.strategies.ps.log_rows import RestoredRow, SlotsRow
 from manyhands.strategies.ps.pending_steps import Change, ShardConfig, Steps
@@ -30,7 +30,6 @@ from manyhands.strategies.ps.ps_messages import (
     Closing,
     Entry,
     Generation,
-    Outcome,
     Push,
     SlotsChanged,
     Update,
@@ -41,6 +40,9 @@ from manyhands.strategies.ps.ps_messages import (
 from manyhands.strategies.ps.slots import SlotRecord, SlotTable
 
 __all__ = ["Hold", "ShardConfig", "ShardCore"]
+
+_TRAIN = WorkKind.TRAIN
+_UNKNOWN = Work(WorkKind.UNKNOWN)
 
 
 class Hold(IntEnum):  # its members are keys: an int's hash is C's
@@ -81,7 +83,7 @@ class ShardCore:
         Versions continue from there; where steps go by clock, clocks do too.
         """
         core = cls(config)
-        start = batches if config.policy.stepwise else 0
+        start = batches if config.stepwise else 0
         core.table = SlotTable(config.slots, start, batches)
         core.steps = Steps(config, core.table)
         core.steps.version, core.steps.step = batches, start
@@ -98,7 +100,7 @@ class ShardCore:
     @property
     def mark(self) -> int:
         """How far all slots have come; reads wait for it."""
-        return self.steps.step if self.config.policy.stepwise else self.table.floor
+        return self.steps.step if self.config.stepwise else self.table.floor
 
     @property
     def concluded(self) -> bool:
@@ -112,7 +114,7 @@ class ShardCore:
         record = self.table.records.get(slot)
         if record is not None:
             return record.next_clock
-        return None if self.config.policy.by_clock or self.config.leads else 0
+        return None if self.config.by_clock or self.config.leads else 0
 
     def owed_until(self, last: Update) -> int:
         """The clock below which a slot's updates will never be sent, as its worker left before update `last`.
@@ -121,8 +123,8 @@ class ShardCore:
         before.
         """
         clock = max(last.clock, self.next_clock(last.slot) or 0)
-        if self.config.policy.by_clock:
-            while clock < self.table.top and self._place(last.slot, clock).kind is WorkKind.TRAIN:
+        if self.config.by_clock:
+            while clock < self.table.top and self._place(last.slot, clock).kind is _TRAIN:
                 clock += 1
         return clock
 
@@ -136,111 +138,91 @@ class ShardCore:
 
     def answer(self, slot: int, clock: int) -> Work | Hold:
         """The work with which to answer a read of a known slot, or why it has to wait."""
-        record = self.table.records.get(slot)
+        config, record = self.config, self.table.records.get(slot)
         own = 0 if record is None else record.next_clock
-        if record is not None and self.config.policy.includes_own(len(self.table.active)):
+        if record is not None and config.policy.includes_own(len(self.table.active)):
             own = record.chosen
         if own < clock:
             return Hold.OWN
-        if not self.config.leads or record is None:
-            return self._answer_as_told(slot, clock)
-        later = clock if clock >= record.next_clock or clock in record.recent else record.next_clock
-        by_clock = self.config.policy.by_clock
-        answer = self._answer_by_clock(slot, later) if by_clock else self._answer_in_turn(slot, record, later)
-        if later > clock and isinstance(
-            answer, Hold
-        ):  # to be told now: other shards may wait for what is lost
-            return Work(kind=WorkKind.AHEAD, clock=later)
-        return answer
-
-    def _answer_as_told(self, slot: int, clock: int) -> Work | Hold:
-        """At another shard: predict the lead's answer from the slot table alone, which may be outdated.
-
-        A worker that does not train any more does not wait for others. The answer says so, and the worker asks
-        again if the lead, by a newer table, lets it train after all.
-        """
-        if not self.config.policy.by_clock:
-            return Work(kind=WorkKind.UNKNOWN)
+        if config.leads and record is not None:
+            if clock >= record.next_clock or clock in record.recent:
+                return self._lead_answer(slot, record, clock)
+            answer = self._lead_answer(slot, record, record.next_clock)
+            if isinstance(answer, Hold):  # to be told now: other shards may wait for what is lost
+                return Work(WorkKind.AHEAD, record.next_clock)
+            return answer
+        # Another shard predicts the lead's answer from the slot table alone, which may be outdated. A worker that
+        # does not train any more does not wait for others. The answer says so, and the worker asks again if the
+        # lead, by a newer table, lets it train after all.
+        if not config.by_clock:
+            return _UNKNOWN
         work = self._place(slot, clock)
-        if work.kind is not WorkKind.TRAIN:
+        if work.kind is not _TRAIN:
             return work
-        return Hold.OTHERS if self._lacks_others(clock) else Work(kind=WorkKind.UNKNOWN)
+        return Hold.OTHERS if self._lacks_others(clock) else _UNKNOWN
+
+    def _lead_answer(self, slot: int, record: SlotRecord, clock: int) -> Work | Hold:
+        """The lead's answer to a read of a clock that is not settled."""
+        config = self.config
+        if config.by_clock:
+            work = self._place(slot, clock)
+            if work.kind is _TRAIN:
+                if self._lacks_others(clock):
+                    return Hold.OTHERS
+                return Hold.SHARDS if clock >= self.decisions.unsure_from else work
+            if work.kind is WorkKind.RETIRED:
+                return work
+        elif clock in record.recent:
+            return Work(_TRAIN, clock, record.recent[clock])
+        elif not self.table.is_active(slot):
+            # Near the end the worker of a removed slot may be the last one, and then waits like any other.
+            last = self._next_batch >= config.steps and not self.concluded
+            return Hold.SHARDS if last else Work(WorkKind.RETIRED, clock)
+        elif self._next_batch < config.steps:
+            return Hold.BATCH
+        # The run ends with its last worker: none is released while another shard might never learn of the last steps.
+        return Work(WorkKind.FINISHED, clock) if self.concluded else Hold.SHARDS
 
     def _lacks_others(self, clock: int) -> bool:
         """Whether updates are missing that a read must include."""
         lag = self.config.policy.lag
         return lag is not None and self.mark < clock - lag
 
-    def _answer_by_clock(self, slot: int, clock: int) -> Work | Hold:
-        work = self._place(slot, clock)
-        if work.kind is WorkKind.TRAIN and self._lacks_others(clock):
-            return Hold.OTHERS
-        if work.kind is WorkKind.FINISHED:
-            return self._finish(clock)
-        unsure = work.kind is WorkKind.TRAIN and clock >= self.decisions.unsure_from
-        return Hold.SHARDS if unsure else work
-
-    def _finish(self, clock: int) -> Work | Hold:
-        """Release a worker, unless another shard might never learn of the last steps: the run ends with its last
-        worker.
-        """
-        return Work(kind=WorkKind.FINISHED, clock=clock) if self.concluded else Hold.SHARDS
-
     def _place(self, slot: int, clock: int) -> Work:
         rank = self.table.rank_at(slot, clock)
         if rank is None:
-            return Work(kind=WorkKind.RETIRED, clock=clock)
+            return Work(WorkKind.RETIRED, clock)
         generation = self.table.generation_at(clock)
         first = (generation.start, generation.base)
         place = self.config.policy.place(rank, len(generation.slots), clock, first)
         if place.batch >= self.config.steps:
-            return Work(kind=WorkKind.FINISHED, clock=clock)
-        return Work(kind=WorkKind.TRAIN, clock=clock, batch=place.batch, part=place.part, parts=place.parts)
-
-    def _answer_in_turn(self, slot: int, record: SlotRecord, clock: int) -> Work | Hold:
-        if clock in record.recent:
-            return Work(kind=WorkKind.TRAIN, clock=clock, batch=record.recent[clock])
-        if not self.table.is_active(slot):
-            return self._retire(clock)
-        if self._next_batch >= self.config.steps:
-            return self._finish(clock)
-        return Hold.BATCH
-
-    def _retire(self, clock: int) -> Work | Hold:
-        """Release the worker of a removed slot; near the end it may be the last one, and then waits like any
-        other.
-        """
-        last = self._next_batch >= self.config.steps and not self.concluded
-        return Hold.SHARDS if last else Work(kind=WorkKind.RETIRED, clock=clock)
+            return Work(WorkKind.FINISHED, clock)
+        return Work(_TRAIN, clock, place.batch, place.part, place.parts)
 
     # ── the lead and the others ───────────────────────────────────────────────────────────────────────────────────────
 
     def messages_to(self, shard: int, decisions: list[Decision]) -> list[Chosen]:
         """The messages that tell another shard these decisions of the lead."""
-        table = self._told_table()
+        table = () if self.awaiting else tuple(self.table.generations)
         return [self.decisions.message(shard, decision, self.term, table) for decision in decisions]
 
     def greetings_to(self, shard: int) -> list[Chosen]:
-        """The messages that tell a new primary of another shard everything it may lack."""
-        free = self._past_choosing(shard)
-        greeting = self.decisions.greeting(shard, self.steps.step, self.term, self._told_table(), free)
-        return [greeting, *self.messages_to(shard, self.decisions.missing_at(shard))]
+        """The messages that tell a new primary of another shard everything it may lack.
 
-    def _past_choosing(self, shard: int) -> tuple[Update, ...]:
-        """By slot, the last update that is decided here, given what `shard` is believed to have stored.
-
-        It will not be chosen again. Where steps go by clock, the clock of the next one implies it.
+        Where arrival decides, that is by slot the last update that is decided here, given what `shard` is believed
+        to have stored: it will not be chosen again. Where steps go by clock, the clock of the next one implies it.
         """
-        if not self.config.policy.chosen_by_lead or self.config.policy.stepwise:
-            return ()
-        until = {slot: record.chosen for slot, record in sorted(self.table.records.items())}
-        for decision in self.decisions.missing_at(shard):
-            for update in (decision.updates or ()) if not decision.freely else ():
-                until[update.slot] = min(until[update.slot], update.clock)
-        return tuple(Update(slot=slot, clock=clock - 1) for slot, clock in until.items() if clock)
-
-    def _told_table(self) -> tuple[Generation, ...]:
-        return () if self.awaiting else tuple(self.table.generations)
+        missing = self.decisions.missing_at(shard)
+        until: dict[int, int] = {}
+        if self.config.policy.chosen_by_lead and not self.config.stepwise:
+            until = {slot: record.chosen for slot, record in sorted(self.table.records.items())}
+            for decision in missing:
+                for update in (decision.updates or ()) if not decision.freely else ():
+                    until[update.slot] = min(until[update.slot], update.clock)
+        free = tuple(Update(slot=slot, clock=clock - 1) for slot, clock in until.items() if clock)
+        table = () if self.awaiting else tuple(self.table.generations)
+        greeting = self.decisions.greeting(shard, self.steps.step, self.term, table, free)
+        return [greeting, *self.messages_to(shard, missing)]
 
     def kept_answer(self, asks: bool = False) -> ChosenKept:
         """The message that tells the lead which decisions are durable here, and requests the others."""
@@ -278,63 +260,57 @@ class ShardCore:
     def commit(self, entry: Entry) -> Change:
         """Apply the next entry of the log; deterministic, so that primary and backup stay equal."""
         self.sequence += 1
-        change = Change(shard=self.config.shard, term=self.term, sequence=self.sequence)
+        config, steps = self.config, self.steps
+        change = Change(config.shard, self.term, self.sequence)
         match entry:
             case Push():
                 self._push(entry, change)
+            case Assigned():
+                self._assign(entry, change)
             case Chosen():
                 self._follow(entry, change)
             case ChosenKept():
                 self._hear(entry, change)
-            case Assigned():
-                self._assign(entry, change)
             case SlotsChanged():
                 self._change_slots(entry, change)
             case UpdatesLost():
                 self._lose(entry, change)
             case Closing():
                 pass
-        self._take_steps(change, closing=isinstance(entry, Closing))
-        return change
-
-    def _take_steps(self, change: Change, closing: bool) -> None:
-        self.steps.drained = closing or (self._next_batch >= self.config.steps and not self._open)
-        self.steps.skip_lost_steps(change)
-        while (group := self.steps.next_group()) is not None:
-            if self.config.policy.chosen_by_lead and self.config.leads:
+        drained = self._next_batch >= config.steps and not self._open
+        steps.drained = drained or isinstance(entry, Closing)
+        follows_clock = config.follows and config.stepwise
+        if follows_clock:
+            steps.skip_lost_steps(change)
+        while (group := steps.next_group()) is not None:
+            if config.leads and config.policy.chosen_by_lead:
                 updates = tuple(Update(slot=slot, clock=clock) for slot, clock in group.updates)
                 change.decisions.append(self.decisions.take(group.step, updates))
-            self.steps.take(group, change)
-            self.steps.skip_lost_steps(change)
+            steps.take(group, change)
+            if follows_clock:
+                steps.skip_lost_steps(change)
+        return change
 
     def _push(self, push: Push, change: Change) -> None:
-        settled = self.outcome_of(push.slot, push.clock)
+        slot, clock = push.slot, push.clock
+        settled = self.outcome_of(slot, clock)
         if settled is not None:
             change.outcome = settled  # its step was completed while it was on its way to the backup
             change.drop(push)
             return
-        record = self.table.record(push.slot)
+        record = self.table.record(slot)
         self._next_batch = max(self._next_batch, push.batch + 1)
-        if not self._counts(push, record):
-            self._settle(push.slot, record, push.clock + 1, change)
+        # One that was begun before a restore may have no place in this run, if the slots changed earlier this time:
+        # its slot ends before it, or others have its batch. No read waited for it.
+        if clock >= record.end or (self.config.by_clock and self._place(slot, clock).kind is not _TRAIN):
+            self._settle(slot, record, clock + 1, change)
             change.outcome = Outcome.LATE
             change.drop(push)
-            change.log_late(push.slot, push.clock)
+            change.log_late(slot, clock)
             return
-        record.remember(push.clock, push.batch)
-        self._settle(push.slot, record, push.clock + 1, change)
+        record.remember(clock, push.batch)
+        self._settle(slot, record, clock + 1, change)
         self.steps.wait(push, record, change)
-
-    def _counts(self, push: Push, record: SlotRecord) -> bool:
-        """Whether an update has a place in this run.
-
-        One that was begun before a restore may have none, if the slots changed earlier this time: its slot ends
-        before it, or others have its batch. No read waited for it.
-        """
-        if push.clock >= record.end:
-            return False
-        by_clock = self.config.policy.by_clock
-        return not by_clock or self._place(push.slot, push.clock).kind is WorkKind.TRAIN
 
     def _settle(self, slot: int, record: SlotRecord, until: int, change: Change) -> None:
         self.steps.settle(slot, record, until, change)
@@ -349,34 +325,33 @@ class ShardCore:
         record.late = until - 1
         record.lost.update(clock for clock in record.recent if first <= clock < until)
         self._settle(lost.slot, record, until, change)
-        if self.config.policy.stepwise:  # a step that wanted some of them says so when it closes
+        if self.config.stepwise:  # a step that wanted some of them says so when it closes
             first = max(first, record.end)
         if first < until:
             change.log_lost(lost.slot, first, until)
-        if self.config.policy.chosen_by_lead and not self.config.policy.stepwise and self.config.leads:
-            self._let_free((Update(slot=lost.slot, clock=until - 1),), change)
-
-    def _let_free(self, updates: tuple[Update, ...], change: Change) -> None:
-        """At the lead: release these updates at the other shards without a group; here they were chosen already."""
-        change.decisions.append(self.decisions.take(self.steps.step, updates, freely=True))
+        if self.config.policy.chosen_by_lead and not self.config.stepwise and self.config.leads:
+            # Release them at the other shards without a group; here they were chosen already.
+            update = Update(slot=lost.slot, clock=until - 1)
+            change.decisions.append(self.decisions.take(self.steps.step, (update,), freely=True))
 
     def _assign(self, assigned: Assigned, change: Change) -> None:
-        record = self.table.record(assigned.slot)
-        change.moved.append(assigned.slot)
-        if assigned.clock in record.recent or self._next_batch >= self.config.steps:
+        slot, clock = assigned
+        record = self.table.record(slot)
+        change.moved.append(slot)
+        if clock in record.recent or self._next_batch >= self.config.steps:
             return
-        if not self.table.is_active(assigned.slot):
+        if not self.table.is_active(slot):
             return  # removed while this was on its way to the backup
-        record.remember(assigned.clock, self._next_batch)
+        record.remember(clock, self._next_batch)
         self._next_batch += 1
-        self._open.add(assigned.slot)
+        self._open.add(slot)
 
     def _change_slots(self, entry: SlotsChanged, change: Change) -> None:
         last = self.table.generations[-1]
         slots = tuple(sorted(entry.slots))
         if slots == last.slots:
             return
-        start = 1 + self.table.top if self.config.policy.by_clock else 0
+        start = 1 + self.table.top if self.config.by_clock else 0
         base = last.base + (start - last.start) * len(last.slots)
         self._adopt((*self.table.generations, Generation(start=start, base=base, slots=slots)), change)
         change.decisions.append(self.decisions.take_table(self.steps.step, start))
@@ -389,21 +364,15 @@ class ShardCore:
             self.table.append(generation)
             change.moved.extend(generation.slots)
             change.actions.append(self._slots_row(generation))
-        for slot in sorted(self.table.records.keys() - known):
-            self._catch_up(slot, change)
-
-    def _catch_up(self, slot: int, change: Change) -> None:
-        """Let a new slot begin at the next step: earlier ones were closed without it, and do not wait for it.
-
-        This happens when a restored shard learned from workers how far they were, before the lead, restored too,
-        did.
-        """
-        record = self.table.records[slot]
-        missed = self.table.owed(record, self.steps.step)
-        if self.config.policy.stepwise and missed:
-            record.late = missed.stop - 1
-            self.table.move(record, missed.stop)
-            change.log_lost(slot, missed.start, missed.stop)
+        # A new slot begins at the next step: earlier ones were closed without it, and do not wait for it. This happens
+        # when a restored shard learned from workers how far they were, before the lead, restored too, did.
+        for slot in sorted(self.table.records.keys() - known) if self.config.stepwise else ():
+            record = self.table.records[slot]
+            missed = self.table.owed(record, self.steps.step)
+            if missed:
+                record.late = missed.stop - 1
+                self.table.move(record, missed.stop)
+                change.log_lost(slot, missed.start, missed.stop)
 
     def _slots_row(self, generation: Generation) -> Log:
         return Log(

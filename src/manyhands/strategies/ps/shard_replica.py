@@ -2,11 +2,13 @@
 `ShardCore`.
 
     worker ──Push──► primary ──Forward──► backup        the entry gets the next sequence number
-                        ◄────Forwarded─────┘            and is committed here only now: what any member was
-    worker ◄──Ack, Parameters── primary                 told or has read survives this server's death
+                        ◄────Forwarded─────┘            and is committed here only now: what any member has
+    worker ◄──Parameters── primary                      read survives this server's death
 
 Without a backup an entry is committed at once. A backup commits what it is forwarded and sends nothing to
 workers; when a view makes it primary, everything is already there. Reads are never replicated: workers ask again.
+A push-pull is a Push and the Read behind it, handled in this order; the live server, the simulator and every replica
+go through the same code, which is written for that case: no entry is queued where nothing is in flight.
 Where an update counts at every shard or at none, a push becomes an entry when the Read behind it has come (see
 `unconfirmed`).
 
@@ -22,12 +24,11 @@ from dataclasses import replace
 from enum import Enum, auto
 from typing import Any
 
-from manyhands.strategies.ps.actions import Action, Discard, Drop, Keep, Load, SendMessage
+from manyhands.strategies.ps.actions import Ack, Action, Discard, Drop, Keep, Load, SendMessage
 from manyhands.strategies.ps.pending_steps import Change
 from manyhands.strategies.ps.ps_messages import (
     LAUNCHER,
     LEAD,
-    Ack,
     Assigned,
     Chosen,
     ChosenKept,
@@ -42,7 +43,6 @@ from manyhands.strategies.ps.ps_messages import (
     Installed,
     Message,
     NotPrimary,
-    Outcome,
     Parameters,
     Push,
     Read,
@@ -98,11 +98,11 @@ class ShardReplica:
         self._forwarded = 0  # the backup has everything up to this
         self._taken: dict[int, int] = {}  # by slot with updates in flight: the clock after the last of them
         self._hellos: dict[int, Hello] = {}  # to be answered once the slot is known, or its loss is safe
-        self._held: dict[int, Read] = {}
+        self._held: dict[int, tuple[int, int]] = {}  # reads by slot: their clock, and the member to answer
         self._unconfirmed = Unconfirmed(needed=config.confirms)
         self._waiting_for: dict[Hold, list[int]] = {Hold.OTHERS: [], Hold.SHARDS: []}  # slots of held reads
         self._mark = 0  # the mark at which those that wait for others were last looked at
-        self._asked: set[tuple[int, int]] = set()  # batches that are being given out
+        self._asked: set[Assigned] = set()  # batches that are being given out
         self._concluded = -1  # the epoch of the view in which the launcher was told that nothing is open
 
     @property
@@ -143,7 +143,7 @@ class ShardReplica:
         if member > self._holders.get(slot, 0):
             self._holders[slot] = member
             held = self._held.get(slot)
-            if held is not None and held.member < member:
+            if held is not None and held[1] < member:
                 del self._held[slot]
 
     def _serve(self, mine: ShardView, changed: bool) -> list[Action]:
@@ -218,19 +218,15 @@ class ShardReplica:
                 actions += self._append_lost(last.slot, until)
         return actions
 
-    @property
-    def _everyone_left(self) -> bool:
-        gone = {last.slot for last in self._view.gone}
-        return not self._view.retiring and all(place.slot in gone for place in self._view.slots)
-
     def _conclude(self) -> list[Action]:
         """Once all workers have left: make what waits the last step, and tell the launcher when nothing is open."""
-        if not self._everyone_left or self._in_flight or self.core.awaiting:
+        gone = {last.slot for last in self._view.gone}
+        everyone_left = not self._view.retiring and all(place.slot in gone for place in self._view.slots)
+        if not everyone_left or self._in_flight or self.core.awaiting:
             return []
-        if (
-            self.core.steps.num_waiting
-        ):  # steps by clock are closed by what is lost, others' by the lead's choice
-            return self._append(Closing()) if self.config.leads and not self.config.policy.stepwise else []
+        if self.core.steps.num_waiting:
+            # Steps by clock are closed by what is lost, those of other shards by the lead's choice.
+            return self._append(Closing()) if self.config.leads and not self.config.stepwise else []
         if not self.core.concluded or self._concluded == self._view.epoch:
             return []
         self._concluded = self._view.epoch
@@ -274,12 +270,16 @@ class ShardReplica:
     def handle(self, message: Message, sender: int) -> list[Action]:
         """The actions for a message of member `sender`."""
         match message:
-            case Read() | Push() | ReadRows() | Hello():
+            case Push() | Read() | ReadRows() | Hello():
                 return self._serve_worker(message, sender)
             case Forward():
                 return self._take_forward(message, sender)
             case Forwarded():
-                return self._take_forwarded(message)
+                if self.role is not ReplicaRole.PRIMARY or message.epoch != self.epoch:
+                    return []
+                # The backup has these entries, so they survive this server's death and may be acknowledged.
+                self._forwarded = max(self._forwarded, message.sequence)
+                return self._commit_safe()
             case Chosen():
                 return self._take_chosen(message, sender)
             case ChosenKept():
@@ -287,7 +287,8 @@ class ShardReplica:
             case Install():
                 return self._install(message, sender)
             case Yield():
-                return self._step_down() if self._outlived(message) else []
+                outlived = self.role is ReplicaRole.PRIMARY and message.epoch > self.epoch
+                return self._step_down() if outlived else []
             case _:
                 raise ValueError(f"shard {self.config.shard} was sent a {type(message).__name__}")
 
@@ -315,39 +316,36 @@ class ShardReplica:
         others = [slot for slot in self._holders if slot not in self._held]
         return self._holders[min(others)] if self._held and others else None
 
-    def _outlived(self, message: Yield) -> bool:
-        return self.role is ReplicaRole.PRIMARY and message.epoch > self.epoch
-
     def _serve_worker(self, message: Hello | Read | ReadRows | Push, sender: int) -> list[Action]:
         if self.role is not ReplicaRole.PRIMARY or self.core.awaiting:
             return [SendMessage(to=sender, message=NotPrimary(shard=self.config.shard, epoch=self.epoch))]
-        self._know(message.slot, message.member)
-        holder = self._holders[message.slot]
-        if message.member < holder:
-            fenced = SendMessage(
-                to=sender, message=Fenced(shard=self.config.shard, slot=message.slot, holder=holder)
-            )
-            if isinstance(message, Push) and self._unconfirmed.hears(message) and self._is_open(message):
-                return [
-                    *self._hold(message),
-                    fenced,
-                ]  # its Read may have reached another shard: its successor decides
-            return [fenced]
-        self._unconfirmed.meet(message.slot, message.member)
+        slot, member = message.slot, message.member
+        if member != self._holders.get(slot):
+            self._know(slot, member)
+            holder = self._holders[slot]
+            if member < holder:
+                fenced = SendMessage(sender, Fenced(shard=self.config.shard, slot=slot, holder=holder))
+                if isinstance(message, Push) and self._unconfirmed.hears(message) and self._is_open(message):
+                    # Its Read may have reached another shard: its successor decides.
+                    return [*self._hold(message), fenced]
+                return [fenced]
+        if self.config.confirms:
+            self._unconfirmed.meet(slot, member)
         match message:
             case Push():
-                return self._take_push(message)
+                actions = self._take_push(message)
+                if message.pulls:
+                    actions += self._take_read(slot, message.clock + 1, member)
+                return actions
             case Read():
-                actions = self._resolve(message)
-                self._held[message.slot] = message
-                return actions + self._look_at(message.slot)
+                return self._take_read(slot, message.clock, member)
             case Hello():
-                self._held.pop(message.slot, None)  # asked again once the greeting is answered
-                self._hellos[message.slot] = message
+                self._held.pop(slot, None)  # asked again once the greeting is answered
+                self._hellos[slot] = message
                 return self._greet(message)
-            case ReadRows(slot=slot, clock=clock):
+            case ReadRows(clock=clock):
                 values = RowValues(shard=self.config.shard, slot=slot, clock=clock, version=self.core.version)
-                return [SendMessage(to=sender, message=values)]
+                return [SendMessage(sender, values)]
 
     def _greet(self, hello: Hello) -> list[Action]:
         """Log what was lost since the worker last heard of it, then welcome it."""
@@ -383,45 +381,43 @@ class ShardReplica:
     def _take_push(self, push: Push) -> list[Action]:
         outcome = self.core.outcome_of(push.slot, push.clock)
         if outcome is not None:
-            return [self._ack(push, outcome)]
+            return [Ack(push.shard, push.slot, push.clock, outcome)]
         if push.clock < self._taken.get(push.slot, 0):
             return []  # it is in flight, and acknowledged when it is safe
-        if self._unconfirmed.awaits(push, self._held.get(push.slot)):
+        if self.config.confirms and self._unconfirmed.awaits(push, self._held.get(push.slot, (-1, 0))[0]):
             return self._hold(push)
-        return [*([] if push.skip else [self._keep(push)]), *self._count(push)]
+        actions: list[Action] = [] if push.skip else [self._keep(push)]
+        actions += self._count(push)
+        return actions
 
     def _hold(self, push: Push) -> list[Action]:
         """Keep a push that does not count yet."""
         before = self._unconfirmed.hold(push)
         return [*([] if before is None else self._drop(before)), *([] if push.skip else [self._keep(push)])]
 
-    def _resolve(self, read: Read) -> list[Action]:
-        """Count the held push of a slot if this Read is behind it; else drop it, as its worker computes it again."""
-        push = self._unconfirmed.resolve(read.slot)
-        if push is None:
-            return []
-        counts = push.clock < read.clock and self._is_open(push)
-        return self._count(push) if counts else self._drop(push)
+    def _take_read(self, slot: int, clock: int, member: int) -> list[Action]:
+        actions: list[Action] = []
+        push = self._unconfirmed.resolve(slot) if self.config.confirms else None
+        if push is not None:
+            # The Read confirms the held push before it; any other is dropped, as its worker computes it again.
+            counts = push.clock < clock and self._is_open(push)
+            actions += self._count(push) if counts else self._drop(push)
+        self._held[slot] = (clock, member)
+        actions += self._look_at(slot)
+        return actions
 
     def _count(self, push: Push) -> list[Action]:
         """Make a kept push the next entry."""
-        actions: list[Action] = []
         known = self._next_to_take(push.slot)
         if known is not None and known < push.clock:
-            actions += self._append_lost(push.slot, push.clock)
-        self._taken[push.slot] = push.clock + 1
-        return actions + self._append(push)
+            return [*self._append_lost(push.slot, push.clock), *self._append(push)]
+        return self._append(push)
 
     def _drop(self, push: Push) -> list[Action]:
         return [] if push.skip else [Drop(shard=self.config.shard, slot=push.slot, clock=push.clock)]
 
     def _keep(self, push: Push) -> Keep:
-        copy = self.config.policy.outlives_read
-        return Keep(shard=self.config.shard, slot=push.slot, clock=push.clock, copy=copy)
-
-    def _ack(self, push: Push, outcome: Outcome) -> SendMessage:
-        ack = Ack(shard=self.config.shard, slot=push.slot, clock=push.clock, outcome=outcome)
-        return SendMessage(to=self._holders.get(push.slot, push.member), message=ack)
+        return Keep(push.shard, push.slot, push.clock, self.config.copies)
 
     def _take_chosen(self, chosen: Chosen, sender: int) -> list[Action]:
         if self.role is not ReplicaRole.PRIMARY or self.config.leads:
@@ -446,7 +442,13 @@ class ShardReplica:
 
     def _append(self, entry: Entry) -> list[Action]:
         """Give an entry the next sequence number, forward it, and commit what is durable."""
+        if not self._backup and not self._in_flight:
+            return self._after(
+                entry, self.core.commit(entry)
+            )  # nobody else has to have it, and nothing is before it
         self._in_flight.append(entry)
+        if isinstance(entry, Push | UpdatesLost):
+            self._taken[entry.slot] = entry.clock + 1 if isinstance(entry, Push) else entry.until
         actions: list[Action] = []
         if self._backup:
             forward = Forward(shard=self.config.shard, epoch=self.epoch, sequence=self.sequence, entry=entry)
@@ -454,7 +456,6 @@ class ShardReplica:
         return actions + self._commit_safe()
 
     def _append_lost(self, slot: int, until: int) -> list[Action]:
-        self._taken[slot] = until
         held = self._unconfirmed.resolve(slot) if self._unconfirmed.arrived(slot) <= until else None
         dropped = [] if held is None else self._drop(held)
         return [*dropped, *self._append(UpdatesLost(slot=slot, until=until))]
@@ -467,61 +468,56 @@ class ShardReplica:
         actions: list[Action] = []
         while self._in_flight and self.core.sequence < self._safe_sequence():
             entry = self._in_flight.popleft()
-            actions += self._after(entry, self.core.commit(entry))
+            change = self.core.commit(entry)
+            if isinstance(entry, Push | UpdatesLost) and self._taken.get(entry.slot, 0) <= (
+                self.core.next_clock(entry.slot) or 0
+            ):
+                self._taken.pop(entry.slot, None)  # nothing of this slot is in flight any more
+            actions += self._after(entry, change)
         return actions
 
     def _after(self, entry: Entry, change: Change) -> list[Action]:
         """The primary's actions after a commit: notify the members concerned, and retry what was held back."""
-        actions = change.actions
+        actions, core = change.actions, self.core
+        waited_for = -1
         match entry:
-            case Push():
-                actions.append(self._ack(entry, change.outcome))
-                self._land(entry.slot)
-            case UpdatesLost():
-                self._land(entry.slot)
+            case Push(slot=slot):
+                waited_for = slot
+                actions.append(Ack(entry.shard, slot, entry.clock, change.outcome))
+            case Assigned():
+                self._asked.discard(entry)
             case Chosen():
                 if self._lead[1]:  # else the next lead will greet this shard
-                    actions.append(self._tell(self._lead[1], self.core.kept_answer()))
+                    actions.append(self._tell(self._lead[1], core.kept_answer()))
                 actions += self._settle_membership()
             case ChosenKept():
-                actions += self._heard()
-            case Assigned():
-                self._asked.discard((entry.slot, entry.clock))
-            case SlotsChanged() | Closing():
+                actions += self._look_again(Hold.SHARDS)  # the reads that waited for this shard
+                if self._listening and not core.awaiting:  # a restored lead has heard from all of them
+                    self._listening = False
+                    actions += self._tell_others({})
+                    actions += self._settle_membership()
+            case UpdatesLost() | SlotsChanged() | Closing():
                 pass
-        for shard in self.core.decisions.kept if change.decisions else ():
+        for shard in core.decisions.kept if change.decisions else ():
             primary = self._primaries.get(shard, (0, 0))[1]
             if primary:
-                told = self.core.messages_to(shard, change.decisions)
+                told = core.messages_to(shard, change.decisions)
                 actions += [self._tell(primary, message) for message in told]
-        if self._view.gone and change.moved and not self.core.awaiting:
+        gone = self._view.gone
+        if gone and change.moved and not core.awaiting:
             actions += self._lose_owed()
-        waited_for = entry.slot if isinstance(entry, Push) else -1
         for slot in change.moved:
-            hello = self._hellos.get(slot)
-            if hello is not None:
+            if self._hellos and (hello := self._hellos.get(slot)) is not None:
                 actions += self._greet(hello)
             if slot in self._held:
                 actions += self._look_at(slot, waited_for)
-        if self.core.mark != self._mark:
-            self._mark = self.core.mark
+        if (mark := core.mark) != self._mark:
+            self._mark = mark
             actions += self._look_again(Hold.OTHERS, waited_for)
-        if self._waiting_for[Hold.SHARDS] and self.core.concluded:
+        if self._waiting_for[Hold.SHARDS] and core.concluded:
             actions += self._look_again(Hold.SHARDS)
-        return actions + (self._conclude() if self._view.gone else [])
-
-    def _land(self, slot: int) -> None:
-        """Forget the in-flight mark of a slot once all its entries are committed."""
-        if self._taken.get(slot, 0) <= (self.core.next_clock(slot) or 0):
-            self._taken.pop(slot, None)
-
-    def _heard(self) -> list[Action]:
-        """At the lead, after another shard's answer: retry reads that waited for it; after a restore, resume."""
-        actions = self._look_again(Hold.SHARDS)
-        if self._listening and not self.core.awaiting:
-            self._listening = False
-            actions += self._tell_others({})
-            actions += self._settle_membership()
+        if gone:
+            actions += self._conclude()
         return actions
 
     # ── reads ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -532,37 +528,25 @@ class ShardReplica:
 
     def _look_at(self, slot: int, waited_for: int = -1) -> list[Action]:
         """Answer the held read of a slot, if the consistency allows."""
-        read = self._held.get(slot)
-        if read is None or self.core.next_clock(slot) is None:
+        read, core = self._held.get(slot), self.core
+        if read is None or core.next_clock(slot) is None:
             return []
-        answer = self.core.answer(slot, read.clock)
+        clock, member = read
+        answer = core.answer(slot, clock)
         if isinstance(answer, Hold):
             if answer in self._waiting_for:
                 self._waiting_for[answer].append(slot)
-            if answer is not Hold.BATCH or (slot, read.clock) in self._asked:
+            assigned = Assigned(slot, clock)
+            if answer is not Hold.BATCH or assigned in self._asked:
                 return []
-            self._asked.add((slot, read.clock))
-            return self._append(Assigned(slot=slot, clock=read.clock))
+            self._asked.add(assigned)
+            return self._append(assigned)
         del self._held[slot]
-        parameters = Parameters(
-            shard=self.config.shard,
-            slot=slot,
-            clock=read.clock,
-            version=self.core.version,
-            term=self.core.term,
-            work=answer,
-            waited_for=waited_for if waited_for != slot else -1,
-        )
-        return [SendMessage(to=read.member, message=parameters)]
+        waited_for = waited_for if waited_for != slot else -1
+        parameters = Parameters(self.config.shard, slot, clock, core.version, answer, core.term, waited_for)
+        return [SendMessage(member, parameters)]
 
     # ── replication ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _take_forwarded(self, message: Forwarded) -> list[Action]:
-        if self.role is not ReplicaRole.PRIMARY or message.epoch != self.epoch:
-            return []
-        # The backup has these entries, so they survive this server's death and may be acknowledged.
-        self._forwarded = max(self._forwarded, message.sequence)
-        return self._commit_safe()
 
     def _take_forward(self, message: Forward, sender: int) -> list[Action]:
         if message.epoch < self.epoch:

@@ -56,6 +56,9 @@ class Contribution:
     rows: Mapping[str, RowGradient] = field(default_factory=dict)
     """By table: the gradient of this shard's rows, possibly none; a missing table was not reached."""
 
+    borrows: bool = False
+    """Whether the rows lie in memory that is valid only while the message with them is handled."""
+
 
 class ShardStore:
     """One shard's values and optimizer. Takes over `built`, whose parameters are empty afterwards.
@@ -89,7 +92,8 @@ class ShardStore:
         """How pushed parameters are averaged; the optimizer is then unused."""
         self._batches = 0
         self._sum: ShardRange | None = None
-        self._plain = self._plain_sgd()
+        self.plain = self._plain_sgd()
+        """The step as one compiled call, where the optimizer is plain SGD; None otherwise."""
         # Then the optimizer's step is a no-op, and no hook observes it, so it is skipped.
         nothing_dense = not pieces and self._scheduler is None and bool(self._tables)
         self._has_tables_alone = nothing_dense and not is_hooked(built.optimizer)
@@ -120,6 +124,11 @@ class ShardStore:
             self._batches += batches
             return
         if contributions:
+            [first, *others] = contributions
+            if self.plain is not None and not others and first.factor == 1 and not self.votes:
+                self.plain.step(first.gradient.memory.data_ptr(), first.present.data_ptr(), rate)
+                self._batches += batches
+                return
             if not self._has_tables_alone:
                 combined = self._combined(contributions)
                 if self.votes:
@@ -137,22 +146,6 @@ class ShardStore:
         for value, mean in zip(self._values.pieces, self._combined(contributions), strict=True):
             if mean is not None:
                 value.copy_(mean) if way == 1 else value.lerp_(mean, way)
-
-    @property
-    def turns(self) -> bool:
-        """Whether `turn` may be called: the optimizer's step is a plain loop (`plain_sgd`)."""
-        return self._plain is not None and self.averaging is None
-
-    def turn(self, gradient: int, flags: int, rate: float, out: int = 0) -> bool:
-        """Like `apply` for one gradient of factor 1, with flags, at an address; then copy the values to `out`.
-
-        False, with nothing changed, if the gradient is not finite.
-        """
-        assert self._plain is not None, "asked before"
-        if not self._plain.step(gradient, flags, rate, out):
-            return False
-        self._batches += 1
-        return True
 
     @property
     def values(self) -> ShardRange:
@@ -182,6 +175,9 @@ class ShardStore:
         Sums are checked first: a finite sum has finite terms. Only a non-finite sum, perhaps from overflow, is
         searched. IndexError or ValueError for rows that do not fit the table: call this before `apply`.
         """
+        where = contribution.gradient.memory.data_ptr(), contribution.present.data_ptr()
+        if self.plain is not None and self.plain.is_finite(*where):
+            return None
         for name, gradient in contribution.rows.items():
             self._tables[name].require_fit(gradient)
             if not math.isfinite(_total(gradient.values)) and not _is_finite(gradient.values):
@@ -253,7 +249,7 @@ class ShardStore:
                 if isinstance(position, int)
             },
         )
-        self._plain = self._plain_sgd()  # by the settings that came
+        self.plain = self._plain_sgd()  # by the settings that came
 
     def _plain_sgd(self) -> PlainSgd | None:
         if self._scheduler is not None or self._layout.tables:

@@ -12,7 +12,7 @@ its clock and drops what does not.
 
 from __future__ import annotations
 
-from manyhands.strategies.ps.ps_messages import Push, Read
+from manyhands.strategies.ps.ps_messages import Push
 
 __all__ = ["Unconfirmed"]
 
@@ -31,19 +31,15 @@ class Unconfirmed:
         """
         self._met[slot] = max(member, self._met.get(slot, 0))
 
-    def newest(self, slot: int) -> int | None:
-        """The newest member of a slot that has sent this shard a message, if any."""
-        return self._met.get(slot)
-
     def hears(self, push: Push) -> bool:
         """Whether this push may be held, even from a fenced member, while its successor has not sent a message
         yet.
         """
         return self._needed and push.member >= self._met.get(push.slot, 0)
 
-    def awaits(self, push: Push, waiting: Read | None) -> bool:
-        """Whether this push has to wait for a Read; `waiting` is the held Read of its slot."""
-        return self._needed and (waiting is None or waiting.clock <= push.clock)
+    def awaits(self, push: Push, read: int) -> bool:
+        """Whether this push has to wait for a Read; `read` is the clock of the held Read of its slot, -1 for none."""
+        return self._needed and read <= push.clock
 
     def hold(self, push: Push) -> Push | None:
         """Hold a push; returns the previous one, unless this push replaces its gradient."""

@@ -42,9 +42,8 @@ from manyhands.strategies.common.sharding.visits import (
     UnitFlow,
     UnitVisits,
 )
-from manyhands.strategies.sharded.sharded_units import KeptPieces
+from manyhands.strategies.sharded.sharded_units import KeptPieces, UnitRequest, UnitRounds, Want
 from manyhands.strategies.sharded.strategy import Sharded
-from manyhands.strategies.sharded.unit_rounds import UnitRequest, UnitRounds, Want
 from manyhands.transport.link.wire import Wire
 from manyhands.wire.tap import GradientTap
 
@@ -174,7 +173,6 @@ class ShardedExchange(Exchange):
             pieces.forget_gradients()
 
     def optimizer_state(self) -> dict[str, Any] | None:
-        """Collective: assemble the optimizer state in host memory on worker 0."""
         whole = self._need_whole()
         return self._run(lambda: whole.optimizer_state(self._group))
 
@@ -184,12 +182,10 @@ class ShardedExchange(Exchange):
         return self._run(lambda: whole.model_state(self._group, model))
 
     def total(self, values: Tensor) -> Tensor:
-        """Collective: return the sum over workers, once all of them have arrived."""
         self._carry_out(self._flow.end())
         return self._sum(values)
 
     def _sum(self, values: Tensor) -> Tensor:
-        """Collective: the sum over workers; gathered layers stay."""
         self._meet()
         return self._run(lambda: self._group.all_reduce(values))
 
@@ -200,7 +196,6 @@ class ShardedExchange(Exchange):
         return Times(exchange_ns=waited, wait_ns=waits, posts=self._group.take_traffic())
 
     def close(self) -> None:
-        """Close the links, which ends pending exchanges, and release the model."""
         for link in self._links.values():
             link.close()
         self._thread.shutdown(wait=True, cancel_futures=True)
@@ -275,7 +270,6 @@ class ShardedExchange(Exchange):
         ]
 
     def _reached_sums(self) -> list[Tensor]:
-        """The summed gradient of this worker's pieces."""
         return [gradient for gradient in self._summed() if gradient is not None]
 
     def _show_pieces(self) -> None:

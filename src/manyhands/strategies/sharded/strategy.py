@@ -35,7 +35,6 @@ class Sharded(Strategy):
         check_link(self.link)
 
     def needs(self, model: ModelFootprint, workers: int) -> list[WorkerMemory]:
-        """1/N of everything, and the layers that are whole for a moment."""
         if workers == 1:
             return super().needs(model, workers)
         lasting = sum(layer.parameters for layer in model.layers if layer.lasts)
@@ -55,7 +54,6 @@ class Sharded(Strategy):
 
     @property
     def facts(self) -> Facts:
-        """All workers take every step together; parameters come and go."""
         return Facts(
             promises=IN_STEP,
             stepping=(Stepping.IN_PIECES, Stepping.APART),

@@ -16,7 +16,6 @@ class ShardedTraining(ExchangeTraining):
 
     @classmethod
     def exchange(cls, strategy: Sharded, resources: Resources) -> Exchange:
-        """Return this worker's exchange; a single worker holds everything and exchanges nothing."""
         del strategy
         if resources.world == 1:
             return SingleExchange()

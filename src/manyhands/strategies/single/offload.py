@@ -39,9 +39,8 @@ from manyhands.strategies.common.sharding.visits import (
     UnitFlow,
     UnitVisits,
 )
-from manyhands.strategies.single.budget import UnitBytes, plan_budget
 from manyhands.strategies.single.offload_streams import Move, Mover, mover_for
-from manyhands.strategies.single.strategy import Single
+from manyhands.strategies.single.strategy import Single, UnitBytes, plan_budget
 from manyhands.wire.tap import GradientTap
 
 __all__ = ["OffloadExchange"]
@@ -113,7 +112,6 @@ class OffloadExchange(Exchange):
     def evaluate(
         self, computer: Computer, model: nn.Module, *, alike: bool = False
     ) -> tuple[dict[str, float], int] | None:
-        """Evaluate; layers are fetched as they are needed."""
         self._flow.begin("evaluation")
         with self._watching():
             found = super().evaluate(computer, model, alike=alike)
@@ -149,19 +147,16 @@ class OffloadExchange(Exchange):
         return [gradient for layer in self._layers for gradient in layer.waiting.values()]
 
     def apply(self) -> None:
-        """Step the layers whose gradients were kept, one after the other."""
         for layer in self._layers:
             if layer.waiting:
                 layer.take_back_gradients()
                 self._step(layer)
 
     def optimizer_state(self) -> dict[str, Any] | None:
-        """Return the optimizer state, which is in host memory."""
         self._mover.finish()
         return self._need_optimizer().state_dict()
 
     def model_state(self, model: nn.Module) -> Mapping[str, Tensor] | None:
-        """Return the model state, with parameters in host memory."""
         self._mover.finish()
         homes = {
             id(parameter): home
@@ -175,11 +170,9 @@ class OffloadExchange(Exchange):
         }
 
     def total(self, values: Tensor) -> Tensor:
-        """Return the values unchanged: there is one worker."""
         return values
 
     def close(self) -> None:
-        """Remove the hooks and make the parameters ordinary host tensors again."""
         if self._visits is not None and self._tap is not None:
             self._visits.close()
             self._tap.close()
@@ -273,7 +266,6 @@ class _Layer:
             self._offload(parameter, optimizer.state.get(parameter, {}), copy_now=True)
 
     def homes(self) -> list[Tensor]:
-        """Return the host copy of each parameter."""
         found: dict[int, Tensor] = {}
         for layout, row in zip(self.unit.layouts, self._rows, strict=True):
             for number, items in layout.views(row):
@@ -402,7 +394,6 @@ class OffloadedTensors:
         """Bytes moved to the host in this step."""
 
     def pack(self, tensor: Tensor) -> Any:
-        """Return what autograd saves in place of a tensor."""
         size = tensor.nbytes
         if size < _SMALLEST_AWAY or tensor.layout is not torch.strided:
             return tensor
@@ -419,11 +410,9 @@ class OffloadedTensors:
         return _Offloaded(host, move, tensor.device)
 
     def unpack(self, packed: Any) -> Any:
-        """Return the saved tensor, on its device."""
         return packed.back() if isinstance(packed, _Offloaded) else packed
 
     def end_step(self) -> None:
-        """End the step, after all saved tensors were used."""
         self._too_many = max(0, self._bytes - self._room)
         self._bytes = self._kept = self.moved = 0
 
@@ -440,7 +429,6 @@ class _Offloaded:
 
 
 def _room(like: Tensor, mover: Mover, home: str) -> Tensor:
-    """Allocate host memory, or an unlinked file below `home`."""
     if home == HOST:
         return mover.room(like)
     if not like.numel():

@@ -83,21 +83,17 @@ class ThreadMover(Mover):
         return self.take(pairs)
 
     def take(self, pairs: Sequence[Pair]) -> Move:
-        """Copy in the thread."""
         self._last = _Submitted(self._thread.submit(_copy, pairs))
         return self._last
 
     def room(self, like: Tensor) -> Tensor:
-        """Allocate pageable memory."""
         return torch.empty(like.shape, dtype=like.dtype)
 
     def finish(self) -> None:
-        """Wait for the last copy; the thread does them in order."""
         if self._last is not None:
             self._last.finish()
 
     def close(self) -> None:
-        """Stop the thread."""
         self._thread.shutdown()
 
 
@@ -140,16 +136,13 @@ class StreamMover(Mover):
         return self._begin(self._out, pairs)
 
     def room(self, like: Tensor) -> Tensor:
-        """Allocate pinned memory, so that copies are asynchronous."""
         return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
 
     def finish(self) -> None:
-        """Wait for both streams."""
         self._in.synchronize()
         self._out.synchronize()
 
     def close(self) -> None:
-        """Wait for both streams; there is nothing to release."""
         self.finish()
 
     def _begin(self, stream: torch.cuda.Stream, pairs: Sequence[Pair]) -> Move:
@@ -159,7 +152,6 @@ class StreamMover(Mover):
 
 
 def mover_for(device: torch.device) -> Mover:
-    """Return the mover for `device`."""
     return StreamMover(device) if device.type == "cuda" else ThreadMover()
 
 

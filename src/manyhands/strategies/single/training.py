@@ -21,7 +21,6 @@ class SingleTraining(Training):
     """Trains in the caller's process; starts no process and shares nothing."""
 
     def run(self, stage: Stage) -> Result:
-        """Train in this process."""
         with EventRing.create(role=0) as ring, stage.collector({"worker-0": ring}) as collector:
             with stage.view(collector):
                 worker_context = _Here(ring, stage)

@@ -35,9 +35,9 @@ from manyhands.data.store.tensorfile import encode_tensors, read_tensors
 from manyhands.engine.worker_resources import Resources
 from manyhands.errors import Aborted, ManyhandsError, PeerTimeout
 from manyhands.native.group.shared_group import SharedGroup, SharedGroupFiles
-from manyhands.strategies.allreduce.chosen import collective_for
 from manyhands.strategies.allreduce.elastic.elastic_messages import EpochView, MemberReady
 from manyhands.strategies.allreduce.elastic.member_control import MemberLine
+from manyhands.strategies.allreduce.exchange import collective_for
 from manyhands.strategies.allreduce.strategy import AllReduce
 from manyhands.strategies.common.collectives.collective import Collective
 from manyhands.strategy import Strategy

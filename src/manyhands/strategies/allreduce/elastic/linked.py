@@ -24,10 +24,10 @@ from manyhands.places.external.links import meet_all
 from manyhands.places.external.sharing import no_group
 from manyhands.places.local.host import host_identity
 from manyhands.places.local.rendezvous import hosts_of
-from manyhands.strategies.allreduce.chosen import collective_across_hosts
 from manyhands.strategies.allreduce.elastic.elastic_messages import EpochView, MemberReady
 from manyhands.strategies.allreduce.elastic.epochs import Epoch, Epochs, State
 from manyhands.strategies.allreduce.elastic.member_control import MemberLine
+from manyhands.strategies.allreduce.exchange import collective_across_hosts
 from manyhands.strategies.allreduce.strategy import AllReduce
 from manyhands.strategies.common.collectives.collective import Collective
 from manyhands.strategies.common.collectives.mailbox import Mailbox

@@ -12,14 +12,16 @@ optimizer between two steps (evaluation, checkpoint, comparison of workers) find
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
 from manyhands.engine.computing import Computed, Computer
 from manyhands.engine.exchange import (
@@ -32,20 +34,18 @@ from manyhands.engine.exchange import (
     Times,
     WorkerPart,
 )
+from manyhands.facts import Stepping
 from manyhands.native.heap import keep_freed_memory
-from manyhands.strategies.allreduce.priority.booked import Blocked, exposed
-from manyhands.strategies.allreduce.priority.gradient_slices import cut
-from manyhands.strategies.allreduce.priority.parameter_guard import ParameterGuard
-from manyhands.strategies.allreduce.priority.sender import Agreed, SliceSender
-from manyhands.strategies.allreduce.priority.sliced_gradients import SlicedGradients
-from manyhands.strategies.allreduce.priority.stepping import LateOptimizer
+from manyhands.strategies.allreduce.priority.sender import Agreed, Lateness, SliceSender
+from manyhands.strategies.allreduce.priority.sliced_gradients import SlicedGradients, cut
 from manyhands.strategies.common.collectives.collective import ScheduleCollective
 from manyhands.strategies.common.collectives.piggyback import broadcast, kept_by_codecs, remember_kept, total
 from manyhands.strategies.common.collectives.reducer import gradient_layouts
+from manyhands.strategies.common.sharding.optimizers import stepping_for
 from manyhands.wire.codec import check_optimizer
 from manyhands.wire.parcels import Parcel
 
-__all__ = ["PriorityExchange"]
+__all__ = ["Blocked", "LateOptimizer", "ParameterGuard", "PriorityExchange", "exposed"]
 
 _CARRIER_ITEMS = 1 << 17  # of float64: a megabyte at a time for weights, totals and what codecs keep
 
@@ -114,7 +114,6 @@ class PriorityExchange(Exchange):
         (loss * share).backward()  # type: ignore[no-untyped-call]
 
     def agree(self, local: LocalStep) -> SharedStep:
-        """Collective: learn what all workers report; sums continue to arrive."""
         self.finish()
         self._begin()
         self._gradients.fill_rest()
@@ -135,7 +134,6 @@ class PriorityExchange(Exchange):
         self._step_arrived(wait=False)
 
     def finish(self) -> None:
-        """Collective: wait until every parameter is stepped and nothing is in flight."""
         if not self._is_applied:
             self._wait_for(self._guard.pending)
             while not self._the_sender.is_over:  # what no worker's backward reached is sent, and not stepped
@@ -146,17 +144,14 @@ class PriorityExchange(Exchange):
     def evaluate(
         self, computer: Computer, model: nn.Module, *, alike: bool = False
     ) -> tuple[dict[str, float], int] | None:
-        """Evaluate after the last step is finished."""
         self.finish()
         return super().evaluate(computer, model, alike=alike)
 
     def _stepped(self, model: nn.Module) -> Iterable[tuple[str, Tensor]]:
-        """The parameters after the last step is finished."""
         self.finish()
         return model.named_parameters()
 
     def model_state(self, model: nn.Module) -> Mapping[str, Tensor] | None:
-        """Return the model state of the finished step."""
         self.finish()
         return super().model_state(model)
 
@@ -171,7 +166,6 @@ class PriorityExchange(Exchange):
         return kept_by_codecs(self._collective, self._carrier_index, self._carrier)
 
     def total(self, values: Tensor) -> Tensor:
-        """Collective: the sum over workers."""
         self.finish()
         return total(self._collective, self._carrier_index, self._carrier, values)
 
@@ -184,7 +178,6 @@ class PriorityExchange(Exchange):
         return Times(exchange_ns=exchange_ns, wait_ns=wait_ns, posts=posts)
 
     def close(self) -> None:
-        """Stop the sender thread; release gradients and links."""
         if self._sender is None:
             self._collective.close()
             return
@@ -208,7 +201,6 @@ class PriorityExchange(Exchange):
         self._the_sender.fill(number)
 
     def _wait_for(self, numbers: Iterable[int]) -> None:
-        """Wait until these parameters are stepped."""
         awaited = frozenset(numbers)
         self._step_arrived(wait=False)
         while awaited & self._guard.pending:
@@ -246,3 +238,156 @@ class PriorityExchange(Exchange):
             yield
         finally:
             self._blocked.append(Blocked(begin_ns, time.monotonic_ns()))
+
+
+@dataclass(frozen=True, slots=True)
+class Blocked:
+    """An interval in which a worker was blocked."""
+
+    begin_ns: int
+    end_ns: int
+
+
+def exposed(blocked: Sequence[Blocked], late: Sequence[Lateness]) -> tuple[int, dict[int, int]]:
+    """Return exposed communication, and the wait for each late worker, of a blocked worker, in nanoseconds.
+
+    What its sender thread waited while the worker computed was hidden, and counts as neither.
+    """
+    waits: dict[int, int] = {}
+    for one in late:
+        shared = sum(
+            max(0, min(one.end_ns, span.end_ns) - max(one.begin_ns, span.begin_ns)) for span in blocked
+        )
+        if shared:
+            waits[one.peer] = waits.get(one.peer, 0) + shared
+    whole = sum(span.end_ns - span.begin_ns for span in blocked)
+    return max(0, whole - sum(waits.values())), waits
+
+
+# The optimizer, parameter by parameter: each is stepped when its sum arrives, with the settings of its step.
+# A schedule may have advanced to the next step by then, so the settings of each group are saved when the step is
+# allowed. The optimizer is given a few parameters at a time. For an optimizer that treats parameters one by one this
+# gives the same bits as all at once.
+class LateOptimizer:
+    """Steps some parameters of `optimizer` at a time; UserError for one that needs all gradients at once."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        stepping_for(optimizer, (Stepping.IN_TURN,), "allreduce order=priority")
+        self._optimizer = optimizer
+        self._settings: list[dict[str, Any]] = []
+
+    def allow(self) -> None:
+        self._settings = [
+            {name: _kept(value) for name, value in group.items() if name != "params"}
+            for group in self._optimizer.param_groups
+        ]
+
+    def step(self, sums: Mapping[Tensor, Tensor]) -> None:
+        groups = self._optimizer.param_groups
+        now = [dict(group) for group in groups]
+        try:
+            for group, settings in zip(groups, self._settings, strict=True):
+                group.update(settings, params=_among(group["params"], sums))
+            for parameter, gradient in sums.items():
+                parameter.grad = gradient
+            self._optimizer.step()
+        finally:
+            for group, before in zip(groups, now, strict=True):
+                group.update(before)
+            for parameter in sums:
+                parameter.grad = None
+
+
+def _among(parameters: Collection[Tensor], sums: Mapping[Tensor, Tensor]) -> list[Tensor]:
+    return [parameter for parameter in parameters if parameter in sums]
+
+
+def _kept(value: Any) -> Any:
+    """Return a copy of a setting as it is now: a schedule writes in place if it is a tensor."""
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+# A guard that makes every read of a parameter that is still to be stepped wait for that parameter, and no other.
+# A module's forward waits for its parameters. Parameters are also read elsewhere (tied weights, a penalty in the loss,
+# an exponential average): while a step is computed, every torch function that is given a tensor in a parameter's memory
+# waits for it as well. So nothing reads a value of the previous step.
+class ParameterGuard(TorchFunctionMode):
+    """While entered, calls `wait(numbers)` before pending parameters of these numbers are read.
+
+    `wait` returns when they are stepped, and has called `stepped` for them and possibly for others. `close` removes
+    the hooks from the modules.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Sequence[nn.Parameter],
+        wait: Callable[[Iterable[int]], None],
+    ) -> None:
+        super().__init__()
+        self._wait = wait
+        self._pending: set[int] = set()
+        self._numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
+        self._in_memory: dict[int, list[int]] = {}
+        for number, parameter in enumerate(parameters):
+            self._in_memory.setdefault(_memory_of(parameter), []).append(number)
+        self._hooks = [
+            module.register_forward_pre_hook(self._before_forward)
+            for module in model.modules()
+            if any(id(one) in self._numbers for one in module.parameters(recurse=False))
+        ]
+
+    @property
+    def pending(self) -> frozenset[int]:
+        """The numbers of parameters that are still to be stepped."""
+        return frozenset(self._pending)
+
+    def expect(self, numbers: Iterable[int]) -> None:
+        """Mark parameters as pending: they must be stepped before they are read."""
+        self._pending.update(numbers)
+
+    def stepped(self, numbers: Iterable[int]) -> None:
+        self._pending.difference_update(numbers)
+
+    def close(self) -> None:
+        """Remove the hooks; idempotent."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Wait for pending parameters among the arguments, then call the torch function."""
+        del types
+        if self._pending:
+            self._look_at(args)
+            if kwargs:
+                self._look_at(kwargs.values())
+        return func(*args, **(kwargs or {}))
+
+    def _look_at(self, values: Iterable[Any]) -> None:
+        for value in values:
+            if isinstance(value, Tensor):
+                self._before_reading(value)
+            elif isinstance(value, (list, tuple)):
+                self._look_at(value)
+
+    def _before_reading(self, tensor: Tensor) -> None:
+        try:
+            memory = _memory_of(tensor)
+        except (RuntimeError, NotImplementedError):  # a wrapper tensor does not say whose memory it reads
+            self._wait(self.pending)
+            return
+        if awaited := self._pending.intersection(self._in_memory.get(memory, ())):
+            self._wait(awaited)
+
+    def _before_forward(self, module: nn.Module, _inputs: Any) -> None:
+        if self._pending:
+            own = {self._numbers.get(id(one), -1) for one in module.parameters(recurse=False)}
+            if awaited := self._pending & own:
+                self._wait(awaited)
+
+
+def _memory_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

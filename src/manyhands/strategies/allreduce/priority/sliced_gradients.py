@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from manyhands.errors import UserError
-from manyhands.strategies.allreduce.priority.gradient_slices import GradientSlice
-from manyhands.wire.flat_layout import BucketLayout, trainable
+from manyhands.wire.flat_layout import LINE_BYTES, BucketLayout, LayoutSlot, trainable
+from manyhands.wire.parcels import Parcel
 from manyhands.wire.tap import GradientTap, put
 
-__all__ = ["SlicedGradients"]
+__all__ = ["GradientSlice", "SlicedGradients", "cut"]
 
 
 class SlicedGradients:
@@ -58,7 +59,6 @@ class SlicedGradients:
         self.step = step
 
     def begin(self) -> None:
-        """Begin the next step with no gradient present."""
         self.reached = [False] * len(self.parameters)
         self._missing = [set(one.parameters) for one in self._slices]
 
@@ -79,7 +79,6 @@ class SlicedGradients:
             self._fill(index)
 
     def close(self) -> None:
-        """Remove the hooks and release the buckets."""
         self._tap.close()
         for parameter in self.parameters:
             parameter.grad = None
@@ -124,3 +123,54 @@ class SlicedGradients:
                 missing.remove(index)
                 if not missing:
                     self._filled(number)
+
+
+# Gradients in slices: the units that are sent, and the parameters that wait for each. Pure.
+# A bucket is cut between its tensors, and a tensor that is larger than a slice is cut itself, so that nothing urgent
+# waits for more than a slice (P3: Jayarajan et al., MLSys 2019). A slice is a `Parcel` whose priority is the number of
+# the first parameter in it: the next forward needs that one first.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientSlice:
+    """A part of a bucket that is summed as one unit."""
+
+    parcel: Parcel
+    """Which bytes of which bucket it is; a lower priority is more urgent."""
+
+    parameters: tuple[int, ...]
+    """The parameters with items in this slice."""
+
+    def __post_init__(self) -> None:
+        if not self.parameters:
+            raise ValueError(f"slice {self.parcel.key} belongs to no parameter")
+
+
+def cut(layouts: Sequence[BucketLayout], most_bytes: int) -> tuple[GradientSlice, ...]:
+    """Cut every bucket into slices of at most `most_bytes`, rounded up to a cache line; in launch order."""
+    return tuple(
+        piece for number, layout in enumerate(layouts) for piece in _cut_bucket(number, layout, most_bytes)
+    )
+
+
+def _cut_bucket(number: int, layout: BucketLayout, most_bytes: int) -> Iterator[GradientSlice]:
+    line = LINE_BYTES // layout.dtype.itemsize
+    most = max(line, most_bytes // layout.dtype.itemsize // line * line)
+    whole = layout.parcel(number)
+    slots = [slot for slot in layout.slots if slot.count]
+    ends = [*(slot.offset for slot in slots[1:]), layout.count][: len(slots)]
+    together: list[LayoutSlot] = []
+    begin = 0
+    for slot, end in zip(slots, ends, strict=True):
+        if together and end - begin > most:
+            yield _slice(whole, begin, slot.offset, together)
+            together, begin = [], slot.offset
+        together.append(slot)
+        while end - begin > most:
+            yield _slice(whole, begin, begin + most, together)
+            begin += most
+    if layout.count > begin:
+        yield _slice(whole, begin, layout.count, together)
+
+
+def _slice(whole: Parcel, begin: int, end: int, slots: Sequence[LayoutSlot]) -> GradientSlice:
+    numbers = tuple(slot.parameter for slot in slots)
+    return GradientSlice(parcel=replace(whole.part(begin, end), priority=min(numbers)), parameters=numbers)

@@ -147,8 +147,8 @@ class SharedCollective(Collective):
         self.world = group.world
         self._group, self._owned = group, owned
         self._buckets: list[Bucket] = []
-        self._messages = 0
-        self._bytes = 0
+        self._sent: list[Traffic] = []  # by bucket: what its sum takes
+        self._traffic = Traffic()
 
     def allocate(self, parcels: Sequence[Parcel]) -> list[torch.Tensor]:
         offsets, end = side_by_side((parcel.num_bytes for parcel in parcels), CACHE_LINE)
@@ -157,20 +157,19 @@ class SharedCollective(Collective):
             self._group.bucket(offset, parcel.count, parcel.dtype, ranges)
             for offset, parcel, ranges in zip_longest(offsets, parcels, self._owned)
         ]
-        return [bucket.tensor for bucket in self._buckets]
+        parts = [bucket.tensor for bucket in self._buckets]
+        for index, part in enumerate(parts):
+            size, others = part.element_size(), self.world - 1
+            if index < len(self._owned):
+                messages, mine = others, self._owned[index][self.rank]
+            else:
+                messages, mine = 2 * others, slice_of(part.numel(), size, self.rank, self.world)
+            self._sent.append(Traffic(messages_sent=messages, bytes_sent=messages * len(mine) * size))
+        return parts
 
     def launch(self, index: int) -> None:
-        bucket = self._buckets[index]
-        part, others = bucket.tensor, self.world - 1
-        if index < len(self._owned):
-            self._group.launch(bucket, scatter=True)
-            self._messages += others
-            self._bytes += others * len(self._owned[index][self.rank]) * part.element_size()
-        else:
-            self._group.launch(bucket)
-            mine = slice_of(part.numel(), part.element_size(), self.rank, self.world)
-            self._messages += 2 * others
-            self._bytes += 2 * others * len(mine) * part.element_size()
+        self._group.launch(self._buckets[index], scatter=index < len(self._owned))
+        self._traffic += self._sent[index]
 
     def poll(self) -> bool:
         """Reduce this worker's slice of every bucket that all have filled."""
@@ -195,7 +194,7 @@ class SharedCollective(Collective):
         return Times(exchange_ns=stats.reducing_ns, wait_ns=waits)
 
     def traffic(self) -> Traffic:
-        return Traffic(messages_sent=self._messages, bytes_sent=self._bytes)
+        return self._traffic
 
     def close(self) -> None:
         self._buckets = []

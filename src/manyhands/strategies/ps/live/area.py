@@ -52,10 +52,6 @@ class AreaPart:
     """The range of the values, as bytes."""
 
     gradient: ShardRange
-    addresses: tuple[int, int, int]
-    """The addresses of gradient, flags and values in this process; the last is 0 if the values are not in the
-    area.
-    """
 
 
 class WorkerArea:
@@ -84,15 +80,9 @@ class WorkerArea:
 
     def part(self, shard: int) -> AreaPart:
         """What one shard reads and writes."""
-        flags, values = self.flags(shard), self._layout.part(self.values, shard).memory
+        values = self._layout.part(self.values, shard).memory
         gradient = self._layout.part(self.gradients, shard)
-        own_values = 0 if self.is_in_place else values.data_ptr()
-        return AreaPart(
-            flags=flags,
-            values=values,
-            gradient=gradient,
-            addresses=(gradient.memory.data_ptr(), flags.data_ptr(), own_values),
-        )
+        return AreaPart(flags=self.flags(shard), values=values, gradient=gradient)
 
     def flags(self, shard: int) -> Tensor:
         """One byte per piece of the shard: whether the last backward reached it."""

@@ -13,7 +13,6 @@ from manyhands.observe.record.event_ring import EventRing
 from manyhands.observe.record.events import NO_STEP, NOBODY, EventKind
 from manyhands.strategies.ps.log_rows import StepRow
 from manyhands.strategies.ps.ps_messages import Parameters, Push, Read, ReadRows, RowValues
-from manyhands.strategies.ps.push_pull import PushPull, PushPullAnswer
 from manyhands.strategies.ps.strategy import Ps
 from manyhands.transport.link.wire import Wire, wire_of
 
@@ -22,7 +21,7 @@ __all__ = ["ServerRecords", "message_number", "wire_of_link"]
 _MAX_NUMBER = 2**32 - 1
 
 
-_Numbered = Push | PushPull | Read | Parameters | PushPullAnswer | ReadRows | RowValues
+_Numbered = Push | Read | Parameters | ReadRows | RowValues
 
 
 def message_number(message: _Numbered, num_shards: int) -> int:
@@ -64,7 +63,7 @@ class ServerRecords:
         """Note that a message is about to be handled; returns the time."""
         now_ns = self._done_ns = time.monotonic_ns()
         self._received_ns = 0
-        if isinstance(message, Read):
+        if isinstance(message, Read) or (isinstance(message, Push) and message.pulls):
             self._asked_ns[message.slot, message.shard] = now_ns
         return now_ns
 
@@ -89,35 +88,6 @@ class ServerRecords:
                 count=row.shard,
                 value=update.staleness,
             )
-
-    def took(self, turn: PushPull, staleness: int, times_ns: tuple[int, int, int], num_bytes: int) -> None:
-        """Record the push of a fast-path push-pull; `times_ns` are its arrival and the step's start and end."""
-        begin_ns, apply_ns, applied_ns = times_ns
-        self._ring.record(
-            EventKind.APPLY,
-            apply_ns,
-            applied_ns - apply_ns,
-            step=turn.batch,
-            peer=turn.slot,
-            count=turn.shard,
-            value=staleness,
-        )
-        self._received(turn, turn.batch, begin_ns, apply_ns, num_bytes)
-        self._done_ns = applied_ns
-
-    def gave(self, answer: PushPullAnswer, begin_ns: int, num_bytes: int) -> None:
-        """Record the answer to a push-pull, prepared since `begin_ns`."""
-        self._done_ns = time.monotonic_ns()
-        self._sent(answer, answer.batch, begin_ns, self._done_ns, num_bytes)
-
-    def gave_rows(
-        self, request: ReadRows, answer: RowValues, times_ns: tuple[int, int], num_bytes: tuple[int, int]
-    ) -> None:
-        """Record a row request and its answer: the times of arrival and decoding, and the bytes of both."""
-        begin_ns, received_ns = times_ns
-        self._received(request, NO_STEP, begin_ns, received_ns, num_bytes[0])
-        self._done_ns = time.monotonic_ns()
-        self._sent(answer, NO_STEP, received_ns, self._done_ns, num_bytes[1])
 
     def _received(self, message: _Numbered, step: int, begin_ns: int, end_ns: int, num_bytes: int) -> None:
         self._ring.record(

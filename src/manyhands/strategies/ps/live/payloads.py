@@ -23,7 +23,6 @@ from manyhands.strategies.ps.live.area import AreaPart, SharedParameters, Worker
 from manyhands.strategies.ps.live.server_tables import ServerTables
 from manyhands.strategies.ps.live.shard_encoding import RangeCoding, as_tensor
 from manyhands.strategies.ps.ps_messages import Push
-from manyhands.strategies.ps.push_pull import PushPull
 from manyhands.strategies.ps.shard_layout import FlatLayout
 from manyhands.strategies.ps.shard_store import Contribution
 from manyhands.transport.messages import ProtocolError
@@ -34,7 +33,7 @@ __all__ = ["Gradients"]
 class Gradients:
     """All gradients of one server process; with `inline`, workers share no memory with it and send everything.
 
-    `home` is the shared copy in which workers read parameters, if there is one. `coding` is the encoding of
+    `shared` is the copy in which workers read parameters, if there is one. `coding` is the encoding of
     gradients that workers send; servers send them to each other unencoded.
     """
 
@@ -43,23 +42,27 @@ class Gradients:
         layout: FlatLayout,
         *,
         inline: bool,
-        home: SharedParameters | None = None,
+        shared: SharedParameters | None = None,
         coding: RangeCoding | None = None,
     ) -> None:
-        self._home = home
+        self._shared = shared
         self._coding = coding if coding is not None and coding.codes_gradients else None
         self.tables = ServerTables(layout)
         self._layout = layout
         self._inline = inline
         self._areas: dict[int, WorkerArea] = {}
         self._parts: dict[tuple[int, int], AreaPart] = {}
+        self._dense: dict[tuple[int, int], Contribution] = {}  # of those parts
         self._received: dict[tuple[int, int], Tensor] = {}
+        self._as_received: dict[tuple[int, int], tuple[Tensor, Contribution]] = {}  # without rows, by buffer
         self._slots: dict[int, int] = {}  # of the members that are known to have one
         self._newest: dict[
             tuple[int, int], int
         ] = {}  # by slot and shard: the member whose push was taken last
         self._held: dict[tuple[int, int, int], Contribution] = {}
-        self._copied: set[tuple[int, int, int]] = set()
+        self._fleeting: dict[
+            tuple[int, int, int], bool
+        ] = {}  # held, to be copied if they outlive this message
 
     def add_area(self, member: int, segment: Segment) -> None:
         """Attach a worker's memory; ValueError if its size does not match this task."""
@@ -67,10 +70,11 @@ class Gradients:
         if known is not None:
             known.close()
         area = self._areas[member] = WorkerArea(
-            segment, self._layout, self._home.values if self._home is not None else None
+            segment, self._layout, self._shared.values if self._shared is not None else None
         )
         for shard in range(self._layout.shards):
             self._parts[member, shard] = area.part(shard)
+            self._dense.pop((member, shard), None)
 
     def segment(self, member: int) -> Segment | None:
         """The memory of a worker, if it shares any."""
@@ -82,7 +86,7 @@ class Gradients:
         part = self._parts.get((member, shard))
         return part.values if part is not None else None
 
-    def room_for(self, push: Push | PushPull, num_bytes: int, *, by_worker: bool = True) -> memoryview | None:
+    def room_for(self, push: Push, num_bytes: int, *, by_worker: bool = True) -> memoryview | None:
         """The receive buffer for a push's payload, None for a fresh one; ProtocolError if the size is wrong."""
         if by_worker and self._coding is not None:
             self._require_encoded(push.shard, num_bytes)
@@ -97,63 +101,52 @@ class Gradients:
             return None
         return memoryview(self._buffer(push, num_bytes).numpy())  # type: ignore[arg-type]
 
-    def of(
-        self, push: Push | PushPull, payload: memoryview, *, by_worker: bool = True, borrow: bool = False
-    ) -> Contribution | None:
+    def of(self, push: Push, payload: memoryview, *, by_worker: bool = True) -> Contribution | None:
         """The gradient that came with a push, in place; None if its worker shares no memory and sent none.
 
-        UnknownSets if it names row sets that are not known here. With `borrow` the result is valid only while the
-        message is handled.
+        UnknownSets if it names row sets that are not known here. Rows may lie in `payload`: see `keep`.
         """
-        part = self._parts.get((push.member, push.shard))
-        if part is not None:
-            rows = self.tables.gradients(push.shard, payload, borrow=borrow)
-            return Contribution(gradient=part.gradient, present=part.flags, rows=rows)
-        if by_worker and payload and self._coding is not None:
-            return self._contribution(self._decoded(self._coding, push, payload), push.shard)
-        buffer = self._received.get((push.member, push.shard))
-        if buffer is None or not payload:
-            return None
-        return self._contribution(buffer[: len(payload)], push.shard)
-
-    def is_newest(self, turn: PushPull) -> bool:
-        """Whether the last push that the shard took from this slot was of the same member, so no predecessor is
-        released.
-        """
-        return self._newest.get((turn.slot, turn.shard)) == turn.member
-
-    def addresses(self, turn: PushPull, payload: memoryview) -> tuple[int, int, int] | None:
-        """The addresses of a push-pull's gradient and flags, and of the values its worker wants (0: in a
-        message).
-
-        None for an encoded gradient or one with table rows.
-        """
-        of = turn.member, turn.shard
-        if self._coding is not None or self._layout.tables:
-            return None
+        of = push.member, push.shard
         part = self._parts.get(of)
         if part is not None:
-            return None if payload else part.addresses
+            dense = self._dense.get(of)
+            if dense is None:
+                dense = self._dense[of] = Contribution(gradient=part.gradient, present=part.flags)
+            if not self._layout.tables and not payload:
+                return dense
+            return replace(dense, rows=self.tables.gradients(push.shard, payload, borrow=True), borrows=True)
+        if by_worker and payload and self._coding is not None:
+            return self._contribution(self._decoded(self._coding, push, payload), push.shard)
         buffer = self._received.get(of)
-        if buffer is None or len(payload) != self._dense_bytes(turn.shard):
+        if buffer is None or not payload:
             return None
-        flags = buffer.data_ptr()
-        return flags + self._layout.flag_bytes(turn.shard), flags, 0
+        if self._layout.tables or len(payload) != self._dense_bytes(push.shard):
+            return self._contribution(buffer[: len(payload)], push.shard)
+        known = self._as_received.get(of)
+        if known is None or known[0] is not buffer:
+            whole = self._contribution(buffer[: len(payload)], push.shard)
+            known = self._as_received[of] = (buffer, whole)
+        return known[1]
 
     def keep(self, keep: Keep, contribution: Contribution) -> None:
-        """Hold a gradient until `take` or `drop`."""
-        self._held[keep.shard, keep.slot, keep.clock] = contribution
-        if keep.copy:
-            self._copied.add((keep.shard, keep.slot, keep.clock))
+        """Hold a gradient until `take` or `drop`; `secure` copies what the message or its worker may overwrite."""
+        key = (keep.shard, keep.slot, keep.clock)
+        self._held[key] = contribution
+        if keep.copy or contribution.borrows:
+            self._fleeting[key] = keep.copy
 
     def secure(self) -> None:
-        """Copy the held gradients that may be overwritten from now on."""
-        for key in self._copied:
+        """Copy the held gradients that may be overwritten from now on, at the end of a message."""
+        for key, copies_dense in self._fleeting.items():
             held = self._held.get(key)
             if held is not None:
-                buffer = torch.cat([held.present, held.gradient.memory])
-                self._held[key] = replace(self._dense(buffer, key[0]), rows=_copied(held.rows))
-        self._copied.clear()
+                rows = _copied(held.rows)
+                if copies_dense:
+                    buffer = torch.cat([held.present, held.gradient.memory])
+                    self._held[key] = replace(self._in_buffer(buffer, key[0]), rows=rows)
+                else:
+                    self._held[key] = replace(held, rows=rows, borrows=False)
+        self._fleeting.clear()
 
     def take(self, shard: int, slot: int, clock: int) -> Contribution:
         """Remove and return a held gradient."""
@@ -192,6 +185,7 @@ class Gradients:
             del self._areas[member]
             for shard in range(self._layout.shards):
                 self._parts.pop((member, shard), None)
+                self._dense.pop((member, shard), None)
             area.close()
 
     def taken(self, push: Push) -> None:
@@ -210,8 +204,8 @@ class Gradients:
         self._slots[member] = slot
         for old in [old for old, place in self._slots.items() if place == slot and old < member]:
             for shard in shards:
-                self._parts.pop((old, shard), None)
-                self._received.pop((old, shard), None)
+                for table in (self._parts, self._dense, self._received, self._as_received):
+                    table.pop((old, shard), None)
             needed = {of for of, _ in (*self._parts, *self._received)}
             area = self._areas.get(old)
             if old in needed or (area is not None and self._points_into(area)):
@@ -230,11 +224,12 @@ class Gradients:
         """Release everything."""
         self._held.clear()
         self._parts.clear()
+        self._dense.clear()
         for area in self._areas.values():
             area.close()
         self._areas.clear()
 
-    def _buffer(self, push: Push | PushPull, num_bytes: int) -> Tensor:
+    def _buffer(self, push: Push, num_bytes: int) -> Tensor:
         buffer = self._received.get((push.member, push.shard))
         if buffer is None or buffer.numel() < num_bytes:
             buffer = self._received[push.member, push.shard] = torch.empty(num_bytes, dtype=torch.uint8)
@@ -251,7 +246,7 @@ class Gradients:
             )
         self.tables.check_capacity(shard, max(0, num_bytes - most))
 
-    def _decoded(self, coding: RangeCoding, push: Push | PushPull, payload: memoryview) -> Tensor:
+    def _decoded(self, coding: RangeCoding, push: Push, payload: memoryview) -> Tensor:
         """Decode a payload into flags, range and rows, as an unencoded payload would be received."""
         flags, dense = self._layout.flag_bytes(push.shard), self._dense_bytes(push.shard)
         came = as_tensor(payload)
@@ -265,9 +260,9 @@ class Gradients:
     def _contribution(self, buffer: Tensor, shard: int) -> Contribution:
         dense = self._dense_bytes(shard)
         payload = memoryview(buffer[dense:].numpy())  # type: ignore[arg-type]
-        return replace(self._dense(buffer[:dense], shard), rows=self.tables.gradients(shard, payload))
+        return replace(self._in_buffer(buffer[:dense], shard), rows=self.tables.gradients(shard, payload))
 
-    def _dense(self, buffer: Tensor, shard: int) -> Contribution:
+    def _in_buffer(self, buffer: Tensor, shard: int) -> Contribution:
         flags = self._layout.flag_bytes(shard)
         return Contribution(gradient=self._layout.range_in(buffer[flags:], shard), present=buffer[:flags])
 

@@ -14,13 +14,12 @@ from manyhands.native.segment import Segment
 from manyhands.strategies.ps import ps_messages
 from manyhands.strategies.ps.live.area import SharedParameters
 from manyhands.strategies.ps.pending_steps import ShardConfig
-from manyhands.strategies.ps.push_pull import PushPull, PushPullAnswer
 from manyhands.strategies.ps.shard_layout import FlatLayout
 from manyhands.strategies.ps.shard_store import Averaging
 from manyhands.strategies.ps.strategy import Ps
 from manyhands.transport.hub.handshake import Credentials
-from manyhands.transport.hub.hub import Hub, Settings
-from manyhands.transport.hub.hub_events import spin_for
+from manyhands.transport.hub.hub import Hub
+from manyhands.transport.hub.hub_events import Settings, spin_for
 from manyhands.transport.liveness import LivenessTimes
 from manyhands.transport.messages import MessageCoder
 from manyhands.transport.security import Security
@@ -34,7 +33,6 @@ CODEC = MessageCoder(
         3: ps_messages.Read,
         4: ps_messages.Parameters,
         5: ps_messages.Push,
-        6: ps_messages.Ack,
         7: ps_messages.Refused,
         8: ps_messages.Fenced,
         9: ps_messages.NotPrimary,
@@ -47,8 +45,6 @@ CODEC = MessageCoder(
         16: ps_messages.ReadRows,
         17: ps_messages.RowValues,
         18: ps_messages.RowsUnknown,
-        19: PushPull,
-        20: PushPullAnswer,
     }
 )
 

@@ -20,13 +20,11 @@ from torch import Tensor
 from manyhands.errors import Aborted, ManyhandsError
 from manyhands.native.threads import use_threads
 from manyhands.native.wait_sign import LongWait
-from manyhands.places.local.context import RoleContext
+from manyhands.places.local.control import RoleContext
 from manyhands.places.local.status import State
-from manyhands.strategies.ps.actions import Action, Apply, Discard, Drop, Keep, Load, Log, SendMessage
-from manyhands.strategies.ps.live.live_fast_path import Dealt, LiveLane
+from manyhands.strategies.ps.actions import Ack, Action, Apply, Discard, Drop, Keep, Load, Log, SendMessage
 from manyhands.strategies.ps.live.member_resources import MemberContext, MemberResources
 from manyhands.strategies.ps.live.message_events import ServerRecords
-from manyhands.strategies.ps.live.parameter_delivery import OutgoingParameters
 from manyhands.strategies.ps.live.payloads import Gradients
 from manyhands.strategies.ps.live.ps_job import Job
 from manyhands.strategies.ps.live.reports import (
@@ -45,7 +43,7 @@ from manyhands.strategies.ps.live.shard_encoding import RangeCoding
 from manyhands.strategies.ps.live.shard_snapshots import ShardKeeping
 from manyhands.strategies.ps.live.stores import Stores
 from manyhands.strategies.ps.live.validation import require_sense, require_shard
-from manyhands.strategies.ps.log_rows import LostRow, StepRow
+from manyhands.strategies.ps.log_rows import LostRow, Row
 from manyhands.strategies.ps.ps_messages import (
     Concluded,
     Forward,
@@ -59,13 +57,11 @@ from manyhands.strategies.ps.ps_messages import (
     RowValues,
     View,
 )
-from manyhands.strategies.ps.push_pull import PushPull
 from manyhands.strategies.ps.server_core import ServerCore
 from manyhands.strategies.ps.shard_replica import ReplicaRole
 from manyhands.strategies.ps.shard_store import Contribution
 from manyhands.strategies.ps.update_files import ShardRecorder
-from manyhands.transport.hub.frames import NO_PAYLOAD
-from manyhands.transport.hub.hub import Arrived, Joined, Lost, Ready, Rejected, Shared
+from manyhands.transport.hub.hub_events import Arrived, Joined, Lost, Ready, Rejected, Shared
 from manyhands.transport.messages import ProtocolError
 
 __all__ = ["serve", "serve_with"]
@@ -105,20 +101,18 @@ class _Server:
         largest = max(map(self._layout.range_bytes, range(self._layout.shards)))
         use_threads(job.threads if largest >= _THREADS_FROM_BYTES else 1)
         self._core = ServerCore(job.shard_config(), self._member)
-        self._home = job.home(resources.shared, self._layout)
+        shared = job.home(resources.shared, self._layout)
         coding = RangeCoding(self._layout, job.strategy.codec)
-        self._stores = Stores(job, self._layout, self._home, self._is_primary)
-        self._gradients = Gradients(
-            self._layout, inline=job.strategy.link == "tcp", home=self._home, coding=coding
-        )
-        self._outgoing = OutgoingParameters(
+        inline = job.strategy.link == "tcp"
+        self._gradients = Gradients(self._layout, inline=inline, shared=shared, coding=coding)
+        self._stores = Stores(
+            job,
             self._core,
-            self._stores.get,
-            self._gradients,
             self._layout,
-            home=self._home,
-            coding=coding,
-            is_lockstep=job.is_lockstep,
+            self._gradients,
+            coding,
+            shared=shared,
+            is_primary=self._is_primary,
         )
         self._asked: list[Tensor | None] = []  # the rows that the message in hand reads
         self._logs = ShardRecorder(job.run_path, self._member)
@@ -133,8 +127,8 @@ class _Server:
             self._note,
         )
         self._stack = ExitStack()
-        if self._home is not None:
-            self._stack.callback(self._home.close)
+        if shared is not None:
+            self._stack.callback(shared.close)
         self._hub = self._stack.enter_context(job.hub(self._member, "server", destination=self._destination))
         self._hub.register(context.control_fileno())
         self._stack.callback(self._gradients.close)
@@ -148,17 +142,6 @@ class _Server:
         self._to_self: deque[Any] = deque()
         self._due: set[int] = set()  # shards to snapshot when this message is dealt with
         self._staleness: dict[int, Counter[int]] = defaultdict(Counter)
-        self._lane = LiveLane(
-            self._core,
-            self._stores,
-            self._gradients,
-            self._outgoing,
-            records,
-            log=self._log if job.run_path is not None else None,
-            staleness=self._staleness,
-            checkpoint_every=job.plan.checkpoint_every,
-        )
-        self._applying_ns = (0, 0)  # the last optimizer's step: when it began, and what it took
         self._finished = False
         self._quiet = LongWait()
 
@@ -217,31 +200,14 @@ class _Server:
 
     def _receive(self, event: Arrived) -> None:
         member, message, payload = event.member, event.message, event.payload
+        begin_ns = self._records.began(message)
         try:
-            if type(message) is PushPull:
-                self._take_turn(member, message, payload)
-            elif type(message) is not ReadRows or not self._lane.give_rows(
-                self._hub, member, message, payload
-            ):
-                self._take(member, message, payload)
+            self._handle(member, message, payload)
         except ProtocolError as error:
             self._cut(member, error)
+        else:
+            self._records.handled(message, begin_ns, payload.nbytes)
         event.release()
-
-    def _take_turn(self, member: int, turn: PushPull, payload: memoryview) -> None:
-        """Handle a push and the read behind it: on the fast path if possible, else as two messages."""
-        dealt = self._lane.take(self._hub, member, turn, payload)
-        if dealt is Dealt.ALL:
-            return
-        self._hub.hold_back()  # they have one answer
-        if dealt is Dealt.NOTHING:
-            self._take(member, turn.push, payload)
-        self._take(member, turn.read, NO_PAYLOAD)
-
-    def _take(self, member: int, message: Any, payload: memoryview) -> None:
-        begin_ns = self._records.began(message)
-        self._handle(member, message, payload)
-        self._records.handled(message, begin_ns, payload.nbytes)
 
     def _take_area(self, shared: Shared) -> None:
         if self._peers[shared.member] != "server" and shared.tag != shared.member:
@@ -273,7 +239,7 @@ class _Server:
         self._met.discard(member)
         self._gradients.lost(member)
         self._shared_with = {pair for pair in self._shared_with if pair[0] != member}
-        self._outgoing.forget(member)
+        self._stores.forget(member)
 
     # ── what arrives ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -374,11 +340,11 @@ class _Server:
     def _destination(self, member: int, message: Any, num_bytes: int) -> memoryview | None:
         del member
         push = message.entry if isinstance(message, Forward) else message
-        if isinstance(push, Push | PushPull | ReadRows):
+        if isinstance(push, Push | ReadRows):
             require_shard(push.shard, self._layout.shards)
         if isinstance(push, ReadRows):
             self._gradients.tables.check_capacity(push.shard, num_bytes)
-        if not isinstance(push, Push | PushPull):
+        if not isinstance(push, Push):
             return None
         return self._gradients.room_for(push, num_bytes, by_worker=push is message)
 
@@ -394,16 +360,12 @@ class _Server:
                 case Keep():
                     assert gradient is not None, "what is kept came with the message"
                     self._gradients.keep(action, gradient)
+                case Ack():
+                    pass  # the answer to the Read behind the push implies it
                 case Drop(shard=shard, slot=slot, clock=clock):
                     self._gradients.drop(shard, slot, clock)
                 case Log(row=row):
-                    self._note(self._logs.write(row), ends_recording=True)
-                    if isinstance(row, StepRow):
-                        self._staleness[row.shard].update(update.staleness for update in row.updates)
-                        if self._is_primary(row.shard):  # a backup repeats every step
-                            self._records.applied(row, *self._applying_ns)
-                    elif isinstance(row, LostRow):
-                        self._tell_lost(row)
+                    self._log(row)
                 case Load(shard=shard):
                     assert payload is not None, "an Install has a payload"
                     self._keeping.install(shard, payload)
@@ -418,16 +380,21 @@ class _Server:
             self._do(self._core.handle(message, self._member), None, None)
 
     def _apply(self, apply: Apply) -> None:
-        begin_ns = time.monotonic_ns()
-        contributions = [
-            replace(self._gradients.take(apply.shard, one.slot, one.clock), factor=one.factor)
-            for one in apply.contributions
-        ]
-        self._stores.get(apply.shard).apply(contributions, apply.rate, len(apply.batches))
-        self._applying_ns = begin_ns, time.monotonic_ns() - begin_ns
-        every = self._job.plan.checkpoint_every
-        if every and apply.version % every == 0 and self._is_primary(apply.shard):
-            self._due.add(apply.shard)
+        row, begin_ns = apply.row, time.monotonic_ns()
+        contributions = []
+        for update in row.updates:
+            held = self._gradients.take(row.shard, update.slot, update.clock)
+            contributions.append(held if update.factor == 1 else replace(held, factor=update.factor))
+            self._staleness[row.shard][update.staleness] += 1
+        batches = len({update.batch for update in row.updates})
+        self._stores.get(row.shard).apply(contributions, row.rate, batches)
+        took_ns = time.monotonic_ns() - begin_ns
+        self._log(row)
+        if self._is_primary(row.shard):  # a backup repeats every step
+            self._records.applied(row, begin_ns, took_ns)
+            every = self._job.plan.checkpoint_every
+            if every and row.version % every == 0:
+                self._due.add(row.shard)
 
     def _send(self, to: int, message: Any) -> None:
         payload: list[Any] = []
@@ -436,8 +403,8 @@ class _Server:
                 self._report(message)
                 return
             case Parameters(shard=shard):
-                payload = self._outgoing.payload(self._hub, to, shard)
-                self._records.answered(message, self._outgoing.num_bytes(shard, payload))
+                payload, num_bytes = self._stores.deliver(self._hub, to, shard)
+                self._records.answered(message, num_bytes)
             case RowValues(shard=shard):
                 payload = self._gradients.tables.values(
                     self._stores.get(shard), self._asked, to, has_all=self._hub.sent(to)
@@ -475,14 +442,13 @@ class _Server:
         assert self._view is not None, "nobody is spoken to before the first view"
         return any(member in (shard.primary, shard.backup) for shard in self._view.shards)
 
-    def _tell_lost(self, row: LostRow) -> None:
-        count = row.until - row.first
-        self._note(
-            f"shard {row.shard} lost {count} updates of worker {row.slot} with a server that had no replica"
-        )
-
-    def _log(self, shard: int, line: str) -> None:
-        self._note(self._logs.write_line(shard, line), ends_recording=True)
+    def _log(self, row: Row) -> None:
+        failure = self._logs.write(row)
+        if failure is not None:
+            self._note(failure, ends_recording=True)
+        if isinstance(row, LostRow):
+            lost = f"{row.until - row.first} updates of worker {row.slot}"
+            self._note(f"shard {row.shard} lost {lost} with a server that had no replica")
 
     def _note(self, sentence: str | None, *, ends_recording: bool = False) -> None:
         """Have the launcher show the user a notice, if there is one."""
@@ -499,5 +465,5 @@ class _Server:
         for shard in wanted:
             if self._is_primary(shard):
                 self._keeping.save(shard)
-        shards = self._stores.leave(self._leave_shard, wanted, self._core, self._staleness)
+        shards = self._stores.leave(self._leave_shard, wanted, self._staleness)
         self._report(ShardsLeft(shards=tuple(shards)))

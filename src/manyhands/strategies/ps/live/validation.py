@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from manyhands.strategies.ps.ps_messages import (
-    Ack,
     Chosen,
     ChosenKept,
     Fenced,
@@ -28,7 +27,7 @@ from manyhands.transport.messages import ProtocolError
 
 __all__ = ["FOR_WORKERS", "require_sense", "require_shard"]
 
-FOR_WORKERS = (Welcome, Parameters, RowValues, RowsUnknown, Ack, Refused, NotPrimary, Fenced)
+FOR_WORKERS = (Welcome, Parameters, RowValues, RowsUnknown, Refused, NotPrimary, Fenced)
 
 _FROM_WORKERS = (Hello, Read, ReadRows, Push)
 _FROM_SERVERS = (Forward, Forwarded, Install, Yield, Chosen, ChosenKept)

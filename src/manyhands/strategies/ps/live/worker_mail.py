@@ -13,7 +13,6 @@ from manyhands.strategies.ps.live.ps_job import Job
 from manyhands.strategies.ps.live.worker_payloads import WorkerPayloads
 from manyhands.strategies.ps.live.worker_state import WorkerState
 from manyhands.strategies.ps.ps_messages import Message, Parameters, Push, ReadRows, RowValues
-from manyhands.strategies.ps.push_pull import PushPull, PushPullAnswer
 from manyhands.transport.hub.hub import Hub
 
 __all__ = ["WorkerMail"]
@@ -41,13 +40,6 @@ class WorkerMail:
         else:
             self._unsent[to].append(message)
 
-    def send_push_pull(self, to: int, turn: PushPull) -> None:
-        """Send a push and the read behind it in one message; in two where that server is not connected yet."""
-        if to in self._hub.members():
-            self._post(to, turn)
-        else:
-            self._unsent[to] += [turn.push, turn.read]
-
     def joined(self, member: int) -> None:
         """Send a newly connected server its queued messages."""
         for message in self._unsent.pop(member, []):
@@ -66,11 +58,11 @@ class WorkerMail:
         self._record(EventKind.SEND, now_ns, to, message, num_bytes)
 
     def _record(self, kind: EventKind, now_ns: int, server: int, message: Any, num_bytes: int) -> None:
-        if isinstance(message, Push | PushPull | ReadRows | Parameters | PushPullAnswer | RowValues):
+        if isinstance(message, Push | ReadRows | Parameters | RowValues):
             self._ring.record(
                 kind,
                 now_ns,
-                step=message.batch if isinstance(message, Push | PushPull) else self._body.context.step - 1,
+                step=message.batch if isinstance(message, Push) else self._body.context.step - 1,
                 peer=self.roles.get(server, NOBODY),
                 num_bytes=num_bytes,
                 count=1,

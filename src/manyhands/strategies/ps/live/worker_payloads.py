@@ -11,7 +11,6 @@ from manyhands.strategies.ps.live.shard_encoding import as_tensor
 from manyhands.strategies.ps.live.validation import require_shard
 from manyhands.strategies.ps.live.worker_state import WorkerState
 from manyhands.strategies.ps.ps_messages import Parameters, Push, ReadRows, RowValues
-from manyhands.strategies.ps.push_pull import PushPull, PushPullAnswer
 from manyhands.transport.messages import ProtocolError
 
 __all__ = ["WorkerPayloads"]
@@ -27,7 +26,7 @@ class WorkerPayloads:
     def sent_with(self, to: int, message: Any) -> tuple[list[Any], int]:
         """The payload of a message to server `to`, and the number of bytes that move because of it."""
         body = self._body
-        if isinstance(message, PushPull) or (isinstance(message, Push) and not message.skip):
+        if isinstance(message, Push) and not message.skip:
             part = body.parts[message.shard]
             travels = body.encoded[message.shard] if body.encoded else part.gradient.memory
             payload, num_bytes = [], travels.nbytes
@@ -47,7 +46,7 @@ class WorkerPayloads:
         """The receive buffer of an answer's payload: awaited parameters go straight into the model."""
         if isinstance(message, RowValues):
             self._body.tables.require_size(message.shard, num_bytes)
-        if not isinstance(message, Parameters | PushPullAnswer) or not is_awaited:
+        if not isinstance(message, Parameters) or not is_awaited:
             return None
         values = self._body.parts[message.shard].values
         if self._body.coding.codes_values:
@@ -58,10 +57,10 @@ class WorkerPayloads:
 
     def require_known(self, message: Any) -> None:
         """ProtocolError for an answer of an unknown shard."""
-        if isinstance(message, Parameters | PushPullAnswer | RowValues):
+        if isinstance(message, Parameters | RowValues):
             require_shard(message.shard, self._shards)
 
-    def take(self, message: Parameters | PushPullAnswer, payload: memoryview) -> None:
+    def take(self, message: Parameters, payload: memoryview) -> None:
         """Copy awaited parameters that were received elsewhere into the model."""
         if not payload:
             return

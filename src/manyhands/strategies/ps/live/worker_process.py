@@ -20,11 +20,10 @@ from manyhands.native.threads import use_threads
 from manyhands.native.wait_sign import LongWait
 from manyhands.observe.record.event_ring import EventRing
 from manyhands.observe.record.events import NOBODY, EventKind
-from manyhands.places.local.context import RoleContext
+from manyhands.places.local.control import RoleContext
 from manyhands.places.local.status import State
 from manyhands.strategies.ps.actions import SendMessage
 from manyhands.strategies.ps.client_core import ClientAction, ClientCore, Compute, Flush, Leave, Reason, Wait
-from manyhands.strategies.ps.client_fast_path import ClientLane
 from manyhands.strategies.ps.digests import gradient_hash
 from manyhands.strategies.ps.live.member_resources import MemberContext, MemberResources
 from manyhands.strategies.ps.live.message_events import wire_of_link
@@ -47,9 +46,9 @@ from manyhands.strategies.ps.live.validation import FOR_WORKERS, require_shard
 from manyhands.strategies.ps.live.worker_mail import WorkerMail
 from manyhands.strategies.ps.live.worker_state import WorkerState
 from manyhands.strategies.ps.ps_messages import Parameters, RowsUnknown, RowValues, View, Welcome, Work
-from manyhands.strategies.ps.push_pull import PushPullAnswer, in_push_pulls
 from manyhands.strategies.ps.update_files import ComputedRow
-from manyhands.transport.hub.hub import Arrived, Hub, Joined, Lost
+from manyhands.transport.hub.hub import Hub
+from manyhands.transport.hub.hub_events import Arrived, Joined, Lost
 from manyhands.transport.link.wire import Wire
 from manyhands.transport.messages import ProtocolError
 
@@ -117,7 +116,6 @@ class _SlotSession:
             skip_nonfinite=job.skip_nonfinite,
             confirms=job.confirms,
         )
-        self._lane = ClientLane(self._core)
         self._hub: Hub = job.hub(member, "worker", destination=self._destination)
         self._hub.register(context.control_fileno())
         self._mail = WorkerMail(self._hub, body, job, ring)
@@ -227,10 +225,6 @@ class _SlotSession:
 
     def _hear(self, event: Arrived) -> None:
         member, message, payload = event.member, event.message, event.payload
-        if type(message) is PushPullAnswer:
-            if self._take_answer(member, message, payload):
-                return
-            message = message.parameters
         if not isinstance(message, FOR_WORKERS):
             raise ProtocolError("message", f"a {type(message).__name__} is not for a worker to hear")
         require_shard(message.shard, self._job.strategy.servers)
@@ -243,21 +237,6 @@ class _SlotSession:
         self._do(self._core.handle(message, member))
         if isinstance(message, Welcome) and self._core.welcomed_epoch is not None:
             self._report(ShardsWelcomed(epoch=self._core.welcomed_epoch))
-
-    def _take_answer(self, member: int, answer: PushPullAnswer, payload: memoryview) -> bool:
-        """Take the answer to a push-pull on the fast path; False, with nothing else changed, if it does not
-        apply.
-        """
-        self._mail.payloads.require_known(answer)
-        if not self._core.awaits(answer, member):
-            return False
-        self._mail.payloads.take(answer, payload)
-        compute = self._lane.answered(answer, member)
-        if compute is None:
-            return False
-        self._computing, self._waited_for = compute, answer.waited_for
-        self._mail.came(member, answer, payload.nbytes)
-        return True
 
     def _cut(self, member: int, error: ProtocolError) -> None:
         """Disconnect a server that violated the protocol; other workers may still use it."""
@@ -289,10 +268,8 @@ class _SlotSession:
         self._do(self._core.view(view))
 
     def _do(self, actions: list[ClientAction]) -> None:
-        for action, turn in in_push_pulls(actions):
+        for action in actions:
             match action:
-                case SendMessage(to=to) if turn is not None:
-                    self._mail.send_push_pull(to, turn)
                 case SendMessage(to=to, message=message):
                     self._mail.send(to, message)
                 case Compute():
@@ -306,7 +283,7 @@ class _SlotSession:
 
     def _destination(self, member: int, message: Any, num_bytes: int) -> memoryview | None:
         self._mail.payloads.require_known(message)
-        is_awaited = isinstance(message, Parameters | PushPullAnswer) and self._core.awaits(message, member)
+        is_awaited = isinstance(message, Parameters) and self._core.awaits(message, member)
         return self._mail.payloads.room(message, num_bytes, is_awaited=is_awaited)
 
     # ── one update ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -366,11 +343,7 @@ class _SlotSession:
         self._wait.begin_again()
         if body.recorder.records and bad is None:
             self._record(compute)
-        turn = self._lane.turn(weight=done.share) if bad is None else None
-        if turn is not None:
-            self._mail.send_push_pull(*turn)
-        else:
-            self._do(self._core.computed(weight=done.share, skip=bad is not None))
+        self._do(self._core.computed(weight=done.share, skip=bad is not None))
 
     def _step_here(self, own: OwnSteps, work: Work, share: float, *, skip: bool) -> None:
         self._notice(own.begin(work, self._core.slot))
