@@ -191,7 +191,7 @@ def _end(
             line.tell(
                 Done(
                     member=line.member,
-                    epoch=exchange.epoch,
+                    epoch=exchange.channel.epoch,
                     steps_done=trained.steps_done,
                     samples=trained.samples,
                     seconds=trained.seconds,
@@ -199,10 +199,10 @@ def _end(
                 )
             )
             left = True
-        if line.is_told_to_leave(exchange.epoch):
+        if line.is_told_to_leave(exchange.channel.epoch):
             view = exchange.leave()
         elif not line.departs:
-            line.wait(exchange.epoch)
+            line.wait(exchange.channel.epoch)
 
 
 class _MemberContext:
