@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
@@ -30,6 +31,7 @@ from manyhands.strategies.federated.deployed.server_files import TOKENS, ServerF
 from manyhands.strategies.federated.partition import Partition
 from manyhands.strategies.federated.secure.primitives import sign
 from manyhands.task import Task
+from manyhands.workloads.registry import WORKLOADS, Workload
 from manyhands.workloads.tasks.builtin import BuiltinTask
 
 __all__ = [
@@ -40,6 +42,7 @@ __all__ = [
     "ask_work",
     "job_for",
     "make_device",
+    "offer",
     "points",
     "serving",
     "tokens",
@@ -74,6 +77,11 @@ class _NoOptions:
 TOY: BuiltinTask[Any] = BuiltinTask(
     name="points", help="points", options_type=_NoOptions, make=points, epochs=1
 )
+
+
+def offer(monkeypatch: pytest.MonkeyPatch, name: str = "TOY") -> None:
+    """Have the task of this name in this module built in, as `points`."""
+    monkeypatch.setitem(WORKLOADS, "points", Workload(task=f"devices:{name}"))
 
 
 def job_for(strategy: str, *, rounds: int = 3, **settings: Any) -> FederatedJob:
