@@ -31,7 +31,7 @@ from manyhands.strategies.federated.deployed.server_files import TOKENS, ServerF
 from manyhands.strategies.federated.partition import Partition
 from manyhands.strategies.federated.secure.primitives import sign
 from manyhands.task import Task
-from manyhands.workloads.registry import WORKLOADS, Workload
+from manyhands.workloads.registry import WORKLOADS, Workload, load
 from manyhands.workloads.tasks.builtin import BuiltinTask
 
 __all__ = [
@@ -79,9 +79,11 @@ TOY: BuiltinTask[Any] = BuiltinTask(
 )
 
 
-def offer(monkeypatch: pytest.MonkeyPatch, name: str = "TOY") -> None:
-    """Have the task of this name in this module built in, as `points`."""
-    monkeypatch.setitem(WORKLOADS, "points", Workload(task=f"devices:{name}"))
+def offer(monkeypatch: pytest.MonkeyPatch, toy: BuiltinTask[Any] = TOY) -> None:
+    """Have the toy, or another form of it, among the built-in tasks."""
+    monkeypatch.setattr("devices.TOY", toy)
+    load.cache_clear()
+    monkeypatch.setitem(WORKLOADS, "points", Workload(task="devices:TOY"))
 
 
 def job_for(strategy: str, *, rounds: int = 3, **settings: Any) -> FederatedJob:

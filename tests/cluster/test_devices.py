@@ -20,7 +20,7 @@ from manyhands.strategies.federated.secure.primitives import public_identity, si
 
 @pytest.fixture(autouse=True)
 def toy(monkeypatch: pytest.MonkeyPatch) -> None:
-    offer(monkeypatch)
+    offer(monkeypatch, TOY)
 
 
 def play(served: Served, folder: Path, numbers: range) -> list[int]:

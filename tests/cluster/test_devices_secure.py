@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from devices import Served, job_for, make_device, offer, serving, write_parts
+from devices import TOY, Served, job_for, make_device, offer, serving, write_parts
 from manyhands.strategies.federated.client_updates import ClientUpdate
 from manyhands.strategies.federated.deployed.device_client import Device
 from manyhands.strategies.federated.deployed.device_state import DeviceState
@@ -41,7 +41,7 @@ class Died(Exception):
 
 @pytest.fixture(autouse=True)
 def toy(monkeypatch: pytest.MonkeyPatch) -> None:
-    offer(monkeypatch)
+    offer(monkeypatch, TOY)
 
 
 class Party:

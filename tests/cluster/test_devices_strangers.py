@@ -29,7 +29,7 @@ from manyhands.task import Task
 
 @pytest.fixture(autouse=True)
 def toy(monkeypatch: pytest.MonkeyPatch) -> None:
-    offer(monkeypatch)
+    offer(monkeypatch, TOY)
 
 
 @pytest.fixture
@@ -172,9 +172,7 @@ def deep(monkeypatch: pytest.MonkeyPatch) -> None:
     def two_layers(_: Any = None) -> Task:
         return replace(points(), model=lambda: nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)))
 
-    monkeypatch.setattr("devices.DEEP", replace(TOY, make=two_layers), raising=False)
-    monkeypatch.setattr("devices.TOY", replace(TOY, make=two_layers))
-    offer(monkeypatch, "DEEP")
+    offer(monkeypatch, replace(TOY, make=two_layers))
 
 
 def hostile_round(tmp_path: Path, clients: int, words: str = "") -> tuple[int, str, list[str], RoundServer]:
@@ -272,7 +270,7 @@ def test_a_server_that_failed_goes_on_from_its_disk(tmp_path: Path, monkeypatch:
         for device in (found.honest, found.device):
             device._home.close()
     monkeypatch.undo()
-    offer(monkeypatch)
+    offer(monkeypatch, TOY)
     with serving(job, tmp_path / "run", resume=True) as served:
         assert (served.server.state.done, served.server.state.attempt, served.server.state.abandoned) == (
             0,

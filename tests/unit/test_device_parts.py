@@ -47,7 +47,7 @@ SCHEMA = "inputs=float32:4,labels=int64"
 
 @pytest.fixture(autouse=True)
 def toy(monkeypatch: pytest.MonkeyPatch) -> None:
-    offer(monkeypatch)
+    offer(monkeypatch, TOY)
 
 
 def test_a_schema_reads_back_as_it_prints() -> None:

@@ -183,7 +183,8 @@ class FederatedJob:
                 f"algorithm={self.strategy.algorithm}: with devices it is one of {', '.join(_OVER_HTTPS)}; the others "
                 "are for simulation"
             )
-        if self.task.options is None or self.task.name not in WORKLOADS or not WORKLOADS[self.task.name].task:
+        built_in = self.task.name in WORKLOADS and WORKLOADS[self.task.name].task
+        if self.task.options is None or not built_in:
             raise UserError(
                 f"task {self.task.name!r}: devices make the task themselves and are sent no code; serve a built-in task"
             )

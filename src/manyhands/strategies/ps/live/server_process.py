@@ -20,7 +20,7 @@ from torch import Tensor
 from manyhands.errors import Aborted, ManyhandsError
 from manyhands.native.threads import use_threads
 from manyhands.native.wait_sign import LongWait
-from manyhands.places.local.context import RoleContext
+from manyhands.places.local.control import RoleContext
 from manyhands.places.local.status import State
 from manyhands.strategies.ps.actions import Ack, Action, Apply, Discard, Drop, Keep, Load, Log, SendMessage
 from manyhands.strategies.ps.live.member_resources import MemberContext, MemberResources

@@ -20,7 +20,7 @@ from manyhands.native.threads import use_threads
 from manyhands.native.wait_sign import LongWait
 from manyhands.observe.record.event_ring import EventRing
 from manyhands.observe.record.events import NOBODY, EventKind
-from manyhands.places.local.context import RoleContext
+from manyhands.places.local.control import RoleContext
 from manyhands.places.local.status import State
 from manyhands.strategies.ps.actions import SendMessage
 from manyhands.strategies.ps.client_core import ClientAction, ClientCore, Compute, Flush, Leave, Reason, Wait
