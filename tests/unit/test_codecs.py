@@ -136,7 +136,7 @@ def all_reduce(
 
         def work() -> int:
             executor.all_reduce(buffers[rank], parcel=parcel)
-            return executor.bytes_sent
+            return executor.mailbox.bytes_sent
 
         return work
 

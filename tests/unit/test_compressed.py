@@ -81,9 +81,9 @@ def run(
             for step in steps:
                 executor.at(step)
                 vector = values_of(rank, step, parcel.count).clone()
-                before = executor.bytes_sent
+                before = executor.mailbox.bytes_sent
                 executor.all_reduce(vector, parcel=parcel)
-                sent = executor.bytes_sent - before
+                sent = executor.mailbox.bytes_sent - before
                 sums.append(vector)
             return sums, sent
 

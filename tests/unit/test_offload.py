@@ -25,8 +25,7 @@ from manyhands.strategies.single.offload import OffloadedTensors, OffloadExchang
 from manyhands.strategies.single.offload_streams import ThreadMover
 from manyhands.strategies.single.strategy import Budget, UnitBytes, plan_budget
 from manyhands.strategy import Strategy
-from manyhands.workloads.tasks.language import Transformer
-from manyhands.workloads.tasks.text_task import next_byte_loss
+from manyhands.workloads.tasks.language import Transformer, next_byte_loss
 
 KIB = 1 << 10
 STEPS = 6

@@ -91,6 +91,10 @@ class Broken:
     """True if the connection to the leader was lost: the run may continue without this process, which may rejoin."""
 
 
+class RunEnding(ManyhandsError):
+    """Who listens there is about to end its run, or will not talk: the next run may begin at the same address."""
+
+
 def open_control_connection(
     place: ProcessPlace,
     contact: Contact,
@@ -136,10 +140,10 @@ def _introduce(
                     hub.send(_LEADER, hello_of(place, terms))
                 case Arrived(_, ControlWelcome() as welcome):
                     return welcome, events[number:]
-                case Arrived(_, ControlRefused(reason=reason)):
-                    raise UserError(printable(reason, 1000))
+                case Arrived(_, ControlRefused(reason=reason, field=field)):
+                    raise (RunEnding if field == "over" else UserError)(printable(reason, 1000))
                 case Lost(_, reason):
-                    raise ManyhandsError(
+                    raise RunEnding(
                         f"{place.name} (rank {place.rank}) cannot join the run of {contact.name}: {reason}"
                     )
                 case _:

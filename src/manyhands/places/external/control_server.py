@@ -362,7 +362,7 @@ class ControlServer(Closeable):
         if refused is None and self._seeing_off:
             # The run is over: free the rank that `arrive` has just taken, and reject the process.
             self.register.leave(hello.rank)
-            refused = ControlRefused(field="rank", reason=f"{hello.name} comes too late: the run is over")
+            refused = ControlRefused(field="over", reason=f"{hello.name} comes too late: the run is over")
         if refused is not None:
             self._hub.send(connection, refused)
             return [ProcessRejected(refused.reason, refused.field)]

@@ -58,7 +58,6 @@ def layer_costs(
 
 
 def _try(module: nn.Module, x: Any) -> tuple[float, int, Any]:
-    """Seconds of forward and backward, bytes saved between them, and the output."""
     # A copy: the module may change it in place.
     given = _each(x, lambda one: one.detach().requires_grad_(one.is_floating_point()).clone())
     saved: dict[int, int] = {}
