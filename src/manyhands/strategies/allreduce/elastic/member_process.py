@@ -38,7 +38,7 @@ from manyhands.strategies.allreduce.elastic.linked import LinkedEpochs, Wiring
 from manyhands.strategies.allreduce.elastic.member_control import Departed, ListeningContext, MemberLine
 from manyhands.strategies.allreduce.strategy import AllReduce
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # a worker of one host needs nothing of it
     from manyhands.places.external.control_connection import ControlConnection
     from manyhands.places.external.process_group import GroupMember, ProcessGroup
 
