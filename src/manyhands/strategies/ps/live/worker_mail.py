@@ -1,4 +1,4 @@
-"""A worker's messages to and from servers, with their payloads and records; each waits until its server is connected."""
+"""A worker's messages to and from servers, with payloads and records; each waits until its server is connected."""
 
 from __future__ import annotations
 
