@@ -30,8 +30,8 @@ from torch import Tensor, nn
 
 import manyhands as mh
 from manyhands.data.text_windows import encode, windows
+from manyhands.workloads.tasks.language import next_byte_loss
 from manyhands.workloads.tasks.recurrent import RecurrentNetwork
-from manyhands.workloads.tasks.text_task import next_byte_loss
 from results_read import ROOT, data_file
 
 RESULT = Path(__file__).parent / "results" / "federated-roles.json"

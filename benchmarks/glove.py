@@ -32,7 +32,7 @@ from glove_peers import build_counter, build_trainer, compiler
 from manyhands.workloads.glove.cooccurrence_files import RECORD, open_records
 from manyhands.workloads.glove.corpus import Corpus
 from manyhands.workloads.glove.counting import count_cooccurrence
-from manyhands.workloads.glove.train_glove import GloveOptions, train_glove
+from manyhands.workloads.glove.learning import GloveOptions, train_glove
 from manyhands.workloads.glove.vocabulary import count_words
 
 RESULTS = Path(__file__).resolve().parent / "results" / "glove.json"

@@ -16,8 +16,7 @@ from typing import Any
 
 from manyhands.workloads.glove.analogies import SectionScore, ask_analogies, read_questions
 from manyhands.workloads.glove.corpus import Corpus
-from manyhands.workloads.glove.learning import Learning, learn_vectors
-from manyhands.workloads.glove.train_glove import GloveOptions
+from manyhands.workloads.glove.learning import GloveOptions, Learning, learn_vectors
 
 PUBLISHED = {
     "training_cpu_s": 12.4 * 60,

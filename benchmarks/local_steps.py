@@ -28,8 +28,7 @@ import torch
 
 import manyhands as mh
 from manyhands.lab.compare.bandwidth import Rate, shaped_command
-from manyhands.workloads.tasks.language import LanguageOptions, language
-from manyhands.workloads.tasks.text_task import next_byte_loss
+from manyhands.workloads.tasks.language import LanguageOptions, language, next_byte_loss
 from results_read import data_file
 
 RESULT = Path(__file__).parent / "results" / "local-steps.json"

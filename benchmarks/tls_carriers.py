@@ -20,7 +20,8 @@ import torch
 
 from cables import pace, pace_every_connection
 from manyhands.transport.hub.handshake import Credentials
-from manyhands.transport.hub.hub import Arrived, Hub, Joined, Settings
+from manyhands.transport.hub.hub import Hub
+from manyhands.transport.hub.hub_events import Arrived, Joined, Settings
 from manyhands.transport.link.interface import Full, Link, Message, Queued, Received
 from manyhands.transport.link.tcp import TcpLink
 from manyhands.transport.messages import MessageCoder

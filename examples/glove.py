@@ -13,8 +13,7 @@ from pathlib import Path
 
 from manyhands.workloads.glove.corpus import Corpus
 from manyhands.workloads.glove.demo import demo_corpus
-from manyhands.workloads.glove.learning import Learning, learn_vectors
-from manyhands.workloads.glove.train_glove import GloveOptions
+from manyhands.workloads.glove.learning import GloveOptions, Learning, learn_vectors
 
 
 def main() -> None:

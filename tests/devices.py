@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
@@ -30,6 +31,7 @@ from manyhands.strategies.federated.deployed.server_files import TOKENS, ServerF
 from manyhands.strategies.federated.partition import Partition
 from manyhands.strategies.federated.secure.primitives import sign
 from manyhands.task import Task
+from manyhands.workloads.registry import WORKLOADS, Workload, load
 from manyhands.workloads.tasks.builtin import BuiltinTask
 
 __all__ = [
@@ -40,6 +42,7 @@ __all__ = [
     "ask_work",
     "job_for",
     "make_device",
+    "offer",
     "points",
     "serving",
     "tokens",
@@ -74,6 +77,13 @@ class _NoOptions:
 TOY: BuiltinTask[Any] = BuiltinTask(
     name="points", help="points", options_type=_NoOptions, make=points, epochs=1
 )
+
+
+def offer(monkeypatch: pytest.MonkeyPatch, toy: BuiltinTask[Any] = TOY) -> None:
+    """Have the toy, or another form of it, among the built-in tasks."""
+    monkeypatch.setattr("devices.TOY", toy)
+    load.cache_clear()
+    monkeypatch.setitem(WORKLOADS, "points", Workload(task="devices:TOY"))
 
 
 def job_for(strategy: str, *, rounds: int = 3, **settings: Any) -> FederatedJob:

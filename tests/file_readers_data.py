@@ -126,7 +126,7 @@ def _read_model(folder: Path) -> object:
 
 def _exported(folder: Path) -> None:
     from manyhands.data.store.exported import write_exported
-    from manyhands.workloads.tasks.vision import ImageClassifier
+    from manyhands.workloads.tasks.digits import ImageClassifier
 
     about = {"task": "digits", "options": json.dumps({"width": 4}), "steps": "7"}
     weights = ImageClassifier(side=8, white=16, width=4).state_dict()

@@ -51,8 +51,8 @@ def _records(folder: Path) -> None:
 
 
 def _train_records(folder: Path) -> object:
-    from manyhands.workloads.glove.shuffle import shuffle_records
-    from manyhands.workloads.glove.train_glove import GloveOptions, train_glove
+    from manyhands.workloads.glove.cooccurrence_files import shuffle_records
+    from manyhands.workloads.glove.learning import GloveOptions, train_glove
 
     shuffle_records(folder / "sample", folder / "shuffled", seed=1)
     return train_glove(folder / "shuffled", 20, GloveOptions(dim=4, passes=1))
@@ -77,7 +77,7 @@ def _read_questions(folder: Path) -> object:
 
 
 def _read_pairs(folder: Path) -> object:
-    from manyhands.workloads.glove.similarity import read_pairs
+    from manyhands.workloads.glove.analogies import read_pairs
 
     return read_pairs(folder / "sample")
 

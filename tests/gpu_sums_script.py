@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import manyhands as mh
 from manyhands.strategies.allreduce import gpu_sums
-from manyhands.strategies.allreduce.gpu_choice import GpuSeat
+from manyhands.strategies.allreduce.gpu_sums import GpuSeat
 from placed_script import RANK, STEPS, at_third, digest, expect, loss, options, say, task
 
 GPUS = {"equal": 10**9, "refused": 2, "killed": 10**9}

@@ -13,8 +13,8 @@ from certificates import HOSTS, run_security
 from manyhands.native.version import __version__
 from manyhands.transport.hub.frames import HEADER_BYTES, encode_header
 from manyhands.transport.hub.handshake import CONTROL, Claim, Credentials, Handshake
-from manyhands.transport.hub.hub import Hub, HubEvent, Joined
-from manyhands.transport.hub.hub_events import Settings
+from manyhands.transport.hub.hub import Hub
+from manyhands.transport.hub.hub_events import HubEvent, Joined, Settings
 from manyhands.transport.liveness import LivenessTimes
 from manyhands.transport.messages import MessageCoder
 

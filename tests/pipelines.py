@@ -37,9 +37,8 @@ from manyhands.strategies.pipeline.wave import WaveStage
 from manyhands.strategy import Strategy
 from manyhands.transport.link.interface import Link
 from manyhands.transport.link.shared_link import SharedLink
-from manyhands.workloads.tasks.language import Transformer
+from manyhands.workloads.tasks.language import Transformer, next_byte_loss
 from manyhands.workloads.tasks.recurrent import RecurrentNetwork
-from manyhands.workloads.tasks.text_task import next_byte_loss
 
 State = dict[str, torch.Tensor]
 _RING_BYTES = 1 << 16  # the kernel clears all of it for every link; what passes here is a few KiB

@@ -51,7 +51,8 @@ from manyhands.transport.hub.handshake import (
     HandshakeRefused,
     Proof,
 )
-from manyhands.transport.hub.hub import Arrived, Hub, Joined, Lost, Rejected, Settings, Shared
+from manyhands.transport.hub.hub import Hub
+from manyhands.transport.hub.hub_events import Arrived, Joined, Lost, Rejected, Settings, Shared
 from manyhands.transport.link.interface import Header as LinkHeader
 from manyhands.transport.messages import MessageCoder, ProtocolError
 

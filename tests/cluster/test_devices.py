@@ -12,16 +12,15 @@ import pytest
 import torch
 
 import manyhands as mh
-from devices import TOY, Hostile, Served, ask_work, job_for, make_device, serving, tokens, write_parts
+from devices import TOY, Hostile, Served, ask_work, job_for, make_device, offer, serving, tokens, write_parts
 from manyhands.errors import UserError
 from manyhands.strategies.federated.deployed.protocol import body_hash, enrolment_text, request_text
 from manyhands.strategies.federated.secure.primitives import public_identity, sign
-from manyhands.workloads.tasks import TASKS
 
 
 @pytest.fixture(autouse=True)
 def toy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(TASKS, "points", TOY)
+    offer(monkeypatch, TOY)
 
 
 def play(served: Served, folder: Path, numbers: range) -> list[int]:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from devices import TOY, Served, job_for, make_device, serving, write_parts
+from devices import TOY, Served, job_for, make_device, offer, serving, write_parts
 from manyhands.strategies.federated.client_updates import ClientUpdate
 from manyhands.strategies.federated.deployed.device_client import Device
 from manyhands.strategies.federated.deployed.device_state import DeviceState
@@ -29,7 +29,6 @@ from manyhands.strategies.federated.secure.primitives import ProtocolRefused
 from manyhands.strategies.federated.secure.secure_client import SecureStage
 from manyhands.strategies.federated.secure.secure_messages import SurvivorList, UnmaskRequest
 from manyhands.strategies.federated.strategy import Federated
-from manyhands.workloads.tasks import TASKS
 
 DEVICES = 5  # of which 4 must stay
 STAGE_S = 30.0  # more than a busy machine takes for what devices do; tests that need its end let time pass
@@ -42,7 +41,7 @@ class Died(Exception):
 
 @pytest.fixture(autouse=True)
 def toy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(TASKS, "points", TOY)
+    offer(monkeypatch, TOY)
 
 
 class Party:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from devices import TOY, Hostile, ask_work, job_for, make_device, points, serving, tokens, write_parts
+from devices import TOY, Hostile, ask_work, job_for, make_device, offer, points, serving, tokens, write_parts
 from manyhands.data.store.atomic import WriteFailed
 from manyhands.errors import ManyhandsError, NonFinite
 from manyhands.strategies.federated.clients import held
@@ -25,12 +25,11 @@ from manyhands.strategies.federated.deployed.rounds_server import RoundServer, i
 from manyhands.strategies.federated.deployed.server_files import ServerFiles, new_run
 from manyhands.strategies.federated.secure.primitives import public_identity, sign
 from manyhands.task import Task
-from manyhands.workloads.tasks import TASKS
 
 
 @pytest.fixture(autouse=True)
 def toy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(TASKS, "points", TOY)
+    offer(monkeypatch, TOY)
 
 
 @pytest.fixture
@@ -173,8 +172,7 @@ def deep(monkeypatch: pytest.MonkeyPatch) -> None:
     def two_layers(_: Any = None) -> Task:
         return replace(points(), model=lambda: nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)))
 
-    monkeypatch.setattr("devices.TOY", replace(TOY, make=two_layers))
-    monkeypatch.setitem(TASKS, "points", replace(TOY, make=two_layers))
+    offer(monkeypatch, replace(TOY, make=two_layers))
 
 
 def hostile_round(tmp_path: Path, clients: int, words: str = "") -> tuple[int, str, list[str], RoundServer]:
@@ -272,7 +270,7 @@ def test_a_server_that_failed_goes_on_from_its_disk(tmp_path: Path, monkeypatch:
         for device in (found.honest, found.device):
             device._home.close()
     monkeypatch.undo()
-    monkeypatch.setitem(TASKS, "points", TOY)
+    offer(monkeypatch, TOY)
     with serving(job, tmp_path / "run", resume=True) as served:
         assert (served.server.state.done, served.server.state.attempt, served.server.state.abandoned) == (
             0,

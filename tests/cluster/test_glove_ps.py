@@ -10,7 +10,7 @@ import pytest
 from manyhands.workloads.glove.cooccurrence_files import RECORD
 from manyhands.workloads.glove.glove_server import GloveTables, glove_tables
 from manyhands.workloads.glove.glove_task import GloveTask
-from manyhands.workloads.glove.train_glove import GloveOptions, train_glove
+from manyhands.workloads.glove.learning import GloveOptions, train_glove
 from threaded_ps import ThreadedRun, job_for
 
 SIZE, COUNT = 120, 2_047

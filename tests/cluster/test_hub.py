@@ -44,8 +44,17 @@ from manyhands.transport.hub.handshake import (
     Proof,
     Refusal,
 )
-from manyhands.transport.hub.hub import Arrived, Hub, Joined, Lost, Ready, Rejected, Shared
-from manyhands.transport.hub.hub_events import Settings, spin_for
+from manyhands.transport.hub.hub import Hub
+from manyhands.transport.hub.hub_events import (
+    Arrived,
+    Joined,
+    Lost,
+    Ready,
+    Rejected,
+    Settings,
+    Shared,
+    spin_for,
+)
 from manyhands.transport.messages import ProtocolError
 
 pytestmark = pytest.mark.timeout(30)

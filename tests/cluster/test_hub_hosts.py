@@ -11,8 +11,8 @@ from certificates import HOSTS, careless_security, folders, run_security
 from hosts import Hosts, Wiretap, standing_on, two_hosts
 from hubs import TOKEN, Number, Party
 from manyhands.errors import UserError
-from manyhands.transport.hub.hub import Arrived, Hub, Joined, Lost, Rejected
-from manyhands.transport.hub.hub_events import Settings
+from manyhands.transport.hub.hub import Hub
+from manyhands.transport.hub.hub_events import Arrived, Joined, Lost, Rejected, Settings
 from manyhands.transport.security import Security
 
 __all__ = ["two_hosts"]

@@ -23,8 +23,7 @@ from manyhands.transport.hub import addresses
 from manyhands.transport.hub.admission import Calls, Newcomers, Tally
 from manyhands.transport.hub.frames import HEADER_BYTES
 from manyhands.transport.hub.handshake import CONTROL, NO_PROOF, Credentials, Handshake
-from manyhands.transport.hub.hub import Arrived, Joined, Lost, Rejected
-from manyhands.transport.hub.hub_events import Settings
+from manyhands.transport.hub.hub_events import Arrived, Joined, Lost, Rejected, Settings
 from manyhands.transport.security import Security
 
 pytestmark = pytest.mark.timeout(60)

@@ -21,8 +21,7 @@ from descriptors import open_descriptors
 from hubs import FAST, PATIENCE_S, TOKEN, Clock, Number, Party, control, dial
 from manyhands.transport.certificates import make_certificates
 from manyhands.transport.hub.handshake import Credentials, Handshake
-from manyhands.transport.hub.hub import Arrived, Joined, Lost, Rejected
-from manyhands.transport.hub.hub_events import Settings
+from manyhands.transport.hub.hub_events import Arrived, Joined, Lost, Rejected, Settings
 from manyhands.transport.security import Security
 from relay import Relay
 

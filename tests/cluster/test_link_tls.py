@@ -18,8 +18,8 @@ import torch
 from certificates import HOSTS, careless_security, folders, run_security
 from manyhands.transport.link.interface import Message, PeerDied, Queued, Received
 from manyhands.transport.link.tcp import TcpLink, connected
-from manyhands.transport.security import End, Security, TlsRefused
-from manyhands.transport.tls import SecureSocket
+from manyhands.transport.security import Security
+from manyhands.transport.tls import End, SecureSocket, TlsRefused
 from relay import Relay
 
 PATIENCE_S = 20.0

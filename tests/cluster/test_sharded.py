@@ -19,8 +19,7 @@ from manyhands.engine.computing import TrainingPlan
 from manyhands.engine.exchange import Exchange, SingleExchange
 from manyhands.engine.worker import Trainer
 from manyhands.errors import NonFinite, UserError
-from manyhands.workloads.tasks.language import Transformer
-from manyhands.workloads.tasks.text_task import next_byte_loss
+from manyhands.workloads.tasks.language import Transformer, next_byte_loss
 from shards import train_sharded, weights_of, with_shards
 
 pytestmark = pytest.mark.timeout(120)

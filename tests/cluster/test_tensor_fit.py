@@ -22,10 +22,9 @@ from manyhands.engine.exchange import SingleExchange
 from manyhands.errors import Desync
 from manyhands.strategies.common.grid.grid_layout import Grid
 from manyhands.strategies.tensor.exchange import TensorExchange
-from manyhands.workloads.tasks.language import Transformer
+from manyhands.workloads.tasks.digits import ImageClassifier, accuracy, classification_loss
+from manyhands.workloads.tasks.language import Transformer, next_byte_loss
 from manyhands.workloads.tasks.recurrent import RecurrentNetwork
-from manyhands.workloads.tasks.text_task import next_byte_loss
-from manyhands.workloads.tasks.vision import ImageClassifier, accuracy, classification_loss
 from sliced import train, train_sliced
 
 STEPS = 20

@@ -20,8 +20,8 @@ from manyhands.strategies.tensor.lazy_tensor import LazyWhole
 from manyhands.strategies.tensor.sliced_layers import SameDraws
 from manyhands.strategies.tensor.slicing import slice_modules
 from manyhands.strategies.tensor.slicing_plan import Slicing, parts_of
+from manyhands.workloads.tasks.digits import ImageClassifier
 from manyhands.workloads.tasks.language import Transformer
-from manyhands.workloads.tasks.vision import ImageClassifier
 from sliced import EXACT, hold_against_the_whole, together
 
 SLICES = [1, 2, 3, 4]

@@ -25,7 +25,7 @@ from manyhands.places.external.sharing import no_group
 from manyhands.places.external.torch_store import RunStore
 from manyhands.strategies.allreduce import gpu_sums
 from manyhands.strategies.allreduce.exchange import AllReduceExchange
-from manyhands.strategies.allreduce.gpu_choice import GpuSeat
+from manyhands.strategies.allreduce.gpu_sums import GpuSeat
 from manyhands.strategies.allreduce.strategy import Mirrored
 from manyhands.strategies.allreduce.training import AllReduceTraining
 from manyhands.strategies.common.collectives.collective import SharedCollective

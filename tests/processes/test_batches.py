@@ -19,8 +19,7 @@ import pytest
 from kills import await_that
 from manyhands.errors import ManyhandsError
 from manyhands.places.local.children import Children, Role
-from manyhands.places.local.context import RoleContext
-from manyhands.places.local.control import Finished
+from manyhands.places.local.control import Finished, RoleContext
 from manyhands.places.local.member import Exited, Heard
 from manyhands.places.local.packed_job import pack
 from manyhands.places.local.template import inherited_environment, kept_pid, obtain

@@ -26,8 +26,7 @@ from descriptors import open_descriptors
 from kills import Run, await_that
 from manyhands.errors import NonFinite, UserError, WorkerFailed
 from manyhands.places.local import template
-from manyhands.places.local.context import RoleContext
-from manyhands.places.local.control import Finished
+from manyhands.places.local.control import Finished, RoleContext
 from manyhands.places.local.host import threads_per_role
 from manyhands.places.local.local import LocalCluster, Role
 from manyhands.places.local.template import kept_pid

@@ -9,7 +9,7 @@ import pytest
 
 from manyhands.errors import DataError
 from manyhands.workloads.glove.cooccurrence_files import RECORD
-from manyhands.workloads.glove.train_glove import GloveOptions, GloveResult, train_glove
+from manyhands.workloads.glove.learning import GloveOptions, GloveResult, train_glove
 
 SIZE = 200
 BATCHES = GloveOptions(dim=10, passes=2, x_max=10.0, batch=500, dtype="float64", seed=5)

@@ -16,8 +16,8 @@ import pytest
 
 import warm
 from manyhands.transport.hub.handshake import Credentials
-from manyhands.transport.hub.hub import Arrived, Hub, HubEvent, Joined, Lost
-from manyhands.transport.hub.hub_events import Settings
+from manyhands.transport.hub.hub import Hub
+from manyhands.transport.hub.hub_events import Arrived, HubEvent, Joined, Lost, Settings
 from manyhands.transport.liveness import LivenessTimes
 from manyhands.transport.messages import MessageCoder
 
@@ -40,7 +40,8 @@ import os, sys, time
 from dataclasses import dataclass
 from manyhands.transport.messages import MessageCoder
 from manyhands.transport.hub.handshake import Credentials
-from manyhands.transport.hub.hub import Hub, Joined, Lost, Arrived
+from manyhands.transport.hub.hub import Hub
+from manyhands.transport.hub.hub_events import Joined, Lost, Arrived
 from manyhands.transport.hub.hub_events import Settings
 from manyhands.transport.liveness import LivenessTimes
 

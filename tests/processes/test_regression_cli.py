@@ -21,10 +21,10 @@ from manyhands.engine.fitting import fit
 from manyhands.engine.interrupted_run import Keeping
 from manyhands.engine.options import Options
 from manyhands.engine.run import Run
-from manyhands.workloads.logreg.batch_task import logreg_task, table_of
 from manyhands.workloads.logreg.examples import Examples, Spool, SpooledRows, parse_examples
 from manyhands.workloads.logreg.model import LogregModel
 from manyhands.workloads.logreg.options import LogregOptions
+from manyhands.workloads.logreg.task import logreg_task, table_of
 from manyhands.workloads.logreg.training import train_logreg
 from watched import watched
 

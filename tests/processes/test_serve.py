@@ -25,7 +25,7 @@ from manyhands.errors import ManyhandsError
 from manyhands.serving.batching import BatchLimits
 from manyhands.serving.model_server import ModelServer, ServeOptions
 from manyhands.serving.predict_arrays import ImagePredictor
-from manyhands.workloads.tasks.vision import ImageClassifier
+from manyhands.workloads.tasks.digits import ImageClassifier
 
 pytestmark = pytest.mark.timeout(90)
 

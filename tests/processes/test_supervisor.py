@@ -23,8 +23,7 @@ from descriptors import open_descriptors
 from kills import Run, await_that
 from manyhands.errors import ManyhandsError, UserError
 from manyhands.places.local.children import Child
-from manyhands.places.local.context import RoleContext
-from manyhands.places.local.control import MAX_FRAME_BYTES, Unread
+from manyhands.places.local.control import MAX_FRAME_BYTES, RoleContext, Unread
 from manyhands.places.local.status import State
 from manyhands.places.local.supervisor import Ended, Event, Hung, Role, Said, Silent, Started, Supervisor
 from manyhands.places.local.template import kept_pid

@@ -20,8 +20,7 @@ from manyhands.cli.main import app
 from manyhands.engine.exchanging import exchanging
 from manyhands.errors import UserError
 from manyhands.strategy import Strategy
-from manyhands.workloads.tasks.language import Transformer
-from manyhands.workloads.tasks.text_task import bits_per_byte, next_byte_loss
+from manyhands.workloads.tasks.language import Transformer, bits_per_byte, next_byte_loss
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 import manyhands as mh
 from manyhands.workloads.glove.cooccurrence_files import RECORD
 from manyhands.workloads.glove.glove_task import GloveTask
-from manyhands.workloads.glove.train_glove import GloveOptions, train_glove
+from manyhands.workloads.glove.learning import GloveOptions, train_glove
 from walks import Tracer, passed
 
-MOST = {"mirrored": 20, "ps link=tcp": 24, "glove": 17}
+MOST = {"mirrored": 17, "ps link=tcp": 24, "glove": 10}
 """Files with a call in every one of six steps, in the thread of a worker."""
 
 FIRST, LAST = 8, 13

@@ -17,7 +17,7 @@ import cloudpickle
 import pytest
 
 import warm
-from manyhands.places.local.context import RoleContext
+from manyhands.places.local.control import RoleContext
 from manyhands.places.local.local import LocalCluster, Role
 from manyhands.places.local.template import end_kept
 

@@ -9,8 +9,7 @@ import pytest
 
 from manyhands.workloads.glove.analogies import ask_analogies, read_questions
 from manyhands.workloads.glove.corpus import Corpus
-from manyhands.workloads.glove.learning import Learning, learn_vectors
-from manyhands.workloads.glove.train_glove import GloveOptions
+from manyhands.workloads.glove.learning import GloveOptions, Learning, learn_vectors
 
 PUBLISHED_COSTS = {1: 0.0695, 5: 0.0391, 10: 0.0344, 15: 0.0327}
 

@@ -9,11 +9,16 @@ import pytest
 import scipy.sparse as sp
 
 from manyhands.data.matrix import Rows
-from manyhands.workloads.gbdt import bundling, histogram_kernels, training
+from manyhands.workloads.gbdt import binning, histogram_kernels, training
 from manyhands.workloads.gbdt.bin_kernels import TILE
 from manyhands.workloads.gbdt.bin_table import bin_rows
-from manyhands.workloads.gbdt.binning import BinTable, bins_of_numbers
-from manyhands.workloads.gbdt.bundling import ByteLayout, bundled_layout, own_columns
+from manyhands.workloads.gbdt.binning import (
+    BinTable,
+    ByteLayout,
+    bins_of_numbers,
+    bundled_layout,
+    own_columns,
+)
 from manyhands.workloads.gbdt.options import GbdtOptions
 from manyhands.workloads.gbdt.row_sources import ArraySource, RowBlock
 from manyhands.workloads.gbdt.searching import LocalRows
@@ -161,7 +166,7 @@ def test_features_that_exclude_each_other_in_the_sample_alone_are_separated(
     table = one_of_each(900)
     labels = table[:, 1] * 2 + table[:, 8] + table[:, 0]
     table[880, 1:6] = 1.0  # five answers at once, in a row that is not looked at
-    monkeypatch.setattr(bundling, "_LOOKED_AT", 100)
+    monkeypatch.setattr(binning, "_LOOKED_AT", 100)
     bins = bins_for(table)
     layout = bundled_layout(bins, blocks_of(table))
     tiles, found = packed(table, layout, bins)

@@ -11,9 +11,9 @@ from manyhands.data.matrix import Rows
 from manyhands.errors import DataError, UserError
 from manyhands.workloads.gbdt import histogram_kernels, split_kernels
 from manyhands.workloads.gbdt.binning import BinTable, bins_of_categories, bins_of_numbers
-from manyhands.workloads.gbdt.gradient_units import units_for
 from manyhands.workloads.gbdt.options import GbdtOptions
 from manyhands.workloads.gbdt.split_kernels import FEATURE, GAIN, LEFT, RECORD_WORDS, THRESHOLD
+from manyhands.workloads.gbdt.task import units_for
 
 
 def counted(values: list[float]) -> tuple[np.ndarray, np.ndarray]:

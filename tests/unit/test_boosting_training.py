@@ -20,8 +20,7 @@ from manyhands.errors import UserError
 from manyhands.workloads.gbdt.model import GbdtModel
 from manyhands.workloads.gbdt.options import GbdtOptions
 from manyhands.workloads.gbdt.row_sources import ArraySource, RowBlock, open_source
-from manyhands.workloads.gbdt.searching import area_words, told_words
-from manyhands.workloads.gbdt.shared_sums import SharedHistograms
+from manyhands.workloads.gbdt.searching import SharedHistograms, area_words, told_words
 from manyhands.workloads.gbdt.task import GbdtStep, GbdtTask
 from manyhands.workloads.gbdt.text_format import parse_model, render_model
 from manyhands.workloads.gbdt.training import TableChoice, gbdt_task, train_gbdt

@@ -37,8 +37,7 @@ from manyhands.places.local.capacity import (
     read_room,
 )
 from manyhands.strategy import Strategy
-from manyhands.workloads.glove.learning import Learning
-from manyhands.workloads.glove.train_glove import GloveOptions
+from manyhands.workloads.glove.learning import GloveOptions, Learning
 from manyhands.workloads.logreg.options import LogregOptions
 from manyhands.workloads.logreg.training import train_logreg
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.strategies.central.gather_state import rounds
+from manyhands.strategies.central.shared_parameters import rounds
 
 
 @given(sizes=st.lists(st.integers(0, 50), max_size=8), room=st.integers(1, 40))

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from manyhands.engine.chain import ChainFunction, OverTime, chain_of, named_chain
 from manyhands.errors import UserError
+from manyhands.workloads.tasks.digits import ImageClassifier
 from manyhands.workloads.tasks.language import Transformer
 from manyhands.workloads.tasks.recurrent import RecurrentLayer, RecurrentNetwork
-from manyhands.workloads.tasks.vision import ImageClassifier
 
 TOKENS = torch.randint(0, 256, (3, 12), generator=torch.Generator().manual_seed(0))
 IMAGES = torch.randint(0, 256, (3, 1, 28, 28), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)

@@ -14,8 +14,7 @@ import typer
 from typer.testing import CliRunner
 
 from manyhands.cli.command_options import print_next
-from manyhands.cli.early import usual_workers
-from manyhands.cli.lazy_commands import forks_workers
+from manyhands.cli.lazy_commands import forks_workers, usual_workers
 from manyhands.cli.main import COMMANDS, app
 from manyhands.cli.train_command import train_app
 from manyhands.strategy import Strategy

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from commands import run_command
-from manyhands.cli.environment import ignored_variables
+from manyhands.cli.runs import ignored_variables
 
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "10.0.0.1"}
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from manyhands.workloads.glove.analogies import ask_analogies
+from manyhands.workloads.glove.analogies import ask_analogies, compare_similarity
 from manyhands.workloads.glove.demo import demo_corpus, demo_pairs, demo_questions
-from manyhands.workloads.glove.similarity import compare_similarity
 from manyhands.workloads.glove.vector_files import Vectors
 from manyhands.workloads.glove.vocabulary import count_words
 

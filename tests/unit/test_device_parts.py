@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from commands import run_command
-from devices import TOY
+from devices import TOY, offer
 from manyhands.errors import DataError, UserError
 from manyhands.strategies.federated.deployed.device_job import (
     DataSchema,
@@ -47,7 +47,7 @@ SCHEMA = "inputs=float32:4,labels=int64"
 
 @pytest.fixture(autouse=True)
 def toy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(TASKS, "points", TOY)
+    offer(monkeypatch, TOY)
 
 
 def test_a_schema_reads_back_as_it_prints() -> None:

@@ -22,8 +22,7 @@ from manyhands.facts import LayerFootprint, ModelFootprint
 from manyhands.foresight.estimate import estimate
 from manyhands.strategies.registry import STRATEGIES
 from manyhands.strategy import Strategy
-from manyhands.workloads.tasks.language import Transformer
-from manyhands.workloads.tasks.text_task import next_byte_loss
+from manyhands.workloads.tasks.language import Transformer, next_byte_loss
 
 BATCH = 6
 

@@ -135,7 +135,7 @@ def test_where_a_step_waits_for_everybody_it_is_fedavg() -> None:
 
 def test_arrivals_are_in_the_order_of_time_and_nobody_is_under_way_twice() -> None:
     made = FedBuff(3)
-    made.attach(FederatedFacts(clients=20, per_round=8, seed=5))
+    made.facts = FederatedFacts(clients=20, per_round=8, seed=5)
     counts, before = np.zeros(20), 0.0
     for number in range(300):
         back = made.given(number, (), [torch.full((1,), float(number))])

@@ -27,7 +27,7 @@ def found(rows: Tensor, missing: int = 0) -> TallySum:
 
 def mean_of(algorithm: str, rows: Tensor, missing: int = 0) -> Tensor:
     made = algorithm_named(algorithm)
-    made.attach(FederatedFacts(parameters=1))
+    made.facts = FederatedFacts(parameters=1)
     return torch.cat([one.flatten() for one in made.mean(found(rows, missing))])
 
 

@@ -77,11 +77,9 @@ def played(
     work = LocalWork(epochs=2, batch=batch)
     cohort = Cohort(sizes=SIZES, each_round=len(SIZES), wanted=together)
     by = algorithm_named(algorithm)
-    by.attach(
-        FederatedFacts(
+    by.facts = FederatedFacts(
             names=held_names(model), parameters=len(list(model.parameters())), clients=len(SIZES),
             per_round=len(SIZES), weight=float(sum(SIZES)), seed=5,
-        )
     )  # fmt: skip
     client_runner, simulation = client_runner_for(task, model, by, work, 5, cohort)
     like = task.optimizer(model.parameters())

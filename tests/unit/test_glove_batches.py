@@ -20,8 +20,8 @@ from manyhands.workloads.glove.glove_batches import AllReduceStep, TensorStep
 from manyhands.workloads.glove.glove_model import GloveModel, GloveSnapshot
 from manyhands.workloads.glove.glove_server import GloveTables, glove_tables
 from manyhands.workloads.glove.glove_task import GloveTask
+from manyhands.workloads.glove.learning import train_glove
 from manyhands.workloads.glove.options import GloveOptions
-from manyhands.workloads.glove.train_glove import train_glove
 
 SIZE = 120
 OPTIONS = GloveOptions(dim=10, passes=2, x_max=10.0, batch=64, dtype="float64", seed=5)

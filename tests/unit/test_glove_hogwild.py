@@ -15,7 +15,7 @@ from manyhands.places.local.signals import ending
 from manyhands.strategy import Strategy
 from manyhands.workloads.glove import glove_task
 from manyhands.workloads.glove.cooccurrence_files import RECORD
-from manyhands.workloads.glove.train_glove import GloveOptions, Keeping, train_glove
+from manyhands.workloads.glove.learning import GloveOptions, Keeping, train_glove
 
 SIZE = 2_000
 OPTIONS = GloveOptions(dim=16, passes=4, x_max=10.0, dtype="float64")

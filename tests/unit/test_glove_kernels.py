@@ -12,8 +12,8 @@ from manyhands.errors import DataError, UserError
 from manyhands.workloads.glove.cooccurrence_files import RECORD
 from manyhands.workloads.glove.glove_kernels import prepare
 from manyhands.workloads.glove.glove_model import GloveModel
+from manyhands.workloads.glove.learning import train_glove
 from manyhands.workloads.glove.options import GloveOptions
-from manyhands.workloads.glove.train_glove import train_glove
 
 
 def draw_records(path: Path, count: int, vocabulary_size: int, seed: int = 0) -> NDArray[np.void]:

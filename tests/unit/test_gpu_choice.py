@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from manyhands.errors import ManyhandsError, UserError
-from manyhands.strategies.allreduce.gpu_choice import GpuSeat, choose_sums, seat_of, sums_sentence
+from manyhands.strategies.allreduce.gpu_sums import GpuSeat, choose_sums, seat_of, sums_sentence
 from manyhands.strategies.allreduce.strategy import AllReduce, Mirrored
 from manyhands.strategy import Strategy
 

@@ -18,8 +18,14 @@ from manyhands.errors import ManyhandsError, UserError
 from manyhands.places.external.sharing import no_group
 from manyhands.places.ray.ray_place import Casting
 from manyhands.strategies.allreduce.exchange import AllReduceExchange
-from manyhands.strategies.allreduce.helped import help_workers, helped_collective
-from manyhands.strategies.allreduce.helpers import HelperSplit, helped, segments_for, split_load
+from manyhands.strategies.allreduce.helpers import (
+    HelperSplit,
+    help_workers,
+    helped,
+    helped_collective,
+    segments_for,
+    split_load,
+)
 from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
 from manyhands.strategies.common.collectives.executor import ScheduleExecutor
 from manyhands.strategies.common.collectives.schedule_proof import cost, prove

@@ -17,7 +17,7 @@ from manyhands.wire.codecs.dgc import Dgc
 from manyhands.wire.codecs.topk import TopK
 from manyhands.wire.feedback import ErrorFeedback
 from manyhands.wire.flat_layout import lay_out
-from manyhands.wire.floats import NOT_FINITE
+from manyhands.wire.kernels.marks import NOT_FINITE
 from manyhands.wire.parcels import Matrix, Parcel
 
 pytestmark = pytest.mark.timeout(120)

@@ -17,9 +17,9 @@ from manyhands.lab.bench.inference import format_table, measured_together, run_b
 from manyhands.places.local.supervisor import Ended, Event, Said
 from manyhands.serving.predict_text import TextGenerator
 from manyhands.workloads.predictor import in_precision
+from manyhands.workloads.tasks.digits import ImageClassifier
 from manyhands.workloads.tasks.language import Transformer
 from manyhands.workloads.tasks.recurrent import RecurrentNetwork
-from manyhands.workloads.tasks.vision import ImageClassifier
 
 MODELS: dict[str, tuple[nn.Module, torch.Tensor]] = {
     "digits": (ImageClassifier(side=8, white=16, width=8), torch.rand(32, 1, 8, 8) * 16),

@@ -37,10 +37,9 @@ from manyhands.workloads.registry import WORKLOADS, load
 from manyhands.workloads.svd.model import SvdModel
 from manyhands.workloads.svd.predicting import SvdPredictor
 from manyhands.workloads.tasks import TASKS
-from manyhands.workloads.tasks.digits import read_digits
+from manyhands.workloads.tasks.digits import ImageClassifier, read_digits
 from manyhands.workloads.tasks.language import Transformer
 from manyhands.workloads.tasks.recurrent import RecurrentNetwork
-from manyhands.workloads.tasks.vision import ImageClassifier
 
 SHAPE = ImageShape(8, 16)
 

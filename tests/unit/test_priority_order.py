@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 from torch import nn, optim
 
 from manyhands.errors import UserError
-from manyhands.strategies.allreduce.priority.exchange import Blocked, LateOptimizer, exposed
-from manyhands.strategies.allreduce.priority.parameter_guard import ParameterGuard
-from manyhands.strategies.allreduce.priority.sender import Lateness
-from manyhands.strategies.allreduce.priority.slice_order import Desk, SendOrder
+from manyhands.strategies.allreduce.priority.exchange import Blocked, LateOptimizer, ParameterGuard, exposed
+from manyhands.strategies.allreduce.priority.sender import Desk, Lateness, SendOrder
 from manyhands.strategies.allreduce.priority.sliced_gradients import cut
 from manyhands.wire.flat_layout import lay_out
 

@@ -14,10 +14,9 @@ import torch
 from manyhands.data.matrix import Rows
 from manyhands.engine.fitting import fit
 from manyhands.errors import NonFinite, UserError
-from manyhands.workloads.logreg.batch_task import Bag
 from manyhands.workloads.logreg.examples import Labelled, ParsedBlocks
 from manyhands.workloads.logreg.options import LogregOptions
-from manyhands.workloads.logreg.task import LogregTask
+from manyhands.workloads.logreg.task import Bag, LogregTask
 
 FEATURES = 50
 

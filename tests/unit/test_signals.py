@@ -12,7 +12,7 @@ import pytest
 import typer
 
 from manyhands.cli.command_options import command_elsewhere, command_to_resume, own_command
-from manyhands.cli.ended_by_signal import ended_by_signal
+from manyhands.cli.runs import ended_by_signal
 from manyhands.places.local.signals import as_exception, counted_signals, ending, signal_of
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

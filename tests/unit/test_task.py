@@ -17,7 +17,7 @@ from manyhands.task import Task
 from manyhands.workloads.task_options import Option, check_options, option
 from manyhands.workloads.tasks import TASKS, build
 from manyhands.workloads.tasks.builtin import BuiltinTask
-from manyhands.workloads.tasks.vision import accuracy
+from manyhands.workloads.tasks.digits import accuracy
 
 
 def good(**changes: Any) -> dict[str, Any]:

@@ -21,11 +21,15 @@ from manyhands.data.batches import BatchSource
 from manyhands.errors import DataError, UserError
 from manyhands.task import Task
 from manyhands.workloads.tasks import TASKS, build
-from manyhands.workloads.tasks.digits import digits
-from manyhands.workloads.tasks.language import LanguageOptions, Transformer, language
+from manyhands.workloads.tasks.digits import ImageClassifier, accuracy, digits
+from manyhands.workloads.tasks.language import (
+    LanguageOptions,
+    Transformer,
+    bits_per_byte,
+    language,
+    next_byte_loss,
+)
 from manyhands.workloads.tasks.recurrent import RecurrentNetwork
-from manyhands.workloads.tasks.text_task import bits_per_byte, next_byte_loss
-from manyhands.workloads.tasks.vision import ImageClassifier, accuracy
 
 
 @pytest.fixture(autouse=True)

@@ -17,8 +17,7 @@ from manyhands.errors import UserError
 from manyhands.observe.draw.bars import Bars
 from manyhands.workloads.glove.cooccurrence_files import RECORD, RecordWriter, open_records
 from manyhands.workloads.glove.corpus import Corpus
-from manyhands.workloads.glove.counting import count_cooccurrence, plan_memory
-from manyhands.workloads.glove.spill import MergeRoom, merge_runs
+from manyhands.workloads.glove.counting import MergeRoom, count_cooccurrence, merge_runs, plan_memory
 from manyhands.workloads.glove.vocabulary import Vocabulary, count_words
 
 KIB = 1024

@@ -7,8 +7,13 @@ import pytest
 from scipy.stats import spearmanr
 
 from manyhands.errors import UserError
-from manyhands.workloads.glove.analogies import ask_analogies, read_questions
-from manyhands.workloads.glove.similarity import compare_similarity, read_pairs, spearman
+from manyhands.workloads.glove.analogies import (
+    ask_analogies,
+    compare_similarity,
+    read_pairs,
+    read_questions,
+    spearman,
+)
 from manyhands.workloads.glove.vector_files import Vectors
 
 

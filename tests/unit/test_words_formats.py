@@ -13,10 +13,9 @@ from rich.console import Console
 from manyhands.data.store.atomic import WriteFailed
 from manyhands.errors import DataError, UserError
 from manyhands.observe.draw.bars import Bars, show_rate
-from manyhands.workloads.glove.cooccurrence_files import RECORD, RecordWriter, open_records
+from manyhands.workloads.glove.cooccurrence_files import RECORD, RecordWriter, open_records, shuffle_records
 from manyhands.workloads.glove.corpus import Corpus
 from manyhands.workloads.glove.demo import demo_corpus, english
-from manyhands.workloads.glove.shuffle import shuffle_records
 from manyhands.workloads.glove.vector_files import Vectors
 from manyhands.workloads.glove.vocabulary import Vocabulary
 
@@ -108,7 +107,9 @@ def test_shuffling_loses_nothing_and_follows_the_seed(memory: int, tmp_path: Pat
 
 
 def test_every_order_comes_equally_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("manyhands.workloads.glove.shuffle._buckets", lambda count, memory_bytes: 2)
+    monkeypatch.setattr(
+        "manyhands.workloads.glove.cooccurrence_files._buckets", lambda count, memory_bytes: 2
+    )
     source, out = tmp_path / "source", tmp_path / "out"
     some_records(4).tofile(source)
     found: Counter[bytes] = Counter()

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from manyhands.errors import UserError
-from manyhands.workloads.glove.learning import Learning
-from manyhands.workloads.glove.train_glove import GloveOptions
+from manyhands.workloads.glove.learning import GloveOptions, Learning
 
 
 @pytest.mark.parametrize(

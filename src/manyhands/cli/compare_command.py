@@ -28,10 +28,9 @@ from manyhands.cli.command_options import (
     print_next,
     write_json,
 )
-from manyhands.cli.environment import start_own_workers
-from manyhands.cli.leaving import Findings, leave_findings
+from manyhands.cli.leaving import Findings, leave_findings, status_line, table_console, time_left
 from manyhands.cli.program import spare_the_compiler
-from manyhands.cli.status_line import status_line, table_console, time_left
+from manyhands.cli.runs import start_own_workers
 from manyhands.errors import UserError
 from manyhands.lab.compare.comparison import DEFAULT_STRATEGIES, Target, Trial, parse_strategies
 from manyhands.lab.sweep.trials import parse_values
@@ -346,7 +345,6 @@ def _problems(asked: _CompareSparse) -> list[SparseProblem]:
 
 
 def _one(asked: _CompareSparse, problem: SparseProblem, out: Path) -> Comparison:
-    """All strategies at one density."""
     from manyhands.data.row_files import Reading, RowFile
     from manyhands.lab.compare.run_comparison import CompareSettings, compare
     from manyhands.workloads.logreg.examples import Examples, Spool, parse_examples

@@ -36,8 +36,12 @@ def evaluate_command(
     """How well the vectors answer analogies, and order pairs of words as people do."""
     from manyhands.errors import UserError
     from manyhands.observe.draw.bars import Bars
-    from manyhands.workloads.glove.analogies import ask_analogies, read_questions
-    from manyhands.workloads.glove.similarity import compare_similarity, read_pairs
+    from manyhands.workloads.glove.analogies import (
+        ask_analogies,
+        compare_similarity,
+        read_pairs,
+        read_questions,
+    )
     from manyhands.workloads.glove.vector_files import Vectors
 
     if analogies is None and similarity is None:

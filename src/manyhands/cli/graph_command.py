@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from manyhands.cli.command_options import add_task_command, check_writable
-from manyhands.cli.early import usual_workers
+from manyhands.cli.lazy_commands import usual_workers
 from manyhands.errors import UserError, format_bytes
 from manyhands.strategy import check_count
 from manyhands.workloads.registry import offered
@@ -83,7 +83,6 @@ def _graph(entry: BuiltinTask[Any], task_options: dict[str, Any], common: _Commo
 
 
 def _patterns(given: list[str] | None) -> dict[str, str] | None:
-    """From a pattern to a device."""
     if not given:
         return None
     found = {}

@@ -10,8 +10,7 @@ import typer
 from rich.console import Console
 
 from manyhands.cli.command_options import AllowOverload, command_elsewhere
-from manyhands.cli.ended_by_signal import ended_by_signal
-from manyhands.cli.environment import start_own_workers
+from manyhands.cli.runs import ended_by_signal, start_own_workers
 
 __all__ = ["launch_command"]
 

@@ -4,15 +4,45 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from manyhands.cli.command_options import write_json
-from manyhands.cli.status_line import table_console
+from rich.console import Console
 
-__all__ = ["Findings", "leave_findings"]
+from manyhands.cli.command_options import write_json
+
+__all__ = ["Findings", "leave_findings", "status_line", "table_console", "time_left"]
+
+
+@contextmanager
+def status_line() -> Iterator[Callable[[str], None]]:
+    """Say what goes on: a line that changes on a terminal, and a line for each change elsewhere."""
+    console = Console(stderr=True)
+    status = console.status("starting")
+
+    def say(line: str) -> None:
+        if console.is_terminal:
+            status.update(line)
+        else:
+            print(line, file=sys.stderr, flush=True)
+
+    with status:
+        yield say
+
+
+def time_left(seconds: float | None) -> str:
+    """What a line ends with; nothing where it is not known."""
+    return "" if seconds is None else f" · about {seconds:.0f} s left"
+
+
+def table_console(width: int) -> Console:
+    """As wide as the terminal, or `width` in a file or a pipe."""
+    console = Console()
+    return console if console.is_terminal else Console(width=width)
+
 
 _REPORT = "report.html"
 _WIDTH = 110  # of the table in a file or a pipe

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from manyhands.cli.command_options import add_task_command, check_writable, write_json
-from manyhands.cli.status_line import status_line
+from manyhands.cli.leaving import status_line
 from manyhands.errors import UserError, format_bytes
 from manyhands.strategy import check_count
 from manyhands.workloads.registry import offered
@@ -104,7 +104,6 @@ def _asked(text: str | None, workers: int) -> list[tuple[str, Strategy]]:
 
 
 def _all() -> list[tuple[str, Strategy]]:
-    """By their words."""
     from manyhands.strategies.registry import STRATEGIES
     from manyhands.strategy import Strategy
 

@@ -1,16 +1,27 @@
-"""What every command that makes a run offers besides: to go on with it, to look at it, and its report."""
+"""What every command that makes a run offers besides: to go on with it, to look at it, and its report.
+
+What other launchers say in the environment, and that the commands which start workers themselves do not read it.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from manyhands.data.store.atomic import write_atomically
+from manyhands.observe.draw.charts import Series, data_table, document, line_chart, section
+from manyhands.places.external.specification import EVALUATOR, ClusterSpec
+from manyhands.places.place import TF_CONFIG, stand_alone
+from manyhands.workloads.tasks.builtin import TaskTable
+
 if TYPE_CHECKING:
-    from manyhands.workloads.tasks.builtin import TaskTable
+    from manyhands.places.local.signals import SignalEnding
 
 __all__ = [
     "CheckpointEvery",
@@ -21,9 +32,14 @@ __all__ = [
     "Tensorboard",
     "Tls",
     "Watchdog",
+    "ended_by_signal",
+    "ignored_variables",
+    "leave_if_evaluator",
     "leave_report",
     "live_page",
     "live_tensorboard",
+    "start_own_workers",
+    "write_picture",
 ]
 
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")]
@@ -75,9 +91,9 @@ def live_tensorboard(out: Path, directory: Path | None) -> AbstractContextManage
 
 def leave_report(out: Path, table: TaskTable | None = None) -> None:
     """The run's report, and the picture of a task's table; a disk that takes neither fails no run that ended well."""
+    from manyhands.cli.runs import write_picture
     from manyhands.errors import ManyhandsError
     from manyhands.observe.draw.page import write_report
-    from manyhands.workloads.tasks.task_picture import write_picture
 
     try:
         print(f"report  {write_report(out)}")
@@ -85,3 +101,81 @@ def leave_report(out: Path, table: TaskTable | None = None) -> None:
             print(f"picture  {write_picture(out, table)}")
     except ManyhandsError as error:
         print(f"manyhands: there is no report: {error}", file=sys.stderr)
+
+
+@contextmanager
+def ended_by_signal(kept: Callable[[], str] | None = None) -> Iterator[SignalEnding]:
+    """While this lasts, Ctrl-C, SIGTERM and SIGHUP end the command.
+
+    `kept` is called then and says what is left and how to go on; None: somebody has said so already.
+    """
+    from manyhands.places.local.signals import ending, signal_of
+
+    try:
+        with ending() as end:
+            yield end
+    except (KeyboardInterrupt, SystemExit) as stop:
+        number = signal_of(stop)
+        if number is None:
+            raise
+        number = end.signal or number  # the first that came
+        if kept is not None:
+            print(f"manyhands: ended by {number.name}; {kept()}", file=sys.stderr)
+        raise typer.Exit(128 + number) from None
+
+
+_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def ignored_variables(environment: Mapping[str, str]) -> list[str]:
+    """One sentence for each launcher whose variables are set, with what to do instead."""
+    told = []
+    if environment.get(TF_CONFIG):
+        told.append(
+            "TF_CONFIG is set and not read: workers are started on this host alone, as many as --workers says; "
+            "`manyhands train` with a task such as digits, or a script that calls mh.fit(), is the role that it names"
+        )
+    found = [name for name in _TORCHRUN if environment.get(name)]
+    if "TORCHELASTIC_RUN_ID" in environment or {"RANK", "WORLD_SIZE"} <= set(found):
+        told.append(
+            f"{', '.join(found) or 'TORCHELASTIC_RUN_ID'} {'are' if len(found) > 1 else 'is'} set, as by torchrun, and "
+            "not read: this command starts workers of its own; to train on the processes of torchrun, have it start "
+            "`manyhands train` with a task such as digits, or a script that calls mh.fit() or mh.join()"
+        )
+    return told
+
+
+def leave_if_evaluator() -> None:
+    """End a process that TF_CONFIG makes an evaluator, with a sentence and in peace: it takes no part in a run."""
+    text = os.environ.get(TF_CONFIG, "").strip()
+    if text and text != "{}" and ClusterSpec.from_tf_config(text)[1].type == "evaluator":
+        print(f"manyhands: {EVALUATOR}", file=sys.stderr)
+        raise typer.Exit
+
+
+def start_own_workers() -> None:
+    """From now on `fit` starts workers of its own, whoever started this process; say on stderr what is not read."""
+    for sentence in ignored_variables(os.environ):
+        print(f"manyhands: {sentence}", file=sys.stderr)
+    stand_alone()
+
+
+def write_picture(run: Path, table: TaskTable) -> Path:
+    """Write `picture.html` into the run's directory: a task's table, and its curves with their points."""
+    path = run / "picture.html"
+    series = [Series(name=one.name, xs=one.xs, ys=one.ys, dots=one.dots) for one in table.curves]
+    (middle,) = (one.ys for one in table.curves if one.name == table.against)
+    apart = [
+        Series(name=one.name, xs=one.xs, ys=[y - other for y, other in zip(one.ys, middle, strict=True)])
+        for one in table.curves
+    ]
+    charts = (
+        line_chart(series, title="The points of each worker, and the lines", x_label="x", y_label="y"),
+        line_chart(apart, title=f"How far each line is above “{table.against}”", x_label="x", y_label="y"),
+    )
+    rows = data_table(table.head, table.rows, title="The numbers")
+    headings = ("The lines", "The lines apart")
+    sections = [section(f"chart-{n}", headings[n], chart) for n, chart in enumerate(charts)]
+    page = document(table.title, [*sections, section("rows", "In numbers", rows, "wide")])
+    write_atomically(path, [page.encode()])
+    return path

@@ -21,12 +21,10 @@ from manyhands.cli.command_options import (
     print_next,
 )
 from manyhands.cli.command_process import child_command
-from manyhands.cli.ended_by_signal import ended_by_signal
-from manyhands.cli.environment import start_own_workers
-from manyhands.cli.leaving import Findings, leave_findings
+from manyhands.cli.leaving import Findings, leave_findings, status_line, time_left
 from manyhands.cli.program import spare_the_compiler
+from manyhands.cli.runs import ended_by_signal, start_own_workers
 from manyhands.cli.simulate_command import parse_seconds
-from manyhands.cli.status_line import status_line, time_left
 from manyhands.errors import UserError
 from manyhands.lab.sweep.trials import flag, parse_values
 from manyhands.workloads.registry import offered
@@ -159,7 +157,6 @@ def _leave(task: str, curve: ScalingCurve, common: _Common, out: Path) -> None:
 
 @contextmanager
 def _told() -> Iterator[Callable[[ScalingProgress], None]]:
-    """Shows which run is on."""
     with status_line() as say:
 
         def tell(progress: ScalingProgress) -> None:

@@ -18,8 +18,8 @@ from manyhands.cli.command_options import (
     half,
     print_next,
 )
-from manyhands.cli.ended_by_signal import ended_by_signal
 from manyhands.cli.program import spare_the_compiler
+from manyhands.cli.runs import ended_by_signal
 from manyhands.cli.train_command import end_run, task_table
 from manyhands.errors import UserError
 from manyhands.workloads.registry import offered

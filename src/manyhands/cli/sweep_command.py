@@ -20,12 +20,9 @@ from manyhands.cli.command_options import (
     print_next,
 )
 from manyhands.cli.command_process import child_command
-from manyhands.cli.ended_by_signal import ended_by_signal
-from manyhands.cli.environment import start_own_workers
-from manyhands.cli.leaving import Findings, leave_findings
+from manyhands.cli.leaving import Findings, leave_findings, status_line, time_left
 from manyhands.cli.program import spare_the_compiler
-from manyhands.cli.runs import Resume
-from manyhands.cli.status_line import status_line, time_left
+from manyhands.cli.runs import Resume, ended_by_signal, start_own_workers
 from manyhands.errors import UserError, nearest
 from manyhands.lab.compare.comparison import check_separators
 from manyhands.lab.sweep.trials import SweepPlan, SweepSetting, parse_values
@@ -211,7 +208,6 @@ def _leave(plan: SweepPlan, rows: list[SweepRow], out: Path, json_file: Path | N
 
 @contextmanager
 def _told() -> Iterator[Callable[[SweepProgress], None]]:
-    """Shows how far it is."""
     with status_line() as say:
 
         def tell(progress: SweepProgress) -> None:

@@ -21,9 +21,7 @@ from manyhands.cli.command_options import (
     print_next,
     write_json,
 )
-from manyhands.cli.early import usual_workers
-from manyhands.cli.ended_by_signal import ended_by_signal
-from manyhands.cli.environment import leave_if_evaluator
+from manyhands.cli.lazy_commands import usual_workers
 from manyhands.cli.program import spare_the_compiler
 from manyhands.cli.runs import (
     CheckpointEvery,
@@ -34,6 +32,8 @@ from manyhands.cli.runs import (
     Tensorboard,
     Tls,
     Watchdog,
+    ended_by_signal,
+    leave_if_evaluator,
     leave_report,
     live_page,
     live_tensorboard,

@@ -26,8 +26,6 @@ from manyhands.cli.command_options import (
     print_next,
     write_json,
 )
-from manyhands.cli.ended_by_signal import ended_by_signal
-from manyhands.cli.environment import start_own_workers
 from manyhands.cli.runs import (
     CheckpointEvery,
     Dashboard,
@@ -35,9 +33,11 @@ from manyhands.cli.runs import (
     Resume,
     Tensorboard,
     Watchdog,
+    ended_by_signal,
     leave_report,
     live_page,
     live_tensorboard,
+    start_own_workers,
 )
 from manyhands.errors import UserError
 from manyhands.workloads.compiled_workload import CompiledWorkload, TableRows

@@ -92,6 +92,7 @@ class KernelTrainer:
         self._group = control.group
         self.rank, self.world = self._group.rank, self._group.world
         self._together = isinstance(control.order, Together)
+        self._is_free = not self._together and control.order.turn.order == FREE
         self._worker_context = worker_context
         self._reporter = Reporter(plan, self, worker_context, checkpoints)
         self._samples = 0
@@ -180,7 +181,7 @@ class KernelTrainer:
         order.note_reading()
         taken = self._kernel.take(self._task.portion(step))
         between = order.applied()
-        if not self._together and order.turn.order == FREE:
+        if self._is_free:
             self.overlap[between] += 1
         slow = self._plan.slow
         if slow is not None:
@@ -226,7 +227,8 @@ class KernelTrainer:
         book.compute(end)
         book.end(end, taken.samples, loss)
         self._samples += taken.samples
-        self.sent += Traffic(bytes_sent=taken.bytes_sent, messages_sent=taken.messages_sent)
+        if taken.bytes_sent:
+            self.sent += Traffic(bytes_sent=taken.bytes_sent, messages_sent=taken.messages_sent)
 
     def _refuse(self, rank: int) -> None:
         """On worker `rank`, raise NonFinite for its loss; all workers have stopped.

@@ -39,7 +39,7 @@ from manyhands.native.threads import use_threads
 from manyhands.observe.record.event_ring import BlackBoxes, EventRing
 from manyhands.observe.record.events import EventKind
 from manyhands.observe.record.recorded import role_name
-from manyhands.places.local.context import RoleContext
+from manyhands.places.local.control import RoleContext
 from manyhands.places.local.host import threads_per_role
 from manyhands.strategy import Strategy
 from manyhands.transport.link.interface import Link

@@ -10,8 +10,6 @@ from typing import Final
 
 import torch
 
-__all__ = ["BY_CODE", "CODES", "HALVES", "LINKED", "NAMED", "STORED", "SUMMED", "TYPES", "Kind"]
-
 
 @dataclass(frozen=True, slots=True)
 class Kind:

@@ -21,8 +21,6 @@ from manyhands.native.closeable import Closeable
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CACHE_LINE", "PAGE", "Segment", "available_bytes", "round_up"]
-
 CACHE_LINE = 128  # two 64-byte lines: adjacent-line prefetch makes neighbours share
 PAGE = mmap.PAGESIZE
 _MADV_HUGEPAGE = getattr(mmap, "MADV_HUGEPAGE", None)
@@ -35,7 +33,9 @@ def round_up(num_bytes: int, multiple: int) -> int:
 
 def available_bytes() -> int:
     """Memory this process could still use: the machine's, or the container's where that is less."""
-    room = _machine_available()
+    meminfo = Path("/proc/meminfo").read_text().splitlines()
+    machine = (int(line.split()[1]) * 1024 for line in meminfo if line.startswith("MemAvailable:"))
+    room = next(machine, os.sysconf("SC_AVPHYS_PAGES") * PAGE)
     for limit_file, usage_file in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
         (
@@ -144,13 +144,6 @@ def reserve(descriptor: int, num_bytes: int, purpose: str, kept_bytes: int = 0) 
         except OSError as error:
             os.ftruncate(descriptor, kept_bytes)
             raise OutOfSharedMemory(purpose, needed, available_bytes()) from error
-
-
-def _machine_available() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return os.sysconf("SC_AVPHYS_PAGES") * PAGE
 
 
 def _number(path: str) -> int | None:

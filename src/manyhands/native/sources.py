@@ -14,8 +14,6 @@ from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
-__all__ = ["ROOT", "digest_of", "imported_files", "module_file"]
-
 ROOT = Path(__file__).resolve().parent.parent
 """The folder of the package."""
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from manyhands.errors import ManyhandsError, UserError
-from manyhands.places.local.context import RoleContext
+from manyhands.places.local.control import RoleContext
 from manyhands.places.local.packed_job import load
 from manyhands.places.local.status import State
 from manyhands.workloads.predictor import Predictor

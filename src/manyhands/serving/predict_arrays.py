@@ -16,7 +16,7 @@ from manyhands.data.image_files import IMAGE_FORMATS, ImageShape, read_images
 from manyhands.errors import UserError
 from manyhands.workloads.exporting import load
 from manyhands.workloads.predictor import ModulePredictor, Predictor, ReadAs
-from manyhands.workloads.tasks.vision import ImageClassifier
+from manyhands.workloads.tasks.digits import ImageClassifier
 
 __all__ = ["ImagePredictor", "NumberPredictor", "open_images", "open_numbers"]
 

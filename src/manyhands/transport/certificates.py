@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
     from cryptography.x509 import Certificate, CertificateBuilder, GeneralName
 
-__all__ = ["AUTHORITY_KEY", "HostFolders", "make_certificates"]
-
 AUTHORITY_KEY: Final = "authority.key"
 """Where the authority's own key is kept, if it is."""
 
@@ -67,7 +65,13 @@ def make_certificates(
     hosts are added under the same authority. UserError names what is wrong; then nothing was made.
     """
     _check(hosts, days)
-    _need_cryptography()
+    try:
+        import cryptography  # noqa: F401
+    except ImportError as error:
+        raise UserError(
+            "certificates are made with the cryptography package; pip install 'manyhands[tls]', or bring your own "
+            "(ca.pem, cert.pem, key.pem, token)"
+        ) from error
     now = now or datetime.now(UTC)
     end = now + timedelta(days=days)
     grows = (directory / AUTHORITY_KEY).exists()
@@ -116,16 +120,6 @@ def _check(hosts: Sequence[str], days: float) -> None:
         raise UserError(f"--hosts: {', '.join(twice)} is named twice")
     if not (math.isfinite(days) and 0 < days <= _MOST_DAYS):
         raise UserError(f"--days {days:g}: must be above 0 and at most {_MOST_DAYS:.0f}")
-
-
-def _need_cryptography() -> None:
-    try:
-        import cryptography  # noqa: F401
-    except ImportError as error:
-        raise UserError(
-            "certificates are made with the cryptography package; pip install 'manyhands[tls]', or bring your own "
-            "(ca.pem, cert.pem, key.pem, token)"
-        ) from error
 
 
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

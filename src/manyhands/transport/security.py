@@ -23,23 +23,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from manyhands.errors import UserError
-from manyhands.transport.tls import End, SecureSocket, TlsRefused, why_refused
-
-__all__ = [
-    "AUTHORITY",
-    "CERTIFICATE",
-    "FILES",
-    "HANDSHAKE_S",
-    "KEY",
-    "TOKEN",
-    "End",
-    "SecureSocket",
-    "Security",
-    "TlsRefused",
-    "Validity",
-    "is_loopback",
-    "validity",
-]
+from manyhands.transport.tls import End, SecureSocket, why_refused
 
 _SEQUENCE, _VERSION, _UTC_TIME, _TIME = 0x30, 0xA0, 0x17, 0x18
 _BEGIN: Final = "-----BEGIN CERTIFICATE-----"
@@ -149,7 +133,8 @@ class Security:
         """The folder of this host's certificate, None without TLS."""
         self.token = b""
         """The run's secret, which hubs prove to each other; empty without TLS, where the run makes its own."""
-        self._anywhere = anywhere
+        self.anywhere = anywhere
+        """Whether connections may leave this host."""
         self._contexts: tuple[ssl.SSLContext, ssl.SSLContext] | None = None
         if directory is not None:
             self.token = _read_token(directory / TOKEN)
@@ -179,13 +164,9 @@ class Security:
     def tls(self) -> bool:
         return self._contexts is not None
 
-    @property
-    def anywhere(self) -> bool:
-        return self._anywhere
-
     def check_address(self, host: str) -> None:
         """Refuse an address off loopback that is neither encrypted nor allowed by the user."""
-        if not self._anywhere and not is_loopback(host):
+        if not self.anywhere and not is_loopback(host):
             raise UserError(
                 f"address {host!r}: it is not on loopback, and weights and gradients would travel in the clear; give "
                 "every process --tls DIR, with the folder that `manyhands certificates` made for its host, or "
@@ -219,12 +200,12 @@ class Security:
         """Everything but the token."""
         if self.directory is not None:
             return f"Security.from_directory({str(self.directory)!r})"
-        return "Security.insecure()" if self._anywhere else "Security.loopback()"
+        return "Security.insecure()" if self.anywhere else "Security.loopback()"
 
     def __reduce__(self) -> tuple[Callable[..., Security], tuple[Any, ...]]:
         """As the way to make it again: neither key nor token travels."""
         directory = str(self.directory.absolute()) if self.directory is not None else None
-        return _made, (self._anywhere, directory)  # cloudpickle would take a class method to pieces
+        return _made, (self.anywhere, directory)  # cloudpickle would take a class method to pieces
 
 
 _LOOPBACK: Final = Security()

@@ -20,8 +20,6 @@ from typing import Final
 
 from manyhands.errors import ManyhandsError
 
-__all__ = ["End", "SecureSocket", "TlsRefused", "why_refused"]
-
 _RECORD_BYTES: Final = 16 << 10  # the most that TLS encrypts in one piece
 _CHUNK_BYTES: Final = 8 * _RECORD_BYTES
 _PER_CALL_BYTES: Final = (
@@ -64,25 +62,19 @@ class TlsRefused(ManyhandsError):
 def why_refused(error: ssl.SSLError) -> str:
     """A sentence about the other end, `it`, for an error of OpenSSL."""
     if isinstance(error, ssl.SSLCertVerificationError):
-        return _why_not_verified(error.verify_code, error.verify_message)
+        if error.verify_code == _EXPIRED:
+            return "its certificate has expired; make new ones with `manyhands certificates`, or set this host's clock"
+        if error.verify_code == _NOT_YET_VALID:
+            return "its certificate is not valid yet: this host's clock is behind the one where it was made; set it"
+        if error.verify_code in _OTHER_AUTHORITY:
+            return f"its certificate is of another authority; {_SAME_FOLDERS}"
+        return f"its certificate is not accepted: {error.verify_message}"
     reason = _reason(error)
     return _REASONS.get(reason, f"TLS failed ({reason.replace('_', ' ').lower() or error})")
 
 
 def _reason(error: ssl.SSLError) -> str:
     return getattr(error, "reason", None) or ""  # one that OpenSSL has not made has no such attribute
-
-
-def _why_not_verified(code: int, message: str) -> str:
-    if code == _EXPIRED:
-        return "its certificate has expired; make new ones with `manyhands certificates`, or set this host's clock"
-    if code == _NOT_YET_VALID:
-        return (
-            "its certificate is not valid yet: this host's clock is behind the one where it was made; set it"
-        )
-    if code in _OTHER_AUTHORITY:
-        return f"its certificate is of another authority; {_SAME_FOLDERS}"
-    return f"its certificate is not accepted: {message}"
 
 
 class SecureSocket:
@@ -124,15 +116,11 @@ class SecureSocket:
         except ssl.SSLError as error:
             self._failed = TlsRefused(why_refused(error))
             if self._server_side and _reason(error) in _NO_TLS:
-                self._refuse_in_the_clear()
+                try:  # say, as TLS does, that nothing else is spoken here; OpenSSL says nothing where it sees no TLS
+                    socket.socket.send(self._end, _ALERT_VERSION)
+                except OSError:
+                    pass  # it is gone, or never reads
             raise self._failed from error
-
-    def _refuse_in_the_clear(self) -> None:
-        """Say, as TLS does, that nothing else is spoken here; OpenSSL says nothing where it sees no TLS at all."""
-        try:
-            socket.socket.send(self._end, _ALERT_VERSION)
-        except OSError:
-            pass  # it is gone, or never reads
 
     def _shake(self) -> int:
         if self._tls is None:

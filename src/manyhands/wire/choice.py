@@ -17,19 +17,6 @@ from typing import Any, Final
 
 from manyhands.wire.names import RAW, rounds_hops
 
-__all__ = [
-    "CHOSEN",
-    "LOSSY",
-    "CodecChoice",
-    "CodecCost",
-    "LinkCost",
-    "candidates",
-    "codec_sentence",
-    "decide",
-    "looks_at",
-    "sent_bytes",
-]
-
 CHOSEN: Final = "codec_choices"
 """By which a summary tells what was chosen: a list of `step`, `codec` and `why`."""
 
@@ -116,7 +103,8 @@ def decide(
     wire: dict[str, float] = {RAW: raw_s}
     work: dict[str, float] = {RAW: 0.0}
     for cost in costs:
-        if not cost.error <= _allowed(cost.codec, error):  # nor what is not finite
+        # Double precision may always be sent as single; an error that is not finite is never allowed.
+        if not cost.error <= (math.inf if cost.codec == "fp32" else error):
             continue
         gathered = not rounds_hops(cost.codec) and cost.share * world < 2
         wire[cost.codec] = link.seconds(sent_bytes(num_bytes, cost.share, world, gathered=gathered))
@@ -148,11 +136,6 @@ def codec_sentence(choices: Sequence[Mapping[str, Any]] | None) -> str:
     last = choices[-1]
     often = f", the last of {len(choices)} looks, with {changes} changes" if len(choices) > 1 else ""
     return f"codec=auto chose {last['why']} (at step {last['step'] + 1}{often})"
-
-
-def _allowed(codec: str, error: float) -> float:
-    """Whether the codec's error is allowed; double precision may always be sent as single."""
-    return math.inf if codec == "fp32" else error
 
 
 def _reason(

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-__all__ = ["GradientTap", "put"]
 
 
 class GradientTap:
@@ -26,8 +25,9 @@ class GradientTap:
         self._hooks: list[Any] = []
         for number, parameter in enumerate(parameters):
             if before is not None:
-                self._hooks.append(parameter.register_hook(_announcing(number, before)))  # type: ignore[no-untyped-call]
-            hook = parameter.register_post_accumulate_grad_hook(_handing(number, taken))  # type: ignore[no-untyped-call]
+                announce = partial(_announce, before, number)
+                self._hooks.append(parameter.register_hook(announce))  # type: ignore[no-untyped-call]
+            hook = parameter.register_post_accumulate_grad_hook(partial(taken, number))  # type: ignore[no-untyped-call]
             self._hooks.append(hook)
 
     def close(self) -> None:
@@ -51,15 +51,5 @@ def put(view: Tensor, gradient: Tensor, weight: float, *, add: bool = False) -> 
         view.copy_(gradient * weight)
 
 
-def _announcing(number: int, before: Callable[[int], None]) -> Callable[[Tensor], None]:
-    def announce(_: Tensor) -> None:
-        before(number)
-
-    return announce
-
-
-def _handing(number: int, taken: Callable[[int, Tensor], None]) -> Callable[[Tensor], None]:
-    def hand_over(parameter: Tensor) -> None:
-        taken(number, parameter)
-
-    return hand_over
+def _announce(before: Callable[[int], None], number: int, _gradient: Tensor) -> None:
+    before(number)  # a hook that returned something would replace the gradient

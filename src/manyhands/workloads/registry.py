@@ -186,7 +186,6 @@ def require_task(name: str) -> Any:
 
 @cache
 def _warn(sentence: str) -> None:
-    """Once."""
     print(f"manyhands: {sentence}", file=sys.stderr)
 
 

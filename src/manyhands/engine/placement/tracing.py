@@ -196,6 +196,9 @@ def _num_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(one.numel() * one.element_size() for one in tensors)
 
 
+# A model as a graph: its modules in the order in which they ran, and what each passes on to which; pure.
+# Where its nodes are, is an *assignment*: a place for each node, the name of a device, a stage or a worker. Its cut
+# follows: the edges between two places, and the bytes that travel on them.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
     """One module of a model, as it ran once."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from manyhands.errors import UserError
-from manyhands.strategies.allreduce.priority.slice_order import SendOrder
+from manyhands.strategies.allreduce.priority.sender import SendOrder
 
 __all__ = ["ORDERS", "Burst", "LayeredStep", "gain_bound", "push_at_once", "step_seconds"]
 

@@ -24,7 +24,7 @@ from manyhands.native.threads import choose_functions
 from manyhands.observe.record.event_ring import EventRing
 from manyhands.observe.record.events import EventKind
 from manyhands.places.external.process_place import Launched, ProcessPlace, joining_place
-from manyhands.places.local.context import RoleContext
+from manyhands.places.local.control import RoleContext
 from manyhands.strategy import Strategy
 
 __all__ = ["join"]

@@ -26,7 +26,7 @@ from manyhands.engine.fitting import fit
 from manyhands.errors import ManyhandsError, UserError, nearest
 from manyhands.observe.analyse.serving_view import percentile
 from manyhands.observe.draw.bars import Bars
-from manyhands.places.local.context import RoleContext
+from manyhands.places.local.control import RoleContext
 from manyhands.places.local.host import threads_per_role
 from manyhands.places.local.supervisor import Ended, Role, Said, Supervisor
 from manyhands.task import Task

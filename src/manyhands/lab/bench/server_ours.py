@@ -47,7 +47,8 @@ from manyhands.strategies.ps.ps_messages import (
 from manyhands.strategies.ps.shard_layout import FlatLayout
 from manyhands.strategies.ps.strategy import Ps
 from manyhands.task import Task
-from manyhands.transport.hub.hub import Arrived, Hub, Lost
+from manyhands.transport.hub.hub import Hub
+from manyhands.transport.hub.hub_events import Arrived, Lost
 
 __all__ = ["OurPeer", "OurServer", "WorkerEnd"]
 

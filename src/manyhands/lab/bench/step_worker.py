@@ -33,8 +33,8 @@ from manyhands.native.group.shared_group import SharedGroup
 from manyhands.places.local.parent import die_with_parent
 from manyhands.strategy import Strategy
 from manyhands.task import Task
+from manyhands.workloads.tasks.digits import ImageClassifier, classification_loss
 from manyhands.workloads.tasks.language import LanguageOptions, language
-from manyhands.workloads.tasks.vision import ImageClassifier, classification_loss
 
 __all__ = [
     "ALONE",

@@ -33,42 +33,6 @@ from manyhands.native.waiting import (
     wait_until,
 )
 
-__all__ = [
-    "ABORT_OFFSET",
-    "ARRIVED",
-    "BUCKET_COUNT",
-    "BUCKET_REDUCER",
-    "BUCKET_TABLE",
-    "BUSY",
-    "CLOSED",
-    "DONE",
-    "FINISH",
-    "GROUP_CONTROL",
-    "GROUP_FINISHED",
-    "GROUP_LATE",
-    "GROUP_LATE_NS",
-    "GROUP_LATE_OPERATION",
-    "GROUP_LATE_PHASE",
-    "GROUP_LAUNCHED",
-    "GROUP_OLDEST",
-    "GROUP_PART_NS",
-    "GROUP_RANK",
-    "GROUP_REDUCING_NS",
-    "GROUP_SCRATCH",
-    "GROUP_SIGN",
-    "GROUP_SPINS",
-    "GROUP_TIMEOUT_NS",
-    "GROUP_WAITING_NS",
-    "GROUP_WORLD",
-    "LAUNCH",
-    "POLL",
-    "SCATTER",
-    "abort_group",
-    "advance",
-    "all_done",
-    "word_offset",
-]
-
 # The control segment: line 0 is written once by its creator, line 1 holds the abort word, then come the ranks'.
 ABORT_OFFSET = CACHE_LINE
 _FIRST_RANK_OFFSET = 2 * CACHE_LINE

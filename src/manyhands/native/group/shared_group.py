@@ -35,8 +35,6 @@ from manyhands.native.segment import CACHE_LINE, PAGE, Segment, reserve, round_u
 from manyhands.native.wait_sign import sign_address
 from manyhands.native.waiting import ABORTED, REACHED, TIMED_OUT, spins_for
 
-__all__ = ["Bucket", "GroupStats", "SharedGroup", "SharedGroupFiles", "slice_of", "warm"]
-
 _OPERATIONS = {"sum": reduction_kernels.SUM, "mean": reduction_kernels.MEAN, "max": reduction_kernels.MAX}
 _MAGIC, _VERSION = 0x6D68_6772, 1
 _HEADER = 4  # words of line 0: magic, version, world, number of the operation before the first
@@ -261,9 +259,16 @@ class SharedGroup(Closeable):
                 f"bucket(offset={offset}, count={count}, {dtype}): the offset must be a multiple of {CACHE_LINE} "
                 f"and the end at most {self._part_bytes} bytes"
             )
-        mine = _checked(ranges, count, self.world)[self.rank] if ranges is not None else None
-        if mine is None:
+        if ranges is None:
             mine = slice_of(count, dtype.itemsize, self.rank, self.world)
+        else:
+            ends = [0, *(one.stop for one in ranges)]
+            follow = all(one == range(begin, one.stop) for begin, one in zip(ends, ranges, strict=False))
+            if len(ranges) != self.world or ends[-1] != count or not follow:
+                raise UserError(
+                    f"ranges={list(ranges)}: must be {self.world} ranges, one after the other from 0 to {count}"
+                )
+            mine = ranges[self.rank]
         block = self._new_block(group_calls.BUCKET_TABLE + self.world)
         block[group_calls.BUCKET_COUNT] = len(mine)
         block[group_calls.BUCKET_REDUCER] = reduction_kernels.reducer_address(SUMMED[dtype])
@@ -398,20 +403,6 @@ class SharedGroup(Closeable):
             f"{', '.join(others)}; see whether it still runs, or allow more than timeout_s={self.timeout_s:g}",
             self._roles[first],
         )
-
-
-def _checked(ranges: Sequence[range], count: int, world: int) -> Sequence[range]:
-    """The ranges, if they are one per rank and together hold every item once, in order."""
-    ends = [0, *(mine.stop for mine in ranges)]
-    if (
-        len(ranges) != world
-        or ends[-1] != count
-        or any(mine != range(begin, mine.stop) for begin, mine in zip(ends, ranges, strict=False))
-    ):
-        raise UserError(
-            f"ranges={list(ranges)}: must be {world} ranges, one after the other from 0 to {count}"
-        )
-    return ranges
 
 
 def _operation(op: str) -> int:

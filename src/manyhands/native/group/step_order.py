@@ -24,8 +24,6 @@ from manyhands.native.group.gate import FREE, LOCKED, TURNS, Gate, Turn
 from manyhands.native.group.shared_group import SharedGroup
 from manyhands.native.segment import Segment
 
-__all__ = ["ORDERS", "Order", "Together"]
-
 
 class Order(ABC):
     """One worker's side of an order, whose memory begins at `offset` of `segment`.
@@ -86,9 +84,9 @@ class Order(ABC):
     def stop(self, step: int) -> None:
         """Between `enter` and `leave`, or after a compiled step: prevent any worker from beginning another batch."""
 
-    @abstractmethod
     def done(self) -> int:
-        """Every worker, after synchronizing: the first batch that was not taken."""
+        """Every worker, after synchronizing: the first batch that was not taken; `stop` may have moved the end."""
+        return self._end.get()
 
     def take_waits(self) -> dict[int, int]:
         """Nanoseconds waited for each worker since the last call."""
@@ -133,10 +131,22 @@ class Locked(Free):
         self._gate.leave(self._ticket)
 
 
-class Turns(Order):
-    """Round-robin: one step at a time, in the order of the batches."""
+class _Planned(Order):
+    """Who takes which batch is known beforehand: every `_stride`-th from `_next` on."""
 
     _next = 0
+    _stride = 1
+
+    def claim(self) -> int | None:
+        step = self._next
+        if step >= self._end.get():
+            return None
+        self._next += self._stride
+        return step
+
+
+class Turns(_Planned):
+    """Round-robin: one step at a time, in the order of the batches."""
 
     @property
     def turn(self) -> Turn:
@@ -144,17 +154,10 @@ class Turns(Order):
 
     def begin(self, first: int, end: int) -> None:
         super().begin(first, end)
-        self._next = first + (self._rank - first) % self._world
+        self._next, self._stride = first + (self._rank - first) % self._world, self._world
         if self._rank == 0:
             number = first if self._numbering is None else self._numbering(first)
             self._gate.reset(number, first % self._world)
-
-    def claim(self) -> int | None:
-        step = self._next
-        if step >= self._end.get():
-            return None
-        self._next += self._world
-        return step
 
     def enter(self, step: int) -> None:
         self._gate.enter(step)
@@ -172,36 +175,18 @@ class Turns(Order):
         ahead = self._world if self._numbering is None else 2 * self._world
         self._end.set(min(self._end.get(), step + ahead))
 
-    def done(self) -> int:
-        """The end, which `stop` may have moved: all batches before it are done."""
-        return self._end.get()
 
-
-class Together(Order):
+class Together(_Planned):
     """Every worker takes part in every step, and each step ends only when all have."""
-
-    _next = 0
 
     def begin(self, first: int, end: int) -> None:
         """All workers begin with `first`."""
         super().begin(first, end)
         self._next = first
 
-    def claim(self) -> int | None:
-        """Claim the next batch, as every worker does."""
-        step = self._next
-        if step >= self._end.get():
-            return None
-        self._next += 1
-        return step
-
     def stop(self, step: int) -> None:
         """End after the next step: others may have begun it, and it needs all; none can have begun the one after."""
         self._end.set(min(self._end.get(), step + 2))
-
-    def done(self) -> int:
-        """The end: all batches before it are done."""
-        return self._end.get()
 
 
 ORDERS: dict[str, type[Order]] = {"free": Free, "locked": Locked, "turns": Turns, "together": Together}

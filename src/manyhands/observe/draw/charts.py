@@ -17,11 +17,12 @@ from manyhands.observe.draw.axes import Axis, Tick, linear, logarithmic, short_n
 from manyhands.observe.draw.paper import (
     NUM_COLOURS,
     NUM_DASHES,
-    NUM_HEATS,
     STYLE,
+    data_table,
     document,
     findings_section,
     made_section,
+    matrix,
     quiet,
     section,
 )
@@ -53,8 +54,6 @@ _NAME_LETTERS = 13
 _MAX_POINTS = 400  # points per curve; more would be narrower than a pixel
 _MAX_SPOTS = 40  # points per curve that show their values on hover
 _MAX_BINS = 24
-_NARROW = 4  # columns that fit on a phone
-_HALF_LETTERS = 20  # characters that fit in half a phone's width
 _STRIPE = 7  # stripe length of curves that overlap
 
 
@@ -223,82 +222,6 @@ def histogram(
     return _figure(title, _svg(drawn, _HEIGHT, said), _legend((), ()), "plot")
 
 
-def matrix(
-    values: Sequence[Sequence[float]],
-    rows: Sequence[str],
-    columns: Sequence[str],
-    *,
-    title: str,
-    corner: str = "",
-    show: Callable[[float], str] | None = None,
-    scrolls: bool = True,
-) -> str:
-    """Draw numbers as a table with cells coloured by magnitude; 0 is a dot.
-
-    Where it `scrolls` it is a focusable region for the keyboard.
-    """
-    show = show or short_number
-    greatest = max((abs(v) for row in values for v in row if math.isfinite(v)), default=0.0) or 1.0
-    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in columns)
-    body = ""
-    for name, row in zip(rows, values, strict=True):
-        cells = "".join(_cell(value, greatest, show) for value in row)
-        body += f'<tr><th scope="row">{escape(name)}</th>{cells}</tr>'
-    return _scroll(
-        title,
-        f'<table class="heat"><caption>{escape(title)}</caption><thead><tr>'
-        f'<th scope="col" class="corner">{escape(corner)}</th>{head}</tr></thead><tbody>{body}</tbody></table>',
-        scrolls,
-    )
-
-
-def data_table(
-    columns: Sequence[str],
-    rows: Iterable[Sequence[str]],
-    *,
-    title: str,
-    words: Sequence[int] = (0,),
-    scrolls: bool = True,
-) -> str:
-    """Rows of text under their columns; those of `words` are read from the left, the others are numbers.
-
-    On a phone a table of many columns is a block for each row, every cell with its column's name; the roles keep
-    it a table for those who listen. Where it `scrolls` it is a region of its own that the keyboard reaches.
-    """
-    rows = [tuple(row) for row in rows]
-    kinds = [
-        _kinds(
-            "" if index in words else "number",
-            "long"
-            if (
-                len(name) + max((len(cell) for cell in [row[index] for row in rows]), default=0)
-                > _HALF_LETTERS
-            )
-            else "",
-        )
-        for index, name in enumerate(columns)
-    ]
-    head = "".join(
-        f'<th role="columnheader" scope="col"{kind}>{escape(name)}</th>'
-        for name, kind in zip(columns, kinds, strict=True)
-    )
-    body = ""
-    for first, *others in rows:
-        cells = "".join(
-            f'<td role="cell"{kind} data-name="{escape(name)}">{escape(text)}</td>'
-            for name, text, kind in zip(columns[1:], others, kinds[1:], strict=True)
-        )
-        body += f'<tr role="row"><th role="rowheader" scope="row"{kinds[0]}>{escape(first)}</th>{cells}</tr>'
-    prose = " prose" if len(words) == len(columns) else ""
-    shape = f"stack{prose}" if len(columns) > _NARROW else "plain"
-    return _scroll(
-        title,
-        f'<table class="{shape}" role="table"><caption>{escape(title)}</caption><thead role="rowgroup">'
-        f'<tr role="row">{head}</tr></thead><tbody role="rowgroup">{body}</tbody></table>',
-        scrolls,
-    )
-
-
 def _gaps(series: Series, positive_x: bool, positive_y: bool) -> list[list[tuple[float, float]]]:
     runs: list[list[tuple[float, float]]] = [[]]
     for x, y in zip(series.xs, series.ys, strict=True):
@@ -441,13 +364,6 @@ def _listed(names: Sequence[str]) -> str:
     return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
-def _cell(value: float, greatest: float, show: Callable[[float], str]) -> str:
-    if value == 0 or not math.isfinite(value):
-        return f'<td class="quiet">{"·" if value == 0 else escape(show(value))}</td>'
-    heat = min(NUM_HEATS - 1, max(1, round((NUM_HEATS - 1) * (abs(value) / greatest))))
-    return f'<td class="h{heat}">{escape(show(value))}</td>'
-
-
 def _row_name(name: str, y: float) -> str:
     short = name if len(name) <= _NAME_LETTERS else name[: _NAME_LETTERS - 1] + "…"
     return (
@@ -477,17 +393,6 @@ def _svg(drawn: Iterable[str], height: float, said: str, kind: str = "chart") ->
 def _figure(title: str, svg: str, legend: str = "", kind: str = "") -> str:
     shape = f' class="{kind}"' if kind else ""
     return f"<figure{shape}><figcaption>{escape(title)}</figcaption>{legend}{svg}</figure>"
-
-
-def _kinds(*kinds: str) -> str:
-    named = " ".join(kind for kind in kinds if kind)
-    return f' class="{named}"' if named else ""
-
-
-def _scroll(title: str, table: str, scrolls: bool) -> str:
-    if not scrolls:
-        return table
-    return f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(title)}">{table}</div>'
 
 
 _NEAR = 1.5  # distance in picture units below which a stroke hides another

@@ -52,8 +52,6 @@ from manyhands.transport.hub.handshake import Credentials
 from manyhands.transport.hub.hub import Hub
 from manyhands.transport.hub.hub_events import Arrived, HubEvent, Joined, Lost, Ready, Settings
 
-__all__ = ["Contact", "ControlConnection", "ControlStore", "open_control_connection"]
-
 _LEADER: Final = 0
 _TICK_S: Final = 0.05
 _PING_S: Final = 2.0
@@ -165,7 +163,8 @@ class ControlConnection(Closeable):
         self._marked: ControlMarked | None = None
         self._told: deque[Mapping[str, Any]] = deque()
         self._stop_requested = False
-        self._over: Broken | None = None
+        self.over: Broken | None = None
+        """Why the run ended early, or None."""
         self._on_over: list[Callable[[Broken], None]] = []
         self._heard = threading.Condition()
         self._answers: dict[int, StoreAnswer | None] = {}
@@ -216,7 +215,7 @@ class ControlConnection(Closeable):
         self._ear.answer_any()
         if timeout_s > 0:
             with self._heard:
-                self._heard.wait_for(lambda: self._told or self._over is not None, timeout_s)
+                self._heard.wait_for(lambda: self._told or self.over is not None, timeout_s)
         told = []
         while self._told:
             told.append(self._told.popleft())
@@ -224,7 +223,7 @@ class ControlConnection(Closeable):
 
     def stop_requested(self) -> bool:
         """Whether the leader asked this process to stop, or the run is over."""
-        return self._stop_requested or self._over is not None
+        return self._stop_requested or self.over is not None
 
     @property
     def stopping(self) -> bool:
@@ -253,22 +252,18 @@ class ControlConnection(Closeable):
 
     # ── what comes from the leader ────────────────────────────────────────────────────────────────────────────────
 
-    @property
-    def over(self) -> Broken | None:
-        return self._over
-
     def wait_over(self, timeout_s: float) -> Broken | None:
         """Wait at most `timeout_s` for the run to end early; return the reason, or None."""
         with self._heard:
-            self._heard.wait_for(lambda: self._over is not None, timeout_s)
-            return self._over
+            self._heard.wait_for(lambda: self.over is not None, timeout_s)
+            return self.over
 
     def on_over(self, act: Callable[[Broken], None]) -> None:
         """Call `act` in the connection's thread if the run ends early, at once if it already has. Used to end
         waits.
         """
         with self._heard:
-            over = self._over
+            over = self.over
             if over is None:
                 self._on_over.append(act)
         if over is not None:
@@ -330,7 +325,7 @@ class ControlConnection(Closeable):
         for _ in range(0 if self._same_clock else _FIRST_PINGS):
             self._ping()
             asked, deadline = len(self._brackets), time.monotonic() + 1.0
-            while len(self._brackets) == asked and time.monotonic() < deadline and self._over is None:
+            while len(self._brackets) == asked and time.monotonic() < deadline and self.over is None:
                 self._poll(0.1)
         self._thread = threading.Thread(target=self._run, name="manyhands line", daemon=True)
         self._thread.start()
@@ -360,20 +355,20 @@ class ControlConnection(Closeable):
 
     def _serve(self) -> None:
         pinged_s = time.monotonic()
-        while not self._leaving and self._over is None:
+        while not self._leaving and self.over is None:
             self._poll(_TICK_S)
             self._send_signs()
             if not self._same_clock and time.monotonic() - pinged_s >= _PING_S:
                 pinged_s = time.monotonic()
                 self._ping()
         deadline = time.monotonic() + _FLUSH_S
-        while self._over is None and time.monotonic() < deadline:
+        while self.over is None and time.monotonic() < deadline:
             self._send_signs()
             if self._bag.empty(self._post):
                 self._hub.flush(max(0.0, deadline - time.monotonic()))
                 return
             self._poll(_TICK_S)
-        if self._over is not None and self._hub.members():  # the leader is alive and may want the reason
+        if self.over is not None and self._hub.members():  # the leader is alive and may want the reason
             self._send_signs()
             self._bag.empty(self._post)
             self._hub.flush(1.0)
@@ -454,9 +449,9 @@ class ControlConnection(Closeable):
 
     def _end_waits(self, broken: Broken) -> None:
         with self._heard:
-            if self._over is not None:
+            if self.over is not None:
                 return
-            self._over = broken
+            self.over = broken
             acts, self._on_over = self._on_over, []
             self._heard.notify_all()
         self._ear.ring()
@@ -464,8 +459,8 @@ class ControlConnection(Closeable):
             act(broken)
 
     def _require_going(self) -> None:
-        if self._over is not None:
-            raise Aborted(self._over.sentence)
+        if self.over is not None:
+            raise Aborted(self.over.sentence)
         if self._closed:
             raise Aborted(f"{self.name} has closed its line to {self.leader}")
 

@@ -29,9 +29,8 @@ from manyhands.transport.heartbeats import Heartbeats, exchange_places
 from manyhands.transport.hub.addresses import tune
 from manyhands.transport.link.tcp import TcpLink
 from manyhands.transport.liveness import SILENT_AFTER_S
-from manyhands.transport.security import HANDSHAKE_S, End, Security, TlsRefused
-
-__all__ = ["address_towards", "meet_all", "open_heartbeats", "open_links"]
+from manyhands.transport.security import HANDSHAKE_S, Security
+from manyhands.transport.tls import End, TlsRefused
 
 _HELLO: Final = struct.Struct("!II32s")  # from, to, nonce
 _PROOF_BYTES: Final = 32

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import FileStore, HashStore, Store, TCPStore
 from manyhands.errors import ManyhandsError, UserError, first_line
 from manyhands.native.version import __version__
 from manyhands.places.external.specification import ClusterSpec
-from manyhands.places.local.context import RoleContext
+from manyhands.places.local.control import RoleContext
 from manyhands.places.place import LAUNCHER_VARIABLE, is_worker
 from manyhands.strategy import Strategy
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from manyhands.places.external.control_messages import ControlHello, ControlRefused, Term
-
-__all__ = ["Register", "clock_notice", "terms_of"]
 
 _SHOWN: Final = 60
 _CLOCKS_AGREE_S: Final = 60.0
@@ -46,15 +44,12 @@ class Register:
     def __init__(self, leader: ControlHello) -> None:
         self._leader = leader
         self._seats: dict[int, ControlHello] = {}
-        self._rejected: list[str] = []
+        self.rejected: list[str] = []
+        """One sentence for each process that was rejected."""
 
     @property
     def missing(self) -> tuple[int, ...]:
         return tuple(rank for rank in range(1, self._leader.world) if rank not in self._seats)
-
-    @property
-    def rejected(self) -> Sequence[str]:
-        return self._rejected
 
     def arrive(self, hello: ControlHello) -> ControlRefused | None:
         """Admit a process to its rank, or return why it does not belong to this run."""
@@ -62,7 +57,7 @@ class Register:
         if refused is None:
             self._seats[hello.rank] = hello
         else:
-            self._rejected.append(refused.reason)
+            self.rejected.append(refused.reason)
         return refused
 
     def leave(self, rank: int) -> None:
@@ -71,7 +66,7 @@ class Register:
     def late(self, deed: str, waited_s: float, named: Callable[[int], str] = "rank {}".format) -> str:
         """The sentence on ranks that did not join in time, with what is known of rejected processes."""
         who = f"{', '.join(map(named, self.missing))} of {self._leader.world}"
-        told = "".join(f"; {sentence}" for sentence in self._rejected[-3:])
+        told = "".join(f"; {sentence}" for sentence in self.rejected[-3:])
         return f"{who} did not {deed} within {waited_s:.1f} s; see whether it was started{told}"
 
     def _check(self, hello: ControlHello) -> ControlRefused | None:

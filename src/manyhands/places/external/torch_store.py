@@ -17,8 +17,6 @@ from manyhands.errors import ManyhandsError
 from manyhands.places.external.key_value_store import comes_true
 from manyhands.places.local.rendezvous import RendezvousStore
 
-__all__ = ["RunStore"]
-
 _BYTES: Final = "base64:"
 
 

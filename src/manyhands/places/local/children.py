@@ -22,8 +22,7 @@ from typing import IO, Any, Literal, Self
 
 from manyhands.errors import ManyhandsError, UserError
 from manyhands.places.local.child_descriptors import RoleSpec
-from manyhands.places.local.context import RoleContext
-from manyhands.places.local.control import Channel, Message
+from manyhands.places.local.control import Channel, Message, RoleContext
 from manyhands.places.local.host import threads_per_role
 from manyhands.places.local.member import Exited, Garbled, Heard
 from manyhands.places.local.stacks import STACK_SIGNAL

@@ -15,21 +15,25 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
-from manyhands.errors import Aborted, ManyhandsError, PeerTimeout
+from manyhands.errors import Aborted, ManyhandsError, PeerTimeout, UserError, nearest
+from manyhands.places.local.child_descriptors import RoleSpec
+from manyhands.places.local.status import NOBODY, State, StatusTable
 from manyhands.transport.messages import MessageCoder, ProtocolError
 
 __all__ = [
     "MAX_FRAME_BYTES",
     "Channel",
+    "Context",
     "Decoder",
     "Failed",
     "Finished",
     "Message",
     "Note",
+    "RoleContext",
     "RoleStarted",
     "Stop",
     "Unread",
@@ -220,3 +224,115 @@ class Channel:
         left_s = deadline - time.monotonic()
         if left_s <= 0 or not poll.poll(left_s * 1000):
             raise PeerTimeout(f"{self.peer} has read nothing for {timeout_s:g} s", peer=-1)
+
+
+_SEND_TIMEOUT_S = 60.0
+
+
+class Context(Protocol):
+    """What a role needs of its worker context, however its process was started: `RoleContext` or
+    `ControlConnection`.
+    """
+
+    name: str
+    rank: int
+    world: int
+
+    def send(self, payload: Mapping[str, Any]) -> None:
+        """Tell the leader something, as JSON."""
+
+    def mark(
+        self,
+        step: int,
+        state: State,
+        waiting_for: int = NOBODY,
+        *,
+        place: tuple[int, int] | None = None,
+    ) -> None:
+        """Show what this role is doing."""
+
+    def stop_requested(self) -> bool:
+        """Whether the leader asked to leave."""
+
+    @property
+    def stopping(self) -> bool:
+        """Whether a request to leave is among what was read so far."""
+
+    def received(self) -> list[Mapping[str, Any]]:
+        """What the leader told this role since the last call."""
+
+
+class RoleContext:
+    """A role's view of its run; `send` may be called from any thread, the rest from the thread of the job."""
+
+    def __init__(self, spec: RoleSpec, channel: Channel, status_table: StatusTable) -> None:
+        self.name = spec.name
+        self.rank = spec.rank
+        self.world = spec.world
+        self.step = 0
+        self._descriptors = spec.descriptors
+        self._channel = channel
+        self._status_table = status_table
+        self._line = spec.line
+        self._told: list[Mapping[str, Any]] = []
+        self._stop_requested = False
+
+    def descriptor(self, name: str) -> int:
+        if name not in self._descriptors:
+            raise UserError(
+                f"{self.name} inherited no descriptor {name!r}; {nearest(name, self._descriptors)}"
+            )
+        return self._descriptors[name]
+
+    def send(self, payload: Mapping[str, Any]) -> None:
+        """Tell the launcher something, as JSON; in order, and all of it before the run's result.
+
+        Raises PeerTimeout if the launcher has read nothing for a minute.
+        """
+        self._channel.send(Note(payload=payload), _SEND_TIMEOUT_S)
+
+    def mark(
+        self,
+        step: int,
+        state: State,
+        waiting_for: int = NOBODY,
+        *,
+        place: tuple[int, int] | None = None,
+    ) -> None:
+        """Show in the status table what this role is doing; costs a few microseconds, so call it often.
+
+        In a pipeline `place` is the stage and the micro-batch.
+        """
+        self.step = step
+        self._status_table.mark(self._line, step, state, waiting_for, place)
+
+    def stop_requested(self) -> bool:
+        """Whether the launcher asked to leave; a role that does not is killed after the launcher's grace."""
+        self._sort(self._channel.receive())
+        return self._stop_requested or self._channel.ended
+
+    @property
+    def stopping(self) -> bool:
+        """Whether a request to leave is among what was read so far; unlike `stop_requested`, reads nothing."""
+        return self._stop_requested or self._channel.ended
+
+    def received(self) -> list[Mapping[str, Any]]:
+        """What the launcher told this role since the last call, in order; does not wait."""
+        self._sort(self._channel.receive())
+        told, self._told = self._told, []
+        return told
+
+    def control_fileno(self) -> int:
+        """A descriptor for a selector, readable when the launcher sent something (or is gone).
+
+        Both `stop_requested` and `received` read what arrived, so check both before waiting for more.
+        """
+        return self._channel.fileno()
+
+    def _sort(self, messages: Iterable[Message]) -> None:
+        for message in messages:
+            match message:
+                case Stop():
+                    self._stop_requested = True
+                case Note(payload=payload):
+                    self._told.append(payload)

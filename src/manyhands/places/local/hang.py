@@ -27,6 +27,7 @@ from manyhands.places.local.status import NOBODY, State, StatusRow
 __all__ = [
     "Being",
     "End",
+    "Found",
     "HangVerdict",
     "SeenRole",
     "Stall",
@@ -87,6 +88,16 @@ class HangVerdict:
     culprits: tuple[int, ...]
     behind: int
     """How many wait for the first culprit, for one who waits for it, and so on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A hang: the number of the role to blame, a sentence, a page, and everything."""
+
+    role: int
+    sentence: str
+    page: str
+    details: str
 
 
 class Stall:

@@ -23,12 +23,10 @@ from manyhands.places.local.member import TICK_S, Exited, Garbled, Heard, KillPr
 from manyhands.places.local.packed_job import pack
 from manyhands.places.local.signals import as_exception, counted_signals
 from manyhands.places.local.watch_core import (
-    Action,
     AskToStop,
     Deliver,
     Event,
     HangAlarm,
-    HungRole,
     Looked,
     Watch,
     WatchInterrupted,
@@ -78,14 +76,18 @@ class LocalCluster:
             silent_after_s=silent_after_s, grace_s=grace_s, start_timeout_s=start_timeout_s
         )
         self._stack = ExitStack()
-        self._prepared: tuple[Children, int] | None = None
+        self._job = -1
+        self._children: Children | None = None
+        self._arrived: deque[Heard | Garbled | Exited] = deque()
+        self._signals_handled = 0
 
     def __enter__(self) -> LocalCluster:
+        """Pack the job and make what all roles share; no process is started yet."""
         with ExitStack() as stack:
-            job = pack([role.target for role in self._roles])
-            stack.callback(os.close, job)
-            children = stack.enter_context(Children(capacity=len(self._roles), world=len(self._roles)))
-            self._prepared = children, job
+            self._job = pack([role.target for role in self._roles])
+            stack.callback(os.close, self._job)
+            children = Children(capacity=len(self._roles), world=len(self._roles))
+            self._children = stack.enter_context(children)
             self._stack = stack.pop_all()
         return self
 
@@ -94,7 +96,7 @@ class LocalCluster:
 
     def close(self) -> None:
         """Release what `__enter__` made; the processes are gone when `run` returns or raises."""
-        self._prepared = None
+        self._children = None
         self._stack.close()
 
     def run(self) -> list[Finished]:
@@ -105,102 +107,62 @@ class LocalCluster:
         first; then KeyboardInterrupt or SystemExit(143) is raised. When this returns or raises, every process
         is gone.
         """
-        if self._prepared is None:
+        if self._children is None:
             raise RuntimeError("a cluster runs once, as a context manager: with LocalCluster(...) as cluster")
-        (children, job), self._prepared = self._prepared, None
-        with (
-            counted_signals() as signals,
-            _Run(children, job, self._roles, self._patience, self._watched) as run,
-        ):
+        children, self._children = self._children, None
+        with counted_signals() as signals:
             try:
-                run.until_over(signals, self._on_note, self._on_failure, self._stop_wanted)
-            except BaseException as error:  # from a callback, or from a signal handler of the user's own
-                run.handle(WatchInterrupted())
-                run.until_over(signals)
-                if run.watch.failure is not None:
-                    error.add_note(f"before that: {run.watch.failure}")
-                raise
+                with children.together():
+                    pids = [children.start(rank, role, self._job) for rank, role in enumerate(self._roles)]
+                names = [role.name for role in self._roles]
+                watch = Watch(list(zip(names, pids, strict=True)), self._patience, time.monotonic_ns())
+                try:
+                    self._until_over(watch, children, signals)
+                except BaseException as error:  # from a callback, or from a signal handler of the user's own
+                    self._on_note = self._on_failure = None
+                    self._stop_wanted = lambda: False
+                    self._handle(watch, children, WatchInterrupted())
+                    self._until_over(watch, children, signals)
+                    if watch.failure is not None:
+                        error.add_note(f"before that: {watch.failure}")
+                    raise
+            finally:
+                children.end()
         if signals:
-            raise as_exception(signals[0]) from run.watch.failure
-        if run.watch.failure is not None:
-            raise run.watch.failure
-        return run.watch.results()
+            raise as_exception(signals[0]) from watch.failure
+        if watch.failure is not None:
+            raise watch.failure
+        return watch.results()
 
-
-class _Run:
-    """The processes of one run and the loop around them; entering starts them, leaving leaves none."""
-
-    def __init__(
-        self, children: Children, job: int, roles: Sequence[Role], patience: Patience, watched: Watched
-    ) -> None:
-        self._children = children
-        self._job = job
-        self._roles = roles
-        self._patience = patience
-        self._watchdog = Watchdog(watched, time.monotonic_ns())
-        self._arrived: deque[Heard | Garbled | Exited] = deque()
-        self._signals_handled = 0
-        self._on_note: OnNote | None = None
-        self._on_failure: OnFailure | None = None
-
-    def __enter__(self) -> _Run:
-        try:
-            with self._children.together():
-                started = [
-                    (role.name, self._children.start(rank, role, self._job))
-                    for rank, role in enumerate(self._roles)
-                ]
-        except BaseException:
-            self._children.end()
-            raise
-        self.watch = Watch(started, self._patience, time.monotonic_ns())
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._children.end()
-
-    def until_over(
-        self,
-        signals: Sequence[int],
-        on_note: OnNote | None = None,
-        on_failure: OnFailure | None = None,
-        stop_wanted: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self._on_note, self._on_failure = on_note, on_failure
-        while not self.watch.over:
-            self._arrived.extend(self._children.wait(TICK_S))
-            self.handle(Looked([self._children.line(rank) for rank in range(len(self._roles))]))
+    def _until_over(self, watch: Watch, children: Children, signals: Sequence[int]) -> None:
+        watchdog = Watchdog(self._watched, time.monotonic_ns())
+        while not watch.over:
+            self._arrived.extend(children.wait(TICK_S))
+            lines = [children.line(rank) for rank in range(len(self._roles))]
+            self._handle(watch, children, Looked(lines))
             for _ in signals[self._signals_handled :]:
                 self._signals_handled += 1
-                self.handle(WatchInterrupted())
+                self._handle(watch, children, WatchInterrupted())
             while self._arrived:  # one by one: what a callback's error leaves is for the taking down
-                self.handle(self._arrived.popleft())
-            if stop_wanted():
-                self.handle(WatchStopWanted())
-            if not self.watch.taking_down:
-                self._look_for_a_hang()
+                self._handle(watch, children, self._arrived.popleft())
+            if self._stop_wanted():
+                self._handle(watch, children, WatchStopWanted())
+            if not watch.taking_down:
+                found = watchdog.look(dict(enumerate(watch.members)), children, time.monotonic_ns())
+                if found is not None:
+                    self._handle(watch, children, found)
 
-    def _look_for_a_hang(self) -> None:
-        roles = dict(enumerate(self.watch.members))
-        found = self._watchdog.look(roles, self._children, time.monotonic_ns())
-        if found is not None:
-            self.handle(
-                HungRole(rank=found.role, sentence=found.sentence, page=found.page, details=found.details)
-            )
-
-    def handle(self, event: Event) -> None:
-        for action in self.watch.handle(event, time.monotonic_ns()):
-            self._do(action)
-
-    def _do(self, action: Action) -> None:
-        match action:
-            case Deliver(rank, note):
-                if self._on_note is not None:
-                    self._on_note(rank, note.payload)
-            case HangAlarm(rank):
-                if self._on_failure is not None:
-                    self._on_failure(rank)
-            case AskToStop(rank):
-                self._children.post(rank, Stop())
-            case KillProcess(rank):
-                self._children.kill(rank)
+    def _handle(self, watch: Watch, children: Children, event: Event) -> None:
+        """Let the watch decide about `event`, and do what it says."""
+        for action in watch.handle(event, time.monotonic_ns()):
+            match action:
+                case Deliver(rank, note):
+                    if self._on_note is not None:
+                        self._on_note(rank, note.payload)
+                case HangAlarm(rank):
+                    if self._on_failure is not None:
+                        self._on_failure(rank)
+                case AskToStop(rank):
+                    children.post(rank, Stop())
+                case KillProcess(rank):
+                    children.kill(rank)

@@ -13,8 +13,7 @@ from collections.abc import Mapping
 
 from manyhands.native import wait_sign
 from manyhands.places.local.child_descriptors import RoleSpec
-from manyhands.places.local.context import RoleContext
-from manyhands.places.local.control import Channel, Finished, RoleStarted
+from manyhands.places.local.control import Channel, Finished, RoleContext, RoleStarted
 from manyhands.places.local.failure import report
 from manyhands.places.local.packed_job import load
 from manyhands.places.local.sentinel import start_sentinel

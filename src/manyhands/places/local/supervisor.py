@@ -26,12 +26,13 @@ from typing import Any, Self
 from manyhands.errors import UserError
 from manyhands.places.local.children import Children, Role
 from manyhands.places.local.control import Note, Stop, Unread
+from manyhands.places.local.hang import Found
 from manyhands.places.local.member import TICK_S, Exited, Garbled, Heard, KillProcess, Patience
 from manyhands.places.local.packed_job import pack
 from manyhands.places.local.roster import Ended, Event, Interrupted, Roster, Said, Silent, Started
 from manyhands.places.local.signals import as_exception, counted_signals
 from manyhands.places.local.status import StatusRow
-from manyhands.places.local.watchdog import Found, Watchdog, Watched
+from manyhands.places.local.watchdog import Watchdog, Watched
 from manyhands.transport.liveness import SILENT_AFTER_S
 
 __all__ = ["Ended", "Event", "Hung", "Interrupted", "Role", "Said", "Silent", "Started", "Supervisor"]

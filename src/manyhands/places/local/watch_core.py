@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from manyhands.errors import ManyhandsError
 from manyhands.places.local.control import Failed, Finished, Message, Note, RoleStarted, Stop
 from manyhands.places.local.failure import Failure
+from manyhands.places.local.hang import Found
 from manyhands.places.local.member import (
     Exited,
     Garbled,
@@ -37,7 +38,6 @@ __all__ = [
     "Deliver",
     "Event",
     "HangAlarm",
-    "HungRole",
     "Looked",
     "Watch",
     "WatchInterrupted",
@@ -50,16 +50,6 @@ class Looked:
     """The current status table; the first event of every poll."""
 
     lines: Sequence[StatusRow]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HungRole:
-    """The watchdog has found that no role makes progress, and which one is to blame."""
-
-    rank: int
-    sentence: str
-    page: str
-    details: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +84,7 @@ class AskToStop:
     rank: int
 
 
-Event = Looked | Heard | Garbled | Exited | HungRole | WatchInterrupted | WatchStopWanted
+Event = Looked | Heard | Garbled | Exited | Found | WatchInterrupted | WatchStopWanted
 Action = Deliver | HangAlarm | AskToStop | KillProcess
 
 
@@ -143,7 +133,7 @@ class Watch:
                 return self._refuse(rank, problem, now_ns)
             case Exited(rank, status, last_words):
                 return self._bury(rank, status, last_words, now_ns)
-            case HungRole(rank=rank, sentence=sentence, page=page, details=details):
+            case Found(role=rank, sentence=sentence, page=page, details=details):
                 return self._fail(Failure(rank=rank, sentence=sentence, page=page, details=details), now_ns)
             case WatchInterrupted():
                 return self._interrupt(now_ns)

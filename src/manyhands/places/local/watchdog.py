@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from manyhands.places.local.children import Children
-from manyhands.places.local.hang import Being, SeenRole, Stall, details, headline, is_busy, judge, page
+from manyhands.places.local.hang import Being, Found, SeenRole, Stall, details, headline, is_busy, judge, page
 from manyhands.places.local.member import Member, ProcessPhase
 from manyhands.places.local.patience import check_watchdog_s
 from manyhands.places.local.stacks import main_stack, split_threads
 from manyhands.places.local.status import NOBODY, StatusRow
 
-__all__ = ["Found", "Watchdog", "Watched"]
+__all__ = ["Watchdog", "Watched"]
 
 NUM_EVENTS = 50
 _ASK_BEFORE_S = 1.0
@@ -44,16 +44,6 @@ class Watched:
 
     def __post_init__(self) -> None:
         check_watchdog_s(self.deadline_s)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """A hang: the number of the role to blame, a sentence, a page, and everything."""
-
-    role: int
-    sentence: str
-    page: str
-    details: str
 
 
 @dataclass(slots=True)
@@ -161,9 +151,7 @@ def _mark(line: StatusRow) -> tuple[int, ...]:
 
 def _ask(roles: Mapping[int, Member], children: Children) -> None:
     for number, role in roles.items():
-        if (
-            role.phase is ProcessPhase.RUNNING
-        ):  # before that it has no handler for the signal, which would kill it
+        if role.phase is ProcessPhase.RUNNING:  # before that, the signal would kill it: it has no handler
             children.ask_for_stacks(number)
 
 

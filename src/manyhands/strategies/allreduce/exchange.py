@@ -24,7 +24,7 @@ from manyhands.engine.exchange import (
 )
 from manyhands.engine.worker_resources import Resources
 from manyhands.native.heap import keep_freed_memory
-from manyhands.strategies.allreduce.helped import helped_collective
+from manyhands.strategies.allreduce.helpers import helped_collective
 from manyhands.strategies.allreduce.strategy import AllReduce
 from manyhands.strategies.common.collectives.algorithms import ALGORITHMS, grouped
 from manyhands.strategies.common.collectives.collective import (

@@ -18,18 +18,45 @@ cut into segments, and the sums of one come back while the next one leaves.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache, partial
 from heapq import heapify, heappop, heappush
 from math import gcd
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
-from manyhands.errors import UserError
+import torch
+
+from manyhands.engine.exchange import PeerTraffic, Traffic
+from manyhands.engine.reporting import StepBook, WorkerContext
+from manyhands.engine.worker_resources import Resources
+from manyhands.errors import ManyhandsError, UserError, WorkerFailed
+from manyhands.native.dtypes import BY_CODE, CODES, SUMMED
+from manyhands.native.wait_sign import LONG_WAIT_S, LongWait
+from manyhands.places.local.status import State
+from manyhands.strategies.common.collectives.algorithms import ALGORITHMS
+from manyhands.strategies.common.collectives.collective import ScheduleCollective, barrier_in, carrier
+from manyhands.strategies.common.collectives.executor import ScheduleExecutor
+from manyhands.strategies.common.collectives.mailbox import Mailbox
 from manyhands.strategies.common.collectives.schedule import Algorithm, How, Receive, Send, Step, Table
+from manyhands.transport.link.interface import Closed, Link, Message, PeerDied, Received, TimedOut
+from manyhands.transport.link.wire import wire_of
+from manyhands.transport.liveness import Alarm
+from manyhands.transport.messages import ProtocolError
+from manyhands.wire.parcels import Parcel
 
-__all__ = ["HelperSplit", "helped", "segments_for", "split_load"]
+__all__ = [
+    "HelpedCollective",
+    "HelperSplit",
+    "help_workers",
+    "helped",
+    "helped_collective",
+    "segments_for",
+    "split_load",
+]
 
 MOST_SEGMENTS = 32
 SEGMENT_BYTES = 128 << 10
@@ -195,3 +222,254 @@ def _messages(split: HelperSplit) -> dict[int, list[_Message]]:
             if split.span(to) and rank < split.workers:
                 found[rank].append(_Message(rank, to, is_sum=False))
     return found
+
+
+_ORDERS: Final = 6  # the kind of these messages; those of an executor's are below it
+_NUMBER_BYTES: Final = 8
+_MOST_NUMBERS: Final = 1 << 17
+_CAUSE_S: Final = 0.75
+
+
+# All-reduce with helpers: the workers' collective, and the loop of a helper process.
+# Gradients travel through the processes that sum them (`helpers`). Losses, flags and weights are small or sent once,
+# and travel from worker to worker. Worker 0 sends orders to the helpers, as messages of int64 numbers:
+#
+#     first           the number of buckets; for each, its number of items and its type
+#     in every step   the step, and the buckets to sum, in order: all at once, or one after the other
+#     at the end      worker 0 closes its link
+class HelpedCollective(ScheduleCollective):
+    """Sums inexact buckets with the helpers, and all others among the workers alone.
+
+    `words` is over the workers, `sums` over workers and helpers; both use the same links.
+    """
+
+    def __init__(
+        self,
+        words: ScheduleExecutor,
+        sums: ScheduleExecutor,
+        links: Mapping[int, Link],
+        orders: Mailbox,
+        arrive: Callable[[], Mapping[int, int]] | None = None,
+        codec: str = "raw",
+    ) -> None:
+        super().__init__(words, links, arrive, codec)
+        self._sums = sums
+        self._orders = orders
+        self._ordered = 0
+
+    def allocate(self, parcels: Sequence[Parcel]) -> list[torch.Tensor]:
+        """Allocate this worker's plain memory; worker 0 announces the buckets to the helpers."""
+        buckets = super().allocate(parcels)
+        summed = self._summed(parcels)
+        self._order([len(summed), *(n for one in summed for n in (one.count, CODES[one.dtype]))])
+        return buckets
+
+    def rounds(self, parcel: Parcel) -> bool:
+        """Whether the parcel is encoded on its way to the processes that sum it."""
+        return self._sums.encodes(parcel)
+
+    def _sum(self, launched: Sequence[int]) -> None:
+        """Sum the launched buckets; worker 0 first announces those that helpers take part in."""
+        announced = [index for index in launched if not self._parcels[index].exact]
+        if announced:
+            self._order([self.step, *announced])
+        for index in launched:
+            bucket, parcel = self._buckets[index], self._parcels[index]
+            if parcel.exact:
+                self._executor.all_reduce(bucket, parcel=parcel)
+            else:
+                self._sums.all_reduce(bucket, parcel=parcel, algorithm=_way(self._sums, parcel))
+
+    def _take_traffic(self) -> Mapping[int, PeerTraffic]:
+        """Return what went to and came from workers and helpers since the last call."""
+        posts = dict(super()._take_traffic())
+        for more in (self._sums.take_traffic(), self._orders.take_traffic()):
+            for peer, post in more.items():
+                if peer in posts:
+                    posts[peer].add(post)
+                else:
+                    posts[peer] = post
+        return posts
+
+    def traffic(self) -> Traffic:
+        ways = (self._sums, self._orders)
+        return super().traffic() + Traffic(
+            messages_sent=sum(way.messages_sent for way in ways),
+            bytes_sent=sum(way.bytes_sent for way in ways),
+        )
+
+    @staticmethod
+    def _summed(parcels: Sequence[Parcel]) -> list[Parcel]:
+        """The buckets that helpers sum. Exact buckets come last, so these are numbered by their index."""
+        found = [one for one in parcels if not one.exact]
+        assert found == list(parcels[: len(found)]), "helpers know buckets by their places"
+        return found
+
+    def _order(self, numbers: Sequence[int]) -> None:
+        if self.rank != 0:
+            return
+        helpers = range(self.world, self._sums.world)
+        self._orders.enter("orders for helpers", _ORDERS, self._ordered, 0)
+        self._ordered += 1
+        payload = torch.tensor(numbers, dtype=torch.int64).view(torch.uint8)
+        self._orders.flush(self._orders.post([(helper, payload) for helper in helpers]), helpers)
+
+
+def _way(executor: ScheduleExecutor, parcel: Parcel) -> Algorithm:
+    """Return the algorithm for a parcel: longer ones are cut into more segments."""
+    helpers = executor.algorithm.helpers
+    return helped(executor.world - helpers, helpers, segments_for(parcel.num_bytes))
+
+
+def _summing(resources: Resources, codec: str) -> ScheduleExecutor:
+    """Return one process's end, worker or helper, of the gradient sums."""
+    world = resources.world + resources.helpers
+    carries = carrier(codec, feedback=False, seed=resources.seed, rank=resources.rank, world=world)
+    return ScheduleExecutor(
+        helped(resources.world, resources.helpers),
+        resources.rank,
+        world,
+        resources.links(),
+        resources.timeout_s,
+        resources.alarm,
+        codec=carries,
+    )
+
+
+def helped_collective(resources: Resources, codec: str) -> HelpedCollective:
+    """Return a worker's end; if memory is shared, a barrier in it tells which worker was late."""
+    rank, world, links = resources.rank, resources.world, resources.links()
+    arrive = barrier_in(resources.group()) if resources.shares_memory else None
+    words = ScheduleExecutor(ALGORITHMS["direct"], rank, world, links, resources.timeout_s, resources.alarm)
+    orders = Mailbox(rank, links, resources.timeout_s, resources.alarm)
+    return HelpedCollective(words, _summing(resources, codec), links, orders, arrive, codec)
+
+
+def help_workers(resources: Resources, codec: str, worker_context: WorkerContext) -> Traffic:
+    """Run a helper: sum what workers send until worker 0 closes its link, and return what was sent.
+
+    Raises WorkerFailed naming the worker that was lost. The time between two steps is for the workers to limit: a
+    helper waits for its next order as long as worker 0 is alive.
+    """
+    links = resources.links()
+    try:
+        helper = _Helper(_summing(resources, codec), links[0], resources.alarm, worker_context, codec)
+        while helper.step():
+            pass
+        return helper.traffic
+    finally:
+        for link in links.values():
+            link.close()
+
+
+class _Helper:
+    """The helper's state: sums the buckets that worker 0 announces."""
+
+    def __init__(
+        self,
+        executor: ScheduleExecutor,
+        leader: Link,
+        alarm: Alarm | None,
+        worker_context: WorkerContext,
+        codec: str,
+    ) -> None:
+        self._executor = executor
+        self._leader = leader
+        self._alarm = alarm
+        self._worker_context = worker_context
+        self._wire = wire_of(leader.wire, codec)
+        self._room = torch.empty(_MOST_NUMBERS, dtype=torch.int64)
+        self._parcels: Sequence[Parcel] | None = None
+        self._vectors: dict[torch.dtype, torch.Tensor] = {}
+        self._step = -1  # the one that is being summed
+        self._busy_ns = self._end_ns = 0
+        self._sent = Traffic()
+
+    @property
+    def traffic(self) -> Traffic:
+        return Traffic(messages_sent=self._executor.messages_sent, bytes_sent=self._executor.bytes_sent)
+
+    def step(self) -> bool:
+        order = self._next_order()
+        if order is None:
+            self._book()
+            return False
+        if self._parcels is None:
+            self._lay_out(order)
+        else:
+            self._sum(order[0], [self._parcel(number) for number in order[1:]])
+        return True
+
+    def _lay_out(self, numbers: Sequence[int]) -> None:
+        buckets, *rest = numbers
+        if len(rest) != 2 * buckets:
+            raise ManyhandsError(
+                f"worker 0 told of {buckets} buckets by {len(rest)} numbers, not two for each"
+            )
+        sizes = list(zip(rest[::2], rest[1::2], strict=True))
+        for count, code in sizes:
+            if count < 0 or BY_CODE.get(code) not in SUMMED:
+                raise ManyhandsError(f"worker 0 told of a bucket of {count} items of type {code}")
+        self._parcels = [
+            Parcel.whole(number, count, BY_CODE[code]) for number, (count, code) in enumerate(sizes)
+        ]
+        for dtype in {parcel.dtype for parcel in self._parcels}:
+            most = max(parcel.count for parcel in self._parcels if parcel.dtype == dtype)
+            self._vectors[dtype] = torch.empty(most, dtype=dtype)  # memory is taken for what is summed here
+
+    def _parcel(self, number: int) -> Parcel:
+        assert self._parcels is not None, "sizes come before sums"
+        if not 0 <= number < len(self._parcels):
+            raise ManyhandsError(f"worker 0 told of bucket {number}, and there are {len(self._parcels)}")
+        return self._parcels[number]
+
+    def _sum(self, step: int, parcels: Sequence[Parcel]) -> None:
+        begin = time.monotonic_ns()
+        if step != self._step:
+            self._book()
+            self._step, self._busy_ns, self._sent = step, 0, self.traffic
+            self._worker_context.mark(step + 1, State.SERVING)
+        for parcel in parcels:
+            vector = self._vectors[parcel.dtype][: parcel.count]
+            self._executor.all_reduce(vector, parcel=parcel, algorithm=_way(self._executor, parcel))
+        self._end_ns = time.monotonic_ns()
+        self._busy_ns += self._end_ns - begin
+
+    def _book(self) -> None:
+        """Record the finished step as one exchange; between its buckets this helper was idle."""
+        if self._step < 0:
+            return
+        book = StepBook(self._worker_context.record, self._step, self._end_ns - self._busy_ns)
+        book.exchange(self._end_ns, self.traffic - self._sent, self._wire)
+        book.posts(self._executor.take_traffic(), self._wire)
+
+    def _next_order(self) -> list[int] | None:
+        """Return worker 0's next numbers; None once it has closed its link."""
+        with LongWait() as wait:
+            while True:
+                try:
+                    outcome = self._leader.receive(LONG_WAIT_S, self._room.view(torch.uint8))
+                except ProtocolError as error:
+                    raise ManyhandsError(f"from worker 0: {error}") from error
+                if isinstance(outcome, Received):
+                    return self._read(outcome.message)
+                if isinstance(outcome, Closed):
+                    return None
+                self._heed(outcome)
+                wait.goes_on(0)
+
+    def _heed(self, outcome: PeerDied | TimedOut) -> None:
+        """Raise WorkerFailed if worker 0 is gone, or if the alarm names another lost worker."""
+        died = isinstance(outcome, PeerDied)
+        lost = self._alarm.lost(_CAUSE_S if died else 0.0) if self._alarm is not None else None
+        if lost is None and isinstance(outcome, PeerDied):
+            lost = 0, outcome.reason
+        if lost is not None:
+            raise WorkerFailed(f"rank {self._executor.rank}, waiting for orders: {lost[1]}", lost[0])
+
+    def _read(self, message: Message) -> list[int]:
+        if message.kind != _ORDERS or message.payload_bytes % _NUMBER_BYTES or not message.payload_bytes:
+            raise ManyhandsError(
+                f"worker 0 sent {message.payload_bytes} bytes of kind {message.kind} to a helper that awaits orders"
+            )
+        return self._room[: message.payload_bytes // _NUMBER_BYTES].tolist()

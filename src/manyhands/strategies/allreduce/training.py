@@ -16,9 +16,8 @@ from manyhands.strategies.allreduce.exchange import (
     collective_across_hosts,
     collective_for,
 )
-from manyhands.strategies.allreduce.gpu_choice import SUMS, sums_sentence
-from manyhands.strategies.allreduce.gpu_sums import chosen_sums, sums_on_gpus
-from manyhands.strategies.allreduce.helped import help_workers
+from manyhands.strategies.allreduce.gpu_sums import SUMS, chosen_sums, sums_on_gpus, sums_sentence
+from manyhands.strategies.allreduce.helpers import help_workers
 from manyhands.strategies.allreduce.priority.exchange import PriorityExchange
 from manyhands.strategies.allreduce.strategy import AllReduce
 from manyhands.strategies.common.collectives.collective import (

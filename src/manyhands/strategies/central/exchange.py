@@ -29,8 +29,14 @@ from manyhands.facts import Stepping
 from manyhands.native.group.shared_group import SharedGroup
 from manyhands.native.heap import keep_freed_memory
 from manyhands.strategies.central.across import BetweenHosts, HostsCollective
-from manyhands.strategies.central.gather_state import Carrier, gather_state
-from manyhands.strategies.central.shared_parameters import CentralParameters, Ownership, cut, keep_whole
+from manyhands.strategies.central.shared_parameters import (
+    Carrier,
+    CentralParameters,
+    Ownership,
+    cut,
+    gather_state,
+    keep_whole,
+)
 from manyhands.strategies.central.strategy import Central
 from manyhands.strategies.common.collectives.collective import SharedCollective
 from manyhands.strategies.common.collectives.reducer import Reducer, gradient_layouts

@@ -9,20 +9,23 @@ The shared copy is authoritative; `values` are views of it. A model on the CPU h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from manyhands.data.store.state_tree import Json, flatten, unflatten
 from manyhands.errors import UserError
 from manyhands.native.group.shared_group import SharedGroup, slice_of
 from manyhands.native.segment import CACHE_LINE, Segment
-from manyhands.strategies.common.sharding.sliced_optimizer import Piece
+from manyhands.strategies.common.sharding.sliced_optimizer import MergedState, OwnedState, Part, Piece
 from manyhands.wire.flat_layout import BucketLayout, LayoutSlot, bucket_of, least_loaded, padded, side_by_side
 
-__all__ = ["CentralParameters", "Ownership", "cut", "keep_whole"]
+__all__ = ["Carrier", "CentralParameters", "Ownership", "cut", "gather_state", "keep_whole"]
 
 
 class CentralParameters:
@@ -115,6 +118,19 @@ def _require_movable(named: Sequence[tuple[str, nn.Parameter]]) -> None:
             )
 
 
+# Which worker owns which part of the parameters: it reduces their gradient and applies the optimizer to them.
+# The partition of ZeRO (Rajbhandari et al., SC 2020), laid over the gradient buckets. For an optimizer that treats
+# every item by itself the cut may fall anywhere: each bucket is divided evenly over all workers, so no worker waits for
+# the only owner of a bucket. Any other optimizer keeps its tensors whole: the largest goes first, to the worker with
+# the least (LPT, Graham 1969), and the slots of each bucket are sorted by owner, so that a worker's share of a bucket
+# is still one range.
+#
+#     cut      a a a a b · b c c c d      both workers own a part of b
+#     whole    a a a a d · b b c c c      d has moved
+#
+# Pure: the same layouts give the same ownership on every worker. With several hosts, the order of the slots is the same
+# on all of them, so that their buckets can be summed. Where tensors stay whole it is the order of the host with the
+# most workers; on a smaller host a worker owns what several neighbours own there.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ownership:
     """A partition of all parameters; every item belongs to exactly one worker."""
@@ -191,3 +207,160 @@ def _overlap(slot: LayoutSlot, mine: range) -> Piece:
     begin = min(max(mine.start - slot.offset, 0), slot.count)
     end = min(max(mine.stop - slot.offset, 0), slot.count)
     return Piece(slot.parameter, begin, end)
+
+
+_NUMBER_BYTES: Final = 8
+
+
+# The optimizer's state, gathered from all workers into one `state_dict()` at worker 0.
+# State is gathered in two steps, both through the memory of a gradient bucket, of which every worker fills its part and
+# worker 0 reads all: first a description as JSON, then the bytes of the tensors. Worker 0 copies these straight into
+# tensors of the parameters' shapes, so there is never a second copy of them. Nothing is pickled.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Carrier:
+    """Memory that every worker of a host maps: one part each, read by the others between two barriers."""
+
+    rank: int
+    parts: Sequence[Tensor]
+    """The parts as bytes, equally many for each worker, and at least 8."""
+
+    barrier: Callable[[], None]
+
+    def sizes(self, num_bytes: int) -> list[int]:
+        """Collective: return how many bytes each worker has to send."""
+        numbers = [part[:_NUMBER_BYTES].view(torch.int64) for part in self.parts]
+        numbers[self.rank][0] = num_bytes
+        self.barrier()
+        sizes = [int(number[0]) for number in numbers]
+        self.barrier()
+        return sizes
+
+    def gather(
+        self, sizes: Sequence[int], given: Sequence[Tensor], wanted: Sequence[Sequence[Tensor]]
+    ) -> None:
+        """Collective: copy the bytes of `given` on worker r into `wanted[r]` on worker 0.
+
+        `sizes` are those of all workers; `wanted` is empty on all workers but 0.
+        """
+        room = self.parts[0].numel()
+        mine, theirs = rounds(given, room), [rounds(tensors, room) for tensors in wanted]
+        for _ in range(-(-max(sizes) // room)):
+            _move(next(mine, []), self.parts[self.rank], out=False)
+            self.barrier()
+            for one, part in zip(theirs, self.parts, strict=False):
+                _move(next(one, []), part, out=True)
+            self.barrier()
+
+
+def rounds(tensors: Sequence[Tensor], room: int) -> Iterator[list[tuple[int, Tensor]]]:
+    """Cut flat tensors of bytes so that each round fills `room`, the last one less: (offset in the round, piece)."""
+    pieces: list[tuple[int, Tensor]] = []
+    offset = 0
+    for tensor in tensors:
+        begin = 0
+        while begin < tensor.numel():
+            piece = tensor[begin : begin + room - offset]
+            pieces.append((offset, piece))
+            begin += piece.numel()
+            offset += piece.numel()
+            if offset == room:
+                yield pieces
+                pieces, offset = [], 0
+    if pieces:
+        yield pieces
+
+
+def gather_state(
+    carrier: Carrier, owned: Sequence[OwnedState], shapes: Sequence[torch.Size]
+) -> dict[int, Any] | None:
+    """Collective: the `state` of a `state_dict()`, by parameter, on worker 0 and None on the others.
+
+    `owned` is what this worker keeps, `shapes` are those of the optimizer's parameters.
+    """
+    tensors, description = _describe(owned)
+    text = _as_bytes(json.dumps(description).encode())
+    text_sizes = carrier.sizes(text.numel())
+    is_root = carrier.rank == 0
+    texts = [[torch.empty(size, dtype=torch.uint8)] for size in text_sizes] if is_root else []
+    carrier.gather(text_sizes, [text], texts)
+    sizes = carrier.sizes(sum(tensor.numel() for tensor in tensors))
+    plan = _Assembly([json.loads(text.numpy().tobytes()) for [text] in texts], shapes)
+    carrier.gather(sizes, tensors, plan.wanted)
+    return plan.state() if is_root else None
+
+
+class _Assembly:
+    """On worker 0: where the bytes of every worker go, and the state that they form."""
+
+    def __init__(self, descriptions: Sequence[dict[str, Any]], shapes: Sequence[torch.Size]) -> None:
+        self._shapes = shapes
+        self._whole: dict[str, Tensor] = {}
+        self._trees: list[Json] = [one["tree"] for one in descriptions]
+        self._tensors: list[dict[str, Tensor]] = []
+        self.wanted: list[list[Tensor]] = []
+        """By worker: flat tensors for its bytes, in the order in which it sends them."""
+        for one in descriptions:
+            by_name, places = {}, []
+            for tensor in one["tensors"]:
+                by_name[tensor["name"]], place = self._place(**tensor)
+                places.append(_flat_bytes(place))
+            self._tensors.append(by_name)
+            self.wanted.append(places)
+
+    def state(self) -> dict[int, Any]:
+        """Return the state by parameter, once all bytes are in place."""
+        merged = MergedState()
+        for tensors, tree in zip(self._tensors, self._trees, strict=True):
+            for position, state in unflatten(tensors, tree).items():
+                merged.add(position, state)
+        return merged.to_dict()
+
+    def _place(self, name: str, dtype: str, shape: list[int], cut: list[int] | None) -> tuple[Tensor, Tensor]:
+        """Return the tensor that the state will hold under `name`, and the part of it that these bytes are."""
+        kind = getattr(torch, dtype)
+        if cut is None:
+            whole = torch.empty(shape, dtype=kind)
+            return whole, whole
+        position, begin, end = cut
+        part = Part(self._shapes[position], slice(begin, end), end - begin)
+        if name not in self._whole:
+            self._whole[name] = torch.empty(part.shape, dtype=kind)
+        whole = self._whole[name]
+        return whole, part.room_in(whole)
+
+
+def _describe(owned: Sequence[OwnedState]) -> tuple[list[Tensor], dict[str, Any]]:
+    """Return this worker's tensors as flat bytes, and their description."""
+    named, tree = flatten({one.position: one.state for one in owned})
+    by_position = {one.position: one for one in owned}
+    rows, flat = [], []
+    for name, tensor in named.items():
+        one = by_position[int(name.partition(".")[0])]
+        is_cut = not one.is_whole and tensor.shape == one.shape
+        rows.append(
+            {
+                "name": name,
+                "dtype": str(tensor.dtype).removeprefix("torch."),
+                "shape": list(tensor.shape),
+                "cut": [one.position, one.begin, one.end] if is_cut else None,
+            }
+        )
+        flat.append(_flat_bytes(tensor))
+    return flat, {"tree": tree, "tensors": rows}
+
+
+def _flat_bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def _as_bytes(text: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def _move(pieces: Sequence[tuple[int, Tensor]], part: Tensor, *, out: bool) -> None:
+    for offset, piece in pieces:
+        window = part[offset : offset + piece.numel()]
+        if out:
+            piece.copy_(window)
+        else:
+            window.copy_(piece)

@@ -129,7 +129,7 @@ class ClientTrainer:
 
     def _train(self, one: ClientAssignment, like: Optimizer) -> ClientUpdate:
         algorithm = self._algorithm
-        start = algorithm.started(one.client, one.weights)
+        start = algorithm.layers.put(one.client, algorithm.begin(one.client, one.weights))
         seed_all(mix(self._seed, one.number, one.client))
         self._begin(start, like)
         correct = (

@@ -204,16 +204,14 @@ class FederatedExchange(Exchange):
         self._measures = {name: _precise(computer, one) for name, one in computer.measures().items()}
         sizes, strategy = [len(samples) for samples in self._samples_of], self._strategy
         per_round = strategy.per_round(len(sizes))
-        self._algorithm.attach(
-            FederatedFacts(
-                names=held_names(model),
-                parameters=len(list(model.parameters())),
-                clients=len(sizes),
-                per_round=per_round,
-                weight=float(sum(min(size, strategy.max_samples) for size in sizes)),
-                most_steps=max(steps_in(self._work, size) for size in sizes),
-                seed=self._seed,
-            )
+        self._algorithm.facts = FederatedFacts(
+            names=held_names(model),
+            parameters=len(list(model.parameters())),
+            clients=len(sizes),
+            per_round=per_round,
+            weight=float(sum(min(size, strategy.max_samples) for size in sizes)),
+            most_steps=max(steps_in(self._work, size) for size in sizes),
+            seed=self._seed,
         )
         self._algorithm.layers = LocalLayers(held_names(model), self._strategy.keep)
         device = next((one.device for one in self._weights), torch.device("cpu"))

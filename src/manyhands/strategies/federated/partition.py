@@ -71,7 +71,13 @@ class Partition:
             raise UserError(f"clients={clients}: there are {samples} samples; give at most as many clients")
         random = np.random.default_rng(seed)
         found = _SPLITS[self.word](lambda: labels_of(data, samples), samples, clients, self.number, random)
-        return [np.sort(part).astype(np.int64) for part in _without_empty(found)]
+        for number, part in enumerate(found):
+            if (
+                len(part) < _FEWEST
+            ):  # it gets one of the client that has most: without data it cannot take part
+                richest = max(range(len(found)), key=lambda one: len(found[one]))
+                found[number], found[richest] = found[richest][:_FEWEST], found[richest][_FEWEST:]
+        return [np.sort(part).astype(np.int64) for part in found]
 
 
 def held_back(parts: Sequence[Indices], share: float, seed: int) -> tuple[list[Indices], list[Indices]]:
@@ -154,15 +160,6 @@ def _quantity(_: Any, samples: int, clients: int, alpha: float, random: np.rando
 def _cut(indices: Indices, shares: NDArray[np.float64]) -> list[Indices]:
     ends = np.round(np.cumsum(shares)[:-1] * len(indices)).astype(np.int64)
     return list(np.split(indices, ends))
-
-
-def _without_empty(parts: list[Indices]) -> list[Indices]:
-    """Give each client without samples one of the client that has most: a client without data cannot take part."""
-    for number, part in enumerate(parts):
-        if len(part) < _FEWEST:
-            richest = max(range(len(parts)), key=lambda one: len(parts[one]))
-            parts[number], parts[richest] = parts[richest][:_FEWEST], parts[richest][_FEWEST:]
-    return parts
 
 
 _SPLITS: Final[dict[str, Callable[..., list[Indices]]]] = {

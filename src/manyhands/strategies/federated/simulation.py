@@ -108,7 +108,8 @@ def _choose(task: Task, model: nn.Module, work: LocalWork, cohort: Cohort) -> Cl
         return ClientSimulation(1, "together=1 says so")
     if cohort.each_round == 1:
         return ClientSimulation(1, "a worker has one in a round")
-    if cohort.wanted == AUTO and _steps(work, cohort) < _FEW_STEPS:
+    mean = math.ceil(sum(cohort.sizes) / len(cohort.sizes))
+    if cohort.wanted == AUTO and cohort.each_round * steps_in(work, mean) < _FEW_STEPS:
         return ClientSimulation(1, "a round has few steps")
     cannot = _cannot(task, model)
     if cannot:
@@ -118,21 +119,13 @@ def _choose(task: Task, model: nn.Module, work: LocalWork, cohort: Cohort) -> Cl
     slower = _slower(model, work, cohort.sizes)
     if slower:
         return ClientSimulation(1, slower)
-    return ClientSimulation(min(cohort.each_round, _fitting(model)), "the model is large")
-
-
-def _steps(work: LocalWork, cohort: Cohort) -> int:
-    mean = math.ceil(sum(cohort.sizes) / len(cohort.sizes))
-    return cohort.each_round * steps_in(work, mean)
-
-
-def _fitting(model: nn.Module) -> int:
     weights = sum(one.numel() * one.element_size() for one in model.parameters())
     device = next(model.parameters()).device
     room = float(_STACK_BYTES)
     if device.type == "cuda":
         room = _PART_OF_MEMORY * torch.cuda.mem_get_info(device)[0]
-    return max(1, min(_MOST, int(room / max(1, weights))))
+    fitting = max(1, min(_MOST, int(room / max(1, weights))))
+    return ClientSimulation(min(cohort.each_round, fitting), "the model is large")
 
 
 def _slower(model: nn.Module, work: LocalWork, sizes: Sequence[int]) -> str:

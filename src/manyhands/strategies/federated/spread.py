@@ -67,22 +67,16 @@ def skew_of(task: Task, samples_of: Sequence[Indices]) -> dict[str, Any]:
         "names": [names[client] if named else f"client {client}" for client in shown],
         "samples": [len(samples_of[client]) for client in shown],
     }
-    labels = _labels(task)
-    if labels is None:
+    data = columns_of(task.data) if isinstance(task.data, Parties) else task.data
+    try:
+        labels = labels_of(data, task.samples)
+    except UserError:  # it has none
         return told
     kinds = np.unique(labels)
     if len(kinds) > _MOST_LABELS:
         return told
     counts = [[int((labels[samples_of[client]] == kind).sum()) for kind in kinds] for client in shown]
     return {**told, "labels": kinds.tolist(), "counts": counts}
-
-
-def _labels(task: Task) -> Indices | None:
-    data = columns_of(task.data) if isinstance(task.data, Parties) else task.data
-    try:
-        return labels_of(data, task.samples)
-    except UserError:  # it has none
-        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,23 +114,17 @@ def measured(
             continue
         chosen = indices[np.linspace(0, len(indices) - 1, min(len(indices), each)).round().astype(int)]
         batch = samples.fetch(np.unique(chosen))
+        means = found.values[client] = {}
         with torch.no_grad():
-            _put(own, tensors)
-            found.values[client] = _means(own, batch, measures, found.failed)
-    return found
-
-
-def _means(
-    model: nn.Module, batch: Any, measures: Mapping[str, Metric], failed: dict[str, str]
-) -> dict[str, float]:
-    found = {}
-    for name, measure in measures.items():
-        if name in failed:
-            continue
-        try:
-            found[name] = float(measure(model, batch))
-        except _UNFIT as error:
-            failed[name] = f"{type(error).__name__}: {error}".split("\n", 1)[0]
+            for mine, theirs in zip(held(own), tensors, strict=True):
+                mine.copy_(theirs)
+            for name, measure in measures.items():
+                if name in found.failed:
+                    continue
+                try:
+                    means[name] = float(measure(own, batch))
+                except _UNFIT as error:
+                    found.failed[name] = f"{type(error).__name__}: {error}".split("\n", 1)[0]
     return found
 
 
@@ -159,11 +147,6 @@ def spread_over(
         if not gone
     }
     return {name: one for name, one in spreads.items() if one}
-
-
-def _put(model: nn.Module, tensors: Sequence[Tensor]) -> None:
-    for mine, theirs in zip(held(model), tensors, strict=True):
-        mine.copy_(theirs)
 
 
 def spread_of(values: Sequence[float | None]) -> dict[str, float]:

@@ -197,11 +197,8 @@ class StackedTrainer:
         seed: int,
         most: int,
     ) -> None:
-        self._task = task
-        self._algorithm = algorithm
-        self._work = work
-        self._seed = seed
-        self._most = most
+        self._task, self._algorithm, self._work = task, algorithm, work
+        self._seed, self._most = seed, most
         self._model = copy.deepcopy(model).train()
         parameters = list(self._model.parameters())
         self._parameters = len(parameters)
@@ -232,8 +229,13 @@ class StackedTrainer:
 
     def _play_group(self, assigned: Sequence[ClientAssignment], like: Optimizer) -> Iterator[ClientUpdate]:
         algorithm = self._algorithm
-        works = sorted(map(self._work_of, assigned), key=lambda work: -len(work.batches))
-        starts = [algorithm.started(work.client, work.given.weights) for work in works]
+        works = [
+            _Work(one, list(batches(self._work, one.samples, self._seed, one.number, one.client)))
+            for one in assigned
+        ]
+        works.sort(key=lambda work: -len(work.batches))
+        begun = [algorithm.begin(work.client, work.given.weights) for work in works]
+        starts = [algorithm.layers.put(work.client, own) for work, own in zip(works, begun, strict=True)]
         losses = self._run(works, starts, like, algorithm.correct if algorithm.corrects else None)
         updates = {}
         for position, (work, start) in enumerate(zip(works, starts, strict=True)):
@@ -249,21 +251,14 @@ class StackedTrainer:
                 staleness=work.given.staleness,
             )
         if algorithm.trains_personal:
-            self._train_personal(works, like)
+            near = [work.given.weights for work in works]
+            starts = [algorithm.personal(work.client, work.given.weights) for work in works]
+            self._run(works, starts, like, algorithm.correct_personal, near)
+            for position, (work, start) in enumerate(zip(works, starts, strict=True)):
+                with torch.no_grad():
+                    algorithm.keep_personal(work.client, self._row(position, start))
         for one in assigned:
             yield updates[one.client]
-
-    def _train_personal(self, works: Sequence[_Work], like: Optimizer) -> None:
-        algorithm = self._algorithm
-        starts = [algorithm.personal(work.client, work.given.weights) for work in works]
-        self._run(works, starts, like, algorithm.correct_personal, [work.given.weights for work in works])
-        for position, (work, start) in enumerate(zip(works, starts, strict=True)):
-            with torch.no_grad():
-                algorithm.keep_personal(work.client, self._row(position, start))
-
-    def _work_of(self, given: ClientAssignment) -> _Work:
-        own = batches(self._work, given.samples, self._seed, given.number, given.client)
-        return _Work(given, list(own))
 
     def _row(self, position: int, start: Sequence[Tensor]) -> list[Tensor]:
         tensors = list(start)

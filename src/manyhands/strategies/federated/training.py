@@ -69,8 +69,8 @@ class FederatedTraining(ExchangeTraining):
         assert isinstance(task, Task), "a compiled task is refused before"
         split = split_over(strategy, task, self._request.plan.seed)
         parties = skew_of(task, split)
-        besides["updates_refused"] = _refused(finished)
-        besides["updates_rejected"] = _rejected(finished)
+        besides["updates_refused"] = _count(finished, "updates_refused")
+        besides["updates_rejected"] = _count(finished, "updates_rejected")
         parties["held_out"] = strategy.held_out
         failed = {name for one in finished for name in one.get("failed", ())}
         for told, here, over in (
@@ -93,12 +93,12 @@ class FederatedTraining(ExchangeTraining):
                 f"the parties of the data were mixed: partition={strategy.partition} deals their samples out anew, and "
                 f"partition={NATURAL} leaves each its own"
             )
-        refused = _refused(finished)
+        refused = _count(finished, "updates_refused")
         if refused and not strategy.noise:  # even the number of rejected updates reveals something
             told.append(
                 f"{refused} update{'s' * (refused > 1)} had a number that is not finite, and did not count"
             )
-        rejected = _rejected(finished)
+        rejected = _count(finished, "updates_rejected")
         if rejected:
             told.append(
                 f"{rejected} update{'s' * (rejected > 1)} did not count, since larger than "
@@ -115,12 +115,8 @@ class FederatedTraining(ExchangeTraining):
         return FederatedExchange(strategy, resources.seed, collective)
 
 
-def _refused(finished: Sequence[Mapping[str, Any]]) -> int:
-    return sum(one["updates_refused"] for one in finished)
-
-
-def _rejected(finished: Sequence[Mapping[str, Any]]) -> int:
-    return sum(one["updates_rejected"] for one in finished)
+def _count(finished: Sequence[Mapping[str, Any]], name: str) -> int:
+    return sum(one[name] for one in finished)
 
 
 def _columns(

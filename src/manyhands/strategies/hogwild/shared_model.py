@@ -179,6 +179,10 @@ def _tensors(model: nn.Module) -> list[Tensor]:
     return [*(parameter for _, parameter in named), *buffers]
 
 
+# The user's optimizer on shared parameters and state: steps in place, without locks.
+# Dense parameters are stepped by the optimizer itself. The tables of `Task.sparse` are stepped by its lazy form for
+# rows (`strategies/common/tables/row_tables.py`), which touches only the rows that the batch names. If two workers
+# rarely update the same row, they rarely conflict, and the theory of HOGWILD! (Niu et al., NeurIPS 2011) rests on that.
 class SharedStepper:
     """One worker's steps on the shared memory; constructed on every worker (collective).
 

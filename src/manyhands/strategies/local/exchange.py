@@ -207,6 +207,9 @@ class LocalExchange(Exchange):
 _KIND = 61  # of messages; the averages over the same links have other ones
 
 
+# Gossip between averages: after a step each worker and one partner take the mean of the two.
+# Partners follow a round-robin tournament in which every two workers are paired once: in each round all are in pairs,
+# except one worker that rests if their number is odd.
 def partner(rank: int, world: int, rendezvous: int) -> int | None:
     """Return the partner of worker `rank` of `world` in round `rendezvous`, counted from 0; None: it rests."""
     places = world + world % 2

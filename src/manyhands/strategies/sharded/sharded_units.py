@@ -182,6 +182,12 @@ def _add_up(into: Tensor, addends: Sequence[Tensor]) -> None:
     into.copy_(total)
 
 
+# Rounds in which workers agree on the next exchange, so that they need not visit a model's units in the same order.
+# Before each exchange every worker states its request: the values of a unit, the sum of a unit's gradient, or the
+# rendezvous of all. The request of the first worker that has one is granted, every worker takes part, and the workers
+# with the same request continue; the others state theirs again. So a worker may skip a layer, have no samples, or have
+# fewer batches than the others, and no worker waits for an exchange that never comes. What is granted depends on the
+# requests alone, so a run is reproducible bit for bit.
 @unique
 class Want(IntEnum):
     """What a worker waits for."""

@@ -40,9 +40,8 @@ from manyhands.strategies.common.sharding.visits import (
     UnitFlow,
     UnitVisits,
 )
-from manyhands.strategies.single.budget import UnitBytes, plan_budget
 from manyhands.strategies.single.offload_streams import Move, Mover, mover_for
-from manyhands.strategies.single.strategy import Single
+from manyhands.strategies.single.strategy import Single, UnitBytes, plan_budget
 from manyhands.wire.tap import GradientTap
 
 __all__ = ["OffloadExchange"]

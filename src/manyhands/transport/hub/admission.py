@@ -19,8 +19,6 @@ from manyhands.transport.hub import addresses
 from manyhands.transport.hub.hub_events import Rejected
 from manyhands.transport.security import Security
 
-__all__ = ["Calls", "Entrance", "Newcomers", "Tally"]
-
 _SILENT_PLACES: Final = 256
 _KNOCKED_PLACES: Final = 256
 _GRACE_S: Final = (

@@ -29,21 +29,6 @@ import numpy as np
 from manyhands.errors import UserError, format_bytes
 from manyhands.transport.messages import ProtocolError
 
-__all__ = [
-    "HEADER_BYTES",
-    "IN_ARENA",
-    "NO_PAYLOAD",
-    "OF_TRANSPORT",
-    "VERSION",
-    "FrameDecoder",
-    "FrameHeader",
-    "Limits",
-    "Place",
-    "WholeFrame",
-    "encode_header",
-    "fresh_bytes",
-]
-
 VERSION: Final = 3
 OF_TRANSPORT: Final = 1
 IN_ARENA: Final = 2

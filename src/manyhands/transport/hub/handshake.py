@@ -28,23 +28,6 @@ from manyhands.errors import UserError, printable
 from manyhands.native.version import __version__
 from manyhands.transport.messages import MessageCoder, ProtocolError
 
-__all__ = [
-    "CONTROL",
-    "NO_PROOF",
-    "Challenge",
-    "Claim",
-    "Credentials",
-    "Goodbye",
-    "Handshake",
-    "HandshakeRefused",
-    "HandshakeWelcome",
-    "Heartbeat",
-    "Knock",
-    "Proof",
-    "Refusal",
-    "ShareSegment",
-]
-
 _SECRET_BYTES: Final = 32  # size of a nonce, and of an HMAC
 _Secret = Annotated[bytes, _SECRET_BYTES]
 _LEAST_TOKEN_BYTES: Final = 16
@@ -204,39 +187,32 @@ class Handshake:
             case Refusal(), _:
                 raise HandshakeRefused(f"it refused: {printable(message.reason, _REASON_CHARACTERS)}")
             case Knock(), False if self._nonces is None:
-                return self._challenge(message)
+                self._compare(message.seal, self._sign(b"knock", message.nonce))
+                self._nonces = message.nonce + self._nonce
+                return Challenge(nonce=self._nonce, proof=self._sign(b"accept", self._nonces))
             case Challenge(), True if self._nonces is None:
-                return self._prove(message)
+                nonces = self._nonce + message.nonce
+                self._compare(message.proof, self._sign(b"accept", nonces))
+                self._nonces, self.trusted = nonces, True
+                assert self._expected is not None, "the connecting end knows whom it wants"
+                proof = self._sign_claim(nonces, self._claim, self._expected)
+                return Proof(claim=self._claim, expected=self._expected, proof=proof, arena=False)
             case Proof(), False if self._nonces is not None and self.peer is None:
-                return self._welcome(message, self._nonces)
+                self._compare(message.proof, self._sign_claim(self._nonces, message.claim, message.expected))
+                self.trusted = True
+                if message.expected != self._claim.member:
+                    raise ProtocolError(
+                        "member", f"{self._claim.member} answers where {message.expected} is expected"
+                    )
+                self._take(message.claim, None)
+                said = self._nonces + _bytes_of(message.claim) + _bytes_of(self._claim)
+                return HandshakeWelcome(claim=self._claim, proof=self._sign(b"welcome", said))
             case HandshakeWelcome(), True if self._nonces is not None and self.peer is None:
                 said = self._nonces + _bytes_of(self._claim) + _bytes_of(message.claim)
                 self._compare(message.proof, self._sign(b"welcome", said))
                 self._take(message.claim, self._expected)
                 return None
         raise ProtocolError("handshake", f"{type(message).__name__} comes out of turn")
-
-    def _challenge(self, knock: Knock) -> Challenge:
-        self._compare(knock.seal, self._sign(b"knock", knock.nonce))
-        self._nonces = knock.nonce + self._nonce
-        return Challenge(nonce=self._nonce, proof=self._sign(b"accept", self._nonces))
-
-    def _prove(self, challenge: Challenge) -> Proof:
-        nonces = self._nonce + challenge.nonce
-        self._compare(challenge.proof, self._sign(b"accept", nonces))
-        self._nonces, self.trusted = nonces, True
-        assert self._expected is not None, "the connecting end knows whom it wants"
-        proof = self._sign_claim(nonces, self._claim, self._expected)
-        return Proof(claim=self._claim, expected=self._expected, proof=proof, arena=False)
-
-    def _welcome(self, proof: Proof, nonces: bytes) -> HandshakeWelcome:
-        self._compare(proof.proof, self._sign_claim(nonces, proof.claim, proof.expected))
-        self.trusted = True
-        if proof.expected != self._claim.member:
-            raise ProtocolError("member", f"{self._claim.member} answers where {proof.expected} is expected")
-        self._take(proof.claim, None)
-        said = nonces + _bytes_of(proof.claim) + _bytes_of(self._claim)
-        return HandshakeWelcome(claim=self._claim, proof=self._sign(b"welcome", said))
 
     def _take(self, theirs: Claim, expected: int | None) -> None:
         """Accept the other end's claim if it matches; the token is already proved."""

@@ -55,26 +55,12 @@ from manyhands.transport.hub.hub_events import (
     Joined,
     Lost,
     Ready,
-    Rejected,
     Settings,
     Shared,
 )
 from manyhands.transport.liveness import LivenessMonitor, forget_in_children
 from manyhands.transport.messages import MessageCoder, ProtocolError
 from manyhands.transport.tls import TlsRefused
-
-__all__ = [
-    "Arrived",
-    "Destination",
-    "Hub",
-    "HubEvent",
-    "Joined",
-    "Lost",
-    "Ready",
-    "Rejected",
-    "Settings",
-    "Shared",
-]
 
 _IN, _OUT = select.EPOLLIN, select.EPOLLOUT
 _DEFECT: Final = "a defect of this library, met in a connection that had proved nothing"

@@ -26,19 +26,6 @@ from manyhands.native.decorators import inlined, njit
 from manyhands.native.segment import CACHE_LINE
 from manyhands.native.waiting import announce, wait_until
 
-__all__ = [
-    "CLOSED",
-    "CONTROL_BYTES",
-    "CUT",
-    "MAX_CAPACITY_BYTES",
-    "OPEN",
-    "end",
-    "prepare",
-    "read",
-    "state",
-    "write",
-]
-
 CONTROL_BYTES: Final = 3 * CACHE_LINE
 MAX_CAPACITY_BYTES: Final = 1 << 30  # the counters are compared modulo 2^32
 

@@ -44,29 +44,6 @@ from manyhands.native.dtypes import CODES, LINKED
 from manyhands.transport.link.wire import Wire
 from manyhands.transport.messages import ProtocolError
 
-__all__ = [
-    "DEFAULT_MAX_PAYLOAD_BYTES",
-    "DEFAULT_QUEUE_BYTES",
-    "HEADER_BYTES",
-    "MAGIC",
-    "PROTOCOL_VERSION",
-    "Closed",
-    "FlushOutcome",
-    "Flushed",
-    "FrameKind",
-    "Full",
-    "Header",
-    "Link",
-    "LinkCounters",
-    "Message",
-    "PeerDied",
-    "Queued",
-    "ReceiveOutcome",
-    "Received",
-    "SendOutcome",
-    "TimedOut",
-]
-
 MAGIC: Final = 0x4B4C484D
 PROTOCOL_VERSION: Final = 1
 DEFAULT_MAX_PAYLOAD_BYTES: Final = 1 << 34
@@ -118,8 +95,19 @@ class Message:
             raise UserError(f"message tag={self.tag}: must be from 0 to 2**32-1")
         if not 0 <= self.step < _U64:
             raise UserError(f"message step={self.step}: must be from 0 to 2**64-1")
-        if self.payload is not None:
-            _check_payload(self.payload)
+        tensor = self.payload
+        if tensor is None:
+            return
+        if tensor.dim() != 1 or not tensor.is_contiguous():
+            raise UserError(
+                f"payload of shape {tuple(tensor.shape)}: must be one-dimensional and contiguous; "
+                "send tensor.contiguous().view(-1)"
+            )
+        if tensor.dtype not in _DTYPE_CODES:
+            allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in LINKED)
+            raise UserError(f"payload of dtype {tensor.dtype}: allowed are {allowed}")
+        if not tensor.is_cpu:
+            raise UserError(f"payload on device {tensor.device}: must be on the CPU; send tensor.cpu()")
 
     @classmethod
     def announced(cls, header: Header, payload: torch.Tensor | None) -> Message:
@@ -135,20 +123,6 @@ class Message:
     @property
     def payload_bytes(self) -> int:
         return 0 if self.payload is None else self.payload.nbytes
-
-
-def _check_payload(tensor: torch.Tensor) -> None:
-    """Raise UserError unless the bytes of `tensor` lie in one run in CPU memory and its dtype has a code."""
-    if tensor.dim() != 1 or not tensor.is_contiguous():
-        raise UserError(
-            f"payload of shape {tuple(tensor.shape)}: must be one-dimensional and contiguous; "
-            "send tensor.contiguous().view(-1)"
-        )
-    if tensor.dtype not in _DTYPE_CODES:
-        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in LINKED)
-        raise UserError(f"payload of dtype {tensor.dtype}: allowed are {allowed}")
-    if not tensor.is_cpu:
-        raise UserError(f"payload on device {tensor.device}: must be on the CPU; send tensor.cpu()")
 
 
 class Header(NamedTuple):

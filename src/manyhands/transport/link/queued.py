@@ -42,8 +42,6 @@ from manyhands.transport.link.interface import (
 from manyhands.transport.liveness import forget_in_children
 from manyhands.transport.messages import ProtocolError
 
-__all__ = ["SLICE_NS", "Incoming", "Outgoing", "QueuedLink", "Read", "Write"]
-
 Write = Callable[[int, int, int, int, int, int, int], int]
 """(address and bytes of the header, address and bytes of the payload, done, until, spins): go on after the first `done`
 bytes of both until that moment in nanoseconds, 0 for no wait, looking so often before it sleeps; how many are done now.
@@ -222,13 +220,20 @@ class Incoming:
         start_ns = time.monotonic_ns()
         deadline_ns = start_ns + int(timeout_s * 1e9)
         if start_ns >= self._part_ns:
-            self._leave_core(start_ns)
+            # Leave this core if the peer runs on it too, unless that was tried just now.
+            assert self._part is not None, "else it is never tried"
+            self._part_ns = start_ns + (_PART_EVERY_NS if self._part() else _LOOK_EVERY_NS)
         header = self._header
         if header is None:
             outcome = self._fill(self._bytes_address, HEADER_BYTES, start_ns, deadline_ns)
             if outcome is not None:
                 return outcome
-            header = self._decode()
+            header = Header.decode(self._bytes, self._max_payload_bytes)
+            if header.sequence != self._sequence:
+                raise ProtocolError(
+                    "sequence", f"{self._peer} sent number {header.sequence}, number {self._sequence} was due"
+                )
+            self._header, self._done = header, 0
         if header.frame is _GOODBYE:
             return Closed()
         if self._target is None:
@@ -243,20 +248,6 @@ class Incoming:
         self._header, self._target, self._done = None, None, 0
         self._sequence += 1
         return received
-
-    def _leave_core(self, now_ns: int) -> None:
-        """Leave this core if the peer runs on it too, unless that was tried just now."""
-        assert self._part is not None, "else it is never tried"
-        self._part_ns = now_ns + (_PART_EVERY_NS if self._part() else _LOOK_EVERY_NS)
-
-    def _decode(self) -> Header:
-        header = Header.decode(self._bytes, self._max_payload_bytes)
-        if header.sequence != self._sequence:
-            raise ProtocolError(
-                "sequence", f"{self._peer} sent number {header.sequence}, number {self._sequence} was due"
-            )
-        self._header, self._done = header, 0
-        return header
 
     def _fill(
         self, address: int, num_bytes: int, start_ns: int, deadline_ns: int
@@ -356,9 +347,9 @@ class QueuedLink(Link):
     def _wake(self) -> None:
         """Have a receive in another thread return, if it does not by itself."""
 
-    @abstractmethod
     def _release(self) -> None:
         """Let go of the medium; nobody receives any more."""
+        self._let_go()
 
     @abstractmethod
     def _let_go(self) -> None:

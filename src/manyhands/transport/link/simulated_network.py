@@ -46,9 +46,7 @@ from manyhands.transport.link.interface import (
     check_size,
     hand_out,
 )
-from manyhands.transport.link.virtual import RoleClock, RoleKilled, VirtualTime
-
-__all__ = ["RoleKilled", "SimulatedLink", "SimulatedNetwork", "TraceEvent"]
+from manyhands.transport.link.virtual import RoleClock, VirtualTime
 
 T = TypeVar("T")
 

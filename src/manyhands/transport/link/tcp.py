@@ -34,8 +34,6 @@ from manyhands.transport.link.queued import Incoming, Outgoing, QueuedLink
 from manyhands.transport.link.wire import Wire
 from manyhands.transport.tls import End, TlsRefused
 
-__all__ = ["TcpLink", "connected"]
-
 _BUFFER_BYTES: Final = 512 << 10  # the kernel's, per direction and end: enough for loopback, and no more
 _CONNECT_S: Final = 10.0
 _LINGER_S: Final = 1.0
@@ -102,9 +100,13 @@ class TcpLink(QueuedLink):
         source = (ctypes.c_char * HEADER_BYTES).from_buffer_copy(goodbye)
         if self._write(ctypes.addressof(source), HEADER_BYTES, 0, 0, 0, until_ns, 0) < HEADER_BYTES:
             return
+        hung_up = select.poll()
+        hung_up.register(self._descriptor, 0)
         while time.monotonic_ns() < until_ns:
             fcntl.ioctl(self._descriptor, termios.TIOCOUTQ, unsent)
-            if unsent[0] == 0 or _hung_up(self._descriptor):
+            if unsent[0] == 0 or hung_up.poll(
+                0
+            ):  # there is nobody any more who could take what is still unsent
                 return
             time.sleep(0.001)
 
@@ -113,9 +115,6 @@ class TcpLink(QueuedLink):
             self._end.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass  # the peer went first
-
-    def _release(self) -> None:
-        self._end.close()
 
     def _let_go(self) -> None:
         self._end.close()
@@ -213,13 +212,6 @@ def _prepare(end: socket.socket) -> None:
 
 def _memory(address: int, num_bytes: int) -> memoryview:
     return memoryview(_ANY_MEMORY.from_address(address)).cast("B")[:num_bytes]
-
-
-def _hung_up(descriptor: int) -> bool:
-    """Whether there is nobody any more who could take what is still unsent."""
-    poll = select.poll()
-    poll.register(descriptor, 0)
-    return bool(poll.poll(0))
 
 
 def _wait(descriptor: int, events: int, until_ns: int) -> bool:

@@ -21,8 +21,6 @@ from typing import Final, TypeVar
 
 from manyhands.errors import ManyhandsError, UserError
 
-__all__ = ["RoleClock", "RoleKilled", "VirtualTime"]
-
 T = TypeVar("T")
 
 _PATIENCE_S: Final = 0.05

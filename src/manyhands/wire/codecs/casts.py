@@ -15,8 +15,6 @@ from torch import Tensor
 from manyhands.wire.codec import ParcelCodec, expect_bytes
 from manyhands.wire.parcels import Parcel
 
-__all__ = ["Bf16", "Fp16", "Fp32"]
-
 
 class Bf16(ParcelCodec):
     """The items in another type; every value of it is exact in the wider one."""

@@ -22,8 +22,6 @@ from manyhands.wire.floats import Floats
 from manyhands.wire.parcels import Parcel
 from manyhands.wire.sparse import Indices, SparseCodec, empty_gaps, few
 
-__all__ = ["Dgc", "DgcSums"]
-
 _FIRST = 0.25
 _QUARTERS = 4
 

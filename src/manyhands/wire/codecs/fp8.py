@@ -14,8 +14,6 @@ from manyhands.wire.floats import Bytes, FloatCodec, Floats, blocks_of
 from manyhands.wire.kernels.fp8_kernels import BLOCK, MARK, pack_fp8, unpack_fp8
 from manyhands.wire.parcels import Parcel
 
-__all__ = ["Fp8"]
-
 
 class _Kind(NamedTuple):
     """A format of eight bits: bits of its fraction, bias of its exponent, and the code of its largest number."""

@@ -8,8 +8,6 @@ from manyhands.wire.floats import Bytes, FloatCodec, Floats, blocks_of, check_sc
 from manyhands.wire.kernels.int8_kernels import BLOCK, pack_int8, unpack_int8
 from manyhands.wire.parcels import Parcel
 
-__all__ = ["Int8"]
-
 
 class Int8(FloatCodec):
     """A float32 per block, then one byte per item."""

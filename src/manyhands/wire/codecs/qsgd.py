@@ -15,8 +15,6 @@ from manyhands.wire.kernels.packing import pack_bits, packed_bytes, unpack_bits
 from manyhands.wire.kernels.qsgd_kernels import BLOCK, draw_levels, multiply
 from manyhands.wire.parcels import Parcel
 
-__all__ = ["Qsgd"]
-
 
 class Qsgd(FloatCodec):
     """A float32 per block, then a few bits per item."""

@@ -14,8 +14,6 @@ from manyhands.wire.kernels.randomk_kernels import draw, enlarge
 from manyhands.wire.parcels import Parcel
 from manyhands.wire.sparse import Indices, SparseCodec, few
 
-__all__ = ["RandomK"]
-
 _KEY = 8
 
 

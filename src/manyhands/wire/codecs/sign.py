@@ -16,11 +16,10 @@ import numpy as np
 from torch import Tensor
 
 from manyhands.wire.codec import BadBytes
-from manyhands.wire.floats import NOT_FINITE, Bytes, FloatCodec, Floats, blocks_of, check_scales
+from manyhands.wire.floats import Bytes, FloatCodec, Floats, blocks_of, check_scales
+from manyhands.wire.kernels.marks import NOT_FINITE
 from manyhands.wire.kernels.sign_kernels import BLOCK, pack_sign, unpack_sign
 from manyhands.wire.parcels import Parcel
-
-__all__ = ["Sign"]
 
 _ONE: Final = 0x3F800000
 

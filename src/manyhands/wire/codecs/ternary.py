@@ -12,8 +12,6 @@ from manyhands.wire.floats import Bytes, FloatCodec, Floats, blocks_of, check_sc
 from manyhands.wire.kernels.ternary_kernels import BLOCK, VALUES, pack_ternary, unpack_ternary
 from manyhands.wire.parcels import Parcel
 
-__all__ = ["Ternary"]
-
 
 class Ternary(FloatCodec):
     """A float32 per block, then one byte per five items."""

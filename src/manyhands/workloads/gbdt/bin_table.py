@@ -24,8 +24,13 @@ from manyhands.errors import DataError, ManyhandsError, UserError, format_bytes
 from manyhands.native.segment import available_bytes
 from manyhands.workloads.gbdt import bin_kernels
 from manyhands.workloads.gbdt.bin_kernels import TILE
-from manyhands.workloads.gbdt.binning import BinTable, FeatureBins, bins_of_categories, bins_of_numbers
-from manyhands.workloads.gbdt.bundling import ByteLayout
+from manyhands.workloads.gbdt.binning import (
+    BinTable,
+    ByteLayout,
+    FeatureBins,
+    bins_of_categories,
+    bins_of_numbers,
+)
 from manyhands.workloads.gbdt.row_sources import RowBlock, RowSource
 
 __all__ = ["BinnedRows", "Holdout", "RowSample", "bin_rows", "sample_rows"]
@@ -135,7 +140,6 @@ class RowSample:
 
     @property
     def sampled(self) -> int:
-        """The rows of `blocks`."""
         return sum(map(len, self.blocks))
 
 

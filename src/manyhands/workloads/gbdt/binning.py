@@ -3,6 +3,14 @@
 A number's bins have upper bounds half way between two values, with about as many rows in each; where the feature has
 missing values (NaN), these have the last bin. The bins of a categorical feature are its most frequent categories, and
 bin 0 is whatever else there is.
+
+Which features share a column of bytes: those of which no row has two that are not 0. Pure.
+
+Exclusive feature bundling (Ke et al., "LightGBM: a highly efficient gradient boosting decision tree", 2017), with no
+exception allowed: columns that say one of many things, as words and categories spelled out in zeros and ones do, become
+one. Byte 0 of a shared column says that all its features have their bin of zero, and every other bin of each has a byte
+of its own. So the histogram of each feature follows from the column's to the last bit: the rows that are in none of its
+other bins are in that of zero.
 """
 
 from __future__ import annotations
@@ -16,8 +24,18 @@ from numpy.typing import NDArray
 from manyhands.data.matrix import Rows
 from manyhands.errors import DataError
 from manyhands.workloads.gbdt import bin_kernels
+from manyhands.workloads.gbdt.row_sources import RowBlock
 
-__all__ = ["MOST_CATEGORY", "BinTable", "FeatureBins", "bins_of_categories", "bins_of_numbers"]
+__all__ = [
+    "MOST_CATEGORY",
+    "BinTable",
+    "ByteLayout",
+    "FeatureBins",
+    "bins_of_categories",
+    "bins_of_numbers",
+    "bundled_layout",
+    "own_columns",
+]
 
 MOST_CATEGORY = (1 << 20) - 1
 """A category is a whole number; a larger one would make the sets of categories in a model file too long."""
@@ -136,7 +154,6 @@ class BinTable:
         return np.cumsum([0, *(one.count for one in self.features)]).astype(np.int64)
 
     def of_dense(self, values: NDArray[np.float64]) -> NDArray[np.uint8]:
-        """Bins of rows, a column each."""
         out = np.empty((len(values), len(self.features)), np.uint8)
         kind = values.dtype if values.dtype == np.float32 else np.float64
         bin_kernels.bin_dense(
@@ -151,8 +168,150 @@ class BinTable:
         return out
 
     def of_sparse(self, rows: Rows) -> NDArray[np.uint8]:
-        """The same of sparse rows."""
         out = np.empty((len(rows), len(self.features)), np.uint8)
         parts = rows.starts, rows.indices, rows.values
         bin_kernels.bin_sparse(parts, self._slots, self._kinds, self._bounds, self._places, self._starts, out)
         return out
+
+
+_MOST_BYTES = 255  # of a shared column, that for zero not counted
+_LEAST_ZEROS = 0.1  # the share of rows in which a feature that may share is 0
+_MOST_FEATURES = 4096
+_MOST_BUNDLES = 64  # that are looked through for a place
+_LOOKED_AT = 1 << 16  # rows
+_ROWS_AT_ONCE = 1 << 13
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ByteLayout:
+    """Where the bins of each feature are: arrays by feature, and the offsets of columns."""
+
+    columns: NDArray[np.int64]
+    firsts: NDArray[np.int64]
+    """The byte of its first bin that is not that of zero, at least 1; 0 where it has a column of its own."""
+    zeros: NDArray[np.int64]
+    """The bin of zero."""
+    counts: NDArray[np.int64]
+    """How many bins it has."""
+    offsets: NDArray[np.int64]
+    """Where the bytes of each column begin among those of all, and their number at the end."""
+
+    @property
+    def is_plain(self) -> bool:
+        return not self.firsts.any()
+
+    def directions(self, feature: int, to_left: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """For every byte of the feature's column, whether it goes to the left; `to_left` says it for its bins."""
+        first = int(self.firsts[feature])
+        if not first:
+            return to_left
+        zero, count = int(self.zeros[feature]), int(self.counts[feature])
+        out = np.full(256, to_left[zero], np.uint8)
+        out[first : first + zero] = to_left[:zero]
+        out[first + zero : first + count - 1] = to_left[zero + 1 : count]
+        return out
+
+    def without(self, features: NDArray[np.int64]) -> ByteLayout:
+        """The same, but for these features, which get columns of their own."""
+        bundles = [
+            [int(one) for one in np.flatnonzero((self.columns == column) & (self.firsts > 0))]
+            for column in np.unique(self.columns[self.firsts > 0])
+        ]
+        kept = set(range(len(self.columns))) - set(features.tolist())
+        return _laid_out(
+            self.counts, self.zeros, [[one for one in bundle if one in kept] for bundle in bundles]
+        )
+
+
+def own_columns(bins: BinTable) -> ByteLayout:
+    return _laid_out(*_counts_and_zeros(bins), [])
+
+
+def bundled_layout(bins: BinTable, blocks: Sequence[RowBlock]) -> ByteLayout:
+    """Features that exclude each other in some rows of `blocks` share columns; whether they do in all is to be seen."""
+    counts, zeros = _counts_and_zeros(bins)
+    shares = np.array([one.zero_share for one in bins.features])
+    chosen = np.flatnonzero((shares >= _LEAST_ZEROS) & (counts <= _MOST_BYTES))
+    chosen = chosen[np.argsort(-shares[chosen], kind="stable")][:_MOST_FEATURES]
+    if len(chosen) < 2:
+        return _laid_out(counts, zeros, [])
+    chosen = chosen[::-1]  # those that are there most often are placed first
+    bits = _where_not_zero(blocks, np.array([bins.features[one].column for one in chosen]))
+    return _laid_out(
+        counts, zeros, [[int(chosen[at]) for at in one] for one in _exclusive(bits, counts[chosen])]
+    )
+
+
+def _counts_and_zeros(bins: BinTable) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    counts = np.array([one.count for one in bins.features], np.int64)
+    zeros = bins.of_dense(np.zeros((1, bins.columns)))[0].astype(np.int64)
+    return counts, zeros
+
+
+def _laid_out(
+    counts: NDArray[np.int64], zeros: NDArray[np.int64], bundles: Sequence[Sequence[int]]
+) -> ByteLayout:
+    """Features that share nothing first, in their order; a bundle of one shares nothing."""
+    columns, firsts = np.full(len(counts), -1, np.int64), np.zeros(len(counts), np.int64)
+    shared = [bundle for bundle in bundles if len(bundle) > 1]
+    together = {feature for bundle in shared for feature in bundle}
+    alone = [feature for feature in range(len(counts)) if feature not in together]
+    columns[alone] = np.arange(len(alone))
+    sizes = counts[alone].tolist()
+    for number, bundle in enumerate(shared, len(alone)):
+        free = 1
+        for feature in bundle:
+            columns[feature], firsts[feature] = number, free
+            free += int(counts[feature]) - 1
+        sizes.append(free)
+    offsets = np.cumsum([0, *sizes]).astype(np.int64)
+    return ByteLayout(columns=columns, firsts=firsts, zeros=zeros, counts=counts, offsets=offsets)
+
+
+def _exclusive(bits: NDArray[np.uint64], counts: NDArray[np.int64]) -> list[list[int]]:
+    """Sets of features, each in the first set where no row has it beside another; `bits` say which rows have which."""
+    sets: list[list[int]] = []
+    used = np.zeros((_MOST_BUNDLES, bits.shape[1]), np.uint64)
+    room = np.full(_MOST_BUNDLES, _MOST_BYTES, np.int64)
+    for feature, own in enumerate(bits):
+        fits = np.flatnonzero(room[: len(sets)] >= counts[feature] - 1)
+        at = next((int(one) for one in fits if not (used[one] & own).any()), len(sets))
+        if at == _MOST_BUNDLES:
+            continue
+        if at == len(sets):
+            sets.append([])
+        sets[at].append(feature)
+        used[at] |= own
+        room[at] -= counts[feature] - 1
+    return sets
+
+
+def _where_not_zero(blocks: Sequence[RowBlock], columns: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """For each column a bit a row: whether its value is anything but 0."""
+    found, left = [], _LOOKED_AT
+    for block in blocks:
+        for begin in range(0, min(len(block), left), _ROWS_AT_ONCE):
+            end = min(begin + _ROWS_AT_ONCE, len(block), left)
+            packed = np.packbits(_not_zero(block, begin, end, columns).T, axis=1)
+            missing = -packed.shape[1] % 8
+            found.append(np.ascontiguousarray(np.pad(packed, ((0, 0), (0, missing)))).view(np.uint64))
+        left -= min(len(block), left)
+    return np.concatenate(found, axis=1)
+
+
+def _not_zero(block: RowBlock, begin: int, end: int, columns: NDArray[np.int64]) -> NDArray[np.bool_]:
+    if block.sparse is None:
+        known = columns < block.values.shape[1]
+        out = np.zeros((end - begin, len(columns)), np.bool_)
+        out[:, known] = block.values[begin:end, columns[known]] != 0
+        return out
+    rows = block.sparse
+    places = np.full(max(rows.size, int(columns.max()) + 1), -1, np.int64)
+    places[columns] = np.arange(len(columns))
+    first, last = rows.starts[begin], rows.starts[end]
+    which = np.repeat(np.arange(end - begin), np.diff(rows.starts[begin : end + 1]))
+    at = places[rows.indices[first:last]]
+    known = (at >= 0) & (rows.values[first:last] != 0)
+    out = np.zeros((end - begin, len(columns)), np.bool_)
+    out[which[known], at[known]] = True
+    return out

@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from manyhands.workloads.gbdt import histogram_kernels
-from manyhands.workloads.gbdt.binning import FeatureBins
-from manyhands.workloads.gbdt.bundling import ByteLayout
+from manyhands.workloads.gbdt.binning import ByteLayout, FeatureBins
 from manyhands.workloads.gbdt.options import GbdtOptions
 from manyhands.workloads.gbdt.searching import LocalRows, SplitSearch
 from manyhands.workloads.gbdt.split_kernels import (
@@ -44,12 +43,10 @@ class DividedRows:
         self._spans = [(0, 0)] * most_leaves
 
     def begin(self) -> None:
-        """All are in leaf 0."""
         self._rows[:] = self._all
         self._spans[0] = (0, len(self._rows))
 
     def of(self, leaf: int) -> NDArray[np.int32]:
-        """A leaf's rows, ascending."""
         begin, end = self._spans[leaf]
         found: NDArray[np.int32] = self._rows[begin:end]
         return found
@@ -138,7 +135,6 @@ def node_directions(tree: GrownTree, node: int, feature: FeatureBins) -> NDArray
 
 
 def _count(totals: Sequence[int], rule: Sequence[float]) -> int:
-    """Rows."""
     return totals[1] & ((1 << int(rule[0])) - 1)
 
 

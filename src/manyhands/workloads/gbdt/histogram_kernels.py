@@ -200,7 +200,6 @@ def squared_words(scores: Any, targets: Any, weights: Any, units: Any, count_bit
 
 @njit(cache=True, nogil=True)
 def largest_error(scores: Any, targets: Any, weights: Any) -> float:
-    """The largest gradient of squared error."""
     largest = 0.0
     for i in range(scores.size):
         largest = max(largest, abs(scores[i] - targets[i]) * weights[i])
@@ -220,7 +219,6 @@ def binary_loss(scores: Any, targets: Any, weights: Any, unit: float) -> Any:
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def squared_loss(scores: Any, targets: Any, weights: Any, unit: float) -> Any:
-    """The same of squared error."""
     total = np.int64(0)
     for i in range(scores.size):
         error = scores[i] - targets[i]
@@ -229,7 +227,6 @@ def squared_loss(scores: Any, targets: Any, weights: Any, unit: float) -> Any:
 
 
 def warm() -> None:
-    """Compile by working on no row."""
     tiles, rows = np.zeros((0, 1, TILE), np.uint8), np.zeros(0, np.int32)
     words, offsets, out = np.zeros(0, np.int64), np.zeros(2, np.int64), np.zeros(4, np.int64)
     histogram(tiles, rows, words, 0, offsets, words, out)

@@ -58,7 +58,6 @@ class DecisionTree:
 
     @property
     def num_leaves(self) -> int:
-        """One more than there are nodes."""
         return len(self.leaf_value)
 
     @staticmethod
@@ -120,16 +119,13 @@ class Links:
 
     @property
     def word(self) -> str:
-        """The objective without its settings."""
         return self.objective.split()[0]
 
     @property
     def is_binary(self) -> bool:
-        """Whether a prediction is a probability."""
         return self.KNOWN.get(self.word) == "sigmoid"
 
     def __call__(self, scores: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Predictions from sums of leaves."""
         kind = self.KNOWN[self.word]
         if kind == "identity":
             return scores
@@ -156,12 +152,10 @@ class GbdtModel:
 
     @property
     def columns(self) -> int:
-        """Of a row."""
         return len(self.names)
 
     @property
     def link(self) -> Links:
-        """From sums of leaves to predictions."""
         return Links(self.objective)
 
     @staticmethod

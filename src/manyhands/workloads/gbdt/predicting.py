@@ -37,24 +37,19 @@ class GbdtPredictor(Predictor[RowBlock]):
             yield block.for_columns(model.columns, model.label_index)
 
     def inputs(self, values: Sequence[Any]) -> RowBlock:
-        """Each value is one row."""
         return RowBlock(labels=None, dense=table_of(values, self.model.columns, self.takes, missing=True))
 
     def together(self, parts: Sequence[RowBlock]) -> RowBlock:
-        """One after the other."""
         return RowBlock(labels=None, dense=np.concatenate([part.values for part in parts]))
 
     def answers(self, inputs: RowBlock) -> list[Any]:
-        """One number each."""
         return list(self.model.predict(inputs).tolist())
 
     def lines(self, inputs: RowBlock) -> Iterator[str]:
-        """The same, with all digits."""
         return (f"{value:.17g}" for value in self.answers(inputs))
 
     @property
     def example(self) -> Any:
-        """A row of zeros."""
         return [0] * self.model.columns
 
 

@@ -47,13 +47,11 @@ class RowBlock:
 
     @property
     def values(self) -> NDArray[Any]:
-        """Those of a dense block."""
         assert self.dense is not None, "a block is dense or sparse"
         return self.dense
 
     @property
     def columns(self) -> int:
-        """One more than the last column."""
         return self.sparse.size if self.sparse is not None else int(self.values.shape[1])
 
     def for_columns(self, columns: int, label: int) -> RowBlock:
@@ -63,7 +61,6 @@ class RowBlock:
         return RowBlock(labels=None, weights=self.weights, dense=np.delete(self.values, label, axis=1))
 
     def take(self, chosen: NDArray[np.bool_]) -> RowBlock:
-        """Some of the rows."""
         labels = None if self.labels is None else self.labels[chosen]
         weights = None if self.weights is None else self.weights[chosen]
         if self.sparse is None:

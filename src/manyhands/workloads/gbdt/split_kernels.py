@@ -92,7 +92,6 @@ def _numbers(
 
 @helper(error_model="numpy")
 def _one_category(hist: Any, bins: Any, sums: Any, rule: Any, record: Any) -> Any:
-    """The best category against the rest."""
     count_bits = np.int64(rule[0])
     mask = (np.int64(1) << count_bits) - 1
     least, least_hessian, l2, unit_g, unit_h = np.int64(rule[1]), rule[2], rule[3], rule[4], rule[5]
@@ -169,7 +168,6 @@ def _sorted_categories(hist: Any, bins: Any, sums: Any, rule: Any, record: Any) 
 
 @helper(error_model="numpy")
 def _of_feature(hist: Any, bins: Any, kind: int, sums: Any, rule: Any, record: Any, other: Any) -> Any:
-    """The best split of one feature."""
     if kind == _CATEGORIES:
         if bins <= np.int64(rule[10]):
             return _one_category(hist, bins, sums, rule, record)
@@ -272,7 +270,6 @@ def feature_gains(hist: Any, starts: Any, kinds: Any, totals: Any, rule: Any, ga
 
 
 def warm() -> None:
-    """Compile by looking at no feature."""
     hist, starts, none = np.zeros(2, np.int64), np.zeros(1, np.int64), np.zeros(0, np.int64)
     rule, record = np.ones(12), np.zeros(RECORD_WORDS, np.int64)
     best_split(hist, none, starts, none, hist, rule, record, record.view(np.float64))

@@ -2,6 +2,12 @@
 
 * `single`: one thread.
 * `allreduce`, `mirrored`: every worker has a part of the rows and all trees; histograms travel.
+
+Units in which gradients are whole numbers, so that their sums are exact. Pure.
+
+A word has 63 bits and a sign. Of the gradients' word all are for the sum over all rows; the hessians' has the number of
+rows in its low bits. Units are powers of two, so that only rounding to them loses anything: with a million rows a
+gradient keeps 41 bits after its largest, a hessian 21.
 """
 
 from __future__ import annotations
@@ -25,14 +31,21 @@ from manyhands.strategy import Strategy
 from manyhands.workloads.gbdt import bin_kernels, histogram_kernels, split_kernels
 from manyhands.workloads.gbdt.bin_table import BinnedRows
 from manyhands.workloads.gbdt.binning import BinTable
-from manyhands.workloads.gbdt.gradient_units import units_for
 from manyhands.workloads.gbdt.growing import DividedRows, grow, node_directions
 from manyhands.workloads.gbdt.options import GbdtOptions
-from manyhands.workloads.gbdt.searching import SEARCHES, LocalRows, area_words, told_words
-from manyhands.workloads.gbdt.shared_sums import SharedHistograms, alone, histogram_bytes, shared_histograms
+from manyhands.workloads.gbdt.searching import (
+    SEARCHES,
+    LocalRows,
+    SharedHistograms,
+    alone,
+    area_words,
+    histogram_bytes,
+    shared_histograms,
+    told_words,
+)
 from manyhands.workloads.gbdt.trees import GrownTree, TreeMemory
 
-__all__ = ["VALID_LOSS", "GbdtStep", "GbdtTask", "check_strategy"]
+__all__ = ["VALID_LOSS", "GbdtStep", "GbdtTask", "WordUnits", "check_strategy", "units_for"]
 
 VALID_LOSS = "valid_loss"
 """The metric in the history: the mean loss of rows held out, after each tree."""
@@ -56,7 +69,6 @@ class GbdtTask(KernelTask):
 
     @property
     def samples(self) -> int:
-        """Rows."""
         return self.train.rows
 
     @property
@@ -66,7 +78,6 @@ class GbdtTask(KernelTask):
 
     @property
     def epochs(self) -> int:
-        """Trees."""
         return self.gbdt.trees
 
     @property
@@ -92,12 +103,10 @@ class GbdtTask(KernelTask):
 
     @property
     def kinds(self) -> NDArray[np.int64]:
-        """What `split_kernels` calls kinds of features."""
         found = [2 if one.is_categorical else int(one.missing) for one in self.bins.features]
         return np.array(found, np.int64)
 
     def model(self) -> TreeMemory:
-        """Room for all trees."""
         return TreeMemory(self.gbdt.trees, self.gbdt.num_leaves)
 
     def shared_model(self, segment: Segment, offset: int) -> nn.Module:
@@ -106,11 +115,9 @@ class GbdtTask(KernelTask):
 
     @property
     def num_bytes(self) -> int:
-        """Of all trees, about."""
         return self.gbdt.trees * self.gbdt.num_leaves * 17 * 8
 
     def step(self, model: nn.Module, turn: Turn) -> KernelStep:
-        """All rows in one thread."""
         del turn
         assert isinstance(model, TreeMemory), "a model of this task"
         offsets = self.bins.offsets
@@ -126,12 +133,10 @@ class GbdtTask(KernelTask):
         return step
 
     def warm(self) -> None:
-        """All kernels."""
         for module in (bin_kernels, histogram_kernels, split_kernels):
             module.warm()
 
     def for_strategy(self, strategy: Strategy, workers: int) -> AnyTask:
-        """Compiled, or not at all."""
         check_strategy(strategy, workers)
         return self
 
@@ -185,7 +190,6 @@ class GbdtStep(KernelStep):
                 self._stopping.add(number + 1, {VALID_LOSS: float(self._memory.valid_losses()[number])})
 
     def take(self, portion: Portion) -> Taken:
-        """Grow tree number `portion.passed`."""
         options, task, rendezvous = self._options, self._task, self._rendezvous
         before = rendezvous.bytes_sent
         loss = self._write_words()
@@ -294,3 +298,32 @@ def check_strategy(strategy: Strategy, workers: int) -> None:
     check_shared_rows(
         strategy, workers, "gbdt", f"{why}; use {strategy.word}, and --parallel voting to send less"
     )
+
+
+_WORD_BITS = 62
+
+
+@dataclass(frozen=True, slots=True)
+class WordUnits:
+    """How many units make 1, for gradients and hessians, and the bits in which rows are counted."""
+
+    gradient: float
+    hessian: float
+    count_bits: int
+
+
+def units_for(rows: int, largest_gradient: float, largest_hessian: float) -> WordUnits:
+    """Units in which no sum over `rows` rows overflows; numbers that are not finite or all 0 get any."""
+    count_bits = rows.bit_length()
+    return WordUnits(
+        gradient=_unit(rows, largest_gradient, _WORD_BITS),
+        hessian=_unit(rows, largest_hessian, _WORD_BITS - count_bits),
+        count_bits=count_bits,
+    )
+
+
+def _unit(rows: int, largest: float, bits: int) -> float:
+    if not 0 < largest < math.inf:
+        return 1.0
+    _, size = math.frexp(largest)  # largest < 2^size
+    return math.ldexp(1.0, min(bits - size - rows.bit_length(), 900))

@@ -62,7 +62,6 @@ def write_model(model: GbdtModel, path: Path) -> None:
 
 
 def render_model(model: GbdtModel) -> str:
-    """The text of a model."""
     trees = [_tree_text(number, tree) for number, tree in enumerate(model.trees)]
     header = {
         "version": "v4",

@@ -31,8 +31,7 @@ from manyhands.workloads.gbdt.bin_table import (
     sample_rows,
     shared_folder,
 )
-from manyhands.workloads.gbdt.binning import BinTable
-from manyhands.workloads.gbdt.bundling import bundled_layout, own_columns
+from manyhands.workloads.gbdt.binning import BinTable, bundled_layout, own_columns
 from manyhands.workloads.gbdt.model import GbdtModel
 from manyhands.workloads.gbdt.options import GbdtOptions
 from manyhands.workloads.gbdt.row_sources import RowBlock, RowSource, model_names
@@ -196,7 +195,6 @@ def _first_pass(
 
 
 def _binned(first: _FirstPass, folder: str, on_rows: Callable[[int], None], threads: int) -> BinnedRows:
-    """The rows to train on."""
     advance = iter([on_rows])  # where rows are gone through twice, the bar shows the first time
 
     def read() -> Iterator[RowBlock]:

@@ -30,7 +30,6 @@ class GrownTree:
         self.leaf_count = np.zeros(most_leaves, np.int64)
 
     def arrays(self) -> dict[str, Any]:
-        """All of it, by name."""
         return vars(self)
 
 
@@ -52,13 +51,11 @@ class TreeMemory(nn.Module):
         return len(self.get_buffer("num_leaves"))
 
     def put(self, number: int, tree: GrownTree, valid_loss: float) -> None:
-        """Keep a tree."""
         for name, array in tree.arrays().items():
             self.get_buffer(name).numpy()[number] = array
         self.get_buffer("valid_loss")[number] = valid_loss
 
     def tree(self, number: int) -> GrownTree:
-        """One that was kept."""
         return tree_of(dict(self.named_buffers()), number)
 
     def take(self, state: Mapping[str, Tensor]) -> None:
@@ -75,7 +72,6 @@ class TreeMemory(nn.Module):
 
 
 def tree_of(state: Mapping[str, Tensor], number: int) -> GrownTree:
-    """One tree of a `TreeMemory`'s state."""
     leaves = state["leaf_value"].shape[1]
     tree = GrownTree(leaves)
     for name in tree.arrays():

@@ -3,6 +3,10 @@
 A file of questions has lines of four words, and lines `: name` that begin a section. The answer is the word nearest
 in cosine to b − a + c, of unit vectors, the three given words excluded. Sections whose name begins with "gram" are
 syntactic, the others semantic. A question with a word that has no vector is left out and counted as such.
+
+How well cosines order pairs of words as people do: Spearman's rank correlation on files such as WordSim-353.
+
+A file has lines `word TAB word TAB score`; lines that begin with # are comments.
 """
 
 from __future__ import annotations
@@ -12,14 +16,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from manyhands.data.store.atomic import reason
 from manyhands.errors import DataError
 from manyhands.observe.draw.bars import Bars
 from manyhands.workloads.glove.vector_files import Vectors
 
-__all__ = ["AnalogyScore", "Section", "SectionScore", "ask_analogies", "read_questions"]
+__all__ = [
+    "AnalogyScore",
+    "Pair",
+    "Section",
+    "SectionScore",
+    "SimilarityScore",
+    "ask_analogies",
+    "compare_similarity",
+    "read_pairs",
+    "read_questions",
+    "spearman",
+]
 
 _PRODUCTS = 1 << 24  # cosines computed at once: 64 MiB
 
@@ -61,17 +76,14 @@ class AnalogyScore:
 
     @property
     def total(self) -> SectionScore:
-        """All questions."""
         return _sum("total", False, self.sections)
 
     @property
     def semantic(self) -> SectionScore:
-        """The questions about the world."""
         return _sum("semantic", True, [one for one in self.sections if one.semantic])
 
     @property
     def syntactic(self) -> SectionScore:
-        """The questions about grammar."""
         return _sum("syntactic", False, [one for one in self.sections if not one.semantic])
 
 
@@ -147,3 +159,73 @@ def _right(unit: NDArray[np.float32], questions: NDArray[np.int64]) -> int:
             cosines[asked, given] = -np.inf
         right += int(np.count_nonzero(cosines.argmax(axis=1) == d))
     return right
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """Two words and how similar people find them."""
+
+    one: str
+    other: str
+    score: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimilarityScore:
+    """The rank correlation over the `known` pairs, of `asked`, whose words have vectors; NaN where it is undefined."""
+
+    correlation: float
+    asked: int
+    known: int
+
+
+def read_pairs(path: Path | str) -> list[Pair]:
+    """The pairs of a file; a DataError names the line that is none."""
+    try:
+        lines = Path(path).read_bytes().split(b"\n")
+    except OSError as error:
+        raise DataError(f"pairs {path} cannot be read: {reason(error)}") from error
+    pairs: list[Pair] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip() or line.startswith(b"#"):
+            continue
+        try:
+            one, other, score = line.decode().strip().split("\t")[:3]
+            pairs.append(Pair(one=one.strip(), other=other.strip(), score=float(score)))
+        except ValueError:  # too few fields, no number, no UTF-8
+            raise DataError(
+                f"{path}, line {number}: {line[:60]!r} is not two words and a number with tabs between"
+            ) from None
+    if not pairs:
+        raise DataError(f"{path} holds no pairs of words")
+    return pairs
+
+
+def compare_similarity(vectors: Vectors, pairs: list[Pair]) -> SimilarityScore:
+    """Spearman's correlation of cosine and score; words are looked up as they are, else in lower case."""
+    rows: list[tuple[int, int]] = []
+    scores: list[float] = []
+    for pair in pairs:
+        one, other = vectors.find(pair.one), vectors.find(pair.other)
+        if one is not None and other is not None:
+            rows.append((one, other))
+            scores.append(pair.score)
+    places = np.array(rows, np.int64).reshape(-1, 2)
+    cosines = np.einsum("ij,ij->i", vectors.unit[places[:, 0]], vectors.unit[places[:, 1]])
+    return SimilarityScore(correlation=spearman(cosines, scores), asked=len(pairs), known=len(rows))
+
+
+def spearman(one: ArrayLike, other: ArrayLike) -> float:
+    """The correlation of ranks, equal values sharing the mean of theirs; NaN for fewer than 2 different values."""
+    first, second = _ranks(np.asarray(one)), _ranks(np.asarray(other))
+    first -= first.mean() if len(first) else 0.0
+    second -= second.mean() if len(second) else 0.0
+    length = float(np.sqrt((first @ first) * (second @ second)))
+    return float(first @ second) / length if length > 0 else float("nan")
+
+
+def _ranks(values: NDArray[np.generic]) -> NDArray[np.float64]:
+    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ends = np.cumsum(counts)
+    mean: NDArray[np.float64] = ends - (counts - 1) / 2
+    return mean[place]

@@ -81,14 +81,17 @@ class _CompareGlove(_Vectors):
 def _compared(asked: _CompareGlove, out: Path) -> Iterator[ComparedTask]:
     # Imported here, as below, so that help texts do not wait for torch and compiled code.
     from manyhands.observe.draw.bars import Bars
-    from manyhands.workloads.glove.analogies import ask_analogies, read_questions
+    from manyhands.workloads.glove.analogies import (
+        ask_analogies,
+        compare_similarity,
+        read_pairs,
+        read_questions,
+    )
     from manyhands.workloads.glove.cooccurrence_files import temporary_folder
     from manyhands.workloads.glove.corpus import Corpus
     from manyhands.workloads.glove.demo import demo_corpus, demo_pairs, demo_questions
     from manyhands.workloads.glove.glove_task import GloveTask
-    from manyhands.workloads.glove.learning import shuffled_records
-    from manyhands.workloads.glove.similarity import compare_similarity, read_pairs
-    from manyhands.workloads.glove.train_glove import summed_vectors
+    from manyhands.workloads.glove.learning import shuffled_records, summed_vectors
     from manyhands.workloads.glove.vector_files import Vectors
 
     questions = read_questions(asked.analogies) if asked.analogies is not None else demo_questions()

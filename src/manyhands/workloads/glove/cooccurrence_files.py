@@ -2,6 +2,12 @@
 
 Word numbers count from 1, in the order of the vocabulary. Files are written under a temporary name in a folder beside
 their place, which is removed whatever happens, and moved to their own name when they are whole.
+
+Records in random order, also where they do not fit in memory.
+
+Each record goes to a bucket drawn for it, and each bucket, which does fit, is shuffled by itself: the buckets one
+after the other are then a uniformly random order of all (Rao 1961, Sandelius 1962). Records that fit in memory are
+one bucket.
 """
 
 from __future__ import annotations
@@ -18,9 +24,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from manyhands.data.store.atomic import WriteFailed, reason
-from manyhands.errors import DataError
+from manyhands.errors import DataError, UserError, format_bytes
+from manyhands.observe.draw.bars import BarPhase, Bars
+from manyhands.workloads.glove.count_kernels import deal_pairs, shuffle_pairs
 
-__all__ = ["RECORD", "RecordWriter", "open_records", "read_records", "record_count", "temporary_folder"]
+__all__ = [
+    "RECORD",
+    "RecordWriter",
+    "open_records",
+    "read_records",
+    "record_count",
+    "shuffle_records",
+    "temporary_folder",
+]
 
 RECORD = np.dtype([("word", "<i4"), ("context", "<i4"), ("count", "<f8")])
 _WRITE_BYTES = 1 << 30  # one write takes less than 2 GiB on Linux
@@ -78,7 +94,6 @@ class RecordWriter:
         return self
 
     def write(self, records: NDArray[Any]) -> None:
-        """Append an array of `RECORD`."""
         rest = records.view(np.uint8).data
         try:
             while rest:
@@ -112,3 +127,107 @@ def _failed(path: Path, error: OSError, records: int) -> WriteFailed:
         f"the disk took no more than {records * RECORD.itemsize:,} bytes of {path}: {reason(error)}; temporary files "
         "are removed; free some space, write to a larger disk, or raise the least count of a word"
     )
+
+
+_MOST_PIECE = 1 << 20
+_MOST_BUCKETS = 4096
+_MASK = (1 << 64) - 1
+
+
+def shuffle_records(
+    source: Path,
+    out: Path,
+    *,
+    seed: int = 0,
+    memory_bytes: int = 2 * 1024**3,
+    bars: Bars | None = None,
+) -> None:
+    """Write the records of `source` to `out` in an order drawn from `seed`, uniform over all orders.
+
+    `source` and `out` may be the same file. At most `memory_bytes` are used for records; what does not fit goes
+    through temporary files beside `out`, which are removed whatever happens.
+    """
+    count = record_count(source)
+    buckets = _buckets(count, memory_bytes)
+    bars = bars or Bars()
+    state = np.array([seed & _MASK], np.uint64)
+    with temporary_folder(out) as folder, RecordWriter(folder / "shuffled") as writer:
+        with bars.phase("shuffling", count * (1 if buckets == 1 else 2), "records") as phase:
+            parts = [source]
+            if buckets > 1:
+                parts = [folder / f"bucket-{number}" for number in range(buckets)]
+                _scatter(source, parts, memory_bytes, state, phase)
+            for part in parts:
+                records = _whole(part)
+                shuffle_pairs(*_halves(records), state)
+                writer.write(records)
+                phase.advance(len(records))
+                if part != source:
+                    part.unlink(missing_ok=True)  # chance may leave a bucket empty
+        writer.path.replace(out)
+
+
+def _buckets(count: int, memory_bytes: int) -> int:
+    """How many buckets, so that each fits with much room for chance."""
+    if count * RECORD.itemsize <= memory_bytes:
+        return 1
+    buckets = -(-count * RECORD.itemsize * 3 // (2 * max(1, memory_bytes)))
+    if buckets > _MOST_BUCKETS or buckets > _piece_records(memory_bytes):
+        raise UserError(
+            f"memory={format_bytes(memory_bytes)} is too little to shuffle {count:,} records "
+            f"({format_bytes(count * RECORD.itemsize)}); give more"
+        )
+    return buckets
+
+
+def _piece_records(memory_bytes: int) -> int:
+    """How many records to deal at once: two buffers of a third of the memory each, and what was drawn for them."""
+    return max(1, min(_MOST_PIECE, memory_bytes // (3 * RECORD.itemsize)))
+
+
+def _scatter(
+    source: Path, parts: list[Path], memory_bytes: int, state: NDArray[Any], phase: BarPhase
+) -> None:
+    """Each record of `source` to the end of a part drawn for it."""
+    piece = np.empty(_piece_records(memory_bytes), RECORD)
+    sorted_piece = np.empty_like(piece)
+    ends = np.empty(len(parts), np.int64)
+    chosen = np.empty(len(piece), np.int32)
+    # Files are opened for each piece, so that their number is no matter of the system's limit.
+    with _reading(source) as file:
+        while found := read_records(file, piece):
+            deal_pairs(*_halves(piece[:found]), *_halves(sorted_piece[:found]), chosen, ends, state)
+            start = 0
+            for part, end in zip(parts, ends.tolist(), strict=True):
+                if end > start:
+                    with RecordWriter(part, append=True) as writer:
+                        writer.write(sorted_piece[start:end])
+                start = end
+            phase.advance(found)
+
+
+def _whole(path: Path) -> NDArray[Any]:
+    records = np.empty(record_count(path) if path.exists() else 0, RECORD)
+    if len(records):
+        with _reading(path) as file:
+            if read_records(file, records) != len(records):
+                raise DataError(f"{path} became shorter while it was read")
+    return records
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[int]:
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {reason(error)}") from error
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
+def _halves(records: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The same memory as pairs of int64, which compiled code moves fastest: words and bits of the count."""
+    pairs = records.view(np.int64)
+    return pairs[0::2], pairs[1::2]

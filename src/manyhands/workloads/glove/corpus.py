@@ -47,7 +47,6 @@ class Corpus:
 
     @classmethod
     def of_text(cls, text: str | bytes) -> Self:
-        """A corpus in memory."""
         corpus = cls.__new__(cls)
         corpus._sources = (text.encode() if isinstance(text, str) else bytes(text),)
         return corpus

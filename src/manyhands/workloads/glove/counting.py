@@ -8,12 +8,19 @@ text only.
 
 Weights are 1/distance within `window` words, or plain counts, 1 each; words outside the vocabulary are skipped and do
 not count for the distance, and a line's end ends a context, as in the published tool.
+
+Sorted runs of records on disk, and merging them: an external merge sort whose merge sums equal pairs.
+
+Runs are sorted by (word, context). Because a word's row fits in memory as a dense row, merging k runs costs the
+same for each record however many runs there are; equal pairs are summed in the order of the runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -25,16 +32,28 @@ from numpy.typing import NDArray
 from manyhands.errors import UserError, format_bytes
 from manyhands.observe.draw.bars import BarPhase, Bars
 from manyhands.strategy import check_choice
-from manyhands.workloads.glove.cooccurrence_files import RECORD, RecordWriter, temporary_folder
+from manyhands.workloads.glove.cooccurrence_files import RECORD, RecordWriter, read_records, temporary_folder
 from manyhands.workloads.glove.corpus import BLOCK_BYTES, Block, Corpus
-from manyhands.workloads.glove.count_kernels import count_rows, place_words
+from manyhands.workloads.glove.count_kernels import (
+    MERGE_DONE,
+    MERGE_FULL,
+    count_rows,
+    merge_rows,
+    place_words,
+)
 from manyhands.workloads.glove.options import WEIGHTINGS
-from manyhands.workloads.glove.ordered_threads import children, in_order
-from manyhands.workloads.glove.spill import DenseRow, MergeRoom, merge_runs, view_records
-from manyhands.workloads.glove.vocabulary import Vocabulary
+from manyhands.workloads.glove.vocabulary import Vocabulary, children, in_order
 from manyhands.workloads.glove.word_table import BREAK, WordTable
 
-__all__ = ["CountingRoom", "count_cooccurrence", "plan_memory"]
+__all__ = [
+    "CountingRoom",
+    "DenseRow",
+    "MergeRoom",
+    "count_cooccurrence",
+    "merge_runs",
+    "plan_memory",
+    "view_records",
+]
 
 _DEFAULT_MEMORY = 2 * 1024**3
 _OUT_RECORDS = 1 << 17
@@ -239,3 +258,87 @@ class _RowCounter:
             last = int(np.searchsorted(sums, sums[first] + self._out_records, side="right")) - 1
             yield first, last
             first = last
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergeRoom:
+    """How much memory a merge may use: `fan_in` runs at once, each with a buffer; the rest for what comes out."""
+
+    fan_in: int
+    run_records: int
+    out_records: int
+
+
+class DenseRow:
+    """One row of the matrix, dense, with a bitmap of the cells in use; all zero between rows."""
+
+    def __init__(self, words: int) -> None:
+        self.row = np.zeros(words, np.float64)
+        self.used = np.zeros(-(-words // 64), np.int64)
+        self.groups = np.zeros(-(-words // 4096), np.int64)
+
+    @staticmethod
+    def num_bytes(words: int) -> int:
+        """The memory that a row of so many words takes."""
+        return 8 * (words + words // 64 + words // 4096 + 2)
+
+    @property
+    def arrays(self) -> tuple[NDArray[Any], ...]:
+        return self.row, self.used, self.groups
+
+
+def view_records(buffer: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """A buffer of records as the kernels take it: the same memory as int64 and as float64."""
+    return buffer.view(np.int64), buffer.view(np.float64)
+
+
+def merge_runs(runs: Sequence[Path], out: Path, words: int, room: MergeRoom, phase: BarPhase) -> int:
+    """Merge runs into `out`, more than `room.fan_in` of them in several rounds; removes them, returns the records."""
+    waiting = list(runs)
+    number = 0
+    while len(waiting) > room.fan_in:
+        # The oldest first, and their sum in their place: sums stay in the order of the text.
+        merged: list[Path] = []
+        for start in range(0, len(waiting), room.fan_in):
+            group = waiting[start : start + room.fan_in]
+            path = out.with_name(f"{out.name}.{number}")
+            number += 1
+            _merge_once(group, path, words, room, phase)
+            merged.append(path)
+        waiting = merged
+    return _merge_once(waiting, out, words, room, phase)
+
+
+def _merge_once(runs: Sequence[Path], out: Path, words: int, room: MergeRoom, phase: BarPhase) -> int:
+    buffers = np.empty((len(runs), room.run_records), RECORD)
+    done = np.empty(max(words, room.out_records), RECORD)
+    cursors, ends = np.zeros(len(runs), np.int64), np.zeros(len(runs), np.int64)
+    dense = DenseRow(words)
+    state = np.zeros(3, np.int64)
+    with ExitStack() as stack:
+        writer = stack.enter_context(RecordWriter(out))
+        files = [os.open(path, os.O_RDONLY | os.O_CLOEXEC) for path in runs]
+        for file in files:
+            stack.callback(os.close, file)
+
+        def refill(run: int) -> None:
+            cursors[run], ends[run] = 0, read_records(files[run], buffers[run])
+            phase.advance(int(ends[run]))
+
+        for run in range(len(runs)):
+            refill(run)
+        while True:
+            answer = int(
+                merge_rows(state, view_records(buffers), cursors, ends, dense.arrays, view_records(done))
+            )
+            if answer >= 0:
+                refill(answer)
+                continue
+            writer.write(done[: state[2]])
+            state[2] = 0
+            if answer == MERGE_DONE:
+                break
+            assert answer == MERGE_FULL
+    for path in runs:
+        path.unlink()
+    return writer.written

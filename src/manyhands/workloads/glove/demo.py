@@ -3,6 +3,12 @@
 Docstrings and comments of the standard library, numpy and torch, in lower case, letters only; each docstring and each
 block of comments is one line, so that contexts end where a text ends. Files are taken in the order of their names and
 found by patterns, not by compiling them: a piece of code in between does no harm and time matters.
+
+Questions for word vectors of the demo corpus: analogies and pairs that documentation of Python programs knows.
+
+Small, ours, and about the words that are frequent there; for text of another kind there are the published files
+(`--analogies`, `--similarity`). Pairs have three degrees: 2 for words of one kind that can stand for each other in a
+sentence, 1 for words of one subject, 0 for words that have little to do with each other.
 """
 
 from __future__ import annotations
@@ -16,9 +22,8 @@ from itertools import permutations
 from pathlib import Path
 
 from manyhands.errors import UserError
-from manyhands.workloads.glove.analogies import Section
+from manyhands.workloads.glove.analogies import Pair, Section
 from manyhands.workloads.glove.corpus import Corpus
-from manyhands.workloads.glove.similarity import Pair
 
 __all__ = ["demo_corpus", "demo_pairs", "demo_questions", "english"]
 
@@ -137,7 +142,6 @@ def demo_questions() -> list[Section]:
 
 
 def demo_pairs() -> list[Pair]:
-    """Pairs of three degrees."""
     return [
         Pair(one=one, other=other, score=score)
         for score, text in ((2.0, _SAME_KIND), (1.0, _SAME_SUBJECT), (0.0, _APART))

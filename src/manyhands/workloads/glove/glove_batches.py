@@ -27,7 +27,7 @@ from manyhands.data.batch_plan import split
 from manyhands.engine.kernel_task import KernelStep, Portion, Taken
 from manyhands.native.group.shared_group import SharedGroup
 from manyhands.native.segment import CACHE_LINE, round_up
-from manyhands.workloads.glove.glove_batch_kernels import (
+from manyhands.workloads.glove.glove_kernels import (
     add_rows,
     batch_dots,
     batch_errors,
@@ -35,8 +35,7 @@ from manyhands.workloads.glove.glove_batch_kernels import (
     sum_gradients,
 )
 from manyhands.workloads.glove.glove_model import GloveModel
-from manyhands.workloads.glove.glove_reader import Block, RecordReader
-from manyhands.workloads.glove.glove_work import GloveWork
+from manyhands.workloads.glove.glove_steps import Block, GloveWork, RecordReader
 from manyhands.workloads.glove.options import GloveOptions
 
 __all__ = ["AllReduceStep", "AloneStep", "BatchStep", "TensorStep", "warm_batches"]
@@ -61,7 +60,6 @@ class BatchStep(KernelStep):
         self._bytes_sent = 0
 
     def take(self, portion: Portion) -> Taken:
-        """One batch after the other."""
         loss, samples, read_ns, messages = 0.0, 0, 0, 0
         self._bytes_sent = 0
         for begin in range(portion.begin, portion.end, self._batch):
@@ -95,7 +93,6 @@ class BatchStep(KernelStep):
         """Move the rows by one batch, of which `block` is read here; the sum of costs that count here."""
 
     def fill(self) -> None:
-        """Draw the vectors and biases."""
         self.rows.initialise()
 
     def close(self) -> None:
@@ -122,7 +119,6 @@ class AloneStep(BatchStep):
         super().__init__(work, model, model, work.glove.batch)
 
     def take_batch(self, block: Block) -> float:
-        """Errors, gradients, step."""
         errors = self._errors[: block[1].size // 2]
         batch_dots(self.rows.values, block[0], self._shape, True, errors)
         cost = batch_errors(block[1], errors, self._settings)
@@ -168,7 +164,6 @@ class TensorStep(BatchStep):
         return float(cost) if first else 0.0
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """This worker's dimensions."""
         self._whole.load_state_dict(state)  # all workers write the same
         for whole, mine in self._whole.columns_of(self.rows):
             mine[:] = whole
@@ -211,7 +206,6 @@ class AllReduceStep(BatchStep):
         ]
 
     def records(self, size: int) -> range:
-        """An even part, in worker order."""
         return split(size, self._group.rank, self._group.world)
 
     def take_batch(self, block: Block) -> float:
@@ -234,7 +228,6 @@ class AllReduceStep(BatchStep):
         return float(cost)
 
     def close(self) -> None:
-        """Let go of the areas."""
         self._areas.clear()
         super().close()
 

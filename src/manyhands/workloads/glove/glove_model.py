@@ -53,7 +53,6 @@ class GloveLayout:
 
     @property
     def width(self) -> int:
-        """Items of a row."""
         return 2 * self.accumulators
 
 
@@ -98,7 +97,6 @@ class GloveModel(nn.Module):
 
     @staticmethod
     def num_bytes(vocabulary_size: int, options: GloveOptions) -> int:
-        """The memory of all rows."""
         return 2 * vocabulary_size * GloveLayout(options.dim).width * options.numpy_dtype.itemsize
 
     @property

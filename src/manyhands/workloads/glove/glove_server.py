@@ -24,8 +24,7 @@ from torch.nn import Parameter
 from manyhands.data.batch_plan import permutation, split
 from manyhands.task import Passes, Task
 from manyhands.workloads.glove.glove_model import GloveModel, GloveSnapshot
-from manyhands.workloads.glove.glove_reader import RecordReader
-from manyhands.workloads.glove.glove_work import GloveWork
+from manyhands.workloads.glove.glove_steps import GloveWork, RecordReader
 
 __all__ = ["GloveTables", "glove_tables"]
 
@@ -77,7 +76,6 @@ class GloveTables(nn.Module):
         return products + biases[:, 0]
 
     def snapshot(self) -> GloveSnapshot:
-        """A copy of the parameters."""
         tables = (self.word, self.context, self.word_bias, self.context_bias)
         word, context, word_bias, context_bias = (table.weight.detach().numpy().copy() for table in tables)
         return GloveSnapshot(

@@ -26,9 +26,7 @@ from manyhands.strategy import Strategy
 from manyhands.workloads.glove.cooccurrence_files import RECORD
 from manyhands.workloads.glove.glove_kernels import warm, warm_in_order
 from manyhands.workloads.glove.glove_model import GloveModel
-from manyhands.workloads.glove.glove_reader import count_records
-from manyhands.workloads.glove.glove_steps import RecordStep
-from manyhands.workloads.glove.glove_work import GloveWork, turn_number
+from manyhands.workloads.glove.glove_steps import GloveWork, RecordStep, count_records, turn_number
 from manyhands.workloads.glove.options import GloveOptions, usual_batch
 
 __all__ = ["GloveTask", "check_together"]
@@ -62,17 +60,14 @@ class GloveTask(GloveWork, KernelTask):
 
     @property
     def samples(self) -> int:
-        """Records."""
         return self.num_records
 
     @property
     def batch_size(self) -> int:
-        """As large as steps are."""
         return self.step_records
 
     @property
     def epochs(self) -> int:
-        """Passes."""
         return self.glove.passes
 
     @property
@@ -83,25 +78,20 @@ class GloveTask(GloveWork, KernelTask):
 
     @property
     def record_bytes(self) -> float:
-        """Two numbers and a count."""
         return RECORD.itemsize
 
     @property
     def advice(self) -> str:
-        """The steps are too long."""
         return f"lower the rate ({self.glove.rate:g}) or the batch ({self.glove.batch})"
 
     def model(self) -> GloveModel:
-        """Rows of words and contexts."""
         return GloveModel(self.vocabulary_size, self.glove)
 
     def shared_model(self, segment: Segment, offset: int) -> GloveModel:
-        """The same in a segment."""
         return GloveModel(self.vocabulary_size, self.glove, segment=segment, offset=offset)
 
     @property
     def num_bytes(self) -> int:
-        """Of all rows."""
         return GloveModel.num_bytes(self.vocabulary_size, self.glove)
 
     def step(self, model: nn.Module, turn: Turn) -> KernelStep:
@@ -124,7 +114,6 @@ class GloveTask(GloveWork, KernelTask):
         return TensorStep(self, group, control_bytes)
 
     def warm(self) -> None:
-        """By working on no records."""
         from manyhands.workloads.glove.glove_batches import warm_batches
 
         if self.glove.batch > 1:

@@ -81,7 +81,6 @@ class GloveOptions:
 
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
-        """The type of the parameters."""
         return _DTYPES[self.dtype]
 
     def settings(self) -> NDArray[np.float64]:

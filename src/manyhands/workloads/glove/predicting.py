@@ -26,12 +26,10 @@ class VectorsPredictor(Predictor[list[str]]):
         self.vectors = vectors
 
     def blocks(self, source: str, read_as: ReadAs) -> Iterator[list[str]]:
-        """The words themselves, not a file."""
         self.check_read_as(read_as)
         yield self.inputs([source])
 
     def inputs(self, values: Sequence[Any]) -> list[str]:
-        """Words that there are vectors of."""
         for number, value in enumerate(values):
             if not isinstance(value, str) or not value.strip():
                 raise UserError(f"input {number} is {str(value)[:40]!r}; it must be {self.takes}")
@@ -44,7 +42,6 @@ class VectorsPredictor(Predictor[list[str]]):
         return [str(value) for value in values]
 
     def together(self, parts: Sequence[list[str]]) -> list[str]:
-        """One after the other."""
         return [words for part in parts for words in part]
 
     def answers(self, inputs: list[str]) -> list[Any]:
@@ -58,7 +55,6 @@ class VectorsPredictor(Predictor[list[str]]):
         ]
 
     def lines(self, inputs: list[str]) -> Iterator[str]:
-        """A word a line."""
         return (
             f"{near['word']} {near['similarity']:.4f}" for answer in self.answers(inputs) for near in answer
         )

@@ -43,7 +43,6 @@ class Vectors:
 
     @property
     def dim(self) -> int:
-        """How long each vector is."""
         return int(self.matrix.shape[1])
 
     @cached_property
@@ -111,7 +110,6 @@ class Vectors:
         write_atomically(Path(path), self._lines())
 
     def save_word2vec(self, path: Path | str, *, binary: bool = False) -> None:
-        """Write word2vec's text or binary form."""
         header = f"{len(self)} {self.dim}\n".encode()
         write_atomically(Path(path), _after(header, self._binary_rows() if binary else self._lines()))
 

@@ -6,10 +6,14 @@ number is its place in this order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from queue import SimpleQueue
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,10 +22,9 @@ from manyhands.data.store.atomic import reason, write_atomically
 from manyhands.errors import DataError, UserError
 from manyhands.observe.draw.bars import Bars
 from manyhands.workloads.glove.corpus import Block, Corpus
-from manyhands.workloads.glove.ordered_threads import children, in_order
 from manyhands.workloads.glove.word_table import WordTable
 
-__all__ = ["Vocabulary", "count_words"]
+__all__ = ["Vocabulary", "children", "count_words", "in_order"]
 
 _MOST_COUNT = 1 << 40  # of one word; the sum over all words then fits in 64 bits
 
@@ -134,3 +137,35 @@ def _count_in_threads(corpus: Corpus, workers: int, bars: Bars) -> list[WordTabl
             tokens += counted
             phase.advance(counted, total=tokens / max(share, 1e-9))
     return tables
+
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+@contextmanager
+def children(workers: int) -> Iterator[ThreadPoolExecutor]:
+    """`workers` threads; on the way out what has not begun is dropped and what runs is awaited."""
+    if workers < 1:
+        raise UserError(f"workers={workers} must be at least 1")
+    pool = ThreadPoolExecutor(workers, thread_name_prefix="words")
+    try:
+        yield pool
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def in_order(
+    pool: ThreadPoolExecutor, function: Callable[[Item], Result], items: Iterable[Item], ahead: int
+) -> Iterator[Result]:
+    """`function` of each item, in the order of the items, at most `ahead` of them begun and not yet taken.
+
+    Items are drawn in the calling thread, so that reading overlaps with the work.
+    """
+    waiting: deque[Future[Result]] = deque()
+    for item in items:
+        if len(waiting) >= ahead:
+            yield waiting.popleft().result()
+        waiting.append(pool.submit(function, item))
+    while waiting:
+        yield waiting.popleft().result()

@@ -52,7 +52,6 @@ class WordTable:
 
     @property
     def num_bytes(self) -> int:
-        """The memory it takes."""
         arrays = (self._slots, self._hashes, self._starts, self._counts, self._arena)
         return sum(array.nbytes for array in arrays)
 
@@ -62,7 +61,6 @@ class WordTable:
         return self._counts[: len(self)]
 
     def word(self, number: int) -> bytes:
-        """The bytes of a word."""
         return self._arena[self._starts[number] : self._starts[number + 1]].tobytes()
 
     def count(self, text: bytes) -> int:
@@ -76,7 +74,6 @@ class WordTable:
             self._grow(len(data) - int(done[0]))
 
     def absorb(self, other: WordTable) -> None:
-        """Add the counts of another table."""
         done = np.zeros(1, np.int64)
         while True:
             _absorb(

@@ -1,4 +1,9 @@
-"""The examples of one file, parsed a block at a time, with the labels that they have."""
+"""The examples of one file, parsed a block at a time, with the labels that they have.
+
+Parsed examples, gone through pass after pass: in memory where they fit, else in files that are mapped.
+
+Parsed examples in files that several processes map: each page is in memory once, and only while it is needed.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +56,6 @@ class Labelled:
 
     @property
     def nbytes(self) -> int:
-        """The memory that it takes."""
         return self.rows.nbytes + self.targets.nbytes
 
 
@@ -132,26 +136,21 @@ class ParsedBlocks(Parsed):
 
     @property
     def examples(self) -> int:  # type: ignore[override]
-        """Of all blocks."""
         return self.ends[-1]
 
     @property
     def entries(self) -> int:  # type: ignore[override]
-        """Of all blocks."""
         return sum(len(block.rows.indices) for block in self.blocks)
 
     @property
     def size(self) -> int:  # type: ignore[override]
-        """Of the largest block."""
         return max(block.rows.size for block in self.blocks)
 
     @property
     def scale(self) -> float:  # type: ignore[override]
-        """Of the first."""
         return scale_of(self.blocks[0].rows)
 
     def opened(self) -> ParsedBlocks:
-        """They are here."""
         return self
 
     def pieces(self, begin: int, end: int) -> Iterator[Piece]:
@@ -184,7 +183,6 @@ class SpooledRows(Parsed):
     scale: float
 
     def opened(self) -> Opened:
-        """Mapped."""
         return _Mapped(self.open())
 
     def open(self) -> dict[str, NDArray[Any]]:
@@ -206,7 +204,6 @@ class _Mapped:
         self._targets = arrays["targets"]
 
     def pieces(self, begin: int, end: int) -> Iterator[Piece]:
-        """One."""
         yield self._rows, self._targets, (begin, end), 0
 
 

@@ -67,7 +67,6 @@ class Metrics:
     log_loss: float
 
     def as_dict(self) -> dict[str, int | float | None]:
-        """For a summary."""
         return asdict(self)
 
 

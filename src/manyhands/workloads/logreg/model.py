@@ -42,7 +42,6 @@ class LogregModel:
 
     @property
     def weight(self) -> NDArray[np.float32]:
-        """One number for each feature."""
         return self.table[1:]
 
     @property

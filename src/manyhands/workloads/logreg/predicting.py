@@ -53,7 +53,6 @@ class LogregPredictor(Predictor[Rows]):
         return rows
 
     def together(self, parts: Sequence[Rows]) -> Rows:
-        """One after the other."""
         return Rows.join(parts)
 
     def answers(self, inputs: Rows) -> list[Any]:
@@ -65,12 +64,10 @@ class LogregPredictor(Predictor[Rows]):
         ]
 
     def lines(self, inputs: Rows) -> Iterator[str]:
-        """The probability alone."""
         return (f"{chance:.6g}" for chance in self.model.probabilities(inputs).tolist())
 
     @property
     def example(self) -> Any:
-        """Two features."""
         return "0 1:1 3:0.5"
 
 

@@ -42,7 +42,6 @@ class SparseProblem:
 
     @property
     def nonzeros(self) -> int:
-        """Features of an example."""
         return max(1, round(self.density * self.features))
 
 

@@ -3,31 +3,171 @@
 * `single`: one thread, in the order of the file.
 * `hogwild`: threads or processes that do the same on one table.
 * The others move gradients, and get the same problem as a `Task` of batches.
+
+Logistic regression as a Task, for the strategies that work on batches: a table of one weight per feature.
+
+A step takes the sum of a batch's gradients, by the rules that `kernels` apply to one example. The optimizers are given
+the mean, which is B times smaller; so β is B times smaller too, and so are the penalties of FTRL, and the rate of SGD
+is B times larger. The bias is a parameter of its own, without penalties. Under `ps`, only the rows that a batch has
+travel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import SGD, Adagrad, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 from manyhands.engine.kernel_task import AnyTask, KernelStep, KernelTask, Portion, Taken
 from manyhands.errors import UserError
 from manyhands.facts import Split
 from manyhands.native.group.gate import Turn, require_turn
 from manyhands.native.segment import Segment
+from manyhands.optim import FTRL
 from manyhands.strategy import Strategy
-from manyhands.workloads.logreg.batch_task import logreg_task
-from manyhands.workloads.logreg.examples import Parsed
+from manyhands.task import Passes, Task
+from manyhands.workloads.logreg.examples import Parsed, SpooledRows
 from manyhands.workloads.logreg.logreg_kernels import BETA, LOSS, RULES, WEIGHT, WIDTHS, train, warm
 from manyhands.workloads.logreg.options import LogregOptions
 
-__all__ = ["LogregMemory", "LogregTask", "check_strategy"]
+__all__ = ["Bag", "CsrDataset", "LogregMemory", "LogregTask", "check_strategy", "logreg_task", "table_of"]
+
+_TABLE = "table.weight"
+
+Batch = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+"""For every entry the table's row, the example of the batch and the value; for every example target and weight."""
+
+
+class CsrDataset:
+    """Spooled rows as a dataset that gives whole batches; every process maps them when it first asks for one."""
+
+    def __init__(self, rows: SpooledRows) -> None:
+        self._rows = rows
+        self._arrays: dict[str, NDArray[Any]] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_rows": self._rows, "_arrays": None}
+
+    def __len__(self) -> int:
+        return self._rows.examples
+
+    def __getitem__(self, index: int) -> Batch:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Batch]:
+        """The batch of these rows, as a list of one."""
+        if self._arrays is None:
+            self._arrays = self._rows.open()
+        arrays, wanted = self._arrays, np.asarray(indices, np.int64)
+        begins = arrays["starts"][wanted]
+        lengths = arrays["starts"][wanted + 1] - begins
+        ends = np.cumsum(lengths)
+        entries = np.arange(ends[-1]) + np.repeat(begins - (ends - lengths), lengths)
+        rows = arrays["indices"][entries].astype(np.int64)
+        of = np.repeat(np.arange(len(wanted)), lengths)
+        given = (rows, of, arrays["values"][entries], arrays["targets"][wanted], arrays["weights"][wanted])
+        return [tuple(torch.from_numpy(array) for array in given)]  # type: ignore[list-item]
+
+
+class Bag(nn.Module):
+    """A weight per feature and a bias, all 0 at first; a margin is the bias and the weights times the values.
+
+    Where it does not learn a bias, that stays 0.
+    """
+
+    def __init__(self, size: int, learns_bias: bool = True) -> None:
+        super().__init__()
+        self._learns_bias = learns_bias
+        self.table = nn.Embedding(size, 1, _weight=torch.zeros(size, 1))
+        self.bias = Parameter(torch.zeros(1))
+
+    def forward(self, rows: Tensor, of: Tensor, values: Tensor, examples: int) -> tuple[Tensor, Tensor]:
+        """The margins of `examples`, and the weights of all entries."""
+        weights = self.table(rows).squeeze(1)
+        bias = self.bias if self._learns_bias else self.bias.detach()
+        return bias.expand(examples).index_add(0, of, weights * values), weights
+
+
+def logreg_task(rows: Parsed, options: LogregOptions) -> Task:
+    """The whole problem; UserError for a penalty that batches do not have."""
+    assert isinstance(rows, SpooledRows), "worker processes map them"
+    options = options.settled(rows.scale)
+    if options.l1 and options.learner != "ftrl":
+        raise UserError(
+            f"l1={options.l1:g}: learner {options.learner} has no l1 in strategies that work on batches; use "
+            "learner=ftrl, or strategy single or hogwild"
+        )
+    steps = -(-rows.examples // options.batch)
+    last = rows.examples - options.batch * (steps - 1)
+    scheduler = partial(_by_examples, batch=options.batch) if options.learner == "sgd" else None
+    return Task(
+        model=partial(Bag, rows.size, options.bias),
+        loss=partial(_loss, l2=0.0 if options.learner == "ftrl" else options.l2),
+        data=CsrDataset(rows),
+        optimizer=partial(_optimizer, options=options),
+        batch_size=options.batch,
+        collate=_only,
+        scheduler=scheduler,
+        sparse={_TABLE: _rows_of},
+        name="logreg",
+        passes=Passes(steps=steps, weight=options.batch, last_weight=last, total=rows.examples),
+    )
+
+
+def table_of(values: Mapping[str, Tensor]) -> NDArray[np.float32]:
+    """The bias and then the weight of every feature, of the task's parameters by name."""
+    table: NDArray[np.float32] = torch.cat([values["bias"], values[_TABLE].reshape(-1)]).numpy()
+    return table
+
+
+def _loss(model: nn.Module, batch: Batch, l2: float) -> Tensor:
+    """The mean log loss, each example counted with its weight, and the l2 penalty of its features."""
+    rows, of, values, targets, counted = batch
+    margins, weights = model(rows, of, values, len(targets))
+    losses = F.binary_cross_entropy_with_logits(margins, targets, reduction="none")
+    total = (losses * counted).sum()
+    if l2:
+        total = total + l2 / 2 * weights.square().sum()
+    return total / len(targets)
+
+
+def _optimizer(parameters: Iterable[Parameter], options: LogregOptions) -> Optimizer:
+    rate, batch = options.rate or 0.0, options.batch  # it has one: it is settled
+    beta = BETA / batch
+    if options.learner == "sgd":
+        return SGD(parameters, lr=rate * batch)
+    if options.learner == "adagrad":
+        return Adagrad(parameters, lr=rate, initial_accumulator_value=beta * beta, eps=0.0)
+    penalties = {"l1": options.l1 / batch, "l2": options.l2 / batch}
+    groups = [
+        {"params": [one], **(penalties if one.dim() > 1 else {})} for one in parameters
+    ]  # not of the bias
+    return FTRL(groups, lr=rate, beta=beta)
+
+
+def _by_examples(optimizer: Optimizer, batch: int) -> LambdaLR:
+    """The rate falls with the root of the examples that have been seen, this batch included."""
+    return LambdaLR(optimizer, lambda step: float(((step + 1) * batch) ** -0.5))
+
+
+def _only(batches: list[Batch]) -> Batch:
+    """The dataset gives batches that are whole already."""
+    return batches[0]
+
+
+def _rows_of(batch: Batch) -> Tensor:
+    return batch[0]
+
 
 _MOST, _LEAST = 1 << 14, 1 << 13  # examples of a step: a millisecond or more
 _LEAST_ENTRIES = 1 << 17  # features that take a millisecond: examples with many of them need not be as many
@@ -60,7 +200,6 @@ class LogregTask(KernelTask):
 
     @property
     def samples(self) -> int:
-        """Examples."""
         return self.parsed.examples
 
     @property
@@ -71,7 +210,6 @@ class LogregTask(KernelTask):
 
     @property
     def epochs(self) -> int:
-        """Passes."""
         return self.logreg.passes
 
     @property
@@ -82,12 +220,10 @@ class LogregTask(KernelTask):
 
     @property
     def record_bytes(self) -> float:
-        """Index and value of each feature."""
         return 8.0 * max(1.0, self.parsed.entries / self.samples)
 
     @property
     def advice(self) -> str:
-        """The steps are too long."""
         return "use a smaller rate, or scale the features down"
 
     @property
@@ -100,27 +236,22 @@ class LogregTask(KernelTask):
         return LogregMemory(rows, self._width, np.zeros(rows * self._width, self.dtype))
 
     def shared_model(self, segment: Segment, offset: int) -> LogregMemory:
-        """The same in a segment."""
         rows = self.parsed.size + 1
         table = segment.array(offset, rows * self._width, np.dtype(self.dtype))
         return LogregMemory(rows, self._width, table)
 
     @property
     def num_bytes(self) -> int:
-        """Of the table."""
         return (self.parsed.size + 1) * self._width * np.dtype(self.dtype).itemsize
 
     def step(self, model: nn.Module, turn: Turn) -> KernelStep:
-        """One example after the other."""
         assert isinstance(model, LogregMemory), "a model of this task"
         return _ExampleStep(self, model, turn)
 
     def warm(self) -> None:
-        """Compile for this table."""
         warm(self.dtype)
 
     def numbering(self, step: int) -> int:
-        """Every example goes through the gate."""
         portion = self.portion(step)
         return portion.passed * self.samples + portion.begin
 
@@ -144,7 +275,6 @@ class _ExampleStep(KernelStep):
         """It begins with 0, which it is."""
 
     def take(self, portion: Portion) -> Taken:
-        """Learn from these examples."""
         sums = np.zeros(2)
         for rows, targets, span, before in self._parsed.pieces(portion.begin, portion.end):
             seen = portion.passed * self._samples + before

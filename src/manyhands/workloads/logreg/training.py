@@ -32,12 +32,11 @@ from manyhands.observe.draw.bars import Bars, bar_view
 from manyhands.places.local.capacity import Amount, MemoryCost, of_processes
 from manyhands.places.local.capacity import check_capacity as require_host_room
 from manyhands.strategy import Strategy
-from manyhands.workloads.logreg.batch_task import table_of
 from manyhands.workloads.logreg.examples import Examples, Spool, parse_examples
 from manyhands.workloads.logreg.logreg_kernels import WIDTHS
 from manyhands.workloads.logreg.model import LogregModel
 from manyhands.workloads.logreg.options import LogregOptions
-from manyhands.workloads.logreg.task import LogregTask, check_strategy
+from manyhands.workloads.logreg.task import LogregTask, check_strategy, table_of
 
 __all__ = ["AfterPass", "LogregResult", "check_capacity", "row_bytes", "train_logreg"]
 

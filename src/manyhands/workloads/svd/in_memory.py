@@ -120,7 +120,6 @@ class _Blocks:
         self.shape = Shape(rows=rows, columns=columns, entries=entries, is_sparse=self._csr is not None)
 
     def of(self, block_bytes: int) -> Iterator[MatrixBlock]:
-        """All rows."""
         if self._csr is not None:
             yield self._rows()
             return
@@ -129,7 +128,6 @@ class _Blocks:
             yield MatrixBlock(begin=first, rows=self._table[first : first + count])
 
     def guess(self) -> Any:
-        """About the mean of each column."""
         if self._csr is not None:
             return np.asarray(self._csr.mean(axis=0), np.float64).reshape(-1)
         return self._table[:: max(1, self.shape.rows // _SAMPLE_ROWS)].mean(axis=0, dtype=np.float64)

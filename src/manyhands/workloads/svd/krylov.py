@@ -49,7 +49,6 @@ _LEAST_DRIFT: Final = float(np.finfo(np.float64).eps)
 
 
 def numbers_of(sizes: SvdSizes) -> int:
-    """Numbers of a `KrylovSpace`."""
     columns, most = sizes.shape.columns, sizes.most
     return _NUMBERS + most + columns + most * most + most * columns
 
@@ -78,7 +77,6 @@ class KrylovSpace:
 
     @property
     def kind(self) -> int:
-        """What the next pass does."""
         return int(self.numbers[_KIND])
 
     @property
@@ -93,7 +91,6 @@ class KrylovSpace:
 
     @property
     def passes(self) -> int:
-        """How many there were."""
         return int(self.numbers[_PASSES])
 
     @property

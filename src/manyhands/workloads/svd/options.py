@@ -120,7 +120,6 @@ def _passes_are_cheap(shape: Shape, options: SvdOptions) -> bool:
 
 
 def _least_block(shape: Shape) -> int:
-    """A row, or some pages."""
     return max(_LEAST_BLOCK, 8 * shape.columns if not shape.is_sparse else 0)
 
 

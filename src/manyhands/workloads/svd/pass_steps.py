@@ -17,8 +17,7 @@ from manyhands.engine.kernel_task import KernelStep, Portion, Taken
 from manyhands.native.group.shared_group import SharedGroup
 from manyhands.native.segment import CACHE_LINE, round_up
 from manyhands.workloads.svd.krylov import DONE, Array, advance, begin
-from manyhands.workloads.svd.pass_sums import PassSums, RowPass, combined_triangle
-from manyhands.workloads.svd.problem import SvdMemory, SvdWork
+from manyhands.workloads.svd.pass_sums import PassSums, RowPass, SvdMemory, SvdWork, combined_triangle
 
 __all__ = ["AllRowsStep", "SharedRowsStep"]
 
@@ -61,7 +60,6 @@ class _RowStep(KernelStep):
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing is left to find."""
         return self._memory.space.kind == DONE
 
     def fill(self) -> None:
@@ -203,12 +201,10 @@ class SharedRowsStep(_RowStep):
         return PassSums(found[:count], self._sizes), whole
 
     def close(self) -> None:
-        """Let go of the bucket."""
         del self._bucket
         super().close()
 
 
 def column_sums(table: Array) -> Array:
-    """In double precision."""
     found: Array = np.asarray(table).sum(axis=0, dtype=np.float64)
     return found

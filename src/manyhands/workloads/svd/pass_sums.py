@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import nn
 
 from manyhands.data.matrix import MatrixBlock, Rows
+from manyhands.data.stored_matrix import StoredMatrix
 from manyhands.errors import DataError
-from manyhands.workloads.svd.krylov import GRAM, POLISH, Array, KrylovSpace, PassTotals
-from manyhands.workloads.svd.options import SvdSizes
+from manyhands.workloads.svd.krylov import GRAM, POLISH, Array, KrylovSpace, PassTotals, numbers_of
+from manyhands.workloads.svd.options import Shape, SvdOptions, SvdSizes, sizes_of
 from manyhands.workloads.svd.product_kernels import TILE, gram_rows, multiply_rows, project_rows
 
-__all__ = ["PassSums", "RowPass", "combined_triangle", "padded_vectors", "projections"]
+__all__ = [
+    "PassSums",
+    "RowPass",
+    "SvdMemory",
+    "SvdWork",
+    "combined_triangle",
+    "padded_vectors",
+    "projections",
+]
 
 
 class PassSums:
@@ -31,17 +43,14 @@ class PassSums:
 
     @staticmethod
     def count(sizes: SvdSizes) -> int:
-        """Numbers of the memory."""
         columns = sizes.shape.columns
         room = columns * max(_padded(sizes.width), columns if sizes.is_gram else 0)
         return room + columns + _padded(sizes.width) + 2
 
     def clear(self) -> None:
-        """Before a pass."""
         self.memory[:] = 0
 
     def totals(self, space: KrylovSpace, *, center: bool, triangle: Array | None) -> PassTotals:
-        """Once all rows are in."""
         sizes, columns, rows = self._sizes, self._sizes.shape.columns, self._sizes.shape.rows
         energy, noise, sums = float(self.energy[0]), 0.0, self.sums.copy()
         is_shifted = (
@@ -181,3 +190,40 @@ def _not_finite(table: NDArray[Any], begin: int) -> DataError:
 
 def _too_large(begin: int) -> DataError:
     return DataError(f"rows {begin} and following have values too large to be squared; scale them down")
+
+
+class SvdMemory(nn.Module):
+    """The space, and of a pass that is under way the sums so far, where a run is kept in the middle of one."""
+
+    def __init__(self, memory: NDArray[Any], sizes: SvdSizes) -> None:
+        super().__init__()
+        count = numbers_of(sizes)
+        self.space = KrylovSpace.on(memory[:count], sizes)
+        self.krylov = nn.Parameter(torch.from_numpy(memory[:count]), requires_grad=False)
+        self.sums = nn.Parameter(torch.from_numpy(memory[count:]), requires_grad=False)
+        self.under_way: Array = memory[count:]
+        """Sums of all workers, and then the triangle."""
+
+    @staticmethod
+    def count(sizes: SvdSizes) -> int:
+        return numbers_of(sizes) + PassSums.count(sizes) + sizes.width**2
+
+
+@dataclass(frozen=True, kw_only=True)
+class SvdWork:
+    """A matrix that all workers can read, and what is asked of it; a UserError where the memory is too small."""
+
+    matrix: StoredMatrix
+    svd: SvdOptions
+    workers: int = 1
+
+    def __post_init__(self) -> None:
+        self.sizes  # noqa: B018 - before anything is started
+
+    @property
+    def sizes(self) -> SvdSizes:
+        matrix = self.matrix
+        shape = Shape(
+            rows=matrix.rows, columns=matrix.columns, entries=matrix.entries, is_sparse=matrix.is_sparse
+        )
+        return sizes_of(shape, self.svd, self.workers)

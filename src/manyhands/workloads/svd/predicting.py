@@ -32,26 +32,21 @@ class SvdPredictor(Predictor[Array]):
         return self.model.project_file(open_matrix(source))
 
     def inputs(self, values: Sequence[Any]) -> Array:
-        """Each value is one row."""
         table = table_of(values, self.model.components.shape[1], self.takes)
         centred = table if self.model.mean is None else table - self.model.mean
         return centred @ self.model.components.T
 
     def together(self, parts: Sequence[Array]) -> Array:
-        """One after the other."""
         return np.concatenate(parts)
 
     def answers(self, inputs: Array) -> list[Any]:
-        """A list of coordinates each."""
         return list(inputs.tolist())
 
     def lines(self, inputs: Array) -> Iterator[str]:
-        """The coordinates, with blanks between them."""
         return (" ".join(f"{value:.9g}" for value in row) for row in inputs.tolist())
 
     @property
     def example(self) -> Any:
-        """A row of ones."""
         return [1] * self.model.components.shape[1]
 
 

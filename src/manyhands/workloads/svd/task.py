@@ -22,7 +22,7 @@ from manyhands.native.group.shared_group import SharedGroup
 from manyhands.native.segment import Segment
 from manyhands.strategy import Strategy
 from manyhands.workloads.svd.pass_steps import AllRowsStep, SharedRowsStep
-from manyhands.workloads.svd.problem import SvdMemory, SvdWork
+from manyhands.workloads.svd.pass_sums import SvdMemory, SvdWork
 from manyhands.workloads.svd.product_kernels import warm
 
 __all__ = ["SvdTask", "check_strategy"]
@@ -41,12 +41,10 @@ class SvdTask(SvdWork, KernelTask):
 
     @property
     def samples(self) -> int:
-        """Rows."""
         return self.matrix.rows
 
     @property
     def batch_size(self) -> int:
-        """Some megabytes for each worker."""
         row_bytes = max(1.0, self.matrix.num_bytes / self.matrix.rows)
         return max(1, min(self.matrix.rows, int(self.workers * self.step_bytes / row_bytes)))
 
@@ -71,44 +69,35 @@ class SvdTask(SvdWork, KernelTask):
 
     @property
     def record_bytes(self) -> float:
-        """Of a row."""
         return max(1.0, self.matrix.num_bytes / self.matrix.rows)
 
     @property
     def advice(self) -> str:
-        """Squares are too large."""
         return "scale the matrix down"
 
     def model(self) -> SvdMemory:
-        """Numbers that are all 0."""
         return SvdMemory(np.zeros(SvdMemory.count(self.sizes)), self.sizes)
 
     def shared_model(self, segment: Segment, offset: int) -> SvdMemory:
-        """The same in a segment."""
         return SvdMemory(segment.array(offset, SvdMemory.count(self.sizes), np.float64), self.sizes)
 
     @property
     def num_bytes(self) -> int:
-        """Of the space and of sums."""
         return 8 * SvdMemory.count(self.sizes)
 
     def step(self, model: nn.Module, turn: Turn) -> KernelStep:
-        """All rows of each portion."""
         del turn
         assert isinstance(model, SvdMemory), "a model of this task"
         return AllRowsStep(self, model)
 
     def step_on_copies(self, group: SharedGroup, control_bytes: int) -> KernelStep:
-        """A part of each portion."""
         return SharedRowsStep(self, group, control_bytes)
 
     def warm(self) -> None:
-        """Compile what goes through sparse rows."""
         if self.matrix.is_sparse:
             warm()
 
     def for_strategy(self, strategy: Strategy, workers: int) -> AnyTask:
-        """Itself."""
         check_strategy(strategy, workers)
         return self
 

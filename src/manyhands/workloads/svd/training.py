@@ -23,7 +23,7 @@ from manyhands.places.local.capacity import check_capacity, of_processes
 from manyhands.strategy import Strategy
 from manyhands.workloads.svd.model import SvdModel
 from manyhands.workloads.svd.options import SvdOptions
-from manyhands.workloads.svd.problem import SvdMemory
+from manyhands.workloads.svd.pass_sums import SvdMemory
 from manyhands.workloads.svd.task import SvdTask, check_strategy
 from manyhands.workloads.tasks.digits import read_digits
 

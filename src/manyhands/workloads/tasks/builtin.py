@@ -78,7 +78,6 @@ class BuiltinTask(Generic[Options]):
 
     @property
     def options(self) -> tuple[Option, ...]:
-        """Its options, in order."""
         return options_of(self.options_type)
 
     def build(self, /, **options: Any) -> Task:

@@ -9,22 +9,83 @@ minute on two cores, to layers=14, width=768, heads=12: a hundred million parame
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from manyhands.data.text_windows import VOCABULARY
+from manyhands.data.text_windows import VOCABULARY, encode, read_text, standard_library_text, windows
 from manyhands.engine.chain import ChainFunction
-from manyhands.errors import UserError
+from manyhands.errors import DataError, UserError
 from manyhands.task import Task
 from manyhands.workloads.task_options import check_options, option
 from manyhands.workloads.tasks.builtin import BuiltinTask
-from manyhands.workloads.tasks.text_task import TextOptions, text_task
 
-__all__ = ["LANGUAGE", "LanguageOptions", "Transformer", "language"]
+__all__ = [
+    "LANGUAGE",
+    "LanguageOptions",
+    "TextOptions",
+    "Transformer",
+    "bits_per_byte",
+    "language",
+    "next_byte_loss",
+    "text_task",
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextOptions:
+    """What may be chosen about every task that learns a text."""
+
+    path: Path | None = option(None, "UTF-8 text file, plain or gzip; without it, Python's standard library")
+    context: int = option(64, "bytes the model looks back on", at_least=1)
+    batch_size: int = option(32, "windows of text in a global batch", at_least=1)
+    learning_rate: float = option(1e-3, "step size of AdamW", above=0)
+    evaluation_bytes: int = option(
+        65_536, "held out for evaluation: the last tenth of the text, at most this many bytes", at_least=2
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+def text_task(name: str, model: Callable[[], nn.Module], options: TextOptions) -> Task:
+    """Train `model` to predict the next byte of a text file, or of the Python standard library where none is given."""
+    text = standard_library_text() if options.path is None else read_text(options.path)
+    tokens = encode(text)
+    held_out = min(len(tokens) // 10, options.evaluation_bytes)
+    if held_out <= options.context:
+        raise DataError(
+            f"{options.path or 'the standard library'}: of {len(tokens)} bytes of text {held_out} are held out "
+            f"for evaluation (evaluation_bytes={options.evaluation_bytes}), too few for one window of "
+            f"context={options.context}; give a longer text or a shorter context"
+        )
+    return Task(
+        name=name,
+        model=model,
+        loss=next_byte_loss,
+        data=windows(tokens[:-held_out], options.context),
+        optimizer=partial(torch.optim.AdamW, lr=options.learning_rate),
+        batch_size=options.batch_size,
+        evaluation=windows(tokens[-held_out:], options.context),
+        metrics={"bits_per_byte": bits_per_byte},
+    )
+
+
+def next_byte_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    """Mean cross entropy, in nats per byte, of every byte of a batch of windows given those before it."""
+    tokens = batch.long()
+    scores: Tensor = model(tokens[:, :-1])
+    return F.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def bits_per_byte(model: nn.Module, batch: Tensor) -> Tensor:
+    """The same in bits: what a text compressed with this model would take."""
+    return next_byte_loss(model, batch) / math.log(2)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,7 +15,7 @@ from manyhands.errors import DataError, UserError
 from manyhands.task import Task
 from manyhands.workloads.task_options import check_options, option
 from manyhands.workloads.tasks.builtin import BuiltinTask
-from manyhands.workloads.tasks.vision import (
+from manyhands.workloads.tasks.digits import (
     LEAST_DEPTH,
     ImageClassifier,
     accuracy,

@@ -19,7 +19,7 @@ from manyhands.engine.chain import State
 from manyhands.task import Task
 from manyhands.workloads.task_options import option
 from manyhands.workloads.tasks.builtin import BuiltinTask
-from manyhands.workloads.tasks.text_task import TextOptions, text_task
+from manyhands.workloads.tasks.language import TextOptions, text_task
 
 __all__ = ["RECURRENT", "RecurrentLayer", "RecurrentNetwork", "RecurrentOptions", "recurrent"]
 
@@ -63,7 +63,6 @@ class RecurrentNetwork(nn.Module):
         self.head = nn.Linear(width, vocabulary)
 
     def chain(self) -> Sequence[nn.Module]:
-        """The embedding, each layer, the head."""
         return [self.tokens, *self.layers, self.head]
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -42,6 +42,7 @@ class ElasticExchange(Exchange):
     """One worker's end across epochs; `receive` is called first, then the calls of any exchange."""
 
     def __init__(self, strategy: AllReduce, line: MemberLine, slot: int, epochs: Epochs) -> None:
+        self._sent = Traffic()  # in epochs that are over
         self.meter = Meter(take_times=self._take_times, traffic=self._traffic)
         self.members = self
         self.slot = slot
@@ -49,7 +50,7 @@ class ElasticExchange(Exchange):
         self._strategy = strategy
         self._line = line
         self._epochs = epochs
-        self._channel = StepChannel(line.member)
+        self.channel = StepChannel(line.member)
         self._opened: Epoch | None = None
         self._inner: AllReduceExchange | None = None
         self._model: nn.Module | None = None
@@ -57,7 +58,6 @@ class ElasticExchange(Exchange):
         self._loaded: Loaded | None = None
         self._tell: Callable[[], Mapping[str, Any]] = dict
         self._buffers: list[torch.Tensor] = []
-        self._sent = Traffic()  # in epochs that are over
         self._steps_done = 0
         self._at_border = True
         self._began = self._settled = self._paused = False
@@ -72,13 +72,14 @@ class ElasticExchange(Exchange):
     def receive(self) -> Loaded | None:
         """Wait for an epoch; return the donor's state, or None if this member begins together with all others."""
         self._line.tell(self._epochs.ready(self._line.member))
-        self._channel.next = self._line.next_view(0)
+        self.channel.next = self._line.next_view(0)
         while True:
             try:
                 self._open()
-                if not self._is_fresh:
+                if self._opened is None or not self._is_fresh:
                     return None
-                self._loaded = self._take()
+                self._loaded = self._opened.take()  # collective with the others' `_open`
+                self._settled = True
                 return self._loaded
             except LOST:
                 self._leave()
@@ -93,7 +94,7 @@ class ElasticExchange(Exchange):
         self._buffers = [torch.empty_like(buffer) for buffer in model.buffers()]
         while True:
             try:
-                if self._channel.next is not None:
+                if self.channel.next is not None:
                     self._open()
                 self._lay_out()
                 if not self._settled:
@@ -114,98 +115,88 @@ class ElasticExchange(Exchange):
         """Run `work` with the current members, and repeat it if one is lost before it is complete."""
         self._steps_done, self._at_border = steps_done, at_border
         while True:
-            if at_border and self._paused and self._channel.next is None:
+            if at_border and self._paused and self.channel.next is None:
                 self._leave()
-            self._regroup()
+            while self.channel.next is not None:  # enter the newest epoch
+                try:
+                    self._open()
+                    self._lay_out()
+                except LOST:
+                    self._leave()
             try:
                 return work()
             except MembersChanged:
                 self._leave()
-                self._put_back()
+                model, optimizer = self._trained
+                if self._began:  # the step was interrupted: restore the state before it
+                    with torch.no_grad():
+                        for kept, buffer in zip(self._buffers, model.buffers(), strict=True):
+                            buffer.copy_(kept)
+                optimizer.zero_grad()
             finally:
                 self._began = False
 
     def follow(self, view: EpochView) -> None:
         """After the last step: enter an epoch in which nothing more is exchanged."""
-        self._channel.begin(view)
+        self.channel.begin(view)
         self._set_ranks(view.rank_of(self._line.member), len(view.seats))
 
     def end(self) -> EpochView | None:
         """After the last step: return the view that was announced when the last exchange was cut, if any."""
         self._at_border = False  # no member needs to join any more
-        return self._channel.next
+        return self.channel.next
 
     def leave(self) -> EpochView:
         """After the last step: a member is lost; report progress and return the next view."""
         self._leave()
-        assert self._channel.next is not None, "to leave is to have learnt of the next"
-        return self._channel.next
-
-    @property
-    def epoch(self) -> int:
-        """The epoch that this worker is in."""
-        return self._channel.epoch
+        assert self.channel.next is not None, "to leave is to have learnt of the next"
+        return self.channel.next
 
     def _leave(self) -> bool:
         """Report progress and wait for the next view; return whether the interrupted exchange is complete."""
-        if self._channel.next is not None:
+        if self.channel.next is not None:
             return False  # it has been told already
         self._line.tell(
             LeftEpoch(
                 member=self._line.member,
-                epoch=self._channel.epoch,
-                passed=self._channel.passed,
+                epoch=self.channel.epoch,
+                passed=self.channel.passed,
                 step=self._steps_done,
                 at_border=self._at_border,
                 began=self._began,
                 settled=self._settled,
             )
         )
-        return self._channel.learn(self._line.next_view(self._channel.epoch))
-
-    def _regroup(self) -> None:
-        """Enter the newest epoch."""
-        while self._channel.next is not None:
-            try:
-                self._open()
-                self._lay_out()
-            except LOST:
-                self._leave()
+        return self.channel.learn(self._line.next_view(self.channel.epoch))
 
     def _open(self) -> None:
         """Collective: close the previous epoch and enter the next; a donor passes its state on."""
-        view = self._channel.next
+        view = self.channel.next
         assert view is not None, "somebody has told of it"
-        self._close_epoch()
-        self._channel.begin(view)
+        self.close()
+        self.channel.begin(view)
         self._paused = False
         self._set_ranks(view.rank_of(self._line.member), len(view.seats))
         self._opened = self._epochs.open(view, self._line)
         if view.has_fresh and not self._is_fresh:
-            self._opened.hand_over(self._state if view.donor == self._line.member else None)
-
-    def _take(self) -> Loaded:
-        """Collective with the others' `_open`: return the donor's state."""
-        taken = self._entered.take()
-        self._settled = True
-        return taken
+            donates = view.donor == self._line.member
+            self._opened.hand_over(
+                (lambda: state_tree(*self._trained, self._steps_done, dict(self._tell())))
+                if donates
+                else None
+            )
 
     def _lay_out(self) -> None:
         """Collective: lay out the buckets of this epoch."""
-        summed, confirm = self._entered.collective(self._strategy)
-        collective = ElasticCollective(summed, confirm, self._leave, self._channel.passes)
+        assert self._opened is not None, "the epoch is open"
+        summed, confirm = self._opened.collective(self._strategy)
+        collective = ElasticCollective(summed, confirm, self._leave, self.channel.passes)
         self._inner = AllReduceExchange(collective, self._strategy.buckets)
         self.hooks = self._inner.lay_out(*self._trained)
         self.wire = self._inner.wire
-        self._line.tell(ArrivedInEpoch(member=self._line.member, epoch=self.epoch, step=self._steps_done))
-
-    def _state(self) -> Mapping[str, Any]:
-        return state_tree(*self._trained, self._steps_done, dict(self._tell()))
-
-    @property
-    def _entered(self) -> Epoch:
-        assert self._opened is not None, "the epoch is open"
-        return self._opened
+        self._line.tell(
+            ArrivedInEpoch(member=self._line.member, epoch=self.channel.epoch, step=self._steps_done)
+        )
 
     @property
     def _trained(self) -> tuple[nn.Module, Optimizer]:
@@ -215,49 +206,27 @@ class ElasticExchange(Exchange):
 
     @property
     def _is_fresh(self) -> bool:
-        view = self._channel.view
+        view = self.channel.view
         assert view is not None, "an epoch is open"
         return view.seats[self.rank].fresh and not self._settled
+
+    # ── a step ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
     def _current(self) -> AllReduceExchange:
         assert self._inner is not None, "attach comes first"
         return self._inner
 
-    def _close_epoch(self) -> None:
-        if self._inner is not None:
-            self._sent = self._sent + self._inner.meter.traffic()
-            self._inner.close()
-            self._inner = None
-        if self._opened is not None:
-            self._opened.close()
-            self._opened = None
-
-    # ── a step ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-    @torch.no_grad()
-    def _keep(self) -> None:
-        assert self._model is not None, "attach comes before a step"
-        for kept, buffer in zip(self._buffers, self._model.buffers(), strict=True):
-            kept.copy_(buffer)
-
-    @torch.no_grad()
-    def _put_back(self) -> None:
-        """A step was interrupted: restore the state before it."""
-        if self._began and self._model is not None:
-            for kept, buffer in zip(self._buffers, self._model.buffers(), strict=True):
-                buffer.copy_(kept)
-        if self._optimizer is not None:
-            self._optimizer.zero_grad()
-
     def compute(self, computer: Computer, model: nn.Module, step: int) -> Computed:
-        self._keep()
+        with torch.no_grad():
+            for kept, buffer in zip(self._buffers, model.buffers(), strict=True):
+                kept.copy_(buffer)
         self._began = True
         return super().compute(computer, model, step)
 
     def agree(self, local: LocalStep) -> SharedStep:
         """Collective: after it, every member of the epoch takes the step."""
-        view = self._channel.view
+        view = self.channel.view
         assert view is not None, "a step is taken in an epoch"
         pause = self._line.is_asked(view.epoch)
         shared = self._current.agree(replace(local, pause=pause))
@@ -269,17 +238,16 @@ class ElasticExchange(Exchange):
         self._current.apply()
 
     def optimizer_state(self) -> dict[str, Any] | None:
-        assert self._optimizer is not None, "attach comes before optimizer_state"
-        return self._optimizer.state_dict() if self.rank == 0 else None
+        return self._trained[1].state_dict() if self.rank == 0 else None
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
         return self._current.total(values)
 
     def _take_times(self) -> Times:
         """Return the times of this epoch, by worker."""
-        if self._inner is None or self._channel.view is None:
+        if self._inner is None or self.channel.view is None:
             return Times()
-        times, seats = self._inner.meter.take_times(), self._channel.view.seats
+        times, seats = self._inner.meter.take_times(), self.channel.view.seats
         return replace(
             times,
             wait_ns={seats[rank].slot: waited for rank, waited in times.wait_ns.items()},
@@ -287,8 +255,14 @@ class ElasticExchange(Exchange):
         )
 
     def _traffic(self) -> Traffic:
-        """Return the traffic of all epochs."""
         return self._sent if self._inner is None else self._sent + self._inner.meter.traffic()
 
     def close(self) -> None:
-        self._close_epoch()
+        """Leave the epoch; what it has sent is kept."""
+        if self._inner is not None:
+            self._sent = self._sent + self._inner.meter.traffic()
+            self._inner.close()
+            self._inner = None
+        if self._opened is not None:
+            self._opened.close()
+            self._opened = None

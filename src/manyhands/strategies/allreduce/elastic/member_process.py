@@ -30,7 +30,7 @@ from manyhands.observe.record.event_ring import EventRing
 from manyhands.observe.record.events import EventKind
 from manyhands.places.external.control_connection import ControlConnection
 from manyhands.places.external.process_group import GroupMember, ProcessGroup
-from manyhands.places.local.context import Context, RoleContext
+from manyhands.places.local.control import Context, RoleContext
 from manyhands.places.local.notes import TypedNotes
 from manyhands.places.local.packed_job import load
 from manyhands.strategies.allreduce.elastic.elastic_messages import Done
@@ -189,7 +189,7 @@ def _end(
             line.tell(
                 Done(
                     member=line.member,
-                    epoch=exchange.epoch,
+                    epoch=exchange.channel.epoch,
                     steps_done=trained.steps_done,
                     samples=trained.samples,
                     seconds=trained.seconds,
@@ -197,10 +197,10 @@ def _end(
                 )
             )
             left = True
-        if line.is_told_to_leave(exchange.epoch):
+        if line.is_told_to_leave(exchange.channel.epoch):
             view = exchange.leave()
         elif not line.departs:
-            line.wait(exchange.epoch)
+            line.wait(exchange.channel.epoch)
 
 
 class _MemberContext:

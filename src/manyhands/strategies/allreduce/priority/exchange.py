@@ -12,7 +12,7 @@ optimizer between two steps (evaluation, checkpoint, comparison of workers) find
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
 from manyhands.engine.computing import Computed, Computer
 from manyhands.engine.exchange import (
@@ -35,7 +36,6 @@ from manyhands.engine.exchange import (
 )
 from manyhands.facts import Stepping
 from manyhands.native.heap import keep_freed_memory
-from manyhands.strategies.allreduce.priority.parameter_guard import ParameterGuard
 from manyhands.strategies.allreduce.priority.sender import Agreed, Lateness, SliceSender
 from manyhands.strategies.allreduce.priority.sliced_gradients import SlicedGradients, cut
 from manyhands.strategies.common.collectives.collective import ScheduleCollective
@@ -45,7 +45,7 @@ from manyhands.strategies.common.sharding.optimizers import stepping_for
 from manyhands.wire.codec import check_optimizer
 from manyhands.wire.parcels import Parcel
 
-__all__ = ["Blocked", "LateOptimizer", "PriorityExchange", "exposed"]
+__all__ = ["Blocked", "LateOptimizer", "ParameterGuard", "PriorityExchange", "exposed"]
 
 _CARRIER_ITEMS = 1 << 17  # of float64: a megabyte at a time for weights, totals and what codecs keep
 
@@ -264,6 +264,10 @@ def exposed(blocked: Sequence[Blocked], late: Sequence[Lateness]) -> tuple[int, 
     return max(0, whole - sum(waits.values())), waits
 
 
+# The optimizer, parameter by parameter: each is stepped when its sum arrives, with the settings of its step.
+# A schedule may have advanced to the next step by then, so the settings of each group are saved when the step is
+# allowed. The optimizer is given a few parameters at a time. For an optimizer that treats parameters one by one this
+# gives the same bits as all at once.
 class LateOptimizer:
     """Steps some parameters of `optimizer` at a time; UserError for one that needs all gradients at once."""
 
@@ -301,3 +305,89 @@ def _among(parameters: Collection[Tensor], sums: Mapping[Tensor, Tensor]) -> lis
 def _kept(value: Any) -> Any:
     """Return a copy of a setting as it is now: a schedule writes in place if it is a tensor."""
     return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+# A guard that makes every read of a parameter that is still to be stepped wait for that parameter, and no other.
+# A module's forward waits for its parameters. Parameters are also read elsewhere (tied weights, a penalty in the loss,
+# an exponential average): while a step is computed, every torch function that is given a tensor in a parameter's memory
+# waits for it as well. So nothing reads a value of the previous step.
+class ParameterGuard(TorchFunctionMode):
+    """While entered, calls `wait(numbers)` before pending parameters of these numbers are read.
+
+    `wait` returns when they are stepped, and has called `stepped` for them and possibly for others. `close` removes
+    the hooks from the modules.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Sequence[nn.Parameter],
+        wait: Callable[[Iterable[int]], None],
+    ) -> None:
+        super().__init__()
+        self._wait = wait
+        self._pending: set[int] = set()
+        self._numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
+        self._in_memory: dict[int, list[int]] = {}
+        for number, parameter in enumerate(parameters):
+            self._in_memory.setdefault(_memory_of(parameter), []).append(number)
+        self._hooks = [
+            module.register_forward_pre_hook(self._before_forward)
+            for module in model.modules()
+            if any(id(one) in self._numbers for one in module.parameters(recurse=False))
+        ]
+
+    @property
+    def pending(self) -> frozenset[int]:
+        """The numbers of parameters that are still to be stepped."""
+        return frozenset(self._pending)
+
+    def expect(self, numbers: Iterable[int]) -> None:
+        """Mark parameters as pending: they must be stepped before they are read."""
+        self._pending.update(numbers)
+
+    def stepped(self, numbers: Iterable[int]) -> None:
+        self._pending.difference_update(numbers)
+
+    def close(self) -> None:
+        """Remove the hooks; idempotent."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Wait for pending parameters among the arguments, then call the torch function."""
+        del types
+        if self._pending:
+            self._look_at(args)
+            if kwargs:
+                self._look_at(kwargs.values())
+        return func(*args, **(kwargs or {}))
+
+    def _look_at(self, values: Iterable[Any]) -> None:
+        for value in values:
+            if isinstance(value, Tensor):
+                self._before_reading(value)
+            elif isinstance(value, (list, tuple)):
+                self._look_at(value)
+
+    def _before_reading(self, tensor: Tensor) -> None:
+        try:
+            memory = _memory_of(tensor)
+        except (RuntimeError, NotImplementedError):  # a wrapper tensor does not say whose memory it reads
+            self._wait(self.pending)
+            return
+        if awaited := self._pending.intersection(self._in_memory.get(memory, ())):
+            self._wait(awaited)
+
+    def _before_forward(self, module: nn.Module, _inputs: Any) -> None:
+        if self._pending:
+            own = {self._numbers.get(id(one), -1) for one in module.parameters(recurse=False)}
+            if awaited := self._pending & own:
+                self._wait(awaited)
+
+
+def _memory_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -125,6 +125,10 @@ class SlicedGradients:
                     self._filled(number)
 
 
+# Gradients in slices: the units that are sent, and the parameters that wait for each. Pure.
+# A bucket is cut between its tensors, and a tensor that is larger than a slice is cut itself, so that nothing urgent
+# waits for more than a slice (P3: Jayarajan et al., MLSys 2019). A slice is a `Parcel` whose priority is the number of
+# the first parameter in it: the next forward needs that one first.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientSlice:
     """A part of a bucket that is summed as one unit."""

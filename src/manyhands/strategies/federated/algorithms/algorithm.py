@@ -87,12 +87,9 @@ class FederatedAlgorithm(ABC):
         self.states: ClientStates = {}
         """What each client keeps between rounds, of the shapes that `kept` gives. A real device has one entry."""
         self.facts = FederatedFacts()
+        """Set before the first round."""
         self.layers = LocalLayers()
         """Which of the model's tensors stay with each client, and those."""
-
-    def attach(self, facts: FederatedFacts) -> None:
-        """Before the first round."""
-        self.facts = facts
 
     def check_round(self, clients: int) -> None:  # noqa: B027 - most take what comes
         """UserError where a round of so many clients is too small for it."""
@@ -110,10 +107,6 @@ class FederatedAlgorithm(ABC):
         """A copy of these is what a client keeps from now on; it keeps what it had where a number is not finite."""
         if all(bool(one.isfinite().all()) for one in tensors):
             self.states[client] = [one.detach().clone() for one in tensors]
-
-    def started(self, client: int, weights: Sequence[Tensor]) -> Sequence[Tensor]:
-        """On a client: what its training begins with, its own layers in their places."""
-        return self.layers.put(client, self.begin(client, weights))
 
     def reported(
         self, client: int, start: Sequence[Tensor], trained: Sequence[Tensor], steps: int

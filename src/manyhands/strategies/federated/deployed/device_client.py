@@ -49,7 +49,7 @@ from manyhands.strategies.federated.secure.secure_tally import hash_of
 from manyhands.strategies.federated.strategy import Federated
 from manyhands.strategy import Strategy
 from manyhands.task import Task
-from manyhands.workloads.registry import TASK_NAMES, WORKLOADS, load
+from manyhands.workloads.registry import WORKLOADS, load
 
 __all__ = ["Device", "DevicePlan", "JoiningDevice", "enrol", "join_rounds", "plan_for"]
 
@@ -76,7 +76,7 @@ class DevicePlan:
     def read(cls, told: Mapping[str, Any], data: Path) -> DevicePlan:
         """UserError where the task is not one that this device has, or its data do not fit."""
         name, options, text = told.get("task"), told.get("task_options"), told.get("strategy")
-        known = isinstance(name, str) and name in TASK_NAMES
+        known = isinstance(name, str) and name in WORKLOADS and WORKLOADS[name].task
         if not known or not isinstance(options, dict) or not isinstance(text, str):
             raise UserError(
                 f"the server trains {name!r}, which this release has not; use the server's release"

@@ -21,7 +21,7 @@ from manyhands.strategies.federated.rounds.round_core import RoundTerms
 from manyhands.strategies.federated.strategy import Federated
 from manyhands.strategy import Strategy
 from manyhands.task import Task
-from manyhands.workloads.registry import TASK_NAMES, WORKLOADS, load
+from manyhands.workloads.registry import WORKLOADS, load
 
 __all__ = ["DataSchema", "FederatedJob", "RoundSettings", "read_columns"]
 
@@ -183,7 +183,8 @@ class FederatedJob:
                 f"algorithm={self.strategy.algorithm}: with devices it is one of {', '.join(_OVER_HTTPS)}; the others "
                 "are for simulation"
             )
-        if self.task.options is None or self.task.name not in TASK_NAMES:
+        built_in = self.task.name in WORKLOADS and WORKLOADS[self.task.name].task
+        if self.task.options is None or not built_in:
             raise UserError(
                 f"task {self.task.name!r}: devices make the task themselves and are sent no code; serve a built-in task"
             )

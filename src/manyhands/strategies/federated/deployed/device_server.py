@@ -79,12 +79,15 @@ class DeviceApp:
         try:
             return await loop.run_in_executor(self._thread, partial(call, *arguments))
         finally:
-            state = self.server.state
-            seen = state.phase, state.done, state.attempt, self.server.secure_stage
+            seen = self._version()
             if seen != self._seen:
                 self._seen = seen
                 self._changed.set()
                 self._changed = asyncio.Event()
+
+    def _version(self) -> tuple[Any, ...]:
+        state = self.server.state
+        return state.phase, state.done, state.attempt, self.server.secure_stage
 
     async def __call__(self, scope: Mapping[str, Any], receive: _Receive, send: _Send) -> None:
         """Answer one request, as ASGI asks."""

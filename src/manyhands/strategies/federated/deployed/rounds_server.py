@@ -93,8 +93,9 @@ class RoundServer:
         self._model = initial_model(job)
         self._weights = held(self._model)
         self._algorithm = job.algorithm
-        facts = FederatedFacts(names=held_names(self._model), parameters=len(list(self._model.parameters())))
-        self._algorithm.attach(facts)
+        self._algorithm.facts = FederatedFacts(
+            names=held_names(self._model), parameters=len(list(self._model.parameters()))
+        )
         self.form = TensorForm.of(self._model)
         self.updates = UpdateForm(self.form, job.strategy, job.seed)
         self.enrolment, self.new_tokens = files.enrolment(job.strategy.clients)

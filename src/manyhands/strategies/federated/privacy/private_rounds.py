@@ -176,29 +176,18 @@ class PrivateRounds:
         self._terms, self._clients, self._fixed, self._seed = terms, clients, fixed, seed
         self._quantile = rule.quantile
         self._least, self._most = terms.limits(per_round, fixed)
-        self._bound = self._allowed(rule.bound)
+        self.bound = self._allowed(rule.bound)
         self.ended = ""
         """Why no round may follow, once that is known."""
         self.cohort: Final = terms.cohort(clients, per_round)
         self.fewest: Final = fewest_clients(per_round)
-        probability = terms.fraction if terms.sampling == POISSON else 1.0
-        self.spending: Final = (
-            Spending(
-                RoundKind(noise=terms.noise, probability=probability),
-                terms.budget,
-                clients if terms.secure else 0,
-            )
-            if terms.noise
-            else None
-        )
-
-    @property
-    def bound(self) -> float:
-        return self._bound
+        kind = RoundKind(noise=terms.noise, probability=terms.fraction if terms.sampling == POISSON else 1.0)
+        spending = Spending(kind, terms.budget, clients if terms.secure else 0) if terms.noise else None
+        self.spending: Final = spending
 
     @property
     def noise(self) -> RoundNoise:
-        return self._terms.round_noise(self.cohort, self._bound)
+        return self._terms.round_noise(self.cohort, self.bound)
 
     @property
     def step(self) -> float:
@@ -238,14 +227,14 @@ class PrivateRounds:
     def follow(self, within: float) -> None:
         """Set the next round's bound, by the share of updates that were within this one's."""
         if self._quantile is not None:
-            self._bound = self._allowed(next_bound(self._bound, self._quantile, within))
+            self.bound = self._allowed(next_bound(self.bound, self._quantile, within))
 
     def _allowed(self, bound: float) -> float:
         return min(max(bound, self._least), self._most)
 
     def state(self) -> dict[str, Any]:
         spent = self.spending.state() if self.spending is not None else {}
-        return {"bound": self._bound, **spent}
+        return {"bound": self.bound, **spent}
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
         """Go on from a checkpoint's; UserError where it comes from rounds without noise, and this run has some."""
@@ -257,29 +246,26 @@ class PrivateRounds:
                 )
             self.spending.restore(state)
         if state is not None and self._quantile is not None:
-            self._bound = self._allowed(float(state["bound"]))
+            self.bound = self._allowed(float(state["bound"]))
 
     def summary(self) -> dict[str, Any]:
         """For the run's summary: plain values, and a sentence on what is promised to whom."""
-        found: dict[str, Any] = {"clip": self._bound, "noise": self._terms.noise}
-        if self.spending is None:
+        found: dict[str, Any] = {"clip": self.bound, "noise": self._terms.noise}
+        terms, spending = self._terms, self.spending
+        if spending is None:
             return found
-        return {
-            **found,
-            "epsilon": self.spending.epsilon,
-            "delta": self._terms.delta,
-            "budget": self._terms.epsilon,
-            "rounds": self.spending.rounds,
-            "sentence": self._promise(self.spending),
-            "ended": self.ended,
-        }
-
-    def _promise(self, spending: Spending) -> str:
-        terms = self._terms
         against = "the server and everybody else" if terms.noise_by == CLIENTS else "everybody but the server"
         words = f"privacy of each client, against {against}: {spending.summary()}, at delta={terms.delta:g}"
         if spending.most_rounds is not None:
             words += f", of a budget of {terms.epsilon:g}"
         if terms.randomness == SEED:
             words += "; but with randomness=seed, none against who knows the seed"
-        return words
+        return {
+            **found,
+            "epsilon": spending.epsilon,
+            "delta": terms.delta,
+            "budget": terms.epsilon,
+            "rounds": spending.rounds,
+            "sentence": words,
+            "ended": self.ended,
+        }

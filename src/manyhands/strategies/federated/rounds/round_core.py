@@ -300,7 +300,9 @@ def handle(terms: RoundTerms, state: RoundState, event: RoundEvent) -> _Outcome:
     if isinstance(event, ServerResumed):
         return _resume(terms, state)
     if state.is_over:
-        return state, _too_late(event, "the run has ended")
+        if not isinstance(event, ReportCame):
+            return state, ()
+        return state, (RefuseReport(client=event.client, attempt=event.attempt, why="the run has ended"),)
     match event:
         case ClientSeen():
             return _look(terms, _with_seen(state, (event.client,)))
@@ -461,12 +463,6 @@ def _between(state: RoundState) -> RoundState:
     return replace(
         state, phase=RoundPhase.SELECTING, since_s=state.now_s, asked=(), gone=(), reported={}, norms={}
     )
-
-
-def _too_late(event: RoundEvent, why: str) -> tuple[RoundDecision, ...]:
-    if isinstance(event, ReportCame):
-        return (RefuseReport(client=event.client, attempt=event.attempt, why=why),)
-    return ()
 
 
 def as_json(state: RoundState) -> dict[str, Any]:

@@ -116,7 +116,11 @@ class SimulatedRounds:
             everybody = ClientsSeen(clients=self._everybody, at_s=state.now_s)
             state, decisions = handle(self._terms, state, everybody)
             if any(isinstance(decision, EndRounds) for decision in decisions):
-                raise ManyhandsError(self._why_none(number, state.attempt))
+                raise ManyhandsError(
+                    f"round {number + 1}: too few of its clients have reported in time, up to attempt {state.attempt} "
+                    f"(it takes {self._terms.minimum}); use a smaller min_reports or dropout, or a larger over or "
+                    "deadline"
+                )
             attempt = self._attempt(state)
             after, ended = self._told(state, attempt.events)
             if isinstance(ended, CloseRound):
@@ -162,8 +166,14 @@ class SimulatedRounds:
         if self.all_report:
             whole = SumCame(attempt=attempt, clients=asked, at_s=since_s)
             return _Attempt(begun=begun, asked=asked, events=[whole], dropped=0)
-        gone = {client for client in asked if self._drops_out(attempt, client)}
-        trips = sorted((since_s + self._takes_s(attempt, client), client) for client in asked)
+        seed, clients = self._terms.seed, self._terms.clients
+        gone: set[int] = set()
+        if self._dropout:
+            draws = {one: np.random.default_rng(mix(seed, attempt, one, _DROPPING)).random() for one in asked}
+            gone = {client for client, drawn in draws.items() if drawn < self._dropout}
+        trips = sorted(
+            (since_s + duration_s(seed, client, attempt * clients + client), client) for client in asked
+        )
         until_s = since_s + self._terms.deadline_s if self._has_deadline else trips[-1][0]
         in_time = [(at_s, client) for at_s, client in trips if at_s < until_s or not self._has_deadline]
         events: list[RoundEvent]
@@ -184,15 +194,6 @@ class SimulatedRounds:
             return ClientGone(client=client, at_s=at_s)
         return ReportCame(client=client, attempt=attempt, digest="", at_s=at_s)
 
-    def _takes_s(self, attempt: int, client: int) -> float:
-        return duration_s(self._terms.seed, client, attempt * self._terms.clients + client)
-
-    def _drops_out(self, attempt: int, client: int) -> bool:
-        if not self._dropout:
-            return False
-        drawn = np.random.default_rng(mix(self._terms.seed, attempt, client, _DROPPING)).random()
-        return bool(drawn < self._dropout)
-
     def _told(self, state: RoundState, events: Sequence[RoundEvent]) -> tuple[RoundState, RoundDecision]:
         """Up to the end of the attempt; who comes after that is too late."""
         for event in events:
@@ -208,12 +209,6 @@ class SimulatedRounds:
         self.participation.asked += len(attempt.asked)
         self.participation.dropped += attempt.dropped
         self.participation.late += len(attempt.asked) - attempt.dropped - in_time
-
-    def _why_none(self, number: int, attempts: int) -> str:
-        return (
-            f"round {number + 1}: too few of its clients have reported in time, up to attempt {attempts} (it takes "
-            f"{self._terms.minimum}); use a smaller min_reports or dropout, or a larger over or deadline"
-        )
 
 
 def _reports(event: RoundEvent) -> int:

@@ -120,9 +120,17 @@ class SecureServer:
         came, stage = frozenset(self._came), self.stage
         self._asked, self._came, self.stage = came, set(), SecureStage(stage + 1)
         if stage is SecureStage.ADVERTISE:
-            return self._send_keys(came)
+            listed = KeyList(advertisements=tuple(self._advertised.values())).encode()
+            self._keys_digest = digest_of(listed)
+            return dict.fromkeys(came, listed)
         if stage is SecureStage.SHARE:
-            return self._deliver(came)
+            mail, self._mail, self._sharing = self._mail, {}, came
+            return {
+                client: Delivery(
+                    shares={source: sealed[client] for source, sealed in mail.items() if source != client}
+                ).encode()
+                for client in came
+            }
         if stage is SecureStage.MASK:
             self._lists = SurvivorList(
                 survivors=tuple(sorted(came)), dropped=tuple(sorted(self._sharing - came))
@@ -149,26 +157,11 @@ class SecureServer:
             agree(os.urandom(KEY_BYTES), key)  # or every other client would refuse it, and the round with it
         self._advertised[sender] = one
 
-    def _send_keys(self, came: frozenset[int]) -> dict[int, bytes]:
-        listed = KeyList(advertisements=tuple(self._advertised.values())).encode()
-        self._keys_digest = digest_of(listed)
-        return dict.fromkeys(came, listed)
-
     def _take_shares(self, sender: int, data: bytes) -> None:
         shares = SealedShares.decode(data).shares
         if shares.keys() != self._advertised.keys() - {sender}:
             raise ProtocolRefused(f"client {sender} has not a share for each other client")
         self._mail[sender] = dict(shares)
-
-    def _deliver(self, came: frozenset[int]) -> dict[int, bytes]:
-        self._sharing = came
-        mail, self._mail = self._mail, {}
-        return {
-            client: Delivery(
-                shares={source: sealed[client] for source, sealed in mail.items() if source != client}
-            ).encode()
-            for client in came
-        }
 
     def _take_input(self, sender: int, data: bytes) -> None:
         del sender

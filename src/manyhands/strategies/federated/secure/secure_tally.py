@@ -79,7 +79,14 @@ def play_round(
             received[client] += len(letter)
             if going.get(client, SecureStage.DONE) <= stage:
                 continue
-            answer = _answer(clients[client], stage, letter, inputs)
+            party = clients[client]
+            if stage is SecureStage.ADVERTISE:
+                answer = party.advertise()
+            elif stage is SecureStage.MASK:
+                answer = party.mask(letter, inputs[client])
+            else:
+                steps = {SecureStage.SHARE: party.share, SecureStage.CONFIRM: party.confirm}
+                answer = steps.get(stage, party.unmask)(letter)
             sent[client] += len(answer)
             messages += 1
             server.receive(client, answer)
@@ -87,16 +94,6 @@ def play_round(
     return SecureSum(
         words=server.result(), survivors=server.survivors, messages=messages, sent=sent, received=received
     )
-
-
-def _answer(client: SecureClient, stage: SecureStage, letter: bytes, inputs: Mapping[int, Words]) -> bytes:
-    if stage is SecureStage.ADVERTISE:
-        return client.advertise()
-    if stage is SecureStage.SHARE:
-        return client.share(letter)
-    if stage is SecureStage.MASK:
-        return client.mask(letter, inputs[client.number])
-    return client.confirm(letter) if stage is SecureStage.CONFIRM else client.unmask(letter)
 
 
 MESSAGES: Final = 5

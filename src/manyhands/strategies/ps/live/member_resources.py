@@ -16,7 +16,7 @@ from torch import Tensor
 from manyhands.data.store.tensorfile import encode_tensors
 from manyhands.native.segment import Segment
 from manyhands.observe.record.event_ring import EventRing
-from manyhands.places.local.context import RoleContext
+from manyhands.places.local.control import RoleContext
 from manyhands.places.local.packed_job import load
 from manyhands.places.local.status import NOBODY, State
 from manyhands.strategies.ps.live.ps_job import Job

@@ -18,8 +18,8 @@ from manyhands.strategies.ps.shard_layout import FlatLayout
 from manyhands.strategies.ps.shard_store import Averaging
 from manyhands.strategies.ps.strategy import Ps
 from manyhands.transport.hub.handshake import Credentials
-from manyhands.transport.hub.hub import Hub, Settings
-from manyhands.transport.hub.hub_events import spin_for
+from manyhands.transport.hub.hub import Hub
+from manyhands.transport.hub.hub_events import Settings, spin_for
 from manyhands.transport.liveness import LivenessTimes
 from manyhands.transport.messages import MessageCoder
 from manyhands.transport.security import Security

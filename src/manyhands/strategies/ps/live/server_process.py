@@ -20,7 +20,7 @@ from torch import Tensor
 from manyhands.errors import Aborted, ManyhandsError
 from manyhands.native.threads import use_threads
 from manyhands.native.wait_sign import LongWait
-from manyhands.places.local.context import RoleContext
+from manyhands.places.local.control import RoleContext
 from manyhands.places.local.status import State
 from manyhands.strategies.ps.actions import Ack, Action, Apply, Discard, Drop, Keep, Load, Log, SendMessage
 from manyhands.strategies.ps.live.member_resources import MemberContext, MemberResources
@@ -66,7 +66,7 @@ from manyhands.strategies.ps.server_core import ServerCore
 from manyhands.strategies.ps.shard_replica import ReplicaRole
 from manyhands.strategies.ps.shard_store import Contribution
 from manyhands.strategies.ps.update_files import ShardRecorder
-from manyhands.transport.hub.hub import Arrived, Joined, Lost, Ready, Rejected, Shared
+from manyhands.transport.hub.hub_events import Arrived, Joined, Lost, Ready, Rejected, Shared
 from manyhands.transport.messages import ProtocolError
 
 __all__ = ["require_sense", "serve", "serve_with"]

@@ -20,7 +20,7 @@ from manyhands.native.threads import use_threads
 from manyhands.native.wait_sign import LongWait
 from manyhands.observe.record.event_ring import EventRing
 from manyhands.observe.record.events import NOBODY, EventKind
-from manyhands.places.local.context import RoleContext
+from manyhands.places.local.control import RoleContext
 from manyhands.places.local.status import State
 from manyhands.strategies.ps.actions import SendMessage
 from manyhands.strategies.ps.client_core import ClientAction, ClientCore, Compute, Flush, Leave, Reason, Wait
@@ -44,7 +44,8 @@ from manyhands.strategies.ps.live.worker_mail import WorkerMail, wire_of_link
 from manyhands.strategies.ps.live.worker_state import OwnSteps, WorkerState
 from manyhands.strategies.ps.ps_messages import Parameters, RowsUnknown, RowValues, View, Welcome, Work
 from manyhands.strategies.ps.update_files import ComputedRow
-from manyhands.transport.hub.hub import Arrived, Hub, Joined, Lost
+from manyhands.transport.hub.hub import Hub
+from manyhands.transport.hub.hub_events import Arrived, Joined, Lost
 from manyhands.transport.link.wire import Wire
 from manyhands.transport.messages import ProtocolError
 
