@@ -133,7 +133,12 @@ def all_reduce(
         links = {peer: network.link(str(rank), str(peer)) for peer in range(world) if peer != rank}
         executor = ScheduleExecutor(algorithm, rank, world, links, 60.0, codec=codec_named(word))
         parcel = Parcel.whole(0, len(parts[0]), parts[0].dtype)
-        return lambda: executor.all_reduce(buffers[rank], parcel=parcel).num_bytes
+
+        def work() -> int:
+            executor.all_reduce(buffers[rank], parcel=parcel)
+            return executor.mailbox.bytes_sent
+
+        return work
 
     sent = network.run({str(rank): role(rank) for rank in range(world)})
     return buffers, [sent[str(rank)] for rank in range(world)]

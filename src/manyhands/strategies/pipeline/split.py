@@ -171,7 +171,6 @@ def _fits(layers: Sequence[LayerCost], need: PartBytes, limit: int, part: int, b
 
 
 def _least(chain: Sequence[LayerCost], parts: int, need: PartBytes) -> int:
-    """The lowest limit under which there is a way to cut."""
     layers = len(chain)
     spans = [(begin, end) for begin in range(layers) for end in range(begin + 1, layers + 1)]
     sizes = sorted({need(part, begin, end) for part in range(parts) for begin, end in spans})
@@ -223,7 +222,6 @@ def layer_costs(
 
 
 def _try(module: nn.Module, x: Any) -> tuple[float, int, Any]:
-    """Seconds of forward and backward, bytes saved between them, and the output."""
     # A copy: the module may change it in place.
     given = _each(x, lambda one: one.detach().requires_grad_(one.is_floating_point()).clone())
     saved: dict[int, int] = {}
