@@ -299,7 +299,7 @@ def test_a_codec_is_a_file_a_line_and_a_row(tmp_path: Path) -> None:
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     (tmp_path / "src/manyhands/wire/codecs/coarse.py").write_text(file)
     for path, added in (
-        (tmp_path / "src/manyhands/wire/names.py", ('    "fp8": Listed(', line)),
+        (tmp_path / "src/manyhands/wire/names.py", ('    "fp8": CodecEntry(', line)),
         (tmp_path / "tests/unit/test_codecs.py", ('    "bf16": torch.bfloat16,', row)),
     ):
         before, found, after = path.read_text().partition(added[0])
