@@ -131,7 +131,7 @@ def test_a_view_counts_who_took_part_from_the_first_round_on_and_tells_the_rest_
         "mean": ((3.0,), (0.375,)),
         "lowest_tenth": ((3.0,), (0.0,)),
     }
-    gather.end(SUMMARY)
+    gather.summary = SUMMARY
     ended = gather.view(0).parties
     assert ended is not None
     assert [(one.name, one.samples, one.rounds, one.labels) for one in ended.parties] == [

@@ -53,7 +53,7 @@ def test_the_page_and_the_terminal_show_the_loss_of_the_last_step(ended: bool) -
     gather = gathered()
     gather.add_rows(ROWS)
     if ended:
-        gather.end({"samples_per_s": 1.0})
+        gather.summary = {"samples_per_s": 1.0}
     view = gather.view(6 * 10**9)
     assert (view.loss, view.final) == (0.5, {"accuracy": 0.9})
 

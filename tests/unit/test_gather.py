@@ -249,7 +249,7 @@ def test_a_run_that_nobody_holds_was_stopped() -> None:
 
 def test_the_end_shows_who_was_slow_and_no_silence() -> None:
     gather = gathered(joined(training(10, [20, 60])), 2)
-    gather.end({"samples_per_s": 123.0})
+    gather.summary = {"samples_per_s": 123.0}
     view = at(gather, 5000)
     assert (view.phase, view.samples_per_s, view.seconds_left) == (Phase.ENDED, 123.0, None)
     assert view.seconds == pytest.approx(10, abs=0.1)
@@ -261,7 +261,7 @@ def test_the_end_shows_who_was_slow_and_no_silence() -> None:
 def test_the_end_has_the_rates_of_the_whole_run_however_long_the_last_save_took() -> None:
     records = [*training(10, [20, 60]), event(EventKind.CHECKPOINT, 0, 10.1, 30.0, step=161)]
     gather = gathered(joined(records), 2)
-    gather.end({})
+    gather.summary = {}
     first, second = at(gather, 40.1).workers
     assert (first.waits_for, second.waits_for) == ("worker 1", "")
     for worker, compute_ms in ((first, 20), (second, 60)):
@@ -273,7 +273,7 @@ def test_the_end_has_the_rates_of_the_whole_run_however_long_the_last_save_took(
 def test_the_end_has_the_rates_of_servers_over_the_whole_run() -> None:
     gather = server_run()
     gather.add_events(event(EventKind.CHECKPOINT, 2, 6.1, 30.0))
-    gather.end({})
+    gather.summary = {}
     first, second = at(gather, 36.1).servers
     assert first.updates_per_s == second.updates_per_s == pytest.approx(300 / 6, rel=0.01)
     assert (first.apply_ms, second.apply_ms) == pytest.approx((18, 1))

@@ -145,7 +145,7 @@ def test_losses_that_were_evaluated_are_not_nothing_and_a_short_run_took_some_ti
     gather.add_rows(
         [{"step": 1, "loss": 0.6, "at_s": 0.1}, {"step": 1, "metrics": {"valid_loss": 0.7}, "at_s": 0.2}]
     )
-    gather.end({})
+    gather.summary = {}
     view = replace(gather.view(0), seconds=0.276)
     said = {key: words(html) for key, html in sections(view).items()}
     assert "valid loss" in said["loss"]

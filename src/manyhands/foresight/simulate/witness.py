@@ -74,14 +74,11 @@ class Witness(Observer):
     def acknowledges(self, ack: Ack) -> None:
         """Record which updates were acknowledged as safe."""
         self._reached[ack.slot] = max(self._reached.get(ack.slot, 0), ack.clock + 1)
-        if ack.outcome in self._safe(ack.shard):
+        # An applied update counts; an accepted one may be late, except at the lead.
+        is_sure = ack.shard == LEAD or not self._promise.late
+        sure = (Outcome.ACCEPTED, Outcome.DUPLICATE) if is_sure else ()
+        if ack.outcome in (Outcome.APPLIED, *sure):
             self._acknowledged[ack.shard].add((ack.slot, ack.clock))
-
-    def _safe(self, shard: int) -> tuple[Outcome, ...]:
-        """Return which answers guarantee that an update counts: an accepted one may be late, except at the lead."""
-        if shard == LEAD or not self._promise.late:
-            return (Outcome.APPLIED, Outcome.ACCEPTED, Outcome.DUPLICATE)
-        return (Outcome.APPLIED,)
 
     def serves(self, shard: int, server: ServerProcess, now_s: float) -> None:
         """Check that a new primary has everything that was acknowledged."""
@@ -146,7 +143,10 @@ class Witness(Observer):
         for shard, store in enumerate(run.stores):
             assert isinstance(store, LedgerStore)
             found += self._repeated(shard, store)
-            found += self._forgotten(shard, store)
+            found += [
+                f"shard {shard} acknowledged update {clock} of slot {slot} and does not have it"
+                for slot, clock in sorted(self._acknowledged[shard] - _names(store))
+            ]
             found += self._unfinished(shard, store, run)
             found += self._unaccounted(shard, store, run)
             found += self._misreported(shard, store, run)
@@ -183,10 +183,6 @@ class Witness(Observer):
                 found.append(f"shard {shard} applied update {mark.clock} of slot {mark.slot} twice")
             names.add((mark.slot, mark.clock))
         return found
-
-    def _forgotten(self, shard: int, store: LedgerStore) -> list[str]:
-        missing = sorted(self._acknowledged[shard] - _names(store))
-        return [f"shard {shard} acknowledged update {c} of slot {s} and does not have it" for s, c in missing]
 
     def _unfinished(self, shard: int, store: LedgerStore, run: SimulatedRun) -> list[str]:
         """Check that at the end only late updates are pending, and that backups equal their primaries."""

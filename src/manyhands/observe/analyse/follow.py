@@ -88,7 +88,7 @@ class RunFollower:
         held = directory.is_held()
         if summary is not None and not self._is_of_the_end(summary, held):
             summary = None
-        self._gather.end(summary)
+        self._gather.summary = summary
         if summary is not None or not self._offsets:
             return self._gather.view(self._gather.seen.last_ns)
         now_ns = self._gather.seen.last_ns if held is False else time.time_ns() - self._first_offset_ns

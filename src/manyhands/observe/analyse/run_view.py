@@ -102,7 +102,7 @@ class Gather:
         self._traffic: dict[tuple[int, int, int], list[int]] = {}  # (role, kind, wire): bytes, messages
         self._updates: Counter[int] = Counter()
         self._applying_ns: Counter[int] = Counter()
-        self._summary: Mapping[str, Any] | None = None
+        self.summary: Mapping[str, Any] | None = None  # of a run that has ended
         self._notes: dict[str, None] = {}
         self._odd_rows: Counter[str] = Counter()  # by file
         self._parties = PartiesHistory() if has_parties else None
@@ -160,9 +160,6 @@ class Gather:
     def note(self, sentence: str) -> None:
         self._notes[sentence] = None
 
-    def end(self, summary: Mapping[str, Any] | None) -> None:
-        self._summary = summary
-
     @property
     def training_began_s(self) -> float:
         """When the clock of the history began, in seconds since the first event."""
@@ -177,7 +174,7 @@ class Gather:
         until_ns = self.seen.last_ns if phase is Phase.ENDED else max(now_ns, self.seen.last_ns)
         workers = self._worker_views(snapshot, now_ns, phase)
         roles = [worker.role for worker in workers]
-        summary = self._summary or {}
+        summary = self.summary or {}
         rate = number(summary.get("samples_per_s"))
         seconds_left = None
         if phase is Phase.RUNNING and snapshot.steps_per_s > 0 and not snapshot.evaluating:
@@ -213,7 +210,7 @@ class Gather:
             staleness=_staleness(self._staleness),
             traffic=self._traffic_views(),
             epoch=self._members.epoch,
-            parties=parties_view(parties.rounds, self._summary, parties.courses) if parties else None,
+            parties=parties_view(parties.rounds, self.summary, parties.courses) if parties else None,
             happenings=self._happenings(),
             warnings=self._warnings(snapshot, now_ns, phase, held),
             notes=(*self._notes, *odd),
@@ -222,7 +219,7 @@ class Gather:
         )
 
     def _phase(self, steps: int, now_ns: int, held: bool | None) -> Phase:
-        if self._summary is not None:
+        if self.summary is not None:
             return Phase.ENDED
         limit_ns = max(_QUIET_NS if steps else _QUIET_START_NS, _QUIET_STEPS * self.seen.newest_step_ns)
         if self.seen.last_ns > 0 and (held is False or now_ns - self.seen.last_ns >= limit_ns):
@@ -311,7 +308,7 @@ class Gather:
         if name in self._members.starting:
             return Presence.STARTING
         was_seen = role in self.seen.last_event
-        if self._members.is_known and name.startswith("worker") and self._summary is None:
+        if self._members.is_known and name.startswith("worker") and self.summary is None:
             has_place = role in self._members.slots
         else:
             has_place = (was_seen or holds_shards) and not self.seen.has_left(role)
