@@ -119,9 +119,11 @@ def test_every_length_dtype_and_reduction(algorithm: Algorithm, world: int) -> N
         done = []
         for length, dtype, op in cases:
             mine = drawn_vectors(world, length, dtype, 0)[executor.rank].clone()
-            messages, num_bytes = executor.messages_sent, executor.bytes_sent
+            messages, num_bytes = executor.mailbox.messages_sent, executor.mailbox.bytes_sent
             executor.all_reduce(mine, op)
-            done.append((mine, executor.messages_sent - messages, executor.bytes_sent - num_bytes))
+            done.append(
+                (mine, executor.mailbox.messages_sent - messages, executor.mailbox.bytes_sent - num_bytes)
+            )
         return done
 
     by_rank = simulate(algorithm, world, work)

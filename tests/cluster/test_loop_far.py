@@ -38,7 +38,8 @@ def both(store: Any) -> list[Any]:
 
 def test_with_certificates_what_they_send_is_under_tls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TLS_VARIABLE, str(folders() / HOSTS[0]))
-    monkeypatch.setattr(connect, "_open_gloo", lambda *_: pytest.fail("Gloo was asked for"))
+    gloo = SimpleNamespace(_Options=lambda: pytest.fail("Gloo was asked for"))
+    monkeypatch.setattr(connect, "ProcessGroupGloo", gloo)
     (first,), (second,) = (tuple(links.values()) for links in both(HashStore()))
     try:
         assert isinstance(first, TcpLink)
@@ -59,7 +60,7 @@ def test_without_them_one_of_all_warns(
         raise NoGloo
 
     monkeypatch.delenv(TLS_VARIABLE, raising=False)
-    monkeypatch.setattr(connect, "_open_gloo", no_gloo)
+    monkeypatch.setattr(connect, "ProcessGroupGloo", SimpleNamespace(_Options=no_gloo))
     with caplog.at_level(logging.WARNING, "manyhands"), pytest.raises(NoGloo):
         both(HashStore())
     (said,) = [record.getMessage() for record in caplog.records]

@@ -133,7 +133,12 @@ def all_reduce(
         links = {peer: network.link(str(rank), str(peer)) for peer in range(world) if peer != rank}
         executor = ScheduleExecutor(algorithm, rank, world, links, 60.0, codec=codec_named(word))
         parcel = Parcel.whole(0, len(parts[0]), parts[0].dtype)
-        return lambda: executor.all_reduce(buffers[rank], parcel=parcel).num_bytes
+
+        def work() -> int:
+            executor.all_reduce(buffers[rank], parcel=parcel)
+            return executor.mailbox.bytes_sent
+
+        return work
 
     sent = network.run({str(rank): role(rank) for rank in range(world)})
     return buffers, [sent[str(rank)] for rank in range(world)]
@@ -294,7 +299,7 @@ def test_a_codec_is_a_file_a_line_and_a_row(tmp_path: Path) -> None:
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     (tmp_path / "src/manyhands/wire/codecs/coarse.py").write_text(file)
     for path, added in (
-        (tmp_path / "src/manyhands/wire/names.py", ('    "fp8": Listed(', line)),
+        (tmp_path / "src/manyhands/wire/names.py", ('    "fp8": CodecEntry(', line)),
         (tmp_path / "tests/unit/test_codecs.py", ('    "bf16": torch.bfloat16,', row)),
     ):
         before, found, after = path.read_text().partition(added[0])

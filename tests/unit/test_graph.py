@@ -27,7 +27,7 @@ from manyhands.engine.placement.tracing import (
     trace,
 )
 from manyhands.errors import UserError
-from manyhands.facts import IN_STEP, Promises, Truth
+from manyhands.facts import IN_STEP, Facts, Truth
 from manyhands.foresight.graph_drawing import graph_svg, graph_text
 from manyhands.strategy import Strategy
 from manyhands.workloads.tasks.language import Transformer
@@ -255,8 +255,8 @@ class Halves(Strategy):
     truth: ClassVar[Truth] = Truth.EVERYONE
 
     @property
-    def promises(self) -> Promises:
-        return IN_STEP
+    def facts(self) -> Facts:
+        return Facts(promises=IN_STEP)
 
     def stages_of(self, costs: Sequence[float], workers: int) -> tuple[int, ...]:
         return tuple(int(sum(costs[:at]) >= sum(costs) / 2) for at in range(len(costs)))
@@ -293,7 +293,7 @@ def test_the_figure_in_the_docs_is_what_the_command_draws(tmp_path: Path) -> Non
         (["--strategy", "pipeline stages=9", "--workers", "9"], "stages=9: .* 5 layers .* at most stages=5"),
         (["--strategy", "single", "--workers", "2"], "single is one process"),
         (["--svg", "/nowhere/at/all.svg"], "there is no folder /nowhere/at"),
-        (["--layers", "none"], "layers is 'none'; it must be a whole number of at least 1"),
+        (["--layers", "none"], "layers is 'none'; it must be an integer of at least 1"),
     ],
 )
 def test_what_makes_no_sense_is_refused(words: list[str], message: str) -> None:

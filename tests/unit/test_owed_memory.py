@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from manyhands.errors import CorruptCheckpoint
-from manyhands.strategies.ps.live.residuals import ResidualMemory
+from manyhands.strategies.ps.live.worker_state import ResidualMemory
 from manyhands.strategies.ps.strategy import Ps
 from manyhands.strategy import Strategy
 

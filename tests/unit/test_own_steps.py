@@ -10,8 +10,7 @@ from torch import nn
 
 import manyhands as mh
 from manyhands.engine.computing import Built, TrainingPlan
-from manyhands.strategies.ps.live.own_steps import OwnSteps
-from manyhands.strategies.ps.live.residuals import ResidualMemory
+from manyhands.strategies.ps.live.worker_state import OwnSteps, ResidualMemory
 from manyhands.strategies.ps.ps_messages import Work, WorkKind
 from manyhands.strategies.ps.strategy import Ps
 from manyhands.strategy import Strategy

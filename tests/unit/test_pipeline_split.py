@@ -9,9 +9,9 @@ import re
 import pytest
 
 from manyhands.errors import UserError
+from manyhands.strategies.pipeline.cuts import LayerCost, balanced, check_cuts, part_bytes, parts_of, planned
 from manyhands.strategies.pipeline.schedule_cost import most_held
 from manyhands.strategies.pipeline.schedules import MOST_HELD, SCHEDULES
-from manyhands.strategies.pipeline.split import LayerCost, balanced, check_cuts, part_bytes, parts_of, planned
 
 MIB = 1 << 20
 

@@ -12,7 +12,7 @@ from manyhands.native.segment import Segment
 from manyhands.strategies.ps.actions import Keep
 from manyhands.strategies.ps.live.area import WorkerArea
 from manyhands.strategies.ps.live.payloads import Gradients
-from manyhands.strategies.ps.live.validation import require_sense
+from manyhands.strategies.ps.live.server_process import require_sense
 from manyhands.strategies.ps.ps_messages import Hello, Install, Push, Welcome, Yield
 from manyhands.strategies.ps.shard_layout import FlatLayout
 from manyhands.transport.messages import ProtocolError

@@ -21,8 +21,6 @@ from manyhands.engine.worker_resources import Resources
 from manyhands.native.group.shared_group import SharedGroup
 from manyhands.strategy import Strategy
 
-__all__ = ["KernelProcesses"]
-
 
 class KernelProcesses(ProcessTraining):
     """Trains a kernel task in worker processes of this host."""

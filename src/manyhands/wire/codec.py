@@ -110,21 +110,21 @@ def codec_named(
         return None
     first, *rest = ((stage.word, dict(stage.options)) for stage in stages)
     word, options = first
-    home, remembers = CODECS[word].home, CODECS[word].remembers
+    location, remembers = CODECS[word].location, CODECS[word].remembers
     if sums and word == "dgc":
-        home, remembers = "dgc:DgcSums", False
+        location, remembers = "dgc:DgcSums", False
         options = {name: options[name] for name in ("fraction", "warmup")}
     if rest:
-        options["values"] = _make(CODECS[rest[0][0]].home, rest[0][1])
-    codec = _make(home, options)
+        options["values"] = _make(CODECS[rest[0][0]].location, rest[0][1])
+    codec = _make(location, options)
     if feedback and has_feedback(text) and not remembers:
         codec = import_module("manyhands.wire.feedback").ErrorFeedback(codec)
     codec.from_worker(seed, worker)
     return codec
 
 
-def _make(home: str, options: Mapping[str, Any]) -> ParcelCodec:
-    module, _, name = home.partition(":")
+def _make(location: str, options: Mapping[str, Any]) -> ParcelCodec:
+    module, _, name = location.partition(":")
     made: ParcelCodec = getattr(import_module(f"manyhands.wire.codecs.{module}"), name)(**options)
     return made
 

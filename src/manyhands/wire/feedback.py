@@ -35,10 +35,10 @@ class ErrorFeedback(ParcelCodec):
 
     def encode(self, parcel: Parcel, values: Tensor, into: Tensor) -> int:
         """Encode `values` plus the residual; keep what is left out as the new residual."""
-        owed = self.owed(parcel, values)
-        num_bytes = self.inner.encode(parcel, owed, into)
-        self.inner.add(parcel, into[:num_bytes], owed, -1.0)
-        self.keep(owed)
+        residual = self.with_residual(parcel, values)
+        num_bytes = self.inner.encode(parcel, residual, into)
+        self.inner.add(parcel, into[:num_bytes], residual, -1.0)
+        self.keep(residual)
         return num_bytes
 
     def decode(self, parcel: Parcel, encoded: Tensor, into: Tensor) -> None:
@@ -58,17 +58,17 @@ class ErrorFeedback(ParcelCodec):
         super().from_worker(seed, worker)
         self.inner.from_worker(seed, worker)
 
-    def owed(self, parcel: Parcel, values: Tensor) -> Tensor:
+    def with_residual(self, parcel: Parcel, values: Tensor) -> Tensor:
         """Add `values` to the parcel's residual, in place, and return it; the caller subtracts what it sends."""
         kept = self._kept.get(parcel.key)
         if kept is None:
             kept = self._kept[parcel.key] = torch.zeros_like(values)
         return kept.add_(values)
 
-    def keep(self, owed: Tensor) -> None:
+    def keep(self, residual: Tensor) -> None:
         """Clear what is not finite from a residual, or it would stay there forever."""
-        if not owed.sum().isfinite():
-            owed.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        if not residual.sum().isfinite():
+            residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     def memory(self) -> dict[str, Tensor]:
         """The residual of each parcel, and the codec's state."""

@@ -37,13 +37,13 @@ class CodecOption:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Listed:
+class CodecEntry:
     """A codec as settings and events know it."""
 
     number: int
     """In events: 1 to 31; never reuse one."""
 
-    home: str
+    location: str
     """Where its class is, inside `wire.codecs`."""
 
     about: str
@@ -124,52 +124,56 @@ def _word(*allowed: str) -> Callable[[str], str]:
 _STEPS = _between(0, 10**9 - 1)
 _FEW = (CodecOption("fraction", 0.01, _fraction),)
 
-CODECS: Final[dict[str, Listed]] = {
-    "fp32": Listed(number=3, home="casts:Fp32", about="double precision as single", hops=True),
-    "bf16": Listed(number=1, home="casts:Bf16", about="8 significant bits", hops=True),
-    "fp16": Listed(number=2, home="casts:Fp16", about="11 significant bits, a smaller range", hops=True),
-    "fp8": Listed(
+CODECS: Final[dict[str, CodecEntry]] = {
+    "fp32": CodecEntry(number=3, location="casts:Fp32", about="double precision as single", hops=True),
+    "bf16": CodecEntry(number=1, location="casts:Bf16", about="8 significant bits", hops=True),
+    "fp16": CodecEntry(
+        number=2, location="casts:Fp16", about="11 significant bits, a smaller range", hops=True
+    ),
+    "fp8": CodecEntry(
         number=4,
-        home="fp8:Fp8",
+        location="fp8:Fp8",
         about="one byte, scaled per block",
         options=(CodecOption("kind", "e4m3", _word("e4m3", "e5m2")),),
         biased=True,
     ),
-    "int8": Listed(number=5, home="int8:Int8", about="one byte, evenly spaced per block", biased=True),
-    "qsgd": Listed(
+    "int8": CodecEntry(
+        number=5, location="int8:Int8", about="one byte, evenly spaced per block", biased=True
+    ),
+    "qsgd": CodecEntry(
         number=6,
-        home="qsgd:Qsgd",
+        location="qsgd:Qsgd",
         about="a few levels, rounded at random",
         options=(CodecOption("levels", 7, _between(1, 127)),),
     ),
-    "ternary": Listed(number=7, home="ternary:Ternary", about="-1, 0 or 1, at random"),
-    "sign": Listed(
+    "ternary": CodecEntry(number=7, location="ternary:Ternary", about="-1, 0 or 1, at random"),
+    "sign": CodecEntry(
         number=8,
-        home="sign:Sign",
+        location="sign:Sign",
         about="one bit, and the mean size per block",
         options=(CodecOption("kind", "scaled", _word("scaled", "vote")),),
         biased=True,
     ),
-    "topk": Listed(
+    "topk": CodecEntry(
         number=9,
-        home="topk:TopK",
+        location="topk:TopK",
         about="the largest items",
         options=(*_FEW, CodecOption("sampled", False, lambda text: _word("yes", "no")(text) == "yes")),
         biased=True,
         sparse=True,
         vectors=False,
     ),
-    "randomk": Listed(
+    "randomk": CodecEntry(
         number=10,
-        home="randomk:RandomK",
+        location="randomk:RandomK",
         about="items at random, made larger for the others",
         options=_FEW,
         sparse=True,
         vectors=False,
     ),
-    "dgc": Listed(
+    "dgc": CodecEntry(
         number=11,
-        home="dgc:Dgc",
+        location="dgc:Dgc",
         about="the largest items of a momentum",
         options=(
             CodecOption("fraction", 0.001, _fraction),
@@ -183,9 +187,9 @@ CODECS: Final[dict[str, Listed]] = {
         vectors=False,
         of_gradients="it keeps the momentum of gradients, and {} sends changes of parameters; use topk",
     ),
-    "powersgd": Listed(
+    "powersgd": CodecEntry(
         number=12,
-        home="powersgd:PowerSgd",
+        location="powersgd:PowerSgd",
         about="matrices as products of two thin ones",
         options=(CodecOption("rank", 2, _between(1, 1024)),),
         biased=True,

@@ -133,7 +133,7 @@ class SimulatedTask(Model):
             stage.replica.model, work.batch, work.part, work.parts, stage.replica.backward
         )
         stage.replica.end()
-        if done.loss - done.loss != 0 or not stage.replica.is_finite(stage.area.gradients):
+        if done.loss - done.loss != 0 or not stage.replica.is_finite():
             raise NonFinite(
                 f"worker {slot}, step {work.batch + 1}: the loss or the gradient is not finite; nothing of it was "
                 "applied; try a smaller learning rate, or a staleness-aware one (consistency=aware:…)"

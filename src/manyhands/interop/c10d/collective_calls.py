@@ -150,7 +150,6 @@ def ranks_text(ranks: Sequence[int], label: Label = str) -> str:
 
 
 def describe_mismatch(calls: Sequence[CollectiveCall], label: Label = str) -> str:
-    """Which rank called what, for calls that differ; ranks of one call are named together."""
     number = calls[0].number
     if len({call.name for call in calls}) == 1:
         loads = _grouped([call.load for call in calls], label, "bring", "brings")
@@ -177,7 +176,6 @@ def describe_uneven(
 def describe_lateness(
     call: CollectiveCall, waited_s: float, last_seen: Sequence[tuple[int, str]], label: Label = str
 ) -> str:
-    """Names the ranks that a wait timed out on, and where each of them was last seen."""
     late = ranks_text([rank for rank, _ in last_seen], label)
     seen = "; ".join(f"rank {label(rank)} {where}" for rank, where in last_seen)
     return f"{call} #{call.number}: waited {waited_s:.1f} s for {late}: {seen}"

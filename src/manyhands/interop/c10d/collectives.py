@@ -51,7 +51,6 @@ def compiled_reducer(dtype: torch.dtype, reduction: Reduction) -> RoundReducer |
 
 
 def check_reduction(dtype: torch.dtype, reduction: Reduction) -> None:
-    """Raise a UserError for a reduction that a dtype does not have, before anything is exchanged."""
     reason = _refusal(dtype, reduction)
     if reason:
         raise UserError(f"reduction {reduction.name} of {dtype}: {reason}")
@@ -152,7 +151,6 @@ class Collectives:
             self._stage.all_reduce(plan, self._number, whole.data_ptr(), timeout_s)
 
     def reduce(self, tensor: torch.Tensor, reduction: Reduction, root: int, timeout_s: float) -> None:
-        """As `all_reduce`, but only the tensor of `root` changes."""
         check_reduction(tensor.dtype, reduction)
         flat = _dense(tensor).view(-1)
         reducer = compiled_reducer(tensor.dtype, reduction)

@@ -139,7 +139,6 @@ def region(stage: Any, rank: int) -> int:
 
 @njit(nogil=True, inline="always")
 def half(stage: Any, rank: int, number: int) -> int:
-    """Where `rank` stages round `number`."""
     return stage[_AREAS] + (2 * rank + (number & 1)) * stage[_HALF_BYTES]  # type: ignore[no-any-return]
 
 
@@ -179,14 +178,12 @@ def next_round(stage: Any) -> int:
 
 @njit(nogil=True)
 def arrive(stage: Any, number: int) -> None:
-    """Announce that this rank's data of round `number` is laid out."""
     stage[_ROUND] = number
     announce(region(stage, stage[RANK]) + ARRIVED, number)
 
 
 @njit(nogil=True)
 def leave(stage: Any, number: int) -> None:
-    """Announce that this rank is done with round `number`."""
     announce(region(stage, stage[RANK]) + DONE, number)
 
 
@@ -220,7 +217,6 @@ def reduce(stage: Any, call: Any, parts: int, count: int, target: int) -> None:
 
 @njit("void(int64)", nogil=True, cache=True)
 def leave_round(stage_address: int) -> None:
-    """Announce that this rank is done with the round it has arrived at, having read nothing."""
     stage = array_at(stage_address, STAGE_WORDS, int64)
     leave(stage, stage[_ROUND])
 
@@ -359,7 +355,6 @@ _READ_WORDS: Final = 4
 def exchange_words(
     head: Sequence[int], lanes: Sequence[Lane], reads: Sequence[Read], *, even: bool, lane_bytes: int
 ) -> list[int]:
-    """The block of an exchange that has not begun; `head` is what `rounds.call_head` gives."""
     words = [*head, 0, len(lanes), len(reads), even, lane_bytes]
     for lane in lanes:
         words += lane
@@ -406,7 +401,6 @@ def _publish_table(stage: Any, call: Any, number: int) -> None:
 
 @njit(nogil=True)
 def _lay_out(stage: Any, call: Any, number: int) -> None:
-    """Copy this step's window of each lane into this rank's half."""
     room = call[_LANE_BYTES]
     first = call[STEP] * room
     target = half(stage, stage[RANK], number)

@@ -137,7 +137,6 @@ class Session:
             self.local.stage.abort(self.place.rank, StageReason.ENDED)
 
     def close(self) -> None:
-        """Let the calls under way end, leave the group, and release everything."""
         if self.local is not None:
             self.conductor.close(self.local.stage.interrupt, _PATIENCE_S)
         self._resources.close()
@@ -163,7 +162,6 @@ os.register_at_fork(after_in_child=_disown_all)
 
 
 def open_session(store: c10d.Store, place: SessionPlace, options: Options, timeout: timedelta) -> Session:
-    """Collective over the group: rendezvous, then share memory or connect."""
     timeout_s = timeout.total_seconds()
     fallback = FallbackGroup(store, place.rank, place.world, timeout)
     with ExitStack() as resources:

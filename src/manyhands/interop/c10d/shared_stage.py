@@ -291,7 +291,6 @@ class CollectiveStage:
         return describe_lateness(call, (time.monotonic_ns() - began_ns) / 1e9, where, self._label)
 
     def _refuse(self, call: CollectiveCall, slot: int) -> NoReturn:
-        """Report how the records differ, as all ranks do, and leave the round."""
         calls, tables = [], []
         for rank in range(self.world):
             region, size = self._regions[rank], 2 * self.world

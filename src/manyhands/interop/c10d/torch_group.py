@@ -83,7 +83,6 @@ class ManyhandsGroup(_Base):  # type: ignore[misc]
         self._timeout_s = timeout.total_seconds()
 
     def shutdown(self) -> None:
-        """Let the calls under way end, leave the group, and free everything; idempotent."""
         self._finalizer()
 
     def abort(self) -> None:
@@ -227,7 +226,6 @@ class ManyhandsGroup(_Base):  # type: ignore[misc]
         return self._receive(tensors, "recv", (source, tag), source, tag)
 
     def recv_anysource(self, tensors: _Tensors, tag: int) -> c10d.Work:
-        """Receive a tensor from the first rank that sends one."""
         return self._receive(tensors, "recv_anysource", (tag,), None, tag)
 
     def _receive(

@@ -333,7 +333,8 @@ class Rounds:
             return
         self._says_stop = self.wants_stop or self._worker_context.stop_requested()
         if self._says_stop and self.world == 1:
-            self._stop()
+            self.is_stopped = True
+            self.readings.stop()
 
     def _on_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._stepping:  # the strategy itself calls the optimizer, for this worker's part
@@ -380,7 +381,8 @@ class Rounds:
         if is_due and self._agreement is not None and all(word.call is Call.BACKWARD for word in words):
             self._agreement.check(rounds)  # who has left takes no steps, and differs in peace
         if any(word.stop for word in words):
-            self._stop()
+            self.is_stopped = True
+            self.readings.stop()
         elif any(word.last for word in words):
             self.readings.end_stream()
         self.clock.exchanged(part.samples)
@@ -392,10 +394,6 @@ class Rounds:
         self._buffers.exchange(words, share)
         if self._watch is not None:
             self._watch.remember()
-
-    def _stop(self) -> None:
-        self.is_stopped = True
-        self.readings.stop()
 
     def _require_alike(self, words: Sequence[Word]) -> None:
         """UserError unless all are in backward, or have left where the strategy can continue without them."""

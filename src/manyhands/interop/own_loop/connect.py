@@ -153,7 +153,6 @@ def _on_one_host(
 def _reach_others(
     rendezvous: Rendezvous, store: Store, place: ProcessPlace, interface: str, address: str, timeout_s: float
 ) -> Mapping[int, FarLink]:
-    """Collective: a link to each worker of another host."""
     ranks = [rank for rank in range(rendezvous.world) if rank not in rendezvous.here]
     security = Options().security()  # that of the environment
     store.set(f"tls/{place.rank}", str(security.tls))

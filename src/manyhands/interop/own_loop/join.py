@@ -143,7 +143,6 @@ _T = TypeVar("_T")
 
 
 def _given_once(what: str, here: _T | None, launcher: _T | None) -> _T | None:
-    """The value of the script or of the launcher; UserError where both are given and differ."""
     if here is not None and launcher is not None and here != launcher:
         raise UserError(
             f"the script asks for {what}={here} and the launcher for {launcher}; say it in one place"

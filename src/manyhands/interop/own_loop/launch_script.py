@@ -51,7 +51,6 @@ class Script:
 
 
 def run_script(context: RoleContext, script: Script) -> Mapping[str, Any]:
-    """The whole life of a worker; says how many groups it joined."""
     path = str(script.path)
     sys.argv = [path, *script.arguments]
     sys.path.insert(0, str(script.path.resolve().parent))

@@ -34,7 +34,6 @@ class Draws:
 
     @classmethod
     def from_content(cls, content: torch.Tensor) -> Draws:
-        """From what `content` gave."""
         raw = content.numpy().tobytes()
         words = np.frombuffer(raw, np.uint32, _WORDS)
         keys = np.frombuffer(raw, np.uint32, _KEYS, offset=4 * _WORDS)

@@ -118,7 +118,6 @@ class Words:
         self.collective.launch(0)
 
     def hear(self) -> tuple[Word, ...]:
-        """Wait for the words of all workers, by rank."""
         self.collective.finish()
         rows = self._table[: self.world * _FIELDS].view(self.world, _FIELDS).tolist()
         words = []
@@ -165,7 +164,6 @@ class Words:
         return next((one for one in numbered if one[1].nbytes >= piece.nbytes), numbered[-1])
 
     def _shapes(self, rows: torch.Tensor) -> list[tuple[int, ...]]:
-        """Every worker's shape; UserError names workers whose tensors do not fit together."""
         if rows.dtype not in _DTYPES or rows.dim() > _MAX_DIMS:
             raise UserError(
                 f"a tensor of {rows.dtype} with {rows.dim()} dimensions cannot be gathered; allowed: at most "

@@ -33,8 +33,6 @@ from manyhands.task import Task
 from manyhands.workloads.predictor import in_precision
 from manyhands.workloads.tasks import build
 
-__all__ = ["MODELS", "AskedModel", "format_table", "measured_together", "run_bench"]
-
 _WAIT_S = 120.0  # for all to be ready, and again for what is under way when the time is over
 _BEFORE_S = 0.3  # from the last that is ready to the moment when all begin
 _LEAST_BATCHES = 2

@@ -71,11 +71,9 @@ class OurPeer:
 
     @property
     def pulled(self) -> Array:
-        """What came back last."""
         return self._end.pulled()
 
     def give(self, pushed: Sequence[NDArray[Any]]) -> None:
-        """What the next exchange pushes."""
         self._end.give(*(torch.from_numpy(array) for array in pushed))
 
     def exchange(self) -> None:
@@ -83,7 +81,6 @@ class OurPeer:
         self._end.exchange()
 
     def close(self) -> None:
-        """End the server."""
         self._stack.close()
 
 
@@ -138,7 +135,6 @@ class OurServer:
         self._stack.close()
 
     def add_worker(self) -> WorkerEnd:
-        """The next of the workers, connected."""
         slot = len(self.ends)
         member = self._view.slots[slot].member
         end = self._stack.enter_context(WorkerEnd(self._job, slot, member, self))
@@ -151,7 +147,6 @@ class OurServer:
         return self._job.home(lambda: Segment.attach(os.dup(self._final.descriptor)), layout)
 
     def last_words(self) -> str:
-        """Why the server ended, if it did."""
         events = self._supervisor.poll(_LAST_WORDS_S)
         failures = [event.failure for event in events if isinstance(event, Ended)]
         return "; ".join(failure.sentence for failure in failures if failure is not None)
@@ -238,7 +233,6 @@ class WorkerEnd:
             self._listen_until(lambda: not self._core.awaits_rows)
 
     def pulled(self) -> Array:
-        """What the last exchange brought."""
         pulled = self._parameter.detach()[self._rows] if self._values is None else self._values
         values: Array = pulled.numpy()
         return values

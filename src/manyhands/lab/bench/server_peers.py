@@ -37,7 +37,6 @@ _RPC_NAMES = ("worker", _SERVER)
 
 
 def _ray() -> Any:
-    """Ray, which is an extra of this package."""
     return importlib.import_module("ray")
 
 
@@ -88,7 +87,6 @@ class RayPeer:
         self.pulled: Array = np.empty(0, np.float32)
 
     def give(self, pushed: Sequence[NDArray[Any]]) -> None:
-        """What the next exchange pushes."""
         self._pushed = [array.copy() for array in pushed]
 
     def exchange(self) -> None:
@@ -96,7 +94,6 @@ class RayPeer:
         self.pulled = self._ray.get(self._actor.push_pull.remote(*self._pushed))
 
     def close(self) -> None:
-        """End the actor."""
         self.pulled = np.empty(0, np.float32)
         self._ray.kill(self._actor)
 
@@ -136,7 +133,6 @@ def join_rpc(store: str, rank: int, timeout_s: float) -> None:
 
 @contextmanager
 def rpc_running(folder: str, timeout_s: float) -> Iterator[None]:
-    """This process and a server."""
     store = str(Path(folder) / "rpc")
     with Workers("manyhands.lab.bench.server_rpc") as workers:
         plan = {"store": store, "parent_pid": os.getpid(), "timeout_s": timeout_s}
@@ -160,7 +156,6 @@ class RpcPeer:
         rpc.rpc_sync(_SERVER, begin_serving, args=(self._exchange,))
 
     def give(self, pushed: Sequence[NDArray[Any]]) -> None:
-        """What the next exchange pushes."""
         self._pushed = [torch.from_numpy(array.copy()) for array in pushed]
 
     def exchange(self) -> None:
@@ -168,5 +163,4 @@ class RpcPeer:
         self.pulled = rpc.rpc_sync(_SERVER, push_pull, args=(self._exchange, *self._pushed)).numpy()
 
     def close(self) -> None:
-        """Let the server forget it."""
         rpc.rpc_sync(_SERVER, end_serving, args=(self._exchange,))

@@ -113,12 +113,10 @@ class Flat(TimedExchange):
 
     @property
     def gradient_bytes(self) -> int:
-        """All of it."""
         return self.num_bytes
 
     @property
     def about(self) -> str:
-        """The optimizer."""
         return "SGD"
 
     @property
@@ -131,12 +129,10 @@ class Flat(TimedExchange):
         return self._pattern(13, 0)
 
     def pushed(self, step: int) -> tuple[NDArray[Any], ...]:
-        """One gradient, of all parameters."""
         del step
         return (self._pattern(12, 1),)
 
     def expected(self, steps: int) -> Array:
-        """All parameters."""
         gradient = self._pattern(12, 1)
         return self.initial() - np.float32(steps / _PARTS) * gradient
 
@@ -145,7 +141,6 @@ class Flat(TimedExchange):
         return _task(lambda: torch.from_numpy(self.initial()), partial(torch.optim.SGD, lr=self.rate))
 
     def served(self) -> Served:
-        """One tensor."""
         return _FlatServed(self)
 
     def _pattern(self, period: int, least: int) -> Array:
@@ -174,7 +169,6 @@ class RowWork(TimedExchange):
 
     @property
     def gradient_bytes(self) -> int:
-        """Of the rows alone."""
         return self.rows * self.width * ITEM_BYTES
 
     @property
@@ -184,21 +178,17 @@ class RowWork(TimedExchange):
 
     @property
     def period(self) -> int:
-        """All sets, in turn."""
         return self.sets
 
     def row_set(self, step: int) -> NDArray[np.int64]:
-        """The rows of a step, ascending."""
         draw = np.random.default_rng(step % self.sets)
         return np.sort(draw.choice(self.table_rows, self.rows, replace=False))
 
     def pushed(self, step: int) -> tuple[NDArray[Any], ...]:
-        """Rows, and a gradient for each."""
         rows = self.row_set(step)
         return rows, self._gradient(rows)
 
     def expected(self, steps: int) -> Array:
-        """The rows of the last step."""
         sums = np.zeros((self.table_rows, 1), dtype=np.float32)
         moved = np.zeros((self.table_rows, 1), dtype=np.float32)
         row_sets = [self.row_set(step) for step in range(self.sets)]
@@ -211,11 +201,9 @@ class RowWork(TimedExchange):
         return np.broadcast_to(moved[last], (self.rows, self.width))
 
     def agrees(self, pulled: Array, steps: int) -> bool:
-        """Up to rounding."""
         return np.allclose(pulled, self.expected(steps), rtol=1e-4, atol=1e-6)
 
     def task(self) -> Task:
-        """One table, declared sparse."""
         optimizer = partial(torch.optim.Adagrad, lr=self.rate, eps=self.epsilon)
         return _task(self._zeros, optimizer, {PARAMETER: lambda rows: rows})
 
@@ -238,7 +226,6 @@ class _FlatServed:
         self._rate = flat.rate
 
     def push_pull(self, *pushed: Tensor) -> Tensor:
-        """SGD in one pass."""
         (gradient,) = pushed
         return self._values.sub_(gradient, alpha=self._rate)
 
@@ -252,7 +239,6 @@ class _RowsServed:
         self._rows = rows
 
     def push_pull(self, *pushed: Tensor) -> Tensor:
-        """AdaGrad on the rows that came."""
         rows, gradient = pushed
         values, sums = self._values[rows], self._sums[rows]
         sums.addcmul_(gradient, gradient)
@@ -273,7 +259,6 @@ class _Written:
         self._optimizer = task.optimizer(model.parameters())
 
     def push_pull(self, *pushed: Tensor) -> Tensor:
-        """One step of the optimizer."""
         *rows, gradient = pushed
         self._optimizer.zero_grad()
         if rows:

@@ -57,7 +57,6 @@ class ServerPlan:
         return cls(**{**fields, **{name: tuple(fields[name]) for name in ("exchanges", "rounds", "blocks")}})
 
     def to_json(self) -> str:
-        """One line."""
         return json.dumps(asdict(self))
 
 

@@ -40,8 +40,6 @@ from manyhands.native.group.shared_group import SharedGroupFiles, warm
 from manyhands.places.local.capacity import check_capacity, of_processes
 from manyhands.places.local.host import threads_per_role
 
-__all__ = ["DEFAULT_STEPS", "agreed_losses", "format_table", "named_workloads", "run_bench"]
-
 DEFAULT_STEPS = 40
 _BLOCK = 4  # measured steps in a turn
 _COMPARED_STEPS = 50  # later ones drift apart: training enlarges float32's rounding

@@ -17,8 +17,6 @@ from dataclasses import dataclass
 
 from manyhands.errors import UserError
 
-__all__ = ["SHAPED", "Rate", "enter", "inside", "shaped_command", "why_not"]
-
 SHAPED = "MANYHANDS_SHAPED"
 """Set to the rate for the command in the namespace, so that it does not start itself again."""
 

@@ -30,20 +30,6 @@ from manyhands.observe.draw.charts import (
 )
 from manyhands.observe.draw.paper import PART_COLOURS
 
-__all__ = [
-    "PROMISES",
-    "Made",
-    "cells",
-    "columns",
-    "machine",
-    "measures_table",
-    "promise_cells",
-    "promises_table",
-    "report",
-    "score_cells",
-    "scores_table",
-]
-
 
 def machine() -> dict[str, str]:
     return {

@@ -12,8 +12,6 @@ from typing import Any
 
 from manyhands.errors import DataError, UserError, printable
 
-__all__ = ["MOST_TRIALS", "SweepPlan", "SweepSetting", "SweepTrial", "flag", "parse_values"]
-
 MOST_TRIALS = 10_000
 """A grid of more is a slip of the keyboard."""
 

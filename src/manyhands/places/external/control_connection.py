@@ -28,8 +28,8 @@ from manyhands.native.closeable import Closeable
 from manyhands.observe.record.clocks import Bracket, Offset, clock_id, offset_from
 from manyhands.observe.record.event_ring import EventRing
 from manyhands.places.external.control_messages import (
-    LINE,
-    LINE_FINGERPRINT,
+    CONTROL_CODER,
+    CONTROL_FINGERPRINT,
     ControlEvents,
     ControlMarked,
     ControlOver,
@@ -91,6 +91,10 @@ class Broken:
     """True if the connection to the leader was lost: the run may continue without this process, which may rejoin."""
 
 
+class RunEnding(ManyhandsError):
+    """Who listens there is about to end its run, or will not talk: the next run may begin at the same address."""
+
+
 def open_control_connection(
     place: ProcessPlace,
     contact: Contact,
@@ -104,9 +108,9 @@ def open_control_connection(
     # A random hub member number for each process, not its rank: if two processes claim one rank, both must get as
     # far as the hello, so that the second can be told why it is rejected.
     number = _LEAST_NUMBER + secrets.randbelow(_MOST_NUMBER)
-    mine = Credentials(member=number, role=place.name, token=contact.token, fingerprint=LINE_FINGERPRINT)
+    mine = Credentials(member=number, role=place.name, token=contact.token, fingerprint=CONTROL_FINGERPRINT)
     with ExitStack() as stack:
-        hub = stack.enter_context(Hub(mine, LINE, settings=settings))
+        hub = stack.enter_context(Hub(mine, CONTROL_CODER, settings=settings))
         hub.connect(_LEADER, contact.address)
         welcome, rest = _introduce(hub, place, contact, terms, timeout_s)
         line = ControlConnection(
@@ -136,10 +140,10 @@ def _introduce(
                     hub.send(_LEADER, hello_of(place, terms))
                 case Arrived(_, ControlWelcome() as welcome):
                     return welcome, events[number:]
-                case Arrived(_, ControlRefused(reason=reason)):
-                    raise UserError(printable(reason, 1000))
+                case Arrived(_, ControlRefused(reason=reason, field=field)):
+                    raise (RunEnding if field == "over" else UserError)(printable(reason, 1000))
                 case Lost(_, reason):
-                    raise ManyhandsError(
+                    raise RunEnding(
                         f"{place.name} (rank {place.rank}) cannot join the run of {contact.name}: {reason}"
                     )
                 case _:
@@ -192,7 +196,7 @@ class ControlConnection(Closeable):
 
     def send(self, payload: Mapping[str, Any]) -> None:
         """Send JSON to the leader; messages arrive in order, and all of them before the result."""
-        note = encoded(Note(payload=payload), LINE)  # now: the caller may change it
+        note = encoded(Note(payload=payload), CONTROL_CODER)  # now: the caller may change it
         self._bag.put_when_room(note, _SEND_TIMEOUT_S, self.leader)
 
     def mark(
@@ -244,11 +248,13 @@ class ControlConnection(Closeable):
         """Report that this process has finished, with its result; the connection stays open for what the leader
         gives.
         """
-        self._bag.put_when_room(encoded(Finished(payload=payload), LINE), _SEND_TIMEOUT_S, self.leader)
+        self._bag.put_when_room(
+            encoded(Finished(payload=payload), CONTROL_CODER), _SEND_TIMEOUT_S, self.leader
+        )
 
     def fail(self, error: BaseException) -> None:
         """Report that this process failed; the leader receives the error and its traceback."""
-        self._bag.put(encoded(report(error, self.step), LINE))
+        self._bag.put(encoded(report(error, self.step), CONTROL_CODER))
 
     # ── what comes from the leader ────────────────────────────────────────────────────────────────────────────────
 

@@ -23,7 +23,7 @@ from manyhands.places.local.control import Failed, Finished, Note, Stop
 from manyhands.places.local.status import State
 from manyhands.transport.messages import MessageCoder
 
-LINE_FINGERPRINT: Final = "manyhands line 1"
+CONTROL_FINGERPRINT: Final = "manyhands line 1"
 """The protocol fingerprint of both ends of a control connection. The terms of the run are compared later, one by
 one.
 """
@@ -143,7 +143,7 @@ class ControlOver:
 
 
 # Numbers are part of the protocol: never reuse one (6 was a frame of `places.local.control`).
-LINE: Final = MessageCoder(
+CONTROL_CODER: Final = MessageCoder(
     {
         1: ControlHello,
         2: ControlWelcome,

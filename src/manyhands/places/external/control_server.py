@@ -29,8 +29,8 @@ from manyhands.observe.record.event_files import good_records
 from manyhands.observe.record.event_ring import EventRing
 from manyhands.observe.record.events import NOBODY, RECORD
 from manyhands.places.external.control_messages import (
-    LINE,
-    LINE_FINGERPRINT,
+    CONTROL_CODER,
+    CONTROL_FINGERPRINT,
     ControlEvents,
     ControlHello,
     ControlMarked,
@@ -153,8 +153,8 @@ class ControlServer(Closeable):
             }
             """The events of each other rank, on this process's clock."""
 
-            mine = Credentials(member=0, role=place.name, token=token, fingerprint=LINE_FINGERPRINT)
-            self._hub = stack.enter_context(Hub(mine, LINE, settings=settings))
+            mine = Credentials(member=0, role=place.name, token=token, fingerprint=CONTROL_FINGERPRINT)
+            self._hub = stack.enter_context(Hub(mine, CONTROL_CODER, settings=settings))
             self._wakeup = Wakeup()
             stack.callback(self._wakeup.close)
             self._hub.register(self._wakeup.descriptor)
@@ -215,11 +215,11 @@ class ControlServer(Closeable):
 
     def tell(self, member: int, payload: Mapping[str, Any]) -> None:
         """Send JSON to a member, which its `received` returns; in order, without waiting. A no-op if it has left."""
-        self._bag(member).put(encoded(Note(payload=payload), LINE))
+        self._bag(member).put(encoded(Note(payload=payload), CONTROL_CODER))
 
     def ask_to_stop(self, member: int) -> None:
         """Ask the member to stop; a no-op if it has left."""
-        self._bag(member).put(encoded(Stop(), LINE))
+        self._bag(member).put(encoded(Stop(), CONTROL_CODER))
 
     def give(self, member: int, name: str, chunks: Iterable[Any]) -> None:
         """Send a large object, which the member's `take(name)` returns; chunks are buffers, produced lazily.
@@ -362,7 +362,7 @@ class ControlServer(Closeable):
         if refused is None and self._seeing_off:
             # The run is over: free the rank that `arrive` has just taken, and reject the process.
             self.register.leave(hello.rank)
-            refused = ControlRefused(field="rank", reason=f"{hello.name} comes too late: the run is over")
+            refused = ControlRefused(field="over", reason=f"{hello.name} comes too late: the run is over")
         if refused is not None:
             self._hub.send(connection, refused)
             return [ProcessRejected(refused.reason, refused.field)]

@@ -11,8 +11,6 @@ from manyhands.places.external.specification import ClusterRole, ClusterSpec, ch
 from manyhands.places.place import TF_CONFIG, Place, PlacedRun
 from manyhands.strategy import Strategy
 
-__all__ = ["ExternalPlace", "SpecificationPlace", "TorchrunPlace"]
-
 
 class ExternalPlace(Place):
     """This process is one of several, and joins a run instead of starting workers."""

@@ -27,7 +27,12 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from manyhands.errors import ManyhandsError, PeerTimeout, UserError, WorkerFailed, first_line
 from manyhands.native.version import __version__
-from manyhands.places.external.control_connection import Contact, ControlConnection, open_control_connection
+from manyhands.places.external.control_connection import (
+    Contact,
+    ControlConnection,
+    RunEnding,
+    open_control_connection,
+)
 from manyhands.places.external.control_messages import Term
 from manyhands.places.external.control_server import ControlEvent, ControlServer, ProcessRejected, Warned
 from manyhands.places.external.key_value_store import comes_true
@@ -41,12 +46,11 @@ from manyhands.transport.hub.hub_events import Settings
 from manyhands.transport.liveness import LivenessTimes
 from manyhands.transport.security import Security, is_loopback
 
-__all__ = ["GroupMember", "ProcessGroup", "join_group", "lead_group"]
-
 _TICK_S: Final = 0.1
 _SHUTDOWN_S: Final = 30.0
 _BREAK_OFF_S: Final = 3.0
 _STARTING_S: Final = 5.0
+_LAST_RUN_S: Final = 10.0
 
 
 class ProcessGroup:
@@ -235,7 +239,15 @@ def join_group(
         token = security.token or _open_token(place.leader)
         address = _near(place.leader) or f"tcp:{place.leader}"
         contact = Contact(name=f"the leader at {place.leader}", address=address, token=token)
-        line = open_control_connection(place, contact, terms, timeout_s=timeout_s, settings=settings)
+        deadline = time.monotonic() + min(_LAST_RUN_S, timeout_s)
+        while True:
+            try:
+                line = open_control_connection(place, contact, terms, timeout_s=timeout_s, settings=settings)
+                break
+            except RunEnding:  # the leader may still be closing its run before this one, at the same address
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(_TICK_S)
         address = address_towards(place.leader.rpartition(":")[0])
         return GroupMember(place, line, token, address, security, timeout_s)
     store = _store(place, name, timeout_s)

@@ -62,7 +62,7 @@ class SendQueue:
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
-        self._letters: deque[Iterator[LinkMessage]] = deque()
+        self._batches: deque[Iterator[LinkMessage]] = deque()
         self._next: LinkMessage | None = None
         self._room = threading.Condition()
         self._closed = False
@@ -70,19 +70,19 @@ class SendQueue:
     def put(self, message: object, payload: Iterable[Any] = ()) -> None:
         self.put_all(iter([(message, list(payload))]))
 
-    def put_all(self, letters: Iterator[LinkMessage]) -> None:
+    def put_all(self, messages: Iterator[LinkMessage]) -> None:
         """Add messages that are produced one by one as capacity allows, in the thread that empties the queue."""
         with self._room:
             if self._closed:
                 return
-            self._letters.append(letters)
+            self._batches.append(messages)
         self._wake()
 
     def put_when_room(self, message: object, timeout_s: float, peer: str) -> None:
         """Add a message once there is capacity; PeerTimeout naming the `peer` that accepts nothing."""
         deadline = time.monotonic() + timeout_s
         with self._room:
-            while len(self._letters) >= _MOST_WAITING and not self._closed:
+            while len(self._batches) >= _MOST_WAITING and not self._closed:
                 if not self._room.wait(deadline - time.monotonic()):
                     raise PeerTimeout(f"{peer} has read nothing for {timeout_s:g} s", peer=0)
         self.put(message)
@@ -92,13 +92,13 @@ class SendQueue:
         while True:
             if self._next is None:
                 with self._room:
-                    if not self._letters:
+                    if not self._batches:
                         return True
-                    letters = self._letters[0]
-                self._next = next(letters, None)
+                    messages = self._batches[0]
+                self._next = next(messages, None)
                 if self._next is None:
                     with self._room:
-                        self._letters.popleft()
+                        self._batches.popleft()
                         self._room.notify_all()
                     continue
             message, payload = self._next
@@ -109,7 +109,7 @@ class SendQueue:
     def close(self) -> None:
         with self._room:
             self._closed = True
-            self._letters.clear()
+            self._batches.clear()
             self._next = None
             self._room.notify_all()
 

@@ -21,8 +21,6 @@ from manyhands.errors import UserError, nearest, printable
 from manyhands.places.place import TF_CONFIG
 from manyhands.transport.security import is_loopback
 
-__all__ = ["EVALUATOR", "ROLE_TYPES", "ClusterRole", "ClusterSpec", "check_hosts", "listening_at"]
-
 EVALUATOR: Final = (
     "an evaluator has nothing to do here, and ends: workers evaluate while they train (--evaluate-every), and the "
     "leader at the end"
@@ -249,11 +247,11 @@ def _shown(value: Any) -> str:
     return printable(repr(value), 80)
 
 
-Resolve = Callable[[str], str]
+_Resolve = Callable[[str], str]
 """Resolves a host name to its IPv4 address; OSError if the name is unknown."""
 
 
-def check_hosts(spec: ClusterSpec, role: ClusterRole, resolve: Resolve = socket.gethostbyname) -> None:
+def check_hosts(spec: ClusterSpec, role: ClusterRole, resolve: _Resolve = socket.gethostbyname) -> None:
     """UserError if this role's host name resolves to loopback here while other roles are on other hosts."""
     host = spec.address(role).rpartition(":")[0]
     others = [spec.address(other).rpartition(":")[0] for other in spec.roles()]
@@ -273,7 +271,7 @@ def check_hosts(spec: ClusterSpec, role: ClusterRole, resolve: Resolve = socket.
         )
 
 
-def listening_at(address: str, resolve: Resolve = socket.gethostbyname) -> str:
+def listening_at(address: str, resolve: _Resolve = socket.gethostbyname) -> str:
     """The address to bind for a process that others reach at `host:port`, in the hub's format.
 
     It is that address, or every address of this host if no interface has it: in a container, a service has an

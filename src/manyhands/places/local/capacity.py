@@ -16,22 +16,6 @@ from pathlib import Path, PurePosixPath
 
 from manyhands.errors import Overload, format_bytes
 
-__all__ = [
-    "LAUNCHER_DESCRIPTORS",
-    "PROCESS_BYTES",
-    "Amount",
-    "MemoryCost",
-    "Room",
-    "check_capacity",
-    "check_room",
-    "free_memory",
-    "free_tasks",
-    "group_folders",
-    "most_workers",
-    "of_processes",
-    "read_room",
-]
-
 PROCESS_BYTES = 256 << 20
 """Private memory of one worker before its model: Python, torch and compiled kernels; 260 MiB were measured."""
 

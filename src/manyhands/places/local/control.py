@@ -24,23 +24,6 @@ from manyhands.places.local.child_descriptors import RoleSpec
 from manyhands.places.local.status import NOBODY, State, StatusTable
 from manyhands.transport.messages import MessageCoder, ProtocolError
 
-__all__ = [
-    "MAX_FRAME_BYTES",
-    "Channel",
-    "Context",
-    "Decoder",
-    "Failed",
-    "Finished",
-    "Message",
-    "Note",
-    "RoleContext",
-    "RoleStarted",
-    "Stop",
-    "Unread",
-    "encode",
-    "encoded",
-]
-
 MAX_FRAME_BYTES = 16 * 2**20
 _HEAD: Final = struct.Struct("<HI")
 _READ_BYTES = 64 * 2**10

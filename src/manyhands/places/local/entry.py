@@ -14,8 +14,6 @@ import sys
 from manyhands.places.local.forking import run_template, spare_finalizers
 from manyhands.places.local.parent import die_with_parent
 
-__all__ = ["TEMPLATE_VARIABLE", "main"]
-
 TEMPLATE_VARIABLE = "MANYHANDS_TEMPLATE"
 
 

@@ -40,22 +40,6 @@ from typing import Any
 from manyhands.places.local.child_descriptors import LoaderSpec, RoleSpec
 from manyhands.places.local.parent import die_with_parent
 
-__all__ = [
-    "FRAME_BYTES",
-    "LARGE_BYTES",
-    "LOADERS_VARIABLE",
-    "MOST_PASSED",
-    "TEMPLATE_NAME",
-    "ForkRequest",
-    "TemplateSpec",
-    "await_birth",
-    "born_loaders",
-    "run_template",
-    "spare_finalizers",
-    "take_environment",
-    "use_large_pages",
-]
-
 FRAME_BYTES = 1 << 20
 MOST_PASSED = 250
 """Descriptors that fit into one message, short of the kernel's 253."""

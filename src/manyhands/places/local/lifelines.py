@@ -14,8 +14,6 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
-__all__ = ["FAREWELL", "OnEnd", "forget", "watch"]
-
 FAREWELL: Final = b"farewell"
 OnEnd = Callable[[bool], None]
 """Called once, in the watching thread, when the peer is gone; True if it said farewell."""

@@ -24,9 +24,7 @@ from manyhands.errors import UserError
 from manyhands.places.local.packed_job import load, pack
 from manyhands.places.local.stacks import answer_with_stacks
 
-__all__ = ["KeyReader", "LoadFailed", "run_loader"]
-
-MESSAGE_BYTES = 1 << 20
+_MESSAGE_BYTES = 1 << 20
 
 
 class KeyReader(Protocol):
@@ -61,7 +59,7 @@ def run_loader(line: socket.socket) -> int:
 
 
 def _live(line: socket.socket) -> int:
-    data, descriptors, _, _ = socket.recv_fds(line, MESSAGE_BYTES, 2)
+    data, descriptors, _, _ = socket.recv_fds(line, _MESSAGE_BYTES, 2)
     if not data:
         return 0
     job, stacks = descriptors
@@ -97,7 +95,7 @@ def _hear(line: socket.socket, asked: deque[dict[str, Any]]) -> bool:
     """Take all that was asked up to now, and wait only where there is nothing to do; False once the worker is gone."""
     while True:
         try:
-            data = line.recv(MESSAGE_BYTES, socket.MSG_DONTWAIT if asked else 0)
+            data = line.recv(_MESSAGE_BYTES, socket.MSG_DONTWAIT if asked else 0)
         except BlockingIOError:
             return True
         except ConnectionResetError:

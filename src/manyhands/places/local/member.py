@@ -19,19 +19,6 @@ from manyhands.places.local.failure import describe_exit, describe_status
 from manyhands.places.local.sentinel import HEARTBEAT_S
 from manyhands.places.local.status import StatusRow
 
-__all__ = [
-    "EXIT_S",
-    "TICK_S",
-    "Exited",
-    "Garbled",
-    "Heard",
-    "KillProcess",
-    "Member",
-    "Patience",
-    "ProcessPhase",
-    "watched_s",
-]
-
 TICK_S = 0.2
 EXIT_S = 10.0
 _LEAST_SILENCE_S = 5 * HEARTBEAT_S

@@ -12,8 +12,6 @@ from typing import Any
 
 from manyhands.transport.messages import MessageCoder, ProtocolError
 
-__all__ = ["TypedNotes"]
-
 
 class TypedNotes:
     """The types of message that one side may say to the other."""

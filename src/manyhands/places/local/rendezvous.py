@@ -34,8 +34,6 @@ from manyhands.native.wait_sign import LongWait
 from manyhands.places.local import lifelines
 from manyhands.places.local.host import host_identity
 
-__all__ = ["Rendezvous", "RendezvousStore", "Seat", "hosts_of", "meet"]
-
 _HELLO: Final = struct.Struct("!I32s")  # rank, proof
 _FRAME: Final = struct.Struct("!?I")  # whether the sharing succeeded, how many descriptors there are in all
 _DESCRIPTORS_PER_FRAME: Final = 200  # the kernel takes 253
@@ -45,7 +43,7 @@ _LONGEST_PAUSE_S: Final = 0.05
 _CLEARING_S: Final = 2.0
 _PENDING_S: Final = 2.0  # how long a pending connection may take to identify itself
 
-ShareMaker = Callable[[], Sequence[Sequence[int]]]
+_ShareMaker = Callable[[], Sequence[Sequence[int]]]
 """Called by the lowest rank of a host: descriptors for each rank of the host, in order; they stay the maker's."""
 
 
@@ -123,7 +121,7 @@ class Rendezvous(Closeable):
         self.local_rank = self.here.index(rank)
         self._sockets = sockets
 
-    def share(self, purpose: str, make: ShareMaker, timeout_s: float) -> tuple[int, ...]:
+    def share(self, purpose: str, make: _ShareMaker, timeout_s: float) -> tuple[int, ...]:
         """Collective among the ranks of this host: the lowest makes descriptors, and each rank gets its own.
 
         Comes before `watch`. The caller owns what is returned. If `make` raises, so does the lowest rank, and the

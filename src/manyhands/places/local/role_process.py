@@ -20,8 +20,6 @@ from manyhands.places.local.sentinel import start_sentinel
 from manyhands.places.local.stacks import answer_with_stacks
 from manyhands.places.local.status import SIGN_OFFSET, StatusTable
 
-__all__ = ["run_role"]
-
 _REPORT_TIMEOUT_S = 60.0
 
 

@@ -31,20 +31,6 @@ from manyhands.places.local.forking import (
 )
 from manyhands.strategies.registry import STRATEGIES
 
-__all__ = [
-    "PRELOADED",
-    "AdoptedProcess",
-    "StillRunning",
-    "Template",
-    "end_kept",
-    "expect",
-    "inherited_environment",
-    "kept_descriptor",
-    "kept_pid",
-    "obtain",
-    "warm",
-]
-
 PRELOADED: Final = ("torch", "manyhands.engine.preload")
 """What workers of every strategy need."""
 

@@ -32,18 +32,6 @@ from manyhands.places.local.member import (
 )
 from manyhands.places.local.status import StatusRow
 
-__all__ = [
-    "Action",
-    "AskToStop",
-    "Deliver",
-    "Event",
-    "HangAlarm",
-    "Looked",
-    "Watch",
-    "WatchInterrupted",
-    "WatchStopWanted",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Looked:

@@ -20,9 +20,7 @@ from manyhands.places.local.patience import check_watchdog_s
 from manyhands.places.local.stacks import main_stack, split_threads
 from manyhands.places.local.status import NOBODY, StatusRow
 
-__all__ = ["Watchdog", "Watched"]
-
-NUM_EVENTS = 50
+_NUM_EVENTS = 50
 _ASK_BEFORE_S = 1.0
 _BETWEEN_LOOKS_S = 0.5
 _ANSWER_S = 0.2
@@ -140,7 +138,7 @@ class Watchdog:
             being=_being(role),
             stack=main_stack(dump),
             other_threads=tuple(split_threads(dump)[:-1]),
-            events=tuple(self._watched.last_events(number, NUM_EVENTS)),
+            events=tuple(self._watched.last_events(number, _NUM_EVENTS)),
         )
 
 

@@ -11,8 +11,6 @@ from typing import Any, Self
 from manyhands.errors import UserError
 from manyhands.places.ray.actor_placement import Seats, room_for
 
-__all__ = ["RayRoles", "RoleActor", "RoleEnded"]
-
 _PLACING_S = 60.0
 
 

@@ -283,7 +283,7 @@ class HelpedCollective(ScheduleCollective):
     def _take_traffic(self) -> Mapping[int, PeerTraffic]:
         """Return what went to and came from workers and helpers since the last call."""
         posts = dict(super()._take_traffic())
-        for more in (self._sums.take_traffic(), self._orders.take_traffic()):
+        for more in (self._sums.mailbox.take_traffic(), self._orders.take_traffic()):
             for peer, post in more.items():
                 if peer in posts:
                     posts[peer].add(post)
@@ -292,11 +292,7 @@ class HelpedCollective(ScheduleCollective):
         return posts
 
     def traffic(self) -> Traffic:
-        ways = (self._sums, self._orders)
-        return super().traffic() + Traffic(
-            messages_sent=sum(way.messages_sent for way in ways),
-            bytes_sent=sum(way.bytes_sent for way in ways),
-        )
+        return super().traffic() + self._sums.mailbox.traffic() + self._orders.traffic()
 
     @staticmethod
     def _summed(parcels: Sequence[Parcel]) -> list[Parcel]:
@@ -387,7 +383,7 @@ class _Helper:
 
     @property
     def traffic(self) -> Traffic:
-        return Traffic(messages_sent=self._executor.messages_sent, bytes_sent=self._executor.bytes_sent)
+        return self._executor.mailbox.traffic()
 
     def step(self) -> bool:
         order = self._next_order()
@@ -441,7 +437,7 @@ class _Helper:
             return
         book = StepBook(self._worker_context.record, self._step, self._end_ns - self._busy_ns)
         book.exchange(self._end_ns, self.traffic - self._sent, self._wire)
-        book.posts(self._executor.take_traffic(), self._wire)
+        book.posts(self._executor.mailbox.take_traffic(), self._wire)
 
     def _next_order(self) -> list[int] | None:
         """Return worker 0's next numbers; None once it has closed its link."""

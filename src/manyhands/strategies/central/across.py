@@ -127,12 +127,12 @@ class BetweenHosts:
 
     def take_traffic(self) -> Mapping[int, PeerTraffic]:
         """Return what went to and came from each other leader since the last call."""
-        return self._executor.take_traffic() if self._executor is not None else {}
+        return self._executor.mailbox.take_traffic() if self._executor is not None else {}
 
     def traffic(self) -> Traffic:
         if self._executor is None:
             return Traffic()
-        return Traffic(messages_sent=self._executor.messages_sent, bytes_sent=self._executor.bytes_sent)
+        return self._executor.mailbox.traffic()
 
     def close(self) -> None:
         self._background.close(self._close_links)

@@ -32,16 +32,10 @@ from manyhands.strategies.common.grid.grid_layout import GridAxis
 from manyhands.strategies.common.grid.held import Held, HeldModel, Outline
 from manyhands.strategies.common.sharding.optimizers import stepping_for
 from manyhands.strategies.pipeline.borders import Passed, StageBorders
+from manyhands.strategies.pipeline.cuts import part_bytes, planned
 from manyhands.strategies.pipeline.ends import MeasureEnds, TrainingEnds, input_of
 from manyhands.strategies.pipeline.schedule_cost import most_held
-from manyhands.strategies.pipeline.split import (
-    Holding,
-    holding_of,
-    layer_costs,
-    part_bytes,
-    planned,
-    require_own_statistics,
-)
+from manyhands.strategies.pipeline.split import Holding, holding_of, layer_costs, require_own_statistics
 from manyhands.strategies.pipeline.stage_messages import StageMessages
 from manyhands.strategies.pipeline.stage_worker import PipelineStage
 from manyhands.strategies.pipeline.strategy import Pipeline

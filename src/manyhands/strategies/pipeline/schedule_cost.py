@@ -90,7 +90,6 @@ _Done = dict[Pass, list[int]]
 
 
 def _check_places(schedule: Schedule) -> None:
-    """Every item belongs to this schedule, items are sorted by tick and stage, and no stage has two at one tick."""
     works = set(_works(schedule))
     before: StageWork | None = None
     for item in schedule.work_items:

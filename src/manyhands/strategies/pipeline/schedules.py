@@ -154,7 +154,6 @@ class _Player:
         self._wire: tuple[list[float], list[float]] = ([0] * self._stages, [0] * self._stages)
 
     def advance(self, stage: int, order: Order, begun: list[float]) -> None:
-        """Execute the stage's next work items for as long as the times of what they need are known."""
         for work, microbatch, chunk in islice(order, len(begun), None):
             part = chunk * self._stages + stage
             cell = part * self._count + microbatch
@@ -189,7 +188,6 @@ class _Player:
         return None if first is None or second is None else max(first, second)
 
     def _arrival(self, direction: int, stage: int, part: int, end: float) -> float:
-        """When a message that is sent at `end` arrives; a single stage sends nothing."""
         if self._stages == 1:
             return end
         wire = self._wire[direction]

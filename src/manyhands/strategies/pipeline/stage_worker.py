@@ -118,7 +118,6 @@ def _forks(root: Tensor, x: Tensor, parameters: Sequence[nn.Parameter]) -> list[
 
 
 def _accumulator(leaf: Tensor) -> Node | None:
-    """The node that accumulates into a leaf's `grad`."""
     return torch.autograd.graph.get_gradient_edge(leaf).node if leaf.requires_grad else None
 
 

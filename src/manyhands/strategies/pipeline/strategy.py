@@ -9,9 +9,9 @@ from typing import ClassVar
 from manyhands.errors import UserError
 from manyhands.facts import IN_STEP, Facts, ModelFootprint, Split, Stepping, Truth, WorkerMemory
 from manyhands.strategies.common.grid.grid_layout import Grid
+from manyhands.strategies.pipeline.cuts import balanced, check_cuts, parts_of
 from manyhands.strategies.pipeline.schedule_cost import cost, equal_times, most_held
 from manyhands.strategies.pipeline.schedules import SCHEDULES, Schedule
-from manyhands.strategies.pipeline.split import balanced, check_cuts, parts_of
 from manyhands.strategy import (
     Strategy,
     check_choice,

@@ -19,8 +19,8 @@ from manyhands.engine.worker_processes import ProcessTraining, Train, WorkerJob
 from manyhands.engine.worker_resources import Resources
 from manyhands.errors import UserError
 from manyhands.places.local.template import expect
+from manyhands.strategies.pipeline.cuts import check_cuts
 from manyhands.strategies.pipeline.exchange import PipelineExchange
-from manyhands.strategies.pipeline.split import check_cuts
 from manyhands.strategies.pipeline.strategy import Pipeline
 from manyhands.strategies.pipeline.wave import check_over_time
 from manyhands.strategies.tensor.moves import sum_layer_traffic

@@ -127,7 +127,6 @@ class WaveStage:
             borders.send_gradient(part, number, kept.input)
 
     def _apply(self, x: Tensor, number: int, piece: int, ends: Ends) -> _Slice:
-        """Apply the part's layers to one slice, each recurrent one from its state after the previous slice."""
         before: list[State | None] = []
         after: list[State] = []
         given = x

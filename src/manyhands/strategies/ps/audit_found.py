@@ -127,7 +127,6 @@ class Audit:
 
     @property
     def verdict(self) -> Verdict:
-        """The worst verdict that applies."""
         if self.violations:
             return Verdict.BROKEN
         if self.missing:

@@ -110,16 +110,13 @@ class ShardAuditor:
                 )
 
     def say(self, sentence: str) -> None:
-        """Add a violation."""
         self.violations.append(Violation(shard=self._shard, sentence=f"shard {self._shard}: {sentence}"))
 
     def lack(self, sentence: str) -> None:
-        """Add something that the records lack."""
         self.missing.append(f"shard {self._shard}: {sentence}")
 
     @property
     def applied(self) -> Iterator[tuple[StepRow, UpdateRow]]:
-        """Every update that was applied, with its step."""
         return ((row, update) for row in self._step_rows for update in row.updates)
 
     def slots_at(self, clock: int) -> tuple[int, ...]:
@@ -377,7 +374,6 @@ class _Lowest:
             self._at[clock].add(slot)
 
     def lowest(self) -> tuple[int, int]:
-        """The lowest clock, and one slot that has it."""
         if not self._clocks:
             return 2**62, -1
         while self._heap[0] not in self._at:

@@ -80,7 +80,6 @@ def tell(files: Sequence[Iterable[Row]]) -> Story:
 
 
 def where(row: Row) -> str:
-    """A row's subject, for messages."""
     if isinstance(row, StepRow) and row.updates:
         first = row.updates[0]
         return f"version {row.version} (slot {first.slot}, clock {first.clock})"

@@ -50,7 +50,6 @@ class Decisions:
         return not self._unkept
 
     def take(self, step: int, updates: tuple[Update, ...], freely: bool = False) -> Decision:
-        """Make the next decision, about updates."""
         return self._take(step, updates, freely)
 
     def take_table(self, step: int, start: int) -> Decision:
@@ -107,7 +106,6 @@ class Decisions:
         return self.message(shard, known, term, table)
 
     def state(self) -> dict[str, Any]:
-        """The complete state as JSON values."""
         return {
             "taken": self.taken,
             "kept": list(self.kept.items()),

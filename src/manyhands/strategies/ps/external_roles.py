@@ -33,11 +33,9 @@ class PsRanks:
 
     @property
     def others(self) -> tuple[int, ...]:
-        """All ranks except the leader's."""
         return tuple(rank for rank in sorted((*self.servers, *self.workers)) if rank)
 
     def of(self, number: int, *, serves: bool) -> int:
-        """The rank of a server or a worker."""
         return self.servers[number] if serves else self.workers[number]
 
 

@@ -203,7 +203,6 @@ class Steps:
     # ── steps ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def next_group(self) -> Group | None:
-        """The next step that can be taken."""
         config = self._config
         if not config.follows:
             if not (self.step in self._arrived if config.stepwise else self._waiting):
@@ -326,7 +325,6 @@ class Steps:
     # ── snapshots ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def state(self) -> dict[str, Any]:
-        """The complete state as JSON values."""
         return {
             "version": self.version,
             "step": self.step,

@@ -145,7 +145,6 @@ class ReplayOrder:
         return self._versions[shard].get(row.name)
 
     def process_of(self, update: UpdateRow) -> int:
-        """The process that computed an update."""
         return self._computed[update.name].process
 
     def __iter__(self) -> Iterator[ReplayAction]:

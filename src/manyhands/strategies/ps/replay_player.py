@@ -18,9 +18,9 @@ from manyhands.engine.computing import Computed, Computer, TrainingPlan
 from manyhands.engine.device import check_device
 from manyhands.strategies.ps.digests import gradient_hash, shard_digest
 from manyhands.strategies.ps.live.area import WorkerArea
-from manyhands.strategies.ps.live.replica_model import ReplicaModel
 from manyhands.strategies.ps.live.row_payloads import pack
 from manyhands.strategies.ps.live.shard_encoding import RangeCoding
+from manyhands.strategies.ps.live.worker_state import ReplicaModel
 from manyhands.strategies.ps.live.worker_tables import WorkerTables
 from manyhands.strategies.ps.ps_messages import LEAD
 from manyhands.strategies.ps.replay_order import (
@@ -90,13 +90,11 @@ class ReplayStage:
         self.area.close()
 
     def store(self, shard: int) -> ShardStore:
-        """A shard before its first step."""
         store = ShardStore(self.computer.build(), self.layout, shard)
         store.votes = self._strategy.votes
         return store
 
     def coding(self, process: int) -> RangeCoding:
-        """The encoder of a worker process, with its residuals."""
         found = self._codings.get(process)
         if found is None:
             strategy = self._strategy
@@ -106,7 +104,6 @@ class ReplayStage:
         return found
 
     def new_model(self) -> nn.Module:
-        """The model before the first step."""
         return self.computer.build().model
 
     def evaluate(self, model: nn.Module) -> dict[str, float] | None:
@@ -304,7 +301,6 @@ class Player:
     # ── values ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _values(self, shard: int) -> _Values:
-        """A copy of a shard as it is now."""
         dense = torch.empty(self._layout.range_bytes(shard), dtype=torch.uint8)
         self._stores[shard].read_into(dense)
         tables = {}

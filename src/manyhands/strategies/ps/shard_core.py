@@ -245,7 +245,6 @@ class ShardCore:
     # ── what changes it ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def open_log(self) -> list[Action]:
-        """The rows with which a log begins."""
         return [self._slots_row(generation) for generation in self.table.generations]
 
     def restore(self, term: int) -> list[Action]:
@@ -431,7 +430,6 @@ class ShardCore:
     # ── snapshots ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def state(self) -> dict[str, Any]:
-        """The complete state as JSON values."""
         return {
             "sequence": self.sequence,
             "term": self.term,

@@ -53,7 +53,6 @@ class Entry:
 
     @property
     def end(self) -> int:
-        """The byte after its last."""
         return self.offset + self.shape.numel() * self.dtype.itemsize
 
 
@@ -69,11 +68,9 @@ class Table:
 
     @property
     def width(self) -> int:
-        """Items in a row."""
         return self.shape[1:].numel()
 
     def placed(self, shards: int) -> Placement:
-        """Which of so many shards has which rows."""
         return place(self.shape[0], shards)
 
 
@@ -147,16 +144,13 @@ class FlatLayout:
 
     @property
     def shards(self) -> int:
-        """How many there are."""
         return len(self.bounds)
 
     @property
     def num_bytes(self) -> int:
-        """The size of the flat buffer."""
         return self.bounds[-1][1]
 
     def range_bytes(self, shard: int) -> int:
-        """The size of a shard's range."""
         begin, end = self.bounds[shard]
         return end - begin
 
@@ -179,7 +173,6 @@ class FlatLayout:
         }
 
     def part(self, buffer: Tensor, shard: int) -> ShardRange:
-        """A shard's range of a whole flat buffer."""
         _check_capacity(buffer, self.num_bytes, "the flat buffer")
         begin, end = self.bounds[shard]
         return self.range_in(buffer[begin:end], shard)

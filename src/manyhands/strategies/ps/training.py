@@ -36,8 +36,8 @@ from manyhands.strategies.ps.live.live_training import (
 )
 from manyhands.strategies.ps.live.ps_job import Job
 from manyhands.strategies.ps.live.remote import take_part
-from manyhands.strategies.ps.live.residuals import ResidualMemory
 from manyhands.strategies.ps.live.snapshots import ShardSnapshots
+from manyhands.strategies.ps.live.worker_state import ResidualMemory
 from manyhands.strategies.ps.shard_layout import FlatLayout
 from manyhands.strategies.ps.shard_state import merge
 from manyhands.strategies.ps.strategy import Ps

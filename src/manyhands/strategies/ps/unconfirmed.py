@@ -58,6 +58,5 @@ class Unconfirmed:
         return 0 if push is None else push.clock + 1
 
     def clear(self) -> None:
-        """Remove everything."""
         self._pushes.clear()
         self._met.clear()

@@ -22,8 +22,7 @@ from typing import TypeVar
 from manyhands.data.store.atomic import WriteFailed, make_directory, reason, sync_directory, write_json
 from manyhands.data.store.line_files import LineFile
 from manyhands.errors import DataError, UserError
-from manyhands.strategies.ps.fields import checked, parse_record
-from manyhands.strategies.ps.log_rows import Row, row_from_json, row_to_json
+from manyhands.strategies.ps.log_rows import Row, checked, parse_record, row_from_json, row_to_json
 
 __all__ = [
     "ComputedRow",
@@ -100,7 +99,6 @@ class ComputedRow:
 
     @property
     def reads(self) -> frozenset[tuple[int, int]]:
-        """Every (shard, version) that it was computed from."""
         rows = ((shard, version) for shard, version in enumerate(self.rows_versions) if version >= 0)
         return frozenset((*enumerate(self.versions), *rows))
 
@@ -147,11 +145,8 @@ class Recorder:
 
     def __init__(self, run_path: Path | None, process: int) -> None:
         self._log = _log_of(run_path, record_of(process))
-
-    @property
-    def records(self) -> bool:
+        self.records = self._log is not None
         """Whether rows are recorded."""
-        return self._log is not None
 
     @property
     def kept(self) -> dict[str, int]:
@@ -163,11 +158,10 @@ class Recorder:
         assert self._log is not None, "asked to write although nothing is recorded"
         sentence = _append(self._log, json.dumps(asdict(row), separators=(",", ":")))
         if sentence is not None:
-            self._log = None
+            self._log, self.records = None, False
         return sentence
 
     def close(self) -> None:
-        """Close the file."""
         if self._log is not None:
             self._log.close()
 
@@ -212,7 +206,6 @@ class ShardRecorder:
         return None
 
     def close(self) -> None:
-        """Close the files."""
         for log in self._logs.values():
             if log is not None:
                 log.close()
@@ -256,7 +249,6 @@ def record_rows(run_path: Path, name: str) -> int:
 
 
 def record_files(run_path: Path) -> list[Path]:
-    """All files of servers and workers, by name."""
     folder = run_path / _FOLDER
     return sorted(path for path in (folder.iterdir() if folder.is_dir() else ()) if is_record(path.name))
 
@@ -379,8 +371,6 @@ def _read(path: Path, parse: Callable[[str], _T], notes: list[str]) -> list[_T]:
 
 
 def _row_of(shard: int) -> Callable[[str], Row]:
-    """Reads lines of a log of this shard."""
-
     def parse(line: str) -> Row:
         row = row_from_json(line)
         if row.shard != shard:
@@ -391,8 +381,6 @@ def _row_of(shard: int) -> Callable[[str], Row]:
 
 
 def _computed_of(process: int) -> Callable[[str], ComputedRow]:
-    """Reads lines of what this worker process computed."""
-
     def parse(line: str) -> ComputedRow:
         try:
             table = parse_record(line)

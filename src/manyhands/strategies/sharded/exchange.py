@@ -37,7 +37,6 @@ from manyhands.strategies.common.sharding.visits import (
     Action,
     Await,
     Fetch,
-    FlowListener,
     Hand,
     Release,
     UnitFlow,
@@ -56,7 +55,7 @@ _LOSS, _STOP, _FLAGS = 0, 1, 2
 Result = TypeVar("Result")
 
 
-class ShardedExchange(FlowListener, Exchange):
+class ShardedExchange(Exchange):
     """One worker's end; takes ownership of the links of `resources`. Values and gradients are on its device."""
 
     steps_itself = True
@@ -115,7 +114,8 @@ class ShardedExchange(FlowListener, Exchange):
         self._optimizer = optimizer
         lasting = [one.unit.number for one in self._pieces if one.unit.module is None]
         self._flow = UnitFlow(len(self._pieces), lasting)
-        self._visits = UnitVisits(model, [pieces.memory for pieces in self._pieces], self)
+        memories = [pieces.memory for pieces in self._pieces]
+        self._visits = UnitVisits(model, memories, self._flow, self._carry_out)
         self._places = [(pieces, number) for pieces in self._pieces for number in pieces.unit.trained]
         parameters = [pieces.unit.parameters[number] for pieces, number in self._places]
         self._tap = GradientTap(parameters, self._on_gradient)

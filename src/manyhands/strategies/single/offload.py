@@ -34,7 +34,6 @@ from manyhands.strategies.common.sharding.visits import (
     Action,
     Await,
     Fetch,
-    FlowListener,
     Hand,
     Release,
     UnitFlow,
@@ -50,7 +49,7 @@ HOST = "host"
 _SMALLEST_AWAY = 1 << 12  # bytes of a saved tensor that is worth moving
 
 
-class OffloadExchange(FlowListener, Exchange):
+class OffloadExchange(Exchange):
     """One process that swaps layers; uses at most `limit` bytes of `device`, and the host or a file below `home`."""
 
     rank = 0
@@ -96,7 +95,8 @@ class OffloadExchange(FlowListener, Exchange):
         move_buffers(model, self._device)
         lasting = [unit.number for unit in units if unit.module is None]
         self._flow = UnitFlow(len(units), lasting, ahead=budget.ahead)
-        self._visits = UnitVisits(model, [layer.memory for layer in self._layers], self)
+        memories = [layer.memory for layer in self._layers]
+        self._visits = UnitVisits(model, memories, self._flow, self._carry_out)
         self._places = [(layer, number) for layer in self._layers for number in layer.unit.trained]
         parameters = [layer.unit.parameters[number] for layer, number in self._places]
         self._tap = GradientTap(parameters, self._on_gradient)

@@ -80,7 +80,6 @@ class Port:
         return own
 
     def gather(self, tensor: Tensor, dim: int, sizes: Sequence[int], *, backward: bool = False) -> Tensor:
-        """Collective: concatenate the slices' parts along `dim`; `sizes` are the parts' sizes in that dimension."""
         shapes = [(*tensor.shape[:dim], size, *tensor.shape[dim:][1:]) for size in sizes]
         parts = self.counted(lambda: self.group.all_gather(tensor.contiguous(), shapes), backward=backward)
         return torch.cat(parts, dim)

@@ -45,7 +45,6 @@ class SameDraws:
         self._before: Tensor | None = None
 
     def enter(self, x: Tensor) -> None:
-        """Remember the generator's state where sliced work begins."""
         self._before = _generator(x).get_state()
 
     def leave(self, x: Tensor) -> None:
@@ -108,7 +107,6 @@ class SlicedModule(nn.Module):
         return self.sliced.port
 
     def part(self, name: str) -> Tensor | None:
-        """This slice's part of a parameter, or the whole parameter where it is not cut."""
         return self._parameters[name]
 
     def sizes(self, name: str) -> list[int]:
@@ -304,7 +302,6 @@ class HeadsAttention(SlicedModule, nn.MultiheadAttention):
         return output, weights.squeeze(0) if alone else weights
 
     def _projected(self, given: list[Tensor]) -> list[Tensor]:
-        """Query, key and value of this slice's heads: (batch, heads, time, features of a head)."""
         weight, bias = self.part("in_proj_weight"), self.part("in_proj_bias")
         assert weight is not None, "one projection for all three"
         biases = bias.chunk(3) if bias is not None else (None, None, None)

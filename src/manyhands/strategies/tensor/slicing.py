@@ -139,7 +139,6 @@ def check_plan(model: nn.Module, slices: int) -> None:
 
 
 def _cuts(name: str, module: nn.Module, how: Slicing, slices: int) -> dict[str, tuple[Cut, ...]]:
-    """For each parameter and buffer that is cut: the part that every slice has."""
     cuts = sliced_class(name, module, how).cuts(module, how, slices)
     for key in cuts:
         if key not in module._parameters and key not in module._buffers:

@@ -72,33 +72,33 @@ class Dgc(_Warming):
         self.momentum = momentum
         self._clip = clip
         self._velocity: dict[str, Tensor] = {}
-        self._owed: dict[str, Tensor] = {}
+        self._residual: dict[str, Tensor] = {}
 
     def encode(self, parcel: Parcel, values: Tensor, into: Tensor) -> int:
         """Update momentum and residual, and send the largest items of the residual."""
         empty_gaps(parcel, values)
         velocity = self._velocity.setdefault(parcel.key, torch.zeros_like(values))
-        owed = self._owed.setdefault(parcel.key, torch.zeros_like(values))
+        residual = self._residual.setdefault(parcel.key, torch.zeros_like(values))
         velocity.mul_(self.momentum).add_(values, alpha=self._share(values))
-        owed.add_(velocity)
-        indices, kept = self.choose(parcel, owed.to(torch.float32).numpy())
+        residual.add_(velocity)
+        indices, kept = self.choose(parcel, residual.to(torch.float32).numpy())
         num_bytes = self.write(parcel, indices, kept, into)
         places = torch.from_numpy(indices.astype(np.int64))
         velocity[places] = 0.0
-        self.add(parcel, into[:num_bytes], owed, -1.0)
-        for one in (velocity, owed):
+        self.add(parcel, into[:num_bytes], residual, -1.0)
+        for one in (velocity, residual):
             if not one.sum().isfinite():
                 one.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         return num_bytes
 
     def memory(self) -> dict[str, Tensor]:
         kept = {f"velocity/{key}": one for key, one in self._velocity.items()}
-        return kept | {f"owed/{key}": one for key, one in self._owed.items()}
+        return kept | {f"owed/{key}": one for key, one in self._residual.items()}
 
     def remember(self, memory: Mapping[str, Tensor]) -> None:
         for name, one in memory.items():
             kind, _, key = name.partition("/")
-            {"velocity": self._velocity, "owed": self._owed}[kind][key] = one.clone()
+            {"velocity": self._velocity, "owed": self._residual}[kind][key] = one.clone()
 
     def _share(self, values: Tensor) -> float:
         """The factor by which clipping scales a gradient."""

@@ -65,13 +65,13 @@ class PowerSgd(ParcelCodec):
             into[begin:end].copy_(rest[: end - begin])
             rest = rest[end - begin :]
 
-    def take_off(self, parcel: Parcel, left: Tensor, right: Tensor, owed: Tensor) -> None:
-        """Subtract from the residual `owed` what this worker has sent: P summed times its Q, and raw items."""
-        sent = torch.empty_like(owed)
+    def take_off(self, parcel: Parcel, left: Tensor, right: Tensor, residual: Tensor) -> None:
+        """Subtract from `residual` what this worker has sent: P summed times its Q, and raw items."""
+        sent = torch.empty_like(residual)
         self.product(parcel, left, right, sent)
         for begin, end in self.whole(parcel):
-            sent[begin:end].copy_(owed[begin:end])  # `left` has the sum of these
-        owed.sub_(sent)
+            sent[begin:end].copy_(residual[begin:end])  # `left` has the sum of these
+        residual.sub_(sent)
 
     def start_with(self, parcel: Parcel, right: Tensor) -> None:
         """Start the next step with these sums of Q; non-finite values are not kept."""
@@ -144,13 +144,13 @@ def sum_factors(
 
     `add_up` sums a small vector over workers; `feedback` keeps what this worker's part has left out.
     """
-    owed = values if feedback is None else feedback.owed(parcel, values)
-    left = codec.left(parcel, owed)
+    residual = values if feedback is None else feedback.with_residual(parcel, values)
+    left = codec.left(parcel, residual)
     add_up(left)
-    right = codec.right(parcel, owed, left)
+    right = codec.right(parcel, residual, left)
     if feedback is not None:
-        codec.take_off(parcel, left, right, owed)
-        feedback.keep(owed)
+        codec.take_off(parcel, left, right, residual)
+        feedback.keep(residual)
     add_up(right)
     codec.start_with(parcel, right)
     codec.product(parcel, left, right, values)

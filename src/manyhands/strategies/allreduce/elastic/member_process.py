@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -28,8 +28,6 @@ from manyhands.errors import Aborted
 from manyhands.native.threads import use_threads, with_threads
 from manyhands.observe.record.event_ring import EventRing
 from manyhands.observe.record.events import EventKind
-from manyhands.places.external.control_connection import ControlConnection
-from manyhands.places.external.process_group import GroupMember, ProcessGroup
 from manyhands.places.local.control import Context, RoleContext
 from manyhands.places.local.notes import TypedNotes
 from manyhands.places.local.packed_job import load
@@ -39,6 +37,10 @@ from manyhands.strategies.allreduce.elastic.exchange import ElasticExchange
 from manyhands.strategies.allreduce.elastic.linked import LinkedEpochs, Wiring
 from manyhands.strategies.allreduce.elastic.member_control import Departed, ListeningContext, MemberLine
 from manyhands.strategies.allreduce.strategy import AllReduce
+
+if TYPE_CHECKING:  # a worker of one host needs nothing of it
+    from manyhands.places.external.control_connection import ControlConnection
+    from manyhands.places.external.process_group import GroupMember, ProcessGroup
 
 __all__ = [
     "CHECKPOINT",

@@ -323,10 +323,10 @@ class ScheduleCollective(Collective):
         return Times(wait_ns=waits, posts=self._take_traffic() if over else {})
 
     def _take_traffic(self) -> Mapping[int, PeerTraffic]:
-        return self._executor.take_traffic()
+        return self._executor.mailbox.take_traffic()
 
     def traffic(self) -> Traffic:
-        return Traffic(messages_sent=self._executor.messages_sent, bytes_sent=self._executor.bytes_sent)
+        return self._executor.mailbox.traffic()
 
     def close(self) -> None:
         def close_links() -> None:

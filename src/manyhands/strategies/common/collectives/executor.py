@@ -20,7 +20,6 @@ from typing import Final, Literal, get_args
 
 import torch
 
-from manyhands.engine.exchange import PeerTraffic
 from manyhands.errors import UserError, nearest
 from manyhands.native.dtypes import HALVES, SUMMED
 from manyhands.native.segment import CACHE_LINE, round_up
@@ -89,18 +88,10 @@ class ScheduleExecutor:
     ) -> None:
         algorithm.table(rank, world)  # refuses a rank outside the world
         self.algorithm, self.rank, self.world = algorithm, rank, world
-        self._mailbox = Mailbox(rank, links, timeout_s, alarm, roles)
+        self.mailbox = Mailbox(rank, links, timeout_s, alarm, roles)
         self.carry_by(codec)
         self._rooms: dict[str, torch.Tensor] = {}
         self._calls = 0
-
-    @property
-    def messages_sent(self) -> int:
-        return self._mailbox.messages_sent
-
-    @property
-    def bytes_sent(self) -> int:
-        return self._mailbox.bytes_sent
 
     def carry_by(self, codec: ParcelCodec | Compressor | None) -> None:
         """Switch the codec from the next call on; all ranks switch between the same two calls."""
@@ -123,9 +114,6 @@ class ScheduleExecutor:
         if self._compressor is not None:
             self._compressor.remember(memory)
 
-    def take_traffic(self) -> Mapping[int, PeerTraffic]:
-        return self._mailbox.take_traffic()
-
     def all_reduce(
         self,
         buffer: torch.Tensor,
@@ -144,7 +132,7 @@ class ScheduleExecutor:
             self._compressor.all_reduce(
                 vector,
                 parcel,
-                self._mailbox,
+                self.mailbox,
                 self._call("compressed all-reduce", _Kind.COMPRESSED),
                 self.all_reduce,
             )
@@ -161,20 +149,20 @@ class ScheduleExecutor:
     def sum_rows(self, mine: GradientRows, below: int) -> GradientRows:
         """Collective: the sum over ranks of rows of a table that has `below` of them."""
         enter = self._call("sum of rows", _Kind.ROWS)
-        return sum_rows(mine, below, self.rank, self.world, self._mailbox, enter)
+        return sum_rows(mine, below, self.rank, self.world, self.mailbox, enter)
 
     def gather(self, mine: torch.Tensor) -> tuple[list[torch.Tensor], dict[int, tuple[int, int]]]:
         """Collective: return every rank's few bytes, of one length, and the interval in which each was waited for."""
         self._call("exchange of reports", _Kind.WORDS)(1)
         peers = [(self.rank + distance) % self.world for distance in range(1, self.world)]
-        refused = self._mailbox.post((peer, mine) for peer in peers)
+        refused = self.mailbox.post((peer, mine) for peer in peers)
         found, waits = [mine] * self.world, {}
         for peer in peers:
             begin_ns = time.monotonic_ns()
             found[peer] = torch.empty_like(mine)
-            refused, _ = self._mailbox.receive(peer, found[peer], refused)
+            refused, _ = self.mailbox.receive(peer, found[peer], refused)
             waits[peer] = begin_ns, time.monotonic_ns()
-        self._mailbox.flush(refused, peers)
+        self.mailbox.flush(refused, peers)
         return found, waits
 
     def broadcast(self, buffer: torch.Tensor, root: int = 0) -> None:
@@ -193,7 +181,7 @@ class ScheduleExecutor:
     def _call(self, name: str, kind: _Kind) -> Callable[[int], None]:
         """Begin a call; what is returned enters its round of a number. Calls that are made inside come after it."""
         call, self._calls = self._calls, self._calls + 1
-        return partial(self._mailbox.enter, name, kind, call)
+        return partial(self.mailbox.enter, name, kind, call)
 
     def _run(
         self,
@@ -217,21 +205,21 @@ class ScheduleExecutor:
 
     def _run_round(self, work: Round, arithmetic: _Arithmetic, encoded: _Encoded | None) -> None:
         if encoded is None:
-            refused = self._mailbox.post([(d.to, arithmetic.items(d.begin, d.end)) for d in work.departures])
+            refused = self.mailbox.post([(d.to, arithmetic.items(d.begin, d.end)) for d in work.departures])
         else:
-            refused = self._mailbox.post(encoded.messages(work.departures))
+            refused = self.mailbox.post(encoded.messages(work.departures))
         deferred: list[tuple[Landing, torch.Tensor]] = []
         for landing in work.landings:
             space = arithmetic.space(landing)
             if encoded is None:
-                refused, _ = self._mailbox.receive(landing.source, space, refused)
+                refused, _ = self.mailbox.receive(landing.source, space, refused)
             else:
-                refused = encoded.receive(self._mailbox, landing, space, refused)
+                refused = encoded.receive(self.mailbox, landing, space, refused)
             if landing.deferred:
                 deferred.append((landing, space))
             else:
                 arithmetic.apply(landing, space)
-        self._mailbox.flush(refused, work.peers)
+        self.mailbox.flush(refused, work.peers)
         for landing, space in deferred:
             arithmetic.apply(landing, space)
         for fold in work.folds:

@@ -13,7 +13,7 @@ from typing import Final, NoReturn
 
 import torch
 
-from manyhands.engine.exchange import PeerTraffic
+from manyhands.engine.exchange import PeerTraffic, Traffic
 from manyhands.errors import ManyhandsError, PeerTimeout, UserError, WorkerFailed
 from manyhands.native.wait_sign import LONG_WAIT_S, LongWait
 from manyhands.transport.link.interface import (
@@ -73,6 +73,9 @@ class Mailbox:
         self._place = (kind, call, round_number)
         if self._alarm is not None:
             self._alarm.mark(call)
+
+    def traffic(self) -> Traffic:
+        return Traffic(messages_sent=self.messages_sent, bytes_sent=self.bytes_sent)
 
     def take_traffic(self) -> Mapping[int, PeerTraffic]:
         posts, self._posts = self._posts, defaultdict(PeerTraffic)

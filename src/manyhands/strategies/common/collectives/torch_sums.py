@@ -160,7 +160,6 @@ class TorchCollective(Collective):
                 self._ending.start()
 
     def _ask(self, begin: Callable[[SumGroup], _T]) -> _T:
-        """Begin an operation; raise the lost worker's error if that is why the group is gone."""
         group = self._group
         if group is None:
             self._check_alarm()

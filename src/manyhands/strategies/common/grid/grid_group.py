@@ -104,7 +104,6 @@ class LinkGroup:
         ]
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
-        """Collective: member `root`'s tensor becomes everyone's, in place."""
         if self.world == 1 or not tensor.numel():
             return tensor
         flat = _flat(tensor)
@@ -134,7 +133,7 @@ class LinkGroup:
         self.all_reduce(torch.zeros(1))
 
     def traffic(self) -> Traffic:
-        return Traffic(messages_sent=self._mailbox.messages_sent, bytes_sent=self._mailbox.bytes_sent)
+        return self._mailbox.traffic()
 
     def take_traffic(self) -> Mapping[int, PeerTraffic]:
         return self._mailbox.take_traffic()

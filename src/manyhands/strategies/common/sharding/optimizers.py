@@ -373,15 +373,20 @@ def _try_out(optimizer: Optimizer) -> dict[tuple[int, torch.dtype, int], dict[st
     """The state of stand-ins after one step, by parameter group, type and number of dimensions."""
     stand_ins: dict[tuple[int, torch.dtype, int], nn.Parameter] = {}
     groups: dict[int, list[nn.Parameter]] = {}
+    begun: dict[nn.Parameter, dict[str, Any]] = {}  # Adagrad's constructor makes its state, in torch 2.11
     for number, group in enumerate(optimizer.param_groups):
         groups[number] = []
         for parameter in (one for one in group["params"] if one.requires_grad):
             key = number, parameter.dtype, parameter.dim()
             if key not in stand_ins:
-                stand_ins[key] = nn.Parameter(torch.zeros(_shape(parameter), dtype=parameter.dtype))
-                stand_ins[key].grad = torch.ones_like(stand_ins[key])
-                groups[number].append(stand_ins[key])
+                stand_in = stand_ins[key] = nn.Parameter(
+                    torch.zeros(_shape(parameter), dtype=parameter.dtype)
+                )
+                stand_in.grad = torch.ones_like(stand_in)
+                groups[number].append(stand_in)
+                begun[stand_in] = _begun(optimizer.state.get(parameter, {}), parameter, stand_in)
     double = double_of(optimizer, groups, {})
+    double.state.update({stand_in: state for stand_in, state in begun.items() if state})
     try:
         with torch.no_grad():
             step_plainly(double)

@@ -15,18 +15,17 @@ of parameters of that module, and what autograd saved of it for backward.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from manyhands.strategies.common.sharding.layer_units import Unit, UnitMemory
 
-__all__ = ["Action", "Await", "Fetch", "FlowListener", "Hand", "Release", "UnitFlow", "UnitVisits"]
+__all__ = ["Action", "Await", "Fetch", "Hand", "Release", "UnitFlow", "UnitVisits"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,35 +132,6 @@ class UnitFlow:
         return [Release(unit)]
 
 
-class FlowListener(ABC):
-    """Receives the uses of units, by number, and has their values present when it returns, by their flow's actions."""
-
-    _flow: UnitFlow
-
-    @abstractmethod
-    def _carry_out(self, actions: Iterable[Action]) -> None:
-        """Carry out these actions in order."""
-
-    def enter(self, unit: int) -> None:
-        self._carry_out(self._flow.enter(unit))
-
-    def leave(self, unit: int) -> None:
-        self._carry_out(self._flow.leave(unit))
-
-    def touch(self, unit: int) -> None:
-        self._carry_out(self._flow.touch(unit))
-
-
-class SavedTensors(Protocol):
-    """Storage for what autograd saves."""
-
-    def pack(self, tensor: Tensor) -> Any:
-        """What is kept in place of a tensor, or itself."""
-
-    def unpack(self, packed: Any) -> Any:
-        """Return the saved tensor."""
-
-
 class _OfUnit(NamedTuple):
     """What was saved of a unit."""
 
@@ -170,12 +140,21 @@ class _OfUnit(NamedTuple):
 
 
 class UnitVisits:
-    """Hooks on `model`, from construction to `close`; they call `listener` while `watching`."""
+    """Hooks on `model`, from construction to `close`; while `watching`, they report the uses of units to their `flow`.
 
-    def __init__(self, model: nn.Module, memories: Sequence[UnitMemory], listener: FlowListener) -> None:
-        self._listener = listener
+    `carry_out` does what that asks for, in order, so that the values of a unit are present when it returns.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        memories: Sequence[UnitMemory],
+        flow: UnitFlow,
+        carry_out: Callable[[Iterable[Action]], None],
+    ) -> None:
+        self._flow, self._carry_out = flow, carry_out
         self._watching = False
-        self._others: SavedTensors | None = None
+        self._others: Any = None
         self._by_storage = {storage: one.unit.number for one in memories for storage in one.storages}
         self._hooks: list[Any] = []
         self._plain: list[tuple[nn.Module, dict[str, Any]]] = []
@@ -194,8 +173,11 @@ class UnitVisits:
                 self._guard(module, own)
 
     @contextmanager
-    def watching(self, others: SavedTensors | None = None) -> Iterator[None]:
-        """While the model is computed with, forward and backward; `others` takes what autograd saves besides units."""
+    def watching(self, others: Any = None) -> Iterator[None]:
+        """While the model is computed with, forward and backward.
+
+        `others` has `pack(tensor)` and `unpack(packed)` for what autograd saves besides units.
+        """
         before, self._watching, self._others = self._watching, True, others
         caches = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)  # or copies of all layers would stay to the end of a forward
@@ -216,11 +198,11 @@ class UnitVisits:
     def _follow(self, module: nn.Module, unit: Unit) -> None:
         def enter(_module: nn.Module, _arguments: Any) -> None:
             if self._watching:
-                self._listener.enter(unit.number)
+                self._carry_out(self._flow.enter(unit.number))
 
         def leave(_module: nn.Module, _arguments: Any, _result: Any) -> None:
             if self._watching:
-                self._listener.leave(unit.number)
+                self._carry_out(self._flow.leave(unit.number))
 
         self._hooks.append(module.register_forward_pre_hook(enter))
         self._hooks.append(module.register_forward_hook(leave, always_call=True))
@@ -239,7 +221,7 @@ class UnitVisits:
 
     def _touch(self, number: int) -> None:
         if self._watching:
-            self._listener.touch(number)
+            self._carry_out(self._flow.touch(number))
 
     def _pack(self, tensor: Tensor) -> Any:
         """What autograd saves of a unit is remembered by the unit, whose memory may go in between."""
@@ -251,7 +233,7 @@ class UnitVisits:
 
     def _unpack(self, packed: Any) -> Any:
         if isinstance(packed, _OfUnit):
-            self._listener.touch(packed.unit)
+            self._carry_out(self._flow.touch(packed.unit))
             return packed.tensor
         return packed if self._others is None else self._others.unpack(packed)
 

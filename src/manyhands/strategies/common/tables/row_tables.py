@@ -86,7 +86,6 @@ class Placement:
         return torch.index_select(self._local, 0, rows)
 
     def split(self, rows: Tensor) -> list[Tensor]:
-        """By shard: which of `rows` are its own, in their order."""
         if self._owners is None:
             return [rows]
         owners = torch.index_select(self._owners, 0, rows)
@@ -267,7 +266,6 @@ _RULES: dict[type[Optimizer], Rule] = {SGD: _sgd, Adagrad: _adagrad, Adam: _adam
 
 
 def _zero() -> Tensor:
-    """A count of steps, of the type that torch counts in."""
     is_double = torch.get_default_dtype() == torch.float64
     return torch.tensor(0.0, dtype=torch.float64 if is_double else torch.float32)
 

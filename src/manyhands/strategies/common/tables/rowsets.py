@@ -64,7 +64,6 @@ class RowSetNames:
         self._given: OrderedDict[bytes, None] = OrderedDict()
 
     def name(self, rows: Tensor, name: bytes | None = None) -> Named | Given:
-        """What to send for these rows, whose name may be known already."""
         name = name or name_of(rows)
         if name in self._given:
             self._given.move_to_end(name)

@@ -34,11 +34,9 @@ class SharedParameters:
         self._parts = [self.values[begin:end] for begin, end in layout.bounds]
 
     def part(self, shard: int) -> Tensor:
-        """A shard's range, as bytes."""
         return self._parts[shard]
 
     def close(self) -> None:
-        """Release the memory."""
         self._parts.clear()
         self._segment.close()
 
@@ -74,12 +72,10 @@ class WorkerArea:
 
     @classmethod
     def create(cls, layout: FlatLayout, values: Tensor | None = None) -> WorkerArea:
-        """Allocate the area in a new segment."""
         num_bytes = _num_bytes(layout, with_values=values is None)
         return cls(Segment.create(num_bytes, "a worker's parameters and gradients"), layout, values)
 
     def part(self, shard: int) -> AreaPart:
-        """What one shard reads and writes."""
         values = self._layout.part(self.values, shard).memory
         gradient = self._layout.part(self.gradients, shard)
         return AreaPart(flags=self.flags(shard), values=values, gradient=gradient)

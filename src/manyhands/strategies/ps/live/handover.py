@@ -19,8 +19,8 @@ from manyhands.data.store.rundir import RunDirectory
 from manyhands.engine.computing import Built, Computer, TrainingPlan
 from manyhands.errors import UserError
 from manyhands.strategies.ps.live.live_training import resume_point
-from manyhands.strategies.ps.live.residuals import ResidualMemory
 from manyhands.strategies.ps.live.snapshots import ShardSnapshot, ShardSnapshots
+from manyhands.strategies.ps.live.worker_state import ResidualMemory
 from manyhands.strategies.ps.pending_steps import ShardConfig
 from manyhands.strategies.ps.shard_core import ShardCore
 from manyhands.strategies.ps.shard_layout import FlatLayout

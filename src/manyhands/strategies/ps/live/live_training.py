@@ -33,10 +33,10 @@ from manyhands.strategies.ps.live.losses import LossBook
 from manyhands.strategies.ps.live.ps_job import Job
 from manyhands.strategies.ps.live.ps_launcher import Launcher, LaunchOutcome, new_token
 from manyhands.strategies.ps.live.ps_members import Assemble, LocalMembers, RunFiles
-from manyhands.strategies.ps.live.residuals import ResidualMemory
 from manyhands.strategies.ps.live.role_members import RoleMembers, RunKeeper
 from manyhands.strategies.ps.live.server_tables import final_bytes, final_tables
 from manyhands.strategies.ps.live.snapshots import ShardSnapshots
+from manyhands.strategies.ps.live.worker_state import ResidualMemory
 from manyhands.strategies.ps.ps_messages import LEAD
 from manyhands.strategies.ps.resume import ToCome, batches_to_come
 from manyhands.strategies.ps.shard_layout import FlatLayout
@@ -273,7 +273,6 @@ class ServerTraining:
         return None
 
     def model(self) -> nn.Module:
-        """The trained model, on the CPU."""
         model = self._model
         memory = self._final.tensor(0, final_bytes(self._layout), torch.uint8)
         values = self._layout.views(memory[: self._layout.num_bytes]) | final_tables(self._layout, memory)

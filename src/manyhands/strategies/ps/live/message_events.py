@@ -11,28 +11,12 @@ import time
 
 from manyhands.observe.record.event_ring import EventRing
 from manyhands.observe.record.events import NO_STEP, NOBODY, EventKind
+from manyhands.strategies.ps.live.worker_mail import Numbered, message_number, wire_of_link
 from manyhands.strategies.ps.log_rows import StepRow
 from manyhands.strategies.ps.ps_messages import Parameters, Push, Read, ReadRows, RowValues
 from manyhands.strategies.ps.strategy import Ps
-from manyhands.transport.link.wire import Wire, wire_of
 
-__all__ = ["ServerRecords", "message_number", "wire_of_link"]
-
-_MAX_NUMBER = 2**32 - 1
-
-
-_Numbered = Push | Read | Parameters | ReadRows | RowValues
-
-
-def message_number(message: _Numbered, num_shards: int) -> int:
-    """The number of an update's message to or from a shard; messages about table rows are numbered separately."""
-    about_rows = isinstance(message, ReadRows | RowValues)
-    return (2 * (message.clock * num_shards + message.shard) + about_rows) % _MAX_NUMBER + 1
-
-
-def wire_of_link(strategy: Ps) -> int:
-    """The link and codec of gradients and parameters, as events encode them."""
-    return wire_of(Wire.TCP if strategy.link == "tcp" else Wire.MEMORY, strategy.codec)
+__all__ = ["ServerRecords"]
 
 
 class ServerRecords:
@@ -56,7 +40,6 @@ class ServerRecords:
         self._ring.record(EventKind.JOIN, begin_ns, time.monotonic_ns() - begin_ns)
 
     def left(self) -> None:
-        """Record that this server leaves in order."""
         self._ring.record(EventKind.LEAVE, time.monotonic_ns())
 
     def began(self, message: object) -> int:
@@ -68,13 +51,11 @@ class ServerRecords:
         return now_ns
 
     def handled(self, message: object, begin_ns: int, num_bytes: int) -> None:
-        """Record a handled push or row request."""
         if isinstance(message, Push | ReadRows):
             step = message.batch if isinstance(message, Push) else NO_STEP
             self._received(message, step, begin_ns, self._received_ns or time.monotonic_ns(), num_bytes)
 
     def applied(self, row: StepRow, begin_ns: int, duration_ns: int) -> None:
-        """Record an optimizer step with its start and duration."""
         self._received_ns = self._received_ns or begin_ns
         self._done_ns = begin_ns + duration_ns
         for index, update in enumerate(row.updates):
@@ -89,7 +70,7 @@ class ServerRecords:
                 value=update.staleness,
             )
 
-    def _received(self, message: _Numbered, step: int, begin_ns: int, end_ns: int, num_bytes: int) -> None:
+    def _received(self, message: Numbered, step: int, begin_ns: int, end_ns: int, num_bytes: int) -> None:
         self._ring.record(
             EventKind.RECEIVE,
             begin_ns,
@@ -101,7 +82,7 @@ class ServerRecords:
             wire=self._wire,
         )
 
-    def _sent(self, message: _Numbered, step: int, begin_ns: int, end_ns: int, num_bytes: int) -> None:
+    def _sent(self, message: Numbered, step: int, begin_ns: int, end_ns: int, num_bytes: int) -> None:
         self._ring.record(
             EventKind.SEND,
             begin_ns,

@@ -77,7 +77,6 @@ class Gradients:
             self._dense.pop((member, shard), None)
 
     def segment(self, member: int) -> Segment | None:
-        """The memory of a worker, if it shares any."""
         area = self._areas.get(member)
         return area.segment if area is not None else None
 
@@ -149,11 +148,9 @@ class Gradients:
         self._fleeting.clear()
 
     def take(self, shard: int, slot: int, clock: int) -> Contribution:
-        """Remove and return a held gradient."""
         return self._held.pop((shard, slot, clock))
 
     def drop(self, shard: int, slot: int, clock: int) -> None:
-        """Release a held gradient."""
         self._held.pop((shard, slot, clock), None)
 
     def held(self, shard: int) -> dict[tuple[int, int], Tensor]:
@@ -221,7 +218,6 @@ class Gradients:
         return any(begin <= address < begin + area.segment.num_bytes for address in held)
 
     def close(self) -> None:
-        """Release everything."""
         self._held.clear()
         self._parts.clear()
         self._dense.clear()

@@ -131,7 +131,6 @@ class Job:
         return Hub(credentials, CODEC, settings=settings, **options)
 
     def shard_config(self, shard: int = 0) -> ShardConfig:
-        """The configuration of a shard's core."""
         return ShardConfig(
             shard=shard,
             num_shards=self.strategy.servers,

@@ -209,7 +209,6 @@ def _nothing_shared() -> Segment:
 
 
 def _buffers(line: ControlConnection, timeout_s: float) -> dict[str, Tensor]:
-    """Receive the buffers with which the model resumes."""
     data = line.take(str(BUFFERS), timeout_s)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "buffers"
@@ -233,7 +232,6 @@ class _SentSnapshots:
         self._line.give(str(Shipment("snapshot", shard=shard)), _then(pack_snapshot(snapshot), left))
 
     def load(self, shard: int, version: int | None = None) -> ShardSnapshot | None:
-        """Request a snapshot from the leader and wait for it."""
         self._line.send(WANTS.write(SnapshotWanted(shard=shard, version=version)))
         data = self._line.take(str(Shipment("snapshot", shard=shard)), self._timeout_s)
         return unpack_snapshot(data) if data else None
@@ -282,7 +280,6 @@ class _Records:
         self.remove()
 
     def remove(self) -> None:
-        """Delete the local folder."""
         if self._is_own:
             shutil.rmtree(self.path, ignore_errors=True)
 

@@ -40,22 +40,27 @@ from manyhands.strategies.ps.live.reports import (
 )
 from manyhands.strategies.ps.live.row_payloads import UnknownSets
 from manyhands.strategies.ps.live.shard_encoding import RangeCoding
-from manyhands.strategies.ps.live.shard_snapshots import ShardKeeping
-from manyhands.strategies.ps.live.stores import Stores
-from manyhands.strategies.ps.live.validation import require_sense, require_shard
+from manyhands.strategies.ps.live.stores import ShardKeeping, Stores
+from manyhands.strategies.ps.live.worker_mail import require_shard
 from manyhands.strategies.ps.log_rows import LostRow, Row
 from manyhands.strategies.ps.ps_messages import (
+    Chosen,
+    ChosenKept,
     Concluded,
     Forward,
+    Forwarded,
+    Hello,
     Install,
     Installed,
     Parameters,
     Push,
+    Read,
     ReadRows,
     Refused,
     RowsUnknown,
     RowValues,
     View,
+    Yield,
 )
 from manyhands.strategies.ps.server_core import ServerCore
 from manyhands.strategies.ps.shard_replica import ReplicaRole
@@ -64,9 +69,11 @@ from manyhands.strategies.ps.update_files import ShardRecorder
 from manyhands.transport.hub.hub_events import Arrived, Joined, Lost, Ready, Rejected, Shared
 from manyhands.transport.messages import ProtocolError
 
-__all__ = ["serve", "serve_with"]
+__all__ = ["require_sense", "serve", "serve_with"]
 
 _LOOK_S = 0.2
+_FROM_WORKERS = (Push, Read, Hello, ReadRows)
+_FROM_SERVERS = (Forward, Forwarded, Install, Yield, Chosen, ChosenKept)
 _THREADS_FROM_BYTES = 1 << 20  # below this a second thread does not pay
 
 
@@ -86,6 +93,14 @@ def serve_with(context: MemberContext, resources: MemberResources) -> Mapping[st
             left = server.run()
         records.left()
     return left
+
+
+def require_sense(message: Any, role: str, num_shards: int) -> None:
+    """ProtocolError for a message that a server does not accept from `role`, or of an unknown shard."""
+    from_server = isinstance(message, _FROM_SERVERS) and role == "server"
+    if not from_server and not isinstance(message, _FROM_WORKERS):
+        raise ProtocolError("message", f"a {type(message).__name__} of a {role} is not for a server to hear")
+    require_shard(message.shard, num_shards)
 
 
 class _Server:

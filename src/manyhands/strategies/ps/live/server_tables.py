@@ -88,7 +88,6 @@ class ServerTables:
         return parts
 
     def forget(self, member: int) -> None:
-        """Release the buffers of a disconnected member."""
         for key in [key for key in self._rooms if key[0] == member]:
             del self._rooms[key]
 

@@ -32,6 +32,8 @@ class RangeCoding:
 
     def __init__(self, layout: FlatLayout, word: str, *, feedback: bool = True, seed: int = 0) -> None:
         self._codec = codec_named(word, feedback=feedback)
+        self.codes_gradients = self._codec is not None
+        self.codes_values = self._codec is not None and self._codec.carries_values
         self._seed = seed
         self._parcels: list[list[Parcel]] = []
         for shard in range(layout.shards if self._codec is not None else 0):
@@ -46,7 +48,6 @@ class RangeCoding:
             self._codec.at(batch)
 
     def memory(self) -> dict[str, Tensor]:
-        """The codec's residuals, by name."""
         return {} if self._codec is None else self._codec.memory()
 
     def remember(self, memory: Mapping[str, Tensor]) -> None:
@@ -54,26 +55,13 @@ class RangeCoding:
         if self._codec is not None:
             self._codec.remember(memory)
 
-    @property
-    def codes_gradients(self) -> bool:
-        """Whether gradients are encoded."""
-        return self._codec is not None
-
-    @property
-    def codes_values(self) -> bool:
-        """Whether parameters are encoded."""
-        return self._codec is not None and self._codec.carries_values
-
     def least_bytes(self, shard: int) -> int:
-        """The minimum length of an encoded range."""
         return round_up(_LENGTH_BYTES * len(self._parcels[shard]), LINE_BYTES)
 
     def most_bytes(self, shard: int) -> int:
-        """The maximum length of an encoded range."""
         return self.least_bytes(shard) + sum(map(self._room_bytes, self._parcels[shard]))
 
     def encode(self, shard: int, given: ShardRange) -> Tensor:
-        """Encode a range into new memory."""
         assert self._codec is not None, "there is something to encode by"
         encoded = torch.empty(self.most_bytes(shard), dtype=torch.uint8)
         at, lengths = self.least_bytes(shard), []
@@ -143,7 +131,6 @@ class RangeCoding:
 
 
 def _parcel(shard: int, given: ShardRange, run: Tensor) -> Parcel:
-    """One run of a shard's range as a parcel."""
     first, end = run.data_ptr(), run.data_ptr() + run.nbytes
     begins = [(piece.data_ptr(), piece) for piece in given.pieces if first <= piece.data_ptr() < end]
     spans = [((begin - first) // run.itemsize, piece.numel()) for begin, piece in begins]

@@ -83,7 +83,6 @@ class ShardSnapshots:
 
     @property
     def kept(self) -> bool:
-        """Whether there is a directory for snapshots."""
         return self._folder is not None
 
     def save(self, shard: int, snapshot: ShardSnapshot) -> None:
@@ -114,7 +113,6 @@ class ShardSnapshots:
         )
 
     def versions(self, shard: int) -> set[int]:
-        """The versions on disk, good or not."""
         assert self._folder is not None, "without a directory there are no snapshots"
         folder = self._folder / str(shard)
         names = [path.name for path in folder.glob("step-*")] if folder.is_dir() else []

@@ -1,4 +1,4 @@
-"""A worker's messages to servers: each sent with its payload once its server is connected, and recorded."""
+"""A worker's messages to and from servers, with payloads and records; each waits until its server is connected."""
 
 from __future__ import annotations
 
@@ -6,23 +6,60 @@ import time
 from collections import defaultdict
 from typing import Any
 
+import numpy as np
+
 from manyhands.observe.record.event_ring import EventRing
 from manyhands.observe.record.events import NOBODY, EventKind
-from manyhands.strategies.ps.live.message_events import message_number, wire_of_link
 from manyhands.strategies.ps.live.ps_job import Job
-from manyhands.strategies.ps.live.worker_payloads import WorkerPayloads
+from manyhands.strategies.ps.live.shard_encoding import as_tensor
 from manyhands.strategies.ps.live.worker_state import WorkerState
-from manyhands.strategies.ps.ps_messages import Message, Parameters, Push, ReadRows, RowValues
+from manyhands.strategies.ps.ps_messages import (
+    Fenced,
+    Message,
+    NotPrimary,
+    Parameters,
+    Push,
+    Read,
+    ReadRows,
+    Refused,
+    RowsUnknown,
+    RowValues,
+    Welcome,
+)
+from manyhands.strategies.ps.strategy import Ps
 from manyhands.transport.hub.hub import Hub
+from manyhands.transport.link.wire import Wire, wire_of
+from manyhands.transport.messages import ProtocolError
 
-__all__ = ["WorkerMail"]
+__all__ = ["WorkerMail", "message_number", "require_shard", "wire_of_link"]
+
+_MAX_NUMBER = 2**32 - 1
+_FOR_WORKERS = (Welcome, Parameters, RowValues, RowsUnknown, Refused, NotPrimary, Fenced)
+
+Numbered = Push | Read | Parameters | ReadRows | RowValues
+
+
+def message_number(message: Numbered, num_shards: int) -> int:
+    """The number of an update's message to or from a shard, which both ends record; those about rows have others."""
+    about_rows = isinstance(message, ReadRows | RowValues)
+    return (2 * (message.clock * num_shards + message.shard) + about_rows) % _MAX_NUMBER + 1
+
+
+def wire_of_link(strategy: Ps) -> int:
+    """The link and codec of gradients and parameters, as events encode them."""
+    return wire_of(Wire.TCP if strategy.link == "tcp" else Wire.MEMORY, strategy.codec)
+
+
+def require_shard(shard: int, num_shards: int) -> None:
+    """ProtocolError for an unknown shard."""
+    if not 0 <= shard < num_shards:
+        raise ProtocolError("shard", f"{shard} is none of {num_shards}")
 
 
 class WorkerMail:
     """The message traffic of one worker in one slot, over the connections of `hub`."""
 
     def __init__(self, hub: Hub, body: WorkerState, job: Job, ring: EventRing) -> None:
-        self.payloads = WorkerPayloads(body, job)
         self.roles: dict[int, int] = {}
         """Of servers in events, by member."""
 
@@ -30,7 +67,7 @@ class WorkerMail:
         self._body = body
         self._ring = ring
         self._wire = wire_of_link(job.strategy)
-        self._shards = job.strategy.servers
+        self._shards, self._is_inline = job.strategy.servers, job.strategy.link == "tcp"
         self._unsent: defaultdict[int, list[Message]] = defaultdict(list)
 
     def send(self, to: int, message: Message) -> None:
@@ -46,11 +83,10 @@ class WorkerMail:
             self.send(member, message)
 
     def came(self, member: int, message: Any, num_bytes: int) -> None:
-        """Record a message from a server."""
         self._record(EventKind.RECEIVE, time.monotonic_ns(), member, message, num_bytes)
 
     def _post(self, to: int, message: Any) -> None:
-        payload, num_bytes = self.payloads.sent_with(to, message)
+        payload, num_bytes = self._payload(to, message)
         now_ns = time.monotonic_ns()
         self._hub.send(to, message, payload)
         self._body.bytes_sent += num_bytes
@@ -69,3 +105,66 @@ class WorkerMail:
                 message=message_number(message, self._shards),
                 wire=self._wire,
             )
+
+    def _payload(self, to: int, message: Any) -> tuple[list[Any], int]:
+        """The payload of a message to server `to`, and the number of bytes that move because of it."""
+        body = self._body
+        if isinstance(message, Push) and not message.skip:
+            part = body.parts[message.shard]
+            travels = body.encoded[message.shard] if body.encoded else part.gradient.memory
+            payload, num_bytes = [], travels.nbytes
+            if self._is_inline:
+                payload = [part.flags.numpy(), travels.numpy()]
+                num_bytes += part.flags.nbytes
+            if not body.tables.exist:
+                return payload, num_bytes
+            rows = body.tables.push(to, message.shard)
+            return payload + rows, num_bytes + _num_bytes(rows)
+        if isinstance(message, ReadRows):
+            rows = body.tables.request(to, message.shard)
+            return rows, _num_bytes(rows)
+        return [], 0
+
+    def room(self, message: Any, num_bytes: int, *, is_awaited: bool) -> memoryview | None:
+        """The receive buffer of an answer's payload: awaited parameters go straight into the model."""
+        if isinstance(message, RowValues):
+            self._body.tables.require_size(message.shard, num_bytes)
+        if not isinstance(message, Parameters) or not is_awaited:
+            return None
+        values = self._body.parts[message.shard].values
+        if self._body.coding.codes_values:
+            most = self._body.coding.most_bytes(message.shard)
+            if num_bytes > most:
+                raise ProtocolError(
+                    "payload_bytes", f"{num_bytes} bytes of parameters, where at most {most} can be"
+                )
+        elif values.nbytes == num_bytes:
+            return memoryview(values.numpy())  # type: ignore[arg-type]
+        return None
+
+    def require_known(self, message: Any) -> None:
+        """ProtocolError for a message that no worker is sent, or of an unknown shard."""
+        if not isinstance(message, _FOR_WORKERS):
+            raise ProtocolError("message", f"a {type(message).__name__} is not for a worker to hear")
+        require_shard(message.shard, self._shards)
+
+    def take(self, message: Parameters, payload: memoryview) -> None:
+        """Copy awaited parameters that were received elsewhere into the model."""
+        if not payload:
+            return
+        values = self._body.parts[message.shard].values
+        if self._body.coding.codes_values:
+            into = self._body.layout.range_in(values, message.shard)
+            self._body.coding.decode(message.shard, as_tensor(payload), into)
+            return
+        if payload.nbytes != values.nbytes:
+            raise ProtocolError(
+                "payload_bytes", f"{payload.nbytes} bytes of parameters where {values.nbytes} are expected"
+            )
+        came = np.frombuffer(payload, np.uint8)
+        if came.ctypes.data != values.data_ptr():
+            values.numpy()[:] = came
+
+
+def _num_bytes(parts: list[Any]) -> int:
+    return sum(memoryview(one).nbytes for one in parts)

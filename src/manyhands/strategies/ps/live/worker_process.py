@@ -26,8 +26,6 @@ from manyhands.strategies.ps.actions import SendMessage
 from manyhands.strategies.ps.client_core import ClientAction, ClientCore, Compute, Flush, Leave, Reason, Wait
 from manyhands.strategies.ps.digests import gradient_hash
 from manyhands.strategies.ps.live.member_resources import MemberContext, MemberResources
-from manyhands.strategies.ps.live.message_events import wire_of_link
-from manyhands.strategies.ps.live.own_steps import OwnSteps
 from manyhands.strategies.ps.live.ps_job import Job
 from manyhands.strategies.ps.live.reports import (
     ORDERS,
@@ -42,9 +40,8 @@ from manyhands.strategies.ps.live.reports import (
     WorkerLeft,
     WorkerReady,
 )
-from manyhands.strategies.ps.live.validation import FOR_WORKERS, require_shard
-from manyhands.strategies.ps.live.worker_mail import WorkerMail
-from manyhands.strategies.ps.live.worker_state import WorkerState
+from manyhands.strategies.ps.live.worker_mail import WorkerMail, wire_of_link
+from manyhands.strategies.ps.live.worker_state import OwnSteps, WorkerState
 from manyhands.strategies.ps.ps_messages import Parameters, RowsUnknown, RowValues, View, Welcome, Work
 from manyhands.strategies.ps.update_files import ComputedRow
 from manyhands.transport.hub.hub import Hub
@@ -146,7 +143,6 @@ class _SlotSession:
         self._hub.close()
 
     def run(self) -> Leave:
-        """Work until the slot is left."""
         self._pushed_ns = self._heard_ns = time.monotonic_ns()
         while self._left is None:
             if self._computing is not None:
@@ -181,7 +177,6 @@ class _SlotSession:
         self._listen(wait_s)
 
     def _attend(self) -> None:
-        """Execute the launcher's orders."""
         unheard, self._body.unheard = self._body.unheard, []
         for told in (*unheard, *map(ORDERS.read, self._context.received())):
             if isinstance(told, ViewPublished):
@@ -225,15 +220,13 @@ class _SlotSession:
 
     def _hear(self, event: Arrived) -> None:
         member, message, payload = event.member, event.message, event.payload
-        if not isinstance(message, FOR_WORKERS):
-            raise ProtocolError("message", f"a {type(message).__name__} is not for a worker to hear")
-        require_shard(message.shard, self._job.strategy.servers)
+        self._mail.require_known(message)
         self._hear_rows(member, message, payload)
         self._mail.came(member, message, payload.nbytes)
         if isinstance(message, Parameters):
             self._waited_for = message.waited_for  # of the last shard to answer
             if self._core.awaits(message, member):
-                self._mail.payloads.take(message, payload)
+                self._mail.take(message, payload)
         self._do(self._core.handle(message, member))
         if isinstance(message, Welcome) and self._core.welcomed_epoch is not None:
             self._report(ShardsWelcomed(epoch=self._core.welcomed_epoch))
@@ -282,9 +275,9 @@ class _SlotSession:
                     self._left = action
 
     def _destination(self, member: int, message: Any, num_bytes: int) -> memoryview | None:
-        self._mail.payloads.require_known(message)
+        self._mail.require_known(message)
         is_awaited = isinstance(message, Parameters) and self._core.awaits(message, member)
-        return self._mail.payloads.room(message, num_bytes, is_awaited=is_awaited)
+        return self._mail.room(message, num_bytes, is_awaited=is_awaited)
 
     # ── one update ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -301,7 +294,8 @@ class _SlotSession:
             self._evaluate(work)
             ready = self._begun_ns = time.monotonic_ns()
             body.model.begin()
-            body.tables.begin()
+            if body.tables.exist:
+                body.tables.begin()
             done = body.computer.compute(
                 body.model.model,
                 work.batch,
@@ -313,7 +307,8 @@ class _SlotSession:
         except _SlotLeft:
             return
         body.model.end()
-        body.tables.collect(done.share)
+        if body.tables.exist:
+            body.tables.collect(done.share)
         if body.coding.codes_gradients:
             self._notice(body.encode(work.batch, work.part))
         begun = self._begun_ns
@@ -412,7 +407,7 @@ class _SlotSession:
         """The bytes of pushes since the last call, and the number of messages; none before the first push."""
         num_bytes = self._body.bytes_sent - self._booked_bytes
         self._booked_bytes = self._body.bytes_sent
-        messages = self._per_shard * self._body.layout.shards if num_bytes else 0
+        messages = self._per_shard * len(self._body.parts) if num_bytes else 0
         return Traffic(bytes_sent=num_bytes, messages_sent=messages)
 
     def _try_loss(self, work: Work) -> None:

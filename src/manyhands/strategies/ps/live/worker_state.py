@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from manyhands.data.store.atomic import WriteFailed
-from manyhands.engine.computing import Computed
+from manyhands.data.store.checkpoint import CheckpointStore, Loaded, NoCheckpoint, NonFiniteSnapshot, Snapshot
+from manyhands.engine.computing import Built, Computed, TrainingPlan
 from manyhands.engine.worker import Course, diagnose
 from manyhands.errors import CorruptCheckpoint
 from manyhands.strategies.ps.live.area import WorkerArea
 from manyhands.strategies.ps.live.member_resources import MemberContext, MemberResources
-from manyhands.strategies.ps.live.own_steps import OwnSteps
 from manyhands.strategies.ps.live.ps_job import Job
-from manyhands.strategies.ps.live.replica_model import ReplicaModel
 from manyhands.strategies.ps.live.reports import ORDERS, PlaceGiven
-from manyhands.strategies.ps.live.residuals import ResidualMemory, is_kept
 from manyhands.strategies.ps.live.shard_encoding import RangeCoding
 from manyhands.strategies.ps.live.worker_tables import WorkerTables
+from manyhands.strategies.ps.ps_messages import Work
+from manyhands.strategies.ps.shard_layout import FlatLayout
+from manyhands.strategies.ps.strategy import Ps
 from manyhands.strategies.ps.update_files import Recorder
 from manyhands.wire.codec import check_optimizer
+from manyhands.wire.tap import GradientTap, put
 
-__all__ = ["WorkerState"]
+__all__ = ["OwnSteps", "ReplicaModel", "ResidualMemory", "WorkerState", "is_kept"]
 
 _LOOK_S = 0.2
 
@@ -129,7 +135,8 @@ class WorkerState:
         recorded.
         """
         finite = _is_finite(done)
-        if finite and self.model.is_finite(self.area.gradients) and self.tables.is_finite():
+        rows_finite = not self.tables.exist or self.tables.is_finite()
+        if finite and self.model.is_finite() and rows_finite:
             if done.samples:
                 self.course.add(done.loss)
             return None
@@ -161,3 +168,266 @@ class WorkerState:
 
 def _is_finite(done: Computed) -> bool:
     return done.samples == 0 or done.loss - done.loss == 0
+
+
+# ── the model ────────────────────
+# A worker's replica of the model: parameters are views of memory that the shards write, with the gradients
+# beside it.
+#
+# On a GPU the model has separate parameters, which are filled from that memory after every pull.
+
+
+class ReplicaModel:
+    """Connects `model` to `area`; hooks move each gradient there as soon as backward has it."""
+
+    def __init__(self, model: nn.Module, layout: FlatLayout, area: WorkerArea) -> None:
+        self.model = model
+        self._layout = layout
+        named = dict(model.named_parameters())
+        self._tied = {name: named[name] for name in layout.views(area.values)}
+        self._on_gpu = any(parameter.device.type == "cuda" for parameter in self._tied.values())
+        self._share = 1.0
+        self._reached: set[str] = set()
+        self._buffers = list(model.buffers())
+        self._buffers_before = [buffer.clone() for buffer in self._buffers]
+        self.tie(area)
+        self._names = list(self._tied)
+        self._tap = GradientTap(list(self._tied.values()), self._taken)
+
+    def close(self) -> None:
+        """Remove the hooks; autograd holds them, and with them the memory of the parameters."""
+        self._tap.close()
+
+    def tie(self, area: WorkerArea) -> None:
+        """Use this area from now on; the contents of the previous one stay as they are."""
+        values = self._layout.views(area.values)
+        self._values = {self._tied[name]: view for name, view in values.items()}
+        self._gradients = self._layout.views(area.gradients)
+        self._flags = [area.flags(shard) for shard in range(self._layout.shards)]
+        self._flagged: set[str] | None = None  # whom the flags in the area name
+        for parameter, view in self._values.items():
+            if not area.is_in_place:  # else the shards have long written something better there
+                view.copy_(parameter.detach())
+            if not self._on_gpu:
+                parameter.data = view
+
+    def pulled(self) -> None:
+        """Call after every shard has written its range: copies it to the GPU, or bumps the autograd versions on
+        the CPU.
+        """
+        if not self._on_gpu:
+            torch.autograd.graph.increment_version(list(self._values))
+            return
+        with torch.no_grad():
+            for parameter, value in self._values.items():
+                parameter.copy_(value, non_blocking=True)
+
+    def backward(self, loss: Tensor, share: float) -> None:
+        """Run backward, accumulating `share` times the gradient in the area since `begin`."""
+        self._share = share
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def begin(self) -> None:
+        """Clear the set of reached parameters, and save the buffers for `undo`."""
+        self._reached.clear()
+        if self._buffers:
+            _copy(self._buffers_before, self._buffers)
+
+    def undo(self) -> None:
+        """Restore the buffers from before the last forward."""
+        if self._buffers:
+            _copy(self._buffers, self._buffers_before)
+
+    def end(self) -> None:
+        """Write to the area's flags what this backward reached."""
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        if self._reached != self._flagged:
+            self._flagged = set(self._reached)
+            for shard, flags in enumerate(self._flags):
+                flags.copy_(self._layout.flags(shard, self._reached))
+
+    @torch.no_grad()
+    def step(self, optimizer: Optimizer, share: float) -> None:
+        """After `end`: take the worker's local step, and store `share` times the parameters in place of the
+        gradient.
+
+        The gradient there is scaled by its share of the batch; the step uses the unscaled one. With a share of 0
+        there is no step.
+        """
+        moved = {one for group in optimizer.param_groups for one in group["params"]}
+        names = {name for name, parameter in self._tied.items() if parameter in moved}
+        if share:
+            for name in self._reached & names:
+                self._tied[name].grad = self._gradients[name].to(self._tied[name].device) / share
+            with torch.enable_grad():
+                optimizer.step()
+            optimizer.zero_grad()
+        for name in names:
+            torch.mul(self._tied[name].detach().cpu(), share, out=self._gradients[name])
+        self._flagged = names
+        for shard, flags in enumerate(self._flags):
+            flags.copy_(self._layout.flags(shard, names))
+
+    def is_finite(self) -> bool:
+        reached = (self._gradients[name] for name in self._reached)
+        return all(bool(torch.isfinite(one.sum())) or bool(torch.isfinite(one).all()) for one in reached)
+
+    @torch.no_grad()
+    def _taken(self, number: int, parameter: Tensor) -> None:
+        """Move a parameter's gradient into the area."""
+        gradient, name = parameter.grad, self._names[number]
+        assert gradient is not None, "the hook comes after the gradient"
+        dense = gradient.to_dense() if gradient.is_sparse else gradient
+        put(self._gradients[name], dense, self._share, add=name in self._reached)
+        parameter.grad = None
+        self._reached.add(name)
+
+
+@torch.no_grad()
+def _copy(into: list[Tensor], values: list[Tensor]) -> None:
+    torch._foreach_copy_(into, values)
+
+
+# ── local steps ────────────────────
+# `push=parameters`: a worker's local optimizer, and its saved state, with which a run resumes.
+#
+# As with codec residuals (`residuals`), a worker writes its optimizer's state before it pushes, so a run that
+# resumes from the shards' snapshots finds the matching state. Learning rates follow from the batch's number.
+
+
+class OwnSteps:
+    """One worker's local steps: `begin`, then `step`; with `load_states` the first uses the saved state."""
+
+    def __init__(self, built: Built, owed: ResidualMemory, plan: TrainingPlan, *, load_states: bool) -> None:
+        self._built = built
+        self._owed = owed
+        self._plan = plan
+        self._load_states = load_states
+        self._begun = False
+        self._scheduled = 0
+
+    def begin(self, work: Work, slot: int) -> str | None:
+        """Prepare the first step of this process in `slot`; later calls do nothing.
+
+        Returns a sentence if the optimizer starts without the state that a predecessor had.
+        """
+        if self._begun:
+            return None
+        self._begun = True
+        anew = f"the optimizer of worker {slot} begins anew at batch {work.batch + 1}"
+        if not self._load_states:
+            return f"{anew}: who takes a place over has no state of it" if work.clock else None
+        try:
+            kept = self._owed.optimizer(work.batch, work.part)
+        except CorruptCheckpoint as error:
+            return f"{anew}: {error}"
+        if kept is None:
+            return f"{anew}: its state was not kept"
+        optimizer = self._built.optimizer  # its groups as they are: the scheduler brings them to this batch
+        groups = optimizer.state_dict()["param_groups"]
+        optimizer.load_state_dict({"state": kept["state"], "param_groups": groups})
+        return None
+
+    def step(self, model: ReplicaModel, batch: int, part: int, share: float) -> str | None:
+        """Take the step for this part of a batch, and save the optimizer's state when that is due.
+
+        Returns a sentence if the disk does not take the state.
+        """
+        optimizer, scheduler = self._built.optimizer, self._built.scheduler
+        while scheduler is not None and self._scheduled < batch:
+            scheduler.step()
+            self._scheduled += 1
+        model.step(optimizer, share)
+        done = batch + 1
+        if is_kept(self._plan, done):
+            try:
+                self._owed.save_optimizer(done, part, optimizer.state_dict())
+            except (WriteFailed, NonFiniteSnapshot) as error:
+                return f"the optimizer of worker {part} was not kept after {done} batches: {error}"
+        return None
+
+
+# ── saved state ────────────────────
+# The state that workers save beside the shards' snapshots, so that a resumed run sends what it would have sent.
+#
+#     RUN/owed/0/step-00000040/…      what the worker of part 0 had when it had computed 40 batches
+#
+# That is its codec's residual, or, where it takes local steps (`push=parameters`), its optimizer's state.
+#
+# Under `sync` only: there the parts of a batch are the same in every repetition, and all shards of a version have seen
+# the same batches. A worker writes before it pushes, so a run that resumes from a snapshot finds the matching state.
+
+_FOLDER = "owed"
+
+
+def is_kept(plan: TrainingPlan, batches: int) -> bool:
+    """Whether workers save their state after this many batches: whenever shards do."""
+    every = plan.checkpoint_every
+    return batches == plan.steps or (every > 0 and batches % every == 0)
+
+
+class ResidualMemory:
+    """The saved state of all workers of one run; disabled without a run directory, or unless steps are in
+    lockstep.
+    """
+
+    def __init__(self, run_path: Path | None, strategy: Ps, workers: int, keep: int = 1) -> None:
+        in_step = strategy.consistency.lockstep
+        self._folder = run_path / _FOLDER if run_path is not None and in_step else None
+        self._of = {"strategy": str(strategy), "workers": workers}
+        self._keep = keep + 1  # a worker may be one step ahead of what shards have
+
+    def save(self, batches: int, part: int, memory: Mapping[str, Tensor]) -> None:
+        """Save the codec residuals after this many batches; WriteFailed leaves earlier ones as they are."""
+        if self._folder is not None and memory:
+            self._store(part).save(
+                Snapshot(step=batches, model=dict(memory), optimizer={}, extra=dict(self._of))
+            )
+
+    def load(self, batches: int, part: int) -> Mapping[str, Tensor]:
+        """The residuals at that point; empty if none were saved, or for another codec or number of workers.
+
+        CorruptCheckpoint if they are damaged.
+        """
+        loaded = self._load(batches, part)
+        return loaded.model if loaded is not None else {}
+
+    def save_optimizer(self, batches: int, part: int, state: Mapping[str, Any]) -> None:
+        """Save a worker's local optimizer after this many batches; WriteFailed leaves earlier ones as they are."""
+        if self._folder is not None:
+            self._store(part).save(Snapshot(step=batches, model={}, optimizer=state, extra=dict(self._of)))
+
+    def optimizer(self, batches: int, part: int) -> Mapping[str, Any] | None:
+        """The optimizer's `state_dict()` at that point; None if none was saved. CorruptCheckpoint if it is
+        damaged.
+        """
+        loaded = self._load(batches, part)
+        return loaded.optimizer if loaded is not None else None
+
+    def has(self, batches: int, part: int) -> bool:
+        """Whether anything was saved at that point."""
+        return self._folder is not None and self._store(part).path_of(batches).is_dir()
+
+    def _load(self, batches: int, part: int) -> Loaded | None:
+        if self._folder is None or not (self._folder / str(part)).is_dir():
+            return None
+        try:
+            loaded = self._store(part).load(batches)
+        except NoCheckpoint:
+            return None
+        return loaded if dict(loaded.extra) == self._of else None
+
+    @staticmethod
+    def remove_after(run_path: Path, batches: int) -> None:
+        """Remove the state of later batches, which belongs to a discarded history. WriteFailed if something
+        remains.
+        """
+        folder = run_path / _FOLDER
+        for one in folder.iterdir() if folder.is_dir() else ():
+            if one.name.isdigit():
+                CheckpointStore(one).remove_after(batches)
+
+    def _store(self, part: int) -> CheckpointStore:
+        assert self._folder is not None, "without a directory nothing is kept"
+        return CheckpointStore(self._folder / str(part), self._keep)

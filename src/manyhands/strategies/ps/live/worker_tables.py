@@ -41,6 +41,8 @@ class WorkerTables:
         named = dict(model.named_parameters())
         self._layout = layout
         self._parameters = [named[table.name] for table in layout.tables]
+        self.exist = bool(self._parameters)
+        """Whether the task has any tables."""
         self._rows_of = [
             next(rows_of[name] for name in table.aliases if name in rows_of) for table in layout.tables
         ]
@@ -54,11 +56,6 @@ class WorkerTables:
         ] = {}  # by table and shard, what names them, once it is asked
         self._whole = False
         self._gradients: list[list[Tensor] | None] = []  # the same; None for a table that was not reached
-
-    @property
-    def exist(self) -> bool:
-        """Whether the task has any tables."""
-        return bool(self._parameters)
 
     # ── what a batch reads ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -139,7 +136,6 @@ class WorkerTables:
             )
 
     def is_finite(self) -> bool:
-        """Whether all collected gradients are finite."""
         return all(
             bool(torch.isfinite(part).all())
             for parts in self._gradients
