@@ -106,7 +106,7 @@ class Computer:
         self.device = device_of(plan.device, worker_rank)
         self._rank = worker_rank
         assert isinstance(plan.task, Task), "a compiled task computes its own steps"
-        self._task = task = plan.task
+        self.task = task = plan.task
         self._reading = _reading_of(task, plan.seed)
         self._shares = self._reading.shares()
         self.reader = NumberReader(self.device)
@@ -117,10 +117,10 @@ class Computer:
         They are on the worker's device, or in host memory with `on_host`.
         """
         seed_all(self.plan.seed)
-        model = self._task.model()
+        model = self.task.model()
         if not on_host:
             model = model.to(self.device)
-        optimizer = optimizer_of(self._task, model)
+        optimizer = optimizer_of(self.task, model)
         _require_plain_step(optimizer)
         built = Built(model=model, optimizer=optimizer, **self._schedulers(optimizer))
         if built.scheduler is not None:
@@ -131,10 +131,10 @@ class Computer:
 
     def _schedulers(self, optimizer: Optimizer) -> dict[str, LRScheduler]:
         """The task's schedule, under what advances it; empty without one."""
-        if self._task.scheduler is None:
+        if self.task.scheduler is None:
             return {}
-        scheduler = self._task.scheduler(optimizer)
-        if self._task.scheduler_metric is not None:
+        scheduler = self.task.scheduler(optimizer)
+        if self.task.scheduler_metric is not None:
             return {"metric_scheduler": scheduler}
         if isinstance(scheduler, ReduceLROnPlateau):
             raise UserError(
@@ -143,14 +143,10 @@ class Computer:
             )
         return {"scheduler": scheduler}
 
-    @property
-    def task(self) -> Task:
-        return self._task
-
     @contextmanager
     def loading_ahead(self) -> Iterator[None]:
         """Context in which loader processes prefetch batches, where the task asks for them."""
-        task, shares = self._task, self._shares
+        task, shares = self.task, self._shares
         if not task.loaders:
             yield
             return
@@ -233,7 +229,7 @@ class Computer:
 
         With several `parts`, each evaluates its share of the batches and `total` sums over all of them.
         """
-        if self._task.evaluation is None:
+        if self.task.evaluation is None:
             return None
         functions = self.measures()
         totals = torch.zeros(len(functions) + 1, dtype=torch.float64)
@@ -248,11 +244,11 @@ class Computer:
         return self.means(total(totals) if total is not None else totals)
 
     def measures(self) -> dict[str, Metric]:
-        return {"evaluation_loss": self._mean_loss, **self._task.metrics}
+        return {"evaluation_loss": self._mean_loss, **self.task.metrics}
 
     def evaluation_batches(self, part: int = 0, parts: int = 1) -> Iterator[Microbatch]:
         """Every `parts`-th batch of the evaluation data, from number `part` on."""
-        task = self._task
+        task = self.task
         source = BatchSource(task.evaluation, task.collate)
         for number, first in enumerate(range(0, len(source), task.batch_size)):
             if number % parts == part:
@@ -270,19 +266,19 @@ class Computer:
         Of a loss that is a sum, the mean times the size of the batch, so that the weighted pieces add up to the sum.
         """
         with self.precision():
-            loss = self._task.loss(model, batch)
+            loss = self.task.loss(model, batch)
         if piece.sample_weights is None:
             require_loss(loss)
             weight = share.weight * piece.weight
-            return loss / weight if self._task.reduction == "sum" and weight != 1 else loss
+            return loss / weight if self.task.reduction == "sum" and weight != 1 else loss
         require_losses(loss, piece.samples)
         weights = torch.as_tensor(piece.sample_weights, dtype=loss.dtype, device=loss.device)
         return (loss.reshape(-1) * weights).sum()
 
     def _mean_loss(self, model: nn.Module, batch: Any) -> Tensor:
         """The mean loss on evaluation data, whose samples all weigh the same."""
-        loss = self._task.loss(model, batch)
-        return loss if self._task.weights is None else loss.mean()
+        loss = self.task.loss(model, batch)
+        return loss if self.task.weights is None else loss.mean()
 
     def precision(self) -> AbstractContextManager[object]:
         """Autocast context for the precision that the model computes in."""
@@ -412,43 +408,37 @@ class _Ahead(BatchShares):
     def _batch(self, key: Key, number: int) -> Any:
         return self._read(key).batches[number]
 
-
-class _IndexedAhead(_Ahead):
-    """Prefetch of indexed samples: share sizes are known here, and only what is fetched is loaded."""
-
-    def batch_samples(self, step: int) -> int:
-        """The size of global batch `step`, from the batch plan."""
-        return self._shares.batch_samples(step)
-
-    def share(self, step: int, part: int, parts: int) -> Share:
+    def _fetched(self, share: Share, key: Key) -> Share:
         """The same share, with samples that come from a loader process."""
-        share = self._shares.share(step, part, parts)
         pieces = tuple(
-            replace(piece, fetch=partial(self._batch, (step, part, parts), number))
+            replace(piece, fetch=partial(self._batch, key, number))
             for number, piece in enumerate(share.pieces)
         )
         return replace(share, pieces=pieces)
 
 
-class _StreamAhead(_Ahead):
-    """Prefetch of a stream: only the loader process draws from it."""
+class _IndexedAhead(_Ahead):
+    """Prefetch of indexed samples: share sizes are known here, and only what is fetched is loaded."""
 
     def batch_samples(self, step: int) -> int:
-        """The size of the current batch, as the loader process reports it."""
+        return self._shares.batch_samples(step)
+
+    def share(self, step: int, part: int, parts: int) -> Share:
+        return self._fetched(self._shares.share(step, part, parts), (step, part, parts))
+
+
+class _StreamAhead(_Ahead):
+    """Prefetch of a stream: only the loader process draws from it, and reports how large a batch is."""
+
+    def batch_samples(self, step: int) -> int:
         held = self._held
         assert held is not None, "the share of a batch comes first"
         assert self._key is not None and self._key[0] == step, "the last batch is the one at hand"  # noqa: PT018
         return held.batch_samples
 
     def share(self, step: int, part: int, parts: int) -> Share:
-        """The share that the loader process drew from the stream."""
         key = step, part, parts
-        share = self._read(key).share
-        pieces = tuple(
-            replace(piece, fetch=partial(self._batch, key, number))
-            for number, piece in enumerate(share.pieces)
-        )
-        return replace(share, pieces=pieces)
+        return self._fetched(self._read(key).share, key)
 
 
 def _pinned(found: ReadShare) -> ReadShare:

@@ -80,8 +80,7 @@ class Request:
             raise UserError(f"compile: {strategy.facts.cannot_compile}; leave it out")
         _check_microbatches(task, strategy)
         _check_buffers(task, strategy, workers, options)
-        _check_schedule(task, strategy)
-        _check_stopping(task, strategy, options.early_stopping)
+        _check_heeded(task, strategy, options.early_stopping)
         if options.skip_nonfinite and not strategy.facts.can_skip_updates:
             raise UserError(f"skip_nonfinite: strategy {strategy} cannot leave one worker's part out; ps can")
         _check_fewest(strategy, workers, options.min_workers)
@@ -102,7 +101,7 @@ class Request:
             task = _dealt(task, strategy, workers)
         else:
             per_epoch = BatchPlan(samples, task.batch_size, seed).batches_per_epoch
-            steps = _number_of_steps(length, per_epoch, task.epochs)
+            steps = length.steps or (length.epochs or task.epochs) * per_epoch
         smallest = min(task.batch_size, samples) if samples else task.batch_size
         if workers > smallest and strategy.facts.splits_batches and not task.compiled:
             warnings.warn(
@@ -196,7 +195,8 @@ def _check_buffers(task: AnyTask, strategy: Strategy, workers: int, options: Opt
         )
 
 
-def _check_schedule(task: AnyTask, strategy: Strategy) -> None:
+def _check_heeded(task: AnyTask, strategy: Strategy, stopping: EarlyStopping | None) -> None:
+    """UserError where evaluations cannot set the learning rate or end the run as the task and the options ask."""
     if (
         isinstance(task, Task)
         and task.scheduler_metric is not None
@@ -206,9 +206,6 @@ def _check_schedule(task: AnyTask, strategy: Strategy) -> None:
             f"task.scheduler_metric={task.scheduler_metric}: {strategy.facts.cannot_heed_evaluations}; use another "
             "strategy, or a schedule by steps"
         )
-
-
-def _check_stopping(task: AnyTask, strategy: Strategy, stopping: EarlyStopping | None) -> None:
     if stopping is None:
         return
     if strategy.facts.cannot_heed_evaluations:
@@ -251,12 +248,6 @@ def _dealt(task: Task, strategy: Strategy, workers: int) -> Task:
             f"none; give {parts} or more, or fewer workers"
         )
     return replace(task, data=own.dealt(parts))
-
-
-def _number_of_steps(length: Length, batches_per_epoch: int, usual_epochs: int) -> int:
-    if length.steps is not None:
-        return length.steps
-    return (length.epochs or usual_epochs) * batches_per_epoch
 
 
 def _number_of_rounds(length: Length, strategy: Strategy) -> int:

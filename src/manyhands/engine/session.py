@@ -62,7 +62,12 @@ def run_session(
         model = request.plan.task.model()
         if process_group is None:  # else the processes exist already
             check_capacity_for(request, model)
-        _advise(request, model)
+        task = request.plan.task
+        sparse = bool(task.sparse) or task.compiled  # a compiled step moves only a record's rows
+        sparse = sparse or any(getattr(m, "sparse", False) is True for m in model.modules())
+        advice = request.strategy.advice(request.workers, sparse=sparse)
+        if advice:
+            warnings.warn(advice, stacklevel=5)
         train = train or training_class(request.strategy, compiled=request.plan.task.compiled)
         training = train(request, model)
         directory, done = _open_directory(training, request, model, out, resume)
@@ -84,10 +89,9 @@ def run_session(
 
 
 def _close(directory: RunDirectory) -> None:
-    """Close the directory; a failed sync of the last rows must not discard what was trained."""
     try:
         directory.close()
-    except WriteFailed as error:
+    except WriteFailed as error:  # a failed sync of the last rows must not discard what was trained
         _log.warning("%s", error)
 
 
@@ -99,16 +103,6 @@ def check_capacity_for(request: Request, model: nn.Module) -> None:
     sizes = sizes_of(task, model, on_host=on_host)
     threads = threads_per_role(request.workers)
     check_capacity(cost_of(request.strategy, sizes, threads=threads, compiled=task.compiled), request.workers)
-
-
-def _advise(request: Request, model: nn.Module) -> None:
-    """Warn where a strategy is used for what it does not suit."""
-    task = request.plan.task
-    sparse = bool(task.sparse) or task.compiled  # a compiled step moves only a record's rows
-    sparse = sparse or any(getattr(m, "sparse", False) is True for m in model.modules())
-    advice = request.strategy.advice(request.workers, sparse=sparse)
-    if advice:
-        warnings.warn(advice, stacklevel=6)
 
 
 def _open_directory(
@@ -128,23 +122,18 @@ def _open_directory(
             raise UserError(f"{out} cannot be resumed: {conflict}")
         if directory.config.get("simulated"):
             raise UserError(f"{out} cannot be resumed: it was simulated, in no time; begin another run")
-        _hand_over(directory, request, config)
+        if any(directory.config.get(name) != config[name] for name in ("strategy", "workers")):
+            # What is kept becomes a checkpoint that any strategy can load.
+            before = Strategy.parse(str(directory.config.get("strategy")))
+            trained_by = STRATEGIES[before.word].load_training(compiled=request.plan.task.compiled)
+            if trained_by is not None:
+                trained_by.hand_over(directory, request.plan, before)
         done = training.resume(directory, config)
         directory.update_config(config)
         return directory, done
     except BaseException:
         directory.close()
         raise
-
-
-def _hand_over(directory: RunDirectory, request: Request, config: Mapping[str, Any]) -> None:
-    """Convert a kept run to a portable checkpoint, where the strategy or the number of workers changes."""
-    if all(directory.config.get(name) == config[name] for name in ("strategy", "workers")):
-        return
-    before = Strategy.parse(str(directory.config.get("strategy")))
-    trained_by = STRATEGIES[before.word].load_training(compiled=request.plan.task.compiled)
-    if trained_by is not None:
-        trained_by.hand_over(directory, request.plan, before)
 
 
 class _Session:

@@ -1,3 +1,1 @@
-"""Run on processes that were started externally, on one host or several: their places, process group and control
-plane.
-"""
+"""Processes that were started externally, on one host or several: their places, group and control plane."""

@@ -125,9 +125,7 @@ class ProcessGroup:
                 self.control_server.give(rank, name, chunks())
 
     def shutdown(self) -> None:
-        """Wait until every member has received what was given and has left; ManyhandsError names those that have
-        not.
-        """
+        """Wait until every member has taken what was given and left; ManyhandsError names those that have not."""
         left = self.control_server.shutdown(max(_SHUTDOWN_S, self.timeout_s))
         if left:
             raise ManyhandsError(
@@ -173,9 +171,7 @@ class GroupMember:
 _HEARD_S: Final = 2.0
 _TOKEN_BYTES: Final = 32
 _PATIENT: Final = Settings(silence=LivenessTimes(silence_s=20.0, handshake_s=10.0))
-"""Long liveness times: a process trains in Python while a thread sends its heartbeats, which one long call may
-delay.
-"""
+"""Long liveness times: one long call of a process that trains may delay the thread of its heartbeats."""
 
 
 def lead_group(
@@ -403,7 +399,5 @@ def _near(leader: str) -> str | None:
 
 
 def _open_token(leader: str) -> bytes:
-    """Return a token that is not secret: for a run without certificates, whose processes share only the leader's
-    address.
-    """
+    """A token that is no secret, for runs without certificates: all that processes share is the address."""
     return hashlib.sha256(f"manyhands without certificates, led from {leader}".encode()).digest()

@@ -163,9 +163,7 @@ def _number(text: str) -> int | None:
 
 
 _stores: dict[tuple[str, int], Store] = {}
-"""Open for the life of the process: when a group ends, others may still read the store, or need it for the next
-group.
-"""
+"""Open for the life of the process: after a group's end others may read the store, or the next group."""
 
 
 def _open_tcp_store(host: str, port: int, timeout_s: float, *, hosted: bool) -> Store:

@@ -213,9 +213,7 @@ _SEND_TIMEOUT_S = 60.0
 
 
 class Context(Protocol):
-    """What a role needs of its worker context, however its process was started: `RoleContext` or
-    `ControlConnection`.
-    """
+    """What a role needs of its worker context, wherever its process is: `RoleContext` or `ControlConnection`."""
 
     name: str
     rank: int

@@ -197,9 +197,7 @@ class Roster:
         return [KillProcess(number)]
 
     def _go_on_killing(self, number: int, now_ns: int) -> list[Event | KillProcess]:
-        """Repeat the kill, which a signal handler's exception may have interrupted; not for one stuck in the
-        kernel.
-        """
+        """Repeat the kill, which an exception of a signal handler may have cut; not for one stuck in the kernel."""
         member = self._entries[number].member
         if not member.is_stuck(now_ns):
             return [KillProcess(number)]

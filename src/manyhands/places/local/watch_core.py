@@ -148,9 +148,7 @@ class Watch:
         return actions
 
     def _go_on_killing(self, rank: int, now_ns: int) -> list[Action]:
-        """Repeat the kill, which a signal handler's exception may have interrupted; not for one stuck in the
-        kernel.
-        """
+        """Repeat the kill, which an exception of a signal handler may have cut; not for one stuck in the kernel."""
         role = self._roles[rank]
         if not role.is_stuck(now_ns):
             return [KillProcess(rank)]
