@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from manyhands.observe.analyse.view import Phase, Presence, RunView, ServerView, WorkerView
 
-__all__ = ["metrics_text"]
+__all__ = ["Family", "family_lines", "metrics_text"]
 
 _Samples = Iterable[tuple[Mapping[str, str], float]]
-_Family = tuple[str, str, _Samples]  # name, what it is, and a sample for each set of labels
+Family = tuple[str, str, _Samples]  # name, what it is, and a sample for each set of labels
 
 _OF_WORKER: Mapping[str, tuple[str, Callable[[WorkerView], float]]] = {
     "worker_up": ("Whether the worker takes part.", lambda one: one.presence is Presence.PRESENT),
@@ -42,11 +42,11 @@ def metrics_text(view: RunView) -> str:
     return "".join(
         line
         for family in (*_of_run(view), *_of_members(view), *_of_traffic(view))
-        for line in _lines(*family)
+        for line in family_lines(*family)
     )
 
 
-def _of_run(view: RunView) -> Iterator[_Family]:
+def _of_run(view: RunView) -> Iterator[Family]:
     yield "run_info", "What runs; always 1.", [({"task": view.task, "strategy": view.strategy}, 1.0)]
     phases = [({"phase": phase.value}, float(phase is view.phase)) for phase in Phase]
     yield "phase", "Where the run is: 1 for the phase it is in, 0 for the others.", phases
@@ -72,7 +72,7 @@ def _of_run(view: RunView) -> Iterator[_Family]:
         )
 
 
-def _of_members(view: RunView) -> Iterator[_Family]:
+def _of_members(view: RunView) -> Iterator[Family]:
     for name, (about, of_worker) in _OF_WORKER.items():
         yield name, about, [({"worker": str(one.role)}, of_worker(one)) for one in view.workers]
     shares = [
@@ -86,7 +86,7 @@ def _of_members(view: RunView) -> Iterator[_Family]:
         yield name, about, zip(labels, map(of_server, view.servers), strict=True)
 
 
-def _of_traffic(view: RunView) -> Iterator[_Family]:
+def _of_traffic(view: RunView) -> Iterator[Family]:
     if view.traffic:
         labels = [{"wire": one.wire, "codec": one.codec} for one in view.traffic]
         for name, amounts in (
@@ -97,7 +97,7 @@ def _of_traffic(view: RunView) -> Iterator[_Family]:
             yield f"wire_{name.lower()}_total", about, zip(labels, amounts, strict=True)
 
 
-def _lines(name: str, about: str, samples: _Samples) -> Iterator[str]:
+def family_lines(name: str, about: str, samples: _Samples) -> Iterator[str]:
     yield f"# HELP manyhands_{name} {_escaped(about)}\n"
     yield f"# TYPE manyhands_{name} {'counter' if name.endswith('_total') else 'gauge'}\n"
     for labels, value in samples:

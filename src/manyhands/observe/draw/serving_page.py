@@ -9,6 +9,7 @@ from manyhands.observe.analyse.serving_view import ServingView
 from manyhands.observe.draw.charts import Series, data_table, histogram, line_chart, quiet, section
 from manyhands.observe.draw.page import PAGE_STYLE
 from manyhands.observe.draw.paper import PageSection, document
+from manyhands.observe.draw.prometheus import Family, family_lines
 
 __all__ = ["serving_metrics", "serving_report", "serving_sections", "serving_title"]
 
@@ -134,22 +135,17 @@ def _ms(value: float) -> str:
 
 
 def serving_metrics(view: ServingView) -> str:
-    lines = ["# TYPE manyhands_serve_requests_total counter"]
-    lines += [
-        f'manyhands_serve_requests_total{{status="{status}"}} {count}' for status, count in view.by_status
-    ]
-    lines.append("# TYPE manyhands_serve_latency_seconds gauge")
+    """Return the view in Prometheus' text format."""
     quantiles = (("0.5", view.p50_ms), ("0.95", view.p95_ms), ("0.99", view.p99_ms))
-    lines += [
-        f'manyhands_serve_latency_seconds{{quantile="{name}"}} {"NaN" if math.isnan(value) else value / 1e3}'
-        for name, value in quantiles
-    ]
-    for name, value in (
-        ("workers", sum(one.state != "starting" for one in view.workers)),
-        ("worker_deaths_total", view.deaths),
-        ("waiting_inputs", view.waiting),
-        ("inputs_total", view.inputs),
-    ):
-        kind = "counter" if name.endswith("_total") else "gauge"
-        lines += [f"# TYPE manyhands_serve_{name} {kind}", f"manyhands_serve_{name} {value}"]
-    return "".join(f"{line}\n" for line in lines)
+    workers = sum(one.state != "starting" for one in view.workers)
+    families: tuple[Family, ...] = (
+        ("requests_total", "Requests answered.", [({"status": str(s)}, n) for s, n in view.by_status]),
+        ("latency_seconds", "Of the newest answers.", [({"quantile": q}, ms / 1e3) for q, ms in quantiles]),
+        ("workers", "Workers that answer.", [({}, workers)]),
+        ("worker_deaths_total", "Workers that died and were replaced.", [({}, view.deaths)]),
+        ("waiting_inputs", "Inputs that no worker has yet.", [({}, view.waiting)]),
+        ("inputs_total", "Inputs answered.", [({}, view.inputs)]),
+    )
+    return "".join(
+        line for name, about, samples in families for line in family_lines(f"serve_{name}", about, samples)
+    )
